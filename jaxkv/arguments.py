@@ -51,13 +51,6 @@ def as_cache(cache: Any) -> KVCache | None:
             else "give what prefill or an earlier generate returned"
         )
         raise TypeError(f"cache={type(cache).__name__}: {where}")
-    wrong = [
-        leaf for leaf in jax.tree.leaves(cache) if not isinstance(leaf, (jax.Array, np.ndarray))
-    ]
-    if wrong:
-        raise TypeError(
-            f"cache=a KVCache of {type(wrong[0]).__name__}: its leaves are arrays; prefill anew"
-        )
     cache.require_arrays()
     lies = Axes.of(cache.seen)
     remedy = f"its arrays lie on {getattr(lies, 'mesh', None)}: give jaxkv.reshard(cache, None) the cache as it was"
@@ -190,8 +183,6 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -
     )
     theirs, mine = (None if axes is None else axes.mesh for axes in (cache.axes, params.axes))
     where, mesh = ("one device", None) if mine is None else (mine, "mesh")
-    if theirs is not None and mine is not None and theirs.shape == mine.shape:
-        where = f"{mine} of other devices, or in another order"
     remedy = (
         f"the model lies on {where}: give jaxkv.reshard(cache, {mesh}), or prefill with this one"
     )

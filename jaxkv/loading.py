@@ -15,7 +15,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv._checks import settled
+from jaxkv._checks import plain, settled
 from jaxkv._errors import require
 from jaxkv.cache import KVCache, Turn
 from jaxkv.cache.stores import held_dtype
@@ -23,7 +23,7 @@ from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, 
 from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.machine import hosts, memory
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder, Flat, named_parameters, parameters
+from jaxkv.models.decoder import Decoder, Flat, named_parameters
 from jaxkv.models.sources import Source, sources_of
 from jaxkv.models.values import as_weights
 from jaxkv.models.weights import read, read_codes
@@ -163,7 +163,8 @@ class LanguageModel(nnx.Module):
     def flat(self) -> Flat:
         """The decoder split for jitted code (`Flat`), cached until a parameter is replaced."""
         if self._flat is None or not self._flat.is_of(self.decoder):
-            axes = next(filter(None, map(Axes.of, parameters(self.decoder))), None)
+            leaves = (each.get_raw_value() for _, each in named_parameters(self.decoder))
+            axes = next(filter(None, map(Axes.of, leaves)), None)
             if axes is not None:
                 # A replaced parameter may lie whole on one device, or on each of them.
                 _spread_over(self.decoder, self.decoder, axes.mesh)
@@ -232,7 +233,7 @@ def load(
         )
         dtype = "float32" if platform == "cpu" else "bfloat16"
     with hosts.together("jaxkv.load", mesh):
-        kind, narrow = _dtype(dtype), as_weights(weights)
+        kind, narrow = as_dtype(dtype), as_weights(weights)
         checkpoint = open_checkpoint(fetch(name_or_path, progress=progress and hosts.speaks()))
         config = ModelConfig.from_hf(checkpoint.config)
         config = config if max_positions is None else config.within(max_positions)
@@ -246,10 +247,10 @@ def load(
     return LanguageModel(decoder, text=text, name=name, filter_layers=filters)
 
 
-def _dtype(given: Any) -> np.dtype:
+def as_dtype(given: Any) -> np.dtype:
     """Validates the parameters' dtype, float32, bfloat16 or float16, and returns it; ValueError for others."""
     try:
-        name = jnp.dtype(given).name
+        name = jnp.dtype(plain(given)).name
     except TypeError:  # not a dtype
         name = given
     require(name in DTYPES, "dtype", name, f"give one of {', '.join(DTYPES)}")

@@ -106,10 +106,7 @@ def compress(
     name = type(policy).__name__
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
-    what = "budget differs" if _layers_of(parts.scorer) is None else "scores differ"
-    remedy = (
-        f"{name}'s {what} by layer: give layer= and layers=, or all layers to jaxkv.compress_layers"
-    )
+    remedy = f"{name} keeps other rows in other layers: give layer= and layers=, or all layers to jaxkv.compress_layers"
     same = isinstance(parts.layers, UniformLayers) and _layers_of(parts.scorer) is None
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
@@ -448,6 +445,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
     """Validates a policy for `compress` and returns it; ValueError if it needs more than prompt K, V and Q."""
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.composed
+    needs = parts.needs
     for refused, remedy in (
         (
             isinstance(parts.budget, Bytes),
@@ -462,36 +460,16 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
             "it stores keys before RoPE, and here they come after it: leave rolling positions out",
         ),
         (
-            parts.evicts,
-            f"{name} drops rows for new ones, and here none go: give SnapKV, or its mode='prefill' if any",
-        ),
-        (
-            parts.every,
-            "it compresses while tokens are drawn, and here a prompt only: give every=None",
+            parts.ongoing,
+            "it compresses while tokens are drawn, and here a prompt only: give SnapKV, or every=None",
         ),
         (
             parts.store is not Dense,
             f"rows come out as plain arrays, not as {parts.store.__name__}: leave store out",
         ),
         (
-            parts.needs.norms,
-            f"{name} looks at values through the output projection, unknown here: use its base",
-        ),
-        (
-            parts.needs.replay,
-            f"{name} reads the prompt twice, and there is no model here: use jaxkv.prefill",
-        ),
-        (
-            parts.needs.future,
-            f"{name} looks at queries before RoPE, unknown here: use KeyDiff, or jaxkv.generate",
-        ),
-        (
-            parts.needs.hidden,
-            f"{name} looks at hidden states, unknown here: use KeyDiff, or jaxkv.generate",
-        ),
-        (
-            parts.needs.blocks,
-            f"{name} looks at keys before RoPE, unknown here: use KeyDiff, or jaxkv.generate",
+            needs.norms or needs.replay or needs.future or needs.hidden or needs.blocks,
+            f"{name} looks at more than keys, values and queries: use KeyDiff, or jaxkv.generate",
         ),
     ):
         require(not refused, "policy", policy, remedy)

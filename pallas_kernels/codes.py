@@ -66,11 +66,6 @@ def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
     8-bit codes and the scales of 4-bit codes are bitcast to a type of twice the width, without a copy.
     """
     if isinstance(rows, Nibbles):
-        groups, dim = rows.scale.shape[2], shape_of(rows)[2]
-        if groups % 2 or dim != groups * GROUP:
-            raise ValueError(
-                f"{name}: 4-bit codes of {dim} columns in {groups} groups: kernels read pairs of {GROUP}"
-            )
         return {
             name: rows.code,
             f"{name}_scale": _words(rows.scale, jnp.int32),
@@ -78,10 +73,6 @@ def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
         }
     if not isinstance(rows, Coded):
         return {name: rows}
-    if rows.code.shape[2] % 2:
-        raise ValueError(
-            f"{name}: codes of {rows.code.shape[2]} columns: kernels read two at a time, pad them"
-        )
     return {name: _words(rows.code, jnp.uint16), f"{name}_scale": rows.scale}
 
 

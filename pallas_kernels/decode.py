@@ -146,7 +146,7 @@ def decode_token(
         rows; and the scores, if there are any.
 
     Raises:
-        ValueError: if there is a score without `begin` or the other way, or with picks; for codes without `dtype`.
+        ValueError: for codes without `dtype`.
     """
     if dtype is None:
         if isinstance(k, (Coded, Nibbles)):
@@ -154,12 +154,6 @@ def decode_token(
         dtype = k.dtype
     dtype = jnp.dtype(dtype)
     tiles, tile = _tiles(q, itemsize_of(k, v, dtype), dtype, tiles)
-    if (score is None) != (begin is None):
-        raise ValueError("score, begin: one of them is missing: give both, or neither")
-    if score is not None and picks is not None:
-        raise ValueError(
-            "picks: rows that are not read get no attention to be added: leave the score out"
-        )
     logits = None if score is None else _logits(start, widest, shape_of(k)[1])
     how = How(tiles=tiles, tile=tile, dtype=dtype, interpret=interpret, softcap=softcap)
     token = Token(kv=kv, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)

@@ -164,9 +164,7 @@ class NibbleValues(PlainValues):
         self.blocks = NibbleBlocks(refs, "v", sequence, dim, dtype, interpret)
         self.columns = self.blocks.columns
 
-    def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
-        """Unnormalised softmax weights 2 ** (s - top), in two instructions; `top` is each query's running maximum."""
-        return exp2_of(s, 1.0, -top[:, None], interpret=self.interpret)
+    weights = CodedValues.weights
 
     def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
         """Sums of each group before any row was read."""

@@ -11,7 +11,6 @@ import numpy as np
 from meshes import mesh_of, model_of, prompts
 from refusing import calls, door
 from running import GOLDEN
-from test_layer_specs import CONFIG
 
 import jaxkv
 from jaxkv.checkpoints import GgufTokenizer, fetch, manifest
@@ -42,14 +41,7 @@ class BytesPath:
 KINDS = [
     *calls(
         "kinds of layers",
-        (lambda: dataclasses.replace(CONFIG, kinds=("full",)), "kinds="),
         (lambda: LayerSpec(scale=-1.0), "scale=-1"),
-        (lambda: LayerSpec(rope="llama3"), "rope="),
-        (lambda: dataclasses.replace(CONFIG, qk_norm=True, qk_layer_norm=True), "qk_norm="),
-        (
-            lambda: dataclasses.replace(CONFIG, qk_norm_wide=True, interleaved=True),
-            "interleaved=True",
-        ),
     ),
 ]
 

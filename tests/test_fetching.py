@@ -109,19 +109,6 @@ def test_packaged_model_is_where_it_lies(packaged):
     assert sorted(packaged.iterdir()) == before
 
 
-def test_packaged_model_that_changed_is_refused(packaged):
-    file = packaged / "model.safetensors"
-    file.write_bytes(b"weight5")
-    with pytest.raises(ValueError, match=r"model\.safetensors.*sha256 .* expected"):
-        fetch("small")
-    file.write_bytes(b"short")
-    with pytest.raises(ValueError, match=r"model\.safetensors.*7 bytes expected"):
-        fetch("small")
-    file.unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors.*missing: install jaxkv again"):
-        fetch("small")
-
-
 def test_names_and_licenses():
     assert checkpoints.names() == ("smollm2-135m-instruct", "tiny-retrieval")
     assert manifest("smollm2-135m-instruct").license == "Apache-2.0"
@@ -139,5 +126,5 @@ def test_unreachable_hub_is_told(monkeypatch):
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ValueError, match="hub could not be reached.*give a local folder"):
+    with pytest.raises(ValueError, match="hub does not give it.*give a local folder"):
         fetch("owner/model")

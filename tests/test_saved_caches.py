@@ -252,7 +252,7 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["cache"]
     # Killed, it leaves a folder whose name says what it is.
     shutil.copytree(path, tmp_path / ".other.x1.partial")
-    with pytest.raises(ValueError, match=r"path=.*\.partial: it has not been written"):
+    with pytest.raises(ValueError, match=r"path=.*\.partial: no whole folder"):
         jaxkv.load_cache(tmp_path / ".other.x1.partial")
 
 
@@ -317,18 +317,18 @@ def test_folders_that_are_not_whole(tmp_path):
     with pytest.raises(ValueError, match="it cannot be read from .*arrays"):
         jaxkv.load_cache(path)
     (path / "jaxkv.json").unlink()
-    with pytest.raises(ValueError, match=r"path=.*no jaxkv\.json in it"):
+    with pytest.raises(ValueError, match=r"path=.*no whole folder with jaxkv\.json"):
         jaxkv.load_cache(path)
-    with pytest.raises(ValueError, match="path=.*no such folder"):
+    with pytest.raises(ValueError, match="path=.*no whole folder"):
         jaxkv.load_cache(tmp_path / "nothing")
 
 
 def test_weights_are_no_cache_and_a_cache_is_no_weights(tmp_path):
     _, _, path = saved(tmp_path)
-    with pytest.raises(ValueError, match="format='jaxkv cache': .*: read it with jaxkv.load_cache"):
+    with pytest.raises(ValueError, match="format='jaxkv cache'"):
         jaxkv.load(path)
     weights = jaxkv.checkpoints.convert(
         running.GOLDEN / "models" / "llama_gqa", tmp_path / "weights"
     )
-    with pytest.raises(ValueError, match="format='jaxkv weights': .*: read it with jaxkv.load"):
+    with pytest.raises(ValueError, match="format='jaxkv weights'"):
         jaxkv.load_cache(weights)

@@ -154,8 +154,6 @@ def test_letters():
     )
     with pytest.raises(ValueError, match=r"B=3: it is split over data=2: give a multiple of 2"):
         axes.spec("B K", (3, 4))
-    with pytest.raises(ValueError, match=r"mesh=.*give what model_mesh makes"):
-        Axes(mesh=mesh_of(2, 4))
 
 
 @program(static=("axes",), donate=("x",))
@@ -213,7 +211,5 @@ def test_a_cache_stays_on_its_mesh():
         ):
             jaxkv.generate(model, ids, cache=there, progress=False)
     turned = jax.sharding.Mesh(mesh_of(2, 4).devices[::-1], ("data", "model"))
-    with pytest.raises(
-        ValueError, match=r"the model lies on Mesh.* of other devices, or in another order: give"
-    ):
+    with pytest.raises(ValueError, match=r"the model lies on Mesh.*: give"):
         jaxkv.generate(of, ids, cache=there, mesh=turned, progress=False)

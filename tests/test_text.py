@@ -161,8 +161,8 @@ def test_template_is_sandboxed_and_has_the_usual_helpers():
 # --- folders --------------------------------------------------------------------------------------------------------
 
 
-def open_folder(folder):
-    return Checkpoint(path=folder, config={}, stored={}, tokenizer_spec=folder)
+def open_folder(folder, **config):
+    return Checkpoint(path=folder, config=config, stored={}, tokenizer_spec=folder)
 
 
 def test_folder(tmp_path):
@@ -174,10 +174,9 @@ def test_folder(tmp_path):
     settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "old"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "chat_template.jinja").write_text(LLAMA2)
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps({"eos_token_id": [tokenizer.token_to_id("<end>")]})
+    text = Text.from_checkpoint(
+        open_folder(tmp_path, eos_token_id=[tokenizer.token_to_id("<end>")])
     )
-    text = Text.from_checkpoint(open_folder(tmp_path))
     assert text.eos_ids == (tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<end>"))
     # The post-processor says that a bos token is added; the training run's truncation is not kept.
     assert text.decode(text.encode("longer text", bos=True), skip_special=False) == "<s>longer text"

@@ -25,14 +25,14 @@ def refusal(row: Row) -> str | None:
     if row.rolling:
         return "RoPE"
     if row.evicts:
-        return "none go"
+        return "prompt only"
     if row.name in ("omnikv", "quest"):
         return "what is read"
-    if row.name == "kvzip":
-        return "reads the prompt twice"
-    if "expected" in row.name or row.name in ("capkv", "compactor", "qfilters"):
-        return "before RoPE"
-    return "output projection" if "critical" in row.name or "defensive" in row.name else None
+    names = ("capkv", "compactor", "kvzip", "qfilters")
+    more = row.name in names or any(
+        each in row.name for each in ("expected", "critical", "defensive")
+    )
+    return "more than keys" if more else None
 
 
 # Without and with a scorer, a window, spans; of each way to share rows among heads and layers.

@@ -8,6 +8,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache.pools import Pool
+from jaxkv.sharding.mesh import lettered
 
 
 @partial(
@@ -66,19 +67,11 @@ class Tables:
 
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
         """Copy of the tables for n layers by index: arrays `[L, ...]` become `[n, ...]`, other fields are unchanged."""
-        state = self.state
-        if state is not None:
-            state = dataclasses.replace(
-                state,
-                recent=state.recent[layers],
-                choosable=None if state.choosable is None else state.choosable[layers],
-                tau=None if state.tau is None else state.tau[layers],
-            )
-        start, length, limit = (table[layers] for table in (self.start, self.length, self.limit))
-        centre = None if self.centre is None else self.centre[layers]
-        return Tables(
-            start=start, length=length, limit=limit, seen=self.seen, state=state, centre=centre
-        )
+        leaves = [
+            leaf[layers] if letters.startswith("L ") else leaf
+            for _, letters, leaf in lettered(self)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(self), leaves)
 
 
 @jax.tree_util.register_dataclass

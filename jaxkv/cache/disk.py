@@ -17,14 +17,9 @@ from jaxkv.checkpoints.orbax_files import (
     CACHE,
     described,
     read_array,
-    read_manifest,
-    require_whole,
     write_folder,
 )
 from jaxkv.machine import hosts
-
-# The two keys of the manifest.
-_POLICY, _CACHE = "policy", "cache"
 
 
 def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> None:
@@ -34,21 +29,10 @@ def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> Non
     policy holds a value that cannot be encoded.
     """
     arrays: dict[str, np.ndarray] = {}
-    manifest = {_POLICY: encode(policy, None, _POLICY), _CACHE: encode(cache, arrays)}
+    manifest = {"policy": encode(policy, None, "policy"), "cache": encode(cache, arrays)}
     with hosts.together("KVCache.save", mesh):
         if hosts.speaks() or not hosts.spans(mesh):
             write_folder(folder, CACHE, manifest, arrays)
-
-
-def manifest_of(folder: Path) -> dict[str, Any]:
-    """Reads the manifest (a dict) of a saved cache; ValueError if the folder is incomplete or holds something else."""
-    require_whole(folder, CACHE)
-    return read_manifest(folder, CACHE)
-
-
-def encoded_policy(manifest: Mapping[str, Any]) -> Any:
-    """JSON value of the policy in a saved cache's manifest, for `encoding.decode`; None if absent."""
-    return manifest.get(_POLICY)
 
 
 def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:
@@ -71,4 +55,4 @@ def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> A
         waits = name.startswith("bank.") or on_host
         return jax.device_put(read, host_of(device)) if waits else jnp.asarray(read)
 
-    return decode(manifest.get(_CACHE), array)
+    return decode(manifest.get("cache"), array)

@@ -1,6 +1,7 @@
 """Copies a cache into new buffers with more free rows, or for more sequences."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +10,11 @@ from jax import lax
 from jaxtyping import Array, Int
 
 from jaxkv._errors import require
-from jaxkv.cache.arrays import Cache, State
 from jaxkv.cache.kv_cache import KVCache
 from jaxkv.cache.layout import Layout, by_sequence
 from jaxkv.cache.pools import Pool, segment_of_row
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import Axes, host, missing, settle_down
+from jaxkv.sharding.mesh import Axes, host, lettered, missing, settle_down
 
 
 @program(static=("layout", "rows", "room", "axes"))
@@ -56,6 +56,13 @@ def _rows_for(length: Int[np.ndarray, "n B K"], cache: KVCache) -> int:
     return cache.stretches * int(cache.layout.takes(each).max())
 
 
+def _give_up(pool: Pool, copy: Pool) -> None:
+    """Deletes a pool's arrays once its `copy` is there."""
+    jax.block_until_ready(copy)
+    for leaf in jax.tree.leaves(pool):
+        leaf.delete()
+
+
 def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
     """Copy of a cache whose window layers hold their windows' rows alone, in pools of P = `rows`; old pools deleted.
 
@@ -72,9 +79,7 @@ def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
             given, first, held, layout=cache.layout, rows=size, room=(0,), axes=cache.axes
         )
         start, length = start.at[one].set(placed), length.at[one].set(held)
-        jax.block_until_ready(pools[layer])
-        for leaf in jax.tree.leaves(given):
-            leaf.delete()
+        _give_up(given, pools[layer])
     return settle_down(cache.updated(pools=tuple(pools), start=start, length=length), cache.axes)
 
 
@@ -103,15 +108,20 @@ def repack(
         padding = missing(batch, cache.axes)
         copies = batch + padding
 
-    def repeat(a: Array, axis: int) -> Array:
-        """Array with its first sequence repeated `copies` times along `axis`; the array itself if `copies` is 0."""
+    def repeat(tree: Any) -> Any:
+        """Arrays with their first sequence repeated `copies` times; the arrays themselves if `copies` is 0."""
         if not copies:
-            return a
-        # Sequences that pad a mesh's groups are stale: only the first one is copied.
-        one = lax.slice_in_dim(a, 0, 1, axis=axis) if cache.padding else a
-        return jnp.repeat(one, copies, axis=axis)
+            return tree
+        leaves = []
+        for _, letters, leaf in lettered(tree):
+            axis = letters.split().index("B")
+            # Sequences that pad a mesh's groups are stale: only the first one is copied.
+            one = lax.slice_in_dim(leaf, 0, 1, axis=axis) if cache.padding else leaf
+            leaves.append(jnp.repeat(one, copies, axis=axis))
+        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
 
-    start, length, limit = (repeat(a, 1) for a in (cache.start, cache.length, cache.limit))
+    rest = repeat(dataclasses.replace(cache.updated(pools=()), bank=None))
+    start, length = rest.start, rest.length
     layers, _, heads = start.shape
     rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
     pools, placed, lengths = [], [], length
@@ -131,9 +141,8 @@ def repack(
             held = jnp.minimum(held, most[:, None, None])
             first, lengths = first + length[of] - held, lengths.at[of].set(held)
             rows = max(pool.rows, _rows_for(host(held), cache) + heads * sum(room_of))
-        source = jax.tree.map(lambda leaf: repeat(leaf, 0), pool)
         copied, first = _repacked(
-            source,
+            repeat(pool),
             first,
             held,
             layout=cache.layout,
@@ -144,36 +153,8 @@ def repack(
         pools.append(copied)
         placed.append(first)
         if release:
-            jax.block_until_ready(pools[-1])
-            for leaf in jax.tree.leaves(pool):
-                leaf.delete()
-    state = cache.state
-    if state is not None:
-        state = State(
-            prompt=repeat(state.prompt, 0),
-            budget=repeat(state.budget, 0),
-            recent=repeat(state.recent, 1),
-            choosable=None if state.choosable is None else repeat(state.choosable, 1),
-            tau=None if state.tau is None else repeat(state.tau, 1),
-            rings=tuple(repeat(ring, 0) for ring in state.rings),
-        )
-    tables = dataclasses.replace(
-        cache.tables,
-        start=jnp.concatenate(placed),
-        length=lengths,
-        limit=limit,
-        seen=repeat(cache.seen, 0),
-        state=state,
-        centre=None if cache.tables.centre is None else repeat(cache.tables.centre, 1),
+            _give_up(pool, copied)
+    copy = dataclasses.replace(rest, padding=padding).updated(
+        pools=tuple(pools), start=jnp.concatenate(placed), length=lengths
     )
-    copy = dataclasses.replace(
-        cache,
-        arrays=Cache(pools=tuple(pools), tables=tables),
-        logits=None if cache.logits is None else repeat(cache.logits, 0),
-        moved=None if cache.moved is None else repeat(cache.moved, 0),
-        cut=None if cache.cut is None else repeat(cache.cut, 0),
-        padding=padding,
-    )
-    return dataclasses.replace(
-        settle_down(dataclasses.replace(copy, bank=None), cache.axes), bank=cache.bank
-    )
+    return dataclasses.replace(settle_down(copy, cache.axes), bank=cache.bank)

@@ -12,9 +12,9 @@ from jaxkv._checks import settled
 from jaxkv._errors import require
 from jaxkv.arguments import as_model, on_device, require_ours
 from jaxkv.cache import KVCache
-from jaxkv.cache.disk import encoded_policy, manifest_of, read_cache
+from jaxkv.cache.disk import read_cache
 from jaxkv.cache.encoding import UnknownClass, decode, encode
-from jaxkv.checkpoints.orbax_files import CACHE
+from jaxkv.checkpoints.orbax_files import CACHE, read_manifest
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
 from jaxkv.policies.checks import Bytes
@@ -69,8 +69,8 @@ def load_cache(
 
 def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:
     """Reads the cache and its policy from a folder, onto the default device or, with `on_host`, into host memory."""
-    manifest = manifest_of(folder)
-    said = encoded_policy(manifest)
+    manifest = read_manifest(folder, CACHE)
+    said = manifest.get("policy")
     made_by = _decoded(said) if given is None else given
     cache = read_cache(folder, manifest, on_host=on_host)
     require(

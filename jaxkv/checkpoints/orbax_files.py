@@ -33,7 +33,6 @@ _CHUNK_BYTES = 32 << 20
 _PLAIN = re.compile(r"\w[\w.-]{0,199}")
 # Files that identify a folder written by Orbax.
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
-_MOST_AXES = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,6 @@ class Kind:
         listed: the manifest's key of the arrays.
         one: word for one array.
         writer: what writes such folders.
-        reader: what reads them.
         again: remedy for a folder that is damaged or half-written.
     """
 
@@ -55,7 +53,6 @@ class Kind:
     listed: str
     one: str
     writer: str
-    reader: str
     again: str
 
 
@@ -65,7 +62,6 @@ WEIGHTS = Kind(
     listed=TENSORS,
     one="tensor",
     writer="`python -m jaxkv.checkpoints convert`",
-    reader="jaxkv.load",
     again="convert the checkpoint again",
 )
 CACHE = Kind(
@@ -75,10 +71,8 @@ CACHE = Kind(
     listed=ARRAYS,
     one="array",
     writer="KVCache.save",
-    reader="jaxkv.load_cache",
     again="save the cache again",
 )
-_KINDS = {kind.format: kind for kind in (WEIGHTS, CACHE)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,7 +103,6 @@ def open_converted(folder: Path) -> Converted | None:
         )
         require(not foreign, "path", folder, remedy)
         return None
-    require_whole(folder, WEIGHTS)
     manifest = read_manifest(folder, WEIGHTS)
     entries = described(folder, manifest.get(WEIGHTS.listed), WEIGHTS)
     for name in entries:
@@ -145,16 +138,6 @@ def open_converted(folder: Path) -> Converted | None:
     )
 
 
-def require_whole(folder: Path, kind: Kind) -> None:
-    """Raises ValueError unless a path is a completely written folder with a manifest, which is not read."""
-    remedy = f"give a folder that {kind.writer} has written"
-    require(folder.exists(), "path", folder, f"no such folder: {remedy}")
-    require(folder.is_dir(), "path", folder, f"a file: {remedy}")
-    unfinished = folder.resolve().name.endswith(UNFINISHED)
-    require(not unfinished, "path", folder, f"it has not been written to its end: {kind.again}")
-    require((folder / MANIFEST).is_file(), "path", folder, f"no {MANIFEST} in it: {remedy}, whole")
-
-
 def require_free(folder: Path, field: str) -> None:
     """Raises ValueError if a path exists or its name is reserved; `field` is the argument's name for the error."""
     taken = os.path.lexists(folder) or folder.name in (
@@ -169,20 +152,17 @@ def require_free(folder: Path, field: str) -> None:
 
 
 def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
-    """Dictionary read from a folder's manifest; ValueError for a folder of another kind or format version.
+    """Dictionary read from a folder's manifest.
 
     Raises:
-        ValueError: for a folder of another kind, or of another version of the format.
+        ValueError: for a folder that is not there, whole, of another kind, or of another version of the format.
     """
+    whole = not folder.resolve().name.endswith(UNFINISHED) and (folder / MANIFEST).is_file()
+    remedy = f"no whole folder with {MANIFEST}: give one that {kind.writer} has written"
+    require(whole, "path", folder, remedy)
     manifest = read_json(folder / MANIFEST)
     found, version = manifest.get("format"), manifest.get("version")
-    other = _KINDS.get(str(found))
     remedy = f"{folder} is no folder of {kind.format}: give one that {kind.writer} has written"
-    remedy = (
-        remedy
-        if other is None
-        else f"{folder} is a folder of {other.format}: read it with {other.reader}"
-    )
     require(found == kind.format, "format", found, remedy)
     remedy = f"this jaxkv reads version {kind.version} of {kind.format}, and {folder} is of another: {kind.again}"
     require(version == kind.version, "version", version, remedy)
@@ -232,20 +212,14 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
             name,
             f"no {kind.one} in {manifest} is called so; {kind.again}",
         )
-        sound = (
-            isinstance(each, dict)
-            and isinstance(each.get("shape"), list)
-            and type(each.get("crc32")) is int
-        )
-        sound = sound and len(each["shape"]) <= _MOST_AXES
-        sound = sound and all(type(size) is int and size >= 0 for size in each["shape"])
-        dtype = dtype_of(each.get("dtype")) if sound else None
-        if dtype is None:
+        given = each if isinstance(each, dict) else {}
+        shape: Any = given.get("shape")
+        dtype, crc32 = dtype_of(given.get("dtype")), given.get("crc32")
+        sound = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+        if not sound or dtype is None or type(crc32) is not int:
             remedy = f"shape, dtype and crc32 are expected in {manifest}; {kind.again}"
             raise refusal(f"{kind.listed}.{name}", each, remedy)
-        entries[name] = Entry(
-            name=name, shape=tuple(each["shape"]), dtype=dtype, crc32=each["crc32"], kind=kind
-        )
+        entries[name] = Entry(name=name, shape=tuple(shape), dtype=dtype, crc32=crc32, kind=kind)
     return entries
 
 
@@ -285,13 +259,9 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
     require_free(folder, field)
     # Beside `folder`, so that the last step is a rename; a short name, as the folder's may have the maximal length.
     part = folder.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
-    missing = [each for each in (part, *part.parents) if not os.path.lexists(each)]
     try:
         try:
-            part.parent.mkdir(parents=True, exist_ok=True)
-            part.mkdir()
-            with contextlib.suppress(FileNotFoundError):
-                folder.lstat()  # refuses a name that is too long, say
+            part.mkdir(parents=True)
         except (OSError, ValueError) as error:  # a null character in a name, say
             raise refusal(
                 field, folder, f"no folder can be made there ({reason(error)}): choose another"
@@ -302,9 +272,6 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
             os.rename(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
-        for parent in missing[1:]:
-            with contextlib.suppress(OSError):  # somebody else's files lie there by now
-                parent.rmdir()
         raise
 
 

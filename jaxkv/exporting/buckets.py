@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Int
 
@@ -174,9 +172,6 @@ def require_exportable(policy: Method, windows: tuple[int | None, ...], slots: i
     require(parts.needs.replay is None, "policy", policy, remedy)
     remedy = f"{name} reads a gate, whose weights are in no exported program: prefill with jaxkv and save the cache"
     require(not parts.needs.hidden, "policy", policy, remedy)
-    if parts.every is not None and not parts.layers.from_scores:
-        remedy = "this budget over layers is numpy's alone, and every= asks for it on the device: give another, or none"
-        require(not _on_host_only(parts), "policy", policy, remedy)
 
 
 def require_positions(parts: Parts, known: Table, limits: Limits, positions: int) -> None:
@@ -194,19 +189,3 @@ def require_positions(parts: Parts, known: Table, limits: Limits, positions: int
     require(
         held <= positions, "new", limits.new, remedy + "lower one of them, or give every=64, say"
     )
-
-
-def _on_host_only(parts: Parts) -> bool:
-    """True if JAX cannot trace the policy's budget over layers, so that no program can compute it."""
-
-    def rows(n):
-        with jax.enable_x64(True):
-            return parts.layers.rows(
-                n, n, jnp.zeros_like(n), layers=2, window=parts.keep.window, weights=None
-            )
-
-    try:
-        jax.eval_shape(rows, jax.ShapeDtypeStruct((1,), np.int32))
-    except (TypeError, ValueError, jax.errors.JAXTypeError):
-        return True
-    return False

@@ -99,12 +99,6 @@ def export(
         TypeError: for an argument of the wrong kind.
         OSError: where it cannot be written; nothing is left behind.
     """
-    try:
-        import flatbuffers  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "jax.export writes its files with flatbuffers: pip install flatbuffers"
-        ) from error
     params = as_model(params, mesh)
     held = params.decoder.weights
     remedy = "programs are exported with weights of one dtype: load it without weights="

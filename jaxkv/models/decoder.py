@@ -1,5 +1,6 @@
 """The decoder as a Flax NNX module: parameters and the arithmetic of one block; no cache, no loop over layers."""
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -22,6 +23,7 @@ from jaxkv.models.layers import (
     linear,
     linear_parts,
     project,
+    value_of,
 )
 from jaxkv.models.mixture import MixtureMLP
 from jaxkv.models.rope import Angles, rotate
@@ -85,8 +87,7 @@ class Block(nnx.Module):
     @property
     def sink_logits(self) -> Float[Array, "K G"] | None:
         """Learned logits that take part in the softmax of each query head, without a value; None for most families."""
-        held = self.attention.sink_logits
-        return None if held is None else held[...]
+        return value_of(self.attention.sink_logits)
 
     def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
         """Queries `[B, K, G, N, D]` after RoPE, rotated by the angles of their positions, in the dtype of `normed`."""
@@ -329,13 +330,6 @@ def named_parameters(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str
             yield from named_parameters(part, f"{prefix}{name}.")
 
 
-def parameters(module: nnx.Module) -> Iterator[Array]:
-    """Yields the current array of every parameter; much cheaper than splitting the module."""
-    for _, _, part in parts_of(module):
-        if isinstance(part, nnx.Param):
-            yield part.get_raw_value()
-
-
 class Flat:
     """Decoder split for jitted code: static `graphs`, and flat tuples of parameter arrays of its `ends` and `blocks`.
 
@@ -365,10 +359,10 @@ class Flat:
         self.blocks: tuple[Leaves, ...] = tuple(tuple(jax.tree.leaves(state)) for _, state in parts)
         self.axes = Axes.of(self.ends[0])
         self.graphs = Graphs(
-            Graph(ends_graph, jax.tree.structure(ends)),
-            Graph(parts[0][0], jax.tree.structure(parts[0][1])),
-            self.axes,
-            self.config.spec_of(0),
+            of_ends=Graph(ends_graph, jax.tree.structure(ends)),
+            of_block=Graph(parts[0][0], jax.tree.structure(parts[0][1])),
+            axes=self.axes,
+            spec=self.config.spec_of(0),
         )
 
     def graphs_of(self, layer: int) -> "Graphs":
@@ -394,54 +388,47 @@ class Flat:
         return same and all(parameter.get_raw_value() is array for parameter, array in self._source)
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
 class Graph:
     """Static, hashable half of a split module: its graph definition and the tree structure of its parameters."""
 
-    def __init__(self, definition: Any, structure: Any):
-        self._key = (definition, structure)
-
-    def __hash__(self) -> int:
-        return hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Graph) and self._key == other._key
+    definition: Any
+    structure: Any
 
     def bind(self, leaves: Leaves) -> Any:
         """Module rebuilt from this graph, with `leaves` as its parameters; cheap enough to call inside a trace."""
-        definition, structure = self._key
-        return nnx.merge(definition, jax.tree.unflatten(structure, leaves))
+        return nnx.merge(self.definition, jax.tree.unflatten(self.structure, leaves))
 
 
-class Graphs(tuple):
-    """Static description of a decoder: a `Graph` of the ends and one of a block, mesh axes, the block's layer spec."""
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Graphs:
+    """Static description of a decoder: a `Graph` of the ends and one of a block, mesh axes, the block's layer spec.
 
-    def __new__(cls, ends: Graph, block: Graph, axes: Axes | None, spec: LayerSpec):
-        """Creates the tuple (ends, block, axes, spec)."""
-        return super().__new__(cls, (ends, block, axes, spec))
+    Attributes:
+        of_ends: the ends' graph.
+        of_block: a block's graph.
+        axes: mesh axes of the parameters; None on one device.
+        spec: `LayerSpec` of the block's layer.
+    """
 
-    @property
-    def axes(self) -> Axes | None:
-        """Mesh axes of the parameters; None on one device."""
-        return self[2]
-
-    @property
-    def spec(self) -> LayerSpec:
-        """`LayerSpec` of the block's layer."""
-        return self[3]
+    of_ends: Graph
+    of_block: Graph
+    axes: Axes | None
+    spec: LayerSpec
 
     def of(self, spec: LayerSpec) -> "Graphs":
         """Copy of these graphs with another layer spec for the block."""
-        return Graphs(self[0], self[1], self.axes, spec)
+        return dataclasses.replace(self, spec=spec)
 
     def ends(self, leaves: Leaves) -> Ends:
         """`Ends` module rebuilt with `leaves` as its parameters."""
-        bound = self[0].bind(leaves)
+        bound = self.of_ends.bind(leaves)
         bound.axes = self.axes
         return bound
 
     def block(self, leaves: Leaves) -> Block:
         """`Block` module rebuilt with `leaves` as its parameters; on a mesh, with the config of one device's shard."""
-        bound = self[1].bind(leaves)
+        bound = self.of_block.bind(leaves)
         bound.spec = self.spec
         if self.axes is not None:
             bound.axes, bound.config = (

@@ -52,7 +52,7 @@ def read_rope(given: Mapping[str, Any], config: Mapping[str, Any], longest: int)
     require(partial, "partial_rotary_factor", share, remedy)
     kind = keys.pop("type", "default")
     kind = keys.pop("rope_type", kind)
-    known = {each: _ROPES[each] for each in _ROPES}
+    known = _ROPES
     if family == "phi3":
         # Older files call longrope su. transformers takes a Phi-3's "yarn" for longrope, too.
         known = {"default": Rope, "longrope": LongRope, "su": LongRope}
@@ -65,10 +65,6 @@ def read_rope(given: Mapping[str, Any], config: Mapping[str, Any], longest: int)
         kind,
         f"a {family} has {', '.join(known)}",
     )
-    for key in ("mscale", "mscale_all_dim"):
-        # DeepSeek's variant of YaRN.
-        value = keys.pop(key, None) if kind == "yarn" else None
-        require(not value, f"rope_scaling.{key}", value, "not built: leave it out")
     values: dict[str, Any] = {
         "theta": positive("rope_theta", theta),
         "share": real("partial_rotary_factor", share, remedy, high=1.0, open_low=True),

@@ -49,7 +49,7 @@ def add_linear(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> 
 def held(module: Any, name: str) -> Stored:
     """A module's weight `name` as it is stored."""
     beside = {
-        each: _value(getattr(module, f"{name}_{each}")) for each in ("scale", "scales", "leasts")
+        each: value_of(getattr(module, f"{name}_{each}")) for each in ("scale", "scales", "leasts")
     }
     return Stored(getattr(module, name)[...], **beside)
 
@@ -65,7 +65,7 @@ def linear(
 ) -> Float[Array, "..."]:
     """Linear map of x by a module's weight `name`, and with its bias if it has one; see `project`."""
     added = getattr(module, f"{name}_bias", None) if bias else None
-    return project(x, held(module, name), _value(added), wide=wide, over=over)
+    return project(x, held(module, name), value_of(added), wide=wide, over=over)
 
 
 def linear_parts(module: Any, name: str, x: Float[Array, "*rows E"]) -> Float[Array, "n ..."]:
@@ -212,7 +212,7 @@ class LayerNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
         """Normalises the last axis; the result has the dtype of the parameters."""
-        wide, scale, bias = x.astype(jnp.float32), self.scale[...], _value(self.bias)
+        wide, scale, bias = x.astype(jnp.float32), self.scale[...], value_of(self.bias)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         wide = wide * scale.astype(jnp.float32)
@@ -294,6 +294,6 @@ class GeluMLP(DenseMLP):
         return jax.nn.gelu(up, approximate=False).astype(x.dtype)
 
 
-def _value(parameter: nnx.Param | None) -> Array | None:
+def value_of(parameter: nnx.Param | None) -> Array | None:
     """Array of a parameter; None if the parameter is None."""
     return None if parameter is None else parameter[...]

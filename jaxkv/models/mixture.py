@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.layers import add_linear, empty, held, project
+from jaxkv.models.layers import add_linear, empty, held, project, value_of
 from jaxkv.models.stored import Stored
 from jaxkv.models.values import Experts
 from jaxkv.sharding.collectives import total
@@ -71,7 +71,7 @@ class MixtureMLP(nnx.Module):
             shares,
             held(self, "experts_gate_up"),
             held(self, "experts_down"),
-            self._gate_up_bias,
+            value_of(self.experts_gate_up_bias),
         )
         by_blocks, singly = (
             functools.partial(way, limit=self.experts.limit) for way in (in_blocks, one_by_one)
@@ -82,14 +82,9 @@ class MixtureMLP(nnx.Module):
         # experts at once; a CPU would copy them first.
         return lax.platform_dependent(*given, cpu=by_blocks, default=singly)
 
-    @property
-    def _gate_up_bias(self) -> Float[Array, "X 2 F"] | None:
-        """Biases of all experts' gates and ups; None without."""
-        return None if self.experts_gate_up_bias is None else self.experts_gate_up_bias[...]
-
     def chosen(self, x: Float[Array, "T E"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
         """Ids `[T, k]` of each token's experts, most probable first, ties to the lowest; their float32 weights."""
-        bias = None if self.router_bias is None else self.router_bias[...]
+        bias = value_of(self.router_bias)
         likely = jax.nn.softmax(project(x, Stored(self.router[...]), bias, wide=True), axis=-1)
         shares, ids = lax.top_k(likely, self.experts.chosen)
         return ids, shares / shares.sum(

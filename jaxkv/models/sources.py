@@ -32,11 +32,11 @@ _LLAMA = {
     "mlp.down": ("mlp.down_proj",),
 }
 # What families beside Llama's call their norms, and norms behind attention and MLP.
-_GEMMA_NORMS = {
+_OLMO_NORMS = {
     "attention_out_norm.scale": ("post_attention_layernorm",),
-    "mlp_norm.scale": ("pre_feedforward_layernorm",),
     "mlp_out_norm.scale": ("post_feedforward_layernorm",),
 }
+_GEMMA_NORMS = _OLMO_NORMS | {"mlp_norm.scale": ("pre_feedforward_layernorm",)}
 _OTHER_NORMS = {
     "gemma2": _GEMMA_NORMS,
     "gemma3_text": _GEMMA_NORMS,
@@ -44,14 +44,8 @@ _OTHER_NORMS = {
         "attention_out_norm.scale": ("post_self_attn_layernorm",),
         "mlp_out_norm.scale": ("post_mlp_layernorm",),
     },
-    "olmo2": {
-        "attention_out_norm.scale": ("post_attention_layernorm",),
-        "mlp_out_norm.scale": ("post_feedforward_layernorm",),
-    },
-    "olmo3": {
-        "attention_out_norm.scale": ("post_attention_layernorm",),
-        "mlp_out_norm.scale": ("post_feedforward_layernorm",),
-    },
+    "olmo2": _OLMO_NORMS,
+    "olmo3": _OLMO_NORMS,
 }
 # Vectors over heads, whole as they are.
 _VECTORS = {

@@ -40,10 +40,6 @@ READERS: dict[Any, Callable[..., Any]] = {
     "bool": flag,
     "tuple[float, ...]": factors,
 }
-_REMEDIES = {
-    "theta": "give a positive base, 10000.0 for Llama 1 and 2",
-    "factor": "give a scaling factor of at least 1",
-}
 
 
 def check_numbers(value: Any) -> None:
@@ -51,8 +47,7 @@ def check_numbers(value: Any) -> None:
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if field.type in READERS and not (given is None and field.default is None):
-            remedy = {"remedy": _REMEDIES[field.name]} if field.name in _REMEDIES else {}
-            object.__setattr__(value, field.name, READERS[field.type](field.name, given, **remedy))
+            object.__setattr__(value, field.name, READERS[field.type](field.name, given))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +71,7 @@ class Rope:
             "give 1.0, or less where some channels are not rotated",
         )
         factor = getattr(self, "factor", 1.0)
-        require(factor >= 1, "factor", factor, _REMEDIES["factor"])
+        require(factor >= 1, "factor", factor, "give a scaling factor of at least 1")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -232,12 +227,6 @@ class LayerSpec:
             object.__setattr__(
                 self, "window", whole("window", self.window, "give 1 or more tokens, or None")
             )
-        require(
-            isinstance(self.rope, Rope),
-            "rope",
-            self.rope,
-            "give a Rope, such as Rope(theta=10000.0)",
-        )
 
     @property
     def capping(self) -> dict[str, Any]:

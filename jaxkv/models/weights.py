@@ -21,9 +21,20 @@ Tensors = list[tuple[Source, StoredTensor]]
 
 def read(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
     """One parameter as a JAX array, read from its tensors; sharded over `mesh` if one is given."""
+    shape, dtype = like.shape, like.dtype
     if mesh is None:
-        return jnp.array(_part(parts, like.shape, like.dtype, (slice(None),) * len(like.shape)))
-    return _spread(parts, like.shape, like.dtype, NamedSharding(mesh, spec_of(path, mesh)))
+        return jnp.array(_part(parts, shape, dtype, (slice(None),) * len(shape)))
+    # Devices that hold the same part share one read.
+    held: dict[tuple, np.ndarray] = {}
+
+    def part(index: Any) -> np.ndarray:
+        key = tuple(each.indices(size) for each, size in zip(index, shape, strict=True))
+        if key not in held:
+            held[key] = _part(parts, shape, dtype, index)
+        return held[key]
+
+    where = NamedSharding(mesh, spec_of(path, mesh))
+    return jax.make_array_from_callback(shape, where, part, dtype=dtype)
 
 
 def read_codes(
@@ -170,18 +181,3 @@ def _packed(spans: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
         (first, last, slice(end - last + first, end))
         for (first, last), end in zip(spans, ends, strict=True)
     ]
-
-
-def _spread(
-    parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, where: NamedSharding
-) -> jax.Array:
-    """One parameter as a sharded JAX array; devices that hold the same part share one read."""
-    read: dict[tuple, np.ndarray] = {}
-
-    def part(index: Any) -> np.ndarray:
-        key = tuple(each.indices(size) for each, size in zip(index, shape, strict=True))
-        if key not in read:
-            read[key] = _part(parts, shape, dtype, index)
-        return read[key]
-
-    return jax.make_array_from_callback(shape, where, part, dtype=dtype)

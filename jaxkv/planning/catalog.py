@@ -13,6 +13,7 @@ from typing import Any
 from jaxkv._checks import warn_once, whole
 from jaxkv._errors import refusal, require
 from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
+from jaxkv.checkpoints.fetching import fetch_hub
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.checkpoints.source import folder_config
 from jaxkv.models.config import ModelConfig
@@ -114,7 +115,8 @@ def model_named(given: str | os.PathLike[str]) -> Known:
     if plain in _packaged():
         return dataclasses.replace(_of_files(plain, fetch(plain)), filters=_found(plain))
     if text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".gguf":
-        return Known(name=text, config=_config(_of_hub(text)))
+        files = ("config.json", "hf_quant_config.json")
+        return _of_files(text, fetch_hub(text, field="model", patterns=files))
     every = [*catalog(), *_packaged()]
     near = difflib.get_close_matches(plain, every, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known models: {', '.join(every)}"
@@ -167,17 +169,3 @@ def _of_files(name: str, path: Path) -> Known:
         return Known(name=name, config=_config(folder_config(path)))
     opened = open_checkpoint(fetch(path))
     return Known(name=name, config=ModelConfig.from_hf(opened.config), filters=opened.filter_layers)
-
-
-def _of_hub(hub_id: str) -> dict[str, Any]:
-    """Downloads the configs of a Hugging Face hub id and returns their keys as a dict; ValueError if that fails."""
-    import huggingface_hub
-    from huggingface_hub.utils import HfHubHTTPError
-
-    try:
-        files = ["config.json", "hf_quant_config.json"]
-        return folder_config(Path(huggingface_hub.snapshot_download(hub_id, allow_patterns=files)))
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        first = (str(error) or type(error).__name__).strip().splitlines()[0]
-        remedy = f"neither a file, nor in the catalogue, and the hub does not give its config.json ({first})"
-        raise refusal("model", hub_id, remedy) from error

@@ -107,16 +107,14 @@ def plugin(gpu: Device) -> str:
                 f"jaxkv, pip install 'jax[tpu]=={jaxlib}' (it needs no TPU)"
             )
         return jaxlib
-    found = None
-    for name in _PLUGINS:
-        if importlib.util.find_spec(f"jax_{name}_plugin") is not None:
-            found = importlib.metadata.version(f"jax-{name}-plugin")
-            break
+    there = (name for name in _PLUGINS if importlib.util.find_spec(f"jax_{name}_plugin"))
+    known = next(there, None)
+    found = None if known is None else importlib.metadata.version(f"jax-{known}-plugin")
     if found != jaxlib:
-        there = "none is installed" if found is None else f"the one here is {found}"
+        has = "none is installed" if found is None else f"the one here is {found}"
         wheels = " ".join(f"jax-{_PLUGINS[0]}-{part}=={jaxlib}" for part in ("plugin", "pjrt"))
         raise ImportError(
-            f"compiling needs XLA's compiler for GPUs of jaxlib {jaxlib}, and {there}: in an environment of its own, "
+            f"compiling needs XLA's compiler for GPUs of jaxlib {jaxlib}, and {has}: in an environment of its own, "
             f"with jaxkv and jax of that version, pip install --no-deps {wheels} nvidia-cuda-nvcc==13.0.* (it needs "
             "neither a GPU nor a driver)"
         )

@@ -4,7 +4,6 @@ import bisect
 import contextlib
 import dataclasses
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -16,7 +15,7 @@ from jaxkv._errors import require
 from jaxkv.cache.stores import held_dtype
 from jaxkv.engine.lengths import buckets
 from jaxkv.engine.slot_shape import slot_shape
-from jaxkv.loading import LanguageModel
+from jaxkv.loading import LanguageModel, as_dtype
 from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.accelerators import Device
@@ -24,7 +23,7 @@ from jaxkv.planning.catalog import Known, model_named, scaled
 from jaxkv.planning.compiled import compile_plan
 from jaxkv.planning.named import accelerators_named
 from jaxkv.planning.plans import Plan, Remedy, Served
-from jaxkv.planning.setting import Setting, as_dtype, tokens_of
+from jaxkv.planning.setting import Setting, tokens_of
 from jaxkv.planning.sizes import sizes_of
 from jaxkv.planning.speed import estimate, unmeasured
 from jaxkv.policies.checks import Tokens
@@ -34,6 +33,7 @@ from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.serving.room import ahead_of
+from jaxkv.sharding.sizes import mesh_sizes
 
 # Remedies offer budgets of at least _LEAST_BUDGET rows, and _USUAL_BUDGET where all rows are kept.
 _LEAST_BUDGET, _USUAL_BUDGET = 128, 2048
@@ -97,7 +97,7 @@ def plan(
         filters = known.likely_filters
         layers = ", ".join(map(str, filters))
         notes.append(f"filter layers {layers} are assumed; `jaxkv filters` finds a model's own")
-    dtype = as_dtype(("float32" if here else "bfloat16") if dtype is None else dtype)
+    dtype = as_dtype(("float32" if here else "bfloat16") if dtype is None else dtype).name
     setting = Setting(
         model=known.name,
         config=known.config,
@@ -149,11 +149,10 @@ def _groups(mesh: Any, count: int) -> int:
     if mesh is None:
         return 1
     text = mesh if isinstance(mesh, str) else "x".join(map(str, mesh if np.iterable(mesh) else ()))
-    read = re.fullmatch(r"\s*(\d{1,7})\s*x\s*(\d{1,7})\s*", text.lower())
-    sound = read is not None and int(read[1]) * int(read[2]) == count
+    data, split = mesh_sizes(text.lower(), "mesh")
     remedy = f"give groups and GPUs of each, 1x{count} say: together they are {count}"
-    require(sound, "mesh", mesh, remedy)
-    return int(read[1]) if read else 1
+    require(data * split == count, "mesh", mesh, remedy)
+    return data
 
 
 def served_of(setting: Setting) -> Served | str:

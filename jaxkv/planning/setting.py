@@ -8,16 +8,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxkv._checks import field, plain, whole
+from jaxkv._checks import field, whole
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, choose
+from jaxkv.loading import as_dtype
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import as_weights
 from jaxkv.planning.accelerators import Device
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.parameters import abstract_mesh
 
-_DTYPES = ("bfloat16", "float16", "float32")
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([km]?)", re.IGNORECASE)
 _MANY = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
@@ -30,16 +30,6 @@ def tokens_of(given: Any, name: str = "context") -> Any:
     count = float(read[1]) * _MANY[read[2].lower()] if read else 0.5
     require(count.is_integer(), name, given, "give tokens, such as 131072 or 128K (K is 1024)")
     return int(count)
-
-
-def as_dtype(given: Any) -> str:
-    """Validates a dtype that a model may have, and returns its name; ValueError for others."""
-    try:
-        name = jnp.dtype(plain(given)).name
-    except TypeError:
-        name = None
-    require(name in _DTYPES, "dtype", given, f"give one of {', '.join(_DTYPES)}")
-    return str(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,7 +57,7 @@ class Setting:
         for name in ("batch", "context", "questions", "gpus", "data"):
             field(self, name, whole, "give 1 or more")
         field(self, "new", whole, "give 0 tokens or more", least=0)
-        object.__setattr__(self, "dtype", as_dtype(self.dtype))
+        object.__setattr__(self, "dtype", as_dtype(self.dtype).name)
         object.__setattr__(self, "weights", as_weights(self.weights))
         limit = self.config.max_positions
         times = -(-self.context // limit)

@@ -15,16 +15,6 @@ from jaxkv.serving.errors import ClientGone, Refused, draining
 from jaxkv.serving.service import Record, Service
 
 LOG = logging.getLogger("jaxkv.serving")
-_KNOWN = (
-    "/",
-    "/v1/models",
-    "/v1/completions",
-    "/v1/chat/completions",
-    "/v1/documents",
-    "/health",
-    "/metrics",
-)
-# Asked every few seconds by machines.
 _QUIET = ("/health", "/metrics")
 
 
@@ -62,7 +52,9 @@ class Access:
             record.status = 499
         finally:
             service.active -= works
-            service.metrics.ended(_route(scope["path"]), record.status or 499)
+            # What is refused before it is routed has none.
+            route = getattr(scope.get("route"), "path_format", "other")
+            service.metrics.ended(route, record.status or 499)
             _log(scope, record)
 
     def _admit(self, scope: Scope, *, works: bool) -> None:
@@ -114,16 +106,6 @@ class Access:
             return next(whole, None) or await receive()
 
         return given
-
-
-def _route(path: str) -> str:
-    """Route of a path, for the metrics: a few names, whatever clients send."""
-    if path in _KNOWN:
-        return path
-    if path.startswith("/v1/documents/") and path.endswith("/kept"):
-        return "/v1/documents/{id}/kept"
-    parents = [known for known in ("/v1/models", "/v1/documents") if path.startswith(f"{known}/")]
-    return f"{parents[0]}/{{id}}" if parents else "other"
 
 
 def _log(scope: Scope, record: Record) -> None:

@@ -1,6 +1,7 @@
 """`Ledger`: which lines of a batch are answered already; appends answers to a partial file, and finishes it."""
 
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -103,10 +104,9 @@ class Ledger:
                 yield line
             else:
                 said = f"custom_id={line.custom_id!r}: line {first} has it: give each its own"
-                yield Line(
-                    number=line.number,
+                yield dataclasses.replace(
+                    line,
                     id=f"{line.id}-{line.number}",
-                    custom_id=line.custom_id,
                     fault=f"line {line.number}: {said}",
                 )
 

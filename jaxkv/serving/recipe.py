@@ -1,6 +1,7 @@
 """`Recipe`: what an engine is made of, in values that can be sent to another process or machine."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +9,7 @@ from jaxkv._errors import require
 from jaxkv.loading import load
 from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.serving.engine import Engine
-from jaxkv.sharding.sizes import mesh_of
+from jaxkv.sharding.sizes import mesh_of, mesh_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,7 @@ class Recipe:
     @property
     def devices(self) -> int:
         """Number of devices that the engine runs on."""
-        if self.mesh is None:
-            return 1
-        sizes = self.mesh.split("x")
-        fine = len(sizes) == 2 and all(each.isdecimal() and int(each) for each in sizes)
-        require(fine, "mesh", self.mesh, "give devices by data and model, such as 1x8")
-        return int(sizes[0]) * int(sizes[1])
+        return 1 if self.mesh is None else math.prod(mesh_sizes(self.mesh, "mesh"))
 
     def made(self) -> Engine:
         """Loads the model and makes the engine; ValueError for a model without a tokenizer."""

@@ -101,18 +101,13 @@ class Server(uvicorn.Server):
 def listening(host: str, port: int) -> socket.socket:
     """Socket that listens at an address; port 0 takes a free one. ValueError names an address that cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    found = socket.socket(family)
     try:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind((host, port))
-        found.listen()
+        return socket.create_server((host, port), family=family, dualstack_ipv6=":" in host)
     except OSError as error:
-        found.close()
         remedy = (
             f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
         )
         raise refusal("address", f"{host}:{port}", remedy) from None
-    return found
 
 
 def many_files() -> None:

@@ -1,5 +1,6 @@
 """Collectives inside a program on a mesh: sums, maxima and gathers over devices; identities without a mesh."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -9,28 +10,33 @@ from jaxtyping import Array, Bool, Int
 from jaxkv.sharding.mesh import LETTERS, NAMES, Axes
 
 
+def _across(
+    collective: Callable[..., Array], x: Array, letter: str, axes: Axes | None, **options: Any
+) -> Array:
+    """`collective` of `x` over the devices that split axes named `letter`; `x` where none do."""
+    if axes is None or axes.size(letter) == 1:
+        return x
+    return collective(x, LETTERS[letter], **options)
+
+
 def total(x: Array, axes: Axes | None, letter: str = "H") -> Array:
     """Sum of `x` over the devices that split axes named `letter` (H: heads, MLP, vocabulary); `x` without a mesh."""
-    return x if axes is None or axes.size(letter) == 1 else lax.psum(x, LETTERS[letter])
+    return _across(lax.psum, x, letter, axes)
 
 
 def mean_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
     """Mean of `x` over the devices that split axes named `letter`; `x` without a mesh."""
-    return x if axes is None or axes.size(letter) == 1 else lax.pmean(x, LETTERS[letter])
+    return _across(lax.pmean, x, letter, axes)
 
 
 def most_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
     """Elementwise maximum of `x` over the devices that split axes named `letter`; `x` without a mesh."""
-    return x if axes is None or axes.size(letter) == 1 else lax.pmax(x, LETTERS[letter])
+    return _across(lax.pmax, x, letter, axes)
 
 
 def gathered(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
     """Gathers devices' parts along `axis`, named `letter`, into the whole array on each device; `x` without a mesh."""
-    return (
-        x
-        if axes is None or axes.size(letter) == 1
-        else lax.all_gather(x, LETTERS[letter], axis=axis, tiled=True)
-    )
+    return _across(lax.all_gather, x, letter, axes, axis=axis, tiled=True)
 
 
 def own(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:

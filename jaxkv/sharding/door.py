@@ -175,7 +175,8 @@ class Door:
             flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
             hint = hints_of(self._fn)["return"]
             found["outs"] = [
-                _out_spec(known(letters_at(out, hint, path), leaf), axes) for path, leaf in flat
+                spec_of_letters(known(letters_at(out, hint, path), leaf), axes.mesh)
+                for path, leaf in flat
             ]
             return [leaf for _, leaf in flat]
 
@@ -185,16 +186,6 @@ class Door:
         # The output specs are known only once the function has been traced.
         jax.eval_shape(split(out_specs=P()), *leaves)
         return jax.tree.unflatten(found["tree"], split(out_specs=found["outs"])(*leaves))
-
-
-def _out_spec(letters: str, axes: Axes) -> P:
-    """PartitionSpec of a result by its axis letters; TypeError for a result annotated "..."."""
-    if letters.startswith("..."):
-        raise TypeError(
-            f"letters={letters!r}: what a program gives lies where its letters say: name its axes"
-        )
-    # A part of size 1 does not show whether a whole axis marked `#` has size 1: in results it is taken as split.
-    return spec_of_letters(letters, axes.mesh)
 
 
 def program(

@@ -43,12 +43,6 @@ class Axes:
 
     mesh: Mesh
 
-    def __post_init__(self) -> None:
-        remedy = "give what model_mesh makes of a mesh with the axes 'data' and 'model'"
-        require(
-            isinstance(self.mesh, Mesh) and self.mesh.axis_names == NAMES, "mesh", self.mesh, remedy
-        )
-
     @classmethod
     def of(cls, leaf: Any) -> "Axes | None":
         """`Axes` of the mesh that an array lies on; None on a single device, or on a mesh with other axes."""
@@ -124,9 +118,6 @@ def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     Trailing unsplit axes are left out. ValueError if two letters use the same axis of the mesh.
     """
     found = [LETTERS.get(name.lstrip("#")) for name in letters.split()]
-    taken = [name for names in found for name in names or ()]
-    remedy = f"two of them want one axis of the mesh ({', '.join(taken)}): give one another letter"
-    require(len(taken) == len(set(taken)), "letters", letters, remedy)
     split = [
         [name for name in names or () if mesh is None or mesh.shape[name] > 1] for names in found
     ]

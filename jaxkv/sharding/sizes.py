@@ -13,18 +13,23 @@ from jaxkv.machine.cpu_threads import threads_for
 _LEAST, _MOST = 8, 1024
 
 
+def mesh_sizes(given: str, name: str) -> tuple[int, int]:
+    """Numbers of devices by data and by model in text such as 1x8; ValueError, naming the argument, for other text."""
+    sizes = given.split("x")
+    fine = len(sizes) == 2 and all(
+        each.isdecimal() and len(each) < 10 and int(each) for each in sizes
+    )
+    require(fine, name, given, "give devices by data and model, such as 1x8")
+    return int(sizes[0]), int(sizes[1])
+
+
 def mesh_of(given: str, platform: str | None = None, *, name: str = "--mesh") -> jax.sharding.Mesh:
     """JAX mesh (axes data, model) from text such as 1x8; creates CPU devices if it can; ValueError if too few.
 
     On a CPU, as many devices as the mesh needs are created if JAX is not yet initialised. `platform`, such as "cpu",
     selects the devices; by default JAX's default platform. Errors call the argument `name`.
     """
-    sizes = given.split("x")
-    fine = len(sizes) == 2 and all(
-        each.isdecimal() and len(each) < 10 and int(each) for each in sizes
-    )
-    require(fine, name, given, "give devices by data and model, such as 1x8")
-    shape = (int(sizes[0]), int(sizes[1]))
+    shape = mesh_sizes(given, name)
     count = math.prod(shape)
     require(count <= _MOST, name, given, f"give {_MOST} devices at most")
     with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has

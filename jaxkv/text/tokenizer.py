@@ -121,7 +121,7 @@ class Text:
         return (
             cls._from_gguf(spec, str(checkpoint.path))
             if isinstance(spec, GgufTokenizer)
-            else cls._from_folder(spec)
+            else cls._from_folder(spec, checkpoint.config.get("eos_token_id"))
         )
 
     @classmethod
@@ -143,7 +143,7 @@ class Text:
         )
 
     @classmethod
-    def _from_folder(cls, folder: Path) -> Text:
+    def _from_folder(cls, folder: Path, eos: Any) -> Text:
         """`Text` with the tokenizer and chat template of a folder in Hugging Face's layout."""
         where = folder / "tokenizer_config.json"
         settings = _read_json(where)
@@ -157,13 +157,6 @@ class Text:
             )
             if token is not None:
                 specials[name] = token
-        ends: list[int] = []
-        for file in ("config.json", "generation_config.json"):
-            value = _read_json(folder / file).get("eos_token_id")
-            values = [] if value is None else value if isinstance(value, list) else [value]
-            sound = all(isinstance(each, int) for each in values)
-            require(sound, "eos_token_id", value, f"give ids as integers in {folder / file}")
-            ends += values
         adds_bos = settings.get("add_bos_token")
         require(
             adds_bos in (None, False, True),
@@ -180,7 +173,7 @@ class Text:
         return cls(
             tokenizer,
             specials=specials,
-            eos_ids=ends,
+            eos_ids=[] if eos is None else eos if isinstance(eos, list) else [eos],
             adds_bos=adds_bos,
             template=template,
             origin=str(folder),
