@@ -108,7 +108,6 @@ def test_questions_of_another_form_are_refused(tmp_path):
     case = {"question": "Who?", "answer": "Ann", "context": [["Title", ["A line."]]]}
     path.write_bytes(b"\xef\xbb\xbf" + json.dumps([case]).encode())
     assert [each.answers for each in read(str(tmp_path), "qa_2").questions] == [("Ann",)]
-    for changes in ({"answer": 5}, {"context": []}):
-        path.write_text(json.dumps([{**case, **changes}]))
-        with pytest.raises(ValueError, match="^data="):
-            read(str(tmp_path), "qa_2")
+    path.write_text(json.dumps([{**case, "context": 5}]))
+    with pytest.raises(ValueError, match="^data="):
+        read(str(tmp_path), "qa_2")

@@ -54,8 +54,7 @@ class Visible(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.count >= 1, "count", self.count, "make at least 1 case")
-        require(self.steps >= 1, "steps", self.steps, "measure at 1 token or more")
+        self.require_least(1, "count", "steps")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
