@@ -109,7 +109,6 @@ def test_help_and_list_say_what_there_is(told, capsys):
         (("told", "--policies", "snapkv", "--budgets", "9x"), "--budgets=9x"),
         (("told", *RUN, "--shard", "2/2"), "--shard=2/2"),
         (("told", *RUN, "--mesh", "0x2"), "--mesh='0x2'"),
-        (("told", *RUN, "--model", ""), "--model=''"),
     ],
 )
 def test_refused_before_anything_is_loaded(told, monkeypatch, tmp_path, capsys, given, message):
