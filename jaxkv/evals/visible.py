@@ -20,7 +20,7 @@ from jaxkv.engine.sparse import choose
 from jaxkv.engine.tokens import Choosable
 from jaxkv.evals.asking import ids_of
 from jaxkv.evals.perplexity import feed
-from jaxkv.evals.retrieval import TwoStage
+from jaxkv.evals.retrieval import SIZES, TwoStage
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
@@ -58,10 +58,9 @@ class Visible(Task):
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
-        sizes = TwoStage().sizes
         # Small dictionaries and large ones, however few there are.
-        few = min(self.count, len(sizes))
-        spread = tuple(sizes[at * len(sizes) // few] for at in range(few))
+        few = min(self.count, len(SIZES))
+        spread = tuple(SIZES[at * len(SIZES) // few] for at in range(few))
         cases = TwoStage(count=self.count, sizes=spread, seed=self.seed).samples(params)
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 

@@ -37,12 +37,10 @@ class Selector(enum.Enum):
         Returns:
             The weights.
         """
-        match self:
-            case Selector.LAST:
-                return np.ones(1, np.float32)
-            case Selector.EXPONENTIAL:
-                return 0.5 ** np.arange(window, dtype=np.float32)
-        return np.ones(window, np.float32)
+        if self is Selector.LAST:
+            return np.ones(1, np.float32)
+        base = 0.5 if self is Selector.EXPONENTIAL else 1.0
+        return base ** np.arange(window, dtype=np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
