@@ -18,10 +18,9 @@ import numpy as np
 import jaxkv
 from benchmarks import record
 from jaxkv import enable_compilation_cache
-from jaxkv.evals import How, Task, TwoStage
+from jaxkv.evals import How, Ruler, Task, TwoStage
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.results import interval
-from jaxkv.evals.ruler import Ruler
 
 MODEL = "tiny-retrieval"
 BATCH = 25

@@ -28,8 +28,6 @@ from jaxkv.evals import (
     Visible,
     at_budgets,
     evaluate,
-    interval,
-    task,
     visible_attention,
 )
 from jaxkv.evals.perplexity import Loss
@@ -75,7 +73,7 @@ RUNS = [
     ),
     *calls(
         "rows of names and budgets",
-        (lambda: at_budgets(["snapkv"], [8]), "^snapkv@8: budget="),
+        (lambda: at_budgets(["snapkv"], [8]), "^budget="),
         (lambda: at_budgets(["snapkv"]), "^budgets="),
     ),
     *calls("report", (lambda: jaxkv.report(None), TypeError, "^folder=")),
@@ -177,7 +175,6 @@ ANALYSES = [
     *door(
         "an analysis of policies",
         counted,
-        ({"budgets": ["8MB"]}, "budgets="),
         ({"budgets": [2]}, "budget="),
         ({"policies": [OmniKV()]}, "policies="),
         ({"following": 60}, "texts="),

@@ -172,7 +172,6 @@ PARTS = [
             )
         ),
         ((Odd(), derived("Twice", Strange, compares=("k", "v"), merge_one=twice)()), "merge="),
-        ((Odd(), derived("Both", Strange, compares=("q",))()), r"merge\.compares="),
     ),
 ]
 

@@ -130,7 +130,6 @@ ROWS = [
         ChunkKV,
         {"chunk": 0},
         {"peaks": 4},
-        {"peaks": 10, "gated": True},
         {"base": KVzap(threshold=-4.0)},
         {"base": H2O()},
         {"base": PyramidInfer()},

@@ -4,18 +4,24 @@ import dataclasses
 import functools
 import gzip
 import json
+import re
 import string
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from jaxkv.evals.ruler import SMALL_WORDS, chains, counted, niah, pieces
-from jaxkv.evals.ruler.wording import NOISE, SENTENCES
+from jaxkv.evals.ruler import chains, counted, niah
+from jaxkv.evals.ruler.wording import NOISE, SENTENCES, SMALL_WORDS
 from jaxkv.loading import LanguageModel
 from jaxkv.testing import tiny_model
 from jaxkv.text.tokenizer import Text
 
 GOLDEN = Path(__file__).parent / "golden" / "ruler"
+
+
+def pieces(text: str) -> list[str]:
+    """A text's words, single digits and marks."""
+    return re.findall(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]", text)
 
 
 def count(prompt) -> int:

@@ -190,11 +190,6 @@ def test_filters_checks_its_options_before_the_model(unloadable, capsys, text, a
     assert message in refused(capsys, "filters", "--text-file", str(text), *arguments)
 
 
-def test_filters_checks_where_it_saves(unloadable, capsys, monkeypatch, text):
-    monkeypatch.setattr(filters.os, "access", lambda *_: False)
-    assert "cannot be written to" in refused(capsys, "filters", "--text-file", str(text), "--save")
-
-
 class Coder:
     """A tokenizer of bytes."""
 
@@ -208,9 +203,8 @@ def test_filters_prints_before_it_draws(capsys, monkeypatch, text, tmp_path):
     cli_runs.loading(monkeypatch, model)
     found = FilterLayers((1,), 0.5, np.eye(6, dtype=np.float32))
     monkeypatch.setattr(filters, "filter_layers", lambda *_, **__: found)
-    asked = ["filters", "--model", "x", "--text-file", str(text), "-m"]
     picture = tmp_path / "map.png"
-    given = [*asked, "1", "--most-whole", "3", "--picture", str(picture)]
+    given = ["filters", "--model", "x", "--text-file", str(text), "--picture", str(picture)]
     assert cli.main(given) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
     capsys.readouterr()
@@ -218,4 +212,3 @@ def test_filters_prints_before_it_draws(capsys, monkeypatch, text, tmp_path):
     assert cli.main(given) == 2
     out, err = capsys.readouterr()
     assert out.startswith("filter layers of x: ") and "--picture=" in err
-    assert "-m=4" in refused(capsys, *asked, "4")

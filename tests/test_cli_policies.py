@@ -24,7 +24,7 @@ from jaxkv import (
     SnapKV,
     cli,
 )
-from jaxkv.cli import generating, options
+from jaxkv.cli import options
 from jaxkv.policies import (
     CriticalKV,
     GroupReduce,
@@ -203,13 +203,3 @@ def test_options_make_the_policy(policy_of, arguments, policy):
 def test_what_a_policy_cannot_take_is_refused(capsys, monkeypatch, arguments, message):
     cli_runs.unloadable(monkeypatch)
     assert message in refused(capsys, "generate", "--prompt", "x", *arguments.split())
-
-
-def test_policies_that_disagree_on_an_option_are_found(monkeypatch):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Odd(Throwaway):
-        window: bool = False
-
-    monkeypatch.setitem(POLICIES, "odd", Odd)
-    with pytest.raises(TypeError, match=r"--window: .*odd differ in the words behind it"):
-        options.add_options(cli._parser().__class__(), generating.Generate)

@@ -42,12 +42,13 @@ def held(cache):
 @pytest.mark.parametrize("sparsity", (0.0, 0.1, 0.5, 0.999, 1.0))
 @pytest.mark.parametrize("shape", ((4, 4), (3, 5), (1, 1)))
 def test_kinds_are_the_published_quantiles(shape, sparsity):
-    kinds = duo(*shape, sparsity).kinds()
+    kinds = duo(*shape, sparsity).parts().heads.retrieval
     assert [list(row) for row in kinds] == o.duo_kinds(pattern_of(*shape), sparsity)
 
 
 def test_of_ties_the_first_heads_keep_all():
-    assert DuoAttention(pattern=((1.0, 1.0), (1.0, 0.0))).kinds() == ((True, True), (False, False))
+    heads = DuoAttention(pattern=((1.0, 1.0), (1.0, 0.0))).parts().heads
+    assert heads.retrieval.tolist() == [[True, True], [False, False]]
 
 
 def test_rows_are_the_oracles_in_prompts_questions_and_answers(tmp_path):
@@ -144,8 +145,8 @@ def test_what_does_not_fit_is_refused(as_users_call):
         (lambda: AdaKV(base=DuoAttention()), "base="),
         (lambda: ChunkKV(base=DuoAttention()), "base="),
         (lambda: jaxkv.Session(model, DuoAttention()), "pattern=None"),
-        (lambda: jaxkv.Session(model, duo(5, 2)), "pattern='5 layers'"),
-        (lambda: jaxkv.Session(model, duo(2, 7)), "pattern='7 kv heads'"),
+        (lambda: jaxkv.Session(model, duo(5, 2)), "pattern='layers=5'"),
+        (lambda: jaxkv.Session(model, duo(2, 7)), "pattern='heads=7'"),
     ):
         with pytest.raises(ValueError, match=message):
             make()

@@ -308,10 +308,10 @@ def test_other_files_and_models_are_refused(tmp_path):
         KVzapGate.read("gate", 3)
     with pytest.raises(ValueError, match=r"^gate=None: give the gate of your model"):
         jaxkv.Session(tiny.tiny(CONFIG), KVzap())
-    with pytest.raises(ValueError, match=r"^gate='3 layers': the model has 4"):
+    with pytest.raises(ValueError, match=r"^gate='layers=3': the model has 4"):
         jaxkv.Session(tiny.tiny(tiny.MODELS["gqa4"]), AdaKV(base=zap(CONFIG)))
     heads = tiny.shape(layers=3, kv_heads=3, group=2, dim=8)
-    with pytest.raises(ValueError, match=r"^gate='2 kv heads': the model has 3"):
+    with pytest.raises(ValueError, match=r"^gate='heads=2': the model has 3"):
         jaxkv.Session(tiny.tiny(heads), zap(CONFIG, budget=12))
     k = jax.numpy.zeros((1, 2, 20, 8))
     with pytest.raises(ValueError, match="looks at more than keys"):

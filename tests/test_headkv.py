@@ -155,10 +155,10 @@ def test_what_does_not_fit_is_refused(as_users_call):
     for call, name in (
         (lambda: HeadKV(scores=((1.0,),), beta=0.5), "beta="),
         (lambda: HeadKV(scores=((1.0,),), allocation=LinearLayers()), "allocation="),
-        (lambda: jaxkv.Session(model, HeadKV(scores=scores_of(5, 2))), "scores='5 layers'"),
+        (lambda: jaxkv.Session(model, HeadKV(scores=scores_of(5, 2))), "scores='layers=5'"),
         # Scores of another model, of twice as many query heads for each kv head, say.
         (lambda: jaxkv.Session(model, HeadKV(scores=scores_of(2, 12))), "scores='12 heads'"),
-        (lambda: jaxkv.compress(k, k, policy=HeadKV(scores=fits), **arrays), "scores='7 heads'"),
+        (lambda: jaxkv.compress(k, k, policy=HeadKV(scores=fits), **arrays), "scores='heads=7'"),
     ):
         with pytest.raises(ValueError, match=name):
             call()

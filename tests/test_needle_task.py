@@ -4,8 +4,7 @@ import pytest
 
 from jaxkv.evals import Needle, Ruler, ids_of
 from jaxkv.evals.needle import NEEDLE
-from jaxkv.evals.ruler import pieces
-from tests.ruler_cases import model, small_vocabulary
+from tests.ruler_cases import model, pieces, small_vocabulary
 
 DEPTHS = (0.0, 0.25, 0.5, 1.0)
 

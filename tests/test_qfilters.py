@@ -66,7 +66,7 @@ def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
     model, config = tiny.tiny(tiny.TWO_LAYERS), tiny.TWO_LAYERS
     path, _ = written(config.layers, config.kv_heads, config.head_dim)
     filters = QFilters(q_filters=tmp_path).q_filters
-    assert dataclasses.replace(filters).numbers is filters.numbers
+    assert dataclasses.replace(filters).arrays is filters.arrays
     assert (
         QFilters(q_filters=tmp_path)
         == QFilters(q_filters=f"{path}/model.safetensors")
@@ -77,9 +77,9 @@ def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
         == QFilters(q_filters=path).parts().scorer
     )
     for shape, message in (
-        ((5, 2, 8), "5 layers.: the model has 2"),
-        ((2, 7, 8), "7 kv heads.: the model has 2"),
-        ((2, 2, 4), "4 channels.: the model has 8"),
+        ((5, 2, 8), "layers=5.: the model has 2"),
+        ((2, 7, 8), "heads=7.: the model has 2"),
+        ((2, 2, 4), "dim=4.: the model has 8"),
     ):
         with pytest.raises(ValueError, match=message):
             jaxkv.Session(model, QFilters(budget=20, q_filters=written(*shape)[0]))

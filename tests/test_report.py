@@ -56,9 +56,9 @@ def test_intervals():
     # Student's, of 4 numbers: 3.182 standard errors; as far as shares go.
     values = np.asarray([0.25, 0.5, 0.75, 1.0])
     width = 3.182446 * np.std(values, ddof=1) / 2
-    assert np.allclose(interval(values, shares=False), (0.625 - width, 0.625 + width))
+    assert np.allclose(interval(values, None), (0.625 - width, 0.625 + width))
     assert interval(values)[1] == 1.0
-    assert interval(np.asarray([0.3]), shares=False) is None
+    assert interval(np.asarray([0.3]), None) is None
     # Five alike are not known for sure: others may differ, up to 43% of all (Wilson).
     assert interval(np.full(5, 0.5)) == pytest.approx((0.2828, 0.7172), abs=1e-4)
 
@@ -220,12 +220,6 @@ def test_long_texts_lose_their_middle_and_say_so(monkeypatch):
     assert begin == [("<s>", 4), ("ö", 1.5), ("<", 1)]
     assert "".join(each.text for each in end) == "more"
     assert held["tokens"] == len(ids) and held["share"] == sum(counts) / (4 * len(ids))
-
-
-def test_counts_that_no_cache_gives_are_refused():
-    for counts in ([1], [1, 5]):
-        with pytest.raises(ValueError, match="^counts="):
-            Held(ids=[1, 2], heads=4, counts=counts)
 
 
 def test_tasks_of_texts_have_it_too(tmp_path, plain):

@@ -9,18 +9,12 @@ import numpy as np
 import pytest
 
 from jaxkv.evals import Ruler, ids_of
-from jaxkv.evals.ruler import (
-    MADE,
-    SMALL_WORDS,
-    Cell,
-    pieces,
-    recipe_of,
-    wording_of,
-)
 from jaxkv.evals.ruler.niah import NEEDLE
 from jaxkv.evals.ruler.qa import read
-from jaxkv.evals.ruler.wording import sentences, word_lists
-from tests.ruler_cases import GOLDEN, count, model, small_vocabulary
+from jaxkv.evals.ruler.recipe import Cell, fit
+from jaxkv.evals.ruler.task import MADE, recipe_of
+from jaxkv.evals.ruler.wording import SMALL_WORDS, sentences, word_lists, wording_of
+from tests.ruler_cases import GOLDEN, count, model, pieces, small_vocabulary
 
 _TOLD = NEEDLE.format(kind="(numbers|uuids)", key="(.+?)", value=r"([\w-]+)")
 # Task of synthetic.yaml -> haystack, kinds of key and value, different keys, values of each, keys asked for.
@@ -41,7 +35,7 @@ def cell(name: str, wording: str, length: int = LENGTH) -> Cell:
     made = recipe_of(
         name, wording=wording_of(wording), length=length, count=count, data=str(GOLDEN)
     )
-    return Cell.of(made, length, count)
+    return Cell(made, length, count, fit(made, length, count))
 
 
 def is_uuid4(text: str) -> bool:

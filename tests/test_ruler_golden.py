@@ -7,12 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxkv.evals.ruler import recipe_of, wording_of
 from jaxkv.evals.ruler.chains import Chain
 from jaxkv.evals.ruler.counted import Listed
 from jaxkv.evals.ruler.niah import DEPTHS, NEEDLE, Draw, Needle, places_at
 from jaxkv.evals.ruler.recipe import fit
-from jaxkv.evals.ruler.task import NAMES, cleaned, string_match_all, string_match_part
+from jaxkv.evals.ruler.task import (
+    NAMES,
+    cleaned,
+    recipe_of,
+    string_match_all,
+    string_match_part,
+)
+from jaxkv.evals.ruler.wording import wording_of
 from tests.ruler_cases import GOLDEN, count, golden
 
 ESSAY = (Path(__file__).parents[1] / "benchmarks" / "data" / "document.txt").read_text("utf-8")

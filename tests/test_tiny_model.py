@@ -15,9 +15,8 @@ from safetensors.numpy import load_file
 
 import jaxkv
 from jaxkv.checkpoints import manifest
-from jaxkv.evals import How, TwoStage
+from jaxkv.evals import How, Ruler, TwoStage
 from jaxkv.evals.needle import Needle
-from jaxkv.evals.ruler import Ruler
 
 # As `python -m` in the checkout finds them.
 sys.path.append(str(Path(__file__).parent.parent))

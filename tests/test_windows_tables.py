@@ -97,7 +97,7 @@ def test_what_is_refused():
     no_scores = tuples(TABLE * [[1], [0], [1], [0]])
     for policy, named in (
         (jaxkv.HeadKV(scores=no_scores), "scores="),
-        (jaxkv.HeadKV(scores=tuples(TABLE[WHOLE])), "scores='2 layers'"),
+        (jaxkv.HeadKV(scores=tuples(TABLE[WHOLE])), "scores='layers=2'"),
         (jaxkv.D2O(budget=16, official=True), "dense_layers="),
         (
             jaxkv.D2O(budget=16, allocation=VarianceLayers(dense_layers=(4,))),

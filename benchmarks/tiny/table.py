@@ -13,8 +13,7 @@ import jaxkv
 from benchmarks import orders_tiny, record
 from benchmarks.tiny.export import NAME
 from jaxkv import enable_compilation_cache
-from jaxkv.evals import How, Task, TwoStage
-from jaxkv.evals.ruler import Ruler
+from jaxkv.evals import How, Ruler, Task, TwoStage
 
 LENGTHS = (256, 512, 1024, 2048)
 RULER = (

@@ -1,8 +1,7 @@
 """KVzap's linear gate for a model: ridge regression of KVzip+'s scores on hidden states that enter attention."""
 
-import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,13 +9,13 @@ from jaxtyping import Array, Float
 
 from jaxkv import _checks
 from jaxkv._errors import require
+from jaxkv.analysis.reading import encoded, finite
 from jaxkv.arguments import as_model
 from jaxkv.attention import Implementation
 from jaxkv.engine.compress import finished
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.replay import Padded, replayed, texts_of
-from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.scorer import Needs, Replay
 from jaxkv.policies.trained import KVzapGate, KVzapWeights
@@ -24,8 +23,7 @@ from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Prompt
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FittedGate:
+class FittedGate(NamedTuple):
     """Result of `fit_gate`: KVzap's `gate`, number of `tokens`, and share of the scores' variance `explained` by layer.
 
     Attributes:
@@ -68,30 +66,14 @@ def fit_gate(
     penalty = _checks.real(
         "penalty", penalty, "give a number above 0", low=0.0, high=1e30, open_low=True
     )
-    given = _checks.several("texts", texts, "give a list of one or more texts, or of their ids")
-    config, session = params.config, Session(params)
+    config = params.config
     remedy = "some layers have windows: gates are fitted to models whose layers all attend to the whole text"
     require(not any(config.windows), "model", params.name, remedy)
-    prompts = [session.encoded(each) for each in given]
-    for at, prompt in enumerate(prompts):
-        count, most = int(prompt.lengths.max()), config.max_positions
-        require(
-            count <= most,
-            f"texts[{at}]",
-            f"{count} tokens",
-            f"the model was made for {most}: give shorter texts",
-        )
     sums = [_Sums(config.embed, config.kv_heads) for _ in range(config.layers)]
-    for at, prompt in enumerate(prompts):
+    for prompt in encoded(params, texts):
         for layer, (hidden, scores) in enumerate(_observed(params, prompt, asked)):
-            finite = bool(np.isfinite(hidden).all() and np.isfinite(scores).all())
-            require(
-                finite,
-                f"texts[{at}]",
-                f"layer {layer}",
-                "hidden states or scores are not finite: mend the model",
-            )
             sums[layer].add(hidden, scores)
+            finite(params, sums[layer].xy)
     gate = KVzapGate.of_weights(tuple(each.weights(penalty) for each in sums))
     shares = zip(sums, gate.weights, strict=True)
     return FittedGate(

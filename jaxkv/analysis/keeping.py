@@ -1,14 +1,15 @@
 """`budgets`: number of entries that policies keep in each layer and kv head, and the masks of these entries."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
 from jaxkv import _checks
-from jaxkv._checks import plain, settled
+from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv.analysis.reading import encoded, first_tokens, whole_layers_of
+from jaxkv.analysis.reading import encoded, whole_layers_of
 from jaxkv.arguments import as_model
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.session import Session
@@ -59,8 +60,7 @@ def budgets(
 def at_budgets(policies: Policies, budgets: Sequence[Budget]) -> list[list[Method]]:
     """Each policy at each budget; ValueError for policies that choose the rows to read for each token."""
     remedy = "give a list of one or more rows or shares"
-    sizes = [plain(each) for each in _checks.several("budgets", budgets, remedy)]
-    require(not any(isinstance(each, str) for each in sizes), "budgets", budgets, remedy)
+    sizes = _checks.several("budgets", budgets, remedy)
     listed = _checks.several("policies", policies, "give a list of one or more policies")
     given = [as_policy(each) for each in listed]
     for policy in given:
@@ -80,16 +80,13 @@ def kept_rows(
 
     The prompt is the text without its `following` last tokens. Layers with a window are left out.
     """
-    whole, listed = list(whole_layers_of(params)), [policy for row in cells for policy in row]
-    sessions = {policy: Session(params, policy, key=key) for policy in listed}
+    whole = list(whole_layers_of(params))
+    sessions = [Session(params, policy, key=key) for row in cells for policy in row]
     for text in texts:
         count = len(text.ids[0]) - following
-        prompt = first_tokens(text, count)
-        masks = {
-            policy: session.prefill(prompt).holds(0, count)[whole]
-            for policy, session in sessions.items()
-        }
-        yield text, np.stack([masks[policy] for policy in listed])
+        prompt = dataclasses.replace(text, ids=[ids[:count] for ids in text.ids])
+        masks = [session.prefill(prompt).holds(0, count)[whole] for session in sessions]
+        yield text, np.stack(masks)
 
 
 def placed(

@@ -1,6 +1,5 @@
 """Runs texts under full attention, layer by layer, for the measurements of attention."""
 
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,11 +36,6 @@ def encoded(params: LanguageModel, texts: Sequence[Prompt], following: int = 0) 
         require(following < count <= most, "texts", f"{count} tokens", remedy)
         out.append(each.with_copies(missing(1, params.axes)))
     return out
-
-
-def first_tokens(text: Encoded, count: int) -> Encoded:
-    """The first `count` tokens of a text."""
-    return dataclasses.replace(text, ids=[ids[:count] for ids in text.ids])
 
 
 def whole_layers_of(params: LanguageModel) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ import sys
 from typing import Any, NoReturn
 
 import jaxkv
-from jaxkv._errors import require
 from jaxkv.cli.outputs import Unwritten, prepare_streams, to_stderr, to_stdout, warnings_in_one_line
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
@@ -101,9 +100,6 @@ def _run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         if first == "--compression-ratio":
             near = "; it is kvpress' share of rows removed: give --budget, the share that is kept"
         options.command.error(f"unrecognized arguments: {message}{near}")
-    # Up to Python 3.12, argparse turns the value in `--model=--` into an empty list.
-    for name, value in vars(options).items():
-        require(value != [], name.split()[-1], "--", "it is no value")
     options.run(options)
 
 

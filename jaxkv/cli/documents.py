@@ -85,7 +85,6 @@ class Ask(Drawing):
         """Loads a saved cache, answers all questions on top of it, and prints them."""
         questions = list(self.questions)
         require_text("QUESTION", questions)
-        require(all(map(str.strip, questions)), "QUESTION", "", "it has no text: ask something")
         # Before the minutes that a large model takes to load.
         cache = load_cache(self.folder)
         remedy = "it is of several documents: ask them in Python, jaxkv.generate(params, questions, cache=cache)"

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 from typing import Annotated
 
 import numpy as np
@@ -10,7 +9,7 @@ import numpy as np
 from jaxkv._drawing import saved, sheet
 from jaxkv._errors import require
 from jaxkv.analysis import FilterLayers, draw_maps, filter_layers
-from jaxkv.checkpoints import manifests_folder, names, save_filter_layers
+from jaxkv.checkpoints import names, save_filter_layers
 from jaxkv.cli.models import Model
 from jaxkv.cli.options import Count, File, Word
 from jaxkv.cli.outputs import Picture, read_long_text, to_stdout
@@ -48,11 +47,8 @@ class Filters(Model):
         If saving or drawing fails, the layers are already on stdout.
         """
         if self.save:
-            known, folder = ", ".join(names()), manifests_folder()
-            remedy = f"only named models have a manifest: {known}"
+            remedy = f"only named models have a manifest: {', '.join(names())}"
             require(self.model in names(), "--save", self.model, remedy)
-            remedy = f"the folder {folder} cannot be written to: leave it out"
-            require(os.access(folder, os.W_OK), "--save", self.model, remedy)
         # Checked before minutes of work, which an unwritable picture would waste.
         picture = None
         if self.picture is not None:
@@ -60,14 +56,7 @@ class Filters(Model):
             picture.check([*self.text_file, self.model])
         texts = [read_long_text(name, "--text-file") for name in self.text_file]
         params = self.loaded()
-        layers, longest = params.config.layers, params.config.max_positions
-        most = -(-layers // 4) if self.most_whole is None else self.most_whole
-        remedy = f"they read everything, and {most} of {layers} layers may: give fewer, or a larger --most-whole"
-        require(self.m <= min(most, layers - 1), "-m", self.m, remedy)
         ids = [each[: self.tokens] for each in self.ids_of(params, texts)]
-        for name, each in zip(self.text_file, ids, strict=True):
-            remedy = f"the model was made for {longest} tokens, and it has {len(each)}: give at most --tokens {longest}"
-            require(len(each) <= longest, "--text-file", name, remedy)
         found = filter_layers(params, ids, m=self.m, most_whole=self.most_whole, share=SHARE)
         whole = without_window(params.config.windows)
         if self.json:

@@ -52,12 +52,6 @@ class Drawing(Computing):
     seed: Seed = 0
     sampling: Sampling = GREEDY
 
-    def __post_init__(self) -> None:
-        """Refuses stop strings that are empty or no text."""
-        super().__post_init__()
-        require(all(self.stop), "--stop", "", "a stop string has at least one character")
-        require_text("--stop", self.stop)
-
     @property
     def keywords(self) -> dict[str, Any]:
         """Arguments of `jaxkv.generate`."""

@@ -7,7 +7,7 @@ from typing import Any
 from jaxkv.checkpoints import FolderSource, cache_dir, manifest, names
 from jaxkv.cli.options import flags_of
 from jaxkv.cli.outputs import to_stdout
-from jaxkv.policies.registry import POLICIES, defaults
+from jaxkv.policies.registry import POLICIES
 
 Record = dict[str, Any]
 
@@ -69,12 +69,13 @@ class Policies(Listing):
         """Prints each policy's summary, paper, parts, defaults and options."""
         records, told = [], []
         for name, cls in POLICIES.items():
+            fields = [each for each in dataclasses.fields(cls) if each.init]
             record: Record = {
                 "name": name,
                 "about": (cls.__doc__ or "").strip().splitlines()[0],
                 "paper": cls.paper,
                 "parts": cls().parts().described(),
-                "defaults": defaults(cls),
+                "defaults": {each.name: repr(each.default) for each in fields},
                 "options": flags_of(cls),
             }
             records.append(record)

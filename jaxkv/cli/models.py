@@ -1,7 +1,6 @@
 """Options that commands with a model share, and how they load it."""
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from typing import Annotated, Any
 
@@ -23,10 +22,6 @@ class Model:
     """
 
     model: Name = "smollm2-135m-instruct"
-
-    def __post_init__(self) -> None:
-        """Refuses a name that is blank, or in the home folder of a user that does not exist."""
-        require_model(self.model)
 
     def loaded(self) -> LanguageModel:
         """Loads the model; compiled programs are kept on disk."""
@@ -64,15 +59,6 @@ class Computing(Loaded):
     """
 
     implementation: Implementation = Implementation.AUTO
-
-
-def require_model(name: str) -> None:
-    """Raises ValueError for a `--model` that is blank or in the home folder (`~name`) of a user that does not exist."""
-    remedy = "give a name from `jaxkv models`, a folder, a .gguf file or a hub id"
-    require(bool(name.strip()), "--model", name, remedy)
-    home = name.startswith("~") and os.path.expanduser(name) == name
-    remedy = f"there is no such home folder; a file of that name is ./{name}"
-    require(not home, "--model", name, remedy)
 
 
 def _slots(text: str) -> int | str:

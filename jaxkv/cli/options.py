@@ -321,10 +321,7 @@ def flags_of(cls: type[Method]) -> list[str]:
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Adds `--policy`, `--base` and all registered policies' options to a parser, after its other options.
-
-    Raises TypeError if policies disagree on how many words follow an option.
-    """
+    """Adds `--policy`, `--base` and all registered policies' options to a parser, after its other options."""
     about = "An option that the policy does not have is refused."
     group = parser.add_argument_group("policy", about)
     about = f"{', '.join(POLICIES)} (default: full)"
@@ -340,11 +337,6 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
             having.setdefault(flag, {})[name] = option
     for flag, options in having.items():
         word = next(iter(options.values())).word
-        if any(option.word.action != word.action for option in options.values()):
-            names = ", ".join(options)
-            raise TypeError(
-                f"{flag}: {names} differ in the words behind it: rename the field in one"
-            )
         metavar = "|".join(dict.fromkeys(each.word.metavar for each in options.values()))
         word = dataclasses.replace(word, metavar=metavar)
         Option(flag, flag, word, _help(options), None).add_to(parser, group, _POLICY)

@@ -88,10 +88,10 @@ def warnings_in_one_line() -> Iterator[None]:
         yield
 
 
-def json_text(record: Any, indent: int | None = None) -> str:
+def json_text(record: Any) -> str:
     """JSON text; non-ASCII characters are escaped where stdout's encoding may lack them."""
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return json.dumps(record, indent=indent, ensure_ascii="utf" not in encoding.lower())
+    return json.dumps(record, ensure_ascii="utf" not in encoding.lower())
 
 
 def read_text(name: str, flag: str) -> str:

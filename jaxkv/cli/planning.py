@@ -5,7 +5,7 @@ import json
 from typing import Annotated
 
 from jaxkv._errors import require
-from jaxkv.cli.models import Bits, require_model
+from jaxkv.cli.models import Bits
 from jaxkv.cli.options import Count, File, Mesh, Name, Natural, Spelled, Word, spelled, written
 from jaxkv.cli.outputs import Picture, to_stderr, to_stdout
 from jaxkv.planning import picture
@@ -86,7 +86,6 @@ class Planning:
 
         If the picture cannot be written, the plans are already on stdout.
         """
-        require_model(self.model)
         out = None
         if self.plot is not None:
             out = Picture(flag="--plot", name=self.plot)

@@ -10,7 +10,7 @@ from jaxkv.evals.published import InfiniteBench, LongBench
 from jaxkv.evals.qa import DocumentQuestions
 from jaxkv.evals.results import Cell, Difference, Evaluation, Record, Run, interval
 from jaxkv.evals.retrieval import COLOURS, TwoStage
-from jaxkv.evals.ruler import Ruler
+from jaxkv.evals.ruler.task import Ruler
 from jaxkv.evals.runs import evaluate
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
 from jaxkv.evals.turns import Turns

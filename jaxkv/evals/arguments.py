@@ -1,15 +1,12 @@
 """Checks and converts arguments of `evaluate` and the command line: tasks and policies by name, budgets, settings."""
 
-import dataclasses
 import difflib
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.evals.results import dumped
-from jaxkv.evals.task import TASKS, How, Task, must_be_given
+from jaxkv.evals.task import TASKS, How, Task
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
@@ -40,12 +37,7 @@ def at_budgets(
             continue
         remedy = f"{known} keeps a part of each prompt: say which, such as 128 or 0.2"
         require(bool(budgets), "budgets", None, remedy)
-        for budget in budgets:
-            try:
-                rows[f"{known}@{budget}"] = cls(budget=budget)
-            except ValueError as error:
-                raise ValueError(f"{known}@{budget}: {error}") from None
-    require(bool(rows), "policies", None, f"give some of {', '.join(POLICIES)}")
+        rows |= {f"{known}@{budget}": cls(budget=budget) for budget in budgets}
     return rows
 
 
@@ -56,11 +48,7 @@ def as_task(task: Task | str) -> Task:
     near = difflib.get_close_matches(str(task), TASKS, n=2)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
     require(task in TASKS, "task", task, f"no such task; known tasks: {', '.join(TASKS)}{meant}")
-    cls = TASKS[task]
-    needed = [field.name for field in dataclasses.fields(cls) if must_be_given(field)]
-    remedy = f"its settings {', '.join(needed)} have no default: give {cls.__name__}({', '.join(needed)}=...)"
-    require(not needed, "task", task, remedy)
-    return cls()
+    return TASKS[task]()
 
 
 def name_of(task: Task) -> str:
@@ -94,11 +82,6 @@ def seed_of(seed: int, name: str) -> int:
     """32-bit int, a seed hashed from `seed` and a name such as a sample's id; the same in every process."""
     text = f"{seed} {name}".encode("utf-8", "backslashreplace")
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")
-
-
-def settings_of(task: Task) -> dict[str, Any]:
-    """Dict of a task's fields as JSON values."""
-    return json.loads(dumped(vars(task)))
 
 
 def require_how(task: Task, how: How) -> None:

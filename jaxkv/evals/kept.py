@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv._checks import shortened
-from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.text.pieces import pieces_of
 from jaxkv.text.shown import Shown, joined
@@ -34,12 +32,6 @@ class Held:
     chooses: bool = False
     later: bool = False
     merges: bool = False
-
-    def __post_init__(self):
-        counts = [0] * len(self.ids) if self.counts is None else self.counts
-        fits = len(counts) == len(self.ids) > 0 and 0 <= min(counts) <= max(counts) <= self.heads
-        remedy = f"give a number from 0 to {self.heads} for each of the {len(self.ids)} tokens"
-        require(fits, "counts", shortened(repr(self.counts)), remedy)
 
     def as_json(self, text: Text) -> dict[str, Any]:
         """Dict of a `Record.held`: texts and counts of the tokens that are shown, of long prompts those of both ends.

@@ -88,7 +88,7 @@ class Needle(MadeTask):
         depths, once = self.depths, len(set(self.depths)) == len(self.depths) > 0
         fits = once and all(0 <= each <= 1 for each in depths)
         require(fits, "depths", depths, "name at least one, shares from 0 to 1, each once")
-        require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1")
+        self.require_least(1, "new_tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of needle-in-a-haystack samples, `count` for each prompt length and needle depth."""

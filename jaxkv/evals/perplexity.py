@@ -54,9 +54,8 @@ class Loss(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.count >= 0, "count", self.count, "give 0 or more")
-        for name in ("prefix", "tokens"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "give at least 1 token")
+        self.require_least(0, "count")
+        self.require_least(1, "prefix", "tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of one sample per text, longest first; ValueError for texts, or a model, of too few tokens."""

@@ -71,8 +71,7 @@ class StoredTask(QuestionTask):
         known = table(self.benchmark)
         for name in self.tasks:
             require(name in known, "tasks", name, f"choose among {', '.join(known)}")
-        for name in ("count", "longest", "new_tokens"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "give 0 or more")
+        self.require_least(0, "count", "longest", "new_tokens")
         remedy = f"give {_LEAST} or more, of which half stay from either end, or 0"
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
@@ -202,16 +201,8 @@ class LongBench(StoredTask):
         return {"input": row["input"]}
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of all right answers of a row as texts; ValueError for a row of another format."""
-        right, metric = row["answers"], table(self.benchmark)[name]["metric"]
-        fits = isinstance(right, list) and bool(right)
-        fits = fits and all(isinstance(each, str) for each in right)
-        if metric == "paragraph":
-            fits = fits and all(map(metrics.PARAGRAPH.search, right))
-        if metric == "one_class":
-            fits = fits and bool(row["all_classes"])
-        require(fits, "data", right, f"no answers of {name}: is it the official file?")
-        return tuple(right)
+        """Tuple of all right answers of a row as texts."""
+        return tuple(row["answers"])
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Highest score in [0, 1] over the right answers by the data set's metric; few-shot sets: of the first line."""
@@ -265,13 +256,10 @@ class InfiniteBench(StoredTask):
         return fields
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of a row's right answers as texts: numbers as JSON, a choice as option and letter; checks them."""
+        """Tuple of a row's right answers as texts: numbers as JSON, a choice as option and letter."""
         right = row["answer"]
         several = right if isinstance(right, list) else [right]
-        choice = name in _CHOICES and len(several) != 2
-        fits = bool(several) and (not choice or several[0] in row["options"])
-        require(fits, "data", right, f"no answer of {name}: is it the official file?")
-        if choice:
+        if name in _CHOICES and len(several) != 2:
             several = [several[0], _OPTIONS[row["options"].index(several[0])]]
         if name == "math_calc":
             return (json.dumps(several[0] if isinstance(several[0], list) else several),)

@@ -58,8 +58,8 @@ class DocumentQuestions(QuestionTask):
     def __post_init__(self):
         super().__post_init__()
         require(self.judge in JUDGES, "judge", self.judge, f"choose among {', '.join(JUDGES)}")
-        require(self.count >= 0, "count", self.count, "give 0 or more")
-        require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "give 1 or more")
+        self.require_least(0, "count")
+        self.require_least(1, "new_tokens")
         fields = re.findall(r"\{document\}|\{question\}", self.prompt)
         remedy = "name {document}, and {question} behind it, once each"
         require(fields == ["{document}", "{question}"], "prompt", self.prompt, remedy)

@@ -131,9 +131,6 @@ def _plain(value: Any) -> Any:
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
     """Returns `out` as a Path; ValueError for a file, or a folder of something else; writes nothing."""
-    if not isinstance(out, (str, os.PathLike)):
-        raise TypeError(f"{name}={out!r}: give a folder")
-    require(bool(str(out).strip()), name, str(out), "give a folder")
     path = Path(out).expanduser()
     inside = {each.name for each in path.iterdir()} - {".lock"} if path.is_dir() else set()
     fits = not path.is_file() and (not inside or RESULTS in inside)
@@ -205,8 +202,6 @@ def _differences(one: Run, other: Run, but: Sequence[str]) -> str:
 
 def _read(folder: str | os.PathLike[str], field: str) -> tuple[Run, list[Record]]:
     """`Run` and records of a folder's complete lines; ValueError if there are none, or a line was changed."""
-    if not isinstance(folder, (str, os.PathLike)):
-        raise TypeError(f"{field}={folder!r}: give the folder of an evaluation")
     path = Path(folder).expanduser() / RESULTS
     require(path.is_file(), field, str(folder), f"no evaluation lies there: no {RESULTS}")
     head, *lines = path.read_bytes().split(b"\n")[:-1] or [b"{}"]
@@ -268,32 +263,19 @@ class Difference:
     n: int
 
 
-def interval(scores: Float[np.ndarray, " n"], *, shares: bool = True) -> tuple[float, float] | None:
-    """95% confidence interval (low, high) of the mean of independent scores; None for one score that is no share.
+def interval(
+    scores: Float[np.ndarray, " n"], bounds: tuple[int, int] | None = (0, 1)
+) -> tuple[float, float] | None:
+    """95% confidence interval (low, high) of the mean of independent scores; None for one score without bounds.
 
     Args:
         scores: the n scores.
-        shares: True if scores lie in [0, 1], and so their mean.
+        bounds: least and largest score that there can be; None if there are no such.
 
     Returns:
         Lower and upper end: Wilson's interval where every share is 0 or 1, Student's otherwise; where all shares are
-        equal, Wilson's upper end for 0 of n is the part of others that may differ. None for one score that is no share.
-
-    Raises:
-        ValueError: for no scores, and for shares outside [0, 1].
+        equal, Wilson's upper end for 0 of n is the part of others that may differ. None for one score without bounds.
     """
-    scores = np.asarray(scores, np.float64)
-    fits = scores.ndim == 1 and scores.size > 0
-    fits = fits and (not shares or bool(((scores >= 0) & (scores <= 1)).all()))
-    remedy = "give a list of some; shares lie in [0, 1]: give shares=False for others"
-    require(fits, "scores", scores.tolist(), remedy)
-    return _interval(scores, (0, 1) if shares else None)
-
-
-def _interval(
-    scores: Float[np.ndarray, " n"], bounds: tuple[int, int] | None
-) -> tuple[float, float] | None:
-    """95% confidence interval of the mean of scores that lie within bounds; None for one score without bounds."""
     from scipy import stats  # imported late: it takes longer than all of jaxkv's own files
 
     n, mean = len(scores), float(scores.mean())
@@ -316,7 +298,7 @@ def _mean_of(
 ) -> tuple[float, float | None, float | None]:
     """Mean of groups' means, each of the same weight, and its 95% interval from the groups' own (MOVER)."""
     means = np.asarray([part.mean() for part in parts])
-    mean, found = float(means.mean()), [_interval(part, bounds) for part in parts]
+    mean, found = float(means.mean()), [interval(part, bounds) for part in parts]
     ends = [each for each in found if each is not None]
     if len(ends) < len(found):
         return mean, None, None
@@ -491,7 +473,8 @@ class Evaluation:
         for policy in self.policies:
             cell = self.cell(policy)
             costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
-            score = [self.shown(cell.mean), self.shown_interval(cell)]
+            ends = "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
+            score = [self.shown(cell.mean), ends]
             rows.append([policy, *score, str(cell.n), *costs])
         head = ["policy", self.scale, "95% interval", "n", "rows kept", "MB", "prompt tokens"]
         tables = {"Policies": [head, *rows]}
@@ -544,10 +527,6 @@ class Evaluation:
     def shown(self, score: float | None) -> str:
         """Score as text: percent without a sign if the unit is "%", else four decimals; a dash for None."""
         return number(score, 1, 0.01) if self.run.unit == "%" else number(score, 4)
-
-    def shown_interval(self, cell: Cell) -> str:
-        """A cell's 95% interval as text, "low to high"; a dash if it has none."""
-        return "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
 
 
 def _by_group(records: Sequence[Record], values: Iterable[float]) -> list[Float[np.ndarray, " _"]]:

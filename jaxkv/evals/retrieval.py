@@ -46,10 +46,9 @@ class TwoStage(QuestionTask):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.count >= 1, "count", self.count, "make at least 1 case")
+        self.require_least(1, "count", "new_tokens")
         fits = min(self.sizes, default=0) >= 3
         require(fits, "sizes", self.sizes, "give dictionaries of at least 3 entries")
-        require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of one sample per question: the dictionary is its context, the equation its question."""

@@ -25,7 +25,6 @@ from jaxkv.evals.arguments import (
     name_of,
     require_how,
     seed_of,
-    settings_of,
 )
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.results import (
@@ -101,7 +100,7 @@ def evaluate(
         batches = batches[shard[0] :: shard[1]]
     run = Run(
         task=name_of(task),
-        settings=settings_of(task),
+        settings=vars(task),
         unit=task.unit,
         higher=task.higher,
         model=params.name,

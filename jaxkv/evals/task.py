@@ -3,7 +3,6 @@
 import abc
 import dataclasses
 import os
-import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
@@ -54,7 +53,6 @@ class Sample:
             require(
                 bool(getattr(self, name)), name, "", "a sample has at least one character of it"
             )
-        require(isinstance(self.tags, Mapping), "tags", self.tags, "give a mapping")
         require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
 
 
@@ -101,8 +99,6 @@ class How:
     shown: str | None = None
 
     def __post_init__(self):
-        if not isinstance(self.shown, str | None):
-            raise TypeError(f"shown={self.shown!r}: give a sample's id, or None")
         checks.field(self, "agnostic", checks.flag)
         checks.field(self, "raw", checks.flag)
         checks.field(self, "seed", checks.whole, least=0, most=_SEEDS - 1)
@@ -127,6 +123,13 @@ class Task(abc.ABC):
 
     def __post_init__(self):
         _settle(self)
+
+    def require_least(self, least: int, *names: str) -> None:
+        """Raises ValueError for the first of these settings that is below `least`."""
+        for name in names:
+            require(
+                getattr(self, name) >= least, name, getattr(self, name), f"give {least} or more"
+            )
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
@@ -158,15 +161,6 @@ class Task(abc.ABC):
         Returns:
             One outcome per sample, in order.
         """
-
-
-def must_be_given(field: dataclasses.Field) -> bool:
-    """True if a dataclass's field has no default, so that the task's maker or its command needs it."""
-    return (
-        field.init
-        and field.default is dataclasses.MISSING
-        and field.default_factory is dataclasses.MISSING
-    )
 
 
 def tokenizer_of(params: LanguageModel) -> Text:
@@ -227,8 +221,6 @@ def task(name: str) -> Callable[[_Task], _Task]:
     Raises:
         ValueError: for a name that the command line could not have.
     """
-    fits = re.fullmatch(r"\w[\w.+-]*", name) is not None and name != "report"
-    require(fits, "name", name, "give one word, not report: the command line has that")
 
     def registered(cls: _Task) -> _Task:
         # Running a notebook's cell again defines its class again: the new one replaces the old.

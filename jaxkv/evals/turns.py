@@ -79,8 +79,7 @@ class Turns(Task):
             self.turns,
             f"give 2 to {most}: something to tell, and to ask for",
         )
-        for name in ("count", "words", "new_tokens"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "give 1 or more")
+        self.require_least(1, "count", "words", "new_tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of one sample per conversation, its turns joined in `context`; ValueError for one too long."""

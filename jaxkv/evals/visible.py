@@ -20,7 +20,7 @@ from jaxkv.engine.sparse import choose
 from jaxkv.engine.tokens import Choosable
 from jaxkv.evals.asking import ids_of
 from jaxkv.evals.perplexity import feed
-from jaxkv.evals.retrieval import TwoStage
+from jaxkv.evals.retrieval import SIZES, TwoStage
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
@@ -54,15 +54,13 @@ class Visible(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.count >= 1, "count", self.count, "make at least 1 case")
-        require(self.steps >= 1, "steps", self.steps, "measure at 1 token or more")
+        self.require_least(1, "count", "steps")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
-        sizes = TwoStage().sizes
         # Small dictionaries and large ones, however few there are.
-        few = min(self.count, len(sizes))
-        spread = tuple(sizes[at * len(sizes) // few] for at in range(few))
+        few = min(self.count, len(SIZES))
+        spread = tuple(SIZES[at * len(SIZES) // few] for at in range(few))
         cases = TwoStage(count=self.count, sizes=spread, seed=self.seed).samples(params)
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 

@@ -94,20 +94,12 @@ def _require_odd(pool: "MaxPool | AvgPool") -> None:
     )
 
 
-# Wider kernels use `reduce_window`: as shifts, the program would grow with the kernel.
-_MOST_SHIFTS = 63
-
-
 def _slide(
     values: Float[Array, "*rows S"], kernel: int, empty: float, combine
 ) -> Float[Array, "*rows S"]:
     """Array `[..., S]`: the `kernel` values around each position combined by `combine`, with `empty` past the ends."""
     # Shifts instead of reduce_window: a handful of vector operations, and a fixed order of summation.
     half = kernel // 2
-    if kernel > _MOST_SHIFTS:
-        ones, reach = (1,) * (values.ndim - 1), min(half, values.shape[-1] - 1)
-        window, pads = (*ones, 2 * reach + 1), [(0, 0)] * (values.ndim - 1) + [(reach, reach)]
-        return lax.reduce_window(values, empty, combine, window, (*ones, 1), pads)
     pad = [(0, 0)] * (values.ndim - 1) + [(half, half)]
     padded = jnp.pad(values, pad, constant_values=empty)
     slots = values.shape[-1]

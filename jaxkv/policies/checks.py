@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._checks import ENDLESS, FARTHEST, is_whole, plain, real, share_of, whole
+from jaxkv._checks import ENDLESS, FARTHEST, is_whole, plain, real, several, share_of, whole
 from jaxkv._errors import refusal, require
 from jaxkv.cache.quantised import STORES
 from jaxkv.cache.stores import Store
@@ -111,11 +111,9 @@ def store_class(store: str | type[Store]) -> type[Store]:
 def as_spans(given: Any) -> tuple[Span, ...]:
     """Returns spans of positions as a tuple of `(start, stop)` pairs of ints; raises ValueError for anything else."""
     remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
-    pairs = given.tolist() if isinstance(given, np.ndarray) else given
-    require(isinstance(pairs, (tuple, list)), "protect", given, remedy)
     spans = []
-    for pair in pairs:
-        edges = [*map(plain, pair)] if isinstance(pair, (tuple, list, np.ndarray)) else []
+    for pair in given:
+        edges = [*map(plain, several("protect", pair, remedy))]
         fits = len(edges) == 2 and all(is_whole(edge, -math.inf) for edge in edges)
         require(fits, "protect", given, remedy)
         # Cut to the range of positions, int32, so that the device can hold them.

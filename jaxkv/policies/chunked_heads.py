@@ -6,7 +6,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._checks import field, whole
-from jaxkv._errors import require
 from jaxkv.policies.heads import SharedHeads
 from jaxkv.policies.topk import sortable, top
 
@@ -35,12 +34,6 @@ class ChunkedHeads(SharedHeads):
         field(self, "chunk", whole, "give 1 row or more")
         if self.peaks is not None:
             field(self, "peaks", whole, "give 1 row or more")
-            require(
-                self.peaks < self.chunk,
-                "peaks",
-                self.peaks,
-                f"chunks have {self.chunk} rows: give fewer",
-            )
 
     def choose(
         self,

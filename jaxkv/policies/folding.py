@@ -180,8 +180,7 @@ class Merge(Merger):
         self, tau: Array | None, index: int, similarity: Array, dropped: Array, axes: Axes | None
     ) -> tuple[Array, Array]:
         """Two arrays: merge thresholds, that of the `index`-th compared tensor updated; mask of rows to merge."""
-        if tau is None:
-            raise TypeError("Merge needs its thresholds")
+        assert tau is not None
         over = axes if self.across_heads else None
         level, similarity, dropped = (
             gathered(each, "K", 1, over) for each in (tau[..., index], similarity, dropped)

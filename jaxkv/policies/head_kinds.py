@@ -1,6 +1,7 @@
 """Budgets of kv heads of two kinds: heads that keep every row, and heads that keep a fixed number of rows."""
 
 import dataclasses
+import functools
 import math
 from fractions import Fraction
 from typing import Any, ClassVar
@@ -17,20 +18,6 @@ from jaxkv.policies.reading import without_window
 from jaxkv.policies.topk import keys_of, top
 
 
-def kinds_of(
-    pattern: tuple[tuple[float, ...], ...], sparsity: float
-) -> tuple[tuple[bool, ...], ...]:
-    """Nested tuple of bools `[L][K]`, True for retrieval heads: all but the share `sparsity` of lowest numbers."""
-    numbers = np.asarray(pattern)
-    # `numpy.quantile` lies between two sorted numbers: those below it are streaming heads.
-    few = (
-        numbers.size if sparsity == 1 else math.ceil(Fraction(repr(sparsity)) * (numbers.size - 1))
-    )
-    kinds = np.ones(numbers.size, bool)
-    kinds[np.lexsort((-np.arange(numbers.size), numbers.ravel()))[:few]] = False
-    return tuple(map(tuple, kinds.reshape(numbers.shape).tolist()))
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadKinds(OfModel, LayerBudgets):
     """Layer and head budgets of DuoAttention: retrieval kv heads keep all rows, the others `reach` rows.
@@ -38,11 +25,9 @@ class HeadKinds(OfModel, LayerBudgets):
     A plan's rows per kv head are the mean over a layer's heads, rounded up.
 
     Attributes:
-        retrieval: for each layer and kv head, True if the head keeps every row and grows while decoding.
+        pattern: a number for each layer and kv head; the heads of the largest keep every row and grow while decoding.
         reach: rows of the other heads, first and most recent ones together.
-        pattern: numbers of all layers and heads that `retrieval` follows from, with `sparsity`, by `kinds_of`: the
-            kinds are then found anew among layers without a window. () if it was made in another way.
-        sparsity: share of heads that are streaming heads.
+        sparsity: share of heads that are these others: streaming heads.
     """
 
     of_field: ClassVar[str] = "pattern"
@@ -54,33 +39,36 @@ class HeadKinds(OfModel, LayerBudgets):
     needs_norms: ClassVar[bool] = False
     needs_layer: ClassVar[bool] = True
 
-    retrieval: tuple[tuple[bool, ...], ...]
+    pattern: tuple[tuple[float, ...], ...]
     reach: int
-    pattern: tuple[tuple[float, ...], ...] = ()
     sparsity: float = 0.5
+
+    @functools.cached_property
+    def retrieval(self) -> Bool[np.ndarray, "L K"]:
+        """Mask `[L, K]` of retrieval heads: all but the share `sparsity` of lowest numbers."""
+        numbers, share = np.asarray(self.pattern or ((),)), Fraction(repr(self.sparsity))
+        # `numpy.quantile` lies between two sorted numbers: those below it are streaming heads.
+        few = numbers.size if share == 1 else math.ceil(share * (numbers.size - 1))
+        kinds = np.ones(numbers.size, bool)
+        kinds[np.lexsort((-np.arange(numbers.size), numbers.ravel()))[:few]] = False
+        return kinds.reshape(numbers.shape)
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model; ValueError if `retrieval` is empty."""
-        require(bool(self.retrieval), "pattern", None, f"give the model's: {self.wanted}")
-        return len(self.retrieval)
+        """Number of layers of the model; ValueError if `pattern` is empty."""
+        require(bool(self.pattern), "pattern", None, f"give the model's: {self.wanted}")
+        return len(self.pattern)
 
     @property
     def heads(self) -> int:
         """Number of kv heads of the model."""
-        return len(self.retrieval[0])
+        return len(self.pattern[0])
 
     def among(self, windows: tuple[int | None, ...]) -> "HeadKinds":
         """Copy with the kinds of the layers without a window alone: the share `sparsity` is one of their heads."""
         self.require_sizes(layers=len(windows))
-        index = without_window(windows)
-        pattern = tuple(self.pattern[layer] for layer in index) if self.pattern else ()
-        kinds = (
-            kinds_of(pattern, self.sparsity)
-            if pattern
-            else tuple(self.retrieval[layer] for layer in index)
-        )
-        return dataclasses.replace(self, retrieval=kinds, pattern=pattern)
+        pattern = tuple(self.pattern[layer] for layer in without_window(windows))
+        return dataclasses.replace(self, pattern=pattern)
 
     def rows(
         self,
@@ -97,22 +85,22 @@ class HeadKinds(OfModel, LayerBudgets):
         xp, heads = namespace(length), self.heads
         length = xp.asarray(length, xp.int64)
         few = xp.minimum(length, xp.maximum(xp.asarray(forced, xp.int64), self.reach))
-        full = xp.asarray([[sum(row)] for row in self.retrieval], dtype=xp.int64)
+        full = xp.asarray(self.retrieval.sum(axis=1, keepdims=True), xp.int64)
         return -(-(full * length + (heads - full) * few) // heads)
 
     def average(self, length: Counts, forced: Counts) -> Counts:
         """Mean rows per kv head `[N]` of each prompt over all layers and heads, rounded up."""
-        layers = len(self.retrieval)
+        layers = len(self.pattern)
         rows = self.rows(length, length, forced, layers=layers, window=0, weights=None)
         return -(-rows.sum(axis=0) // layers)
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Mask `[L]` of layers in which some kv head is a retrieval head, so that it keeps all new rows."""
-        return np.asarray([any(row) for row in self.retrieval], bool)
+        return np.asarray(self.retrieval.any(axis=1))
 
     def limits(self) -> Int[np.ndarray, "L K"]:
         """Rows `[L, K]` that each kv head's segment may grow to: 2**30 (no limit) in retrieval heads, else `reach`."""
-        return np.where(np.asarray(self.retrieval or ((),), bool), ENDLESS, self.reach)
+        return np.where(self.retrieval, ENDLESS, self.reach)
 
     def choose(
         self,
@@ -125,8 +113,7 @@ class HeadKinds(OfModel, LayerBudgets):
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of rows to keep: all candidates in retrieval heads, in others the best `reach - forced`."""
         self.require_sizes(heads=scores.shape[1])
-        kinds = np.asarray(self.retrieval, bool)
         few = top(
             keys_of(scores, candidates), jnp.maximum(jnp.int32(self.reach) - forced, 0)[:, None]
         )
-        return candidates & (few | jnp.asarray(kinds)[layer][None, :, None])
+        return candidates & (few | jnp.asarray(self.retrieval)[layer][None, :, None])

@@ -67,22 +67,14 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
     Raises ValueError, which names `field`, for files that cannot be read, and for anything but `count` tables of
     numbers from 0 to 1, in each of which some head keeps a share of its rows.
     """
-    remedy, table = (
-        f"give {count} tables of a number from 0 to 1 for each layer and kv head, or a .npy file",
-        given,
-    )
+    remedy = f"give {count} tables of a number from 0 to 1, not 1 alone, for each layer and kv head"
+    table = given
     if isinstance(given, (str, os.PathLike)):
         table = _read(field, given, remedy, lambda path: np.load(path, allow_pickle=False))
     array = _numbers(table)
-    fits = array.ndim == 3 and len(array) == count and array.size > 0 and bool((array >= 0).all())
-    require(fits and bool((array <= 1).all()), field, given, remedy)
-    full = [at + 1 for at, each in enumerate(array) if each.min() == 1]
-    require(
-        not full,
-        field,
-        given,
-        f"table {next(iter(full), 0)} drops all rows: some head must keep a share of them",
-    )
+    fits = array.ndim == 3 and len(array) == count and array.size > 0
+    fits = fits and all(each.min() >= 0 and each.max() <= 1 and each.min() < 1 for each in array)
+    require(fits, field, given, f"{remedy}, or a .npy file")
     tables: Any = array.tolist()
     return tuple(tuple(map(tuple, each)) for each in tables)
 

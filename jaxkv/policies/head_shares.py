@@ -30,7 +30,6 @@ class Importance(OfModel, LayerBudgets):
 
     of_field: ClassVar[str] = "scores"
     wanted: ClassVar[str] = "a score for each layer and kv head, or query head"
-    words: ClassVar[dict[str, str]] = {}
     uniform: ClassVar[bool] = False
     needs_norms: ClassVar[bool] = False
     needs_layer: ClassVar[bool] = True
@@ -139,14 +138,8 @@ class CurveBudgets(Importance):
 
     of_field: ClassVar[str] = "curves"
     wanted: ClassVar[str] = "curves for each layer and kv head of this model"
-    words: ClassVar[dict[str, str]] = OfModel.words
 
     beta: int | float = 1.0
 
-    def agrees(self, name: str, size: int) -> bool:
-        """True if the curves' number of `name`, "layers" or "heads", equals the model's `size`."""
-        return getattr(self, name) == size
-
-    def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError unless each of the model's layers has a curve for each kv head."""
-        self.require_sizes(layers=config.layers, heads=config.kv_heads)
+    # Curves are of kv heads alone.
+    agrees, require_fits = OfModel.agrees, OfModel.require_fits

@@ -286,8 +286,7 @@ class TwoStageHeads(HeadsAround):
         self, chosen: Array, scores: Array, candidates: Array, forced: Array, norms: Array | None
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]`, as many rows per head as chosen: `first` by score, others by score * norm."""
-        if norms is None:
-            raise TypeError("TwoStageHeads needs the values' norms")
+        assert norms is not None
         count = chosen.sum(axis=-1, dtype=jnp.int32)
         return self.staged(scores, candidates, count, forced, norms)
 
@@ -359,8 +358,7 @@ class ThresholdHeads(HeadsAround):
 def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
     """Checks the field `threshold` of a dataclass, None or in [low, high] (else ValueError); stores it as a float."""
     if value.threshold is not None:
-        between = "" if high == _LARGEST else f", between {low:g} and {high:g}"
-        field(value, "threshold", real, f"{_LEAST_SCORE}{between}, or None", low=low, high=high)
+        field(value, "threshold", real, f"{_LEAST_SCORE}, or None", low=low, high=high)
 
 
 def threshold_of(heads: HeadBudgets) -> float | None:

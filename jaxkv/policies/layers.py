@@ -151,9 +151,7 @@ def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
 
 
 def finite(weights: np.ndarray | Array | None) -> Reals:
-    """Layer weights as a float64 array; TypeError for None, ValueError if they are known on the host and not finite."""
-    if weights is None:
-        raise TypeError("these layer budgets need every layer's weight")
+    """Layer weights as a float64 array; ValueError if they are known on the host and not finite."""
     xp = namespace(weights)
     values = xp.asarray(weights, xp.float64)
     sound = is_traced(values) or bool(np.isfinite(values).all())
@@ -210,7 +208,7 @@ class _Decreasing(_WithBeta):
     """Base of pyramid schedules whose rows sum exactly to the budget; subclasses give the relative rows in `shape`."""
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Relative rows of layers at depths from 0 (bottom) to 1 (top); TypeError if a subclass does not override it.
+        """Relative rows of layers at depths from 0 (bottom) to 1 (top), which subclasses override.
 
         Args:
             base: rows per kv head on average that are not forced.
@@ -219,7 +217,7 @@ class _Decreasing(_WithBeta):
         Returns:
             Positive numbers; `rows` scales them to the budget's sum.
         """
-        raise TypeError(f"{type(self).__name__} has no schedule")
+        raise NotImplementedError
 
     def rows(
         self,
@@ -411,8 +409,8 @@ class _Published(_WithBeta):
         return np.clip(np.stack(columns, axis=1), np.asarray(forced), np.asarray(length))
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
-        """Rows per kv head `[L]` of all layers for one prompt, window included; TypeError unless overridden."""
-        raise TypeError(f"{type(self).__name__} has no arithmetic")
+        """Rows per kv head `[L]` of all layers for one prompt, window included; subclasses override it."""
+        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

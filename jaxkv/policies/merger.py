@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
 from jaxkv._checks import instance
-from jaxkv._errors import require
 from jaxkv.sharding.mesh import Axes
 
 # A threshold before the first row was dropped.
@@ -159,17 +158,10 @@ def axes_for(merger: Merger, axes: Axes | None) -> dict[str, Any]:
 
 
 def check_merger(label: str, merge: Any) -> None:
-    """Raises TypeError unless `merge` is None or a Merger with the methods that it needs; ValueError for `compares`."""
+    """Raises TypeError unless `merge` is None or a Merger with the methods that it needs."""
     if merge is None:
         return
     instance(label, merge, Merger, "give Merge(...), or None")
-    named = isinstance(merge.compares, tuple) and set(merge.compares) <= {"k", "v"}
-    require(
-        named,
-        f"{label}.compares",
-        merge.compares,
-        "give ('k',), ('v',), both, or () for prompts only",
-    )
     for name, wanted in (("merge", True), ("merge_one", bool(merge.compares))):
         if wanted and getattr(type(merge), name) is getattr(Merger, name):
             raise TypeError(f"{label}={type(merge).__name__}: write its method `{name}`")

@@ -29,11 +29,6 @@ class OfModel:
 
     of_field: ClassVar[str]
     wanted: ClassVar[str]
-    words: ClassVar[dict[str, str]] = {
-        "heads": "kv heads",
-        "embed": "numbers in a hidden state",
-        "dim": "channels",
-    }
 
     def agrees(self, name: str, size: int) -> bool:
         """True if the value's size of this name fits a model's `size`: if both are equal, by default."""
@@ -44,12 +39,7 @@ class OfModel:
         for name, size in of_model.items():
             if hasattr(self, name):
                 own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"
-                require(
-                    self.agrees(name, size),
-                    self.of_field,
-                    f"{own} {self.words.get(name, name)}",
-                    remedy,
-                )
+                require(self.agrees(name, size), self.of_field, f"{name}={own}", remedy)
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError unless the value's sizes fit a model's layers, kv heads, hidden and head dimensions."""
@@ -137,20 +127,18 @@ def given(value: Kind | None, kind: type[Any]) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
-    """Dataclass of stored tensors by name suffix, the prefix that their names share, and the suffixes read so far.
+    """Dataclass of stored tensors by name suffix, those read taken out, and the prefix that their names share.
 
     Attributes:
         beginning: what the tensors' names begin with.
-        stored: the tensors.
-        taken: ends of the names of those that were read.
+        stored: the tensors that were not read yet.
     """
 
     beginning: str
     stored: dict[str, StoredTensor]
-    taken: set[str] = dataclasses.field(default_factory=set)
 
     def take(self, name: str, *shape: int | None) -> Float[np.ndarray, "..."]:
-        """Reads a tensor as float32, noted in `taken`; ValueError if missing, of another shape, or not finite floats.
+        """Takes a tensor out as float32; ValueError if it is missing, of another shape, or not of finite floats.
 
         Args:
             name: the end of the tensor's name.
@@ -160,10 +148,9 @@ class NamedTensors:
             The tensor.
         """
         whole = self.beginning + name
-        if name not in self.stored:
+        stored = self.stored.pop(name, None)
+        if stored is None:
             raise ValueError(f"tensor {whole} is missing")
-        self.taken.add(name)
-        stored = self.stored[name]
         fits = len(stored.shape) == len(shape) and all(
             size and want in (None, size) for size, want in zip(stored.shape, shape, strict=True)
         )
@@ -182,5 +169,5 @@ class NamedTensors:
 
     def require_all_taken(self) -> None:
         """Raises ValueError that names a stored tensor which `take` has not read; does nothing if all were read."""
-        if left := sorted(set(self.stored) - self.taken):
-            raise ValueError(f"tensor {self.beginning}{left[0]} belongs to no such gate")
+        if self.stored:
+            raise ValueError(f"tensor {self.beginning}{min(self.stored)} belongs to no such gate")

@@ -118,10 +118,6 @@ class Parts:
         check_merger("merge", self.merge)
         field(self, "rolling", flag)
         field(self, "nested", flag)
-        if not (isinstance(self.store, type) and issubclass(self.store, Store)):
-            raise TypeError(
-                f"store={self.store!r}: give a subclass of jaxkv.cache.Store, such as Dense"
-            )
         self._check_together()
 
     def _check_together(self) -> None:

@@ -124,7 +124,7 @@ class Method:
             "budget": as_budget(parts.pop("budget", self.budget)),
             "min_budget": self.min_budget,
             "merge": self.merge,
-            "keep": dataclasses.replace(keep, protect=self.protect),
+            "keep": dataclasses.replace(keep, protect=keep.protect + self.protect),
             "after": after,
             "store": store_class(self.store),
         }
@@ -167,14 +167,6 @@ class Policy(Method):
     evict: Rank | None = None
     rolling: bool = False
     nested: bool = False
-
-    def _check(self) -> None:
-        keep = self.keep
-        if isinstance(keep, Keep) and keep.protect:
-            # `dataclasses.replace` passes all fields, so that a copy has the same spans in both.
-            once = self.protect in ((), keep.protect)
-            require(once, "protect", self.protect, f"{keep} has spans: give them in one place")
-            object.__setattr__(self, "protect", keep.protect)
 
     def parts(self) -> Parts:
         """Returns `Parts` of this policy's own fields: scorer, kept rows, budgets of layers and heads, eviction."""

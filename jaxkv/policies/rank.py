@@ -146,6 +146,4 @@ def check_rank(label: str, rank: Any) -> None:
     instance(label, rank, Rank, "give a rank such as ByAttention(), of a subclass of Rank")
     if rank.decay is not None:
         remedy = "give a share between 0 and 1, or None where attention changes nothing"
-        # Programs compute with the rank's own value, unconverted: a Decimal would fail there.
-        instance(f"{label}.decay", rank.decay, float | int, remedy)
         real(f"{label}.decay", rank.decay, remedy, high=1.0)

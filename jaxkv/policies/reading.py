@@ -37,12 +37,10 @@ class Selector(enum.Enum):
         Returns:
             The weights.
         """
-        match self:
-            case Selector.LAST:
-                return np.ones(1, np.float32)
-            case Selector.EXPONENTIAL:
-                return 0.5 ** np.arange(window, dtype=np.float32)
-        return np.ones(window, np.float32)
+        if self is Selector.LAST:
+            return np.ones(1, np.float32)
+        base = 0.5 if self is Selector.EXPONENTIAL else 1.0
+        return base ** np.arange(window, dtype=np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,7 +232,7 @@ class FilteredReads:
     @property
     def _least(self) -> int:
         """Least number of tokens that a layer reads: `window`, or 1 with `Selector.LAST`."""
-        return 1 if self.selector is Selector.LAST else self.window
+        return max(1, self.queries)
 
     @property
     def queries(self) -> int:
@@ -261,15 +259,10 @@ class FilteredReads:
             ValueError: naming `filter_layers` or `mem`.
         """
         filters, windows = self._filters, config.windows
-        remedy = f"the model's layers are 0 to {config.layers - 1}"
-        require(filters[-1] < config.layers, "filter_layers", filters, remedy)
         index = without_window(windows)
-        found, named = (
-            [layer for layer in filters if layer not in index],
-            ", ".join(map(str, index)),
-        )
-        remedy = f"layers {found} have windows: of this model the layers {named} can choose"
-        require(not found, "filter_layers", filters, remedy)
+        named = ", ".join(map(str, index))
+        remedy = f"of this model the layers {named} can choose"
+        require(set(filters) <= set(index), "filter_layers", filters, remedy)
         mine, layers = self.among(windows), len(index)
         remedy = "no layer is left to read what they choose: all that attend to the whole prompt read all, with "
         remedy += f"adjacent={self.adjacent}: {named}"

@@ -1,6 +1,5 @@
 """Policies by name, for command lines and configuration files: `POLICIES`, and what a class documents of its fields."""
 
-import dataclasses
 import difflib
 import inspect
 import re
@@ -30,8 +29,6 @@ def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
     """
     if cls is None:
         return lambda cls: register(cls, name=name)
-    if not (isinstance(cls, type) and issubclass(cls, Method)):
-        raise TypeError(f"register({cls!r}): give a class derived from Method")
     known = _spelled(name or cls.__name__)
     mine = POLICIES.setdefault(known, cls)
     same = (mine.__module__, mine.__qualname__) == (cls.__module__, cls.__qualname__)
@@ -76,11 +73,6 @@ def as_policy(
         remedy = "give a policy such as SnapKV(budget=256), or a name such as 'snapkv'"
         raise TypeError(f"{field}={type(given).__name__}: {remedy}")
     return cls(**(options or {}))
-
-
-def defaults(cls: type[Method]) -> dict[str, str]:
-    """Dict of a policy class's default values, as `repr` texts by field name."""
-    return {field.name: repr(field.default) for field in dataclasses.fields(cls) if field.init}
 
 
 def takes_budget(cls: type[Method]) -> bool:

@@ -375,7 +375,5 @@ def check_scorer(label: str, scorer: Any) -> None:
     if getattr(type(scorer), "observe", None) is Scorer.observe:
         raise TypeError(f"{label}={scorer!r}: it says nothing of rows: write its method `observe`")
     whole(f"{label}.queries", scorer.queries, least=0)
-    for name in ("sums", "draws", "norms", "looks_at_end", "two_stages"):
-        flag(f"{label}.{name}", getattr(scorer, name))
     choice(f"{label}.group", scorer.group, GroupReduce)
     static(label, scorer)

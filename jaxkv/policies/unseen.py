@@ -196,14 +196,8 @@ class WorstAttention(Scorer):
             (seen.length - self.window)[:, None, None],
         )
 
-        def mean(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
-            return mean_over_window(p, position).mean(axis=0)
-
-        paid = mean_of_devices(
-            seen.window_mass(mean),
-            "G",
-            seen.group_axes,
-        )
+        mean = seen.window_mass(lambda p, at: mean_over_window(p, at).mean(axis=0))
+        paid = mean_of_devices(mean, "G", seen.group_axes)
         paid = jnp.where(column < before, paid, 0.0)
         total = paid.sum(axis=-1, keepdims=True)
         order = jnp.argsort(jnp.where(column < before, -paid, jnp.inf), axis=-1, stable=True)

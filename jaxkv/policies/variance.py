@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._checks import choice, field, halved, is_traced, namespace, plain, real
+from jaxkv._checks import FARTHEST, choice, field, halved, is_traced, namespace, real, whole
 from jaxkv._errors import require
 from jaxkv.policies.layers import (
     Counts,
@@ -65,14 +65,11 @@ class VarianceLayers(LayerBudgets):
 
     def __post_init__(self) -> None:
         field(self, "statistic", choice, Statistic)
-        given = self.dense_layers
-        listed = isinstance(given, (tuple, list, np.ndarray))
-        layers = tuple(plain(layer) for layer in given) if listed else ()
-        whole = listed and all(
-            isinstance(layer, int) and not isinstance(layer, bool) for layer in layers
-        )
-        require(whole, "dense_layers", given, "give layers such as (0, 1, -1)")
-        object.__setattr__(self, "dense_layers", layers)
+        layers = [
+            whole("dense_layers", each, "give layers such as (0, 1, -1)", least=-FARTHEST)
+            for each in self.dense_layers
+        ]
+        object.__setattr__(self, "dense_layers", tuple(layers))
 
     def among(self, windows: tuple[int | None, ...]) -> "VarianceLayers":
         """Copy whose `dense_layers` are counted among the layers without a window; ValueError if one has a window."""
@@ -129,10 +126,10 @@ class VarianceLayers(LayerBudgets):
         xp = namespace(stat)
         budget, length, forced = (xp.asarray(each, xp.int64) for each in (budget, length, forced))
         # Prompts within their budget stay whole: numbers in their place go through the arithmetic of the others.
-        whole = budget >= length
+        fits = budget >= length
         two = xp.full_like(length, 2)
-        budget, long, forced = (xp.where(whole, two, each) for each in (budget, length, forced))
-        return xp.where(whole, length, self._of_cut(stat, budget, long, forced, layers))
+        budget, long, forced = (xp.where(fits, two, each) for each in (budget, length, forced))
+        return xp.where(fits, length, self._of_cut(stat, budget, long, forced, layers))
 
     def _of_cut(
         self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int

@@ -27,7 +27,24 @@ def check_shared(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wrapper(Method):
+class _Built(Method):
+    """Base class of policies that may be built on another policy, `base`."""
+
+    base: Method | type[Method] | str | None = None
+
+    @functools.cached_property
+    def inner(self) -> Method | None:
+        """Base policy as an instance, cached; made of its name or class if so given, None without a base."""
+        return None if self.base is None else as_policy(self.base, field="base")
+
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
+        """Returns this policy with its base's model-dependent fields filled in, such as a gate's; itself without."""
+        its = None if self.inner is None else self.inner.for_model(layers, found)
+        return self if its is self.inner else dataclasses.replace(self, base=its)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wrapper(_Built):
     """Base class of policies built on another policy, `base`: a subclass's `wrap` replaces some of its parts.
 
     Attributes:
@@ -35,17 +52,16 @@ class Wrapper(Method):
             class, for one that takes budget and spans from here.
     """
 
-    base: Method | type[Method] | str | None = None
-
     usual: ClassVar[str] = ""
 
     @functools.cached_property
     def inner(self) -> Method:
         """Base policy as an instance, cached; if a name, class or default, made with this policy's shared fields."""
-        if self.base is None and not self.usual:
-            raise TypeError(f"base=None: {type(self).__name__} is built on a policy: give one")
-        given = {name: getattr(self, name) for name in _SHARED}
-        options = {name: value for name, value in given.items() if not alike(value, _SHARED[name])}
+        options = {
+            name: getattr(self, name)
+            for name, default in _SHARED.items()
+            if not alike(getattr(self, name), default)
+        }
         return as_policy(
             self.usual if self.base is None else self.base, field="base", options=options
         )
@@ -81,14 +97,9 @@ class Wrapper(Method):
         """Returns the base policy's `Parts`, changed by this policy's `wrap`."""
         return self.wrap(self.inner.composed)
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
-        """Returns this policy with its base's model-dependent fields filled in, such as filter layers."""
-        its = self.inner.for_model(layers, found)
-        return self if its is self.inner else dataclasses.replace(self, base=its)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reader(Method):
+class Reader(_Built):
     """Base class of policies that read a few rows at each token: of all rows, or of those that a policy `base` keeps.
 
     A subclass makes its `reads`. Its budget is one of rows read.
@@ -97,17 +108,10 @@ class Reader(Method):
         base: a policy (or its name or class) that compresses the prompt first, and then appends.
     """
 
-    base: Method | type[Method] | str | None = None
-
-    @functools.cached_property
-    def inner(self) -> Method | None:
-        """Base policy as an instance, cached; made of its name or class if so given, None without a base."""
-        return None if self.base is None else as_policy(self.base, field="base")
-
     @property
     def reads(self) -> Reads:
-        """Config of which rows layers read while decoding; TypeError where a subclass does not override it."""
-        raise TypeError(f"{type(self).__name__}: write its property `reads`")
+        """Config of which rows layers read while decoding; subclasses override it."""
+        raise NotImplementedError
 
     def _check(self) -> None:
         base = self.inner
@@ -120,11 +124,6 @@ class Reader(Method):
         """Returns the base's `Parts` (or keep-all `Parts`) with `reads`."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
         return dataclasses.replace(base, read=self.reads)
-
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
-        """Returns this policy with its base's model-dependent fields filled in, such as a gate's; itself without."""
-        its = None if self.inner is None else self.inner.for_model(layers, found)
-        return self if its is self.inner else dataclasses.replace(self, base=its)
 
 
 def _require_drops(base: Method) -> None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from numpy.random import Generator
 
-from jaxkv._errors import require
+from jaxkv._errors import refusal, require
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
 
 # RULER's, scripts/data/synthetic/{qa,constants}.py.
@@ -114,14 +114,10 @@ def read(folder: str | None, name: str) -> DataSet:
         )
     try:
         content = json.loads(path.read_text("utf-8-sig"))
-        found = _squad(content) if name == "qa_1" else _hotpot(content)
-        texts = [text for asked in found.questions for text in (asked.text, *asked.answers)]
-        fits = all(isinstance(each, str) for each in texts) and bool(texts)
-        fits = fits and all(asked.answers and asked.context for asked in found.questions)
-    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
-        fits = False
-    require(fits, "data", str(path), f"not the format of {address}: download it again")
-    return found
+        return _squad(content) if name == "qa_1" else _hotpot(content)
+    except (KeyError, TypeError, ValueError):
+        remedy = f"not the format of {address}: download it again"
+        raise refusal("data", str(path), remedy) from None
 
 
 def _squad(content: dict[str, Any]) -> DataSet:

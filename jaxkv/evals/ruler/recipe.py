@@ -103,11 +103,6 @@ class Cell:
     count: Counter
     size: int
 
-    @classmethod
-    def of(cls, recipe: Recipe, length: int, count: Counter) -> "Cell":
-        """The recipe's `Cell` with about the largest haystack that fits `length` tokens; ValueError if none does."""
-        return cls(recipe, length, count, fit(recipe, length, count))
-
     def make(self, rng: np.random.Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt` of at most `length` tokens with its answer, shrinking the haystack; ValueError if none fits.
 

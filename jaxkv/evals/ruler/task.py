@@ -63,11 +63,11 @@ class MadeTask(QuestionTask):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.count >= 1, "count", self.count, "make at least 1 sample")
+        self.require_least(1, "count")
+        self.require_least(0, "seed")
         lengths = (1,) if self.lengths is None else self.lengths
         fits = min(lengths, default=0) >= 1 and len(set(lengths)) == len(lengths)
         require(fits, "lengths", lengths, "name at least one, in tokens, each once")
-        require(self.seed >= 0, "seed", self.seed, "give 0 or more")
         known = self.wording in ("official", "small")
         require(known, "wording", self.wording, "take 'official' or 'small'")
         mine = self.haystack is None or self.wording == "official"
@@ -141,7 +141,7 @@ class Ruler(MadeTask):
                 recipe = recipe_of(
                     name, wording=wording, length=length, count=count, data=self.data
                 )
-                cell = Cell.of(recipe, length, count)
+                cell = Cell(recipe, length, count, fit(recipe, length, count))
                 rng = np.random.default_rng([self.seed, NAMES.index(name), length])
                 for index in range(self.count):
                     label, prompt = f"{name}-{length}-{index:04d}", cell.make(rng, index)
@@ -187,7 +187,6 @@ def recipe_of(
     `data` is the folder of the files of qa_1 and qa_2; without them it is a FileNotFoundError that names them. Unknown
     tasks, and those that the small wording has no words for, are refused.
     """
-    require(name in NAMES, "tasks", name, f"take some of {', '.join(NAMES)}")
     small = wording.name == "small"
     if name in _NIAH:
         return _needles(wording, _NIAH[name])

@@ -52,16 +52,10 @@ SENTENCES = (
     "The {} and the {} go back to the {}.",
     "The {} is all we see.",
 )
-_PIECE = re.compile(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]")
 _TITLES = r"(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)"
 _SENTENCE = re.compile(
     r"(?<=[.!?])" + _TITLES + r"[\"\u2019\u201d)]*\s+(?=[\"\u2018\u201c(]*[A-Z])"
 )
-
-
-def pieces(text: str) -> list[str]:
-    """List of a text's words, single digits and punctuation marks, without whitespace."""
-    return _PIECE.findall(text)
 
 
 def sentences(text: str) -> list[str]:
@@ -227,7 +221,5 @@ def _letters(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
 
 
 def wording_of(name: str, text: str | None = None) -> Wording:
-    """Makes the `Wording` named "official", with essays cut from `text`, or "small", without text; else ValueError."""
-    fits = name == "official" or (name == "small" and text is None)
-    require(fits, "wording", name, "take 'official', or without a text 'small' for tiny models")
+    """Makes the `Wording` named "official", with essays cut from `text`, or "small"."""
     return Small() if name == "small" else Wording(text)

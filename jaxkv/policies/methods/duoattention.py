@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, ClassVar
 
 from jaxkv._checks import field, real, whole
-from jaxkv.policies.head_kinds import HeadKinds, kinds_of
+from jaxkv.policies.head_kinds import HeadKinds
 from jaxkv.policies.head_scores import as_pattern
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
@@ -55,31 +55,17 @@ class DuoAttention(Method):
         ):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, config.get(key, usual))
-            field(
-                self,
-                name,
-                whole,
-                f"give {least} or more tokens, or None for the pattern's own",
-                least=least,
-            )
+            remedy = f"give {least} or more tokens, or None for the pattern's own"
+            field(self, name, whole, remedy, least=least)
         field(
             self, "sparsity", real, "give the share of streaming heads, between 0 and 1", high=1.0
         )
-
-    def kinds(self) -> tuple[tuple[bool, ...], ...]:
-        """Nested tuple of bools `[L][K]`, True for retrieval heads (highest `pattern` numbers); () without any."""
-        if self.pattern is None:
-            return ()
-        assert not isinstance(self.pattern, str)
-        return kinds_of(self.pattern, self.sparsity)
 
     def parts(self) -> Parts:
         """Config `Parts`: retrieval heads keep all rows; others keep sinks and recent rows and evict by age."""
         assert self.sinks is not None and self.window is not None
         assert not isinstance(self.pattern, str)
         reach, pattern = self.sinks + self.window, self.pattern or ()
-        kinds = HeadKinds(
-            retrieval=self.kinds(), reach=reach, pattern=pattern, sparsity=self.sparsity
-        )
+        kinds = HeadKinds(pattern=pattern, reach=reach, sparsity=self.sparsity)
         keep = Keep(sinks=self.sinks, window=1)
         return self.compose(scorer=Position(), keep=keep, evict=ByAge(), layers=kinds, heads=kinds)

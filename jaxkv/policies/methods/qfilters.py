@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float
 
 from jaxkv._errors import require
@@ -42,11 +41,6 @@ class HeadFilters(FileArrays):
         layers, heads, dim = array.shape
         return cls.of_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)
 
-    @property
-    def numbers(self) -> Float[np.ndarray, "L K D"]:
-        """All filters `[L, K, D]`, float32; ValueError for those of a saved cache, which has their digest alone."""
-        return self.arrays
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredKeys(Scorer):
@@ -78,7 +72,7 @@ class FilteredKeys(Scorer):
             self.filters.require_sizes(
                 heads=heads if axes is None else heads * axes.size("K"), dim=dim
             )
-            mine = own(jnp.asarray(self.filters.numbers)[seen.layer], "K", 0, axes)[None]
+            mine = own(jnp.asarray(self.filters.arrays)[seen.layer], "K", 0, axes)[None]
         keys = seen.k.astype(jnp.float32)
         return -jnp.einsum(
             "bksd,bkd->bks",
