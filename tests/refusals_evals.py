@@ -8,7 +8,6 @@ from evaluating import POLICIES, Told, words
 from looking import CONFIG, TEXTS
 from refusing import calls, door
 
-import jaxkv
 from jaxkv import D2O, OmniKV, Quest, SnapKV
 from jaxkv.analysis import (
     budgets,
@@ -76,9 +75,6 @@ RUNS = [
         (lambda: at_budgets(["snapkv"], [8]), "^budget="),
         (lambda: at_budgets(["snapkv"]), "^budgets="),
     ),
-    *calls("report", (lambda: jaxkv.report(None), TypeError, "^folder=")),
-    *door("a name of a task", task, ("a b", "^name="), ("report", "^name=")),
-    *door("an interval", interval, ([2.0, 2.0], "^scores=")),
 ]
 
 # --- tasks ------------------------------------------------------------------------------------------------------------

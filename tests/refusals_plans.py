@@ -66,7 +66,6 @@ ROWS = [
         "a place for an export",
         placed,
         ("out\0", "directory="),
-        ("~nobodyatall/out", "directory="),
         ("out.partial", "directory="),
         (None, TypeError, "directory="),
     ),

@@ -152,7 +152,7 @@ def test_what_is_not_built(published, keys):
         ({"rope_type": "linear"}, "rope_scaling.factor"),
         ({"rope_type": "default", "factor": 2.0}, "rope_scaling"),
         (YARN | {"truncate": "no"}, "rope_scaling.truncate"),
-        (YARN | {"mscale": 1.0}, "rope_scaling="),
+        (YARN | {"mscale": 1.0}, "rope_scaling.mscale"),
         (YARN | {"beta_fast": -1}, "rope_scaling.beta_fast"),
         (LLAMA3 | {"low_freq_factor": None}, "rope_scaling.low_freq_factor"),
     ],

@@ -261,6 +261,8 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
     part = folder.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     try:
         try:
+            with contextlib.suppress(FileNotFoundError):
+                folder.lstat()  # refuses a name that is too long, say
             part.mkdir(parents=True)
         except (OSError, ValueError) as error:  # a null character in a name, say
             raise refusal(

@@ -20,6 +20,7 @@ from jaxkv.models.values import (
 )
 
 # Where a block's norms may stand.
+_PLACES = ("before", "after", "both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,7 +107,29 @@ class ModelConfig:
         for each in ids:
             whole("bos or eos", each, least=0)
         object.__setattr__(self, "eos", tuple(map(int, self.eos)))
+        require(
+            isinstance(self.rope, Rope),
+            "rope",
+            self.rope,
+            "give a Rope, such as Rope(theta=10000.0)",
+        )
         object.__setattr__(self, "kinds", tuple(self.kinds))
+        known = all(isinstance(each, LayerSpec) for each in self.kinds)
+        require(
+            known,
+            "kinds",
+            self.kinds,
+            "give LayerSpecs, such as LayerSpec(rope=Rope(theta=10000.0))",
+        )
+        fits = len(self.kinds) <= self.layers
+        require(
+            fits,
+            "kinds",
+            f"{len(self.kinds)} specs",
+            f"give as many as layers={self.layers} at most",
+        )
+        alone = not self.kinds or self.rope == Rope()
+        require(alone, "rope", self.rope, "each of kinds says its own: leave rope out")
         require(
             self.heads % self.kv_heads == 0,
             "heads",
@@ -130,6 +153,48 @@ class ModelConfig:
             given = len(rope.short_factor) if isinstance(rope, LongRope) else count // 2
             remedy = f"give one for each pair of the {count} rotated channels: {count // 2}"
             require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
+        self._check_norms()
+        given = self.experts is None or isinstance(self.experts, Experts)
+        require(given, "experts", self.experts, "give Experts(count=8, chosen=2), say, or None")
+        remedy = "only a parallel MLP can read attention's norm: give parallel=True"
+        require(self.parallel or not self.shared_norm, "shared_norm", self.shared_norm, remedy)
+        plain = self.gated and not self.mlp_bias
+        remedy = "experts are gated MLPs, and have biases by their own switch: leave gated and mlp_bias out"
+        require(plain or self.experts is None, "experts", self.experts, remedy)
+        biased = self.experts is not None and self.experts.bias
+        remedy = "biases of experts are not built in parallel blocks: give bias=False"
+        require(not (biased and self.parallel), "experts", self.experts, remedy)
+
+    def _check_norms(self) -> None:
+        """Raises ValueError for switches of norms and of MLPs that others leave without effect."""
+        require(
+            self.norms in _PLACES,
+            "norms",
+            self.norms,
+            f"give one of {', '.join(map(repr, _PLACES))}",
+        )
+        remedy = "parallel blocks have them before attention and MLP"
+        require(self.norms == "before" or not self.parallel, "norms", self.norms, remedy)
+        rms = "it is one of RMS norms: give layer_norm=False"
+        require(not (self.norm_offset and self.layer_norm), "norm_offset", self.norm_offset, rms)
+        remedy = "RMS norms have none: give layer_norm=True, or leave it out"
+        require(self.norm_bias or self.layer_norm, "norm_bias", self.norm_bias, remedy)
+        given = [
+            name for name in ("qk_norm", "qk_norm_wide", "qk_layer_norm") if getattr(self, name)
+        ]
+        require(
+            len(given) < 2, "qk_norm", given, "queries and keys have one norm: give one of them"
+        )
+        remedy = "RMS norms of queries and keys are read in the checkpoint's order: not built"
+        normed = self.qk_norm or self.qk_norm_wide
+        require(not normed or self.channels is None, "interleaved", self.interleaved, remedy)
+        remedy = "it is one of gated MLPs without experts"
+        require(
+            not self.tanh_gelu or (self.gated and self.experts is None),
+            "tanh_gelu",
+            self.tanh_gelu,
+            remedy,
+        )
 
     @property
     def alternates(self) -> bool:

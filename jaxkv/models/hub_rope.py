@@ -65,6 +65,10 @@ def read_rope(given: Mapping[str, Any], config: Mapping[str, Any], longest: int)
         kind,
         f"a {family} has {', '.join(known)}",
     )
+    for key in ("mscale", "mscale_all_dim"):
+        # DeepSeek's variant of YaRN.
+        value = keys.pop(key, None) if kind == "yarn" else None
+        require(not value, f"rope_scaling.{key}", value, "not built: leave it out")
     values: dict[str, Any] = {
         "theta": positive("rope_theta", theta),
         "share": real("partial_rotary_factor", share, remedy, high=1.0, open_low=True),
