@@ -1,5 +1,6 @@
 """Runs of the command line that need no model: its answer is given."""
 
+import importlib
 import os
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 from jaxkv import cli
-from jaxkv.cli import generating, models
+from jaxkv.cli import evaluating, generating, models
+from jaxkv.cli.options import made
 from jaxkv.engine.results import Generation, Stats
+from jaxkv.evals import TASKS
 from jaxkv.loading import LanguageModel
 
 ANSWER = "Schön, 你好 \U0001f600"
@@ -117,3 +120,14 @@ def shell(
         cwd=ROOT,
         env={**os.environ, **environment},
     )
+
+
+def read(words):
+    """Reads all words behind `jaxkv`, without running the command."""
+    options = cli._parser(words).parse_args(words)
+    file, cls = cli._COMMANDS[words[0]][1].split()
+    if words[0] != "eval":
+        return made(getattr(importlib.import_module(f"jaxkv.cli.{file}"), cls), options)
+    if words[1] in TASKS:
+        evaluating.task_from(TASKS[words[1]], options)
+        return made(evaluating.Run, options)

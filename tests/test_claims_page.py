@@ -6,8 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-
-from jaxkv.cli import _parser
+from cli_runs import read
 
 TESTS = Path(__file__).parent
 ROOT = TESTS.parent
@@ -58,7 +57,6 @@ def test_every_test_of_a_claim_is_named_in_its_row():
 
 
 def test_commands_exist():
-    known = _parser()
     commands = [shlex.split(each) for each in re.findall(r"`((?:jaxkv|python -m) [^`]+)`", PAGE)]
     assert len(commands) > 20
     for words in commands:
@@ -68,4 +66,4 @@ def test_commands_exist():
                 words
             )
         else:
-            known.parse_args(words[1:])
+            read(words[1:])

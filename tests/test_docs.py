@@ -9,6 +9,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from cli_runs import read
 from packaging.requirements import Requirement
 
 import jaxkv
@@ -136,6 +137,7 @@ def test_commands_are_taken(name):
             of_checkpoints().parse_args(words[3:])
         if words[:1] == ["jaxkv"]:
             options = of_jaxkv().parse_args(words[1:])
+            read(words[1:])
             if hasattr(options, "policy") and not vars(options).get("--compare"):
                 chosen(options).policy()
 

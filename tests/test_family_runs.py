@@ -122,6 +122,8 @@ def test_kernels_generate_what_xla_does(name, policy):
         ("qwen3-moe", 2),
         ("command-r-plus", 1),
         ("olmo2", 2),
+        ("glm4", 2),
+        ("gemma2", 2),
     ],
 )
 def test_meshes(name, sums):

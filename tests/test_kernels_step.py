@@ -1,10 +1,12 @@
 """The kernels of a decode step beside attention: residual and norm, products in parts, a row in another's place."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import pallas_kernels
+from jaxkv.engine.evict import _lowest, _lowest_at_once
 from jaxkv.models.layers import products, project
 from jaxkv.models.stored import Stored
 
@@ -153,3 +155,16 @@ def test_evict_rows(scored):
         np.testing.assert_array_equal(np.asarray(ours), theirs)
     if scored:
         np.testing.assert_array_equal(np.asarray(found[3]), score)
+
+
+def test_the_lowest_in_one_reduction():
+    """As `_lowest` finds it, with ties, endless ranks and segments without a free row."""
+    rng = np.random.default_rng(3)
+    rank = jnp.asarray(rng.choice([-np.inf, 0.0, 0.5, np.inf], size=(50, 3, 9)), jnp.float32)
+    free = jnp.asarray(rng.random((50, 3, 9)) < 0.4)
+    pos = jnp.asarray(np.argsort(rng.random((50, 3, 9)), axis=-1), jnp.int32)
+    row = jnp.broadcast_to(jnp.asarray(rng.permutation(9), jnp.int32), pos.shape)
+    assert bool((~free.any(axis=-1)).any())
+    ours, theirs = (jax.jit(f)(free, rank, pos, row) for f in (_lowest_at_once, _lowest))
+    for mine, its in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(mine, its)

@@ -48,6 +48,16 @@ def test_longbench_has_all_sets_in_the_official_prompts():
     assert raw == {"trec", "triviaqa", "samsum", "lcc", "repobench-p"}
 
 
+def test_answers_have_the_official_lengths():
+    long, infinite = (
+        {name: of["new_tokens"] for name, of in table(each).items()}
+        for each in ("longbench", "infinitebench")
+    )
+    assert long.items() >= {"narrativeqa": 128, "gov_report": 512, "trec": 64}.items()
+    assert infinite.items() >= {"math_calc": 30000, "passkey": 6}.items()
+    assert samples(LONG)["gov_report-000"].new_tokens == 512
+
+
 def test_few_shot_prompts_have_no_chat_template():
     text = eval_models.speaking(chat=True).text
     given = {"id": "1", "group": "x", "context": "abc", "question": "?"}

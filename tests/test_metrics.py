@@ -62,3 +62,8 @@ def test_without_rouge_score_the_error_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "rouge_score.rouge_scorer", None)
     with pytest.raises(ImportError, match=r"jaxkv\[eval\]"):
         metrics.rouge_l_of_lines("a", "b")
+
+
+def test_fractions_and_digits_without_end_are_wrong():
+    assert metrics.found_number("4.5", "4") == metrics.last_number("1" * 5000, "1") == 0
+    assert metrics.values_in_a_row("1, " + "4" * 5000, "[1, 4]") == 0.5

@@ -20,7 +20,7 @@ from jaxkv.exporting import runtime
 
 KINDS = {"int8": Int8, "int4": Int4, "mixed": Mixed}
 PROMPTS = (61, 40)
-POOLS = ("full", "adakv", "d2o", "pyramidkv-entropy", "streaming-rolling", "quest")
+POOLS = ("full", "adakv", "d2o", "pyramidkv-entropy", "streaming-rolling", "quest", "omnikv")
 
 
 def scale_for(width):

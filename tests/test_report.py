@@ -228,3 +228,11 @@ def test_tasks_of_texts_have_it_too(tmp_path, plain):
     found = evaluate(eval_models.speaking(), task, {"few": jaxkv.KNorm(budget=9)}, tmp_path / "out")
     ((pieces, counts),) = found.records[0].held["ends"]
     assert sum(counts) == 9 * found.records[0].held["heads"] and "<s>The mill" in "".join(pieces)
+
+
+def test_a_curve_ends_at_the_mean_of_all_positions(out):
+    given, figures = Evaluation.read(out), {"losses": [1.0, 2.0, 6.0], "positions": [12, 14, 15]}
+    records = tuple(dataclasses.replace(each, figures=figures) for each in given.records)
+    found = dataclasses.replace(given, records=records)
+    line = pictures._curve(found, name="losses").axes[0].lines[2]
+    assert line.get_xydata().tolist() == [[12, 1.0], [14, 1.5], [15, 12 / 5]]

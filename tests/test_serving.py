@@ -86,7 +86,7 @@ def on_document(whole, prompt, policy):
     return jaxkv.generate(whole, [5, 9, 2], **options).tokens.tolist()
 
 
-@pytest.mark.parametrize("name", ["adakv", "h2o"])
+@pytest.mark.parametrize("name", ["adakv", "h2o", "kvzip"])
 def test_requests_are_answered_as_alone(name):
     """Prompts and questions on documents, greedy and sampled, of which some are cancelled; nothing is compiled."""
     told, programs = engine_runs.checked(BY_NAME[name].policy(20), 16)

@@ -30,6 +30,8 @@ NAMES = (
     "capkv",
     "compactor",
     "criticalkv-pyramidinfer",
+    "expected",
+    "layerdefensivekv-mass",
     "pyramidkv-entropy",
 )
 

@@ -22,6 +22,7 @@ POLICIES = {
     "offloaded": jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=12, offload=True),
     "quest": jaxkv.Quest(budget=16, page=4),
     "int8": jaxkv.SnapKV(budget=16, window=8, store="int8"),
+    "merged again": jaxkv.SnapKV(budget=16, window=8, every=2, merge=jaxkv.Merge()),
 }
 
 

@@ -23,7 +23,7 @@ def model():
     return tiny.tiny(tiny.TWO_LAYERS)
 
 
-@pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv"])
+@pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv", "streaming-rolling"])
 def test_policies_answer_as_alone(name):
     """Requests over 4 slots."""
     runs.check(model(), BY_NAME[name].policy(BUDGET), runs.requests(1, 10))
@@ -34,14 +34,16 @@ def test_every_sampler_draws_as_alone():
     runs.check(model(), BY_NAME["random"].policy(BUDGET), runs.requests(1, 10, sampled=True))
 
 
-def test_policies_that_compress_again_answer_as_alone():
+@pytest.mark.parametrize("name", ["adakv-merge", "layerdefensive"])
+def test_policies_that_compress_again_answer_as_alone(name):
     """Each sequence is compressed at steps of its own, in pools of the same size."""
-    runs.check(model(), again.POLICIES["adakv-merge"], runs.requests(2, 8))
+    runs.check(model(), again.POLICIES[name], runs.requests(2, 8))
 
 
-def test_slots_on_a_mesh_answer_as_on_one_device():
+@pytest.mark.parametrize("name", ["adakv", "d2o"])
+def test_slots_on_a_mesh_answer_as_on_one_device(name):
     """Two groups of slots, kv heads over four devices."""
-    whole, policy = meshes.model_of(4), meshes.roomy("adakv")
+    whole, policy = meshes.model_of(4), meshes.roomy(name)
     split = whole.on(meshes.mesh_of(2, 4))
     runs.check(split, policy, runs.requests(4, 8), slots=runs.made(split, policy), reference=whole)
 

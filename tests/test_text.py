@@ -258,6 +258,15 @@ def test_settings_of_another_kind(tmp_path, settings, message):
         folder_with(tmp_path, **settings)
 
 
+def test_a_template_of_several(tmp_path):
+    several = [
+        {"name": "tools", "template": "no"},
+        {"name": "default", "template": "{{ messages[0].content }}"},
+    ]
+    text = folder_with(tmp_path, chat_template=several)
+    assert text.chat(conversation("Hi"), generation_prompt=False) == "Hi"
+
+
 def test_byte_order_marks_are_no_text(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(CHATML, "utf-8-sig")
     text = folder_with(tmp_path, bos_token="<s>")

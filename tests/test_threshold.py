@@ -14,7 +14,7 @@ from policy_table import WINDOW
 from test_replay import hidden
 
 import jaxkv
-from jaxkv import AdaKV, CriticalKV, GlobalBudget
+from jaxkv import AdaKV, CriticalKV, FastKVzip, GlobalBudget
 from jaxkv.policies import AdaptiveHeads, ThresholdHeads, TwoStageHeads
 
 CONFIG, LENGTHS, BUDGET = gates.CONFIG, gates.LENGTHS, 20
@@ -59,6 +59,28 @@ def test_prefill_keeps_the_oracles_rows_and_counts_those_cut(over_layers):
         fewer += sum(len(head) < min(n, BUDGET) for head in expected)
     # Both happen: heads with room left, and heads without room for rows above the threshold.
     assert fewer > 0 and cut.sum() > 0 and (over_layers or not cut[-1].any())
+
+
+def test_fast_kvzip_keeps_the_oracles_rows():
+    model, ids, tau = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), 0.3
+    policy = FastKVzip(gate=gates.fast_file(CONFIG), budget=0.4, threshold=tau, sinks=2, recent=0.2)
+    cache, _, _ = tiny.run(model, ids, policy)
+    kept, cut, tensors = tiny.kept(cache), np.asarray(cache.cut), gates.fast_tensors(CONFIG)
+    for row, each in enumerate(ids):
+        n, first = len(each), len(each) - int(0.2 * len(each))
+        rows = CONFIG.layers * CONFIG.kv_heads * o.resolve_budget(0.4, n)
+        heads = [
+            head
+            for layer in range(CONFIG.layers)
+            for head in o.fastkvzip_scores(tensors, layer, hidden(model, layer, each))
+        ]
+        for own in heads:
+            own[first:] = 1.0
+        forced = [j for j in range(n) if j < 2 or j >= first]
+        expected, gap, left = o.threshold_select(heads, rows, tau, forced, n)
+        assert gap > o.MIN_GAP and cut[row].sum() == sum(left)
+        assert [head for layer in kept for head in layer[row]] == expected
+    assert cut.sum() > 0
 
 
 def test_drawing_keeps_the_oracles_rows():

@@ -47,6 +47,11 @@ TAKEN = (
     "adakv-pyramid",
     "adakv-protected",
     "adakv-variance",
+    "full",
+    "h2o-prefill",
+    "cam",
+    "pyramidinfer",
+    "chunkkv",
 )
 REFUSED = {refusal(row): row for row in TABLE if refusal(row) is not None}
 

@@ -63,6 +63,7 @@ def test_policies_that_look_at_the_end_warn_once(chatting):
     assert not told(chatting, policy=policy), "once a process"
     assert not told(chatting, policy=dataclasses.replace(policy)), "once a class"
     assert not told(chatting, policy=H2O(budget=16))
+    assert told(chatting, policy=SnapKV(**SMALL)) and told(chatting, policy=PyramidKV(**SMALL))
 
 
 def test_nothing_is_said_where_nothing_is_dropped(chatting):

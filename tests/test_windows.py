@@ -25,6 +25,8 @@ POLICIES = {
     "snapkv": lambda budget: jaxkv.SnapKV(budget=budget, window=6),
     "adakv": lambda budget: jaxkv.AdaKV(base=jaxkv.SnapKV(budget=budget, window=6)),
     "compactor": lambda budget: jaxkv.Compactor(budget=budget),
+    "expected": lambda budget: jaxkv.ExpectedAttention(budget=budget),
+    "criticalkv": lambda budget: jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=budget, window=6)),
     "h2o": lambda budget: jaxkv.H2O(budget=budget),
     "every": lambda budget: jaxkv.SnapKV(budget=budget, window=6, every=3),
     "every, ada": lambda budget: jaxkv.AdaKV(base=jaxkv.SnapKV(budget=budget, window=6, every=4)),
@@ -35,7 +37,7 @@ def prompts(seed=0, lengths=LENGTHS):
     return [list(each) for each in tiny.prompts(seed, lengths)]
 
 
-@pytest.mark.parametrize("name", ["full", "adakv"])
+@pytest.mark.parametrize("name", ["full", "adakv", "expected", "criticalkv"])
 def test_rows_that_are_held(name):
     """Window layers hold their last rows and take part in no budget; bytes are as planned."""
     model, policy = tiny.tiny(SHAPE), POLICIES[name](16)

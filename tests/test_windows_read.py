@@ -234,6 +234,12 @@ def test_kernels_read_what_windows_leave_and_what_is_chosen():
     assert drawn(quest(SMALL), implementation="pallas") == drawn(quest(SMALL))
 
 
+@pytest.mark.parametrize("make", [omni, quest])
+def test_stores(make):
+    """A budget of the whole prompt reads what a full cache of such rows holds."""
+    assert drawn(make(80, store="int8")) == drawn(FullKV(store="int8"))
+
+
 # --- longer lives ----------------------------------------------------------------------------------------------------
 
 

@@ -259,11 +259,13 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
     require_free(folder, field)
     # Beside `folder`, so that the last step is a rename; a short name, as the folder's may have the maximal length.
     part = folder.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
+    missing = [each for each in (part, *part.parents) if not os.path.lexists(each)]
     try:
         try:
+            part.parent.mkdir(parents=True, exist_ok=True)
+            part.mkdir()
             with contextlib.suppress(FileNotFoundError):
                 folder.lstat()  # refuses a name that is too long, say
-            part.mkdir(parents=True)
         except (OSError, ValueError) as error:  # a null character in a name, say
             raise refusal(
                 field, folder, f"no folder can be made there ({reason(error)}): choose another"
@@ -274,6 +276,9 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
             os.rename(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
+        for parent in missing[1:]:
+            with contextlib.suppress(OSError):  # somebody else's files lie there by now
+                parent.rmdir()
         raise
 
 
