@@ -61,7 +61,7 @@ class Cell:
 
     def warm(self):
         """Compiles the prefill; the decode loop is compiled by a step before its clock starts."""
-        self.session.compile_ahead(self.plan, len(self.ids))
+        self.session.prefill(self.ids, needed=self.plan)
         if self.ids.size <= SMALL:
             self.run()
 

@@ -85,7 +85,8 @@ def alike(one: Any, other: Any) -> bool:
 
 def brief(value: Any) -> str:
     """One-line text of a dataclass: its class and the fields that differ from their defaults; else its `repr`."""
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
+    plainly = not dataclasses.is_dataclass(value) or isinstance(value, type)
+    if plainly or not value.__dataclass_params__.repr:
         return " ".join(repr(value).split())
     given = []
     for field in dataclasses.fields(value):

@@ -40,7 +40,7 @@ def as_model(params: Any, mesh: Any = None) -> LanguageModel:
 def as_cache(cache: Any) -> KVCache | None:
     """Validates a `KVCache` or None and returns it, with numpy arrays moved to the device; TypeError for other values.
 
-    A cache of numpy arrays is put on the device. Anything but a `KVCache` of arrays is refused by a TypeError.
+    A cache of numpy arrays is put on the device. Anything but a `KVCache` is refused by a TypeError.
     """
     if cache is None:
         return None

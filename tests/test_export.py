@@ -172,6 +172,19 @@ def test_a_process_without_jaxkv(folders, tmp_path):
     assert json.loads(done.stdout) == wanted("d2o", "bfloat16")
 
 
+def test_the_command_loads_the_model_in_its_dtype(tmp_path, monkeypatch):
+    given = {}
+
+    def export(model, folder, **options):
+        given.update(options, model=model)
+        raise ValueError("enough")
+
+    monkeypatch.setattr("jaxkv.cli.exporting.export", export)
+    options = "--model tiny-retrieval --dtype bfloat16 --no-weights".split()
+    assert cli.main(["export", str(tmp_path / "out"), *options]) == 2
+    assert given["model"].dtype == "bfloat16" and given["weights"] is False
+
+
 def test_the_loader_imports_jax_and_numpy_alone():
     text = Path(runtime.__file__).read_text("utf-8")
     imported = {

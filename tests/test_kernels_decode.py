@@ -302,25 +302,6 @@ def test_rows_in_codes_of_any_magnitude(dtype, store):
     np.testing.assert_allclose(wide(lse), want_lse, rtol=apart, atol=apart)
 
 
-SCALE = jnp.ones((1, 16, 3), jnp.float16)
-
-
-@pytest.mark.parametrize(
-    ("dim", "rows"),
-    [
-        (5, pallas_kernels.Coded(jnp.zeros((1, 16, 5), jnp.int8), SCALE[..., 0])),
-        (96, pallas_kernels.Nibbles(jnp.zeros((1, 16, 48), jnp.uint8), SCALE, SCALE)),
-    ],
-)
-def test_codes_are_read_in_pairs(dim, rows):
-    """Two bytes, or two groups of 32 numbers; other head dims are refused, before anything is compiled."""
-    of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8, jnp.int32))
-    with pytest.raises(ValueError, match=f"codes of {dim} columns"):
-        pallas_kernels.attend(
-            jnp.zeros((1, 1, 1, dim)), rows, rows, *of, tiles=SMALL, interpret=True
-        )
-
-
 @pytest.mark.parametrize("alike", [True, False])
 def test_a_token_attends_to_picked_rows(alike):
     """Some rows by number, the same for all heads or each head's own, fewer than dealt for; then all from one on."""
@@ -380,19 +361,3 @@ def test_a_token_attends_to_picked_rows(alike):
             np.full((1, 1), len(read), np.int32),
         )
         np.testing.assert_allclose(wide(out)[b, h], want[0, 0], rtol=1e-5, atol=1e-5)
-
-
-def test_scores_of_a_token_need_their_begin_and_codes_their_dtype():
-    given = token_of(0, 64, "float32", 2, 0)
-    score = jnp.zeros(given[8].shape)
-    codes = (*given[:6], coded(given[6]), coded(given[7]), *given[8:])
-    with pytest.raises(ValueError, match="codes do not tell"):
-        pallas_kernels.decode_token(*codes, layer=0, tiles=SMALL, interpret=True)
-    with pytest.raises(ValueError, match="begin"):
-        pallas_kernels.decode_token(*given, layer=0, score=score, tiles=SMALL, interpret=True)
-    begin = jnp.zeros((3, 2))
-    picks = pallas_kernels.Picks(*[jnp.zeros((3, 1), jnp.int32)] * 5)
-    with pytest.raises(ValueError, match="picks"):
-        pallas_kernels.decode_token(
-            *given, layer=0, score=score, begin=begin, picks=picks, tiles=SMALL, interpret=True
-        )

@@ -144,5 +144,5 @@ def test_what_is_missing_is_named(tmp_path):
     for name, value in (("judge", "fair"), ("prompt", "{question} {document}"), ("new_tokens", 0)):
         with pytest.raises(ValueError, match=f"^{name}="):
             DocumentQuestions(data="x", **{name: value})
-    with pytest.raises(ValueError, match="^task='qa': .*data"):
+    with pytest.raises(TypeError, match="data"):
         evaluate(model, "qa", {"full": jaxkv.FullKV()}, tmp_path / "out")

@@ -121,5 +121,5 @@ def test_cosines_of_all_pairs_are_never_in_memory_at_once():
 
 def test_users_arrays_have_no_answer_to_compress_again():
     q, k = drawn((30, 19))
-    with pytest.raises(ValueError, match=r"policy=RKV\(.*give every=None"):
+    with pytest.raises(ValueError, match=r"policy=RKV\(.*every=None"):
         jaxkv.compress(k, k, queries=q.reshape(2, -1, 30, DIM), policy=RKV(budget=20))

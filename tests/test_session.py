@@ -44,27 +44,6 @@ def test_its_pieces_give_what_generate_gives(name):
     assert np.asarray(answered.seen).tolist() == [37 + 12, 21 + 12]
 
 
-def test_a_plan_that_prefill_takes_can_be_compiled_ahead():
-    # Of 37 tokens 25 stay anyway, of the 64 of a whole bucket 52, which the budget does not hold.
-    session = Session(tiny.tiny(GQA), SnapKV(budget=30, window=8, protect=((10, -10),)))
-    with pytest.raises(ValueError, match="budget=30: .*prompt 0 .64 tokens. keeps 30 rows"):
-        session.plan(np.asarray([64]))
-    needed = session.plan(np.asarray([37, 21]))
-    session.compile_ahead(needed, 2)
-    assert (session.prefill(IDS, needed=needed).kept.max(axis=(0, 2)) == [30, 21]).all()
-
-
-@pytest.mark.parametrize("name", ["every", "evicting"])
-def test_what_was_compiled_ahead_is_not_compiled_again(name):
-    # A shape of no other test's: what is compiled here has not been compiled before.
-    session = Session(tiny.tiny(tiny.shape(layers=2, kv_heads=2, group=2, dim=20)), POLICIES[name])
-    session.compile_ahead(session.plan(np.asarray([37, 21]), 12), 2)
-    ahead = session.clocks.prefill.programs
-    assert ahead > 0
-    session.prefill(IDS, new=12)
-    assert session.clocks.prefill.programs == ahead
-
-
 def test_draws_go_on_where_the_last_one_ended():
     session = Session(tiny.tiny(GQA), FullKV())
     cache = session.prefill(IDS)

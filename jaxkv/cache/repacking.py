@@ -1,7 +1,6 @@
 """Copies a cache into new buffers with more free rows, or for more sequences."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,19 +107,17 @@ def repack(
         padding = missing(batch, cache.axes)
         copies = batch + padding
 
-    def repeat(tree: Any) -> Any:
-        """Arrays with their first sequence repeated `copies` times; the arrays themselves if `copies` is 0."""
+    def repeat(leaf: Array, axis: int = 0) -> Array:
+        """Array with its first sequence repeated `copies` times; the array itself if `copies` is 0."""
         if not copies:
-            return tree
-        leaves = []
-        for _, letters, leaf in lettered(tree):
-            axis = letters.split().index("B")
-            # Sequences that pad a mesh's groups are stale: only the first one is copied.
-            one = lax.slice_in_dim(leaf, 0, 1, axis=axis) if cache.padding else leaf
-            leaves.append(jnp.repeat(one, copies, axis=axis))
-        return jax.tree.unflatten(jax.tree.structure(tree), leaves)
+            return leaf
+        # Sequences that pad a mesh's groups are stale: only the first one is copied.
+        one = lax.slice_in_dim(leaf, 0, 1, axis=axis) if cache.padding else leaf
+        return jnp.repeat(one, copies, axis=axis)
 
-    rest = repeat(dataclasses.replace(cache.updated(pools=()), bank=None))
+    rest = dataclasses.replace(cache.updated(pools=()), bank=None)
+    leaves = [repeat(leaf, letters.split().index("B")) for _, letters, leaf in lettered(rest)]
+    rest = jax.tree.unflatten(jax.tree.structure(rest), leaves)
     start, length = rest.start, rest.length
     layers, _, heads = start.shape
     rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
@@ -142,7 +139,7 @@ def repack(
             first, lengths = first + length[of] - held, lengths.at[of].set(held)
             rows = max(pool.rows, _rows_for(host(held), cache) + heads * sum(room_of))
         copied, first = _repacked(
-            repeat(pool),
+            jax.tree.map(repeat, pool),  # a user's store need not name its axes
             first,
             held,
             layout=cache.layout,

@@ -157,7 +157,7 @@ def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
     Raises:
         ValueError: for a folder that is not there, whole, of another kind, or of another version of the format.
     """
-    whole = not folder.resolve().name.endswith(UNFINISHED) and (folder / MANIFEST).is_file()
+    whole = (folder / MANIFEST).is_file() and not folder.resolve().name.endswith(UNFINISHED)
     remedy = f"no whole folder with {MANIFEST}: give one that {kind.writer} has written"
     require(whole, "path", folder, remedy)
     manifest = read_json(folder / MANIFEST)

@@ -172,5 +172,6 @@ def _parser(argv: list[str] | None = None) -> argparse.ArgumentParser:
         importlib.import_module("jaxkv.cli.options").add_command(command, getattr(module, cls))
         must = [action for action in command._actions if action.required]
         words = [" ".join([*each.option_strings[:1], str(each.metavar)]) for each in must]
+        words += ["TASK"] if name == "eval" else []
         command.usage = " ".join([command.prog, *words, "[options]"])
     return parser

@@ -43,6 +43,7 @@ class Batch(Slots):
     Attributes:
         file: requests, one JSON object a line.
         out: answers, one JSON object a line.
+        documents: folder of documents of `jaxkv serve` that requests may ask.
         max_question_tokens: most tokens of a question on a document of `jaxkv serve` in --documents; 0: no documents.
         ray: answer by workers of a Ray cluster, each with an engine.
         ray_address: the cluster; auto for the one that runs here (default: RAY_ADDRESS, or one of this machine alone).

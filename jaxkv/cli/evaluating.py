@@ -104,7 +104,7 @@ class Run(Loaded):
         folder = require_folder(self.out, "--out")
         mesh = None if self.mesh is None else mesh_of(self.mesh)
         done = evaluate(
-            self.loaded(),
+            self.loaded(mesh=mesh),
             task,
             policies,
             folder,

@@ -60,7 +60,7 @@ class Export(Model):
         # Programs are exported for the mesh's number of devices on any platform; CPU devices stand in for them here.
         mesh = None if self.mesh is None else mesh_of(self.mesh, "cpu")
         made = export(
-            self.loaded(),
+            self.loaded(dtype=self.dtype),
             folder,
             policy=policy,
             lengths=self.lengths,

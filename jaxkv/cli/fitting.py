@@ -21,7 +21,7 @@ class FitGate(Model):
         penalty: above 0: larger numbers make smaller weights, which fit these texts less.
     """
 
-    model: Annotated[str, Word("MODEL", place=True)]
+    model: Annotated[str, Word("MODEL", place=True)] = dataclasses.field()
     texts: Annotated[tuple[str, ...], Word("TEXT", tuple, "extend", place=True)]
     out: File
     tokens: Count = 2048

@@ -52,6 +52,9 @@ class Drawing(Computing):
     seed: Seed = 0
     sampling: Sampling = GREEDY
 
+    def __post_init__(self) -> None:
+        require(all(self.stop), "--stop", "", "a stop string has at least one character")
+
     @property
     def keywords(self) -> dict[str, Any]:
         """Arguments of `jaxkv.generate`."""

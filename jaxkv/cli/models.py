@@ -23,10 +23,9 @@ class Model:
 
     model: Name = "smollm2-135m-instruct"
 
-    def loaded(self) -> LanguageModel:
-        """Loads the model; compiled programs are kept on disk."""
+    def loaded(self, **options: Any) -> LanguageModel:
+        """Loads the model with options of `load`; compiled programs are kept on disk."""
         enable_compilation_cache()
-        options: dict[str, Any] = {name: getattr(self, name, None) for name in ("dtype", "weights")}
         return load(self.model, **options)
 
     def ids_of(self, params: LanguageModel, texts: Sequence[str]) -> list[list[int]]:
@@ -48,6 +47,10 @@ class Loaded(Model):
 
     dtype: Name | None = None
     weights: Bits | None = None
+
+    def loaded(self, **options: Any) -> LanguageModel:
+        """Loads the model in this dtype, with these weights."""
+        return super().loaded(dtype=self.dtype, weights=self.weights, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -350,8 +350,8 @@ def _help(having: dict[str, Option]) -> str:
     lines = []
     for text, names in texts.items():
         others = [name for name in POLICIES if name not in names]
-        few = len(others) < len(names)
-        lines.append(f"{'all but ' if few else ''}{', '.join(others if few else names)}: {text}")
+        whose = f"all but {', '.join(others)}" if len(others) < len(names) else ", ".join(names)
+        lines.append(f"{whose}: {text}" if others else text)
     return ". ".join(lines)
 
 

@@ -151,7 +151,8 @@ class Output:
         named = bool(os.path.basename(path)) and not os.path.isdir(path)
         remedy = "give a file that can be written, in a folder that is there"
         require(named and os.access(place, os.W_OK), self.flag, self.name, remedy)
-        files = [each for each in map(os.path.expanduser, inputs) if os.path.isfile(each)]
+        given = ["/dev/stdin" if each == "-" else os.path.expanduser(each) for each in inputs]
+        files = [each for each in given if os.path.isfile(each)]
         read = os.path.exists(path) and any(os.path.samefile(each, path) for each in files)
         require(not read, self.flag, self.name, "it is a file that is read; give another")
 

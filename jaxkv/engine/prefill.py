@@ -5,7 +5,7 @@ fills, so padding costs memory but no time. Alive at once: hidden states, one la
 """
 
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -151,31 +151,6 @@ def sizes_of(flat: Flat, parts: Parts, needed: PrefillPlan) -> tuple[tuple[int, 
     return needed.pool_rows(config.kv_heads, split), buffer
 
 
-def signature_of(
-    flat: Flat, batch: int, policy: Method, needed: PrefillPlan, *, implementation: Implementation
-) -> tuple[Hashable, ...]:
-    """Dictionary key (tuple) that is equal for two prefills if they run the same compiled programs.
-
-    Of the plan only slots, pools and buffer enter it, not the number of its prompts.
-    """
-    parts = policy.composed
-    reading = parts.reading(flat.config.windows, needed.slots)
-    page = None if reading is None else reading.page
-    key = (
-        parts.scorer,
-        parts.layers,
-        parts.heads,
-        parts.needs,
-        parts.merge,
-        parts.store,
-        parts.scored,
-        page,
-    )
-    sizes = sizes_of(flat, parts, needed)
-    dtypes = flat.ends[0].dtype, needed.dtype
-    return flat.graphs, dtypes, batch, needed.slots, sizes, key, implementation
-
-
 def prefill(
     flat: Flat,
     padded: Padded,
@@ -184,12 +159,11 @@ def prefill(
     *,
     key: PRNGKeyArray,
     implementation: Implementation = Implementation.XLA,
-    strict: bool = True,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
     """Generator: prefills right-padded prompts, yields layers run since the last yield; returns cache, last logits.
 
     Yields 1 after each layer, 0 after each packing, parts of one for policies that read prompts in chunks; the device
-    may not be done yet. `needed` is the plan for these lengths; `strict` refuses lengths that the budget cannot honour.
+    may not be done yet. `needed` is the plan for these lengths.
     """
     tokens, lengths, _ = padded
     read_parts = policy.composed.read
@@ -200,7 +174,7 @@ def prefill(
                 flat, tokens, lengths, policy, needed, implementation=implementation
             )
         )
-    numbers = by_length(policy.composed, lengths, flat.config.windows, strict=strict)
+    numbers = by_length(policy.composed, lengths, flat.config.windows)
     lengths = np.asarray(lengths, np.int64)
     prompts = Prompts(flat, tokens, lengths, policy, needed, numbers, key, implementation)
     if prompts.parts.needs.replay is None:
@@ -215,9 +189,6 @@ def prefill(
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
     logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
-    flat.compiled.add(
-        signature_of(flat, len(lengths), policy, needed, implementation=implementation)
-    )
     return cache, logits
 
 

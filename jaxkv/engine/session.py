@@ -252,37 +252,6 @@ class Session:
         )
 
     @settled
-    def compile_ahead(self, needed: PrefillPlan, batch: int) -> None:
-        """Compiles the programs of a planned `prefill` by running made-up prompts, unless they are compiled.
-
-        Args:
-            needed: the prefill's plan.
-            batch: number of prompts.
-        """
-        params, chosen = self.params, self.implementations.prefill
-        with self.clocks.prefill:
-            copies = missing(batch, params.axes)
-            batch, needed = batch + copies, needed.with_copies(copies) if copies else needed
-            tokens = np.arange(batch * needed.slots, dtype=np.int32) % params.config.vocab
-            signature = prefilling.signature_of(
-                params.flat, batch, self.policy, needed, implementation=chosen
-            )
-            if signature in params.flat.compiled:
-                return
-            padded = Padded(tokens.reshape(batch, -1), np.full(batch, needed.slots), self.texts)
-            # Spans may protect more rows of prompts that fill a bucket than of those planned: refuse none.
-            walk = prefilling.prefill(
-                params.flat,
-                padded,
-                self.policy,
-                needed,
-                key=self.key,
-                implementation=chosen,
-                strict=False,
-            )
-            jax.block_until_ready(finished(walk))
-
-    @settled
     def extend(
         self,
         cache: KVCache,

@@ -202,7 +202,10 @@ class LongBench(StoredTask):
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Tuple of all right answers of a row as texts."""
-        return tuple(row["answers"])
+        right = row["answers"]
+        fits = isinstance(right, list) and bool(right)
+        require(fits, "data", right, f"give a list of answers of {name}, as the official file")
+        return tuple(right)
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Highest score in [0, 1] over the right answers by the data set's metric; few-shot sets: of the first line."""

@@ -131,6 +131,7 @@ def _plain(value: Any) -> Any:
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
     """Returns `out` as a Path; ValueError for a file, or a folder of something else; writes nothing."""
+    require(str(out) != "", name, "", "give a folder")
     path = Path(out).expanduser()
     inside = {each.name for each in path.iterdir()} - {".lock"} if path.is_dir() else set()
     fits = not path.is_file() and (not inside or RESULTS in inside)
@@ -278,6 +279,7 @@ def interval(
     """
     from scipy import stats  # imported late: it takes longer than all of jaxkv's own files
 
+    scores = np.asarray(scores, np.float64)
     n, mean = len(scores), float(scores.mean())
     if bounds and (scores == mean).all():
         # Of n samples none differs: others may, by as much as can be, as many as Wilson's interval allows.

@@ -219,8 +219,9 @@ def task(name: str) -> Callable[[_Task], _Task]:
         A decorator, which returns the class unchanged.
 
     Raises:
-        ValueError: for a name that the command line could not have.
+        ValueError: for "report", which the command line has.
     """
+    require(name != "report", "name", name, "`jaxkv eval` has a command of that name")
 
     def registered(cls: _Task) -> _Task:
         # Running a notebook's cell again defines its class again: the new one replaces the old.

@@ -4,13 +4,21 @@ import dataclasses
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._errors import require
+from jaxkv._errors import refusal, require
 from jaxkv.attention import Implementation
 from jaxkv.cache.stores import held_dtype
-from jaxkv.engine.lengths import ByLength, bucket, by_length, rows_by_claims, tokens_per_call
+from jaxkv.engine.lengths import (
+    ByLength,
+    bucket,
+    by_length,
+    layer_rows,
+    rows_by_claims,
+    tokens_per_call,
+)
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.spec import specialise
 from jaxkv.exporting.programs import BucketSpec
@@ -172,6 +180,15 @@ def require_exportable(policy: Method, windows: tuple[int | None, ...], slots: i
     require(parts.needs.replay is None, "policy", policy, remedy)
     remedy = f"{name} reads a gate, whose weights are in no exported program: prefill with jaxkv and save the cache"
     require(not parts.needs.hidden, "policy", policy, remedy)
+    if parts.every is not None and not parts.layers.from_scores:
+        remedy = (
+            "its budget over layers is numpy's, and every= needs it on the device: leave one out"
+        )
+        given = jax.ShapeDtypeStruct((1,), np.int32)
+        try:
+            jax.eval_shape(lambda n: layer_rows(parts, n, n, n, layers=2), given)
+        except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
+            raise refusal("policy", policy, remedy) from error
 
 
 def require_positions(parts: Parts, known: Table, limits: Limits, positions: int) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors
 import safetensors.numpy
 
 from jaxkv.sharding.mesh import host
@@ -42,7 +43,10 @@ def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
 def _write(file: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
     """Writes arrays into one safetensors file; returns a dict of its size in bytes and its SHA-256."""
     held = {name: np.asarray(host(array), order="C") for name, array in arrays.items()}
-    safetensors.numpy.save_file(held, file)
+    try:
+        safetensors.numpy.save_file(held, file)
+    except safetensors.SafetensorError as error:  # a full disk, say
+        raise OSError(f"{file}: {error}") from error
     with file.open("rb") as written:
         digest = hashlib.file_digest(written, "sha256").hexdigest()
     return {"bytes": file.stat().st_size, "sha256": digest}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxkv._checks import whole
@@ -18,9 +18,6 @@ from jaxkv.models.values import (
     channel_order,
     check_numbers,
 )
-
-# Where a block's norms may stand.
-_PLACES = ("before", "after", "both")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,41 +104,13 @@ class ModelConfig:
         for each in ids:
             whole("bos or eos", each, least=0)
         object.__setattr__(self, "eos", tuple(map(int, self.eos)))
-        require(
-            isinstance(self.rope, Rope),
-            "rope",
-            self.rope,
-            "give a Rope, such as Rope(theta=10000.0)",
-        )
         object.__setattr__(self, "kinds", tuple(self.kinds))
-        known = all(isinstance(each, LayerSpec) for each in self.kinds)
-        require(
-            known,
-            "kinds",
-            self.kinds,
-            "give LayerSpecs, such as LayerSpec(rope=Rope(theta=10000.0))",
-        )
-        fits = len(self.kinds) <= self.layers
-        require(
-            fits,
-            "kinds",
-            f"{len(self.kinds)} specs",
-            f"give as many as layers={self.layers} at most",
-        )
-        alone = not self.kinds or self.rope == Rope()
-        require(alone, "rope", self.rope, "each of kinds says its own: leave rope out")
-        require(
-            self.heads % self.kv_heads == 0,
-            "heads",
-            self.heads,
-            f"give a multiple of kv_heads={self.kv_heads}",
-        )
-        require(
-            self.head_dim % 2 == 0,
-            "head_dim",
-            self.head_dim,
-            "rotary embeddings need an even head_dim",
-        )
+        for name, holds, remedy in self._rules():
+            require(holds, name, getattr(self, name), remedy)
+        self._check_ropes()
+
+    def _check_ropes(self) -> None:
+        """Raises ValueError where layers rotate other channels, or no whole pairs of them."""
         ropes = {self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))}
         shares = {rope.share for rope in ropes}
         remedy = "layers share one order of channels: give all the same"
@@ -153,48 +122,48 @@ class ModelConfig:
             given = len(rope.short_factor) if isinstance(rope, LongRope) else count // 2
             remedy = f"give one for each pair of the {count} rotated channels: {count // 2}"
             require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
-        self._check_norms()
-        given = self.experts is None or isinstance(self.experts, Experts)
-        require(given, "experts", self.experts, "give Experts(count=8, chosen=2), say, or None")
-        remedy = "only a parallel MLP can read attention's norm: give parallel=True"
-        require(self.parallel or not self.shared_norm, "shared_norm", self.shared_norm, remedy)
-        plain = self.gated and not self.mlp_bias
-        remedy = "experts are gated MLPs, and have biases by their own switch: leave gated and mlp_bias out"
-        require(plain or self.experts is None, "experts", self.experts, remedy)
-        biased = self.experts is not None and self.experts.bias
-        remedy = "biases of experts are not built in parallel blocks: give bias=False"
-        require(not (biased and self.parallel), "experts", self.experts, remedy)
 
-    def _check_norms(self) -> None:
-        """Raises ValueError for switches of norms and of MLPs that others leave without effect."""
-        require(
-            self.norms in _PLACES,
-            "norms",
-            self.norms,
-            f"give one of {', '.join(map(repr, _PLACES))}",
-        )
-        remedy = "parallel blocks have them before attention and MLP"
-        require(self.norms == "before" or not self.parallel, "norms", self.norms, remedy)
-        rms = "it is one of RMS norms: give layer_norm=False"
-        require(not (self.norm_offset and self.layer_norm), "norm_offset", self.norm_offset, rms)
-        remedy = "RMS norms have none: give layer_norm=True, or leave it out"
-        require(self.norm_bias or self.layer_norm, "norm_bias", self.norm_bias, remedy)
-        given = [
-            name for name in ("qk_norm", "qk_norm_wide", "qk_layer_norm") if getattr(self, name)
-        ]
-        require(
-            len(given) < 2, "qk_norm", given, "queries and keys have one norm: give one of them"
-        )
-        remedy = "RMS norms of queries and keys are read in the checkpoint's order: not built"
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yields each rule of fields that go together: a field's name, whether it holds, and the remedy."""
+        yield "rope", isinstance(self.rope, Rope), "give a Rope, such as Rope(theta=10000.0)"
+        known = all(isinstance(each, LayerSpec) for each in self.kinds)
+        known = known and all(isinstance(each.rope, Rope) for each in self.kinds)
+        yield "kinds", known, "give LayerSpecs, such as LayerSpec(rope=Rope(theta=10000.0))"
+        fits = len(self.kinds) <= self.layers
+        yield "kinds", fits, f"give as many as layers={self.layers} at most"
+        alone = not self.kinds or self.rope == Rope()
+        yield "rope", alone, "each of kinds says its own: leave rope out"
+        whole_groups = self.heads % self.kv_heads == 0
+        yield "heads", whole_groups, f"give a multiple of kv_heads={self.kv_heads}"
+        yield "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even head_dim"
+        known = self.norms in ("before", "after", "both")
+        yield "norms", known, "give 'before', 'after' or 'both'"
+        before = self.norms == "before" or not self.parallel
+        yield "norms", before, "parallel blocks have them before attention and MLP"
+        rms = not (self.norm_offset and self.layer_norm)
+        yield "norm_offset", rms, "it is one of RMS norms: give layer_norm=False"
+        biased = self.norm_bias or self.layer_norm
+        yield "norm_bias", biased, "RMS norms have none: give layer_norm=True, or leave it out"
         normed = self.qk_norm or self.qk_norm_wide
-        require(not normed or self.channels is None, "interleaved", self.interleaved, remedy)
-        remedy = "it is one of gated MLPs without experts"
-        require(
-            not self.tanh_gelu or (self.gated and self.experts is None),
-            "tanh_gelu",
-            self.tanh_gelu,
-            remedy,
-        )
+        one = self.qk_norm + self.qk_norm_wide + self.qk_layer_norm < 2
+        yield "qk_norm", one, "give one of qk_norm, qk_norm_wide, qk_layer_norm"
+        ordered = not normed or self.channels is None
+        remedy = "RMS norms of queries and keys are read in the checkpoint's order: not built"
+        yield "interleaved", ordered, remedy
+        gated = not self.tanh_gelu or (self.gated and self.experts is None)
+        yield "tanh_gelu", gated, "it is one of gated MLPs without experts"
+        shared = self.parallel or not self.shared_norm
+        remedy = "only a parallel MLP can read attention's norm: give parallel=True"
+        yield "shared_norm", shared, remedy
+        if self.experts is not None:
+            known = isinstance(self.experts, Experts)
+            yield "experts", known, "give Experts(count=8, chosen=2), say, or None"
+            plain = self.gated and not self.mlp_bias
+            remedy = "experts are gated, and have biases of their own: leave gated and mlp_bias out"
+            yield "experts", plain, remedy
+            alone = not (self.experts.bias and self.parallel)
+            remedy = "biases of experts are not built in parallel blocks: give bias=False"
+            yield "experts", alone, remedy
 
     @property
     def alternates(self) -> bool:

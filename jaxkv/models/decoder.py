@@ -339,14 +339,12 @@ class Flat:
         graphs: graph definitions of the ends and of the first block, passed as static arguments.
         config: the decoder's configuration.
         axes: axes of the mesh that the parameters lie on, or None.
-        compiled: signatures of prefills whose programs are compiled.
         on_mesh: the language model with these parameters on a mesh, by the mesh's axes.
         gates: weights of gates of policies on the parameters' devices, by gate and layer; the last used gate is last.
     """
 
     def __init__(self, decoder: Decoder):
         self.config = decoder.config
-        self.compiled: set[tuple] = set()
         self.on_mesh: dict[Axes, Any] = {}
         self.gates: dict[Any, dict[int, Any]] = {}
         self._decoder, self._parts = decoder, tuple(parts_of(decoder))

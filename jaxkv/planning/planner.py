@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 
 from jaxkv._checks import flag
 from jaxkv._errors import require
@@ -148,8 +147,8 @@ def _groups(mesh: Any, count: int) -> int:
     """Number of data-parallel groups of a mesh such as `2x4`, 1 for None; ValueError unless it has `count` GPUs."""
     if mesh is None:
         return 1
-    text = mesh if isinstance(mesh, str) else "x".join(map(str, mesh if np.iterable(mesh) else ()))
-    data, split = mesh_sizes(text.lower(), "mesh")
+    text = "x".join(map(str, mesh)) if isinstance(mesh, (tuple, list)) else str(mesh)
+    data, split = mesh_sizes("".join(text.lower().split()), "mesh")
     remedy = f"give groups and GPUs of each, 1x{count} say: together they are {count}"
     require(data * split == count, "mesh", mesh, remedy)
     return data

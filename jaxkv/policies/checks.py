@@ -112,6 +112,7 @@ def as_spans(given: Any) -> tuple[Span, ...]:
     """Returns spans of positions as a tuple of `(start, stop)` pairs of ints; raises ValueError for anything else."""
     remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
     spans = []
+    require(np.iterable(given), "protect", given, remedy)
     for pair in given:
         edges = [*map(plain, several("protect", pair, remedy))]
         fits = len(edges) == 2 and all(is_whole(edge, -math.inf) for edge in edges)

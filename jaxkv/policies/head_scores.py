@@ -43,7 +43,7 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
     remedy, table = "give a number for each layer and kv head, or the published folder", given
     config: Any = {}
     if isinstance(given, (str, os.PathLike)):
-        path = Path(given).expanduser()
+        path = Path(os.path.expanduser(given))
         path = path / _PATTERN if path.is_dir() else path
         beside = path.with_name("config.json")
         config = _read(field, beside, remedy, _content) if beside.exists() else {}
@@ -95,7 +95,7 @@ def _read(
     field: str, given: str | os.PathLike[str], remedy: str, load: Callable[[Path], Any]
 ) -> Any:
     """What `load` reads of a regular file of at most 32 MiB; ValueError that names `field` if it cannot."""
-    path = Path(given).expanduser()
+    path = Path(os.path.expanduser(given))
     try:
         if not path.is_file():
             raise ValueError("no regular file")

@@ -12,7 +12,7 @@ from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.models.config import ModelConfig
-from jaxkv.policies.checks import Kept, Share, Tokens, as_budget
+from jaxkv.policies.checks import Kept, Share, Tokens, as_budget, as_store, store_class
 from jaxkv.policies.heads import (
     HeadBudgets,
     UniformHeads,
@@ -116,6 +116,7 @@ class Parts:
         for name, kind, wanted in _KINDS:
             instance(name, getattr(self, name), kind, f"give {wanted}")
         check_merger("merge", self.merge)
+        object.__setattr__(self, "store", store_class(as_store(self.store)))
         field(self, "rolling", flag)
         field(self, "nested", flag)
         self._check_together()

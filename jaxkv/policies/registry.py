@@ -29,6 +29,8 @@ def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
     """
     if cls is None:
         return lambda cls: register(cls, name=name)
+    if not (isinstance(cls, type) and issubclass(cls, Method)):
+        raise TypeError(f"cls={cls!r}: give a class derived from Method")
     known = _spelled(name or cls.__name__)
     mine = POLICIES.setdefault(known, cls)
     same = (mine.__module__, mine.__qualname__) == (cls.__module__, cls.__qualname__)

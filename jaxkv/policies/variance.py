@@ -8,7 +8,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._checks import FARTHEST, choice, field, halved, is_traced, namespace, real, whole
+from jaxkv._checks import (
+    FARTHEST,
+    choice,
+    field,
+    halved,
+    is_traced,
+    namespace,
+    real,
+    whole,
+)
 from jaxkv._errors import require
 from jaxkv.policies.layers import (
     Counts,
@@ -65,9 +74,10 @@ class VarianceLayers(LayerBudgets):
 
     def __post_init__(self) -> None:
         field(self, "statistic", choice, Statistic)
+        remedy = "give layers such as (0, 1, -1)"
+        require(np.iterable(self.dense_layers), "dense_layers", self.dense_layers, remedy)
         layers = [
-            whole("dense_layers", each, "give layers such as (0, 1, -1)", least=-FARTHEST)
-            for each in self.dense_layers
+            whole("dense_layers", each, remedy, least=-FARTHEST) for each in self.dense_layers
         ]
         object.__setattr__(self, "dense_layers", tuple(layers))
 

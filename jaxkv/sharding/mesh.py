@@ -82,7 +82,7 @@ class Axes:
     def spec(self, letters: str, shape: tuple[int, ...]) -> P:
         """PartitionSpec of an array by its axis letters and shape; an axis marked `#` is whole where its size is 1.
 
-        ValueError if two letters use the same axis of the mesh, or a size does not divide.
+        ValueError if a size does not divide.
         """
         return _spec(self.mesh, letters, tuple(shape))
 
@@ -115,7 +115,7 @@ def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
 def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     """PartitionSpec of axis letters such as "B K D"; with `mesh`, its axes of size 1 are left out.
 
-    Trailing unsplit axes are left out. ValueError if two letters use the same axis of the mesh.
+    Trailing unsplit axes are left out.
     """
     found = [LETTERS.get(name.lstrip("#")) for name in letters.split()]
     split = [
