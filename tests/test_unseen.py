@@ -106,8 +106,6 @@ def test_a_scorer_says_itself_whether_it_looks_at_the_end(chatting):
     assert not told(chatting, policy=Policy(budget=16, scorer=WorstCase()))
     assert told(chatting, policy=Policy(budget=16, scorer=WorstCase(looks_at_end=True)))
     assert WindowAttention().looks_at_end and not KeyNorm().looks_at_end
-    with pytest.raises(ValueError, match=r"scorer\.looks_at_end="):
-        Policy(budget=16, scorer=WorstCase(looks_at_end="no"))
 
 
 def test_where_warnings_are_errors_every_call_is_refused(chatting):
