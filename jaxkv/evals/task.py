@@ -204,8 +204,11 @@ def _setting(hint: Any, value: Any, name: str) -> Any:
     return value
 
 
-# Registered task classes by name; the decorator `task` adds to it.
-TASKS: dict[str, type[Task]] = {}
+class Tasks(dict[str, type[Task]]):
+    """Dict {name: registered task class}; the decorator `task` adds to it."""
+
+
+TASKS = Tasks()
 _Task = TypeVar("_Task", bound=type[Task])
 
 
