@@ -109,7 +109,6 @@ def forget_other_programs(model, request):
         _cells.clear()
         _cells.add(cell)
         jax.clear_caches()
-        model.flat.compiled.clear()
 
 
 def measure(model, request):
