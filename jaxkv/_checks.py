@@ -1,4 +1,4 @@
-"""What enters, checked and made plain Python; jaxkv's own settings of JAX; and warnings that come once.
+"""Checks of arguments, which become plain Python; JAX settings of jaxkv's own calls; warnings given once.
 
 Public functions and frozen configs call checks once for each argument; internal code does not check again. A wrong
 value is a ValueError, something of a wrong kind a TypeError.

@@ -65,7 +65,7 @@ def _shard(text: str) -> tuple[int, int]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run(Loaded):
-    """What is run, and where.
+    """Options of a task's run: policies, budgets, folder, batch, shard, mesh.
 
     Attributes:
         policies: of `jaxkv policies`, with commas between them; options go behind a name: 'snapkv,adakv --base

@@ -128,7 +128,7 @@ def read_long_text(name: str, flag: str) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
-    """What option `flag` names: `-` for stdout, or a path; `check` it before the work, `write` it once afterwards.
+    """Output of a command: stdout for `-`, or a path; call `check` before the work, `write` once afterwards.
 
     A missing path or a regular file is written beside and renamed, links followed. Anything else that is there (a
     device, a FIFO), and a file that cannot be replaced, is written in place.

@@ -1,1 +1,1 @@
-"""What a process runs on: memory, threads, other processes, compiled programs."""
+"""Memory, threads, other processes and compiled programs of the process."""

@@ -94,7 +94,7 @@ def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:
 def _read(
     field: str, given: str | os.PathLike[str], remedy: str, load: Callable[[Path], Any]
 ) -> Any:
-    """What `load` reads of a regular file of at most 32 MiB; ValueError that names `field` if it cannot."""
+    """Value that `load` reads from a regular file of at most 32 MiB; else ValueError that names `field`."""
     path = Path(os.path.expanduser(given))
     try:
         if not path.is_file():
