@@ -71,6 +71,12 @@ def warnings_come_once_a_test():
     _checks.forget()
 
 
+@pytest.fixture(autouse=True)
+def annotations_are_checked_in_every_test():
+    """In a function's first calls of each."""
+    annotations.begin_test()
+
+
 @pytest.fixture
 def as_users_call():
     """Users run without the hook that checks annotations: what they give of the wrong type reaches the library."""
