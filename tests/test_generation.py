@@ -96,19 +96,14 @@ def test_conversations_and_batches_of_them(model):
 
 @pytest.mark.real
 def test_the_real_model_batched_streamed_and_asked_twice(smol):
-    prompts = [
-        "What is the capital of France?",
-        "Hi",
-        "Name three colours of the rainbow, please, and one more.",
-    ]
+    prompts = ["What is the capital of France?", "Hi"]
     out = jaxkv.generate(smol, prompts, max_new_tokens=16)
     assert "Paris" in out.text[0]
     for row, prompt in enumerate(prompts):
-        alone = jaxkv.generate(smol, prompt, max_new_tokens=16)
-        np.testing.assert_array_equal(out.tokens[row], alone.tokens)
-        assert alone.text == out.text[row] == smol.text.decode(alone.tokens.tolist())
-    stream = jaxkv.generate(smol, prompts[2], max_new_tokens=16, stream=True)
-    assert "".join(stream) == stream.result.text == out.text[2]
+        alone = jaxkv.generate(smol, prompt, max_new_tokens=16, stream=True)
+        assert "".join(alone) == alone.result.text == out.text[row]
+        np.testing.assert_array_equal(out.tokens[row], alone.result.tokens)
+        assert alone.result.text == smol.text.decode(alone.result.tokens.tolist())
     # The piece "document, then question" is tokenized here as the whole is: a sentence each.
     document, question = (
         "The password of the old gate is swordfish.",
