@@ -97,7 +97,7 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
 
 def test_a_cache_prints_whatever_its_leaves_are():
     cache = jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(1, (40, 20)), policy=AWAY)
-    assert "0.03 MB in host memory" in repr(cache)
+    assert "0.02 MB; 0.02 MB in host memory" in repr(cache)
     seen = []
     jax.jit(lambda cache: seen.append(repr(cache)) or cache.seen)(
         jaxkv.prefill(tiny.tiny(GQA), [[1, 2]], policy="knorm")
