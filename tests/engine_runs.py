@@ -33,7 +33,9 @@ def checked(policy, count):
     Raises AssertionError where tokens are not those of the request alone.
     """
     model, rng = tiny.tiny(tiny.TWO_LAYERS), np.random.default_rng(8)
-    given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(11, count, sampled=True)]
+    # Prompts of one bucket: what each answers alone is compiled for its length.
+    drawn = runs.requests(11, count, sampled=True, shortest=33)
+    given = [dataclasses.replace(asked, eos=()) for asked in drawn]
     options = [
         {"max_new_tokens": each.new, "sampling": each.sampling, "key": each.seed} for each in given
     ]
@@ -48,7 +50,7 @@ def checked(policy, count):
                 prompt = asked.prompt if on is None else asked.prompt[:QUESTION]
                 document = None if on is None else documents[on]
                 requests.append(engine.submit(prompt, document=document, **each))
-                expected.append((prompt, on, each))
+                expected.append((asked, prompt, on, each))
                 if at % 7 == 3:
                     requests[at - 2].cancel()
             answers = [
@@ -59,14 +61,14 @@ def checked(policy, count):
         assert stats.waiting == stats.ready == stats.running == 0
     caches = [jaxkv.prefill(model, text, policy=policy) for text in texts]
     told = 0
-    for answer, (prompt, on, each) in zip(answers, expected, strict=True):
+    for answer, (asked, prompt, on, each) in zip(answers, expected, strict=True):
         if answer is not None:
-            alone = {"policy": policy} if on is None else {"cache": caches[on]}
-            assert answer == jaxkv.generate(model, prompt, **alone, **each).tokens.tolist(), (
-                prompt,
-                on,
-                each,
+            alone = (
+                runs.alone(model, policy, asked)
+                if on is None
+                else jaxkv.generate(model, prompt, cache=caches[on], **each).tokens.tolist()
             )
+            assert answer == alone, (prompt, on, each)
             told += 1
     return told, clock.programs
 

@@ -10,7 +10,6 @@ import tiny
 
 import jaxkv
 from jaxkv import (
-    CAPKV,
     D2O,
     H2O,
     AdaKV,
@@ -29,9 +28,9 @@ from jaxkv.engine.recompress import beyond, due
 from jaxkv.engine.spec import spec_for
 from jaxkv.policies import KeyNorm, LinearLayers, Merged, Merger, UniformLayers, Wrapper
 
-GQA = tiny.MODELS["gqa3"]
+GQA = tiny.TWO_LAYERS
 ROWS, EVERY = 24, 8
-# Policies that choose again: one of each kind of scores, budgets and merging.
+# Policies that choose again: one of each kind of scores, budgets and merging. Slots run some of them, too.
 POLICIES = {
     "snapkv-sinks": SnapKV(budget=ROWS, window=8, sinks=3, protect=((5, 8), (-3, 20)), every=EVERY),
     "adakv-merge": AdaKV(
@@ -41,7 +40,6 @@ POLICIES = {
     "streaming-rolling": StreamingLLM(budget=ROWS, rolling_positions=True, every=EVERY),
     "h2o": H2O(budget=ROWS, mode="prefill", every=EVERY),
     "adakv-critical": AdaKV(base=CriticalKV(base=SnapKV(budget=ROWS, window=8, every=EVERY))),
-    "capkv": CAPKV(budget=ROWS, every=EVERY),
     "layerdefensive": LayerDefensiveKV(budget=ROWS, window=8, every=EVERY),
 }
 # Rows that go one by one while drawing, and many at once behind a question.
@@ -107,7 +105,8 @@ def check_chooses_again(policy, chunk, reference, sequences=(0, 1)):
         )
         after = jaxkv.Session(model, policy).compress_again(grown)
         whole = [[*ids[sequence], *more[sequence, :new].tolist()]]
-        expected, _, _ = tiny.run(model, whole, reference)
+        # Twice, for a batch of two finds programs that the policy's own prompts have compiled.
+        expected, _, _ = tiny.run(model, whole * 2, reference)
         same_rows(by_position(after), by_position(expected), ROWS, sequence)
         assert not due(after).any()
         # The other sequence: as it was, if it was not due.
@@ -140,8 +139,7 @@ def test_recent_rows_of_a_prompt_below_its_budget_fit_every_layer():
     keep = jaxkv.Keep(recent=0.5)
     policy = jaxkv.Policy(budget=16, scorer=KeyNorm(), keep=keep, layers=LinearLayers(), every=4)
     session = jaxkv.Session(tiny.tiny(tiny.TWO_LAYERS), policy)
-    cache, _ = session.draw(session.prefill(tiny.prompts(5, (20, 3)), new=16), 16)
-    grown = session.extend(cache, tiny.prompts(6, (4, 4)))
+    grown = session.extend(session.prefill(tiny.prompts(5, (20, 3))), tiny.prompts(6, (17, 17)))
     after = session.compress_again(grown)
     assert due(grown).all() and not due(after).any()
     assert (after.kept.mean(axis=(0, 2)) == 16).all()
@@ -183,7 +181,7 @@ def test_a_merger_learns_nothing_of_sequences_that_are_not_due():
     assert (tau[:, 0] == 2).all() and (tau[:, 1] == 1).all()
 
 
-@pytest.mark.parametrize("name", ("snapkv-sinks", "adakv-merge", "streaming-rolling"))
+@pytest.mark.parametrize("name", ("snapkv-sinks", "streaming-rolling"))
 def test_a_cache_never_exceeds_its_budget_and_n(name):
     policy, model = POLICIES[name], tiny.tiny(GQA)
     ids, more = (
@@ -222,14 +220,14 @@ def test_generate_over_turns(policy):
     """Prompts shorter and longer than the budget, a question longer than the room, an answer of several blocks."""
     model = tiny.tiny(GQA)
     out = jaxkv.generate(
-        model, tiny.prompts(12, (40, 9)), policy=policy, max_new_tokens=30, stop_at_eos=False
+        model, tiny.prompts(12, (40, 9)), policy=policy, max_new_tokens=16, stop_at_eos=False
     )
     before = [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(out.cache)]
     again_ = jaxkv.generate(
-        model, tiny.prompts(13, (35, 3)), cache=out.cache, max_new_tokens=12, stop_at_eos=False
+        model, tiny.prompts(13, (35, 3)), cache=out.cache, max_new_tokens=16, stop_at_eos=False
     )
     assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(out.cache)] == before
-    assert np.asarray(again_.cache.seen).tolist() == [40 + 30 + 35 + 12, 9 + 30 + 3 + 12]
+    assert np.asarray(again_.cache.seen).tolist() == [40 + 16 + 35 + 16, 9 + 16 + 3 + 16]
     for cache in (out.cache, again_.cache):
         over = cache.kept - np.asarray(cache.limit)
         assert over.max() <= (0 if policy.parts().evicts else EVERY - 1)
@@ -246,11 +244,10 @@ def test_no_bound_is_taken_for_segments_that_a_later_choice_may_fill():
 
 
 def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():
-    config = tiny.shape(layers=4, kv_heads=2, group=3, dim=8)
-    model, rows = tiny.tiny(config), 40
+    config, rows = tiny.MODELS["gqa3"], 40
     out = jaxkv.generate(
-        model,
-        tiny.prompts(3, (256, 256)),
+        tiny.tiny(config),
+        tiny.prompts(3, (128, 128)),
         policy=D2O(budget=rows),
         max_new_tokens=5,
         stop_at_eos=False,
@@ -276,19 +273,17 @@ def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():
     ids=lambda policy: type(policy).__name__,
 )
 def test_spans_end_with_the_prompt(policy):
-    """A span that reaches further protects the same rows as one that ends there, and nothing that is drawn."""
+    """One that reaches further protects the prompt's rows up to there, and nothing that is drawn."""
     model, prompt = tiny.tiny(GQA), tiny.prompts(1, [30])[0]
-    clipped = tuple(slice(*span).indices(len(prompt))[:2] for span in policy.protect)
-    options = {"max_new_tokens": 40, "stop_at_eos": False}
-    wide = jaxkv.generate(model, prompt, policy=policy, **options)
-    tight = jaxkv.generate(
-        model, prompt, policy=dataclasses.replace(policy, protect=clipped), **options
+    spans = [range(*slice(*span).indices(len(prompt))) for span in policy.protect]
+    out = jaxkv.generate(model, prompt, policy=policy, max_new_tokens=40, stop_at_eos=False)
+    seen, heads = (
+        int(out.cache.seen[0]),
+        [head for layer in tiny.kept(out.cache) for head in layer[0]],
     )
-    np.testing.assert_array_equal(wide.tokens, tight.tokens)
-    assert tiny.kept(wide.cache) == tiny.kept(tight.cache)
-    assert wide.cache.kept.mean() <= 40 + 8
-    newest = max(max(head) for layer in tiny.kept(wide.cache) for head in layer[0])
-    assert newest == int(wide.cache.seen[0]) - 1
+    assert all({*span} <= {*head} for span in spans for head in heads)
+    assert out.cache.kept.mean() <= 40 + 8 and max(map(max, heads)) == seen - 1
+    assert any(not {*range(30, 38)} <= {*head} for head in heads), "the first that were drawn"
 
 
 def test_layers_of_a_pyramid_hold_their_protected_rows_again_and_again():
@@ -302,7 +297,7 @@ def test_layers_of_a_pyramid_hold_their_protected_rows_again_and_again():
 def test_batches_of_short_and_long_prompts_compile_once():
     model, programs = tiny.tiny(GQA), []
     policy = SnapKV(budget=24, window=8, every=16)
-    for seed, lengths in enumerate([(60, 20), (61, 21), (62, 22), (63, 19)]):
+    for seed, lengths in enumerate([(60, 20), (61, 21), (63, 19)]):
         prompts = tiny.prompts(seed, lengths)
         out = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=40, stop_at_eos=False)
         programs.append(out.stats.compiled_programs)

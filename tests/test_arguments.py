@@ -19,7 +19,7 @@ from jaxkv.attention import Implementation
 from jaxkv.engine.plan import plan_prefill
 
 pytestmark = pytest.mark.usefixtures("as_users_call")
-GQA = tiny.MODELS["gqa3"]
+GQA = tiny.TWO_LAYERS
 AWAY = OmniKV(filter_layers=(0,), adjacent=0, offload=True, budget=8)
 
 
@@ -84,7 +84,7 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
     assert all(each in shown for each in wanted.split("|")) and str(out.cache) == shown
     assert re.search(r"\d+ to \d+ rows in each of 3 x 2 heads", shown), shown
     assert repr(out) == f"Generation(2 answers, 24 tokens; {shown})"
-    one = jaxkv.generate(model, DOC, policy=policy, **DRAWING)
+    one = jaxkv.generate(model, DOC, **DRAWING)
     assert repr(one).startswith(f"Generation(text={one.text!r}, 12 tokens; KVCache(")
     for value in (one, out.cache, out.stats, dataclasses.replace(one, text="x" * 500)):
         assert "\n" not in repr(value) and len(repr(value)) < 300, repr(value)
@@ -97,7 +97,7 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
 
 def test_a_cache_prints_whatever_its_leaves_are():
     cache = jaxkv.prefill(tiny.tiny(GQA), tiny.prompts(1, (40, 20)), policy=AWAY)
-    assert "0.03 MB in host memory" in repr(cache)
+    assert "0.02 MB; 0.02 MB in host memory" in repr(cache)
     seen = []
     jax.jit(lambda cache: seen.append(repr(cache)) or cache.seen)(
         jaxkv.prefill(tiny.tiny(GQA), [[1, 2]], policy="knorm")

@@ -71,7 +71,7 @@ def alone(text, **options):
 
 
 def test_lines_are_answered_in_their_order_and_bad_ones_have_errors(files, asked, capsys):
-    texts = {f"r{at}": lettered.DOC[: 9 + 3 * at] for at in range(4)}
+    texts = {f"r{at}": lettered.DOC[: 19 + 3 * at] for at in range(4)}
     body = {"prompt": ["abc", "de"], "n": 2, **GREEDY}
     several = {"custom_id": "two", "url": TEXTS, "body": body}
     # Behind a blank line.

@@ -24,9 +24,13 @@ BUDGETS = (20, 0.5)
 LENGTHS = (60, 31)
 SHORT = (50, 9)
 # One model for all rows, so that they share programs, and others for a row of each kind of pool.
-GQA, MQA = tiny.MODELS["gqa3"], tiny.MODELS["mqa8"]
+GQA, MQA = tiny.TWO_LAYERS, tiny.MODELS["mqa8"]
 # A row of each kind of pool, and of each way in which entries go.
 KINDS = ("full", "snapkv", "adakv", "pyramidkv-linear", "pyramidkv-entropy", "h2o", "d2o", "omnikv")
+# Rows that are run alone, too: one of each way in which pools lie, one that evicts and one that reads a part.
+ALONE = ("snapkv", "adakv", "pyramidkv-entropy", "d2o", "omnikv")
+# Rows whose caches are asked.
+ASKED = (*KINDS, "streaming-rolling")
 each_kind = pytest.mark.parametrize("name", KINDS)
 
 
@@ -137,8 +141,8 @@ def check_alone(row: Row, model, seed, lengths, budget, steps=2):
             for index, name in enumerate(names)
         }
 
-    # Alone it lies in a smaller bucket: programs of its own, of which a row of each kind shows enough.
-    alone = (("b", "ab", "b"),) if row.name in KINDS else ()
+    # Alone it lies in a smaller bucket: programs of its own, of which a few rows show enough.
+    alone = (("b", "ab", "b"),) if row.name in ALONE else ()
     for name, beside, other in (("a", "ab", "ao"), ("b", "ab", "ob"), *alone):
         (kept, logits), (same_kept, same_logits) = result(beside)[name], result(other)[name]
         assert kept == same_kept
@@ -158,7 +162,7 @@ def check_decode(model, cache, lengths, steps=3):
         np.testing.assert_array_equal(v[:-steps], old_v)
 
 
-def check_constant(row: Row, model, cache, lengths, steps=6):
+def check_constant(row: Row, model, cache, lengths, steps=4):
     """One entry goes for each that comes: sizes stay, sinks and the newest entries too, nothing comes back."""
     limit, before = np.asarray(cache.limit), tiny.kept(cache)
     for step in range(1, steps + 1):
@@ -238,7 +242,8 @@ def contract(row: Row, model, seed, lengths, budget):
         check_constant(row, model, cache, lengths)
     else:
         check_decode(model, cache, lengths)
-    check_questions(model, cache)
+    if row.name in ASKED:
+        check_questions(model, cache)
 
 
 def _bytes(cache):
@@ -264,7 +269,9 @@ def test_prefill_at_any_length(name, lengths):
     check_prefill(BY_NAME[name], tiny.tiny(GQA), sum(lengths), lengths, BUDGETS[0])
 
 
-@pytest.mark.parametrize("name", (*KINDS, "streaming-rolling"))
+@pytest.mark.parametrize(
+    "name", ("adakv", "pyramidkv-entropy", "d2o", "omnikv", "streaming-rolling")
+)
 def test_a_budget_of_the_length_changes_nothing(name):
     model, row = tiny.tiny(GQA), BY_NAME[name]
     ids, tokens = tiny.prompts(3, LENGTHS), [[1, 2], [3, 4], [5, 6]]
@@ -279,10 +286,10 @@ def test_a_budget_of_the_length_changes_nothing(name):
     assert results[0][2] == results[1][2]
 
 
-@pytest.mark.parametrize("name", ("adakv", "pyramidkv-entropy"))
-def test_choosing_without_jit_is_choosing_with_it(name):
+def test_choosing_without_jit_is_choosing_with_it():
+    """Budgets of layers and of heads."""
     q, k = agreement.draw_layers(0, 3, (40, 21))
-    policy = BY_NAME[name].policy(20)
+    policy = BY_NAME["adakv-entropy"].policy(20)
     compiled = agreement.library_kept(policy, q[:2], k[:2], (40, 21))
     with jax.disable_jit():
         assert agreement.library_kept(policy, q[:2], k[:2], (40, 21)) == compiled
@@ -317,10 +324,9 @@ def test_what_must_stay_is_planned_for(allocation):
 # --- caches as values ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ("d2o", "streaming-rolling"))
-def test_one_cache_serves_three_prompts(name):
+def test_one_cache_serves_three_prompts():
     model = tiny.tiny(GQA)
-    cache = jaxkv.prefill(model, tiny.prompts(4, (50,))[0], policy=BY_NAME[name].policy(20))
+    cache = jaxkv.prefill(model, tiny.prompts(4, (50,))[0], policy=BY_NAME["d2o"].policy(20))
     before = _bytes(cache)
     questions = [[1, 2, 3], [9], [20, 21]]
     forked = jaxkv.generate(model, questions, cache=cache, max_new_tokens=4)

@@ -18,8 +18,7 @@ from jaxkv.text.shown import Passage, Shown
 
 LENGTHS = (60, 23, 41)
 POLICIES = {
-    "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=16, window=4)),
-    "pyramid": jaxkv.PyramidKV(budget=16, window=4),
+    "adakv": jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=16, window=4)),
     "d2o": jaxkv.D2O(budget=16),
 }
 
@@ -36,10 +35,9 @@ def expected(cache, layers):
 @pytest.mark.parametrize("name", POLICIES)
 def test_counts_and_positions_are_those_of_the_segments(name):
     model, ids = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(5, LENGTHS)
-    cache = jaxkv.prefill(model, ids, policy=POLICIES[name])
-    later = jaxkv.generate(
-        model, ids, policy=POLICIES[name], max_new_tokens=9, stop_at_eos=False
-    ).cache
+    session = jaxkv.Session(model, POLICIES[name])
+    cache = session.prefill(ids, new=9)
+    later, _ = session.draw(cache, 9)
     for each in (cache, later):
         counts = each.counts()
         assert [len(one) for one in counts] == np.asarray(each.seen).tolist()

@@ -93,7 +93,9 @@ def test_a_carriage_return_is_a_line_break():
 
 def test_a_mixed_list_is_answered_as_each_alone(model):
     """Ids, text, a conversation: prefilled, asked, and asked again, beside each other and alone."""
-    prompts = [[BOS, *model.text.encode("tin is", bos=False)], DOC, CHAT]
+    # All of one bucket.
+    chat = [*CHAT[:2], {"role": "user", "content": "And copper?"}]
+    prompts = [[BOS, *model.text.encode(DOC, bos=False)], DOC[::-1], chat]
     questions = [" why?", " who?", [7, 8, 9]]
     cache = jaxkv.prefill(model, prompts)
     assert cache.turn == (Turn.RAW, Turn.USER, Turn.USER)

@@ -28,11 +28,7 @@ def folder(tmp_path):
 
 def test_running_requests_are_answered_after_sigterm(folder):
     """A queue of streams when the signal comes: all are answered, a new request is refused, and the process ends."""
-    with started(folder, "--also", "full", "--also", "streamingllm --budget 9") as (
-        process,
-        address,
-        lines,
-    ):
+    with started(folder, "--also", "full") as (process, address, lines):
         options = {"base_url": address, "timeout": 60, "trust_env": False}
         options["headers"] = {"Authorization": "Bearer sesame"}
         body = {"prompt": lettered.DOC, "temperature": 0, "max_tokens": 60, "ignore_eos": True}
@@ -42,7 +38,7 @@ def test_running_requests_are_answered_after_sigterm(folder):
             assert client.get("/health").status_code == 200
             listed = client.get("/v1/models").json()["data"]
             models = {each["id"]: each["budget"] for each in listed}
-            assert models == {"tiny": 16, "tiny:full": None, "tiny:streamingllm-budget-9": 9}
+            assert models == {"tiny": 16, "tiny:full": None}
             assert httpx2.get(f"{address}/v1/models", trust_env=False).status_code == 401
 
             def ask(at):
@@ -106,6 +102,16 @@ def test_a_busy_address_is_told_before_anything_is_loaded(capsys, monkeypatch):
         port = str(first.getsockname()[1])
         said = refused(capsys, "serve", "--port", port)
     assert f"address='127.0.0.1:{port}'" in said and "give another --host or --port" in said
+
+
+def test_further_policies_are_called_as_they_were_written():
+    given = ("streamingllm --budget 9", "tova", "full")
+    found = serving.further_policies(given, jaxkv.KNorm(budget=16), "tiny")
+    assert found == {
+        "tiny:streamingllm-budget-9": jaxkv.StreamingLLM(budget=9),
+        "tiny:tova": jaxkv.TOVA(budget=16),
+        "tiny:full": jaxkv.FullKV(),
+    }
 
 
 def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch):

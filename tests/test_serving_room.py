@@ -1,7 +1,5 @@
 """`slots="auto"`: how many slots of an engine fit into the free memory, beside the prompts that wait."""
 
-import functools
-
 import lettered
 import meshes
 import pytest
@@ -15,10 +13,17 @@ from jaxkv.serving import room
 LIMITS = {"max_prompt": 64, "max_new_tokens": 16, "max_question": 0}
 
 
+def allocated(session, count):
+    """Bytes of so many slots."""
+    slots = Slots(session, count=count, start=False, **LIMITS)
+    slots.compile(lengths=False)
+    return slots.nbytes
+
+
 def test_slots_from_memory(monkeypatch):
     session = jaxkv.Session(lettered.tiny(), jaxkv.KNorm(budget=16))
     assert room.slots_that_fit(session, **LIMITS) == 64
-    one = Slots(session, count=1, **LIMITS).nbytes
+    one = allocated(session, 1)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 20 * one)
     count = room.slots_that_fit(session, **LIMITS)
     assert 3 <= count <= 16
@@ -32,11 +37,11 @@ def test_slots_from_memory_on_a_mesh(monkeypatch):
     session = jaxkv.Session(
         as_model(meshes.model_of(4), meshes.mesh_of(2, 2)), jaxkv.KNorm(budget=16)
     )
-    slots = functools.partial(Slots, session, **LIMITS)
-    pair = slots(count=2).nbytes
+    pair = allocated(session, 2)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 40 * pair)
     count = room.slots_that_fit(session, **LIMITS)
-    held = slots(count=count).nbytes + room.ahead_of(count) * pair
+    # Every array of the slots has one part for each of them.
+    held = (count // 2 + room.ahead_of(count)) * pair
     assert count % 2 == 0 and 0.45 < held / (40 * pair) < 0.9
     monkeypatch.setattr(memory, "machine_bytes", lambda: pair // 2)
     with pytest.raises(MemoryError, match="one slot, its queue and a prefill needs"):

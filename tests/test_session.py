@@ -15,7 +15,6 @@ from jaxkv.testing import segments
 GQA = tiny.TWO_LAYERS
 IDS, MORE = tiny.prompts(1, (37, 21)), tiny.prompts(2, (9, 4))
 POLICIES = {
-    "full": FullKV(),
     "every": SnapKV(budget=16, window=8, every=8),
     "evicting": H2O(budget=20),
     "offloaded": OmniKV(filter_layers=(0,), adjacent=0, budget=12, offload=True),
@@ -103,22 +102,21 @@ def apart(cache):
 
 
 @pytest.mark.parametrize(
-    "policy",
-    [H2O(budget=16), jaxkv.D2O(budget=16, merge=None)],
-    ids=lambda p: type(p).__name__,
+    ("policy", "donate"),
+    [(H2O(budget=16), False), (jaxkv.D2O(budget=16, merge=None), True)],
+    ids=("H2O", "D2O"),
 )
-def test_what_was_read_without_room_is_cut_back_before_tokens_are_drawn(policy):
+def test_what_was_read_without_room_is_cut_back_before_tokens_are_drawn(policy, donate):
     model = tiny.tiny(GQA)
     session, more = Session(model, policy), tiny.prompts(5, (90, 70))
-    for donate in (False, True):
-        cache = session.prefill(IDS, new=8)
-        grown = session.extend(cache, more, donate=donate)
-        assert (grown.kept > np.asarray(grown.limit)).any()
-        drawn, tokens = session.draw(grown, 12, donate=donate)
-        apart(drawn)
-        assert (drawn.kept <= np.asarray(drawn.limit)).all()
-        ready = session.extend(session.prefill(IDS, new=8), more, new=12)
-        np.testing.assert_array_equal(tokens, session.draw(ready, 12)[1])
+    cache = session.prefill(IDS, new=8)
+    grown = session.extend(cache, more, donate=donate)
+    assert (grown.kept > np.asarray(grown.limit)).any()
+    drawn, tokens = session.draw(grown, 12, donate=donate)
+    apart(drawn)
+    assert (drawn.kept <= np.asarray(drawn.limit)).all()
+    ready = session.extend(session.prefill(IDS, new=8), more, new=12)
+    np.testing.assert_array_equal(tokens, session.draw(ready, 12, donate=donate)[1])
     one = session.extend(session.prefill(IDS, new=8), [[3], [4]], donate=True)
     for _ in range(3):
         one, _ = session.draw(one, 1, donate=True)
