@@ -258,7 +258,7 @@ PARTS = (
             for case in DECODE
             if case["rows"] * case["batch"] >= 8192
         ),
-        quick=tuple(stored(TINY, store) for store in STORES),
+        quick=(stored(TINY, "mixed"),),
         limit=60,
         sources=_KERNELS,
     ),
@@ -329,7 +329,7 @@ PARTS = (
             *(run(policy, 1, 32768, prefill="mosaic") for policy in ("SnapKV", "FullKV")),
             *(run(policy, 1, 32768, decode="xla") for policy in ("SnapKV", "FullKV")),
         ),
-        quick=(_tiny("FullKV", prefill="xla", decode="xla"),),
+        quick=(),
         **_END,
     ),
     Part(

@@ -106,8 +106,8 @@ class Way:
         return float(compiled.cost_analysis()["bytes accessed"])
 
 
-def ways(budgets, filters):
-    """Name to policy."""
+def ways(budgets, filters, layers):
+    """Name to policy, for a model of so many layers."""
     found = {"FullKV": jaxkv.FullKV()}
     for budget in budgets:
         found[f"OmniKV-{budget}"] = jaxkv.OmniKV(budget=budget, filter_layers=filters)
@@ -115,7 +115,7 @@ def ways(budgets, filters):
     found[f"OmniKV-{middle}-offloaded"] = jaxkv.OmniKV(
         budget=middle, filter_layers=filters, offload=True
     )
-    found["BrutalOffload"] = jaxkv.BrutalOffload(resident_layers=10)
+    found["BrutalOffload"] = jaxkv.BrutalOffload(resident_layers=min(10, layers - 1))
     return found
 
 
@@ -123,7 +123,7 @@ def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
     """Milliseconds per step, ratios and bytes of every way."""
     where = record.machine()
     cache, needed = cache_of(model, batch, tokens)
-    policies = ways(budgets, filters)
+    policies = ways(budgets, filters, model.config.layers)
     each = {}
     for name, policy in policies.items():
         mine = cache if name == "FullKV" else read_by(cache, policy)

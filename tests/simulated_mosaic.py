@@ -22,12 +22,18 @@ from pallas_kernels import mosaic
 TILES = mosaic.HopperTiles(queries=16, keys=16, stages=2)
 # Two unequal prompts of no multiple of a block: more blocks of keys than the ring holds, and a tile of padding. Then
 # the last queries alone, some before the beginning, some past the end, and a sequence of no tokens.
-WHOLE = dict(queries=40, slots=40, first=[0, 0], length=[39, 20])
 CASES = {
-    "whole-64-bfloat16": dict(dim=64, dtype="bfloat16", group=2, **WHOLE),
-    "whole-128-float16": dict(dim=128, dtype="float16", group=1, **WHOLE),
-    "offset": dict(
+    "whole-64-bfloat16": dict(
         dim=64,
+        dtype="bfloat16",
+        group=2,
+        queries=40,
+        slots=40,
+        first=[0, 0],
+        length=[39, 20],
+    ),
+    "offset-128-float16": dict(
+        dim=128,
         dtype="float16",
         group=1,
         queries=9,

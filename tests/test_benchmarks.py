@@ -96,7 +96,7 @@ def test_compiled_cases_are_apart(benchmark, device):
 
 
 def test_decode_steps_are_measured_side_by_side(benchmark, capsys, as_users_call):
-    steps, model = benchmark("decode_step"), tiny.tiny(tiny.MODELS["gqa3"])
+    steps, model = benchmark("decode_step"), tiny.tiny(tiny.TWO_LAYERS)
     found = steps.measure(model, tiny.prompts(0, (60, 60)), budget=40, rounds=2, steps=3)
     steps.show("tiny", found)
     assert all(
@@ -106,8 +106,8 @@ def test_decode_steps_are_measured_side_by_side(benchmark, capsys, as_users_call
 
 
 def test_ways_of_reading_are_measured_side_by_side(benchmark, capsys, as_users_call):
-    omnikv, config = benchmark("omnikv"), tiny.shape(layers=12, kv_heads=2, group=2, dim=8)
-    model, filters = tiny.tiny(config), (1, 5)
+    omnikv, config = benchmark("omnikv"), tiny.shape(layers=5, kv_heads=2, group=2, dim=8)
+    model, filters = tiny.tiny(config), (1,)
     found = omnikv.measure(
         model, batch=2, tokens=60, budgets=[8], filters=filters, rounds=1, steps=2
     )

@@ -31,7 +31,7 @@ def dealt(length, programs, block):
     return start, {name: np.asarray(getattr(chunks, name)) for name in chunks.__dataclass_fields__}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     shape=st.sampled_from([(1, 1, 3), (2, 2, 4)]),
     programs=st.sampled_from([1, 7, 40]),
@@ -232,7 +232,6 @@ def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
     ("dim", "dtype", "group", "scored", "store"),
     [
         (64, "float32", 3, True, "int8"),
-        (80, "bfloat16", 4, False, "int8"),
         (20, "float32", 2, False, "int8"),
         (128, "float16", 20, False, "int4"),
         (64, "bfloat16", 1, True, "int4"),

@@ -202,7 +202,7 @@ CASES = [(row, 3) for row in TABLE] + [
 @pytest.mark.parametrize(
     ("row", "group"), CASES, ids=lambda each: getattr(each, "name", f"G{each}")
 )
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(seed=seeds, lengths=lengths_of_two, budget=st.sampled_from((20, 0.45)))
 def test_kept_sets_agree_with_the_oracle(row, group, seed, lengths, budget):
     assume(check_agreement(row, seed, group, lengths, budget))
@@ -243,21 +243,21 @@ def _uniform(scores, rows, forced, n):
     return [o.top_select(row, rows, forced, n)[0] for row in scores], None
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(tied)
 def test_ties_in_uniform_heads(drawn):
     check_ties(UniformHeads(), _uniform, *drawn)
 
 
 @pytest.mark.parametrize("alpha", (0.0, 0.2, 1.0))
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(drawn=tied)
 def test_ties_in_adaptive_heads(alpha, drawn):
     check_ties(AdaptiveHeads(alpha=alpha), lambda *a: o.ada_select(*a, alpha=alpha), *drawn)
 
 
 @pytest.mark.parametrize("alpha", (0.0, 0.25, 1.0))
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(drawn=tied)
 def test_ties_in_protected_heads(alpha, drawn):
     check_ties(ProtectedHeads(alpha=alpha), lambda *a: o.protect_select(*a, alpha=alpha), *drawn)
@@ -289,7 +289,7 @@ def _kv_weights(weights, group):
     return weights.reshape(-1, group, weights.shape[1]).sum(axis=1)
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(seed=seeds, base=st.integers(1, 6), alpha=st.sampled_from((0.0, 0.2, 0.7, 1.0)))
 def test_theorem_3_1_loss_is_below_its_bound(seed, base, alpha):
     group = 2
@@ -298,7 +298,7 @@ def test_theorem_3_1_loss_is_below_its_bound(seed, base, alpha):
     assert o.eviction_loss(q, k, v, w_o, kept) <= o.eps_bound(q, k, v, w_o, kept) + 1e-9
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(seed=seeds, base=st.integers(1, 6), alpha=st.sampled_from((0.0, 0.2, 0.7, 1.0)))
 def test_theorem_3_2_top_rows_are_the_best_of_their_number(seed, base, alpha):
     q, k, v, w_o, weights = _step(seed)
@@ -315,7 +315,7 @@ def test_theorem_3_2_top_rows_are_the_best_of_their_number(seed, base, alpha):
     )
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(seed=seeds, base=st.integers(1, 6))
 def test_theorem_3_3_no_allocation_beats_alpha_zero(seed, base):
     *_, weights = _step(seed)
@@ -325,7 +325,7 @@ def test_theorem_3_3_no_allocation_beats_alpha_zero(seed, base):
     assert o.retained_mass(weights, kept) == pytest.approx(best, abs=1e-6)
 
 
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(seed=seeds, base=st.integers(1, 11), alpha=st.sampled_from((0.1, 0.2, 0.5, 0.9)))
 def test_uniform_retains_least_and_adaptive_most(seed, base, alpha):
     weights = _step(seed, 3, n=12)[-1]

@@ -80,7 +80,7 @@ def numbers_of(words):
 
 @pytest.mark.parametrize(
     ("dim", "dtype"),
-    [(8, "float16"), (64, "float32"), (80, "bfloat16"), (128, "float16"), (256, "bfloat16")],
+    [(64, "float32"), (80, "bfloat16"), (256, "float16")],
 )
 def test_roundings_are_the_oracles_bit_by_bit(dim, dtype):
     rng = np.random.default_rng(dim)
@@ -108,7 +108,7 @@ def test_roundings_are_the_oracles_bit_by_bit(dim, dtype):
     assert [each.dtype for each in found.view()] == [given.dtype] * 2
 
 
-@pytest.mark.parametrize("store", KINDS)
+@pytest.mark.parametrize("store", ["int8", "int4"])
 def test_moving_rows_does_not_round_them_again(store):
     rows = jax.random.normal(jax.random.key(0), (2, 12, 64))
     kind = KINDS[store]
@@ -131,18 +131,14 @@ def test_moving_rows_does_not_round_them_again(store):
     assert np.isnan(np.asarray(kind.of(rows.at[0, 0, 0].set(jnp.nan), rows).view()[0])[0, 0]).any()
 
 
-# A row of each kind of pool with one store, the plainest with all.
-CASES = [
-    (BY_NAME[name], each)
-    for at, name in enumerate(POOLS)
-    for each in (KINDS if name == "adakv" else [[*KINDS][at % 3]])
-]
+# A row of each kind of pool with one store, in turns.
+CASES = [(BY_NAME[name], [*KINDS][at % 3]) for at, name in enumerate(POOLS)]
 
 
 @pytest.mark.parametrize(("row", "store"), CASES, ids=lambda each: getattr(each, "name", each))
 def test_choices_are_made_before_rows_are_rounded(row, store):
     """Rows are at the dense store's positions, in fewer bytes; answers are drawn."""
-    model, prompts = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(1, PROMPTS)
+    model, prompts = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(1, PROMPTS)
     dense = jaxkv.Session(model, row.make(24)).prefill(prompts)
     policy = (
         dataclasses.replace(row.make(24), store=store)
@@ -162,11 +158,10 @@ def test_choices_are_made_before_rows_are_rounded(row, store):
     assert cache.row_bytes < dense.row_bytes and (session.draw(cache, 8)[1] >= 0).all()
 
 
-@pytest.mark.parametrize(("name", "store"), [("adakv", "int4"), ("h2o", "mixed")])
-def test_meshes_draw_the_same(name, store):
+def test_meshes_draw_the_same():
     """Prompts, questions on top of them and tokens; the planned bytes are the cache's."""
     policy, model = (
-        meshes.roomy(name, store=store),
+        meshes.roomy("h2o", store="mixed"),
         tiny.tiny(tiny.shape(layers=2, kv_heads=4, group=2, dim=8)),
     )
     alone = meshes.ran(model, policy, asks=True)
@@ -199,7 +194,7 @@ def test_saved_caches_engines_and_exports_hold_the_same_rows(tmp_path):
     assert tokens == alone.tokens.tolist() and answer == alone.text
 
 
-@pytest.mark.parametrize("store", KINDS)
+@pytest.mark.parametrize("store", ["int8", "int4"])
 def test_decoded_rows_have_the_same_codes_and_scales_again(store):
     rows = jax.random.normal(jax.random.key(1), (2, 300, 64)) * jnp.exp(
         jax.random.normal(jax.random.key(2), (2, 300, 1))
@@ -209,11 +204,11 @@ def test_decoded_rows_have_the_same_codes_and_scales_again(store):
 
 
 def test_compressing_again_rounds_no_row_twice():
-    """Ten times over 80 tokens: what is still there of the prompt has the codes and scales it was first held in."""
-    model = tiny.tiny(tiny.MODELS["gqa4"])
+    """Five times over 40 tokens: what is still there of the prompt has the codes and scales it was first held in."""
+    model = tiny.tiny(tiny.TWO_LAYERS)
     session = jaxkv.Session(model, jaxkv.KeyDiff(budget=24, every=8, store="int4"))
-    first = session.prefill(tiny.prompts(3, PROMPTS), new=80)
-    last, _ = session.draw(first, 80)
+    first = session.prefill(tiny.prompts(3, PROMPTS), new=40)
+    last, _ = session.draw(first, 40)
     held, compared = {}, 0
     for cache in (first, last):
         for layer, pool in enumerate(cache.pools):

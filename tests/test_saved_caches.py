@@ -18,18 +18,17 @@ import tiny
 from policy_table import TABLE
 
 import jaxkv
-from jaxkv import D2O, H2O, AdaKV, BrutalOffload, OmniKV, Policy, SnapKV, StreamingLLM
+from jaxkv import D2O, AdaKV, BrutalOffload, OmniKV, Policy, SnapKV, StreamingLLM
 from jaxkv.cache.encoding import decode, encode
 from jaxkv.policies import Scorer
 
 ROOT = Path(__file__).parent.parent
-CONFIG = tiny.MODELS["gqa3"]
+CONFIG = tiny.TWO_LAYERS
 SNAP = SnapKV(budget=20, window=8)
 # Every form of pool, every leaf that a cache may have, what goes on after the prompt, and rows in host memory.
 CASES = {
     "ragged": AdaKV(base=SNAP),
-    "shared and merged": D2O(budget=20),
-    "scored": H2O(budget=20),
+    "shared, scored and merged": D2O(budget=20),
     "chosen again": SnapKV(budget=20, window=8, every=4),
     "rolling": StreamingLLM(budget=20),
     "in host memory": OmniKV(budget=8, filter_layers=(0,), adjacent=0, offload=True),
@@ -160,7 +159,7 @@ def test_the_policy_as_prefill_was_given_it(tmp_path, policy):
     """Filled in by the model, by its name or class."""
     model = tiny.tiny(CONFIG)
     model.filter_layers = (0,)
-    cache = jaxkv.prefill(model, tiny.prompts(1, (400, 300)), policy=policy)
+    cache = jaxkv.prefill(model, tiny.prompts(1, (40, 25)), policy=policy)
     cache.save(tmp_path / "cache")
     for asked in ({}, {"params": model}):
         assert_same(jaxkv.load_cache(tmp_path / "cache", policy=policy, **asked), cache)

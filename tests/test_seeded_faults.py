@@ -246,7 +246,7 @@ def in_slots():
     model, policy, given = (
         tiny.tiny(tiny.TWO_LAYERS),
         BY_NAME["full"].make(20),
-        slot_runs.requests(0, 8),
+        slot_runs.requests(0, 5),
     )
     tokens, _ = slot_runs.answered(slot_runs.made(model, policy), given)
     assert tokens == [slot_runs.alone(model, policy, asked) for asked in given]

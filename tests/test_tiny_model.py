@@ -25,6 +25,7 @@ orders_tiny, train_tiny, export, lessons, model = (
     for name in ("orders_tiny", "train_tiny", "tiny.export", "tiny.lessons", "tiny.model")
 )
 LENGTH = 512
+COUNT = 12
 
 
 @functools.cache
@@ -37,8 +38,8 @@ def mean(task, policy, agnostic=False):
     return float(np.mean(orders_tiny.scores(tiny(), policy, task, How(agnostic=agnostic))))
 
 
-def ruler(name, count=24):
-    return Ruler(tasks=(name,), lengths=(LENGTH,), wording="small", count=count)
+def ruler(name):
+    return Ruler(tasks=(name,), lengths=(LENGTH,), wording="small", count=COUNT)
 
 
 def test_it_is_small_and_comes_with_the_package(monkeypatch, tmp_path):
@@ -73,7 +74,7 @@ def test_the_network_that_was_trained_gives_its_logits():
     config, weights = tiny().config, load_file(export.FOLDER / "model.safetensors")
     shape = model.Shape(vocab=config.vocab)
     rng = np.random.default_rng(0)
-    rows = [rng.integers(3, 900, length).tolist() for length in (9, 300)]
+    rows = [rng.integers(3, 900, length).tolist() for length in (9, 60)]
     _, logits = running.prefill(tiny(), rows)
     wide = {name: jnp.asarray(value, jnp.float32) for name, value in weights.items()}
     for row, found in zip(rows, logits, strict=True):
@@ -113,7 +114,7 @@ def test_the_full_cache_answers(name):
 
 
 def stages():
-    return TwoStage(count=24, sizes=(10, 20), reason=True, new_tokens=24)
+    return TwoStage(count=COUNT, sizes=(10, 20), reason=True, new_tokens=24)
 
 
 def test_the_full_cache_looks_sums_up():
@@ -130,7 +131,7 @@ def test_choosing_anew_beats_dropping_where_a_sum_decides():
 
 
 def test_the_newest_tokens_do_not_hold_what_stands_in_the_middle():
-    task = Needle(lengths=(LENGTH,), depths=(0.3, 0.6), wording="small", count=12)
+    task = Needle(lengths=(LENGTH,), depths=(0.3, 0.6), wording="small", count=COUNT // 2)
     assert (
         mean(task, jaxkv.StreamingLLM(budget=128))
         <= 0.1
@@ -141,7 +142,7 @@ def test_the_newest_tokens_do_not_hold_what_stands_in_the_middle():
 
 def test_a_quarter_of_the_cache_finds_needles_though_the_question_comes_later():
     """The policy and the budget of the README's document that is asked many questions."""
-    task = Needle(lengths=(LENGTH,), depths=(0.3, 0.6), wording="small", count=12)
+    task = Needle(lengths=(LENGTH,), depths=(0.3, 0.6), wording="small", count=COUNT // 2)
     whole, quarter = (
         mean(task, policy, True) for policy in (jaxkv.FullKV(), jaxkv.KVzip(budget=0.25))
     )
