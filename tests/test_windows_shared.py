@@ -76,7 +76,7 @@ def test_kernels_and_slots():
     want = drawn(model, prompts(), policy)
     assert drawn(model, prompts(), policy, implementation="pallas") == want
     with jaxkv.Engine(
-        model, policy=policy, slots=2, max_prompt_tokens=64, max_new_tokens=16
+        model, policy=policy, slots=2, max_prompt_tokens=32, max_new_tokens=16
     ) as engine:
         asked = [engine.submit(each, max_new_tokens=12, stop_at_eos=False) for each in prompts()]
         assert [each.result().tokens.tolist() for each in asked] == want
