@@ -63,10 +63,8 @@ class Slow:
             )
             q, (k, v) = block.queries(normed, by)[0], block.keys_values(normed)
             q = np.moveaxis(np.asarray(q), 2, 0).reshape(len(tokens), -1, config.head_dim)
-            self.rows[layer] += [
-                (q[at], np.asarray(rotate(k, by)[0, :, at]), np.asarray(v[0, :, at]))
-                for at in range(len(tokens))
-            ]
+            k, v = np.asarray(rotate(k, by))[0], np.asarray(v)[0]
+            self.rows[layer] += [(q[at], k[:, at], v[:, at]) for at in range(len(tokens))]
             if layer in self.sources.values() and self.page is None and how != "whole":
                 chosen[layer] = self.choose(layer, first, how)
             out = [

@@ -47,10 +47,10 @@ def row_of(layers, heads):
     )
 
 
-@pytest.mark.parametrize("group", (1, 4))
 @settings(max_examples=10)
 @given(seeds, lengths_of_two, st.sampled_from((10, 13, 20, 0.5)), st.sampled_from((1.0, 1.2, 3)))
-def test_kept_rows_are_the_oracles(group, seed, lengths, budget, beta):
+def test_kept_rows_are_the_oracles(seed, lengths, budget, beta):
+    group = 4
     q, k = draw_layers(seed, group, lengths)
     scores, heads = scores_of(LAYERS, group * SHAPES[group], seed), SHAPES[group]
     policy = HeadKV(budget=budget, window=WINDOW, scores=scores, beta=beta, min_budget="clamp")
@@ -92,7 +92,7 @@ def test_invariants():
 
 
 def test_meshes():
-    meshes.check_row(row_of(meshes.LAYERS, 4), 2, every=3)
+    meshes.check_row(row_of(meshes.LAYERS, 4), 2)
 
 
 def test_all_alike_is_snapkv():

@@ -93,17 +93,10 @@ def test_every_layer_has_its_own_rotation_and_scale():
     check_answers(tiny.tiny(CONFIG))
 
 
-@pytest.mark.parametrize(
-    "policy",
-    (
-        jaxkv.StreamingLLM(budget=64, rolling_positions=True),
-        jaxkv.OmniKV(budget=64, filter_layers=(0,), offload=True),
-        jaxkv.ExpectedAttention(budget=64, every=4),
-    ),
-    ids=("rolling", "offloaded", "again"),
-)
-def test_policies_that_keep_everything_answer_as_the_full_cache_does(policy):
-    check_answers(tiny.tiny(CONFIG), policy)
+def test_rows_in_host_memory():
+    check_answers(
+        tiny.tiny(CONFIG), jaxkv.OmniKV(budget=64, filter_layers=(0,), adjacent=0, offload=True)
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,8 +108,9 @@ def test_policies_that_keep_everything_answer_as_the_full_cache_does(policy):
     ids=("rolling", "again"),
 )
 def test_layers_without_rotation(policy):
-    kinds = (LayerSpec(rope=Rope(theta=40.0)), LayerSpec(rope=NoRope()))
-    check_answers(tiny.tiny(dataclasses.replace(CONFIG, kinds=kinds)), policy)
+    """By policies that turn keys back, or queries on the average, and keep everything."""
+    kinds = (LayerSpec(rope=Rope(theta=40.0), scale=0.6), LayerSpec(rope=NoRope()))
+    check_answers(tiny.tiny(dataclasses.replace(CONFIG, layers=2, kinds=kinds)), policy)
 
 
 def test_a_mesh_answers_as_one_device_does():

@@ -1,6 +1,7 @@
 """Models with window layers under policies that read chosen rows: OmniKV, Quest, BrutalOffload."""
 
 import dataclasses
+from functools import partial
 from unittest import mock
 
 import numpy as np
@@ -39,7 +40,6 @@ def quest(budget, **options):
 
 POLICIES = {
     "last": lambda budget: omni(budget),
-    "two filters": lambda budget: omni(budget, filter_layers=(1, 4)),
     "generated": lambda budget: omni(budget, include_generated=True, selector="uniform", window=5),
     "offload": lambda budget: omni(budget, offload=True, selector="exponential", window=6),
     "chunks": lambda budget: omni(budget, **CHUNKS | {"prefill_ratio": budget / 16}),
@@ -158,31 +158,18 @@ def test_bytes_are_as_planned_and_windows_hold_their_rows(name):
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), LENGTHS[row]))
 
 
-def drawn(policy, ids=None, **given):
+def drawn(policy, **given):
     """Tokens that are drawn behind the prompts, past the window."""
-    model, ids = (
-        tiny.tiny(SHAPE, dtype=given.pop("dtype", "float32")),
-        prompts() if ids is None else ids,
-    )
-    made = jaxkv.generate(model, ids, policy=policy, max_new_tokens=NEW, stop_at_eos=False, **given)
+    options = {"policy": policy, "max_new_tokens": NEW, "stop_at_eos": False}
+    made = jaxkv.generate(tiny.tiny(SHAPE), prompts(), **options, **given)
     return [each.tolist() for each in made.tokens]
 
 
-@pytest.mark.parametrize("name", ["chunks, offload", "quest, all layers"])
-def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens(name):
-    assert drawn(POLICIES[name](80)) == drawn(FullKV())
-
-
-@pytest.mark.parametrize("name", ["offload", "quest"])
-def test_a_sequence_gets_the_tokens_that_it_gets_alone(name):
-    policy = POLICIES[name](SMALL)
-    together = drawn(policy)
-    assert together != drawn(FullKV())
-    assert drawn(policy, prompts()[2:]) == together[2:]
+def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens():
+    assert drawn(POLICIES["quest, all layers"](80)) == drawn(FullKV())
 
 
 SLOW = {
-    "two filters": {"sources": {7: 4}},
     "generated": {"sources": {4: 1}, "ages": (1.0,) * 5, "generated": True},
     "offload": {"sources": {4: 1, 7: 1}, "ages": tuple(0.5**age for age in range(6))},
     "chunks": {"sources": {4: 1}},
@@ -193,32 +180,34 @@ SLOW = {
 
 @pytest.mark.parametrize("name", SLOW)
 def test_logits_are_those_of_plain_loops(name):
-    """A prompt, tokens that are drawn, a question on top, and drawn tokens again, past the window."""
+    """Two prompts, tokens that are drawn, questions on top, and drawn tokens again, past the window."""
     model, policy = (
         tiny.tiny(DEEPER if 7 in SLOW[name]["sources"] else SHAPE),
         POLICIES[name](SMALL),
     )
-    session, text, walk = jaxkv.Session(model, policy), prompts(4)[0], prompts(5, (4,))[0]
-    cache, base = session.prefill([text]), getattr(policy, "base", None)
-    kept = None if base is None else [layer[0] for layer in tiny.kept(cache)]
-    slow = Slow(model=model, budget=SMALL, prompt=len(text), kept=kept, **SLOW[name])
-    if name == "chunks":
-        for first in range(0, len(text), 16):
-            slow.prompt, want = first, slow.read(text[first : first + 16], "chunk")
-        slow.prompt = len(text)
-    else:
-        everything = dataclasses.replace(slow, kept=None)
-        want = everything.read(text, "whole")
-        slow.rows = everything.rows
-    np.testing.assert_allclose(cache.logits[0], want, rtol=1e-3, atol=2e-4)
-    for part in (walk[:2], walk[2:]):
-        for token in part:
-            cache = session.extend(cache, [[token]], chunk=1, new=1)
-            np.testing.assert_allclose(
-                cache.logits[0], slow.read([token], "one"), rtol=1e-3, atol=2e-4
-            )
-        cache, asked = session.extend(cache, [walk], new=1), slow.read(walk, "whole")
-        np.testing.assert_allclose(cache.logits[0], asked, rtol=1e-3, atol=2e-4)
+    session, texts, walks = jaxkv.Session(model, policy), prompts(4, (50, 34)), prompts(5, (4, 4))
+    cache = session.prefill(texts)
+    alike = partial(np.testing.assert_allclose, rtol=1e-3, atol=2e-4)
+    slow = [Slow(model=model, budget=SMALL, prompt=len(text), **SLOW[name]) for text in texts]
+    for row, (each, text) in enumerate(zip(slow, texts, strict=True)):
+        if name == "chunks":
+            for first in range(0, len(text), 16):
+                each.prompt, want = first, each.read(text[first : first + 16], "chunk")
+            each.prompt = len(text)
+        else:
+            want = each.read(text, "whole")
+        if getattr(policy, "base", None) is not None:
+            each.kept = [layer[row] for layer in tiny.kept(cache)]
+        alike(cache.logits[row], want)
+    for part in (slice(2), slice(2, 4)):
+        for tokens in zip(*(walk[part] for walk in walks), strict=True):
+            cache = session.extend(cache, [[token] for token in tokens], chunk=1, new=1)
+            want = [each.read([token], "one") for each, token in zip(slow, tokens, strict=True)]
+            alike(cache.logits, want)
+        cache = session.extend(cache, walks, new=1)
+        alike(
+            cache.logits, [each.read(walk, "whole") for each, walk in zip(slow, walks, strict=True)]
+        )
 
 
 # --- devices, kernels ------------------------------------------------------------------------------------------------
@@ -257,7 +246,7 @@ def test_exports(tmp_path):
     assert runtime.Model(made).generate(prompts(), NEW)[0] == drawn(policy)
 
 
-@pytest.mark.parametrize(("name", "count"), [("offload", 0), ("quest", 3)])
+@pytest.mark.parametrize(("name", "count"), [("offload", 0), ("quest", 1)])
 def test_long_answers_and_turns_drop_what_left_the_window(name, count):
     """Whether window layers drop rows every 16 tokens, or not on the way, shows in no token."""
     policy, rng = POLICIES[name](SMALL), np.random.default_rng(6)
@@ -266,7 +255,7 @@ def test_long_answers_and_turns_drop_what_left_the_window(name, count):
 
     def answers(least):
         with mock.patch.object(growth, "_LEAST_BEYOND", least):
-            cache, tokens = session.draw(session.prefill(prompts(), new=60), 60)
+            cache, tokens = session.draw(session.prefill(prompts(), new=40), 40)
             found, held = [tokens.tolist()], cache.kept[0].max()
             for turn in turns:
                 cache, tokens = session.draw(session.extend(cache, turn, new=4), 4)
@@ -282,4 +271,4 @@ def test_long_answers_and_turns_drop_what_left_the_window(name, count):
     # A window that is full makes no other layer larger.
     assert max(pool.rows for pool in cache.pools) <= 2 * (64 + 64 + 64 + 128)
     again, held, _ = answers(256)
-    assert held >= 60 and again == found
+    assert held >= 40 and again == found
