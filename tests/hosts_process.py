@@ -66,16 +66,18 @@ def answers(model, name, **options):
     ]
 
 
-def questions(model):
-    """A document compressed once, asked, and once more on top of the answer."""
+def questions(model, **shown):
+    """Tokens of a document compressed once, asked, and once more on top of the answer, as a stream; its last cache."""
     import jaxkv
 
     (document,), asked = prompts(8, (60,)), prompts(9, (5, 3))
     cache = jaxkv.prefill(model, document, policy=policy_of("adakv"), progress=False)
-    options = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
-    first = jaxkv.generate(model, asked[0], cache=cache, **options)
-    second = jaxkv.generate(model, asked[1], cache=first.cache, **options)
-    return [each.tokens.tolist() for each in (first, second)]
+    options = {"max_new_tokens": NEW, "stop_at_eos": False}
+    first = jaxkv.generate(model, asked[0], cache=cache, progress=False, **options)
+    stream = jaxkv.generate(model, asked[1], cache=first.cache, stream=True, **options, **shown)
+    pieces = sum(1 for _ in stream)
+    made = stream.result
+    return [pieces, first.tokens.tolist(), made.tokens.tolist()], made.cache
 
 
 def answering(rank, folder):
@@ -88,19 +90,11 @@ def answering(rank, folder):
         mesh = jax.make_mesh(shape, ("data", "model"))
         say("tokens", [shape, name], answers(whole_model(), name, mesh=mesh))
     model = jaxkv.load(LOADED, mesh=mesh)
-    say("questions", model.fingerprint, questions(model))
-    document = prompts(8, (60,))
-    shown = jaxkv.generate(
-        model, document, max_new_tokens=NEW, stop_at_eos=False, stream=True, progress=True
-    )
-    pieces = sum(1 for _ in shown)
+    told, cache = questions(model, progress=True)
+    say("questions", model.fingerprint, told)
     # Its repr asks no other process for anything.
-    say(
-        "stream",
-        repr(shown.result.cache) if rank else "",
-        [pieces, shown.result.tokens[0].tolist()],
-    )
-    return model, document
+    say("shown", "", repr(cache) if rank else "")
+    return model, prompts(8, (60,))
 
 
 def refused(rank, folder):
@@ -148,7 +142,7 @@ def drawing(rank, dies, model, ids):
     """Draws on; one of them is killed meanwhile, or has an error of its own."""
     import jaxkv
 
-    session = jaxkv.Session(model)
+    session = jaxkv.Session(model, policy_of("adakv"))
     cache, _ = session.draw(session.prefill(ids, new=NEW), NEW)
     say("drawing", "", time.time())
     if rank == 1 and dies == "killed":
