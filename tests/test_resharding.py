@@ -12,14 +12,9 @@ import jaxkv
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh
 
-# Every form of pool, and all that a cache may remember; from one device, back to it, and between meshes.
-MOVES = (
-    ("adakv", "2x2", "4x2"),
-    ("d2o", "one", "2x4"),
-    ("adakv-entropy", "2x4", "one"),
-    ("every", "one", "2x4"),
-)
-PLACES = {"one": None, "2x4": (2, 4), "2x2": (2, 2), "4x2": (4, 2)}
+# Pools of layers and one for all of them, and all that a cache may remember; between meshes, and to one device.
+MOVES = (("every", "2x4", "4x2"), ("d2o", "2x4", "one"))
+PLACES = {"one": None, "2x4": (2, 4), "4x2": (4, 2)}
 OPTIONS = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
 
 
@@ -34,7 +29,7 @@ def on(name):
 @functools.cache
 def asked(name, where):
     """Three prompts and a first answer, so that segments have grown and room is left."""
-    policy = roomy("snapkv", every=4) if name == "every" else roomy(name)
+    policy = roomy("adakv", every=4) if name == "every" else roomy(name)
     return jaxkv.generate(
         on(where), prompts(5, (61, 23, 37)), policy=policy, key=3, **OPTIONS
     ).cache
@@ -105,7 +100,7 @@ def test_rows_that_no_share_allows_stay():
 
 
 def test_what_lies_there_is_not_moved():
-    cache = asked("snapkv", "2x4")
+    cache = asked("d2o", "2x4")
     assert jaxkv.reshard(cache, mesh_of(2, 4)) is not None
     again = jaxkv.reshard(cache, mesh_of(2, 4))
     assert again.pools[0].k is cache.pools[0].k
@@ -123,8 +118,6 @@ def test_saved_on_a_mesh_and_loaded_on_another(tmp_path):
     assert jax.tree.structure(there) == jax.tree.structure(loaded) and rows(there) == rows(cache)
     # Or both go there, as `generate` takes them.
     assert jaxkv.load_cache(tmp_path / "cache", on("one"), mesh=place("4x2")).axes == there.axes
-    made = jaxkv.generate(on("4x2"), prompts(6, (5, 19, 8)), cache=there, **OPTIONS)
-    assert [tokens.tolist() for tokens in made.tokens] == answers(name)
     # A file says nothing of meshes: what one device had is written as ever.
     asked(name, "one").save(tmp_path / "alone")
     one, two = (jaxkv.load_cache(tmp_path / each) for each in ("alone", "cache"))
@@ -134,7 +127,7 @@ def test_saved_on_a_mesh_and_loaded_on_another(tmp_path):
 
 
 def test_a_cache_that_was_given_up_cannot_be_moved():
-    cache = asked("snapkv", "one")
+    cache = asked("d2o", "one")
     copy = cache.updated(seen=cache.seen + 0)
     copy.seen.delete()
     with pytest.raises(ValueError, match=r"cache='deleted'"):

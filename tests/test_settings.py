@@ -8,30 +8,24 @@ from policy_table import BY_NAME
 
 import jaxkv
 
-ROWS = ("streaming-rolling", "d2o")
+HOT = {"sampling": jaxkv.Sampling(top_k=5, temperature=0.7), "key": 1, "stream": True}
+ROWS = {"streaming-rolling": {}, "d2o": HOT}
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_64_bits_and_ranks(name):
+    """The likeliest tokens on top of rolling positions, and tokens drawn as a stream on top of merged rows."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, (60, 37))
     policy = BY_NAME[name].policy(20)
 
     def answers():
         options = {"max_new_tokens": 5, "stop_at_eos": False}
         cache = jaxkv.prefill(model, ids, policy=policy)
-        first = jaxkv.generate(model, [[1, 2, 3], [4, 5]], cache=cache, **options)
-        hot = jaxkv.Sampling(top_k=5, temperature=0.7)
-        stream = jaxkv.generate(
-            model,
-            [[7], [8, 9]],
-            cache=first.cache,
-            sampling=hot,
-            key=jax.random.key(1),
-            stream=True,
-            **options,
-        )
-        list(stream)
-        return [*first.tokens, *stream.result.tokens], stream.result.cache
+        made = jaxkv.generate(model, [[1, 2, 3], [4, 5]], cache=cache, **options, **ROWS[name])
+        if "stream" in ROWS[name]:
+            assert list(made)
+            made = made.result
+        return made.tokens, made.cache
 
     expected, _ = answers()
     with jax.enable_x64(True), jax.numpy_rank_promotion("raise"):

@@ -50,23 +50,6 @@ def test_the_whole_job():
         assert pool.k.sharding.shard_shape(pool.k.shape)[:2] == (1, pool.rows // 2)
 
 
-def test_tokens_drawn_from_logits_with_keys():
-    """Random numbers count sequences over all groups of devices."""
-    of, sampling = model_of(4), jaxkv.Sampling(temperature=0.9)
-    ids = prompts(6, (40, 40, 23, 31))
-    options = {
-        "policy": jaxkv.SnapKV(budget=BUDGET, window=8),
-        "sampling": sampling,
-        "key": 11,
-        "progress": False,
-    }
-    alone = jaxkv.generate(of, ids, max_new_tokens=NEW, stop_at_eos=False, **options)
-    split = jaxkv.generate(
-        of, ids, max_new_tokens=NEW, stop_at_eos=False, mesh=mesh_of(4, 2), **options
-    )
-    assert [each.tolist() for each in split.tokens] == [each.tolist() for each in alone.tokens]
-
-
 def test_sequences_end_apart():
     """A group of devices whose sequences have ended goes on until the others' have."""
     of = model_of(4)
@@ -81,20 +64,6 @@ def test_sequences_end_apart():
         both.append((tokens.tolist(), np.asarray(cache.seen).tolist(), positions(cache)))
     assert both[0] == both[1]
     assert (np.asarray(both[0][0][0]) == -1).any()
-
-
-def test_a_cache_is_asked_more():
-    """A question on top of a cache, and another one on top of the answer, with one cache for all questions."""
-    of, policy = model_of(4), roomy("h2o")
-    (document,), questions = prompts(8, (60,)), prompts(9, (5, 11, 3, 8))
-    out = []
-    for model in (of, of.on(mesh_of(1, 4))):
-        session = jaxkv.Session(model, policy)
-        cache = session.extend(session.prefill([document]), questions, new=NEW)
-        cache, first = session.draw(cache, NEW)
-        cache, again = session.draw(session.extend(cache, questions[::-1], new=NEW), NEW)
-        out.append((first.tolist(), again.tolist(), positions(cache)))
-    assert out[0] == out[1]
 
 
 def test_a_model_is_moved_once():

@@ -8,6 +8,7 @@ import jaxkv
 from jaxkv.engine.growth import steps_that_fit
 
 OPTIONS = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
+LENGTHS = (61, 23, 37)
 SEEN = ("prompt_tokens", "new_tokens", "full_bytes", "kept", "decode_steps")
 
 
@@ -26,21 +27,25 @@ def told(made):
     )
 
 
-def test_three_prompts_for_two_groups():
-    """Answers, what is kept of them, and questions on top are those of one device."""
+def models():
+    """On one device, and on four groups of two."""
+    return model_of(4), model_of(4).on(mesh_of(4, 2))
+
+
+def test_three_prompts_for_four_groups():
+    """Answers and what is kept of them are those of one device."""
     policy, both = roomy("h2o"), []
-    for model in (model_of(4), model_of(4).on(mesh_of(2, 4))):
-        made = jaxkv.generate(model, prompts(5, (61, 23, 37)), policy=policy, **OPTIONS)
-        more = jaxkv.generate(model, prompts(6, (5, 19, 8)), cache=made.cache, **OPTIONS)
-        both.append((told(made), told(more)))
+    for model in models():
+        made = jaxkv.generate(model, prompts(5, LENGTHS), policy=policy, **OPTIONS)
+        both.append(told(made))
     assert both[0] == both[1]
-    assert more.cache.padding == 1 and len(more.cache.seen) == 4
+    assert made.cache.padding == 1 and len(made.cache.seen) == 4
 
 
 def test_one_cache_for_three_questions():
     """One prompt for four groups, an answer, and three questions on top of that: copied from what has gone on."""
     both = []
-    for model in (model_of(4), model_of(4).on(mesh_of(4, 2))):
+    for model in models():
         made = jaxkv.generate(model, prompts(5, (50,))[0], policy=roomy("h2o"), **OPTIONS)
         more = jaxkv.generate(model, prompts(6, (5, 19, 8)), cache=made.cache, **OPTIONS)
         both.append((told(made), told(more)))
@@ -52,9 +57,9 @@ def test_one_cache_for_three_questions():
 
 def test_ends_and_draws_of_a_filled_batch():
     """Sequences that have ended, and random draws: each sequence's keys are those of its own place."""
-    ids, sampling = prompts(6, (40, 31, 23)), jaxkv.Sampling(temperature=0.9)
+    ids, sampling = prompts(6, LENGTHS), jaxkv.Sampling(temperature=0.9)
     out = []
-    for model in (model_of(4), model_of(4).on(mesh_of(2, 2))):
+    for model in models():
         session = jaxkv.Session(model, jaxkv.SnapKV(budget=BUDGET, window=8))
         cache = session.prefill(ids, new=NEW)
         free, drawn = session.draw(cache, NEW, sampling=sampling, key=11)
@@ -81,7 +86,7 @@ def test_ends_and_draws_of_a_filled_batch():
 def test_what_fills_the_groups_stands_still():
     """Copied three rows beyond its budget, it does not have the others stop after every token."""
     fit = []
-    for model in (model_of(4), model_of(4).on(mesh_of(2, 4))):
+    for model in models():
         session = jaxkv.Session(model, roomy("snapkv", every=4))
         cache, _ = session.draw(session.prefill(prompts(5, (50,)), new=3), 3)
         asked = session.extend(cache, prompts(6, (5, 19, 8)))
@@ -92,7 +97,6 @@ def test_what_fills_the_groups_stands_still():
 def test_what_fills_the_groups_is_no_kept_entry():
     """Bytes are those that the devices really hold."""
     options = {"policy": jaxkv.SnapKV(budget=BUDGET, window=8), "progress": False}
-    alone = jaxkv.prefill(model_of(4), prompts(5, (61, 23, 37)), **options)
-    there = jaxkv.prefill(model_of(4), prompts(5, (61, 23, 37)), mesh=mesh_of(2, 4), **options)
+    alone, there = (jaxkv.prefill(model, prompts(5, LENGTHS), **options) for model in models())
     assert there.nbytes == alone.nbytes * 4 // 3
     assert there.kept_nbytes == alone.kept_nbytes and there.full_nbytes == alone.full_nbytes

@@ -17,7 +17,7 @@ from jaxkv import FullKV, Random, SnapKV
 from jaxkv.engine import prefill as prefilling
 from jaxkv.policies.scorer import Needs
 
-GQA = tiny.MODELS["gqa3"]
+GQA = tiny.TWO_LAYERS
 
 
 def refusal(row: Row) -> str | None:
@@ -38,18 +38,12 @@ def refusal(row: Row) -> str | None:
 # Without and with a scorer, a window, spans; of each way to share rows among heads and layers.
 TAKEN = (
     "streaming",
-    "random",
     "knorm-protect",
-    "snapkv-sinks",
-    "pyramidkv-linear",
     "pyramidkv-entropy",
-    "adakv",
-    "adakv-pyramid",
     "adakv-protected",
     "adakv-variance",
     "full",
     "h2o-prefill",
-    "cam",
     "pyramidinfer",
     "chunkkv",
 )
@@ -92,7 +86,7 @@ def layers():
 
 
 # Shares of each prompt with a row of each kind of budgets.
-SHARES = ("adakv", "pyramidkv-linear", "pyramidkv-entropy")
+SHARES = ("adakv", "pyramidkv-linear")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +155,7 @@ def test_draws_follow_the_key():
     assert rows[0] == rows[1] != rows[2]
 
 
-@pytest.mark.parametrize("budget", [7, 0.1, 1 / 3, 0.30000000000000004])
+@pytest.mark.parametrize("budget", [7, 1 / 3, 0.30000000000000004])
 def test_traced_budgets_are_exact_for_every_length(budget):
     policy = SnapKV(window=4, sinks=2, protect=SPANS)
     if isinstance(budget, float):

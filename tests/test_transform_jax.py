@@ -123,11 +123,8 @@ def test_tokens_without_room_are_refused_or_left_out(policy):
 # --- transformations -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "policy", [ADA, jaxkv.H2O(budget=0.3, mode="prefill")], ids=["adakv", "h2o"]
-)
-def test_jit_gives_the_same_and_one_compilation_serves_all_lengths(policy):
-    arrays = draw()
+def test_jit_gives_the_same_and_one_compilation_serves_all_lengths():
+    arrays, policy = draw(), jaxkv.H2O(budget=0.3, mode="prefill")
     run = functools.partial(one_step, policy=policy)
     jitted = jax.jit(run)
     for lengths in ((50, 37), (64, 20)):
@@ -141,7 +138,7 @@ def test_jit_gives_the_same_and_one_compilation_serves_all_lengths(policy):
 def test_budgets_from_scores_are_the_same_in_a_trace():
     base = SnapKV(budget=16, window=4, allocation=jaxkv.VarianceLayers(), merge=Merge())
     policy = AdaKV(base=base)
-    k, v, q = (list(each) for each in zip(*[draw(layer) for layer in range(3)], strict=True))
+    k, v, q = (list(each) for each in zip(*[draw(layer) for layer in range(2)], strict=True))
     run = lambda length: jaxkv.compress_layers(k, v, queries=q, length=length, policy=policy)  # noqa: E731
     jitted = jax.jit(run)
     for lengths in ((50, 37), (64, 30)):
@@ -150,11 +147,11 @@ def test_budgets_from_scores_are_the_same_in_a_trace():
 
 
 def test_vmap_is_a_loop(policy=ADA):
-    arrays = [draw(seed) for seed in range(3)]
+    arrays = [draw(seed) for seed in range(2)]
     stacked = [jnp.stack(each) for each in zip(*arrays, strict=True)]
-    lengths = jnp.asarray([[50, 37], [64, 20], [16, 33]])
+    lengths = jnp.asarray([[50, 37], [64, 20]])
     one = lambda *given: one_step(*given, policy=policy)  # noqa: E731
-    rows, out = jax.vmap(one)(*stacked, lengths)
+    rows, out = jax.jit(jax.vmap(one))(*stacked, lengths)
     for index, given in enumerate(arrays):
         alone, mine = one(*given, lengths[index])
         assert kept(jax.tree.map(lambda leaf: leaf[index], rows)) == kept(alone)  # noqa: B023
@@ -212,12 +209,11 @@ def test_gradients_reach_the_kept_rows_and_stop_at_the_choice(policy, dtype):
 @pytest.mark.parametrize(
     ("policy", "checked", "parts"),
     [
-        (SNAP, True, P("data", "kv")),
         (dataclasses.replace(SNAP, merge=Merge()), False, P("data", "kv")),
         # Heads that look at one another lie together.
         (ADA, True, P("data")),
     ],
-    ids=["snapkv", "merge", "adakv"],
+    ids=["merge", "adakv"],
 )
 def test_sequences_and_kv_heads_can_lie_on_several_devices(policy, checked, parts):
     k, v, q = draw(heads=4)
@@ -259,12 +255,11 @@ def test_a_process_may_have_chosen_64_bits():
 
 
 @pytest.mark.usefixtures("as_users_call")
-@pytest.mark.parametrize("policy", [KNorm(budget=16), ADA], ids=["no-window", "ragged"])
-def test_more_queries_than_the_last_rows_have_positions_are_refused(policy):
+def test_more_queries_than_the_last_rows_have_positions_are_refused():
     k, v, q = draw()
-    rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=4)
+    rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=ADA, room=4)
     rows = jaxkv.append(rows, *(each[:, :, :2] for each in draw(seed=1)[:2]))
-    held = 2 if policy == KNorm(budget=16) else 2 + WINDOW
+    held = 2 + WINDOW
     many = q[:, :, : held + 6]
     with pytest.raises(ValueError, match=f"q={held + 6} tokens: of sequence 0 "):
         jaxkv.attend(many, rows)
