@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.packing import Unpacked, pack
+from jaxkv.cache.packing import Unpacked, cut, pack
 from jaxkv.policies import topk
 from jaxkv.policies.layers import round_to_sum
 
@@ -64,13 +64,16 @@ def test_packing_copies_the_chosen_entries_in_order(seed, share):
     rng = np.random.default_rng(seed)
     k, v = rng.standard_normal((2, 2, HEADS, SLOTS, 4)).astype(np.float32)
     mask = rng.random((2, HEADS, SLOTS)) < share
+    size = min(int(mask.sum(axis=(1, 2)).max()) + 3, HEADS * SLOTS)
     inside = jnp.ones((2, 1, SLOTS), bool)
     pool, first = pack(
         Unpacked(jnp.asarray(k), jnp.asarray(v), inside),
         jnp.asarray(mask),
+        jnp.int32(size),
         rows=HEADS * SLOTS,
         layout=Layout.RAGGED,
     )
+    pool = cut(pool, rows=size)
     pos, packed_k, packed_v = (np.asarray(each) for each in (pool.pos, pool.k, pool.v))
     start = np.asarray(first[0])
     for sequence, head in np.ndindex(2, HEADS):

@@ -58,7 +58,10 @@ class Layout(enum.Enum):
         return each.sum(axis=0)
 
     def place(
-        self, length: Numbers, rows: int, room: Int[np.ndarray, " n"] | None = None
+        self,
+        length: Numbers,
+        rows: int | Int[Array, ""],
+        room: Int[np.ndarray, " n"] | None = None,
     ) -> Numbers:
         """First row of each segment, `i32[n, B, K]`, when segments of these lengths are placed in a pool of P = `rows`.
 

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -47,6 +48,7 @@ class Unpacked(NamedTuple):
 def pack(
     layer: Unpacked,
     mask: Bool[Array, "B K S"],
+    size: Int[Array, ""],
     *,
     rows: int,
     layout: Layout,
@@ -56,12 +58,12 @@ def pack(
 ) -> tuple[Pool, Int[Array, "n B K"]]:
     """Compiled: copies a layer's rows in `mask` to a new pool of P = `rows`; returns the pool and segments' first rows.
 
-    Rows are in order of slot, spare rows are spread evenly behind the segments. On a mesh P is that of one device's
-    heads. First rows have a leading axis of one layer.
+    Rows are in order of slot, spare rows are spread evenly behind the segments as in a pool of `size`, which is at most
+    P: `cut` makes it one. On a mesh P is that of one device's heads. First rows have a leading axis of one layer.
     """
     batch, heads, slots, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
-    first = layout.place(length[None], rows)
+    first = layout.place(length[None], size)
     start = first[0]
     segment = segment_of_row(start, rows)
     offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
@@ -91,6 +93,12 @@ def pack(
         pos = cells(layer.positions, -1)
     score = None if layer.score is None else cells(layer.score, 0.0)
     return Pool(store=store.of(packed_k, packed_v), pos=pos, score=score), first
+
+
+@program(static=("rows", "axes"))
+def cut(pool: Pool, *, rows: int, axes: Axes | None = None) -> Pool:
+    """Compiled: first P = `rows` of a pool; on a mesh of each device's part."""
+    return jax.tree.map(lambda leaf: leaf[:, :rows], pool)
 
 
 @program(static=("layout", "rows", "room", "axes"))

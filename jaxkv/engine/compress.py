@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import checked, instance
 from jaxkv.attention import Implementation
-from jaxkv.cache.packing import Unpacked, empty_pool, pack, pack_shared, placed
+from jaxkv.cache.packing import Unpacked, cut, empty_pool, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Tally, choose
 from jaxkv.policies.attended import of_group
@@ -68,6 +68,10 @@ class Source(abc.ABC):
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """Pool size P in rows, for layers whose segments keep `kept` rows; on a mesh, of one device's part."""
+
+    def widest(self, index: int, size: int) -> int:
+        """Largest P of pools that one compiled program packs and cuts: by default the `size` of the layer's own."""
+        return size
 
     @abc.abstractmethod
     def rows(self, index: int) -> Unpacked:
@@ -154,16 +158,20 @@ def compress(
                 taus += [] if rows.tau is None else [rows.tau]
             rows = rows.widened(source.dtype)
             if start is None:
+                wide = source.widest(index, size)
                 pool, first = pack(
                     rows,
                     masks[at],
-                    rows=size,
+                    jnp.int32(size),
+                    rows=wide,
                     layout=layout,
                     store=parts.store,
                     implementation=implementation,
                     axes=axes,
                 )
                 starts.append(first)
+                if wide > size:
+                    pool = cut(pool, rows=size, axes=axes)
             else:
                 if pool is None:
                     # The first layer may have a window, and then no scores.
