@@ -26,7 +26,6 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.policies.checks import Tokens
 from jaxkv.policies.fitting import policy_for
-from jaxkv.policies.layers import sets_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.mesh import host
@@ -267,7 +266,7 @@ def _as_many_as_planned(case: _Case) -> None:
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
         # Rows that differ between heads by themselves have a mean that is rounded up.
-        spare = case.model.config.kv_heads - 1 if sets_rows(case.parts.layers) else 0
+        spare = case.model.config.kv_heads - 1 if case.parts.layers.sets_rows else 0
         fits = ((kept <= wanted) & (kept >= wanted - spare)).all()
         _require(fits, "each layer keeps what the plan says", f"{kept.tolist()}, {wanted.tolist()}")
     elif case.parts.threshold is not None or case.parts.layers.exact:

@@ -42,6 +42,7 @@ from jaxkv.engine.choosing import Candidates, last_rows, of_prompt
 from jaxkv.engine.compress import Source, finished, observe, ranked_first, unordered
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.lengths import by_length, rows_by_claims
+from jaxkv.models.config import Windows
 from jaxkv.models.values import positive
 from jaxkv.policies.checks import Bytes
 from jaxkv.policies.layers import UniformLayers
@@ -107,7 +108,9 @@ def compress(
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
     remedy = f"{name} keeps other rows in other layers: give layer= and layers=, or all layers to jaxkv.compress_layers"
-    same = isinstance(parts.layers, UniformLayers) and _layers_of(parts.scorer) is None
+    same = isinstance(parts.layers, UniformLayers) and (
+        parts.scorer is None or parts.scorer.model_layers is None
+    )
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
         layers = whole("layers", layers, "give how many layers the model has")
@@ -217,7 +220,7 @@ class _Sizes:
 
 
 @lru_cache(maxsize=256)
-def _sizes(parts: Parts, windows: tuple[int | None, ...], slots: int) -> _Sizes:
+def _sizes(parts: Parts, windows: Windows, slots: int) -> _Sizes:
     """`_Sizes` tables of a policy's row counts for every prompt length up to `slots`; cached."""
     lengths, layers = np.arange(1, slots + 1), windows.count(None)
     if None not in windows:
@@ -385,7 +388,7 @@ def _compressed(
     """`Rows` of the layers from `first` on, compressed by the engine."""
     room = whole("room", room, "give how many tokens will be appended, 0 or more", least=0)
     key = as_key(0 if key is None else key)
-    made_for = _layers_of(parts.scorer)
+    made_for = None if parts.scorer is None else parts.scorer.model_layers
     remedy = f"the policy was made for a model of {made_for} layers"
     require(made_for in (None, layers), "layers", layers, remedy)
     given = _Given(layers_given, parts, length, room=room, key=key, first=first, layers=layers)
@@ -434,11 +437,6 @@ def _by_claims(
         return tuple(jnp.asarray(on_host(*given)))
     shape = jax.ShapeDtypeStruct((2, layers, *length.shape), jnp.int32)
     return tuple(jax.pure_callback(on_host, shape, *given, vmap_method="sequential"))
-
-
-def _layers_of(scorer: Scorer | None) -> int | None:
-    """Number of layers of the model that a scorer was made for, its attribute `model_layers`; None without one."""
-    return getattr(scorer, "model_layers", None)
 
 
 def _as_taken(given: Method | type[Method] | str) -> Method:

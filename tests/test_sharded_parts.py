@@ -14,6 +14,7 @@ from jaxkv import D2O, Keep, Merge, Method, OmniKV, Policy
 from jaxkv.policies import (
     ByAttention,
     CumulativeAttention,
+    HeadBudgets,
     Joined,
     KeyNorm,
     Merged,
@@ -74,11 +75,8 @@ class Lowest(UniformHeads):
 
 
 @dataclasses.dataclass(frozen=True)
-class Greedy:
+class Greedy(HeadBudgets):
     """All rows of a layer to whichever heads have the best."""
-
-    uniform: ClassVar[bool] = False
-    needs_norms: ClassVar[bool] = False
 
     def choose(self, scores, candidates, base, forced, norms=None):
         batch, heads, slots = scores.shape

@@ -11,7 +11,7 @@ from test_user_policies import policy_of
 
 import jaxkv
 from jaxkv import AdaKV, CriticalKV
-from jaxkv.policies import KeyNorm, Scorer, UniformLayers
+from jaxkv.policies import KeyNorm, Scorer
 from jaxkv.policies.topk import top
 
 GQA = tiny.MODELS["gqa3"]
@@ -71,15 +71,3 @@ def test_a_scorer_may_change_what_another_sees():
 
 
 # --- layer budgets ----------------------------------------------------------------------------------------------------
-
-
-def test_layer_budgets_need_no_base_class():
-    """Nor `needs_queries`, which the protocol did not always have."""
-    names = ("of_heads", "weight", "rows", "bound", "widest", "recents", "unlimited")
-    said = {name: getattr(UniformLayers, name) for name in names}
-    plain = type(
-        "Plain",
-        (),
-        said | {"from_scores": False, "exact": True, "joint": False, "needs_sums": False},
-    )()
-    assert policy_of(KeyNorm(), layers=plain).parts().layers is plain

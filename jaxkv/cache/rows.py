@@ -18,6 +18,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, dense_pool
 from jaxkv.cache.pools import append as append_rows
 from jaxkv.engine.segments import in_window
+from jaxkv.models.config import Windows
 
 
 @partial(
@@ -54,7 +55,7 @@ class Rows:
     left_out: Array
     sink_logits: tuple[Array | None, ...]
     layout: Layout
-    windows: tuple[int | None, ...]
+    windows: Windows
     softcap: float | None
 
     def __repr__(self) -> str:

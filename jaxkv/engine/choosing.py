@@ -12,14 +12,13 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import ENDLESS
 from jaxkv.cache.packing import Unpacked
+from jaxkv.models.config import Windows
 from jaxkv.policies.heads import (
     HeadBudgets,
+    Order,
     ThresholdHeads,
-    chooses_apart,
     most_rows,
-    needs_layer,
     own_budgets,
-    own_limits,
     within_capacity,
     without_threshold,
 )
@@ -133,13 +132,13 @@ def limits_of(
     kept: Int[Array, "L B K"],
     usual: Int[Array, "L B K"],
     axes: Axes | None,
-    windows: tuple[int | None, ...],
+    windows: Windows,
 ) -> Int[Array, "L B K"]:
     """Row limits `[L, B, K]` of segments: `usual`, or if budgets fix limits per head, the larger of that and `kept`.
 
     `windows` are `ModelConfig.windows`: segments of layers that have one grow without an end.
     """
-    own_of = own_limits(heads)
+    own_of = heads.limits()
     if own_of is None:
         return usual
     near = np.asarray([width is not None for width in windows])
@@ -167,7 +166,7 @@ def choose(
     """
     if layers[0].scores is None:
         return Choice(tuple(layer.inside for layer in layers), Tally())
-    layer = jnp.int32(index) if needs_layer(heads) else None
+    layer = jnp.int32(index) if heads.needs_layer else None
     return _choose(tuple(layers), rows, recent, allowed, due, layer, heads=heads, axes=axes)
 
 
@@ -187,7 +186,7 @@ def _choose(
     budgets, layer = without_threshold(heads), _joined(layers)
     mine = layer.inside
     # Heads that compete need the scores of all devices' heads.
-    over = None if chooses_apart(budgets) else axes
+    over = None if budgets.order is Order.OWN else axes
     layer = dataclasses.replace(layer, forced=_forced(layer, recent))
     scores, inside, forced, norms, first = _of_all_heads(layer, over)
     assert scores is not None and inside is not None and forced is not None
@@ -197,7 +196,7 @@ def _choose(
     scores = _first_above(scores, first, base)
     of: dict[str, Any] = {} if index is None else {"layer": index}
     chosen = budgets.choose(scores, candidates, base, anyway, norms, **of)
-    shared = not budgets.uniform and own_limits(budgets) is None
+    shared = not budgets.uniform and budgets.limits() is None
     if shared and (candidates.shape[1] > 1 or index is not None):
         # A head's share can be more than it has; what it leaves goes to the best rows of the others.
         chosen = chosen & candidates

@@ -20,6 +20,7 @@ from jaxkv.attention import Implementation
 from jaxkv.cache.packing import Unpacked, cut, empty_pool, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, Tally, choose
+from jaxkv.models.config import Windows
 from jaxkv.policies.attended import of_group
 from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import UNSET, Merged, Merger, axes_for
@@ -46,7 +47,7 @@ class Source(abc.ABC):
     """
 
     indices: Sequence[int]
-    windows: tuple[int | None, ...]
+    windows: Windows
     axes: Axes | None = None
     ahead: int = 0
     dtype: jnp.dtype | None = None
@@ -288,7 +289,7 @@ def ranked_first(
 @program(static=("scorer", "axes"))
 def _ranked_first(seen: Observed, *, scorer: Scorer, axes: Axes | None) -> Int[Array, "B K S"]:
     """Compiled `ranked_first` of a two-stage scorer: ranks of rows; raises TypeError for a wrong shape or dtype."""
-    ranks: Any = scorer.first(seen)  # type: ignore[attr-defined]
+    ranks: Any = scorer.first(seen)
     return checked(
         scorer, "first", ranks, seen.k.shape[:3], "kv head and row, [B, K, S]", jnp.int32
     )

@@ -5,7 +5,6 @@ pool is a layer's own, in windows where layers share it.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jaxkv.engine.segments import Segments, behind, fold
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.merger import Joined, Merger, Row, axes_for
 from jaxkv.policies.parts import Ongoing
-from jaxkv.policies.rank import ByAge, ByAttention, Rank, ranked
+from jaxkv.policies.rank import Rank, ranked
 from jaxkv.sharding.collectives import mean_of_devices
 from jaxkv.sharding.mesh import Axes
 
@@ -250,20 +249,10 @@ class _Weigh:
         return ranked(self.rank, score, seen - pos), ~self.keep.protected(pos, prompt)
 
 
-def weigh_of(ongoing: Ongoing) -> Callable[..., tuple[Array, Array]]:
-    """Callable by which the eviction kernel ranks rows under a policy: it returns ranks, and unprotected rows."""
-    assert ongoing.rank is not None
-    return _Weigh(ongoing.rank, ongoing.keep)
-
-
 def _in_a_kernel(ongoing: Ongoing) -> bool:
-    """True if one kernel can find and drop the row: built-in rank, no merger, heads that evict independently.
-
-    Users' own ranks may call what no kernel can.
-    """
-    return (
-        type(ongoing.rank) in (ByAttention, ByAge) and ongoing.merge is None and not ongoing.one_set
-    )
+    """True if one kernel can find and drop the row: a rank for kernels, no merger, heads that evict independently."""
+    alone = ongoing.merge is None and not ongoing.one_set
+    return alone and ongoing.rank is not None and ongoing.rank.kernel
 
 
 def _evict_by_kernel(
@@ -285,7 +274,7 @@ def _evict_by_kernel(
         segments.recent,
         segments.seen,
         segments.prompt,
-        weigh=weigh_of(ongoing),
+        weigh=_Weigh(ongoing.rank, ongoing.keep),
     )
     pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
     return pool, dataclasses.replace(segments, length=segments.length - dropped)

@@ -13,6 +13,7 @@ from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import widest
 from jaxkv.engine.recompress import beyond, due, recompress
 from jaxkv.machine import hosts, memory
+from jaxkv.models.config import Windows
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
 from jaxkv.sharding.mesh import host, missing
@@ -25,7 +26,7 @@ _LEAST_BEYOND = 256
 
 def room_for(
     parts: Parts,
-    windows: tuple[int | None, ...],
+    windows: Windows,
     left: Int[np.ndarray, " L"],
     new: int,
     *,
@@ -52,9 +53,7 @@ def room_for(
     return _sliding(room, windows, max(parts.every or 1, least)) if slides else room
 
 
-def _sliding(
-    room: Int[np.ndarray, " L"], windows: tuple[int | None, ...], least: int
-) -> Int[np.ndarray, " L"]:
+def _sliding(room: Int[np.ndarray, " L"], windows: Windows, least: int) -> Int[np.ndarray, " L"]:
     """Rows of room `[L]`: of window layers no more than their window's rows, or 256, or the `least` that are needed."""
     most = [
         max(_LEAST_BEYOND, bucket(width), least) if width else int(room.max()) for width in windows
@@ -64,7 +63,7 @@ def _sliding(
 
 def first_room(
     parts: Parts,
-    windows: tuple[int | None, ...],
+    windows: Windows,
     lengths: Int[np.ndarray, " B"],
     new: int,
     *,

@@ -10,6 +10,7 @@ import numpy as np
 from jaxtyping import Array, Int
 
 from jaxkv._checks import is_traced, namespace
+from jaxkv.models.config import Windows
 from jaxkv.policies.layers import FromScores
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.reading import tokens_read
@@ -100,7 +101,7 @@ class ByLength:
 def by_length(
     parts: Parts,
     lengths: Int[np.ndarray, " B"],
-    windows: tuple[int | None, ...],
+    windows: Windows,
     *,
     strict: bool = True,
 ) -> ByLength:
@@ -135,7 +136,7 @@ def by_length(
 def beside_windows(
     table: Int[np.ndarray, "n B"] | Int[Array, "n B"],
     length: Numbers,
-    windows: tuple[int | None, ...],
+    windows: Windows,
 ) -> Table:
     """Row counts `[L, B]` of all layers: of window layers their window's, of the others those in `table`."""
     if not any(windows):
@@ -164,7 +165,7 @@ def rows_by_claims(
     lengths: Numbers,
     forced: Numbers,
     claims: Any,
-    windows: tuple[int | None, ...],
+    windows: Windows,
 ) -> tuple[Table, Table]:
     """Two counts `[L, B]` from layers' claims on a budget: rows to keep per kv head, and most recent rows that stay.
 

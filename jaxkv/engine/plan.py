@@ -17,7 +17,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.engine.lengths import bucket, buckets, by_length
 from jaxkv.engine.prefill_bytes import PrefillBytes
 from jaxkv.machine import memory
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.heads import capacity_of, most_rows
 from jaxkv.policies.parts import Parts
@@ -201,7 +201,7 @@ def buffer_rows(
     parts: Parts,
     capacity: tuple[int, ...],
     slots: int,
-    windows: tuple[int | None, ...],
+    windows: Windows,
     heads: int,
     stretches: int = 1,
 ) -> int | None:
@@ -245,7 +245,7 @@ def _pools(
 
 @lru_cache(maxsize=256)
 def _capacity(
-    parts: Parts, sizes: tuple[int, ...], windows: tuple[int | None, ...], heads: int
+    parts: Parts, sizes: tuple[int, ...], windows: Windows, heads: int
 ) -> tuple[int, ...]:
     """Cached tuple: most rows per kv head that prompts of buckets `sizes` keep, by layer; a shared pool's one total.
 
@@ -281,7 +281,7 @@ def _capacity(
 
 
 @lru_cache(maxsize=256)
-def widest(parts: Parts, slots: int, windows: tuple[int | None, ...]) -> int | None:
+def widest(parts: Parts, slots: int, windows: Windows) -> int | None:
     """Most rows of a segment in a shared pool in decoding, for prompts up to `slots`; None if unbounded; memoised.
 
     The new token's row is counted. None where some layers grow without end, as those with `windows` do, or where

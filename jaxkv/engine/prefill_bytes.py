@@ -15,7 +15,7 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.reading import WHOLE, Reading
-from jaxkv.policies.redundant import COSINES, compares_keys
+from jaxkv.policies.redundant import COSINES
 
 # Bytes of the workspace that XLA gives cuBLAS on Hopper.
 WORKSPACE = 1 << 25
@@ -90,7 +90,7 @@ class PrefillBytes:
         found = self.cache + max(loaded, beside)
         if parts.read is not None and parts.read.by_chunks:
             # All rows stay on the device until the last chunk; window layers have room for a chunk.
-            chunk = min(getattr(parts.read, "prefill_chunk", 0), self.slots)
+            chunk = min(parts.read.chunk, self.slots)
             windows = config.layers - config.windows.count(None)
             found += self.host + windows * token * chunk
         return found
@@ -124,7 +124,7 @@ class PrefillBytes:
             4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms
         )
         scoring = self._looked + self._rows_of(4 * (2 + self.config.group))
-        if compares_keys(parts.scorer):
+        if parts.scorer is not None and parts.scorer.compares_keys:
             # Cosines of a block of rows with all, and what is made of them.
             scoring += 8 * min(self.slots**2, COSINES)
         # Sort keys and masks, of all devices' heads if these compete for rows.

@@ -23,7 +23,7 @@ from jaxkv.engine.moments import last_moments
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.engine.segments import Segments
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows, own_limits
+from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.rank import ranked
 from jaxkv.policies.scorer import Observed, Scorer
@@ -276,7 +276,7 @@ def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
 def _wanted_of_whole(parts: Parts, cache: KVCache, layers: list[int]) -> Any:
     """Number of rows to keep per kv head `[n, B]`, as `_wanted_rows`, in layers that attend to the whole text."""
     limit, traced = _numbers(cache.limit)[np.asarray(layers)], is_traced(cache.limit)
-    by_limits = parts.evicts and own_limits(parts.heads) is None
+    by_limits = parts.evicts and parts.heads.limits() is None
     # Segments under a threshold may hold fewer rows than their budget.
     if by_limits or (parts.layers.from_scores and parts.threshold is None) or cache.state is None:
         # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.

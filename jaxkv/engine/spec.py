@@ -139,7 +139,8 @@ class Spec:
     @property
     def gate(self) -> Gate | None:
         """Trained gate that scores new rows by their hidden states; None if the policy has none, or only appends."""
-        return None if self.ongoing is None else getattr(self.ongoing.rank, "gate", None)
+        rank = None if self.ongoing is None else self.ongoing.rank
+        return None if rank is None else rank.reads_gate
 
     def blocks_of(self, flat: Flat) -> tuple[Leaves, ...]:
         """Tuple with the leaves of each block of a model: its parameters, then the layer's gate weights if any."""

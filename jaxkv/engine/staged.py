@@ -24,6 +24,7 @@ from jaxkv.engine.sparse import Chosen, chosen_at, new_tokens
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream
 from jaxkv.engine.tokens import remembered, step_angles
+from jaxkv.models.config import Windows
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reading import Reading
@@ -43,9 +44,7 @@ class Stretch:
 
 
 @lru_cache(maxsize=64)
-def stretches(
-    reading: Reading, windows: tuple[int | None, ...], *, whole: bool
-) -> tuple[Stretch, ...]:
+def stretches(reading: Reading, windows: Windows, *, whole: bool) -> tuple[Stretch, ...]:
     """Splits a step's layers into a cached tuple of `Stretch`es, cut at filter and offloaded layers; `whole` reads all.
 
     Filters then choose nothing. `windows` are `ModelConfig.windows`: window layers join the layer below.

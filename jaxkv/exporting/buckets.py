@@ -22,6 +22,7 @@ from jaxkv.engine.lengths import (
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.spec import specialise
 from jaxkv.exporting.programs import BucketSpec
+from jaxkv.models.config import Windows
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -46,7 +47,7 @@ class Table(NamedTuple):
     allowed: Int[np.ndarray, " n"]
 
 
-def table(parts: Parts, windows: tuple[int | None, ...], slots: int) -> Table:
+def table(parts: Parts, windows: Windows, slots: int) -> Table:
     """`Table` of a policy's budgets for prompts of 1 to `slots` tokens; ValueError if all lengths are refused."""
     lengths = np.arange(1, slots + 1)
     allowed = lengths[_allowed(lambda some: _numbers(parts, some, windows), lengths)]
@@ -68,9 +69,7 @@ def table(parts: Parts, windows: tuple[int | None, ...], slots: int) -> Table:
     return Table(ByLength(**fields), allowed)  # type: ignore[arg-type]
 
 
-def _numbers(
-    parts: Parts, lengths: Int[np.ndarray, " N"], windows: tuple[int | None, ...]
-) -> ByLength:
+def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], windows: Windows) -> ByLength:
     """The policy's budgets and row counts (`ByLength`) for some prompt lengths; ValueError if one length is refused."""
     known = by_length(parts, lengths, windows)
     if parts.claims:
@@ -136,7 +135,7 @@ def spec_of_bucket(
 
 
 def _room(
-    parts: Parts, known: Table, bare: PrefillPlan, windows: tuple[int | None, ...], limits: Limits
+    parts: Parts, known: Table, bare: PrefillPlan, windows: Windows, limits: Limits
 ) -> Int[np.ndarray, " L"]:
     """Free rows behind every segment `[L]`, enough for all question and new tokens of any prompt of the bucket."""
     layers = len(windows)
@@ -158,7 +157,7 @@ def _room(
     return grows + limits.question + (parts.every or 1)
 
 
-def require_exportable(policy: Method, windows: tuple[int | None, ...], slots: int) -> None:
+def require_exportable(policy: Method, windows: Windows, slots: int) -> None:
     """Raises ValueError for policies that no export can run: offload, chunked or second prefill, gate, numpy budget."""
     parts, name = policy.composed, type(policy).__name__
     read = parts.read

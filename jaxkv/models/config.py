@@ -19,6 +19,9 @@ from jaxkv.models.values import (
     check_numbers,
 )
 
+# Width of each layer's window in tokens, None for layers that attend to the whole prompt.
+Windows = tuple[int | None, ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -191,7 +194,7 @@ class ModelConfig:
         return self.kinds[layer % len(self.kinds)] if self.kinds else LayerSpec(rope=self.rope)
 
     @property
-    def windows(self) -> tuple[int | None, ...]:
+    def windows(self) -> Windows:
         """Width of each layer's window in tokens, None for layers that attend to the whole prompt."""
         return tuple(self.spec_of(layer).window for layer in range(self.layers))
 

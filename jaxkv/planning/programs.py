@@ -175,18 +175,13 @@ def prefill_calls(work: Work) -> Iterator[Call]:
         if call.name not in SMALL:
             graphs = call.options.get("graphs")
             kind = (
-                call_name(call),
+                "top layer" if call.options.get("last") else _NAMES.get(call.name, call.name),
                 jax.tree.structure(call.arguments),
                 None if graphs is None else graphs.spec,
             )
             heaviest[kind] = max(heaviest.get(kind, call), call, key=_live_bytes)
     for (name, *_), call in heaviest.items():
         yield dataclasses.replace(call, name=name)
-
-
-def call_name(call: Call) -> str:
-    """Purpose of a recorded program call as text, such as `top layer` or `score`."""
-    return "top layer" if call.options.get("last") else _NAMES.get(call.name, call.name)
 
 
 def _live_bytes(call: Call) -> int:

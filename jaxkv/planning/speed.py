@@ -18,7 +18,6 @@ from jaxkv.planning.accelerators import Accelerator
 from jaxkv.planning.setting import Setting
 from jaxkv.planning.sizes import weights_of
 from jaxkv.policies.reading import WHOLE
-from jaxkv.policies.redundant import compares_keys
 
 # Shares of the data sheet's FLOP/s that prefill reaches in matrix products, attention, and sums of its columns.
 PRODUCTS, ATTENTION, SCORES = 0.6, 0.55, 0.32
@@ -208,7 +207,7 @@ def prefill_work(setting: Setting, weights: float) -> tuple[float, float, float]
         scores += 4 * pairs * again * channels
     # The last queries, and keys with one another, of policies that compare them.
     scores += 2.0 * needs.queries * tokens * channels
-    if compares_keys(parts.scorer):
+    if parts.scorer is not None and parts.scorer.compares_keys:
         scores += 2.0 * tokens**2 * channels / local.group
     prompts, products = setting.sequences, 2 * weights * tokens * (1 + again)
     attention = 4 * pairs * channels * (1 + 2 * again)

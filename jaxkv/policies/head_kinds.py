@@ -12,6 +12,8 @@ from jaxtyping import Array, Bool, Int
 
 from jaxkv._checks import ENDLESS, namespace
 from jaxkv._errors import require
+from jaxkv.models.config import Windows
+from jaxkv.policies.heads import HeadBudgets
 from jaxkv.policies.layers import Counts, LayerBudgets, Table
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.reading import without_window
@@ -19,7 +21,7 @@ from jaxkv.policies.topk import keys_of, top
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadKinds(OfModel, LayerBudgets):
+class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
     """Layer and head budgets of DuoAttention: retrieval kv heads keep all rows, the others `reach` rows.
 
     A plan's rows per kv head are the mean over a layer's heads, rounded up.
@@ -34,9 +36,8 @@ class HeadKinds(OfModel, LayerBudgets):
     wanted: ClassVar[str] = (
         "a number for each layer and kv head, a table [L][K] or the published folder"
     )
-    uniform: ClassVar[bool] = False
     exact: ClassVar[bool] = False
-    needs_norms: ClassVar[bool] = False
+    sets_rows: ClassVar[bool] = True
     needs_layer: ClassVar[bool] = True
 
     pattern: tuple[tuple[float, ...], ...]
@@ -64,7 +65,7 @@ class HeadKinds(OfModel, LayerBudgets):
         """Number of kv heads of the model."""
         return len(self.pattern[0])
 
-    def among(self, windows: tuple[int | None, ...]) -> "HeadKinds":
+    def among(self, windows: Windows) -> "HeadKinds":
         """Copy with the kinds of the layers without a window alone: the share `sparsity` is one of their heads."""
         self.require_sizes(layers=len(windows))
         pattern = tuple(self.pattern[layer] for layer in without_window(windows))
@@ -93,6 +94,11 @@ class HeadKinds(OfModel, LayerBudgets):
         layers = len(self.pattern)
         rows = self.rows(length, length, forced, layers=layers, window=0, weights=None)
         return -(-rows.sum(axis=0) // layers)
+
+    @property
+    def grows_to(self) -> int:
+        """Rows that segments of the other heads grow to: `reach`."""
+        return self.reach
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Mask `[L]` of layers in which some kv head is a retrieval head, so that it keeps all new rows."""

@@ -9,8 +9,9 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import field, namespace, real
 from jaxkv._errors import require
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.head_scores import as_head_scores
+from jaxkv.policies.heads import HeadBudgets
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, round_remainders, round_to_sum
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.topk import keys_of, top
@@ -19,7 +20,7 @@ _PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Importance(OfModel, LayerBudgets):
+class Importance(OfModel, LayerBudgets, HeadBudgets):
     """HeadKV's layer and head budgets: rows in proportion to each head's share by importance `scores`; exact sums.
 
     Layers get the sum of their heads' shares in whole rows per kv head; kv heads the sum of their query heads', in
@@ -30,8 +31,6 @@ class Importance(OfModel, LayerBudgets):
 
     of_field: ClassVar[str] = "scores"
     wanted: ClassVar[str] = "a score for each layer and kv head, or query head"
-    uniform: ClassVar[bool] = False
-    needs_norms: ClassVar[bool] = False
     needs_layer: ClassVar[bool] = True
 
     scores: str | tuple[tuple[float, ...], ...]
@@ -73,7 +72,7 @@ class Importance(OfModel, LayerBudgets):
             remedy,
         )
 
-    def among(self, windows: tuple[int | None, ...]) -> "Importance":
+    def among(self, windows: Windows) -> "Importance":
         """Copy with the scores of the layers without a window alone; ValueError if all of these are 0."""
         self.require_sizes(layers=len(windows))
         assert not isinstance(self.scores, str)

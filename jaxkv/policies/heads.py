@@ -1,8 +1,9 @@
 """Budgets of heads: how a layer's rows spread over its kv heads, and how many of them one device's heads may hold."""
 
 import dataclasses
+import enum
 from fractions import Fraction
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from typing import Any, ClassVar, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._checks import field, instance, real
 from jaxkv._errors import require
+from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.topk import keys_of, top
 
 # The largest capacity: no layer's kv heads lie on more devices.
@@ -19,17 +21,54 @@ _LARGEST, _LEAST_SCORE = 1e30, "give the least score of a row that stays"
 Numbers = TypeVar("Numbers", int, Array)
 
 
-@runtime_checkable
-class HeadBudgets(Protocol):
-    """Protocol that divides a layer's row budget among its kv heads: `choose` returns the mask of rows to keep."""
+class Order(enum.Enum):
+    """By what order of rows the kv heads of a layer keep their best: `HeadBudgets.order`.
+
+    Attributes:
+        OWN: each head by its own scores alone.
+        MEAN: all heads by the mean of their scores, so that they keep the same positions.
+        COMMON: all heads' rows in one order: how many a head keeps only falls as rows of further heads join.
+        OTHER: in none of these ways.
+    """
+
+    OWN = "own"
+    MEAN = "mean"
+    COMMON = "common"
+    OTHER = "other"
+
+
+class HeadBudgets:
+    """Base of what divides a layer's row budget among its kv heads: `choose` returns the mask of rows to keep."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that overrides a method chooses in another way than its base, unless it declares an `order`."""
+        super().__init_subclass__(**options)
+        overrides = any(callable(each) for name, each in vars(cls).items() if name[:2] != "__")
+        if overrides and "order" not in vars(cls):
+            cls.order = Order.OTHER  # type: ignore[assignment,method-assign]
+
+    @property
+    def order(self) -> Order:
+        """`Order` in which heads keep their best rows; other orders than OTHER allow shortcuts on meshes and early."""
+        return Order.OTHER
 
     @property
     def uniform(self) -> bool:
         """True if every kv head keeps the same number of rows."""
+        return False
 
     @property
     def needs_norms(self) -> bool:
         """True if `choose` reads `norms`, the norms of value vectors seen through the output projection."""
+        return False
+
+    @property
+    def needs_layer(self) -> bool:
+        """True if budgets differ by layer: `choose` then takes a further argument `layer`, its index `i32[]`.
+
+        It counts the layers without a window.
+        """
+        return False
 
     def choose(
         self,
@@ -47,12 +86,28 @@ class HeadBudgets(Protocol):
             base: rows to choose per head, on average.
             forced: rows per head that stay anyway.
             norms: norms of the values seen through the output projection; None unless `needs_norms`.
-
-        Head budgets that differ by layer have an attribute `needs_layer`, True, and take a further argument `layer`,
-        the layer's index `i32[]`. Head budgets whose heads have limits of their own under `Evict` have a method
-        `limits()`, which returns them, `[L, K]`; they are then the policy's layer budgets, too. For models with window
-        layers both need a method `among(windows)`, as layer budgets do; `layer` counts the layers without a window.
         """
+        raise NotImplementedError
+
+    def limits(self) -> Int[np.ndarray, "L K"] | None:
+        """Most rows `[L, K]` that each kv head's segment grows to under `Evict`; by default None: the budget says it.
+
+        Head budgets with limits of their own are the policy's layer budgets, too.
+        """
+        return None
+
+    def among(self, windows: Windows) -> "HeadBudgets":
+        """Budgets of the layers without a window alone, by `ModelConfig.windows`; by default the same.
+
+        Head budgets that differ by layer override it; ValueError for those that do not.
+        """
+        remedy = "they differ by layer, and some layers of this model have windows: give them a method among(windows), "
+        remedy += "which returns those of the other layers alone"
+        require(not self.needs_layer and self.limits() is None, "heads", self, remedy)
+        return self
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError for a model that this is not made for; passes by default."""
 
 
 def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
@@ -61,11 +116,8 @@ def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ByKeys:
+class _ByKeys(HeadBudgets):
     """Base of head budgets that choose rows by sort keys of scores: subclasses set `uniform` or override `_pick`."""
-
-    uniform: ClassVar[bool]
-    needs_norms: ClassVar[bool] = False
 
     def choose(
         self,
@@ -91,6 +143,7 @@ class _ByKeys:
 class UniformHeads(_ByKeys):
     """Head budgets under which every kv head keeps the same number of rows: those of its own highest scores."""
 
+    order: ClassVar[Order] = Order.OWN
     uniform: ClassVar[bool] = True
 
 
@@ -98,14 +151,13 @@ class UniformHeads(_ByKeys):
 class SharedHeads(_ByKeys):
     """Head budgets under which a layer's kv heads keep the same positions: those of highest mean score over heads."""
 
+    order: ClassVar[Order] = Order.MEAN
     uniform: ClassVar[bool] = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Uneven(_ByKeys):
     """Base of head budgets whose kv heads compete for rows: `alpha` is sure to a head, `capacity` limits a device."""
-
-    uniform: ClassVar[bool] = False
 
     alpha: float = 0.2
     capacity: float = 1.5
@@ -129,6 +181,8 @@ class AdaptiveHeads(_Uneven):
         Ada-KV, arXiv:2407.11550, algorithm 1 and algorithm 2 line 8 (whose alpha is read as the published code does:
         the text of its Table 4 agrees with the code, the printed formula is reversed).
     """
+
+    order: ClassVar[Order] = Order.COMMON
 
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
@@ -194,6 +248,8 @@ class ProtectedHeads(_Uneven):
         capacity: as for `AdaptiveHeads`.
     """
 
+    order: ClassVar[Order] = Order.COMMON
+
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
     ) -> Bool[Array, "B K S"]:
@@ -221,7 +277,7 @@ class ProtectedHeads(_Uneven):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadsAround:
+class HeadsAround(HeadBudgets):
     """Base of head budgets around inner head budgets, the field `budgets`, whose choice of rows they change."""
 
     budgets: HeadBudgets = UniformHeads()
@@ -230,6 +286,19 @@ class HeadsAround:
         instance("budgets", self.budgets, HeadBudgets, "give head budgets, UniformHeads() say")
         outermost = not isinstance(self.budgets, ThresholdHeads)
         require(outermost, "budgets", self.budgets, "put one threshold, around all other budgets")
+
+    @property
+    def needs_layer(self) -> bool:
+        """True if the inner `budgets` differ by layer."""
+        return self.budgets.needs_layer
+
+    def limits(self) -> Int[np.ndarray, "L K"] | None:
+        """Limits `[L, K]` of the inner `budgets`; None if these have none."""
+        return self.budgets.limits()
+
+    def among(self, windows: Windows) -> "HeadsAround":
+        """Copy around the inner `budgets` of the layers without a window alone."""
+        return dataclasses.replace(self, budgets=self.budgets.among(windows))
 
     def choose(
         self,
@@ -241,7 +310,7 @@ class HeadsAround:
         layer: Int[Array, ""] | None = None,
     ) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of rows to keep: what the inner `budgets` choose, as `_changed` changes it."""
-        of: dict[str, Any] = {"layer": layer} if needs_layer(self.budgets) else {}
+        of: dict[str, Any] = {"layer": layer} if self.needs_layer else {}
         its = norms if self.budgets.needs_norms else None
         chosen = self.budgets.choose(scores, candidates, base, forced, its, **of)
         return self._changed(chosen, scores, candidates, forced, norms)
@@ -276,6 +345,11 @@ class TwoStageHeads(HeadsAround):
         super().__post_init__()
         field(self, "first", real, "give a share between 0 and 1", high=1.0)
         field(self, "epsilon", real, "give 0 or a small number", high=1e30)
+
+    @property
+    def order(self) -> Order:
+        """`Order` of the inner `budgets`: they say a head's number of rows, and its own scores say which."""
+        return self.budgets.order
 
     @property
     def uniform(self) -> bool:
@@ -320,8 +394,6 @@ class ThresholdHeads(HeadsAround):
     References:
         Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv:2601.07891.
     """
-
-    uniform: ClassVar[bool] = False
 
     threshold: float
 
@@ -376,28 +448,9 @@ def with_threshold(heads: HeadBudgets, threshold: float | None) -> HeadBudgets:
     return heads if threshold is None else ThresholdHeads(threshold=threshold, budgets=heads)
 
 
-def chooses_apart(heads: HeadBudgets) -> bool:
-    """True if each kv head's rows are known to be chosen by its own scores alone, not by other heads'."""
-    # A class derived from these may choose otherwise.
-    return type(heads) is UniformHeads or (
-        type(heads) is TwoStageHeads and chooses_apart(heads.budgets)
-    )
-
-
 def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
     """Head budgets inside all `HeadsAround` wrappers (two stages, thresholds); unwrapped ones are returned as given."""
     return inner_budgets(heads.budgets) if isinstance(heads, HeadsAround) else heads
-
-
-def needs_layer(heads: HeadBudgets) -> bool:
-    """True if the head budgets, or those that they wrap, differ by layer, so that `choose` reads the layer's index."""
-    return getattr(inner_budgets(heads), "needs_layer", False)
-
-
-def own_limits(heads: HeadBudgets) -> Int[np.ndarray, "L K"] | None:
-    """Most rows `[L, K]` that each kv head's segment grows to under `Evict`; None if limits follow from the budget."""
-    limits = getattr(inner_budgets(heads), "limits", None)
-    return None if limits is None else limits()
 
 
 def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:

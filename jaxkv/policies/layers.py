@@ -4,7 +4,7 @@ Computed on the host by numpy; or, where claims are traced, by JAX with 64 bits 
 """
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import field, halved, is_traced, namespace, real
 from jaxkv._errors import require
+from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.scorer import Observed
 
 # numpy arrays on the host, or traced JAX arrays: int64[N] of N prompts; int64[L, N] and float64[L, N] of L layers.
@@ -20,9 +21,8 @@ Table = Any
 Reals = Any
 
 
-@runtime_checkable
-class LayerBudgets(Protocol):
-    """Protocol that divides a policy's row budget among layers: `rows` returns the rows per kv head of each layer."""
+class LayerBudgets:
+    """Base of what divides a policy's row budget among layers: `rows` returns the rows per kv head of each layer."""
 
     @property
     def from_scores(self) -> bool:
@@ -44,6 +44,21 @@ class LayerBudgets(Protocol):
         """True if `of_heads` reads `seen.sums`, the attention that rows receive from all queries."""
         return False
 
+    @property
+    def needs_queries(self) -> bool:
+        """True if `of_heads` reads `seen.q`, the last queries: scorers that read none are then rejected."""
+        return False
+
+    @property
+    def sets_rows(self) -> bool:
+        """True if rows follow from `average`, as in DuoAttention, and not from the policy's budget, which is None."""
+        return False
+
+    @property
+    def grows_to(self) -> int | None:
+        """Rows that segments of shorter prompts grow to under `Evict`, where `sets_rows`; None for no such number."""
+        return None
+
     def of_heads(
         self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K *G"]:
@@ -56,9 +71,6 @@ class LayerBudgets(Protocol):
 
         Returns:
             `[B, K]`, `[B, K, G]`, or several statistics of each query head, `[B, K, G, n]`.
-
-        Layer budgets that read `seen.q`, the last queries, have an attribute `needs_queries`, True: scorers that read
-        no queries are then refused.
         """
         raise TypeError(f"{type(self).__name__} does not look at scores")
 
@@ -85,14 +97,22 @@ class LayerBudgets(Protocol):
             layers: L.
             window: the observation window, for schedules that exclude it.
             weights: `[L, N]` from `weight`, where `from_scores`.
-
-        Layer budgets whose rows do not follow from the policy's budget, which is then None, have a method
-        `average(length, forced)`, which returns rows per kv head and layer on average `[N]`, and an attribute `reach`,
-        rows that segments of shorter prompts grow to under `Evict`.
-
-        Layer budgets that know layers by their index have a method `among(windows)`: with `ModelConfig.windows`, those
-        of the layers without a window alone, which are then counted from 0.
         """
+        raise NotImplementedError
+
+    def average(self, length: Counts, forced: Counts) -> Counts:
+        """Rows per kv head and layer on average `[N]`, where `sets_rows`; TypeError unless overridden."""
+        raise TypeError(f"{type(self).__name__} takes the policy's budget")
+
+    def among(self, windows: Windows) -> "LayerBudgets":
+        """Budgets of the layers without a window alone, counted from 0, by `ModelConfig.windows`; by default the same.
+
+        Layer budgets that know layers by their index override it.
+        """
+        return self
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError for a model that this is not made for; passes by default."""
 
     def bound(self, budget: Counts, length: Counts, forced: Counts, *, layers: int) -> Counts:
         """Upper bound `[N]`, for N prompts, of rows per kv head summed over layers: L times the budget."""
@@ -109,11 +129,6 @@ class LayerBudgets(Protocol):
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Mask `[L]` of layers that keep all new rows, even under `Evict`; all False by default."""
         return np.zeros(layers, bool)
-
-
-def sets_rows(layers: LayerBudgets) -> bool:
-    """True if rows follow from the layer budgets alone, as in DuoAttention, so that the policy has no `budget`."""
-    return hasattr(layers, "average")
 
 
 def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:

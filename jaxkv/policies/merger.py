@@ -1,7 +1,7 @@
 """The protocol `Merger`, the part of a policy that folds dropped rows into kept ones; and its arguments and results."""
 
 import math
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
@@ -55,9 +55,8 @@ class Joined(NamedTuple):
     tau: Array | None
 
 
-@runtime_checkable
-class Merger(Protocol):
-    """Protocol that merges dropped rows into kept ones: `merge` a layer's, `merge_one` single rows while decoding.
+class Merger:
+    """Base of what merges dropped rows into kept ones: `merge` a layer's, `merge_one` single rows while decoding.
 
     Subclass it in a frozen dataclass and write `merge`.
 
@@ -125,7 +124,7 @@ class Merger(Protocol):
         Returns:
             The rows and thresholds.
         """
-        ...
+        raise NotImplementedError
 
     def merge_one(
         self,

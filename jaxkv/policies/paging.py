@@ -9,14 +9,14 @@ from jaxkv._checks import field, whole
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, Kept, Share, Tokens
-from jaxkv.policies.reading import WHOLE, Reading, as_tokens
+from jaxkv.policies.reading import WHOLE, Reading, Reads, as_tokens
 
 # Least number of pages that a layer reads, in the published code.
 _PAGES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedReads:
+class PagedReads(Reads):
     """Quest's page config: at each new token a kv head reads the pages of largest bounds of q.k, and the last page.
 
     Fields are those of `Quest`.
@@ -25,10 +25,6 @@ class PagedReads:
     page: int
     dense_layers: int
     budget: Kept | Budget
-
-    queries = 0
-    by_chunks = False
-    whole_prompts = False
 
     def __post_init__(self) -> None:
         for name, least in (("page", 1), ("dense_layers", 0)):

@@ -11,18 +11,15 @@ from jaxkv._checks import brief, field, flag, instance, namespace, share_of
 from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.checks import Kept, Share, Tokens, as_budget, as_store, store_class
 from jaxkv.policies.heads import (
     HeadBudgets,
+    Order,
     UniformHeads,
-    inner_budgets,
-    needs_layer,
     own_budgets,
-    own_limits,
     shares_positions,
     threshold_of,
-    within_stages,
 )
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import (
@@ -31,7 +28,6 @@ from jaxkv.policies.layers import (
     LayerBudgets,
     Table,
     UniformLayers,
-    sets_rows,
 )
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import After, Again, Append, Evict, Rank
@@ -158,13 +154,13 @@ class Parts:
     def _check_rows(self) -> None:
         """Raises ValueError unless budget, layers and heads say together, and once, how many rows stay."""
         budget, scorer, layers, heads = self.budget, self.scorer, self.layers, self.heads
-        fixed = sets_rows(layers)
+        fixed = layers.sets_rows
         remedy = "give rows per head or a ratio; FullKV keeps everything"
         require(budget is not None or scorer is None or fixed, "budget", budget, remedy)
         remedy = f"how many rows stay follows from {layers}: leave it out"
         require(budget is None or not fixed, "budget", budget, remedy)
         remedy = "heads that say how many rows they keep say it of layers, too: give the same value as layers"
-        require(own_limits(heads) is None or layers == heads, "heads", heads, remedy)
+        require(heads.limits() is None or layers == heads, "heads", heads, remedy)
         if isinstance(budget, Tokens):
             first, last = self.keep.sinks, self.keep.window
             remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
@@ -172,8 +168,9 @@ class Parts:
         remedy = "heads and layers need segments of equal size: use UniformHeads() or SharedHeads(), and a schedule"
         require(not self.rolling or self.layout is Layout.EQUAL, "rolling", self.rolling, remedy)
         remedy = f"layers that look at last queries need a scorer that reads some, unlike {scorer}: give SnapKV's, say"
-        needy = getattr(layers, "needs_queries", False)
-        require(not needy or bool(scorer and scorer.queries), "layers", layers, remedy)
+        require(
+            not layers.needs_queries or bool(scorer and scorer.queries), "layers", layers, remedy
+        )
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
         require(not layers.joint or own_budgets(heads) is not None, "layers", layers, remedy)
         remedy = (
@@ -207,11 +204,12 @@ class Parts:
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError if a part's method `require_fits(config)` does, as for a gate of another model."""
         for part in (self.scorer, self.layers, self.heads, self.read):
-            getattr(part, "require_fits", lambda config: None)(config)
+            if part is not None:
+                part.require_fits(config)
         if any(config.windows):
             self.require_fits_windows(config.windows)
 
-    def require_fits_windows(self, windows: tuple[int | None, ...]) -> None:
+    def require_fits_windows(self, windows: Windows) -> None:
         """Raises ValueError if the policy rolls positions, has nothing to choose from, or its tables name windows."""
         whole = [layer for layer, width in enumerate(windows) if width is None]
         remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"
@@ -227,14 +225,14 @@ class Parts:
         require(not self.rolling, "rolling", self.rolling, remedy)
         self.among(windows)
 
-    def among(self, windows: tuple[int | None, ...]) -> "Parts":
+    def among(self, windows: Windows) -> "Parts":
         """`Parts` as for a model of the layers without a window alone: tables by layer are cut; the same without any.
 
         `windows` are `ModelConfig.windows`. ValueError if a table names layers with windows, or nothing but these.
         """
         return _cut_to_whole(self, windows) if any(windows) and None in windows else self
 
-    def unlimited(self, windows: tuple[int | None, ...]) -> Bool[np.ndarray, " L"]:
+    def unlimited(self, windows: Windows) -> Bool[np.ndarray, " L"]:
         """Mask of layers that gain a row at each token without an end: the policy's, and those of `config.windows`."""
         mask = np.asarray([width is not None for width in windows])
         mask[~mask] = self.among(windows).layers.unlimited(windows.count(None))
@@ -256,7 +254,8 @@ class Parts:
     def narrows(self) -> bool:
         """True if `layers` bounds a layer's rows by `at_most` before later layers run, and heads keep their best."""
         shares = isinstance(self.layers, FromScores) and type(self.layers).rows is FromScores.rows
-        plainly = type(self.heads) is UniformHeads and not self.keep.recent
+        best = self.heads.order is Order.OWN and not self.heads.needs_norms
+        plainly = best and not self.keep.recent
         return shares and plainly and self.scorer is not None and not self.scorer.two_stages
 
     @property
@@ -335,7 +334,7 @@ class Parts:
             queries=scorer.queries if after.rank is None else 0,
         )
 
-    def reading(self, windows: tuple[int | None, ...], slots: int) -> Reading | None:
+    def reading(self, windows: Windows, slots: int) -> Reading | None:
         """Static config `Reading` of which rows each layer reads while decoding; None if all read every kept row."""
         every_row = self.scorer is None
         return (
@@ -351,10 +350,10 @@ class Parts:
 
     @property
     def reach(self) -> int | None:
-        """Rows (int) that short prompts' segments may grow to: the budget in rows, or the layers' `reach`; or None."""
+        """Rows (int) that short prompts' segments may grow to: the budget, or what the layers grow to; or None."""
         if isinstance(self.budget, Tokens):
             return self.budget.value
-        return getattr(self.layers, "reach", None)
+        return self.layers.grows_to
 
     def may_hold(self, budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Rows per kv head `[B]` that the cache may grow to: `budget`, or the policy's `reach` in rows if larger."""
@@ -368,8 +367,8 @@ class Parts:
         `strict` refuses budgets below the forced rows, unless `min_budget` says to clamp; the refusal names the prompt.
         """
         lengths, budget = np.asarray(lengths, np.int64), self.budget
-        if sets_rows(self.layers):
-            return self.layers.average(lengths, forced)  # type: ignore[attr-defined]
+        if self.layers.sets_rows:
+            return self.layers.average(lengths, forced)
         if budget is None or self.scorer is None:
             return lengths.copy()
         rows, share = budget.rows(lengths), isinstance(budget, Share)
@@ -384,7 +383,7 @@ class Parts:
 
     def raised(self, lengths: Int[np.ndarray, " B"]) -> int:
         """Number of prompts for which a budget share gives fewer rows than must stay; 0 for a budget in rows."""
-        if not isinstance(self.budget, Share) or sets_rows(self.layers) or self.scorer is None:
+        if not isinstance(self.budget, Share) or self.layers.sets_rows or self.scorer is None:
             return 0
         lengths = np.asarray(lengths, np.int64)
         return int((self.budget.rows(lengths) < self.keep.counts(lengths)).sum())
@@ -418,22 +417,13 @@ class Parts:
 
 
 @lru_cache(maxsize=256)
-def _cut_to_whole(parts: Parts, windows: tuple[int | None, ...]) -> Parts:
+def _cut_to_whole(parts: Parts, windows: Windows) -> Parts:
     """Copy of a policy's `Parts` whose layer and head budgets are those of the layers without a window; memoised.
 
-    `windows` are `ModelConfig.windows`. Budgets with a method `among` cut their tables, others are kept as they are;
-    ValueError if a table names layers with windows, or if head budgets that differ by layer cannot be cut.
+    `windows` are `ModelConfig.windows`; ValueError if a table names layers with windows, or if head budgets that differ
+    by layer cannot be cut.
     """
-    layers, heads = parts.layers, parts.heads
-    inner = inner_budgets(heads)
-    by_layer = needs_layer(heads) or own_limits(heads) is not None
-    remedy = "they differ by layer, and some layers of this model have windows: give them a method among(windows), "
-    remedy += "which returns those of the other layers alone"
-    require(not by_layer or hasattr(inner, "among"), "heads", heads, remedy)
-    if hasattr(layers, "among"):
-        layers = layers.among(windows)
-    if hasattr(inner, "among"):
-        heads = within_stages(heads, inner.among(windows))
+    layers, heads = parts.layers.among(windows), parts.heads.among(windows)
     return dataclasses.replace(parts, layers=layers, heads=heads)
 
 

@@ -1,21 +1,37 @@
 """Cache updates after the prompt: `Append`, `Evict`, `Again`; and the protocol `Rank` that orders evictions."""
 
 import dataclasses
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import ENDLESS, checked, field, flag, instance, real, whole
+from jaxkv.policies.gates import Gate
 
 
-@runtime_checkable
-class Rank(Protocol):
-    """Protocol of eviction while decoding: how rows' scores change, and the rank whose lowest row is evicted.
+class Rank:
+    """Base of eviction while decoding: how rows' scores change, and the rank whose lowest row is evicted.
 
     Subclass it in a frozen dataclass and override what differs. The rows of a prompt begin with the scorer's `observe`;
     at each new token a score becomes `decay * score` plus the attention that the row receives.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that overrides `rank` says itself whether a kernel can compute it."""
+        super().__init_subclass__(**options)
+        if "rank" in vars(cls) and "kernel" not in vars(cls):
+            cls.kernel = False  # type: ignore[assignment,method-assign]
+
+    @property
+    def kernel(self) -> bool:
+        """True if GPU and TPU kernels can compute `rank`: elementwise jax.numpy of its two arguments, and no more."""
+        return False
+
+    @property
+    def reads_gate(self) -> Gate | None:
+        """Trained gate whose scores rows begin with, in place of `begin`; None by default."""
+        return None
 
     @property
     def scored(self) -> bool:
@@ -66,6 +82,8 @@ class ByAttention(Rank):
         mean: divide by the number of queries that could see the row (RoCo), so that early rows have no advantage.
     """
 
+    kernel: ClassVar[bool] = True
+
     decay: float = 1.0
     mean: bool = False
 
@@ -82,6 +100,7 @@ class ByAttention(Rank):
 class ByAge(Rank):
     """Rank by age: the oldest row is evicted."""
 
+    kernel: ClassVar[bool] = True
     scored: ClassVar[bool] = False
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:

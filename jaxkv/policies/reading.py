@@ -4,14 +4,14 @@ import dataclasses
 import enum
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Float, Int
 
 from jaxkv._checks import choice, field, flag, real, several, whole
 from jaxkv._errors import require
-from jaxkv.models.config import ModelConfig
+from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.checks import Budget, Kept, Share, Tokens, as_budget
 
 # The source of a layer that reads everything.
@@ -91,7 +91,7 @@ class Reading:
         return 0 if self.selector is Selector.LAST else self.window
 
 
-def without_window(windows: tuple[int | None, ...]) -> tuple[int, ...]:
+def without_window(windows: Windows) -> tuple[int, ...]:
     """Tuple of the indices of a model's layers that attend to the whole prompt, from `ModelConfig.windows`."""
     return tuple(layer for layer, width in enumerate(windows) if width is None)
 
@@ -117,21 +117,35 @@ def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, 
     )
 
 
-@runtime_checkable
-class Reads(Protocol):
-    """Protocol of a policy's config `read`: which rows layers read while decoding, and which lie in host memory."""
+class Reads:
+    """Base of a policy's config `read`: which rows layers read while decoding, and which lie in host memory."""
 
     @property
     def queries(self) -> int:
         """Number of a prompt's last queries that the cache stores for filter layers."""
+        return 0
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of a chunk, where prompts are prefilled chunk by chunk; 0 where they are read at once."""
+        return 0
 
     @property
     def by_chunks(self) -> bool:
         """True if prompts are prefilled chunk by chunk."""
+        return self.chunk > 0
 
     @property
     def whole_prompts(self) -> bool:
         """True if no row of a prompt may be dropped, since rows are offloaded or prompts prefilled in chunks."""
+        return self.by_chunks
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError for a model that this is not made for; passes by default."""
+
+    def among(self, windows: Windows) -> "Reads":
+        """Config whose layers are counted among those without a window (`ModelConfig.windows`); by default the same."""
+        return self
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
         """Integers `[B]`: number of each prompt's tokens that a sparse layer reads per step while decoding.
@@ -143,6 +157,7 @@ class Reads(Protocol):
         Returns:
             The numbers.
         """
+        raise NotImplementedError
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Returns `Reading`, the static config of which rows each layer reads, for prompts padded to `slots`.
@@ -155,6 +170,7 @@ class Reads(Protocol):
         Returns:
             The config.
         """
+        raise NotImplementedError
 
 
 def as_tokens(given: Any, least: int) -> Tokens | Share:
@@ -169,7 +185,7 @@ def as_tokens(given: Any, least: int) -> Tokens | Share:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FilteredReads:
+class FilteredReads(Reads):
     """Config of OmniKV's reads: filter layers choose, for every new token, the tokens that layers above them read.
 
     Fields are those of `OmniKV`.
@@ -240,9 +256,9 @@ class FilteredReads:
         return 0 if self.selector is Selector.LAST else self.window
 
     @property
-    def by_chunks(self) -> bool:
-        """True if prompts are prefilled chunk by chunk: if `prefill_ratio` is given."""
-        return self.prefill_ratio is not None
+    def chunk(self) -> int:
+        """Tokens of a chunk of a prompt, `prefill_chunk` if `prefill_ratio` is given; else 0."""
+        return 0 if self.prefill_ratio is None else self.prefill_chunk
 
     @property
     def whole_prompts(self) -> bool:
@@ -270,7 +286,7 @@ class FilteredReads:
         if mine.mem is not None:
             mine._share(layers)
 
-    def among(self, windows: tuple[int | None, ...]) -> "FilteredReads":
+    def among(self, windows: Windows) -> "FilteredReads":
         """Copy of the config whose filter layers are counted among the layers that attend to the whole prompt."""
         index = without_window(windows)
         return dataclasses.replace(
@@ -357,7 +373,7 @@ class FilteredReads:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedReads:
+class LoadedReads(Reads):
     """Config of BrutalOffload's reads: every layer reads every row, upper layers load theirs from host memory.
 
     Fields are those of `BrutalOffload`.
@@ -366,9 +382,7 @@ class LoadedReads:
     resident_layers: int
     ahead: int
 
-    queries = 0
-    by_chunks = False
-    whole_prompts = True
+    whole_prompts: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for name, least in (("resident_layers", 1), ("ahead", 0)):
@@ -398,9 +412,7 @@ class LoadedReads:
         )
 
 
-def reading_beside(
-    read: Reads, windows: tuple[int | None, ...], slots: int, *, every_row: bool
-) -> Reading:
+def reading_beside(read: Reads, windows: Windows, slots: int, *, every_row: bool) -> Reading:
     """Makes `Reading`, the static config of which rows each layer of a model reads; window layers read all they hold.
 
     `windows` are `ModelConfig.windows`, `slots` the prompts' bucket; with `every_row` all rows of a prompt are kept.
@@ -420,12 +432,12 @@ def reading_beside(
 
 
 def tokens_read(
-    read: Reads, lengths: Int[np.ndarray, " B"], windows: tuple[int | None, ...]
+    read: Reads, lengths: Int[np.ndarray, " B"], windows: Windows
 ) -> Int[np.ndarray, " B"]:
     """Integers `[B]`: number of each prompt's tokens that a sparse layer reads per step, from `ModelConfig.windows`."""
     return np.asarray(_among(read, windows).tokens(lengths, windows.count(None)), np.int64)
 
 
-def _among(read: Reads, windows: tuple[int | None, ...]) -> Reads:
+def _among(read: Reads, windows: Windows) -> Reads:
     """Config of the same reads, its filter layers counted among the layers without a window; unchanged without any."""
-    return read.among(windows) if isinstance(read, FilteredReads) and any(windows) else read
+    return read.among(windows) if any(windows) else read

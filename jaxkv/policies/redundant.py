@@ -11,7 +11,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import attention
 from jaxkv._checks import field, real
 from jaxkv.policies.attended import WindowScorer
-from jaxkv.policies.scorer import GroupReduce, Observed, Scorer
+from jaxkv.policies.scorer import GroupReduce, Observed
 from jaxkv.sharding.collectives import most_of_devices
 
 # Cosines that are in memory at a time: 16 MiB in float32.
@@ -81,11 +81,6 @@ class Redundancy(WindowScorer):
     ) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: the observations unchanged, since `observe` has pooled attention already."""
         return observed
-
-
-def compares_keys(scorer: Scorer | None) -> bool:
-    """True if a scorer compares each key with all others; False also for None or a scorer without this property."""
-    return getattr(scorer, "compares_keys", False)
 
 
 def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import numpy as np
@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxkv import attention
 from jaxkv._checks import choice, field, flag, instance, static, whole
 from jaxkv.attention import Implementation
+from jaxkv.models.config import ModelConfig
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.rank import Rank
 from jaxkv.sharding.mesh import Axes
@@ -249,9 +250,8 @@ class Observed:
         )
 
 
-@runtime_checkable
-class Scorer(Protocol):
-    """Protocol that scores how much each cache row matters, per kv head: rows of higher scores are kept.
+class Scorer:
+    """Base of what scores how much each cache row matters, per kv head: rows of higher scores are kept.
 
     Subclass it in a frozen dataclass and write `observe`:
 
@@ -324,12 +324,18 @@ class Scorer(Protocol):
 
     @property
     def two_stages(self) -> bool:
-        """True if the scorer has a first stage, a method `first(seen)`, whose rows stay before all others.
-
-        It returns the ranks `i32[B, K, S]` of these rows in their head, as many as a head's even part at most; S for
-        other rows.
-        """
+        """True if the scorer has a first stage, `first`, whose rows stay before all others."""
         return False
+
+    @property
+    def compares_keys(self) -> bool:
+        """True if `observe` compares each key with all others, which plans count."""
+        return False
+
+    @property
+    def model_layers(self) -> int | None:
+        """Number of layers of the model that the scorer was made for; None for one that fits any."""
+        return None
 
     @property
     def rank(self) -> Rank | None:
@@ -345,7 +351,17 @@ class Scorer(Protocol):
         Returns:
             A number for each row; rows past a sequence's length may get anything.
         """
-        ...
+        raise NotImplementedError
+
+    def first(self, seen: Observed) -> Int[Array, "B K S"]:
+        """Ranks `i32[B, K, S]` in their head of the rows of the first stage, S for other rows; where `two_stages`.
+
+        At most as many as a head's even part.
+        """
+        raise TypeError(f"{type(self).__name__} has one stage")
+
+    def require_fits(self, config: ModelConfig) -> None:
+        """Raises ValueError for a model that this is not made for; passes by default."""
 
     def scores(
         self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
@@ -372,7 +388,7 @@ def check_scorer(label: str, scorer: Any) -> None:
     if scorer is None:
         return
     instance(label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer")
-    if getattr(type(scorer), "observe", None) is Scorer.observe:
+    if type(scorer).observe is Scorer.observe:
         raise TypeError(f"{label}={scorer!r}: it says nothing of rows: write its method `observe`")
     whole(f"{label}.queries", scorer.queries, least=0)
     choice(f"{label}.group", scorer.group, GroupReduce)

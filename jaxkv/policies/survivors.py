@@ -6,6 +6,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv.policies.heads import (
     AdaptiveHeads,
     HeadBudgets,
+    Order,
     ProtectedHeads,
     TwoStageHeads,
     own_budgets,
@@ -17,11 +18,8 @@ from jaxkv.policies.topk import keys_of, top
 def bounded(heads: HeadBudgets, devices: int) -> bool:
     """True if `survivors` can tell early which rows these head budgets drop for certain, on `devices` devices."""
     heads = without_threshold(heads)
-    own, outer = own_budgets(heads), heads
-    while type(outer) is TwoStageHeads:
-        outer = outer.budgets
-    # A class derived from these may choose otherwise.
-    if own is None or type(outer) not in (AdaptiveHeads, ProtectedHeads):
+    own = own_budgets(heads)
+    if own is None or heads.order is not Order.COMMON:
         return False
     # Where devices have limited room, a device keeps its best rows only if one order decides behind the safe ones.
     one_order = heads is own and (isinstance(own, ProtectedHeads) or own.alpha == 0)

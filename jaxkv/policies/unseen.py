@@ -264,6 +264,11 @@ class GateRank(Rank):
 
     gate: Gate
 
+    @property
+    def reads_gate(self) -> Gate:
+        """The gate."""
+        return self.gate
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateScores(Scorer):

@@ -19,6 +19,7 @@ from jaxkv._checks import (
     whole,
 )
 from jaxkv._errors import require
+from jaxkv.models.config import Windows
 from jaxkv.policies.layers import (
     Counts,
     LayerBudgets,
@@ -81,7 +82,7 @@ class VarianceLayers(LayerBudgets):
         ]
         object.__setattr__(self, "dense_layers", tuple(layers))
 
-    def among(self, windows: tuple[int | None, ...]) -> "VarianceLayers":
+    def among(self, windows: Windows) -> "VarianceLayers":
         """Copy whose `dense_layers` are counted among the layers without a window; ValueError if one has a window."""
         named = np.flatnonzero(dense_mask(self.dense_layers, len(windows))).tolist()
         index, found = (

@@ -146,7 +146,7 @@ class Text:
     def _from_folder(cls, folder: Path, eos: Any) -> Text:
         """`Text` with the tokenizer and chat template of a folder in Hugging Face's layout."""
         where = folder / "tokenizer_config.json"
-        settings = _read_json(where)
+        settings = read_json(where) if where.is_file() else {}
         tokenizer = _load_tokenizer(folder)
         specials = {}
         for name in ("bos_token", "eos_token", "pad_token", "unk_token"):
@@ -389,11 +389,6 @@ def _mark_special(tokenizer: Any, ids: Set[int | None]) -> None:
         if index in ids and not token.special:
             token.special = True
             tokenizer.add_special_tokens([token])
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """JSON object of a file as a dictionary; empty if there is no file."""
-    return read_json(path) if path.is_file() else {}
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxkv._checks import field, flag
 from jaxkv._errors import require
 from jaxkv.policies.chunked_heads import ChunkedHeads
-from jaxkv.policies.heads import SharedHeads, UniformHeads
+from jaxkv.policies.heads import Order
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -60,7 +60,7 @@ class ChunkKV(Wrapper):
 
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; raises ValueError if it sets head budgets, nests layers, or evicts row by row."""
-        plain = type(parts.heads) in (UniformHeads, SharedHeads)
+        plain = parts.heads.order in (Order.OWN, Order.MEAN) and not parts.heads.needs_norms
         require(plain, "base", base, "its heads choose in a way of their own: give SnapKV(), say")
         require(
             not parts.nested,
