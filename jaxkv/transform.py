@@ -458,7 +458,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
             "it stores keys before RoPE, and here they come after it: leave rolling positions out",
         ),
         (
-            parts.ongoing,
+            parts.ongoing.compresses,
             "it compresses while tokens are drawn, and here a prompt only: give SnapKV, or every=None",
         ),
         (

@@ -92,7 +92,7 @@ def check_totals(row: Row, cache, needed, lengths, budget):
         assert needed.budget[index] == rows
         if row.exact:
             assert kept[:, index].sum() == len(kept) * heads * rows
-    goes_on = cache.policy.parts().ongoing is not None
+    goes_on = cache.policy.parts().ongoing.compresses
     roomy = lengths_below(budget, lengths) if goes_on else needed.budget < 0
     np.testing.assert_array_equal(cache.limit, np.where(roomy[:, None], budget, cache.length))
     assert cache.nbytes == needed.cache_bytes

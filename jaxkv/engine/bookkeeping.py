@@ -73,7 +73,6 @@ def within_limits(cache: Cache, outs: list[Array], spec: Spec) -> Cache:
 
 def _eviction(spec: Spec, heads: int) -> Eviction:
     """Makes the static config of eviction from a spec; `heads` is the number of kv heads per layer on this device."""
-    assert spec.ongoing is not None
     return Eviction(
         ongoing=spec.ongoing,
         heads=heads,
@@ -125,14 +124,13 @@ def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], spec: Spec) -> tuple
 
 def decay_of(spec: Spec) -> float | None:
     """Factor by which a row's score is multiplied at each new token; None if attention does not change scores."""
-    rank = spec.ongoing.rank if spec.ongoing is not None and spec.scored else None
-    return None if rank is None else rank.decay
+    return spec.ongoing.rank.decay if spec.scored else None
 
 
 def scores_of(token: Token, spec: Spec) -> Array | None:
     """Initial scores `f32[B, K, N]` of new rows: a gate's or the rank's `begin`; None if the pool keeps no scores."""
     ongoing = spec.ongoing
-    if ongoing is None or not ongoing.scored or ongoing.rank is None:
+    if not ongoing.scored:
         return None
     if token.begun is not None:
         return token.begun

@@ -56,7 +56,6 @@ def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
     Ties go to the latest position. Scores of the pool must be up to date.
     """
     rank, keep = how.ongoing.rank, how.ongoing.keep
-    assert rank is not None
     lowest_of = _lowest_at_once if backend_of(how.implementation).few_launches else _lowest
     seen, prompt = segments.seen[:, None, None], segments.prompt[:, None, None]
     last = seen - segments.recent[..., None]
@@ -251,8 +250,7 @@ class _Weigh:
 
 def _in_a_kernel(ongoing: Ongoing) -> bool:
     """True if one kernel can find and drop the row: a rank for kernels, no merger, heads that evict independently."""
-    alone = ongoing.merge is None and not ongoing.one_set
-    return alone and ongoing.rank is not None and ongoing.rank.kernel
+    return ongoing.rank.kernel and ongoing.merge is None and not ongoing.one_set
 
 
 def _evict_by_kernel(
@@ -262,7 +260,6 @@ def _evict_by_kernel(
 
     It needs no ordering barrier, as the pool is attention's output.
     """
-    assert ongoing.rank is not None
     k, v, pos, score, dropped = backend.evict_rows(
         pool.k,
         pool.v,

@@ -42,14 +42,14 @@ def room_for(
     as many rows as its window, or 256 or `least`, before those that left the window are dropped.
     """
     ahead = bucket(min(new, max(MOST_AHEAD, grown)))
-    if parts.ongoing is None:
-        room = np.full(len(left), ahead)
-    else:
+    if parts.ongoing.compresses:
         left = np.maximum(left, 0)
         growing = np.asarray([bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)])
         # The same for every part of an answer, its last and shortest one too.
         period = parts.every or 1
         room = growing + (period if period <= MOST_AHEAD else ahead)
+    else:
+        room = np.full(len(left), ahead)
     return _sliding(room, windows, max(parts.every or 1, least)) if slides else room
 
 
@@ -91,7 +91,7 @@ def steps_that_fit(cache: KVCache) -> int:
     The largest int32 where one spare row is all that decoding needs.
     """
     parts, free = cache.policy.composed, cache.free()
-    if parts.ongoing is None:
+    if not parts.ongoing.compresses:
         return int(free.min())
     if parts.evicts:
         # One spare row is all that a segment at its limit needs.
@@ -145,7 +145,7 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     Policies that only append leave room for `new` tokens, too. The given cache holds `batch` sequences, or one that is
     repeated. Raises MemoryError if the copy does not fit.
     """
-    goes_on, windows = given.policy.composed.ongoing is not None, given.config.windows
+    goes_on, windows = given.policy.composed.ongoing.compresses, given.config.windows
     wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
     # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
     # has grown grows twofold, so that turn after turn meets few shapes.

@@ -202,10 +202,15 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
     if prompts.buffer is not None:
         made = yield from cascaded(prompts, parts, rows=prompts.buffer, room=room)
     else:
-        key, chosen = prompts.merge_key, prompts.implementation
-        made = yield from compress(prompts, parts, key=key, room=room, implementation=chosen)
+        made = yield from compress(
+            prompts,
+            parts,
+            key=prompts.merge_key,
+            room=room,
+            implementation=prompts.implementation,
+        )
     limit, state = jnp.copy(made.length), None
-    if parts.ongoing is not None:
+    if parts.ongoing.compresses:
         limit, state = _going_on(prompts, made)
     elif prompts.reading is not None:
         assert numbers.reads is not None

@@ -118,7 +118,7 @@ class PrefillBytes:
     def _afterwards(self, index: int, top: bool) -> int:
         """Bytes beside rows and lower layers while a layer's rows are scored, chosen, merged, thinned or packed."""
         parts, layers = self.parts, self.config.layers
-        scored = parts.ongoing is not None and parts.ongoing.scored
+        scored = parts.scored
         # Scores that rows are ordered by, the observed attention that is kept for later, and norms of keys.
         scores = self._rows_of(
             4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms
@@ -174,7 +174,7 @@ class PrefillBytes:
     def _remembered(self) -> int:
         """Bytes of the float32 ring buffers of last queries that the cache keeps for scoring or choosing rows."""
         config, ongoing, reading, rows = self.config, self.parts.ongoing, self.reading, 0
-        if ongoing is not None:
+        if ongoing.compresses:
             rows = config.windows.count(None) * (ongoing.queries and ring_rows(ongoing.queries))
         elif reading is not None and reading.ring:
             rows = len(reading.filters) * ring_rows(reading.ring)
@@ -186,7 +186,7 @@ class PrefillBytes:
         ongoing, layers = self.parts.ongoing, self.config.layers
         segments = layers * self.config.kv_heads
         numbers = 1 + 3 * segments + segments * self.config.head_dim * transforms(self.parts)
-        if ongoing is not None:
+        if ongoing.compresses:
             merging = 0 if ongoing.merge is None else ongoing.merge.thresholds
             numbers += 2 + layers + segments * merging
         elif self.reading is not None:
@@ -201,9 +201,7 @@ class PrefillBytes:
     @property
     def _buffered(self) -> int:
         """Bytes of a joint budget's buffer of candidate rows: keys, values, indices, kept scores; 0 without one."""
-        ongoing = self.parts.ongoing
-        scored = ongoing is not None and ongoing.scored
-        row = 2 * self.config.head_dim * self.item + 4 * (1 + scored)
+        row = 2 * self.config.head_dim * self.item + 4 * (1 + self.parts.scored)
         return self.batch * (self.buffer or 0) * row
 
     def _below(self, index: int) -> int:

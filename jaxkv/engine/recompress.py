@@ -25,7 +25,7 @@ from jaxkv.engine.segments import Segments
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
-from jaxkv.policies.rank import ranked
+from jaxkv.policies.rank import Anew, ranked
 from jaxkv.policies.scorer import Observed, Scorer
 from jaxkv.sharding.collectives import gathered, most_of_devices, own
 from jaxkv.sharding.door import program
@@ -45,7 +45,7 @@ def due(cache: KVCache) -> Any:
     These have `every` or more rows beyond their limit, or any beyond it if each new row evicts one.
     """
     parts = cache.policy.composed
-    if parts.ongoing is None:
+    if not parts.ongoing.compresses:
         return np.zeros(cache.seen.shape, bool)
     return beyond(cache) >= (parts.every or 1)
 
@@ -158,7 +158,7 @@ class _Held(Source):
     ):
         """Makes the source; computes counts of rows and of recent rows to keep by layer, most rows of a segment."""
         parts, state = cache.policy.composed, cache.state
-        assert parts.scorer is not None and parts.ongoing is not None and state is not None
+        assert parts.scorer is not None and state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
         self.indices, self.wants, self.axes = (
             range(len(room)),
@@ -365,7 +365,7 @@ def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates
     rows, ongoing = _plain(_taken(layer, static), layer), static.ongoing
     pos, segments = rows.positions, layer.segments
     assert pos is not None
-    if ongoing.rank is None:
+    if isinstance(ongoing.rank, Anew):
         scores, _ = _observed(leaves, layer, rows, static)
     else:
         score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score

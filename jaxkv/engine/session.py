@@ -114,7 +114,7 @@ class Session:
         mesh, device = (None, None) if axes is None else (axes.mesh, axes.mesh.local_devices[0])
         with self.clocks.prefill, hosts.together("a session's plan", mesh):
             check_memory(self._share(needed, lengths), device)
-            if new > MOST_AHEAD and policy.composed.ongoing is None:
+            if new > MOST_AHEAD and not policy.composed.ongoing.compresses:
                 # The cache grows to that size on the way, where a MemoryError would lose the answer.
                 grown = self._share(self.planned(lengths, bucket(new)), lengths)
                 memory.check_bytes(
@@ -294,7 +294,7 @@ class Session:
         with self.clocks.prefill:
             logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
             cache = dataclasses.replace(cache, extended=cache.extended or size > 1)
-            if new and self.policy.composed.ongoing is not None:
+            if new and self.policy.composed.ongoing.compresses:
                 # Of a long question only those rows stay that the policy keeps.
                 cache = make_room(flat, cache, new, key=self.key)
             jax.block_until_ready((logits, cache))

@@ -108,6 +108,6 @@ def slot_shape(
         )
         room = np.asarray(given)
         # A question goes beyond a limit before the policy compresses it.
-        room = room + (asked if question and parts.ongoing is not None else 0)
+        room = room + (asked if question and parts.ongoing.compresses else 0)
         most = np.maximum(most, pools_for(parts, config, size, tuple(room.tolist()), stretches))
     return SlotShape(rows=tuple(most.tolist()), prompt=prompt, question=question, new=new)

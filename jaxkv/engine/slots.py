@@ -209,7 +209,9 @@ class Slots:
             f"{longest} tokens",
             f"these slots take up to max_question={most}",
         )
-        self._require_fits(cache, longest + (self.shape.new if self._parts.ongoing is None else 0))
+        self._require_fits(
+            cache, longest + (0 if self._parts.ongoing.compresses else self.shape.new)
+        )
         many = f"the cache holds {cache.batch}: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         every = encoded.with_copies(cache.seen.shape[0] - len(encoded.ids))
@@ -242,7 +244,7 @@ class Slots:
         did not make; TypeError for a user's own sampler.
         """
         new = whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
-        self._require_fits(cache, new if self._parts.ongoing is None else 1)
+        self._require_fits(cache, 1 if self._parts.ongoing.compresses else new)
         most, ids = self.shape.new, sorted(set(eos))
         require(new <= most, "max_new_tokens", new, f"these slots were made for up to {most}")
         require(len(ids) <= self._ends, "eos", ids, f"these slots were made for up to {self._ends}")
@@ -386,7 +388,7 @@ class Slots:
             return None
         if question:
             cache = self.extend(cache, [0] * min(size, self.shape.question))
-            if self._parts.ongoing is not None:
+            if self._parts.ongoing.compresses:
                 self._compressed(cache, self.session.key)
         return cache
 

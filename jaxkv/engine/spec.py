@@ -84,7 +84,7 @@ class Spec:
         config: the model's shape.
         layout: how segments lie in their pools.
         rolling: True if positions are places within the cache, and pools hold keys before RoPE.
-        ongoing: what the policy does after each token; None if it only appends.
+        ongoing: what the policy does after each token.
         reading: filter layers and the layers that read what they choose; None if all layers read all rows.
         widest: the most rows that a segment of a shared pool can have at a decode step; None if unknown.
         implementation: of attention over the pool.
@@ -96,7 +96,7 @@ class Spec:
     config: ModelConfig
     layout: Layout
     rolling: bool
-    ongoing: Ongoing | None = None
+    ongoing: Ongoing = Ongoing()
     reading: Reading | None = None
     widest: int | None = None
     implementation: Implementation = Implementation.XLA
@@ -134,13 +134,12 @@ class Spec:
     @property
     def scored(self) -> bool:
         """True if, while tokens are drawn, the attention that rows receive enters their scores."""
-        return self.ongoing is not None and self.ongoing.attends
+        return self.ongoing.attends
 
     @property
     def gate(self) -> Gate | None:
         """Trained gate that scores new rows by their hidden states; None if the policy has none, or only appends."""
-        rank = None if self.ongoing is None else self.ongoing.rank
-        return None if rank is None else rank.reads_gate
+        return self.ongoing.rank.reads_gate
 
     def blocks_of(self, flat: Flat) -> tuple[Leaves, ...]:
         """Tuple with the leaves of each block of a model: its parameters, then the layer's gate weights if any."""
@@ -164,7 +163,7 @@ class Spec:
     @property
     def evicts(self) -> bool:
         """True if each new row beyond a segment's limit evicts a row."""
-        return self.ongoing is not None and self.ongoing.evicts
+        return self.ongoing.evicts
 
     @property
     def page(self) -> int | None:
@@ -195,7 +194,7 @@ class Spec:
 
     def ring_of(self, layer: int) -> int | None:
         """Index of the layer's ring of last queries in the cache's tuple of rings; None if it has none."""
-        if self.ongoing is not None and self.ongoing.queries:
+        if self.ongoing.queries:
             windows = self.config.windows
             return None if windows[layer] else windows[:layer].count(None)
         if self.reading is not None and self.reading.ring and layer in self.reading.filters:
@@ -230,7 +229,7 @@ def specialise(
     """
     ongoing, most = parts.ongoing, None
     reading = parts.reading(flat.config.windows, slots)
-    if ongoing is not None and parts.layout.one_pool and not extended:
+    if ongoing.compresses and parts.layout.one_pool and not extended:
         most = widest(parts, slots, flat.config.windows)
     return Spec(
         graphs=flat.graphs,

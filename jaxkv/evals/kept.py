@@ -85,7 +85,7 @@ class Watch:
             heads=len(cache.compressed_layers) * cache.config.kv_heads,
             counts=cache.counts()[row][: len(ids)].tolist() if drops else None,
             chooses=parts.read is not None,
-            later=parts.ongoing is not None,
+            later=parts.ongoing.compresses,
             merges=parts.merge is not None,
         )
 

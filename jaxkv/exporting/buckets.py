@@ -139,7 +139,7 @@ def _room(
 ) -> Int[np.ndarray, " L"]:
     """Free rows behind every segment `[L]`, enough for all question and new tokens of any prompt of the bucket."""
     layers = len(windows)
-    if parts.ongoing is None:
+    if not parts.ongoing.compresses:
         return np.full(layers, limits.every_token)
     numbers, lengths = known.numbers, known.allowed
     assert isinstance(numbers.most, np.ndarray)

@@ -259,7 +259,7 @@ def _of_bucket(
     if limits.question:
         tokens = array(jnp.int32, batch, tokens_per_call(limits.question))
         yield "question", made(programs.question, *weights, pools, cache, logits, tokens, count)
-    if job.policy.composed.ongoing is not None:
+    if job.policy.composed.ongoing.compresses:
         yield "again", made(programs.again, *weights, pools, cache, key)
     for name, sampling in job.samplings.items():
         asked = programs.Asked(
@@ -336,7 +336,7 @@ def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
         "question": job.limits.question,
         "new": job.limits.new,
         "room": job.limits.every_token,
-        "grows": parts.ongoing is None or bool(parts.unlimited(config.windows).any()),
+        "grows": not parts.ongoing.compresses or bool(parts.unlimited(config.windows).any()),
         "samplings": {
             name: dataclasses.asdict(each) if type(each) is Sampling and name != "Greedy" else {}
             for name, each in job.samplings.items()

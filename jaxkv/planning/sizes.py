@@ -76,7 +76,7 @@ def sizes_of(setting: Setting) -> Sizes:
     lengths = np.array([setting.context])
     room = first_room(parts, config.windows, lengths, setting.new) if setting.new else 0
     planned = last = prefill_of(setting, room)
-    if setting.new > MOST_AHEAD and parts.ongoing is None:
+    if setting.new > MOST_AHEAD and not parts.ongoing.compresses:
         last = prefill_of(setting, bucket(setting.new))
     prefill, stepping = planned.peak_bytes - planned.cache_bytes, 0
     here, process = setting.gpu.platform == "cpu", 0
@@ -96,8 +96,9 @@ def sizes_of(setting: Setting) -> Sizes:
         parameters = parameters_of(config, setting.dtype)
         loading = (4 + item) * max(math.prod(each.shape) for each in parameters)
         prefill = max(prefill, loading - planned.cache_bytes)
-        evicts = parts.ongoing is not None and parts.ongoing.evicts
-        process = planned.host_bytes + _PROCESS + config.layers * (_EVICTS if evicts else _APPENDS)
+        process = (
+            planned.host_bytes + _PROCESS + config.layers * (_EVICTS if parts.evicts else _APPENDS)
+        )
     return Sizes(
         weights=weights_of(config, setting.dtype, setting.mesh, setting.weights),
         cache=planned.cache_bytes,
@@ -195,7 +196,7 @@ def _decode(setting: Setting, planned: PrefillPlan) -> int:
     if not parts.read_as_stored(setting.config.head_dim):
         # A layer's keys and values are decoded where attention reads them.
         found += 2 * max(pools) * setting.config.head_dim * item
-    if parts.ongoing is not None and parts.ongoing.attends:
+    if parts.ongoing.attends:
         # Attention mass of each row; once more where it is summed over devices that share a kv head.
         found += 4 * sum(pools) * (1 + (setting.mesh.shape["rep"] > 1))
     reading, loaded = parts.reading(local.windows, planned.slots), planned.loaded_bytes

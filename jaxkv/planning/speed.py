@@ -116,7 +116,7 @@ def estimate(setting: Setting) -> Speed | None:
     )
     kept, filters = rows_read(setting)
     each = parts.store.row_bytes(local.head_dim, item)
-    if parts.ongoing is not None and parts.ongoing.attends:
+    if parts.ongoing.attends:
         # A logit of each query head and row, and the accumulated attention mass.
         each += 4 * local.group + 8
     # A filter layer reads its keys once more to score them.
@@ -126,7 +126,7 @@ def estimate(setting: Setting) -> Speed | None:
     launched = APPENDS
     if parts.read is not None:
         launched = CHOOSES
-    elif parts.ongoing is not None and parts.ongoing.evicts:
+    elif parts.evicts:
         launched = EVICTS if parts.ongoing.merge is None else MERGES
     # The whole step is one program, which a TPU runs without launches.
     launches = (launched[0] * layers + launched[1]) * (gpu.platform == "cuda")
@@ -167,7 +167,7 @@ def rows_read(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
         kept = planned.rows.mean(axis=1)
     reading = parts.reading(setting.config.windows, planned.slots)
     if reading is None:
-        grows = parts.ongoing is None or not parts.evicts
+        grows = not parts.evicts
         period = parts.every or 2 * behind
         # Recompressed caches hold half a period of new rows on average; evicting ones hold none once full.
         return kept + (min(behind, period // 2) if grows or parts.every else 0), ()

@@ -30,7 +30,7 @@ from jaxkv.policies.layers import (
     UniformLayers,
 )
 from jaxkv.policies.merger import Merger, check_merger
-from jaxkv.policies.rank import After, Again, Append, Evict, Rank
+from jaxkv.policies.rank import After, Again, Anew, Append, Evict, Rank
 from jaxkv.policies.reading import Reading, Reads, reading_beside
 from jaxkv.policies.scorer import (
     Needs,
@@ -43,31 +43,35 @@ from jaxkv.policies.scorer import (
 class Ongoing:
     """Static config of compression while decoding: eviction, rank, merger and kept rows; independent of budgets.
 
+    Without arguments that of policies which only append new rows.
+
     Attributes:
+        compresses: False if new rows are only appended; the other fields are then not read.
         evicts: True if after each token segments above their limit lose the row of lowest rank.
-        rank: how scores change, or None where they are computed anew.
+        rank: how scores change.
         one_set: True if all kv heads of a layer hold the same positions, and drop the same row.
         keep: first positions and spans that are never dropped.
         merge: the merger of dropped rows; None drops them.
         queries: number of last queries to remember, for scorers that are asked again.
     """
 
-    evicts: bool
-    rank: Rank | None
-    one_set: bool
-    keep: Keep
-    merge: Merger | None
-    queries: int
+    compresses: bool = False
+    evicts: bool = False
+    rank: Rank = Anew()
+    one_set: bool = False
+    keep: Keep = Keep()
+    merge: Merger | None = None
+    queries: int = 0
 
     @property
     def scored(self) -> bool:
         """True if the cache stores a score for each row while decoding."""
-        return self.rank is not None and self.rank.scored
+        return self.rank.scored
 
     @property
     def attends(self) -> bool:
         """True if the attention that rows receive while decoding changes their scores."""
-        return self.scored and self.rank is not None and self.rank.decay is not None
+        return self.scored and self.rank.decay is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -296,7 +300,7 @@ class Parts:
 
     def read_as_stored(self, dim: int) -> bool:
         """True if a GPU's kernels read rows of `dim` elements as stored in every step; False if steps decode them."""
-        appends = self.ongoing is None and self.read is None and not self.rolling
+        appends = not self.ongoing.compresses and self.read is None and not self.rolling
         return self.store.fused_eviction or (self.store.fused_at(dim) and appends)
 
     @property
@@ -320,14 +324,15 @@ class Parts:
         return self.after.every if isinstance(self.after, Again) else None
 
     @property
-    def ongoing(self) -> Ongoing | None:
-        """Static config `Ongoing` of compression while decoding; None if new rows are only appended."""
+    def ongoing(self) -> Ongoing:
+        """Static config `Ongoing` of compression while decoding."""
         after, scorer = self.after, self.scorer
         if scorer is None or isinstance(after, Append):
-            return None
+            return Ongoing()
         return Ongoing(
+            compresses=True,
             evicts=self.evicts,
-            rank=after.rank,
+            rank=Anew() if after.rank is None else after.rank,
             one_set=shares_positions(self.heads),
             keep=Keep(sinks=self.keep.sinks, protect=self.keep.protect),
             merge=self.merge,
@@ -346,7 +351,7 @@ class Parts:
     @property
     def scored(self) -> bool:
         """True if rows of the cache have scores, which decoding compares or adds to."""
-        return self.ongoing is not None and self.ongoing.scored
+        return self.ongoing.scored
 
     @property
     def reach(self) -> int | None:

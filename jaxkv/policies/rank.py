@@ -109,6 +109,13 @@ class ByAge(Rank):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Anew(Rank):
+    """Rank of rows without scores, which a scorer computes anew at each compression."""
+
+    scored: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Append:
     """Config without fields for decoding that appends new rows to the kept ones and evicts none."""
 
