@@ -142,8 +142,10 @@ def evict(
     """
     backend = backend_of(how.implementation)
     fused = pool.store.fused_eviction and backend.fused_eviction
-    if fused and _in_a_kernel(how.ongoing):
-        return _evict_by_kernel(pool, segments, how.ongoing, backend)
+    # One kernel finds and drops the row if heads evict independently and nothing is merged.
+    ongoing = how.ongoing
+    if fused and ongoing.rank.kernel and ongoing.merge is None and not ongoing.one_set:
+        return _evict_by_kernel(pool, segments, ongoing, backend)
     victim = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & (victim >= 0), attended)
     last = segments.start + segments.length - 1
@@ -246,11 +248,6 @@ class _Weigh:
     def __call__(self, score: Array, pos: Array, seen: Array, prompt: Array) -> tuple[Array, Array]:
         """Rank of each row, and mask of rows that are not protected from eviction."""
         return ranked(self.rank, score, seen - pos), ~self.keep.protected(pos, prompt)
-
-
-def _in_a_kernel(ongoing: Ongoing) -> bool:
-    """True if one kernel can find and drop the row: a rank for kernels, no merger, heads that evict independently."""
-    return ongoing.rank.kernel and ongoing.merge is None and not ongoing.one_set
 
 
 def _evict_by_kernel(
