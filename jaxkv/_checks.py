@@ -7,6 +7,8 @@ value is a ValueError, something of a wrong kind a TypeError.
 import contextlib
 import dataclasses
 import enum
+import inspect
+import itertools
 import math
 import sys
 import warnings
@@ -98,6 +100,13 @@ def brief(value: Any) -> str:
 def shortened(text: str, most: int = 60) -> str:
     """The text cut to at most `most` characters, with three dots at the end if it was longer."""
     return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def overrides(cls: type, declared: str) -> bool:
+    """True if a class, or a mixin of it, has methods ahead of the class that declares the attribute `declared`."""
+    ahead = itertools.takewhile(lambda each: declared not in vars(each), cls.__mro__)
+    names = [each for of in ahead for each in vars(of) if each[:2] != "__"]
+    return any(inspect.isroutine(getattr(cls, each)) for each in names)
 
 
 def is_traced(value: Any) -> bool:
@@ -401,9 +410,8 @@ def _no_mesh() -> AbstractContextManager[Any]:
 settled = own_settings()
 
 
-_PACKAGE = str(Path(__file__).parent)
-# The stack frame of the decorator `@settled` lies between a user's frame and jaxkv's.
-_DECORATORS = contextlib.__file__
+# Source files of this package, and contextlib, whose decorator wraps the public functions.
+_OURS = str(Path(__file__).parent), contextlib.__file__
 _told: set[tuple[type[Warning], str]] = set()
 
 
@@ -431,11 +439,6 @@ def forget() -> None:
 def _stacklevel() -> int:
     """Number of stack frames from `warn_once` to the user's code, for `warnings.warn`."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back is not None and _ours(frame.f_code.co_filename):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1
     return level
-
-
-def _ours(file: str) -> bool:
-    """True if a source file belongs to this package or is contextlib, whose decorator wraps the public functions."""
-    return file.startswith(_PACKAGE) or file == _DECORATORS

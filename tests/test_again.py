@@ -10,6 +10,7 @@ import tiny
 
 import jaxkv
 from jaxkv import (
+    CAPKV,
     D2O,
     H2O,
     AdaKV,
@@ -30,7 +31,7 @@ from jaxkv.policies import KeyNorm, LinearLayers, Merged, Merger, UniformLayers,
 
 GQA = tiny.TWO_LAYERS
 ROWS, EVERY = 24, 8
-# Policies that choose again: one of each kind of scores, budgets and merging. Slots run some of them, too.
+# Policies that choose again: one of each kind of scores, budgets and merging. Slots run one of them, too.
 POLICIES = {
     "snapkv-sinks": SnapKV(budget=ROWS, window=8, sinks=3, protect=((5, 8), (-3, 20)), every=EVERY),
     "adakv-merge": AdaKV(
@@ -40,6 +41,7 @@ POLICIES = {
     "streaming-rolling": StreamingLLM(budget=ROWS, rolling_positions=True, every=EVERY),
     "h2o": H2O(budget=ROWS, mode="prefill", every=EVERY),
     "adakv-critical": AdaKV(base=CriticalKV(base=SnapKV(budget=ROWS, window=8, every=EVERY))),
+    "capkv": CAPKV(budget=ROWS, every=EVERY),
     "layerdefensive": LayerDefensiveKV(budget=ROWS, window=8, every=EVERY),
 }
 # Rows that go one by one while drawing, and many at once behind a question.

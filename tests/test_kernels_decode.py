@@ -232,7 +232,7 @@ def test_a_tokens_attention_is_added_to_scores(dtype, group, widest):
     ("dim", "dtype", "group", "scored", "store"),
     [
         (64, "float32", 3, True, "int8"),
-        (20, "float32", 2, False, "int8"),
+        (20, "bfloat16", 2, False, "int8"),
         (128, "float16", 20, False, "int4"),
         (64, "bfloat16", 1, True, "int4"),
         (192, "float32", 2, False, "mixed"),

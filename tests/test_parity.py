@@ -41,11 +41,9 @@ TIE = 1e-7
 MAKERS = {
     "snap_w32_k5": lambda n: SnapKV(budget=n, window=32, pooling=AvgPool(5)),
     "snap_w32_k7": lambda n: SnapKV(budget=n, window=32, pooling=AvgPool(7)),
-    "pyr_w32_k5_b20": lambda n: PyramidKV(
-        budget=n, window=32, pooling=AvgPool(5), allocation=KVPressLayers(beta=20.0)
-    ),
-    "pyr_w8_k5_b20": lambda n: PyramidKV(
-        budget=n, window=8, pooling=AvgPool(5), allocation=KVPressLayers(beta=20.0)
+    # The others of its pyramids came out even: layers of one size.
+    "pyr_w8_k5_b5": lambda n: PyramidKV(
+        budget=n, window=8, pooling=AvgPool(5), allocation=KVPressLayers(beta=5.0)
     ),
     "ada_snap_w32_k5_a0.2": lambda n: AdaKV(
         base=SnapKV(budget=n, window=32, pooling=AvgPool(5)), safeguard=ProtectedHeads(alpha=0.2)
@@ -57,8 +55,7 @@ RATIOS = {
     "snap_w32_k5": ("r0.75",),
     "snap_w32_k7": ("r0.9",),
     "stream_s4": ("r0.9",),
-    "pyr_w32_k5_b20": ("r0.9",),
-    "pyr_w8_k5_b20": ("r0.75",),
+    "pyr_w8_k5_b5": ("r0.9",),
 }
 # Policies that do not look through the prompt's end. The peer's file has their rows and scores alone.
 UNSEEN_MAKERS = {

@@ -161,7 +161,7 @@ def test_choices_are_made_before_rows_are_rounded(row, store):
 def test_meshes_draw_the_same():
     """Prompts, questions on top of them and tokens; the planned bytes are the cache's."""
     policy, model = (
-        meshes.roomy("h2o", store="mixed"),
+        meshes.roomy("adakv", store="int4"),
         tiny.tiny(tiny.shape(layers=2, kv_heads=4, group=2, dim=8)),
     )
     alone = meshes.ran(model, policy, asks=True)

@@ -12,8 +12,8 @@ import jaxkv
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh
 
-# Pools of layers and one for all of them, and all that a cache may remember; between meshes, and to one device.
-MOVES = (("every", "2x4", "4x2"), ("d2o", "2x4", "one"))
+# Every form of pool, and all that a cache may remember; from one device, back to it, and between meshes.
+MOVES = (("every", "2x4", "4x2"), ("adakv-entropy", "2x4", "one"), ("d2o", "one", "2x4"))
 PLACES = {"one": None, "2x4": (2, 4), "4x2": (4, 2)}
 OPTIONS = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
 

@@ -165,6 +165,9 @@ for path in large:
     if before is not None:
         told["peaks"][path] = status_bytes("VmHWM") - before
     del model
+model = jaxkv.load(source, mesh=mesh)
+options = {"max_new_tokens": 2, "stop_at_eos": False, "progress": False}
+told["drawn"] = jaxkv.generate(model, [[5, 9, 2], [7, 1, 30, 4]], **options).stats.new_tokens
 print(json.dumps(told))
 jax.distributed.shutdown()
 """
@@ -227,7 +230,7 @@ def test_two_processes_read_half_each_and_hold_no_more(tmp_path):
     assert [process.returncode for process in processes] == [0, 0]
     for out in outputs:
         told = json.loads(out.splitlines()[-1])  # behind what gloo says
-        assert told["fingerprint"] == expected
+        assert told["fingerprint"] == expected and told["drawn"] == 4
         assert told["read"] == {
             name: size if "norm" in name else size // 2 for name, size in sizes.items()
         }

@@ -314,6 +314,7 @@ KERNELS, MESH = {"implementation": "pallas"}, (2, 2)
     ("name", "change", "configs", "given"),
     [
         ("int4", "caps", WINDOWS, KERNELS),
+        ("tova", "sinks", WINDOWS, KERNELS),
         ("global", "sinks", WINDOWS, MESH),
         ("variance", "caps", MODELS, KERNELS),
         ("quest", "sinks", MODELS, KERNELS),

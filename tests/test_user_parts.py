@@ -68,6 +68,3 @@ def test_a_scorer_may_change_what_another_sees():
         tiny.run(model, ids, policy_of(each))[0] for each in (OfShorterKeys(KeyNorm()), KeyNorm())
     )
     assert tiny.kept(ours) == tiny.kept(other)
-
-
-# --- layer budgets ----------------------------------------------------------------------------------------------------

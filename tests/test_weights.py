@@ -36,7 +36,7 @@ CASES = [
     ("llama_gqa8", "int8"),
     ("falcon_40b", "int4"),
     ("phi3", "int4"),
-    ("qwen3_moe_fused", "int4"),
+    ("mixtral", "int4"),
     ("gpt_oss_mxfp4", "int8"),
 ]
 ROWS = [[5, 9, 2, 7, 1, 30, 4], [8, 3, 11]]

@@ -5,6 +5,7 @@ from unittest import mock
 
 import meshes
 import numpy as np
+import pytest
 import tiny
 from test_windows import POLICIES, SHAPE, WINDOW, prompts
 
@@ -45,8 +46,9 @@ def answered(slots, asked):
     return [row[row >= 0].tolist() for row in found]
 
 
-def test_answers_three_windows_long_are_as_alone():
-    model, policy = tiny.tiny(SHAPE), POLICIES["every, ada"](24)
+@pytest.mark.parametrize("name", ["every, ada", "h2o"])
+def test_answers_three_windows_long_are_as_alone(name):
+    model, policy = tiny.tiny(SHAPE), POLICIES[name](24)
     with mock.patch.object(growth, "_LEAST_BEYOND", 8):
         slots, clock = Slots(jaxkv.Session(model, policy), count=3, **LIMITS), Clock()
         # For each of two kv heads: the window, as many again in a bucket, and a question's if prompts are compressed.

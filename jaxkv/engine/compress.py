@@ -70,8 +70,8 @@ class Source(abc.ABC):
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """Pool size P in rows, for layers whose segments keep `kept` rows; on a mesh, of one device's part."""
 
-    def widest(self, index: int, size: int) -> int:
-        """Largest P of pools that one compiled program packs and cuts: by default the `size` of the layer's own."""
+    def packed_rows(self, size: int) -> int:
+        """P to which a pool of `size` rows is packed before it is cut, `size` or more; by default `size`."""
         return size
 
     @abc.abstractmethod
@@ -159,7 +159,7 @@ def compress(
                 taus += [] if rows.tau is None else [rows.tau]
             rows = rows.widened(source.dtype)
             if start is None:
-                wide = source.widest(index, size)
+                wide = source.packed_rows(size)
                 pool, first = pack(
                     rows,
                     masks[at],
@@ -289,7 +289,7 @@ def ranked_first(
 @program(static=("scorer", "axes"))
 def _ranked_first(seen: Observed, *, scorer: Scorer, axes: Axes | None) -> Int[Array, "B K S"]:
     """Compiled `ranked_first` of a two-stage scorer: ranks of rows; raises TypeError for a wrong shape or dtype."""
-    ranks: Any = scorer.first(seen)
+    ranks: Any = scorer.first_stage(seen)
     return checked(
         scorer, "first", ranks, seen.k.shape[:3], "kv head and row, [B, K, S]", jnp.int32
     )

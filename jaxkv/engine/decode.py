@@ -94,7 +94,7 @@ def step(
         length=tables.length + count[:, None],
         seen=tables.seen + count,
     )
-    if spec.evicts and several == 1:
+    if spec.ongoing.evicts and several == 1:
         cache = within_limits(cache, [each.out for each in done], spec)
     return logits, cache
 

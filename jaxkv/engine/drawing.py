@@ -72,7 +72,7 @@ class Drawing:
     @property
     def final(self) -> bool:
         """True if drawing evicts rows or updates their scores, so that drawn tokens cannot be rolled back."""
-        return self._spec.evicts or self._spec.scored
+        return self._spec.ongoing.evicts or self._spec.scored
 
     @property
     def reading(self) -> Reading | None:

@@ -144,7 +144,7 @@ def evict(
     fused = pool.store.fused_eviction and backend.fused_eviction
     # One kernel finds and drops the row if heads evict independently and nothing is merged.
     ongoing = how.ongoing
-    if fused and ongoing.rank.kernel and ongoing.merge is None and not ongoing.one_set:
+    if fused and ongoing.rank.in_kernels and ongoing.merge is None and not ongoing.one_set:
         return _evict_by_kernel(pool, segments, ongoing, backend)
     victim = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & (victim >= 0), attended)

@@ -138,7 +138,7 @@ class Slots:
             params.flat,
             parts,
             slots=bucket(max_prompt),
-            extended=parts.outgrows_prompts and max_question > 0,
+            extended=parts.evicts and not parts.heads.uniform and max_question > 0,
             implementation=session.implementations.decode,
         )
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)

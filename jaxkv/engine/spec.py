@@ -30,6 +30,7 @@ from jaxkv.policies.gates import Gate
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import WHOLE, Reading
+from jaxkv.policies.unseen import GateRank
 from jaxkv.sharding.mesh import Axes, tree_placed
 from jaxkv.sharding.record import recorder
 
@@ -139,7 +140,8 @@ class Spec:
     @property
     def gate(self) -> Gate | None:
         """Trained gate that scores new rows by their hidden states; None if the policy has none, or only appends."""
-        return self.ongoing.rank.reads_gate
+        rank = self.ongoing.rank
+        return rank.gate if isinstance(rank, GateRank) else None
 
     def blocks_of(self, flat: Flat) -> tuple[Leaves, ...]:
         """Tuple with the leaves of each block of a model: its parameters, then the layer's gate weights if any."""
@@ -159,11 +161,6 @@ class Spec:
             return leaves, None
         tree = self.gate.tree
         return leaves[: -tree.num_leaves], jax.tree.unflatten(tree, leaves[-tree.num_leaves :])
-
-    @property
-    def evicts(self) -> bool:
-        """True if each new row beyond a segment's limit evicts a row."""
-        return self.ongoing.evicts
 
     @property
     def page(self) -> int | None:

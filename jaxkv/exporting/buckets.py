@@ -125,7 +125,7 @@ def spec_of_bucket(
             flat,
             parts,
             slots=slots,
-            extended=parts.outgrows_prompts and limits.question > 0,
+            extended=parts.evicts and not parts.heads.uniform and limits.question > 0,
             implementation=implementation,
         ),
         implementation=implementation,

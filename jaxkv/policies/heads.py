@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv._checks import field, instance, real
+from jaxkv._checks import field, instance, overrides, real
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.topk import keys_of, top
@@ -25,9 +25,9 @@ class Order(enum.Enum):
     """By what order of rows the kv heads of a layer keep their best: `HeadBudgets.order`.
 
     Attributes:
-        OWN: each head by its own scores alone.
-        MEAN: all heads by the mean of their scores, so that they keep the same positions.
-        COMMON: all heads' rows in one order: how many a head keeps only falls as rows of further heads join.
+        OWN: as many rows in each head, the best by its own scores alone, in every layer alike.
+        MEAN: as many, the best by the mean of all heads' scores: the same positions.
+        COMMON: `AdaptiveHeads` and `ProtectedHeads`: all heads' rows in one order.
         OTHER: in none of these ways.
     """
 
@@ -43,13 +43,12 @@ class HeadBudgets:
     def __init_subclass__(cls, **options: Any) -> None:
         """A class that overrides a method chooses in another way than its base, unless it declares an `order`."""
         super().__init_subclass__(**options)
-        overrides = any(callable(each) for name, each in vars(cls).items() if name[:2] != "__")
-        if overrides and "order" not in vars(cls):
+        if overrides(cls, "order"):
             cls.order = Order.OTHER  # type: ignore[assignment,method-assign]
 
     @property
     def order(self) -> Order:
-        """`Order` in which heads keep their best rows; other orders than OTHER allow shortcuts on meshes and early."""
+        """`Order` in which heads keep their best rows, by which the engine knows what it may choose early or apart."""
         return Order.OTHER
 
     @property
@@ -99,11 +98,8 @@ class HeadBudgets:
     def among(self, windows: Windows) -> "HeadBudgets":
         """Budgets of the layers without a window alone, by `ModelConfig.windows`; by default the same.
 
-        Head budgets that differ by layer override it; ValueError for those that do not.
+        Head budgets that differ by layer override it; those that do not are rejected beside windows.
         """
-        remedy = "they differ by layer, and some layers of this model have windows: give them a method among(windows), "
-        remedy += "which returns those of the other layers alone"
-        require(not self.needs_layer and self.limits() is None, "heads", self, remedy)
         return self
 
     def require_fits(self, config: ModelConfig) -> None:

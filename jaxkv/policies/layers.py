@@ -102,7 +102,7 @@ class LayerBudgets:
 
     def average(self, length: Counts, forced: Counts) -> Counts:
         """Rows per kv head and layer on average `[N]`, where `sets_rows`; TypeError unless overridden."""
-        raise TypeError(f"{type(self).__name__} takes the policy's budget")
+        raise TypeError(f"{type(self).__name__} says it sets rows: write its method `average`")
 
     def among(self, windows: Windows) -> "LayerBudgets":
         """Budgets of the layers without a window alone, counted from 0, by `ModelConfig.windows`; by default the same.

@@ -1,4 +1,4 @@
-"""The protocol `Merger`, the part of a policy that folds dropped rows into kept ones; and its arguments and results."""
+"""`Merger`, the base of what folds dropped rows into kept ones; and its arguments and results."""
 
 import math
 from typing import Any, NamedTuple

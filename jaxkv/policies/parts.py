@@ -17,6 +17,7 @@ from jaxkv.policies.heads import (
     HeadBudgets,
     Order,
     UniformHeads,
+    inner_budgets,
     own_budgets,
     shares_positions,
     threshold_of,
@@ -207,7 +208,7 @@ class Parts:
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError if a part's method `require_fits(config)` does, as for a gate of another model."""
-        for part in (self.scorer, self.layers, self.heads, self.read):
+        for part in (self.scorer, self.layers, inner_budgets(self.heads), self.read):
             if part is not None:
                 part.require_fits(config)
         if any(config.windows):
@@ -312,11 +313,6 @@ class Parts:
     def evicts(self) -> bool:
         """True if decoding evicts a row for every new row beyond the budget: `after` is `Evict`."""
         return isinstance(self.after, Evict)
-
-    @property
-    def outgrows_prompts(self) -> bool:
-        """True if decoding evicts and kv heads keep unequal rows: a segment may outgrow its size after prefill."""
-        return self.evicts and not self.heads.uniform
 
     @property
     def every(self) -> int | None:
@@ -429,13 +425,18 @@ def _cut_to_whole(parts: Parts, windows: Windows) -> Parts:
     by layer cannot be cut.
     """
     layers, heads = parts.layers.among(windows), parts.heads.among(windows)
+    inner, cut = inner_budgets(parts.heads), inner_budgets(heads)
+    alike = not inner.needs_layer and inner.limits() is None
+    remedy = "they differ by layer, and some layers of this model have windows: give them a method among(windows), "
+    remedy += "which returns those of the other layers alone"
+    require(alike or cut is not inner, "heads", inner, remedy)
     return dataclasses.replace(parts, layers=layers, heads=heads)
 
 
 _KINDS: tuple[tuple[str, Any, str], ...] = (
     ("keep", Keep, "Keep(...)"),
-    ("layers", LayerBudgets, "budgets over layers, UniformLayers() say"),
-    ("heads", HeadBudgets, "budgets over heads, UniformHeads() say"),
+    ("layers", LayerBudgets, "an instance of a subclass of LayerBudgets, UniformLayers() say"),
+    ("heads", HeadBudgets, "an instance of a subclass of HeadBudgets, UniformHeads() say"),
     ("after", (Append, Evict, Again), "Append(), Evict(...) or Again(...)"),
     ("read", (Reads, type(None)), "what layers read, FilteredReads(...) say, or None"),
 )

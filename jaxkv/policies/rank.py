@@ -1,4 +1,4 @@
-"""Cache updates after the prompt: `Append`, `Evict`, `Again`; and the protocol `Rank` that orders evictions."""
+"""Cache updates after the prompt: `Append`, `Evict`, `Again`; and `Rank`, the base of what orders evictions."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -6,8 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import ENDLESS, checked, field, flag, instance, real, whole
-from jaxkv.policies.gates import Gate
+from jaxkv._checks import ENDLESS, checked, field, flag, instance, overrides, real, whole
 
 
 class Rank:
@@ -18,20 +17,15 @@ class Rank:
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that overrides `rank` says itself whether a kernel can compute it."""
+        """A class that overrides a method says itself whether a kernel can compute it."""
         super().__init_subclass__(**options)
-        if "rank" in vars(cls) and "kernel" not in vars(cls):
-            cls.kernel = False  # type: ignore[assignment,method-assign]
+        if overrides(cls, "in_kernels"):
+            cls.in_kernels = False  # type: ignore[assignment,method-assign]
 
     @property
-    def kernel(self) -> bool:
+    def in_kernels(self) -> bool:
         """True if GPU and TPU kernels can compute `rank`: elementwise jax.numpy of its two arguments, and no more."""
         return False
-
-    @property
-    def reads_gate(self) -> Gate | None:
-        """Trained gate whose scores rows begin with, in place of `begin`; None by default."""
-        return None
 
     @property
     def scored(self) -> bool:
@@ -82,7 +76,7 @@ class ByAttention(Rank):
         mean: divide by the number of queries that could see the row (RoCo), so that early rows have no advantage.
     """
 
-    kernel: ClassVar[bool] = True
+    in_kernels: ClassVar[bool] = True
 
     decay: float = 1.0
     mean: bool = False
@@ -100,7 +94,7 @@ class ByAttention(Rank):
 class ByAge(Rank):
     """Rank by age: the oldest row is evicted."""
 
-    kernel: ClassVar[bool] = True
+    in_kernels: ClassVar[bool] = True
     scored: ClassVar[bool] = False
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:

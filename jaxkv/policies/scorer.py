@@ -1,4 +1,4 @@
-"""The protocol `Scorer`, which scores a layer's rows; `Observed`, its view of the layer; `Needs`, what prefill adds."""
+"""`Scorer`, the base of what scores a layer's rows; `Observed`, its view of the layer; `Needs`, what prefill adds."""
 
 import dataclasses
 import enum
@@ -324,7 +324,7 @@ class Scorer:
 
     @property
     def two_stages(self) -> bool:
-        """True if the scorer has a first stage, `first`, whose rows stay before all others."""
+        """True if the scorer has a `first_stage`, whose rows stay before all others."""
         return False
 
     @property
@@ -353,12 +353,14 @@ class Scorer:
         """
         raise NotImplementedError
 
-    def first(self, seen: Observed) -> Int[Array, "B K S"]:
+    def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
         """Ranks `i32[B, K, S]` in their head of the rows of the first stage, S for other rows; where `two_stages`.
 
         At most as many as a head's even part.
         """
-        raise TypeError(f"{type(self).__name__} has one stage")
+        raise TypeError(
+            f"{type(self).__name__} says it has two stages: write its method `first_stage`"
+        )
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError for a model that this is not made for; passes by default."""

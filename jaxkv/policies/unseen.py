@@ -188,7 +188,7 @@ class WorstAttention(Scorer):
         share = seen.norms / jnp.where(seen.norm_totals > 0, seen.norm_totals, 1.0)
         return raised * share
 
-    def first(self, seen: Observed) -> Int[Array, "B K S"]:
+    def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
         """Int32 ranks `[B, K, S]`, 0 for the most attention, of rows that the first stage keeps; S for other rows."""
         slots = seen.k.shape[2]
         column, before = (
@@ -263,11 +263,6 @@ class GateRank(Rank):
     """
 
     gate: Gate
-
-    @property
-    def reads_gate(self) -> Gate:
-        """The gate."""
-        return self.gate
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
