@@ -43,6 +43,7 @@ PLAIN = {
     "sinks": WHOLE,
 }
 POLICIES = {
+    "tova": jaxkv.TOVA(budget=16),
     "int4": jaxkv.SnapKV(budget=16, window=6, store="int4"),
     "global": jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=16, window=6)),
     "variance": jaxkv.D2O(budget=16),
