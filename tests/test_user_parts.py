@@ -1,4 +1,4 @@
-"""Scorers and ranks that users write: scores that are no numbers, rows of no rank, programs of what compares equal."""
+"""Parts that users write: scores that are no numbers, rows of no rank, what subclasses declare anew."""
 
 import dataclasses
 
@@ -10,8 +10,18 @@ from refusals_parts import Given, Odd, evicting, prefilled
 from test_user_policies import policy_of
 
 import jaxkv
-from jaxkv import AdaKV, CriticalKV
-from jaxkv.policies import KeyNorm, Scorer
+from jaxkv import AdaKV, ChunkKV, CriticalKV
+from jaxkv.models.config import LayerSpec
+from jaxkv.policies import (
+    ByAttention,
+    HeadBudgets,
+    KeyNorm,
+    LayerBudgets,
+    Order,
+    Scorer,
+    UniformHeads,
+    UniformLayers,
+)
 from jaxkv.policies.topk import top
 
 GQA = tiny.MODELS["gqa3"]
@@ -68,3 +78,47 @@ def test_a_scorer_may_change_what_another_sees():
         tiny.run(model, ids, policy_of(each))[0] for each in (OfShorterKeys(KeyNorm()), KeyNorm())
     )
     assert tiny.kept(ours) == tiny.kept(other)
+
+
+# --- what a class declares, and its subclasses lose -------------------------------------------------------------------
+
+
+class Backwards:
+    """A mixin that chooses the rows of lowest scores, and ranks the best lowest."""
+
+    def choose(self, scores, candidates, base, forced, norms=None):
+        return UniformHeads().choose(-scores, candidates, base, forced)
+
+    def rank(self, score, age):
+        return -score
+
+
+class BackwardsHeads(Backwards, UniformHeads):
+    """Heads of another order than their base declares."""
+
+
+class BackwardsRank(Backwards, ByAttention):
+    """A rank that no kernel was said to compute."""
+
+
+class OfThree(LayerBudgets, HeadBudgets):
+    """Budgets of three layers, which say nothing of models that have windows."""
+
+    needs_layer = True
+    exact = False
+    rows, choose = UniformLayers.rows, UniformHeads.choose
+
+
+def test_a_mixin_takes_what_a_base_declares():
+    assert UniformHeads().order is type("Named", (UniformHeads,), {})().order is Order.OWN
+    assert BackwardsHeads().order is Order.OTHER
+    assert ByAttention().in_kernels and not BackwardsRank().in_kernels
+    with pytest.raises(ValueError, match="^base="):
+        ChunkKV(base=policy_of(KeyNorm(), heads=BackwardsHeads()))
+
+
+def test_heads_that_differ_by_layer_are_cut_beside_windows():
+    policy, kinds = policy_of(KeyNorm(), heads=OfThree()), (LayerSpec(), LayerSpec(window=8))
+    model = tiny.tiny(dataclasses.replace(GQA, kinds=kinds))
+    with pytest.raises(ValueError, match=r"^heads=.*among\(windows\)"):
+        jaxkv.prefill(model, tiny.prompts(3, (40,)), policy=policy)
