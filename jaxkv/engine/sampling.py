@@ -5,7 +5,7 @@ The numbers of a `Sampling` are arguments of the compiled loop, not part of it: 
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,12 @@ GREEDY = Sampling(temperature=0.0)
 
 def is_greedy(sampling: Sampler) -> bool:
     """True if the sampler is a `Sampling` that picks the likeliest token, and needs no key."""
-    return type(sampling) is Sampling and sampling.temperature == 0
+    return by_numbers(sampling) and sampling.temperature == 0
+
+
+def by_numbers(sampling: Sampler) -> TypeGuard[Sampling]:
+    """True if the sampler is a `Sampling` whose numbers say how it draws: no subclass with a `__call__` of its own."""
+    return isinstance(sampling, Sampling) and type(sampling).__call__ is Sampling.__call__
 
 
 def likeliest(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
@@ -87,9 +92,9 @@ def argument(sampling: Any) -> Any:
     """A sampler as a pytree for jitted functions: of a `Sampling` that is not greedy its numbers, else static."""
     if isinstance(sampling, Mixed):
         return sampling
-    if type(sampling) is not Sampling or is_greedy(sampling):
-        return _Compiled(likeliest if is_greedy(sampling) else sampling)
-    return _numbers([sampling])
+    if is_greedy(sampling):
+        return _Compiled(likeliest)
+    return _numbers([sampling]) if by_numbers(sampling) else _Compiled(sampling)
 
 
 # Tokens of a block of the vocabulary: about the square root of usual sizes.
@@ -197,7 +202,7 @@ def mixed(samplers: Iterable[Sampler]) -> Mixed:
     """Combines one `Sampling` per sequence into a `Mixed`; TypeError for users' samplers."""
     given = list(samplers)
     for sampler in given:
-        if type(sampler) is not Sampling:
+        if not by_numbers(sampler):
             raise TypeError(f"sampling={sampler}: slots draw by a jaxkv.Sampling: give one")
     return _numbers(given)
 

@@ -26,7 +26,7 @@ from jaxkv.cache.encoding import encode
 from jaxkv.checkpoints.json_files import write_json
 from jaxkv.checkpoints.orbax_files import whole_folder
 from jaxkv.engine.lengths import bucket, tokens_per_call
-from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, argument, is_greedy
+from jaxkv.engine.sampling import GREEDY, Sampler, argument, by_numbers, is_greedy
 from jaxkv.exporting import programs
 from jaxkv.exporting.artefacts import Artefact, Names, abstract, artefact
 from jaxkv.exporting.buckets import (
@@ -338,7 +338,7 @@ def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
         "room": job.limits.every_token,
         "grows": not parts.ongoing.compresses or bool(parts.unlimited(config.windows).any()),
         "samplings": {
-            name: dataclasses.asdict(each) if type(each) is Sampling and name != "Greedy" else {}
+            name: dataclasses.asdict(each) if by_numbers(each) and name != "Greedy" else {}
             for name, each in job.samplings.items()
         },
         "parameters": [*names.ends, *(name for block in names.blocks for name in block)],

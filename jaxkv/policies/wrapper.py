@@ -135,12 +135,11 @@ def _require_drops(base: Method) -> None:
 
 def with_budget(policy: Method, budget: Budget) -> Method:
     """Copy of the policy that keeps `budget` rows, set in its base if it has one; unchanged if it takes no budget."""
-    parts, inner = policy.composed, getattr(policy, "inner", None)
-    if parts.budget is None:
+    if policy.composed.budget is None:
         return policy
-    if parts.read is not None and isinstance(inner, Method):
-        # OmniKV's own budget is one of tokens read.
-        return dataclasses.replace(policy, base=with_budget(inner, budget))  # type: ignore[call-arg]
+    if isinstance(policy, Reader) and policy.inner is not None:
+        # Its own budget is one of rows read.
+        return dataclasses.replace(policy, base=with_budget(policy.inner, budget))
     if isinstance(policy, Wrapper) and isinstance(policy.base, Method):
         return dataclasses.replace(policy, budget=None, base=with_budget(policy.base, budget))
     return dataclasses.replace(policy, budget=budget)

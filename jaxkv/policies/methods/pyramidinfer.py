@@ -35,11 +35,9 @@ class PyramidInfer(WindowMethod):
 
     paper: ClassVar[str] = "PyramidInfer, arXiv:2405.12532"
 
-    def _check(self) -> None:
-        schedule = not getattr(self.allocation, "from_scores", False)
-        require(schedule, "allocation", self.allocation, "give a schedule, LinearLayers() say")
-        super()._check()
-
     def parts(self) -> Parts:
         """Config `Parts`: scores by the window's attention; heads share a subset of the lower layer's rows."""
-        return self.observed(heads=SharedHeads(), nested=True)
+        parts = self.observed(heads=SharedHeads(), nested=True)
+        remedy = "give a schedule, LinearLayers() say"
+        require(not parts.layers.from_scores, "allocation", self.allocation, remedy)
+        return parts
