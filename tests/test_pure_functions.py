@@ -73,7 +73,7 @@ def test_packing_copies_the_chosen_entries_in_order(seed, share):
         rows=HEADS * SLOTS,
         layout=Layout.RAGGED,
     )
-    pool = cut(pool, rows=size)
+    (pool,) = cut((pool,), rows=(size,))
     pos, packed_k, packed_v = (np.asarray(each) for each in (pool.pos, pool.k, pool.v))
     start = np.asarray(first[0])
     for sequence, head in np.ndindex(2, HEADS):

@@ -59,7 +59,7 @@ def pack(
     """Compiled: copies a layer's rows in `mask` to a new pool of P = `rows`; returns the pool and segments' first rows.
 
     Rows are in order of slot, spare rows are spread evenly behind the segments as in a pool of `size`, which is at most
-    P: `cut` makes it one. On a mesh P is that of one device's heads. First rows have a leading axis of one layer.
+    P: `cut` makes such pools of wider ones. On a mesh P is that of one device's heads. First rows have a leading axis of one layer.
     """
     batch, heads, slots, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
@@ -96,9 +96,12 @@ def pack(
 
 
 @program(static=("rows", "axes"))
-def cut(pool: Pool, *, rows: int, axes: Axes | None = None) -> Pool:
-    """Compiled: first P = `rows` of a pool; on a mesh of each device's part."""
-    return jax.tree.map(lambda leaf: leaf[:, :rows], pool)
+def cut(
+    pools: tuple[Pool, ...], *, rows: tuple[int, ...], axes: Axes | None = None
+) -> tuple[Pool, ...]:
+    """Compiled: pools of the first P of `rows` entries of each pool; on a mesh of each device's part."""
+    each = zip(pools, rows, strict=True)
+    return tuple(jax.tree.map(lambda leaf, size=size: leaf[:, :size], pool) for pool, size in each)
 
 
 @program(static=("layout", "rows", "room", "axes"))

@@ -30,6 +30,9 @@ from jaxkv.sharding.collectives import anywhere, gathered, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
+# Pools that one program cuts: one for each would compile longer, one for all would hold all wide pools.
+_CUT_TOGETHER = 4
+
 # A generator that yields the number of layers scored since it last yielded: 0 after a layer was packed.
 Result = TypeVar("Result")
 Walk = Generator[float, None, Result]
@@ -70,8 +73,8 @@ class Source(abc.ABC):
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """Pool size P in rows, for layers whose segments keep `kept` rows; on a mesh, of one device's part."""
 
-    def packed_rows(self, size: int) -> int:
-        """P to which a pool of `size` rows is packed before it is cut, `size` or more; by default `size`."""
+    def packed_rows(self, index: int, size: int) -> int:
+        """P, `size` or more, to which layer `index` is packed before its pool is cut to `size`; by default `size`."""
         return size
 
     @abc.abstractmethod
@@ -129,6 +132,7 @@ def compress(
     parts = parts.among(source.windows)
     layout, axes = parts.layout, source.axes
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
+    packed, sizes, whole = list[Pool](), list[int](), True
     taus, below, tally, under_way = list[Array](), None, Tally(), deque[Pool]()
     for group in layout.groups(source.indices):
         masks, with_scores, more = yield from _chosen(source, group, parts, below, due)
@@ -138,6 +142,7 @@ def compress(
         )
         kept = _counted(masks)
         size, pool, start = source.pool_rows(group, kept), None, None
+        wide = size
         if layout.one_pool:
             behind = None if room is None else tuple(room.tolist())
             start = placed(kept, layout=layout, rows=size, room=behind, axes=axes)
@@ -159,7 +164,7 @@ def compress(
                 taus += [] if rows.tau is None else [rows.tau]
             rows = rows.widened(source.dtype)
             if start is None:
-                wide = source.packed_rows(size)
+                wide = source.packed_rows(index, size)
                 pool, first = pack(
                     rows,
                     masks[at],
@@ -171,8 +176,6 @@ def compress(
                     axes=axes,
                 )
                 starts.append(first)
-                if wide > size:
-                    pool = cut(pool, rows=size, axes=axes)
             else:
                 if pool is None:
                     # The first layer may have a window, and then no scores.
@@ -189,7 +192,12 @@ def compress(
             del rows
             yield 0.0
         assert pool is not None
-        pools.append(pool)
+        packed.append(pool)
+        sizes.append(size)
+        whole = whole and wide == size
+        if len(packed) == _CUT_TOGETHER or group[-1] == source.indices[-1]:
+            pools += packed if whole else cut(tuple(packed), rows=tuple(sizes), axes=axes)
+            packed, sizes, whole = [], [], True
         lengths.append(kept)
         starts += [] if start is None else [start]
     tau = jnp.stack(taus) if taus else None

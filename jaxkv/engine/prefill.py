@@ -400,10 +400,12 @@ class Prompts(Source):
         """Size P in rows of the pool of a group of layers, taken from the plan; `kept` is not read."""
         return self.pool_sizes[group[0]]
 
-    def packed_rows(self, size: int) -> int:
-        """Next power of two, at most the largest P: a program for each size would compile longer than it packs."""
-        wide = min(1 << (size - 1).bit_length(), max(self.pool_sizes))
-        return size if is_traced(self.length) else wide
+    def packed_rows(self, index: int, size: int) -> int:
+        """Largest P of layers of this one's window: a program for each size would compile longer than it packs."""
+        if is_traced(self.length):
+            return size
+        alike = zip(self.windows, self.pool_sizes, strict=True)
+        return max(rows for window, rows in alike if window == self.windows[index])
 
     def rows(self, index: int) -> Unpacked:
         """Removes one layer's waiting keys and values from the source and returns them as `Unpacked` rows."""
