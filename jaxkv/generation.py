@@ -2,7 +2,7 @@
 
 import dataclasses
 import sys
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import jax
@@ -256,8 +256,7 @@ def generate(
 class Call:
     """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
 
-    `interval` is the number of tokens after each of which new text is yielded; None yields no text. `look` is called
-    with the cache before the first token is drawn, which gives up the cache's buffers.
+    `interval` is the number of tokens after each of which new text is yielded; None yields no text.
     """
 
     session: Session
@@ -269,7 +268,6 @@ class Call:
     stop_at_eos: bool
     interval: int | None
     progress: bool | None
-    look: Callable[[KVCache], object] | None = None
 
 
 def bar(progress: bool | None, total: int, title: str) -> tqdm:
@@ -288,8 +286,6 @@ def answered(call: Call) -> Generator[list[str], None, Generation]:
     """Generator that runs one `generate` call: yields new texts if requested, returns the `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
     cache, sizes = _read(call)
-    if call.look is not None:
-        call.look(cache)
     eos = params.ends if call.stop_at_eos else ()
     drawing = session.drawing(cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos)
     answers = Answers(params.text, len(encoded.ids), call.stops)

@@ -11,7 +11,7 @@ import pytest
 from evaluating import POLICIES, Told, Words, told, words
 
 import jaxkv
-from jaxkv.evals import Evaluation, Held, evaluate, interval, kept, page, pictures, runs
+from jaxkv.evals import Evaluation, evaluate, interval, kept, page, pictures, runs
 from jaxkv.testing import segments
 
 HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; $x^{$ \x00\x1b \u202e"
@@ -215,11 +215,10 @@ def test_long_texts_lose_their_middle_and_say_so(monkeypatch):
     # A special token, one character of two tokens, markup.
     ids = text.encode("<s>ö<b>and more", bos=True)
     counts = [4, 1, 2, *[1] * (len(ids) - 6), 0, 0, 3]
-    held = Held(ids=ids, heads=4, counts=counts).as_json(text)
-    begin, end = kept.shaded(held).passages
+    ends = kept.ends_of(ids, counts, text)
+    begin, end = kept.shaded({"ends": ends, "heads": 4}).passages
     assert begin == [("<s>", 4), ("ö", 1.5), ("<", 1)]
     assert "".join(each.text for each in end) == "more"
-    assert held["tokens"] == len(ids) and held["share"] == sum(counts) / (4 * len(ids))
 
 
 def test_tasks_of_texts_have_it_too(tmp_path, plain):

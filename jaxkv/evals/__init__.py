@@ -2,7 +2,6 @@
 
 from jaxkv.evals.arguments import at_budgets
 from jaxkv.evals.asking import QuestionTask, asked, ids_of
-from jaxkv.evals.kept import Held
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.page import report
 from jaxkv.evals.perplexity import Loss
@@ -23,7 +22,6 @@ __all__ = [
     "Difference",
     "DocumentQuestions",
     "Evaluation",
-    "Held",
     "How",
     "InfiniteBench",
     "LongBench",

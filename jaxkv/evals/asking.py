@@ -2,26 +2,18 @@
 
 import abc
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from jaxkv._checks import settled
-from jaxkv.arguments import require_fits
 from jaxkv.cache import Turn
-from jaxkv.engine.compress import finished
-from jaxkv.engine.results import Generation
-from jaxkv.engine.sampling import GREEDY
-from jaxkv.engine.session import Session
-from jaxkv.evals.kept import Watch
 from jaxkv.evals.task import How, Outcome, Sample, Task, require_text
-from jaxkv.generation import Call, answered, prefill
+from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.mesh import host
-from jaxkv.text.prompts import encode, user_text
+from jaxkv.text.prompts import user_text
 from jaxkv.text.tokenizer import Text
 
 
@@ -29,12 +21,8 @@ from jaxkv.text.tokenizer import Text
 class QuestionTask(Task):
     """Base of tasks whose answers are texts: a subclass defines `samples`, and `score` for a predicted text.
 
-    Attributes:
-        shares_contexts: True if several samples have one context, which a question-agnostic run then compresses once
-            for all of them in a batch.
+    A question-agnostic run compresses a context once for all samples of a batch that have it.
     """
-
-    shares_contexts: ClassVar[bool] = False
 
     @abc.abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
@@ -52,11 +40,15 @@ class QuestionTask(Task):
         self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """Generates the answers to a batch of samples; returns an `Outcome` per sample: score, text, rows and bytes."""
-        drawn = asked(params, policy, samples, how, shared=self.shares_contexts)
+        drawn = asked(params, policy, samples, how)
         return [
             dataclasses.replace(each, score=self.score(sample, each.prediction))
             for sample, each in zip(samples, drawn, strict=True)
         ]
+
+    def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
+        """Ids of the prompt, or in a question-agnostic run of the context alone."""
+        return _split(params, sample, how)[0]
 
 
 def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
@@ -85,126 +77,79 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
 
 
 def asked(
-    params: LanguageModel,
-    policy: Method,
-    samples: Sequence[Sample],
-    how: How,
-    *,
-    shared: bool = False,
+    params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
 ) -> list[Outcome]:
     """Draws a model's answers to a batch of samples over compressed caches; returns an unscored `Outcome` for each.
 
-    Rows and bytes are those of the compressed tokens when the answer ends.
+    Rows and bytes are those of the compressed tokens when the answer ends. Samples that compress the same tokens share
+    their cache.
 
     Args:
         params: from `jaxkv.load`.
         policy: the compression.
         samples: the batch.
         how: settings of the run: question-agnostic or not, chat template, seed.
-        shared: True compresses a context that several samples have once for all of them, in a question-agnostic run.
 
     Returns:
         One outcome per sample, in order, with a score of 0.
     """
-    pairs = [ids_of(params.text, sample, raw=how.raw) for sample in samples]
     # A sample without a question runs the same whether or not the run is question-agnostic.
     # Answers of equal `new_tokens` are drawn together, so that no sample draws more tokens than it asks for.
-    kinds = [
-        (bool(question) and how.agnostic, sample.new_tokens)
-        for (_, question), sample in zip(pairs, samples, strict=True)
-    ]
+    kinds: dict[tuple[bool, int], dict[int, tuple[list[int], list[int]]]] = {}
+    for number, sample in enumerate(samples):
+        pair = _split(params, sample, how)
+        kinds.setdefault((bool(pair[1]), sample.new_tokens), {})[number] = pair
     found: dict[int, Outcome] = {}
-    for agnostic, new in dict.fromkeys(kinds):
-        at = [number for number, kind in enumerate(kinds) if kind == (agnostic, new)]
-        # The context alone is compressed, or all of the prompt.
-        split = [pairs[n] if agnostic else (sum(pairs[n], []), []) for n in at]
-        watch = Watch(how.shown, [samples[n].id for n in at], [context for context, _ in split])
-        group = _Group(params, policy, split, new, how.seed, watch)
-        drawn = group.by_context() if agnostic and shared else group.each(len(samples))
-        found |= {
-            number: dataclasses.replace(each, held=watch.of(row))
-            for row, (number, each) in enumerate(zip(at, drawn, strict=True))
-        }
-    return [found[at] for at in range(len(samples))]
+    for (_, new), pairs in kinds.items():
+        found |= _drawn(params, policy, pairs, size=len(samples), new=new, seed=how.seed)
+    return [found[number] for number in range(len(samples))]
 
 
-class _Group(NamedTuple):
-    """Prompts, of ids to compress and ids behind, with model, policy and seed; methods draw one `Outcome` for each.
+def _split(params: LanguageModel, sample: Sample, how: How) -> tuple[list[int], list[int]]:
+    """Ids of a sample that are compressed, and those that follow: of a question-agnostic run, its question's."""
+    context, question = ids_of(params.text, sample, raw=how.raw)
+    return (context, question) if how.agnostic else (context + question, [])
 
-    `watch` looks at the prefilled cache of one of them.
-    """
 
-    params: LanguageModel
-    policy: Method
-    pairs: Sequence[tuple[list[int], list[int]]]
-    new: int
-    key: int
-    watch: Watch
-
-    def each(self, size: int) -> list[Outcome]:
-        """List of one `Outcome` per sample; each compresses its own context."""
-        found = self._drawn([[number] for number in range(len(self.pairs))], size)
-        return [found[number] for number in range(len(self.pairs))]
-
-    def by_context(self) -> list[Outcome]:
-        """List of one `Outcome` per sample; compresses each distinct context once, for all questions on it."""
-        asks: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
-        # A batch may be filled up with copies.
-        first = [
-            asks.setdefault(tuple(context), {}).setdefault(tuple(question), number)
-            for number, (context, question) in enumerate(self.pairs)
-        ]
-        # Powers of two keep the programs few.
-        found = self._drawn(
-            [[*each.values()] for each in asks.values()], 1 << (len(asks) - 1).bit_length()
-        )
-        return [found[number] for number in first]
-
-    @settled
-    def _drawn(self, several: list[list[int]], size: int) -> dict[int, Outcome]:
-        """Outcomes by sample number; `several` has the samples of each context.
-
-        Programs are compiled for a number of contexts: they are filled up with copies of the last one, to `size`.
-        """
-        several = several + several[-1:] * (size - len(several))
-        contexts = [self.pairs[each[0]][0] for each in several]
-        cache = None
-        if any(question for _, question in self.pairs):
-            cache = prefill(self.params, contexts, policy=self.policy, key=self.key, progress=False)
-            self.watch(cache, contexts)
-        found = dict[int, Outcome]()
-        for turn in range(max(map(len, several))):
-            rows = [each[min(turn, len(each) - 1)] for each in several]
-            prompts = contexts if cache is None else [self.pairs[n][1] for n in rows]
-            session = Session(self.params, self.policy, key=self.key)
-            encoded = encode(prompts, self.params.text, self.params.config, close=True)
-            require_fits(self.params.config, session.policy, encoded.lengths, self.new, cache)
-            call = Call(
-                session=session,
-                encoded=encoded,
-                cache=cache,
-                max_new_tokens=self.new,
-                sampling=GREEDY,
-                stops=(),
-                stop_at_eos=True,
-                interval=None,
-                progress=False,
-                look=partial(self.watch, prompts=contexts) if cache is None else None,
-            )
-            found |= zip(rows, self._outcomes(rows, finished(answered(call))), strict=True)
-        return found
-
-    def _outcomes(self, rows: Sequence[int], out: Generation) -> list[Outcome]:
-        """List of an `Outcome` for each sample: the drawn text, with rows and bytes kept."""
+def _drawn(
+    params: LanguageModel,
+    policy: Method,
+    pairs: Mapping[int, tuple[list[int], list[int]]],
+    *,
+    size: int,
+    new: int,
+    seed: int,
+) -> dict[int, Outcome]:
+    """`Outcome` by sample number, from ids to compress and ids that follow, which all samples have, or none."""
+    # The first sample of each context and question: a batch may be filled up with copies.
+    asks: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+    first = {
+        number: asks.setdefault(tuple(context), {}).setdefault(tuple(question), number)
+        for number, (context, question) in pairs.items()
+    }
+    # Programs are compiled for a number of contexts: copies of the last one fill them up to few such numbers.
+    several = [[*each.values()] for each in asks.values()]
+    several += several[-1:] * (min(size, 1 << (len(several) - 1).bit_length()) - len(several))
+    contexts = [pairs[numbers[0]][0] for numbers in several]
+    drawing = partial(generate, params, max_new_tokens=new, key=seed, progress=False)
+    follows = any(question for _, question in pairs.values())
+    if follows:
+        cache = prefill(params, contexts, policy=policy, key=seed, progress=False)
+    found: dict[int, Outcome] = {}
+    for turn in range(max(map(len, several))):
+        rows = [numbers[min(turn, len(numbers) - 1)] for numbers in several]
+        if follows:
+            out = drawing([pairs[number][1] for number in rows], cache=cache)
+        else:
+            out = drawing(contexts, policy=policy)
         # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
         kept = np.minimum(host(out.cache.limit)[:, : len(rows)], out.cache.kept)
-        return [
-            Outcome(
+        for row, (number, text) in enumerate(zip(rows, out.text or (), strict=True)):
+            found[number] = Outcome(
                 score=0.0,
                 prediction=text,
-                tokens=sum(map(len, self.pairs[number])),
+                tokens=sum(map(len, pairs[number])),
                 rows=float(kept[:, row].mean()),
                 nbytes=int(kept[:, row].sum()) * out.cache.entry_bytes,
             )
-            for row, (number, text) in enumerate(zip(rows, out.text or (), strict=True))
-        ]
+    return {number: found[at] for number, at in first.items()}

@@ -12,7 +12,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._errors import require
 from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.session import Session
-from jaxkv.evals.kept import Watch
 from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
 from jaxkv.evals.texts import texts_of
 from jaxkv.loading import LanguageModel
@@ -82,15 +81,9 @@ class Loss(Task):
         self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """Reads texts token by token after a prefix; list of an `Outcome` each: mean loss, curve, rows and bytes."""
-        ids = [tokenizer_of(params).encode(each.context, bos=True) for each in samples]
-        most = params.config.max_positions
-        # As many as the text and the model's positions have room for.
-        ends = [min(self.prefix, min(len(each), most) - self.tokens) for each in ids]
-        prefixes = [each[:end] for each, end in zip(ids, ends, strict=True)]
-        after = [each[end : end + self.tokens] for each, end in zip(ids, ends, strict=True)]
-        watch = Watch(how.shown, [each.id for each in samples], prefixes)
+        prefixes, after = zip(*(self._parts(params, each) for each in samples), strict=True)
         told = np.asarray(after, np.int32)
-        found = losses_of(params, policy, prefixes, told, seed=how.seed, watch=watch)
+        found = losses_of(params, policy, prefixes, told, seed=how.seed)
         wide = -(-self.tokens // _POINTS)
         points = np.arange(wide, self.tokens + wide, wide).clip(max=self.tokens)
         return [
@@ -101,13 +94,22 @@ class Loss(Task):
                     "losses": [float(part.mean()) for part in np.split(loss, points[:-1])],
                     "rows_after_prefill": float(found.before[at]),
                 },
-                tokens=ends[at] + self.tokens,
+                tokens=len(prefixes[at]) + self.tokens,
                 rows=float(found.rows[at]),
                 nbytes=int(found.nbytes[at]),
-                held=watch.of(at),
             )
             for at, loss in enumerate(found.losses)
         ]
+
+    def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
+        """Ids of the prefix."""
+        return self._parts(params, sample)[0]
+
+    def _parts(self, params: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]:
+        """Ids of a text's prefix, as many as text and positions have room for, and of the tokens after it."""
+        ids = tokenizer_of(params).encode(sample.context, bos=True)
+        end = min(self.prefix, min(len(ids), params.config.max_positions) - self.tokens)
+        return ids[:end], ids[end : end + self.tokens]
 
 
 class Read(NamedTuple):
@@ -126,17 +128,11 @@ def losses_of(
     after: Int[np.ndarray, "B T"],
     *,
     seed: int = 0,
-    watch: Watch | None = None,
 ) -> Read:
-    """`Read` with losses [B, T] in nats of the ids `after` prefixes, read one by one over their compressed cache.
-
-    The `Watch` looks at this cache before the first of them is read.
-    """
+    """`Read` with losses [B, T] in nats of the ids `after` prefixes, read one by one over their compressed cache."""
     session = Session(params, policy, key=seed)
     cache = session.prefill([list(each) for each in prefixes], new=after.shape[1])
     before = cache.kept.mean(axis=(0, 2))
-    if watch is not None:
-        watch(cache, prefixes)
     losses, _, cache = read_on(session, cache, after.tolist())
     kept = cache.kept
     return Read(losses, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.entry_bytes)

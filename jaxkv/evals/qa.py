@@ -46,8 +46,6 @@ class DocumentQuestions(QuestionTask):
         new_tokens: most tokens of an answer.
     """
 
-    shares_contexts = True
-
     data: str
     judge: str = "contains"
     count: int = 0

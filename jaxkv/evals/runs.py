@@ -26,6 +26,7 @@ from jaxkv.evals.arguments import (
     require_how,
     seed_of,
 )
+from jaxkv.evals.kept import held
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.results import (
     Evaluation,
@@ -37,7 +38,7 @@ from jaxkv.evals.results import (
     locked,
     require_folder,
 )
-from jaxkv.evals.task import How, Outcome, Sample, Task, tokenizer_of
+from jaxkv.evals.task import How, Outcome, Sample, Task
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 
@@ -182,19 +183,23 @@ def _lines(job: _Job, name: str, part: range, new: Sequence[int]) -> bytes:
 
 def _outcomes(job: _Job, policy: Method, batch: Sequence[Sample]) -> list[Outcome]:
     """List of a batch's outcomes; a policy that draws random numbers runs sample by sample, each with its seed."""
-    how = dataclasses.replace(job.how, shown=job.samples[0].id)
     if policy.parts().draws:
         outcomes = []
         for one in batch:
-            own = dataclasses.replace(how, seed=seed_of(how.seed, one.id))
+            own = dataclasses.replace(job.how, seed=_seed(job, policy, one))
             outcomes += job.task.run(job.params, policy, [one], own)
         return outcomes
     # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
     more = min(job.run.batch, job.run.samples) - len(batch)
     padded = [*batch, *[batch[-1]] * more]
-    outcomes = job.task.run(job.params, policy, padded, how)
+    outcomes = job.task.run(job.params, policy, padded, job.how)
     require(len(outcomes) == len(padded), "outcomes", len(outcomes), f"give {len(padded)}")
     return outcomes[: len(batch)]
+
+
+def _seed(job: _Job, policy: Method, sample: Sample) -> int:
+    """Seed of a sample's run: its own for a policy that draws random numbers."""
+    return seed_of(job.how.seed, sample.id) if policy.parts().draws else job.how.seed
 
 
 def _record(job: _Job, name: str, at: int, outcome: Outcome) -> Record:
@@ -206,7 +211,7 @@ def _record(job: _Job, name: str, at: int, outcome: Outcome) -> Record:
         score = min(1.0, max(0.0, score))
     require(fits, "score", outcome.score, f"sample {sample.id} owes a share, or a finite number")
     kept = policy.composed.budget
-    held = None if outcome.held is None else outcome.held.as_json(tokenizer_of(job.params))
+    ids = [] if at else job.task.compressed(job.params, sample, job.how)
     said = {name: getattr(sample, name) for name in ("id", "group", "tags", "question", "answers")}
     return Record(
         policy=name,
@@ -214,7 +219,8 @@ def _record(job: _Job, name: str, at: int, outcome: Outcome) -> Record:
         budget=None if kept is None else kept.value,
         number=at,
         **said,
-        **{**vars(outcome), "score": score, "held": held},
+        **{**vars(outcome), "score": score},
+        held=held(job.params, policy, ids, seed=_seed(job, policy, sample)) if ids else None,
     )
 
 

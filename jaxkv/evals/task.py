@@ -12,7 +12,6 @@ import numpy as np
 from jaxkv import _checks as checks
 from jaxkv._checks import FARTHEST, plain
 from jaxkv._errors import refusal, require
-from jaxkv.evals.kept import Held
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.text.tokenizer import Text
@@ -67,8 +66,6 @@ class Outcome:
         tokens: number of tokens of the prompt, its question included; None if the task does not count them.
         rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
         nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
-        held: the tokens of the prompt and how many kv heads hold each after prefill, for the sample that `How.shown`
-            names; None for the others, and if the task does not say.
     """
 
     score: float
@@ -77,7 +74,6 @@ class Outcome:
     tokens: int | None = None
     rows: float | None = None
     nbytes: int | None = None
-    held: Held | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,13 +86,11 @@ class How:
         raw: True leaves the chat template out.
         seed: seed of policies that draw random numbers. `evaluate` hashes it with each sample's id and runs these
             samples one by one: in a batch, all prompts would share their draws.
-        shown: id of the sample whose kept tokens the outcome names for the report; `evaluate` gives its first one's.
     """
 
     agnostic: bool = False
     raw: bool = False
     seed: int = 0
-    shown: str | None = None
 
     def __post_init__(self):
         checks.field(self, "agnostic", checks.flag)
@@ -161,6 +155,10 @@ class Task(abc.ABC):
         Returns:
             One outcome per sample, in order.
         """
+
+    def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
+        """Ids of the tokens of a sample that are compressed, which the report shows; empty if the task does not say."""
+        return []
 
 
 def tokenizer_of(params: LanguageModel) -> Text:
