@@ -39,7 +39,7 @@ def prefill(
     raw: bool = False,
     key: PRNGKeyArray | int | None = None,
     mesh: Mesh | None = None,
-    implementation: Implementation | str | None = Implementation.AUTO,
+    implementation: Implementation | str = Implementation.AUTO,
     progress: bool | None = None,
 ) -> KVCache:
     """Prefills one or more prompts into a compressed `KVCache`, which questions can then be asked on many times.
@@ -91,25 +91,35 @@ def prefill(
     return dataclasses.replace(cache, logits=None)
 
 
-class _Options(TypedDict, total=False):
-    """Types of the keyword arguments that all overloads of `generate` share."""
+class _SamplingNumbers(TypedDict, total=False):
+    """Types of the fields of a `Sampling` that `generate` takes as arguments."""
 
-    policy: Method | type[Method] | str | None
-    cache: KVCache | None
-    max_new_tokens: int | np.integer
-    sampling: Sampler | None
     temperature: int | float | np.number | None
     top_k: int | np.integer | None
     top_p: int | float | np.number | None
     min_p: int | float | np.number | None
+
+
+class _AnswerOptions(_SamplingNumbers, total=False):
+    """Types of the arguments of `generate` that say how tokens are sampled, and where answers end."""
+
+    max_new_tokens: int | np.integer
+    sampling: Sampler | None
     seed: int | np.integer | None
+    key: PRNGKeyArray | int | None
     stop: str | Iterable[str] | None
     stop_at_eos: bool
-    key: PRNGKeyArray | int | None
+
+
+class _Options(_AnswerOptions, total=False):
+    """Types of the keyword arguments that all overloads of `generate` share."""
+
+    policy: Method | type[Method] | str | None
+    cache: KVCache | None
     raw: bool
     stream_interval: int | np.integer
     mesh: Mesh | None
-    implementation: Implementation | str | None
+    implementation: Implementation | str
     progress: bool | None
 
 
@@ -150,7 +160,7 @@ def generate(
     stream: bool = False,
     stream_interval: int | np.integer = 1,
     mesh: Mesh | None = None,
-    implementation: Implementation | str | None = Implementation.AUTO,
+    implementation: Implementation | str = Implementation.AUTO,
     progress: bool | None = None,
 ) -> Generation | Stream:
     """Generates answers to one or more prompts over a compressed cache; returns a `Generation` or a `Stream`.
@@ -397,6 +407,6 @@ def _tallied(cache: KVCache) -> tuple[int, int]:
     """Counts (moved, cut) over all sequences: rows that `capacity` moved to other devices, rows that the budget cut."""
     moved, cut = (
         0 if each is None else int(host(each)[: cache.batch].sum())
-        for each in (cache.moved, cache.cut)
+        for each in (cache.tally.moved, cache.tally.cut)
     )
     return moved, cut

@@ -85,7 +85,7 @@ def check_planned(session, cache) -> None:
         config, session.policy, LENGTHS, dtype=session.params.dtype, room=room, mesh=mesh
     )
     leaves = jax.tree.leaves(
-        dataclasses.replace(cache, bank=None, logits=None, moved=None, cut=None)
+        dataclasses.replace(cache, bank=None, logits=None, tally=type(cache.tally)())
     )
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) == planned.cache_bytes
     waiting = (

@@ -131,7 +131,7 @@ def test_prompts_within_the_capacity(base, data, model):
     most = np.floor(1.125 * here.kept.sum(axis=2) / model + 1e-9)[..., None]
     assert (per_device(there, model) <= most).all()
     beyond = np.maximum(per_device(here, model) - most, 0)
-    np.testing.assert_array_equal(np.asarray(there.moved), beyond.sum(axis=(0, 2)))
+    np.testing.assert_array_equal(np.asarray(there.tally.moved), beyond.sum(axis=(0, 2)))
     assert beyond.any() and not beyond.all()
     mine, theirs = positions(there), positions(here)
     for (layer, row, head), rows in mine.items():
@@ -141,7 +141,7 @@ def test_prompts_within_the_capacity(base, data, model):
     roomy = jaxkv.prefill(
         model_of(8), prompts(5, LENGTHS), policy=free, mesh=mesh_of(data, model), progress=False
     )
-    assert positions(roomy) == theirs and roomy.moved is None
+    assert positions(roomy) == theirs and roomy.tally.moved is None
     assert there.nbytes < roomy.nbytes
 
 
@@ -160,21 +160,23 @@ def test_compressed_again_within_the_capacity():
     assert made.stats.allocated_bytes == other.stats.allocated_bytes
     cache = made.cache
     assert (cache.kept.sum(axis=2) == 8 * BUDGET).all() and made.stats.moved_rows == int(
-        cache.moved.sum()
+        cache.tally.moved.sum()
     )
     assert per_device(cache, 4).max() == 1.125 * 2 * BUDGET
     again = jaxkv.generate(model_of(8), prompts(5, LENGTHS), **options)
-    assert again.stats.moved_rows == 0 and again.cache.moved is None
+    assert again.stats.moved_rows == 0 and again.cache.tally.moved is None
     # What a prompt moved is not told once more of the answer on top of it.
     more = jaxkv.generate(
         model_of(8).on(mesh_of(2, 4)), prompts(9, (3, 5)), cache=cache, max_new_tokens=1
     )
-    assert more.stats.moved_rows == int(more.cache.moved.sum()) - made.stats.moved_rows
+    assert more.stats.moved_rows == int(more.cache.tally.moved.sum()) - made.stats.moved_rows
     # One device moves none, and what others have moved stays known.
     here = jaxkv.generate(
         model_of(8), prompts(9, (3, 5)), cache=jaxkv.reshard(cache, None), max_new_tokens=1
     )
-    assert here.stats.moved_rows == 0 and here.cache.moved.tolist() == cache.moved.tolist()
+    assert (
+        here.stats.moved_rows == 0 and here.cache.tally.moved.tolist() == cache.tally.moved.tolist()
+    )
 
 
 def test_one_budget_over_layers_within_the_capacity():
@@ -188,6 +190,6 @@ def test_one_budget_over_layers_within_the_capacity():
     layers, even = len(here.kept), len(here.kept) * 2 * BUDGET
     for cache in made:
         assert (cache.kept.sum(axis=(0, 2)) == layers * 8 * BUDGET).all()
-    assert here.moved is None and (np.asarray(there.moved) > 0).any()
+    assert here.tally.moved is None and (np.asarray(there.tally.moved) > 0).any()
     assert per_device(here, 4).sum(axis=0).max() > np.floor(capacity * even)
     assert per_device(there, 4).sum(axis=0).max() <= np.floor(capacity * even)

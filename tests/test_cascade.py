@@ -140,7 +140,7 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
     assert rows[0] is not None and rows[1] is None
     same(*made)
     if name == "mesh":
-        assert (np.asarray(made[0].moved) > 0).any()
+        assert (np.asarray(made[0].tally.moved) > 0).any()
 
 
 def test_what_lies_there_is_what_is_planned(monkeypatch):

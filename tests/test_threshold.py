@@ -35,7 +35,7 @@ def test_prefill_keeps_the_oracles_rows_and_counts_those_cut(over_layers):
     model, ids, tensors = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), gates.zap_tensors(CONFIG)
     cache, _, needed = tiny.run(model, ids, GlobalBudget(base=zap()) if over_layers else zap())
     assert cache.nbytes == needed.cache_bytes
-    kept, cut, fewer = tiny.kept(cache), np.asarray(cache.cut)[: len(ids)], 0
+    kept, cut, fewer = tiny.kept(cache), np.asarray(cache.tally.cut)[: len(ids)], 0
     for row, each in enumerate(ids):
         scores = [
             o.kvzap_scores(tensors, layer, hidden(model, layer, each))
@@ -65,7 +65,7 @@ def test_fast_kvzip_keeps_the_oracles_rows():
     model, ids, tau = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS), 0.3
     policy = FastKVzip(gate=gates.fast_file(CONFIG), budget=0.4, threshold=tau, sinks=2, recent=0.2)
     cache, _, _ = tiny.run(model, ids, policy)
-    kept, cut, tensors = tiny.kept(cache), np.asarray(cache.cut), gates.fast_tensors(CONFIG)
+    kept, cut, tensors = tiny.kept(cache), np.asarray(cache.tally.cut), gates.fast_tensors(CONFIG)
     for row, each in enumerate(ids):
         n, first = len(each), len(each) - int(0.2 * len(each))
         rows = CONFIG.layers * CONFIG.kv_heads * o.resolve_budget(0.4, n)
@@ -109,7 +109,7 @@ def test_bases_of_other_head_budgets_keep_the_threshold():
     assert min(len(head) for head in alone[0][0]) < LENGTHS[0]
     for policy in (AdaKV(base=zap(budget=1.0)), CriticalKV(base=AdaKV(base=zap(budget=1.0)))):
         cache, _, _ = tiny.run(model, ids, policy)
-        assert tiny.kept(cache) == alone and not np.asarray(cache.cut).any()
+        assert tiny.kept(cache) == alone and not np.asarray(cache.tally.cut).any()
     assert policy.parts().heads == ThresholdHeads(
         threshold=TAU, budgets=TwoStageHeads(budgets=AdaptiveHeads())
     )
@@ -119,15 +119,17 @@ def test_results_tell_what_the_budget_cut():
     model, ids = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS)
     drawn = {"max_new_tokens": 12, "stop_at_eos": False}
     first = jaxkv.generate(model, ids, policy=zap(every=4), **drawn)
-    assert first.stats.cut_rows == int(first.cache.cut[: len(ids)].sum()) > 0
+    assert first.stats.cut_rows == int(first.cache.tally.cut[: len(ids)].sum()) > 0
     # What was cut before is not told once more of the answer on top.
     again = jaxkv.generate(model, [[1, 2, 3]] * 3, cache=first.cache, **drawn)
-    assert again.stats.cut_rows == int(again.cache.cut[: len(ids)].sum()) - first.stats.cut_rows
+    assert (
+        again.stats.cut_rows == int(again.cache.tally.cut[: len(ids)].sum()) - first.stats.cut_rows
+    )
     # Each sequence on top of one cache has what that one had cut.
     one = jaxkv.Session(model, zap(every=4)).prefill(ids[:1])
     thrice = jaxkv.generate(model, [[1, 2, 3]] * 3, cache=one, **drawn)
-    had = 3 * int(one.cut.sum())
-    assert thrice.stats.cut_rows == int(thrice.cache.cut[:3].sum()) - had and had > 0
+    had = 3 * int(one.tally.cut.sum())
+    assert thrice.stats.cut_rows == int(thrice.cache.tally.cut[:3].sum()) - had and had > 0
 
 
 def test_a_threshold_that_no_row_reaches():
@@ -142,7 +144,7 @@ def test_a_threshold_that_no_row_reaches():
 
     none = jaxkv.generate(model, ids, policy=policy(1e30), **drawn)
     assert int(none.cache.kept.max()) <= 3
-    assert none.stats.cut_rows == 0 and none.cache.cut is not None
+    assert none.stats.cut_rows == 0 and none.cache.tally.cut is not None
     assert np.isfinite(
         np.asarray(none.cache.logits if none.cache.logits is not None else 0.0)
     ).all()
@@ -150,7 +152,7 @@ def test_a_threshold_that_no_row_reaches():
     assert all((np.asarray(each) >= 0).all() for each in asked.tokens)
     low, without = (jaxkv.prefill(model, ids, policy=policy(tau)) for tau in (-1e30, None))
     assert tiny.kept(low) == tiny.kept(without)
-    assert np.asarray(low.cut).any() and without.cut is None
+    assert np.asarray(low.tally.cut).any() and without.tally.cut is None
 
 
 def test_meshes():
@@ -165,9 +167,11 @@ def test_cut_rows_on_a_mesh():
     ids, policy = tiny.prompts(5, (61, 37)), GlobalBudget(base=zap(model.config), capacity=4.0)
     here = jaxkv.Session(model, policy).prefill(ids)
     there = jaxkv.Session(model.on(meshes.mesh_of(2, 4)), policy).prefill(ids)
-    np.testing.assert_array_equal(np.asarray(there.cut), np.asarray(here.cut))
-    assert np.asarray(here.cut).any()
-    np.testing.assert_array_equal(np.asarray(jaxkv.reshard(there, None).cut), np.asarray(here.cut))
+    np.testing.assert_array_equal(np.asarray(there.tally.cut), np.asarray(here.tally.cut))
+    assert np.asarray(here.tally.cut).any()
+    np.testing.assert_array_equal(
+        np.asarray(jaxkv.reshard(there, None).tally.cut), np.asarray(here.tally.cut)
+    )
 
 
 def test_slots():
@@ -182,7 +186,7 @@ def test_saved_caches_know_what_was_cut(tmp_path):
     cache.save(tmp_path / "cache")
     loaded = jaxkv.load_cache(tmp_path / "cache", policy=policy)
     assert loaded.policy == policy and tiny.kept(loaded) == tiny.kept(cache)
-    np.testing.assert_array_equal(loaded.cut, cache.cut)
+    np.testing.assert_array_equal(loaded.tally.cut, cache.tally.cut)
 
 
 def test_a_score_equal_to_the_threshold_stays():

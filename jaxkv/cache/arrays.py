@@ -76,6 +76,32 @@ class Tables:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Tally:
+    """Pytree of counts of entries, over all layers, that a budget or a mesh kept from staying where they were.
+
+    Attributes:
+        moved: `i32[B]` entries of each sequence that went to another device's heads because the policy's `capacity`
+            was reached; None where it cannot be reached.
+        cut: `i32[B, K]` entries of each kv head whose scores reached the policy's `threshold` and which were dropped
+            because the budget was full; None without a threshold.
+    """
+
+    moved: Int[Array, " B"] | None = None
+    cut: Int[Array, "B K"] | None = None
+
+    def plus(self, other: "Tally") -> "Tally":
+        """Sum of two tallies, field by field; None counts as zero, but None plus None is None."""
+        return Tally(moved=_sum(self.moved, other.moved), cut=_sum(self.cut, other.cut))
+
+
+def _sum(mine: Array | None, other: Array | None) -> Array | None:
+    """Sum of the arrays that are there; None without any."""
+    there = [each for each in (mine, other) if each is not None]
+    return sum(there) if there else None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
     """Pytree of all device arrays of a KV cache: pools of rows, and tables of segments, tokens seen and policy state.
 

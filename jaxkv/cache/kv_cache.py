@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import brief
 from jaxkv._errors import require
-from jaxkv.cache.arrays import Cache, State, Tables
+from jaxkv.cache.arrays import Cache, State, Tables, Tally
 from jaxkv.cache.bank import Bank, host_of
 from jaxkv.cache.disk import write_cache
 from jaxkv.cache.layout import Layout
@@ -46,7 +46,7 @@ class Turn(enum.Enum):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["arrays", "bank", "logits", "moved", "cut"],
+    data_fields=["arrays", "bank", "logits", "tally"],
     meta_fields=[
         "layout",
         "policy",
@@ -68,10 +68,7 @@ class KVCache:
         arrays: pools, segment tables and policy state on the device.
         bank: prompt rows of offloaded layers, in host memory; the pools of those layers hold only later rows.
         logits: `f32[B, V]` of the next token; None where no token is to be drawn. Not counted in `nbytes`.
-        moved: `i32[B]` number of rows of each sequence that went to another device's heads because the policy's
-            `capacity` was reached; None where it cannot be reached.
-        cut: `i32[B, K]` number of rows of each kv head, in all layers, whose scores reached the policy's `threshold`
-            and which were dropped because the budget was full; None without a threshold.
+        tally: entries that a mesh moved or a budget cut.
         layout: placement of segments in their pools.
         policy: the policy that compressed the cache.
         config: the model's shape.
@@ -90,8 +87,7 @@ class KVCache:
     arrays: Cache
     bank: Bank | None = None
     logits: Float[Array, "B V"] | None = None
-    moved: Int[Array, " B"] | None = None
-    cut: Int[Array, "B K"] | None = None
+    tally: Tally = Tally()
     layout: Layout
     policy: Any
     config: ModelConfig
@@ -219,8 +215,8 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on devices of pools (with free rows), tables and policy state; not of bank, logits, `moved`, `cut`."""
-        held = dataclasses.replace(self, bank=None, logits=None, moved=None, cut=None)
+        """Bytes on devices of pools (with free rows), tables and policy state; not of bank, logits and tally."""
+        held = dataclasses.replace(self, bank=None, logits=None, tally=Tally())
         return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
     @property

@@ -59,7 +59,8 @@ def pack(
     """Compiled: copies a layer's rows in `mask` to a new pool of P = `rows`; returns the pool and segments' first rows.
 
     Rows are in order of slot, spare rows are spread evenly behind the segments as in a pool of `size`, which is at most
-    P: `cut` makes such pools of wider ones. On a mesh P is that of one device's heads. First rows have a leading axis of one layer.
+    P: `cut` makes such pools of wider ones. On a mesh P is that of one device's heads. First rows have a leading axis
+    of one layer.
     """
     batch, heads, slots, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)

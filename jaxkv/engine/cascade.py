@@ -14,10 +14,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.cache.arrays import Tally
 from jaxkv.cache.packing import Unpacked, empty_pool, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
-from jaxkv.engine.choosing import Candidates, Tally, choose, staged, surviving, within
+from jaxkv.engine.choosing import Candidates, choose, staged, surviving, within
 from jaxkv.engine.compress import Compressed, Source, Walk, wait
 from jaxkv.policies.heads import HeadBudgets
 from jaxkv.policies.parts import Parts
@@ -94,7 +95,7 @@ def cascaded(
     pool = pack_chosen(pool, buffer, mask, start, axes=axes)
     wait(pool)
     yield 0.0
-    return Compressed((pool,), start, kept, None, tally._replace(cut=cut))
+    return Compressed((pool,), start, kept, None, dataclasses.replace(tally, cut=cut))
 
 
 def _nothing(

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import ENDLESS
+from jaxkv.cache.arrays import Tally
 from jaxkv.cache.packing import Unpacked
 from jaxkv.models.config import Windows
 from jaxkv.policies.heads import (
@@ -101,23 +102,6 @@ def _cut(
         layer, inside=inside, forced=jnp.zeros_like(inside), positions=positions
     )
     return Unpacked(k, v, inside, positions=positions), cut
-
-
-class Tally(NamedTuple):
-    """Counts of rows, over all layers: `moved` to other devices' heads; `cut`: above a threshold, but over budget.
-
-    None where no device's room limits the choice, or where there is no threshold.
-    """
-
-    moved: Int[Array, " B"] | None = None
-    cut: Int[Array, "B K"] | None = None
-
-    def plus(self, other: "Tally") -> "Tally":
-        """Sum of two tallies, field by field, as a `Tally`; None counts as zero, but None plus None is None."""
-        pairs = zip(self, other, strict=True)
-        return Tally(
-            *(its if mine is None else mine if its is None else mine + its for mine, its in pairs)
-        )
 
 
 class Choice(NamedTuple):
@@ -230,10 +214,11 @@ def _choose(
         moved = None if moved is None else jnp.where(due, moved, 0)
         cut = None if cut is None else jnp.where(due[:, None], cut, 0)
     if len(layers) == 1:
-        return Choice((mask,), Tally(moved, cut))
+        return Choice((mask,), Tally(moved=moved, cut=cut))
     batch, _, slots = mask.shape
     return Choice(
-        tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0)), Tally(moved, cut)
+        tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0)),
+        Tally(moved=moved, cut=cut),
     )
 
 

@@ -17,9 +17,10 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import checked, instance
 from jaxkv.attention import Implementation
+from jaxkv.cache.arrays import Tally
 from jaxkv.cache.packing import Unpacked, cut, empty_pool, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.choosing import Candidates, Tally, choose
+from jaxkv.engine.choosing import Candidates, choose
 from jaxkv.models.config import Windows
 from jaxkv.policies.attended import of_group
 from jaxkv.policies.layers import LayerBudgets

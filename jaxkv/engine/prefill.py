@@ -224,8 +224,7 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
         arrays=Cache(
             pools=with_bounds(made.pools, made.length, prompts.reading, flat.axes), tables=tables
         ),
-        moved=made.tally.moved,
-        cut=made.tally.cut,
+        tally=made.tally,
         layout=needed.layout,
         policy=prompts.policy,
         config=flat.config,

@@ -15,7 +15,7 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
-from jaxkv.engine.choosing import Candidates, Tally, last_rows, limits_of
+from jaxkv.engine.choosing import Candidates, last_rows, limits_of
 from jaxkv.engine.compress import Source, compress, finished, scored
 from jaxkv.engine.hadamard import keys_of, transformed
 from jaxkv.engine.lengths import beside_windows, bucket, layer_rows
@@ -98,10 +98,9 @@ def recompress(
         limit=jnp.where(again, target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
     )
-    tally = Tally(cache.moved, cache.cut).plus(made.tally)
     # A head that competes with others may now hold more rows than the prompt had.
     made_anew = dataclasses.replace(
-        made_anew, moved=tally.moved, cut=tally.cut, extended=not parts.heads.uniform
+        made_anew, tally=cache.tally.plus(made.tally), extended=not parts.heads.uniform
     )
     return settle_down(made_anew, flat.axes)
 
