@@ -1,17 +1,18 @@
 """The device arrays of a cache, which compiled programs take and return: pools, segment tables and policy state."""
 
 import dataclasses
-from functools import partial
+import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache.pools import Pool
 from jaxkv.sharding.mesh import lettered
 
 
-@partial(
+@functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["prompt", "budget", "recent", "choosable", "tau", "rings"],
     meta_fields=[],
@@ -97,7 +98,7 @@ class Tally:
 def _sum(mine: Array | None, other: Array | None) -> Array | None:
     """Sum of the arrays that are there; None without any."""
     there = [each for each in (mine, other) if each is not None]
-    return sum(there) if there else None
+    return functools.reduce(jnp.add, there) if there else None
 
 
 @jax.tree_util.register_dataclass
