@@ -24,7 +24,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from jaxkv._checks import settled, whole
 from jaxkv._errors import require
 from jaxkv.arguments import as_key
-from jaxkv.attention import Implementation, backend_of, with_sinks
+from jaxkv.attention import Implementation, Shaping, backend_of
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.rows import (
     Rows,
@@ -332,10 +332,10 @@ class _Given(Source):
                     [_finite(each, length) for each in (q, k, v)]
                 )
                 backend = backend_of(Implementation.XLA)
-                out, lse = backend.prefill(all_q, all_k, all_v, length, softcap=given.softcap)
+                shaping = Shaping(softcap=given.softcap, sink_logits=sinks)
+                _, lse = backend.prefill(all_q, all_k, all_v, length, shaping=shaping)
                 assert lse is not None
-                _, lse = with_sinks(out, lse, sinks)
-                sums = backend.column_sums(all_q, all_k, lse, length, softcap=given.softcap)
+                sums = backend.column_sums(all_q, all_k, lse, length, shaping=shaping)
             if q.shape[3] == slots:
                 at = jnp.maximum(positions, 0)[:, None, None, :, None]
                 q = jnp.take_along_axis(q, at, axis=3)

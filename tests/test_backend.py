@@ -19,30 +19,32 @@ FUSED = {
 class Plain(Backend):
     """The required functions, by matrices of all queries and all rows."""
 
-    def prefill(self, q, k, v, length, first=None, *, lse=True):
+    def prefill(self, q, k, v, length, first=None, *, lse=True, shaping=None, window=None):
         logits = self._causal(q, k, first)
         total = jax.nn.logsumexp(logits, axis=-1) if lse else None
         return jnp.einsum("bkgts,bksd->bkgtd", self._shares(logits), v).astype(q.dtype), total
 
-    def column_sums(self, q, k, lse, length, first=None):
+    def column_sums(self, q, k, lse, length, first=None, *, shaping=None):
         at = jnp.arange(q.shape[3]) + (0 if first is None else first[:, None])
         real = jnp.broadcast_to(at < length[:, None], (len(length), q.shape[3]))[
             :, None, None, :, None
         ]
         return jnp.where(real, jnp.exp(self._causal(q, k, first) - lse[..., None]), 0).sum(axis=3)
 
-    def window_mean(self, q, k, positions, length):
+    def window_mean(self, q, k, positions, length, *, shaping=None):
         logits, real = self._causal(q, k, positions[:, 0]), (positions >= 0)[:, None, None, :, None]
         return jnp.where(real, self._shares(logits), 0).sum(axis=3).mean(axis=2) / real.sum(
             axis=3
         ).mean(axis=2)
 
-    def attend(self, q, k, v, start, length, *, walk):
+    def attend(self, q, k, v, start, length, *, walk, shaping=None):
         logits = self._pool(q, k, start, length)
         out = jnp.einsum("bkrp,bpd->bkrd", self._shares(logits), v).astype(q.dtype)
         return out, jax.nn.logsumexp(logits, axis=-1)
 
-    def attend_scored(self, q, k, v, start, length, score, counts, *, walk, widest=None):
+    def attend_scored(
+        self, q, k, v, start, length, score, counts, *, walk, widest=None, shaping=None
+    ):
         received = self._shares(self._pool(q, k, start, length)).mean(axis=2).sum(axis=1)
         return self.attend(q, k, v, start, length, walk=walk)[0], score + jnp.where(
             counts[:, None], received, 0

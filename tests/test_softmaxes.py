@@ -16,11 +16,13 @@ from test_windows import LENGTHS, SHAPE, prompts
 import jaxkv
 from jaxkv import attention
 from jaxkv.attention import Implementation, backend_of, chunk_peaks, columns, filters, xla
+from jaxkv.attention.shaping import Shaping
 from jaxkv.attention.xla import Walk
 from jaxkv.models.values import LayerSpec
 
 # So small that it changes most logits.
 CAP = 1.5
+CAPPED = Shaping(softcap=CAP)
 WHOLE = tiny.shape(layers=2, kv_heads=2, group=3, dim=16)
 # By what changes: a layer of a window below one that attends to everything, and a model without any.
 WINDOWS = {
@@ -99,9 +101,11 @@ def test_softmaxes_by_an_oracle(change):
     q, k, v, sinks = normal(0, 3, 4, 8), normal(1, 9, 8), normal(2, 9, 8), normal(3, 3) / 2 + 1
     seen = np.tril(np.ones((4, 9), bool), 5)
     at = jnp.arange(5, 9, dtype=jnp.int32)
-    given = {"softcap": CAP} if change == "caps" else {"sink_logits": sinks}
-    out = np.asarray(xla.masked(q, k, v, jnp.asarray(seen), **given))
-    shares, plain = (np.asarray(columns.probabilities(q, k, at, **each)) for each in (given, {}))
+    given = Shaping(softcap=CAP) if change == "caps" else Shaping(sink_logits=sinks)
+    out = np.asarray(xla.masked(q, k, v, jnp.asarray(seen), given))
+    shares, plain = (
+        np.asarray(columns.probabilities(q, k, at, each)) for each in (given, Shaping())
+    )
     q, k, v = map(np.asarray, (q, k, v))
     for group, token in np.ndindex(3, 4):
         rows = seen[token]
@@ -124,11 +128,11 @@ def test_prompts_and_their_sums_by_an_oracle(implementation, dtype):
         for seed, shape in enumerate(((group,), (), ()))
     )
     backend, length = backend_of(implementation), jnp.asarray([48, 4], jnp.int32)
-    out, lse = backend.prefill(q, k, v, length, softcap=CAP)
-    sums = backend.column_sums(q, k, lse, length, softcap=CAP)
+    out, lse = backend.prefill(q, k, v, length, shaping=CAPPED)
+    sums = backend.column_sums(q, k, lse, length, shaping=CAPPED)
     at = length[:, None] - window + jnp.arange(window, dtype=jnp.int32)
     last = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
-    means = backend.window_mean(last, k, at, length, softcap=CAP)
+    means = backend.window_mean(last, k, at, length, shaping=CAPPED)
     close = {"atol": 5e-6 if dtype == jnp.float32 else 2e-2}
     q, k, v, out, lse = (np.asarray(each, np.float32) for each in (q, k, v, out, lse))
     whole, logs = np.zeros_like(out), np.zeros_like(lse)
@@ -199,8 +203,8 @@ def test_a_pools_output_and_scores(change, walk, start, length, implementation):
             expected[row, span] += found[2] / group
     begin, rows = jnp.asarray(start), jnp.asarray(length)
     backend = backend_of(implementation)
-    changes = {"plain": {}, "caps": {"softcap": CAP}, "sinks": {"sink_logits": sinks}}
-    given, widest = {"walk": walk} | changes[change], int(length.max())
+    changes = {"plain": Shaping(), "caps": CAPPED, "sinks": Shaping(sink_logits=sinks)}
+    given, widest = {"walk": walk, "shaping": changes[change]}, int(length.max())
     for options, second in ((given, True), (given | {"widest": widest}, True), (given, False)):
         counts = jnp.asarray([True, second])
         out, found = backend.attend_scored(q, k, v, begin, rows, score, counts, **options)
@@ -209,11 +213,12 @@ def test_a_pools_output_and_scores(change, walk, start, length, implementation):
         np.testing.assert_allclose(out, outs, atol=2e-5)
         np.testing.assert_allclose(found[0], expected[0], atol=2e-5)
         np.testing.assert_allclose(found[1], expected[1] if second else score[1], atol=2e-5)
-    if change != "sinks":
-        many = jnp.tile(q, (1, 1, 20, 1))
-        out, lse = backend.attend(many, k, v, begin, rows, **given)
-        np.testing.assert_allclose(out, np.tile(outs, (1, 1, 20, 1)), atol=2e-5)
-        np.testing.assert_allclose(lse, np.tile(lses, (1, 1, 20)), atol=2e-5)
+    many, times = jnp.repeat(q, 20, axis=2), np.repeat(lses, 20, axis=2)
+    # The sink logits alone are the softmax over no rows.
+    times = np.where(np.isinf(times) & (change == "sinks"), np.repeat(held, 20, axis=1), times)
+    out, lse = backend.attend(many, k, v, begin, rows, **given)
+    np.testing.assert_allclose(out, np.repeat(outs, 20, axis=2), atol=2e-5)
+    np.testing.assert_allclose(lse, times, atol=2e-5)
 
 
 def test_several_tokens_scores_by_an_oracle():
@@ -241,7 +246,7 @@ def test_choices_and_peaks_by_an_oracle(monkeypatch):
         normal(1, 1, 2, 40, 16),
         jnp.arange(36, 40, dtype=jnp.int32)[None],
     )
-    asked = filters.Asking(q=q, positions=at, weights=jnp.ones((1, 4)), softcap=CAP)
+    asked = filters.Asking(q=q, positions=at, weights=jnp.ones((1, 4)), shaping=CAPPED)
     shares, queries, keys = np.zeros((2, 3, 4, 40)), np.asarray(q), np.asarray(k)
     for head, group, query in np.ndindex(2, 3, 4):
         rows = slice(0, 36 + query + 1)

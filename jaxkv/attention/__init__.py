@@ -25,8 +25,9 @@ from jaxkv.attention.columns import (
     probabilities,
     window_mass,
 )
-from jaxkv.attention.merging import merge, merge_with_lse, with_sinks
+from jaxkv.attention.merging import merge, merge_with_lse
 from jaxkv.attention.peaks import chunk_peaks
+from jaxkv.attention.shaping import Shaping
 from jaxkv.attention.xla import causal
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Implementation",
     "Implementations",
     "Received",
+    "Shaping",
     "add_received",
     "backend_of",
     "block_sums",
@@ -50,5 +52,4 @@ __all__ = [
     "pool_sums",
     "probabilities",
     "window_mass",
-    "with_sinks",
 ]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.columns import Received
+from jaxkv.attention.shaping import PLAIN, Shaping
 from jaxkv.attention.xla import Walk
 
 
@@ -109,7 +110,7 @@ class Backend(abc.ABC):
         first: Int[Array, " B"] | None = None,
         *,
         lse: bool = True,
-        softcap: float | None = None,
+        shaping: Shaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
         """Causal attention of T consecutive queries of each prompt; returns output and log-sum-exp (None unless `lse`).
@@ -121,7 +122,7 @@ class Backend(abc.ABC):
             length: tokens of each prompt; outputs of later queries are padding: finite, without meaning.
             first: position of each sequence's first query, a multiple of T; 0 by default.
             lse: True to return the log-sum-exp, too.
-            softcap: of the scaled logits, softcap * tanh(logits / softcap); given for layers that have one.
+            shaping: of the logits.
             window: number of last keys that a query attends to, its own included; given for layers that have one, to
                 backends with `windows`.
 
@@ -138,7 +139,7 @@ class Backend(abc.ABC):
         length: Int[Array, " B"],
         first: Int[Array, " B"] | None = None,
         *,
-        softcap: float | None = None,
+        shaping: Shaping = PLAIN,
     ) -> Float[Array, "B K G S"]:
         """Attention `f32[B, K, G, S]` that each key receives, summed over T consecutive queries of each prompt.
 
@@ -148,7 +149,7 @@ class Backend(abc.ABC):
             lse: from `prefill`.
             length: tokens of each prompt; later queries are padding, and do not count.
             first: position of each sequence's first query, a multiple of T; 0 by default.
-            softcap: of the scaled logits, as in `prefill`.
+            shaping: of the logits.
 
         Returns:
             Sums of probabilities, float32.
@@ -161,9 +162,8 @@ class Backend(abc.ABC):
         k: Float[Array, "B K S D"],
         positions: Int[Array, "B w"],
         length: Int[Array, " B"],
-        sink_logits: Float[Array, "B K G"] | None = None,
         *,
-        softcap: float | None = None,
+        shaping: Shaping = PLAIN,
     ) -> Float[Array, "B K S"]:
         """Mean attention `f32[B, K, S]` that keys receive from a prompt's last w queries, over a kv head's query heads.
 
@@ -172,8 +172,7 @@ class Backend(abc.ABC):
             k: rotated keys at positions 0 .. S.
             positions: of the queries; negative ones are padding (of a prompt shorter than w), and do not count.
             length: tokens of each prompt.
-            sink_logits: learned logits that take part in the softmax; given for models that have some.
-            softcap: of the scaled logits, as in `prefill`.
+            shaping: of the logits.
 
         Returns:
             The means, float32.
@@ -189,7 +188,7 @@ class Backend(abc.ABC):
         length: Int[Array, "B K"],
         *,
         walk: Walk,
-        softcap: float | None = None,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
         """Attention of R queries per kv head over that head's segment of a pool; returns output and log-sum-exp.
 
@@ -200,7 +199,7 @@ class Backend(abc.ABC):
             start: first row of each segment.
             length: rows of each segment; 0 gives output 0 and lse -inf.
             walk: how rows are read, for backends whose formulation depends on it.
-            softcap: of the scaled logits, as in `prefill`.
+            shaping: of the logits.
 
         Returns:
             The output in q's dtype and the natural log-sum-exp of the scaled logits, float32.
@@ -219,8 +218,7 @@ class Backend(abc.ABC):
         *,
         walk: Walk,
         widest: int | None = None,
-        sink_logits: Float[Array, "K G"] | None = None,
-        softcap: float | None = None,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
         """One token per sequence attends to pool rows; returns output, and row scores plus attention or a `Received`.
 
@@ -234,8 +232,7 @@ class Backend(abc.ABC):
             counts: mask of the sequences whose attention is added to scores.
             walk: how rows are read.
             widest: the most rows a segment of a shared pool can have; None if unknown.
-            sink_logits: learned logits that take part in the softmax; given for models that have some.
-            softcap: of the scaled logits, as in `prefill`.
+            shaping: of the logits.
 
         Returns:
             The output, and the scores, or a `Received` from which `columns.add_received` computes them later.
@@ -320,8 +317,7 @@ class Backend(abc.ABC):
         widest: int | None = None,
         picks: tuple[Array, ...] | None = None,
         dtype: jnp.dtype | None = None,
-        sink_logits: Float[Array, "K G"] | None = None,
-        softcap: float | None = None,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Any, ...]:
         """Rotates a token, appends its row, attends; returns output, pool, scores; NotImplementedError in base class.
 
@@ -340,8 +336,7 @@ class Backend(abc.ABC):
             widest: the most rows a segment has; None if unknown.
             picks: rows that are read, if not all: the fields of `pallas_kernels.Picks`.
             dtype: the model's; by default that of the keys, which has to be given with codes.
-            sink_logits: learned logits that take part in the softmax; given for models that have some.
-            softcap: of the scaled logits, as in `prefill`.
+            shaping: of the logits.
 
         Returns:
             The output `[M, K, G, D]`, undefined from B on; keys, values and positions; and scores, if there are any.
@@ -391,7 +386,7 @@ class Backend(abc.ABC):
         length: Int[Array, "B K"],
         counts: Int[Array, " B"],
         *,
-        softcap: float | None = None,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Any, Any]:
         """Writes a token's row behind each segment and attends to both; NotImplementedError in this base class.
 
@@ -402,7 +397,7 @@ class Backend(abc.ABC):
             start: first row of each segment that is read.
             length: rows of each segment from `start` on, before the token.
             counts: 1 for sequences to which a row is appended, 0 for ended ones.
-            softcap: of the scaled logits, as in `prefill`.
+            shaping: of the logits.
 
         Returns:
             The output in q's dtype, the natural log-sum-exp of the scaled logits, and the pool's keys and values.

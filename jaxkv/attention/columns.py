@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxkv.attention.shaping import PLAIN, Shaping
 from jaxkv.attention.xla import (
     KEY_BLOCK,
     LOG2E,
@@ -116,21 +117,18 @@ def probabilities(
     q: Float[Array, "G w D"],
     k: Float[Array, "S D"],
     position: Int[Array, " w"],
-    sink_logits: Float[Array, " G"] | None = None,
-    softcap: float | None = None,
+    shaping: Shaping = PLAIN,
 ) -> Float[Array, "G w S"]:
     """Attention probabilities `f32[G, w, S]` of w queries of one kv head over all keys; 0 for later keys.
 
     `position` is that of each query; the probabilities of a negative one, which is padding, are undefined. With
-    `sink_logits` they sum to less than 1. Logits are `xla.capped`.
+    sink logits they sum to less than 1.
     """
     group, window, dim = q.shape
     logits = rows_dot(q.reshape(group * window, dim), k).reshape(group, window, -1)
-    logits = capped(logits * (1.0 / logit_divisor(dim)), softcap)
+    logits = capped(logits * (1.0 / logit_divisor(dim)), shaping.softcap)
     seen = jnp.arange(k.shape[0], dtype=jnp.int32) <= position[:, None]
-    return softmax(
-        jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None]
-    )
+    return softmax(jnp.where(seen, logits, MASKED), shaping.sink_logits)
 
 
 def window_mass(
@@ -139,24 +137,23 @@ def window_mass(
     positions: Int[Array, "B w"],
     reduce: Callable[..., Float[Array, "*n"]],
     *rows: Shaped[Array, "B K ..."],
-    sink_logits: Float[Array, "B K G"] | None = None,
-    softcap: float | None = None,
+    shaping: Shaping = PLAIN,
 ) -> Float[Array, "B K *n"]:
     """Applies `reduce` to each kv head's attention probabilities `[G, w, S]`; returns results stacked to `[B, K, ...]`.
 
     `reduce` takes one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
-    array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w. `sink_logits` take part
-    in the softmax, and have no share in it. Logits are `xla.capped`.
+    array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w. Sink logits of
+    `shaping` are those of each sequence, and have no share in the softmax.
     """
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
         """Mapped over all kv heads of all sequences: `reduce` applied to one head's attention probabilities."""
-        (q_head, k_head, position, *others), sinks = inputs
-        return reduce(probabilities(q_head, k_head, position, sinks, softcap), position, *others)
+        (q_head, k_head, position, *others), shape = inputs
+        return reduce(probabilities(q_head, k_head, position, shape), position, *others)
 
     spread = jnp.broadcast_to(positions[:, None], (batch, heads, window))
-    given = (q, k, spread, *rows), sink_logits
+    given = (q, k, spread, *rows), shaping
     by_head = jax.tree.map(lambda a: a.reshape(batch * heads, *a.shape[2:]), given)
     reduced = lax.map(head, by_head)
     return reduced.reshape(batch, heads, *reduced.shape[1:])

@@ -1,7 +1,5 @@
 """Backend that prefills by cuDNN through JAX's public functions; everything else is the Pallas kernels'."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.backend import Setting
 from jaxkv.attention.kernels import Kernels
+from jaxkv.attention.shaping import PLAIN, Shaping
 
 # Compute capability from which cuDNN takes head dims above 128, for want of shared memory before: Hopper.
 _WIDE = (9, 0)
@@ -39,15 +38,20 @@ class Cudnn(Kernels):
         first: Array | None = None,
         *,
         lse: bool = True,
-        **masking: Any,
+        shaping: Shaping = PLAIN,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention by cuDNN, or by Pallas for queries from position `first` on: output, log-sum-exp or None.
 
         Layers that cap their logits, or have a window, take the Pallas kernel, too.
         """
-        if first is not None or any(each is not None for each in masking.values()):
-            return super().prefill(q, k, v, length, first, lse=lse, **masking)
-        return causal(q, k, v, length, lse=lse)
+        if first is not None or window is not None or shaping.softcap is not None:
+            return super().prefill(q, k, v, length, first, lse=lse, shaping=shaping, window=window)
+        if shaping.sink_logits is None:
+            return causal(q, k, v, length, lse=lse)
+        out, found = causal(q, k, v, length, lse=True)
+        assert found is not None
+        return shaping.joined(out, found)
 
 
 def causal(

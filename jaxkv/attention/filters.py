@@ -1,13 +1,13 @@
 """Scores of what layers read: positions by attention received (OmniKV), pages by a bound of their logits (Quest)."""
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv.attention.shaping import PLAIN, Shaping
 from jaxkv.attention.xla import MASKED, capped, exact_einsum, inside_segments, scale_queries
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.mesh import Axes
@@ -16,11 +16,7 @@ from jaxkv.sharding.mesh import Axes
 _LOGITS = 1 << 24
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["q", "positions", "weights", "sink_logits"],
-    meta_fields=["softcap"],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asking:
     """Dataclass of a filter layer's queries, their positions and weights, to score token positions by (OmniKV).
@@ -29,24 +25,19 @@ class Asking:
         q: `[B, K, G, w, D]` rotated, in any order.
         positions: `i32[B, w]` of the queries; negative ones are padding, and see nothing.
         weights: `f32[B, w]` of the queries in the sum.
-        sink_logits: learned logits of the query heads that take part in the softmax; None for models without such.
-        softcap: cap of the layer's logits; None for none.
+        shaping: of the layer's logits.
     """
 
     q: Float[Array, "B K G w D"]
     positions: Int[Array, "B w"]
     weights: Float[Array, "B w"]
-    sink_logits: Float[Array, "K G"] | None = None
-    softcap: float | None = None
+    shaping: Shaping = PLAIN
 
     @property
     def sinks(self) -> Float[Array, "K G one one"] | None:
         """Float32 sink logits, with axes for queries and keys; None without."""
-        return (
-            None
-            if self.sink_logits is None
-            else self.sink_logits.astype(jnp.float32)[..., None, None]
-        )
+        sinks = self.shaping.sink_logits
+        return None if sinks is None else sinks.astype(jnp.float32)[..., None, None]
 
 
 def by_row(
@@ -66,7 +57,7 @@ def by_row(
         logits = lax.dot_general(
             queries, part, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
-        logits = capped(logits, asked.softcap)
+        logits = capped(logits, asked.shaping.softcap)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
         return logits.reshape(batch, heads, group, window, -1), seen[:, None, None]
@@ -145,7 +136,7 @@ def by_position(
         logits = lax.dot_general(
             queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
         )
-        logits = capped(logits.reshape(batch, heads, group, size, -1), asked.softcap)
+        logits = capped(logits.reshape(batch, heads, group, size, -1), asked.shaping.softcap)
         seen = inside[:, :, None, None] & (
             pos[:, None, None, None] <= positions[:, None, None, :, None]
         )

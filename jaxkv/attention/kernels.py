@@ -1,6 +1,5 @@
 """Backend of the Pallas kernels of `pallas_kernels`, compiled for a GPU or interpreted anywhere."""
 
-from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -8,6 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxkv.attention.backend import Backend, Setting
+from jaxkv.attention.shaping import PLAIN, Shaping
 from jaxkv.attention.xla import Walk
 
 
@@ -55,11 +55,13 @@ class Kernels(Backend):
         first: Array | None = None,
         *,
         lse: bool = True,
-        **masking: Any,
+        shaping: Shaping = PLAIN,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one kernel; returns output and log-sum-exp (None unless `lse`)."""
-        flash = partial(self._kernels.flash, **masking, interpret=self.interpret)
-        out, found = flash(q, k, v, _firsts(first, length), length)
+        how = {"window": window, "softcap": shaping.softcap, "interpret": self.interpret}
+        found = self._kernels.flash(q, k, v, _firsts(first, length), length, **how)
+        out, found = shaping.joined(*found)
         return out, found if lse else None
 
     def column_sums(
@@ -69,10 +71,11 @@ class Kernels(Backend):
         lse: Array,
         length: Array,
         first: Array | None = None,
-        **capping: Any,
+        *,
+        shaping: Shaping = PLAIN,
     ) -> Array:
         """Attention `f32[B, K, G, S]` that each key receives from T queries of each prompt, summed, in one kernel."""
-        how = {"per_query_head": True, "interpret": self.interpret, **capping}
+        how = {"per_query_head": True, "interpret": self.interpret, "softcap": shaping.softcap}
         return self._kernels.column_sums(q, k, lse, _firsts(first, length), length, **how)
 
     def window_mean(
@@ -81,12 +84,12 @@ class Kernels(Backend):
         k: Array,
         positions: Array,
         length: Array,
-        sink_logits: Array | None = None,
-        **capping: Any,
+        *,
+        shaping: Shaping = PLAIN,
     ) -> Array:
         """Mean attention `f32[B, K, S]` that each key receives from the last w queries, by the `window_sums` kernel."""
-        sums_of = partial(self._kernels.window_sums, **capping, interpret=self.interpret)
-        sums = sums_of(q, k, positions[:, 0], length, sink_logits)
+        of, how = (q, k, positions[:, 0], length, shaping.sink_logits), {"softcap": shaping.softcap}
+        sums = self._kernels.window_sums(*of, **how, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
     def attend(
@@ -98,10 +101,11 @@ class Kernels(Backend):
         length: Array,
         *,
         walk: Walk,
-        **capping: Any,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its pool segment; returns output, log-sum-exp. `walk` is ignored."""
-        return self._kernels.attend(q, k, v, start, length, **capping, interpret=self.interpret)
+        how = {"softcap": shaping.softcap, "interpret": self.interpret}
+        return shaping.joined(*self._kernels.attend(q, k, v, start, length, **how))
 
     def attend_scored(
         self,
@@ -115,11 +119,11 @@ class Kernels(Backend):
         *,
         walk: Walk,
         widest: int | None = None,
-        **softmax: Any,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Array, Array]:
         """One token per sequence attends to pool rows; returns output, row scores plus attention."""
         widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
-        how = {"score": score, "counts": counts, "widest": widest, **softmax}
+        how = {"score": score, "counts": counts, "widest": widest, **_given(shaping)}
         out, _, score = self._kernels.attend(
             q, k, v, start, length, **how, interpret=self.interpret
         )
@@ -146,6 +150,7 @@ class Kernels(Backend):
         chunks: Any,
         *,
         picks: tuple[Array, ...] | None = None,
+        shaping: Shaping = PLAIN,
         **more: Any,
     ) -> tuple[Any, ...]:
         """Rotates a token, appends its row and attends, in one kernel; returns output, pool, and scores if given."""
@@ -164,6 +169,7 @@ class Kernels(Backend):
             start,
             chunks,
             **more,
+            **_given(shaping),
             interpret=self.interpret,
         )
 
@@ -199,3 +205,8 @@ class Interpreted(Kernels):
 def _firsts(first: Int[Array, " B"] | None, length: Int[Array, " B"]) -> Int[Array, " B"]:
     """Position `i32[B]` of each sequence's first query; zeros if `first` is None."""
     return jnp.zeros_like(length) if first is None else first
+
+
+def _given(shaping: Shaping) -> dict[str, Any]:
+    """Arguments of a kernel that shapes its softmax."""
+    return {"softcap": shaping.softcap, "sink_logits": shaping.sink_logits}

@@ -1,4 +1,4 @@
-"""Merges attention over two disjoint sets of keys, and with learned sink logits, by log-sum-exps."""
+"""Merges attention over two disjoint sets of keys by log-sum-exps."""
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,3 @@ def merge_with_lse(
     nothing = jnp.isneginf(both)
     first, second = jnp.where(nothing, 0.0, lse), jnp.where(nothing, 0.0, other_lse)
     return merge(out, first, other, second), both
-
-
-def with_sinks(
-    out: Float[Array, "B K G N D"],
-    lse: Float[Array, "B K G N"],
-    sink_logits: Float[Array, "K G"] | None,
-) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Attention output and log-sum-exp with a learned logit per query head in the softmax, whose value is zero.
-
-    Both are unchanged where there are no such logits. Of several disjoint sets of keys exactly one is given them.
-    """
-    if sink_logits is None:
-        return out, lse
-    both = jnp.logaddexp(lse, sink_logits.astype(jnp.float32)[..., None])
-    return (out.astype(jnp.float32) * jnp.exp(lse - both)[..., None]).astype(out.dtype), both

@@ -1,13 +1,13 @@
 """Backend that prefills by the Mosaic GPU kernels of `pallas_kernels.mosaic`; the rest is the Triton kernels'."""
 
 from types import ModuleType
-from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkv.attention.backend import Setting
 from jaxkv.attention.kernels import Kernels
+from jaxkv.attention.shaping import PLAIN, Shaping
 
 _HOPPER = (9, 0)
 
@@ -51,15 +51,15 @@ class Mosaic(Kernels):
         first: Array | None = None,
         *,
         lse: bool = True,
-        **masking: Any,
+        shaping: Shaping = PLAIN,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one Mosaic kernel; returns output and log-sum-exp (None unless `lse`).
 
         That kernel knows no caps of logits and no windows: layers that have one take Triton's.
         """
-        if any(each is not None for each in masking.values()):
-            return super().prefill(q, k, v, length, first, lse=lse, **masking)
-        out, found = self._mosaic.flash(
-            q, k, v, jnp.zeros_like(length) if first is None else first, length
-        )
+        if window is not None or shaping.softcap is not None:
+            return super().prefill(q, k, v, length, first, lse=lse, shaping=shaping, window=window)
+        begin = jnp.zeros_like(length) if first is None else first
+        out, found = shaping.joined(*self._mosaic.flash(q, k, v, begin, length))
         return out, found if lse else None

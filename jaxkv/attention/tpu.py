@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxkv.attention.backend import Setting
+from jaxkv.attention.shaping import PLAIN, Shaping
 from jaxkv.attention.xla import Walk
 from jaxkv.attention.xla_backend import Xla
 
@@ -72,20 +73,25 @@ class Tpu(Xla):
         first: Array | None = None,
         *,
         lse: bool = True,
-        **masking: Any,
+        shaping: Shaping = PLAIN,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention by splash attention, or by XLA where it does not serve; output, log-sum-exp or None."""
         if first is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, **masking)
+            return super().prefill(q, k, v, length, first, lse=lse, shaping=shaping, window=window)
         if self._prefill.takes(q.shape[3], q.dtype):
-            return self._prefill.flash(q, k, v, lse=lse, **masking, interpret=self.interpret)
+            how = {"window": window, "softcap": shaping.softcap, "interpret": self.interpret}
+            if shaping.sink_logits is None:
+                return self._prefill.flash(q, k, v, lse=lse, **how)
+            return shaping.joined(*self._prefill.flash(q, k, v, lse=True, **how))
         size = _block(q.shape[3], len(q))
 
         def some(index: Array) -> tuple[Array, Array | None]:
             """Mapped over blocks of queries: their output and log-sum-exp."""
             begin = jnp.broadcast_to(index * size, length.shape)
             mine = lax.dynamic_slice_in_dim(q, index * size, size, axis=3)
-            return super(Tpu, self).prefill(mine, k, v, length, begin, **masking)
+            how = {"shaping": shaping, "window": window}
+            return super(Tpu, self).prefill(mine, k, v, length, begin, **how)
 
         out, found = lax.map(some, jnp.arange(q.shape[3] // size, dtype=jnp.int32))
         total = jnp.moveaxis(found, 0, 3).reshape(q.shape[:4]) if lse else None
@@ -98,7 +104,8 @@ class Tpu(Xla):
         lse: Array,
         length: Array,
         first: Array | None = None,
-        **capping: Any,
+        *,
+        shaping: Shaping = PLAIN,
     ) -> Array:
         """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, a block of them at a time."""
         begin, size = jnp.zeros_like(length) if first is None else first, _block(q.shape[3], 1)
@@ -113,7 +120,7 @@ class Tpu(Xla):
                     lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse)
                 )
                 found = super(Tpu, self).column_sums(
-                    mine, k, total, length, begin + index * size, **capping
+                    mine, k, total, length, begin + index * size, shaping=shaping
                 )
                 return sums + found
 
@@ -131,7 +138,7 @@ class Tpu(Xla):
         length: Array,
         *,
         walk: Walk,
-        **capping: Any,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its segment, by a kernel where it serves: output, log-sum-exp.
 
@@ -139,9 +146,9 @@ class Tpu(Xla):
         """
         if q.shape[2] > _MOST_ROWS or not self.joins(k):
             k, v = (_decoded(each, q.dtype) if isinstance(each, tuple) else each for each in (k, v))
-            return super().attend(q, k, v, start, length, walk=walk, **capping)
-        out, lse = self._decode.attend(q, k, v, start, length, **capping, interpret=self.interpret)
-        return out, lse
+            return super().attend(q, k, v, start, length, walk=walk, shaping=shaping)
+        how = {"softcap": shaping.softcap, "interpret": self.interpret}
+        return shaping.joined(*self._decode.attend(q, k, v, start, length, **how))
 
     def gathered(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
         """Gathers pool rows by index; returns keys and values, those of row 0 where an index is -1.
@@ -178,13 +185,21 @@ class Tpu(Xla):
         start: Array,
         length: Array,
         counts: Array,
-        **capping: Any,
+        *,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Array, Array, Any, Any]:
         """Writes new rows behind their segments and attends, in one kernel; returns output, log-sum-exp, k and v."""
         out, lse, k, v = self._decode.append_and_attend(
-            q, new, *pool, start, length, counts, **capping, interpret=self.interpret
+            q,
+            new,
+            *pool,
+            start,
+            length,
+            counts,
+            softcap=shaping.softcap,
+            interpret=self.interpret,
         )
-        return out, lse, k, v
+        return *shaping.joined(out, lse), k, v
 
 
 class Interpreted(Tpu):

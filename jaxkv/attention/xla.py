@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from jaxkv.attention.shaping import PLAIN, Shaping
+
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
 # Einsum of float32 arrays in float32 on every device: GPUs would use TF32.
@@ -138,18 +140,12 @@ def masked(
     k: Float[Array, "m D"],
     v: Float[Array, "m D"],
     seen: Bool[Array, "N m"],
-    sink_logits: Float[Array, " G"] | None = None,
-    softcap: float | None = None,
+    shaping: Shaping = PLAIN,
 ) -> Float[Array, "G N D"]:
-    """Attention of one kv head's queries to the keys in mask `seen`, in q's dtype; finite for queries that see none.
-
-    `sink_logits` take part in the softmax, with a value of zero. Logits are `capped`.
-    """
+    """Attention of one kv head's queries to the keys in mask `seen`, in q's dtype; finite for queries that see none."""
     logits = exact_einsum("gnd,md->gnm", scale_queries(q), k, preferred_element_type=jnp.float32)
-    logits = capped(logits, softcap)
-    weights = softmax(
-        jnp.where(seen, logits, MASKED), None if sink_logits is None else sink_logits[:, None]
-    )
+    logits = capped(logits, shaping.softcap)
+    weights = softmax(jnp.where(seen, logits, MASKED), shaping.sink_logits)
     out = exact_einsum(
         "gnm,md->gnd", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
     )
@@ -157,12 +153,12 @@ def masked(
 
 
 def softmax(
-    logits: Float[Array, "*n m"], sink_logits: Float[Array, "*#n"] | None = None
-) -> Float[Array, "*n m"]:
-    """Softmax over the last axis; with `sink_logits`, one more logit per row takes part, and has no share in it."""
+    logits: Float[Array, "G n m"], sink_logits: Float[Array, " G"] | None
+) -> Float[Array, "G n m"]:
+    """Softmax over the last axis; a sink logit takes part in all rows of its query head, and has no share in them."""
     if sink_logits is None:
         return jax.nn.softmax(logits, axis=-1)
-    sink = sink_logits.astype(jnp.float32)[..., None]
+    sink = sink_logits.astype(jnp.float32)[:, None, None]
     top = jnp.maximum(logits.max(axis=-1, keepdims=True), sink)
     weights = jnp.exp(logits - top)
     return weights / (weights.sum(axis=-1, keepdims=True) + jnp.exp(sink - top))

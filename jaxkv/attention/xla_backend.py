@@ -11,7 +11,7 @@ from jaxtyping import Array
 from jaxkv.attention import columns, xla
 from jaxkv.attention.backend import Backend
 from jaxkv.attention.columns import Received
-from jaxkv.attention.merging import with_sinks
+from jaxkv.attention.shaping import PLAIN, Shaping
 from jaxkv.attention.xla import Walk
 
 
@@ -30,16 +30,17 @@ class Xla(Backend):
         first: Array | None = None,
         *,
         lse: bool = True,
-        **masking: Any,
+        shaping: Shaping = PLAIN,
+        window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention, prompt by prompt; returns output and log-sum-exp (None unless `lse`)."""
 
         def one(q, k, v, first=None):
             """Mapped over prompts: attention output and log-sum-exp of one prompt."""
             begin = jnp.int32(0) if first is None else first
-            return xla.causal(q, k, v, begin, **masking)
+            return xla.causal(q, k, v, begin, window=window, softcap=shaping.softcap)
 
-        out, found = _each(one, q, k, v, *([] if first is None else [first]))
+        out, found = shaping.joined(*_each(one, q, k, v, *([] if first is None else [first])))
         return out, found if lse else None
 
     def column_sums(
@@ -49,7 +50,8 @@ class Xla(Backend):
         lse: Array,
         length: Array,
         first: Array | None = None,
-        **capping: Any,
+        *,
+        shaping: Shaping = PLAIN,
     ) -> Array:
         """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, given the queries' log-sum-exp."""
 
@@ -57,7 +59,8 @@ class Xla(Backend):
             """Mapped over prompts: attention `f32[K, G, S]` that one prompt's keys receive, summed over its queries."""
             begin = jnp.int32(0) if first is None else first
             real = begin + jnp.arange(q.shape[2], dtype=jnp.int32) < length
-            return columns.column_sums(q, k, jnp.where(real, lse, jnp.inf), begin, **capping)
+            total = jnp.where(real, lse, jnp.inf)
+            return columns.column_sums(q, k, total, begin, softcap=shaping.softcap)
 
         return _each(one, q, k, lse, length, *([] if first is None else [first]))
 
@@ -67,15 +70,15 @@ class Xla(Backend):
         k: Array,
         positions: Array,
         length: Array,
-        sink_logits: Array | None = None,
-        **capping: Any,
+        *,
+        shaping: Shaping = PLAIN,
     ) -> Array:
         """Mean attention `f32[B, K, S]` that each key receives from the last w queries, head by head."""
 
         def mean(p: Array, at: Array) -> Array:
             return columns.mean_over_window(p, at).mean(axis=0)
 
-        return columns.window_mass(q, k, positions, mean, sink_logits=sink_logits, **capping)
+        return columns.window_mass(q, k, positions, mean, shaping=shaping)
 
     def attend(
         self,
@@ -86,10 +89,11 @@ class Xla(Backend):
         length: Array,
         *,
         walk: Walk,
-        **capping: Any,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Array, Array]:
         """Attention of R queries per kv head over its segment, read by `walk`; returns output and log-sum-exp."""
-        return xla.over_pool(q, k, v, start, length, walk=walk, **capping)
+        found = xla.over_pool(q, k, v, start, length, walk=walk, softcap=shaping.softcap)
+        return shaping.joined(*found)
 
     def attend_scored(
         self,
@@ -103,25 +107,17 @@ class Xla(Backend):
         *,
         walk: Walk,
         widest: int | None = None,
-        sink_logits: Array | None = None,
-        **capping: Any,
+        shaping: Shaping = PLAIN,
     ) -> tuple[Array, Array | Received]:
         """One token per sequence attends to pool rows; returns output, and scores plus attention or a `Received`."""
-
-        def joined(out: Array, lse: Array) -> tuple[Array, Array]:
-            """Output and log-sum-exp with the learned sink logits, if there are any."""
-            if sink_logits is None:
-                return out, lse
-            out, lse = with_sinks(out[..., None, :], lse[..., None], sink_logits)
-            return out[..., 0, :], lse[..., 0]
-
+        cap = {"softcap": shaping.softcap}
         if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
-            out, received = columns.walk_scored(q, k, v, start, length, widest=widest, **capping)
-            out, lse = joined(out, received.lse)
+            out, received = columns.walk_scored(q, k, v, start, length, widest=widest, **cap)
+            out, lse = shaping.joined(out, received.lse)
             return out, received._replace(lse=lse)
-        out, lse = joined(*xla.over_pool(q, k, v, start, length, walk=walk, **capping))
+        out, lse = shaping.joined(*xla.over_pool(q, k, v, start, length, walk=walk, **cap))
         lse = jnp.where(counts[:, None, None], lse, jnp.inf)
-        how = {"walk": walk, "weight": 1 / q.shape[2], **capping}
+        how = {"walk": walk, "weight": 1 / q.shape[2], **cap}
         return out, columns.pool_sums(q, k, lse, start, length, score, **how)
 
 

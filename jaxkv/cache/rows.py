@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import brief, settled, shortened, whole
 from jaxkv._errors import require
-from jaxkv.attention import with_sinks
+from jaxkv.attention.shaping import Shaping
 from jaxkv.attention.xla import Walk, over_pool
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, dense_pool
@@ -201,13 +201,14 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
         _require_last(pool.pos, start, length, last, taken)
 
     window, sinks = rows.windows[layer], as_sinks(rows.sink_logits[layer], heads, grouped.shape[2])
+    shaping = Shaping(softcap=rows.softcap, sink_logits=sinks)
     # What a window leaves of segments begins at no stride.
     walk = rows.layout.walk if window is None else Walk.WINDOWS
 
     def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
         lies = in_window(start, jnp.maximum(length - after[:, None], 0), window)
-        out, lse = over_pool(q, pool.k, pool.v, *lies, walk=walk, softcap=rows.softcap)
-        return with_sinks(out[..., None, :], lse[..., None], sinks)[0][..., 0, :]
+        found = over_pool(q, pool.k, pool.v, *lies, walk=walk, softcap=shaping.softcap)
+        return shaping.joined(*found)[0]
 
     if tokens == 1:
         out = one(grouped[:, :, :, 0], after[0])[:, :, :, None]

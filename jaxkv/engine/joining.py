@@ -40,7 +40,7 @@ def attend_joining(
     """
     if chosen is not None:
         out, lse, pool = _joined(spec, token, pool, rest_segments(spec, segments), None, new)
-        return merge(*over_chosen(spec, token.q, pool, segments, chosen, None), out, lse), pool
+        return merge(*over_chosen(spec, token, pool, segments, chosen, None), out, lse), pool
     out, _, pool = _joined(spec, token, pool, segments, window, new)
     return out, pool
 
@@ -58,9 +58,9 @@ def _joined(
         near,
         held - counts,
         new.count,
-        **spec.capping,
+        shaping=token.shaping,
     )
     end, begun = jnp.where(counts > 0, start + length, pool.rows), scores_of(token, spec)
     pool = append_places(pool, new.positions[:, 0], end, None if begun is None else begun[..., 0])
     pool = dataclasses.replace(pool, store=pool.store.holding(k, v))
-    return *token.with_sinks(out[..., None, :], lse[..., None]), pool
+    return out[..., None, :], lse[..., None], pool

@@ -153,7 +153,7 @@ def layer_step(
         token = project(block, spec, normed[: new.count.shape[0]], rows.by.new)
     else:
         token = token_of_parts(*parts, rows.by.new, normed.dtype)
-        token = dataclasses.replace(token, sink_logits=block.sink_logits)
+        token = dataclasses.replace(token, shaping=block.shaping)
     if spec.gate is not None:
         token = dataclasses.replace(
             token, begun=spec.gate.scores(rows.gate, normed[: new.count.shape[0]])
@@ -179,7 +179,7 @@ def layer_step(
         pool = with_new_rows(rows.pool, rows.segments, new, out[: new.count.shape[0], :, 0, 0, 0])
         rows = dataclasses.replace(rows, pool=pool)
     # Read the pool after its update: a reader of the pool before it would cost a copy.
-    asked = (rows.pool, rows.segments, token.q, rows.ring, new, token.sink_logits)
+    asked = (rows.pool, rows.segments, token.q, rows.ring, new, token.shaping)
     chosen = chosen_at(spec, *asked) if rows.asks else None
     attended = out if rows.centre is None else transformed(out)
     stream = block_output(block, x, attended, spec)
@@ -221,19 +221,21 @@ def attend(
     length = rows.segments.length + new.count[:, None]
     rows = dataclasses.replace(rows, pool=pool)
     if rows.chosen is not None:
-        some = over_chosen(spec, token.q, pool, rows.segments, rows.chosen, rows.loaded)
-        rest = token.with_sinks(*over_rest(spec, token.q, pool, rows.segments, length))
+        some = over_chosen(spec, token, pool, rows.segments, rows.chosen, rows.loaded)
+        rest = over_rest(spec, token, pool, rows.segments, length)
         return attention.merge(*some, *rest), rows, None
     start = rows.segments.start
     if rows.pages is not None:
-        read = over_pages(spec, token.q, pool, start, length, rows.pages)
-        return token.with_sinks(*read)[0], rows, None
+        read = over_pages(spec, token, pool, start, length, rows.pages)
+        return read[0], rows, None
     if rows.window is not None:
-        near = over_window(token.q, pool, *in_window(start, length, rows.window), spec)
-        return token.with_sinks(*near)[0], rows, None
+        near = over_window(
+            token.q, pool, *in_window(start, length, rows.window), spec, token.shaping
+        )
+        return near[0], rows, None
     if not spec.scored:
-        every = pool_attention(token.q, rows.keys, pool.v, start, length, spec)
-        return token.with_sinks(*every)[0], rows, None
+        every = pool_attention(token.q, rows.keys, pool.v, start, length, spec, token.shaping)
+        return every[0], rows, None
     assert pool.score is not None
     out, scores = spec.backend.attend_scored(
         token.q[..., 0, :],
@@ -245,8 +247,7 @@ def attend(
         new.count > 0,
         walk=spec.layout.walk,
         widest=spec.widest,
-        **token.sinks,
-        **spec.capping,
+        shaping=token.shaping,
     )
     if isinstance(scores, Received):
         return out[..., None, :], rows, scores
@@ -293,8 +294,7 @@ def _attend_fused(
         widest=pool.rows // heads if spec.layout is Layout.EQUAL else spec.widest,
         picks=picks,
         dtype=pool.store.dtype,
-        **token.sinks,
-        **spec.capping,
+        shaping=token.shaping,
     )
     scores = score[0] if scored else pool.score
     if scores is not None and not scored:
@@ -322,9 +322,9 @@ def _attend_several(
     # Several tokens choose among all earlier rows: none is left to be read without a choice, unless the chosen ones
     # come from host memory.
     out, lse = _over_older(spec, token, rows, rest=rows.loaded is not None)
-    causal = partial(attention.causal, softcap=spec.softcap)
+    causal = partial(attention.causal, softcap=token.shaping.softcap)
     own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
-    own, own_lse = token.with_sinks(*own)
+    own, own_lse = token.shaping.joined(*own)
     if spec.scored:
         assert pool.score is not None
         score, scores = _several_scores(
@@ -362,9 +362,9 @@ def _several_scores(
         score,
         walk=spec.layout.walk,
         weight=1 / group,
-        softcap=spec.softcap,
+        softcap=token.shaping.softcap,
     )
-    received = partial(attention.column_sums, softcap=spec.softcap)
+    received = partial(attention.column_sums, softcap=token.shaping.softcap)
     sums = lax.map(lambda a: received(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, whole))
     return older, sums.mean(axis=2)
 
@@ -377,13 +377,18 @@ def _over_older(
     With `rest`, sparse layers read the rows that need no choice as well.
     """
     pool, segments = rows.pool, rows.segments
+    # The sink logits are among the new tokens.
+    older = dataclasses.replace(token, shaping=token.shaping.without_sinks)
     if rows.chosen is None:
         return pool_attention(
-            token.q, *readable(spec, pool, rows.by.rows), segments.start, segments.length, spec
+            token.q,
+            *readable(spec, pool, rows.by.rows),
+            segments.start,
+            segments.length,
+            spec,
+            older.shaping,
         )
-    some = over_chosen(spec, token.q, pool, segments, rows.chosen, rows.loaded)
+    some = over_chosen(spec, token, pool, segments, rows.chosen, rows.loaded)
     if not rest:
         return some
-    return attention.merge_with_lse(
-        *over_rest(spec, token.q, pool, segments, segments.length), *some
-    )
+    return attention.merge_with_lse(*over_rest(spec, older, pool, segments, segments.length), *some)

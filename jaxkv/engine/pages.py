@@ -13,7 +13,7 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.segments import Segments, behind
 from jaxkv.engine.sparse import largest
 from jaxkv.engine.spec import Spec
-from jaxkv.engine.tokens import NewTokens
+from jaxkv.engine.tokens import NewTokens, Token
 from jaxkv.policies.reading import WHOLE, Reading
 from jaxkv.policies.topk import sortable
 from jaxkv.sharding.mesh import Axes
@@ -107,7 +107,7 @@ def chosen_pages(
 
 def over_pages(
     spec: Spec,
-    q: Float[Array, "B K G one D"],
+    token: Token,
     pool: Pool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
@@ -131,6 +131,6 @@ def over_pages(
     k, v, _ = spec.backend.packed(pool.k[:, None], pool.v[:, None], source.reshape(batch, -1))
     first = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slot.shape[0], start.shape)
     out, lse = spec.backend.attend(
-        q[..., 0, :], k, v, first, count, walk=Walk.STRIDES, **spec.capping
+        token.q[..., 0, :], k, v, first, count, walk=Walk.STRIDES, shaping=token.shaping
     )
     return out[..., None, :], lse[..., None]

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxkv.attention import Backend, Implementation, backend_of, with_sinks
+from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla import Walk
 from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
 from jaxkv.engine.moments import prompt_block_sums, prompt_moments
@@ -93,7 +93,7 @@ def layer(
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
         heads = jnp.arange(config.kv_heads, dtype=jnp.int32)
-        out, lse = backend.attend(
+        out, _ = backend.attend(
             block.queries(block.normed(final), table.at((length - 1)[:, None]))[..., 0, :],
             k.reshape(batch, -1, config.head_dim),
             v.reshape(batch, -1, config.head_dim),
@@ -103,10 +103,9 @@ def layer(
                 reach,
             ),
             walk=Walk.STRIDES if reach is None else Walk.WINDOWS,
-            **block.spec.capping,
+            shaping=block.shaping,
         )
-        out, _ = with_sinks(out[..., None, :], lse[..., None], block.sink_logits)
-        x = block.finish(final, out)[:, 0]
+        x = block.finish(final, out[..., None, :])[:, 0]
     sinks = block.sink_logits
     return LayerOut(
         x=x,
@@ -154,7 +153,8 @@ def _by_sequence(
     For a CPU: as many blocks as the sequence has, so padding costs memory but no time. Hidden states of the top block
     (`last`) come back unchanged; unrotated keys and sums are None unless `needs` asks for them.
     """
-    config, (batch, slots, width), spec = block.config, x.shape, block.spec
+    config, (batch, slots, width) = block.config, x.shape
+    shaping, reach = block.shaping, block.spec.window
     size = block_size(slots, _BLOCKS)
     blocks = (length + size - 1) // size
     attends = needs.sums or not last
@@ -182,12 +182,11 @@ def _by_sequence(
             first = index * size
             mine = lax.dynamic_slice_in_dim(q, first, size, axis=2)
             alone = (length[row][None], first[None])
-            out, lse = backend.prefill(mine[None], k_row[None], v_row[None], *alone, **spec.masking)
-            if block.sink_logits is not None:
-                assert lse is not None
-                out, lse = with_sinks(out, lse, block.sink_logits)
+            out, lse = backend.prefill(
+                mine[None], k_row[None], v_row[None], *alone, shaping=shaping, window=reach
+            )
             if sums is not None:
-                mass = backend.column_sums(mine[None], k_row[None], lse, *alone, **spec.capping)
+                mass = backend.column_sums(mine[None], k_row[None], lse, *alone, shaping=shaping)
                 sums = sums.at[row].add(mass[0])
             if not last:
                 part = lax.dynamic_slice(x, (row, first, 0), (1, size, width))
@@ -254,13 +253,11 @@ def _at_once(
     if needs.sums or not last:
         grouped = (batch, config.kv_heads, config.group, slots, config.head_dim)
         q = lax.fori_loop(0, slots // size, queries, lax.empty(grouped, x.dtype))
-        wanted, spec = needs.sums or block.sink_logits is not None, block.spec
-        out, lse = backend.prefill(q, k, v, length, lse=wanted, **spec.masking)
-        if block.sink_logits is not None:
-            assert lse is not None
-            out, lse = with_sinks(out, lse, block.sink_logits)
+        out, lse = backend.prefill(
+            q, k, v, length, lse=needs.sums, shaping=block.shaping, window=block.spec.window
+        )
         sums = (
-            backend.column_sums(q, k, lse, length, **spec.capping)
+            backend.column_sums(q, k, lse, length, shaping=block.shaping)
             if needs.sums and lse is not None
             else None
         )

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv import attention
 from jaxkv._errors import require
-from jaxkv.attention import Implementation, backend_of
+from jaxkv.attention import Implementation, Shaping, backend_of
 from jaxkv.attention.xla import Walk, exact_einsum, masked
 from jaxkv.engine.compress import Walk as Steps
 from jaxkv.engine.ends import embed
@@ -170,12 +170,8 @@ def _layer_again(
     `rows` are the prompt's keys and values, `count` of the tokens are real, and the chunk begins at position `first`.
     Of a window layer `peaks` stay as they are.
     """
-    block, (keys, values), softcap, window = (
-        graphs.block(leaves),
-        rows,
-        graphs.spec.softcap,
-        graphs.spec.window,
-    )
+    block, (keys, values), window = graphs.block(leaves), rows, graphs.spec.window
+    shaping, softcap = block.shaping, graphs.spec.softcap
     batch, heads, slots, dim = keys.shape
     tokens, width = x.shape[1:]
     size, backend = tokens // -(-tokens // MOST), backend_of(implementation)
@@ -197,7 +193,7 @@ def _layer_again(
     def attend(part: Array) -> tuple[Array, Array]:
         """Attends queries to the prompt's rows: returns the pair of attention output and log-sum-exp."""
         flat = part.reshape(batch, heads, -1, dim)
-        mine, how = (keys.reshape(pool), values.reshape(pool)), graphs.spec.capping
+        mine, how = (keys.reshape(pool), values.reshape(pool)), {"shaping": shaping.without_sinks}
         out, lse = backend.attend(flat, *mine, start, held, walk=Walk.STRIDES, **how)
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
@@ -211,12 +207,10 @@ def _layer_again(
         q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
         k, v = put(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put(v, new, (0, 0, at, 0))
         if window is not None:
-            out = _within_window(
-                q, k, v, rows, length, at, window=window, sinks=block.sink_logits, softcap=softcap
-            )
+            out = _within_window(q, k, v, rows, length, at, window=window, shaping=shaping)
             return put(x, block.finish(part, out), (0, at, 0)), k, v, most
         out, lse = lax.map(lambda a: near(a[0], a[1], a[2], at), (q, k, v))
-        own, own_lse = attention.with_sinks(out, lse, block.sink_logits)
+        own, own_lse = shaping.joined(out, lse)
         x = put(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
         weights = None if by_row is None else (1 / _norm(normed), by_row)
         found = attention.chunk_peaks(
@@ -240,8 +234,7 @@ def _within_window(
     at: Int[Array, ""],
     *,
     window: int,
-    sinks: Float[Array, "K G"] | None,
-    softcap: float | None,
+    shaping: Shaping,
 ) -> Float[Array, "B K G n D"]:
     """Attention of n tokens from index `at` on to the last `window` of a prompt's `rows` and of the tokens' own."""
     older, tokens = min(window, rows[0].shape[2]), k.shape[2]
@@ -253,13 +246,13 @@ def _within_window(
         last = jnp.maximum(length + back[:older], 0)
 
         def of_head(given: tuple[Any, ...]) -> Float[Array, "G n D"]:
-            q, k, v, keys, values, sinks = given
+            q, k, v, keys, values, shape = given
             keys, values = (
                 jnp.concatenate([old[last], new]) for old, new in ((keys, k), (values, v))
             )
-            return masked(q, keys, values, seen & (back >= -length), sinks, softcap)
+            return masked(q, keys, values, seen & (back >= -length), shape)
 
-        return lax.map(of_head, (q, k, v, keys, values, sinks))
+        return lax.map(of_head, (q, k, v, keys, values, shaping))
 
     return lax.map(of_sequence, (q, k, v, *rows, length))
 

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv.attention.shaping import Shaping
 from jaxkv.attention.xla import masked
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
@@ -21,11 +22,17 @@ def over_window(
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     spec: Spec,
+    shaping: Shaping,
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Attention to the rows of a pool's segments from any first row on: output and log-sum-exp."""
     # Segments begin where their window does, no longer at strides; a walk in windows reads these rows alone.
     return pool_attention(
-        q, *readable(spec, pool), start, length, dataclasses.replace(spec, layout=Layout.SHARED)
+        q,
+        *readable(spec, pool),
+        start,
+        length,
+        dataclasses.replace(spec, layout=Layout.SHARED),
+        shaping,
     )
 
 
@@ -45,16 +52,16 @@ def several_in_window(
 
     def of_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Float[Array, "G N D"]:
         """Output of one kv head of one sequence."""
-        q, k_new, v_new, at, held, sinks = given
+        q, k_new, v_new, at, held, shaping = given
         keys, values = (jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new)))
         there = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
-        return masked(q, keys, values, seen & there, sinks, spec.softcap)
+        return masked(q, keys, values, seen & there, shaping)
 
     def of_sequence(given: tuple[Array, ...]) -> Float[Array, "K G N D"]:
         """Output of one sequence, kv head by kv head."""
         q, k_new, v_new, at, held, real, k, v = given
         return lax.map(
-            lambda each: of_head(each, real, k, v), (q, k_new, v_new, at, held, token.sink_logits)
+            lambda each: of_head(each, real, k, v), (q, k_new, v_new, at, held, token.shaping)
         )
 
     return lax.map(of_sequence, (q, token.k, token.v, rows, length, count, k, v))

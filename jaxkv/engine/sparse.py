@@ -8,12 +8,13 @@ from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxkv.attention.filters import Asking, by_position, by_row
+from jaxkv.attention.shaping import PLAIN, Shaping
 from jaxkv.attention.xla import Walk
 from jaxkv.cache import Tables
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.spec import Spec
-from jaxkv.engine.tokens import Choosable, NewTokens, in_blocks
+from jaxkv.engine.tokens import Choosable, NewTokens, Token, in_blocks
 from jaxkv.policies.reading import Reading, Selector
 from jaxkv.policies.topk import sortable, top
 
@@ -73,8 +74,7 @@ def asking(
     ring: Float[Array, "B K G R D"] | None,
     new: NewTokens,
     reading: Reading,
-    sink_logits: Float[Array, "K G"] | None = None,
-    softcap: float | None = None,
+    shaping: Shaping = PLAIN,
 ) -> Asking:
     """Makes `Asking`: queries (of the ring, or new) by which a filter layer chooses, with positions and weights.
 
@@ -85,18 +85,13 @@ def asking(
     if ring is None or tokens > 1:
         real = jnp.arange(tokens, dtype=jnp.int32) < jnp.maximum(new.count, 1)[:, None]
         positions, weights = jnp.where(real, new.positions, -1), real.astype(jnp.float32)
-        return Asking(
-            q=q, positions=positions, weights=weights, sink_logits=sink_logits, softcap=softcap
-        )
+        return Asking(q=q, positions=positions, weights=weights, shaping=shaping)
     rows, now = ring.shape[3], new.positions[:, :1]
     stands = now - jnp.arange(reading.window, dtype=jnp.int32)
     slot = jnp.where(stands < 0, 0, stands % rows)
     mine = jnp.take_along_axis(ring, slot[:, None, None, :, None], axis=3)
     weights = jnp.broadcast_to(jnp.asarray(reading.selector.weights(reading.window)), stands.shape)
-    mine = mine.astype(q.dtype)
-    return Asking(
-        q=mine, positions=stands, weights=weights, sink_logits=sink_logits, softcap=softcap
-    )
+    return Asking(q=mine.astype(q.dtype), positions=stands, weights=weights, shaping=shaping)
 
 
 def chosen_at(
@@ -106,12 +101,12 @@ def chosen_at(
     q: Float[Array, "B K G N D"],
     ring: Float[Array, "B K G R D"] | None,
     new: NewTokens,
-    sink_logits: Float[Array, "K G"] | None = None,
+    shaping: Shaping,
 ) -> Chosen:
     """Positions (`Chosen`) that a filter layer chooses by attention: one set a sequence, for all heads and tokens."""
     reading, choosable = _filtered(spec, segments)
     assert new.candidates is not None
-    asked, below = asking(q, ring, new, reading, sink_logits, spec.softcap), new.candidates.below
+    asked, below = asking(q, ring, new, reading, shaping), new.candidates.below
     # Queries and keys of equal position see each other, as in attention; padding and room are no candidates.
     if reading.every_row:
         scores = by_row(asked, pool.k, below, spec.axes)
@@ -225,7 +220,7 @@ def picks_of(
 
 def over_chosen(
     spec: Spec,
-    q: Float[Array, "B K G N D"],
+    token: Token,
     pool: Pool,
     segments: Segments,
     chosen: Chosen,
@@ -244,8 +239,9 @@ def over_chosen(
     start = jnp.broadcast_to(
         jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape
     )
-    attend, how = spec.backend.attend, spec.capping
-    return in_blocks(lambda part: attend(part, k, v, start, count, walk=Walk.STRIDES, **how), q)
+    attend = spec.backend.attend
+    how = {"walk": Walk.STRIDES, "shaping": token.shaping.without_sinks}
+    return in_blocks(lambda part: attend(part, k, v, start, count, **how), token.q)
 
 
 def rest_segments(spec: Spec, segments: Segments) -> Segments:
@@ -264,7 +260,7 @@ def _first_unchosen(spec: Spec, segments: Segments) -> Int[Array, "B K"]:
 
 def over_rest(
     spec: Spec,
-    q: Float[Array, "B K G N D"],
+    token: Token,
     pool: Pool,
     segments: Segments,
     length: Int[Array, "B K"],
@@ -275,11 +271,11 @@ def over_rest(
     """
     first = _first_unchosen(spec, segments)
     # Few rows at places known only at run time: a walk in windows reads them and no others.
-    attend, how = spec.backend.attend, spec.capping
+    attend, how = spec.backend.attend, {"walk": Walk.WINDOWS, "shaping": token.shaping}
 
     def one(part: Array) -> tuple[Array, Array]:
         """Output and log-sum-exp of one block of queries."""
         lies = segments.start + first, length - first
-        return attend(part, pool.k, pool.v, *lies, walk=Walk.WINDOWS, **how)
+        return attend(part, pool.k, pool.v, *lies, **how)
 
-    return in_blocks(one, q)
+    return in_blocks(one, token.q)

@@ -114,16 +114,6 @@ class Spec:
         return dataclasses.replace(self, graphs=self.graphs.of(kind))
 
     @property
-    def softcap(self) -> float | None:
-        """Cap of attention logits in the layer whose graphs these are; None for none."""
-        return self.graphs.spec.softcap
-
-    @property
-    def capping(self) -> dict[str, Any]:
-        """Argument `softcap` of the backend's functions in that layer; empty without."""
-        return self.graphs.spec.capping
-
-    @property
     def axes(self) -> Axes | None:
         """Axes of the mesh that the programs run on; None off a mesh."""
         return self.graphs.axes

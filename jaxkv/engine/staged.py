@@ -153,7 +153,7 @@ def run_stretch(
         q = blocks[-1].queries(blocks[-1].normed(x), turned[-1].new).astype(given.filter.dtype)
         ring = given.rings[-1] if given.rings[-1] is None else remembered(given.rings[-1], q, new)
         rest, asked = segments_of(mine, len(pools)), blocks[-1]
-        choice = chosen_at(spec.at(asked.spec), given.filter, rest, q, ring, new, asked.sink_logits)
+        choice = chosen_at(spec.at(asked.spec), given.filter, rest, q, ring, new, asked.shaping)
     return x, tuple(each.rows.pool for each in done), tuple(each.rows.ring for each in done), choice
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention import with_sinks
+from jaxkv.attention.shaping import PLAIN, Shaping
 from jaxkv.cache import Cache
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import Dense
@@ -47,7 +47,7 @@ class NewTokens:
 class Token:
     """Queries and keys (both after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
 
-    `begun` are the scores that new rows start with; None where none are known. `sink_logits` are the block's.
+    `begun` are the scores that new rows start with; None where none are known. `shaping` is the block's.
     """
 
     q: Float[Array, "B K G N D"]
@@ -55,7 +55,7 @@ class Token:
     v: Float[Array, "B K N D"]
     stored: Float[Array, "B K N D"]
     begun: Float[Array, "B K N"] | None = None
-    sink_logits: Float[Array, "K G"] | None = None
+    shaping: Shaping = PLAIN
 
     def transformed(self, centre: Float[Array, "B K D"]) -> "Token":
         """Token for caches of transformed rows, whose keys are less `centre`."""
@@ -70,17 +70,6 @@ class Token:
         return dataclasses.replace(
             self, **{name: getattr(self, name).astype(dtype) for name in names}
         )
-
-    def with_sinks(
-        self, out: Float[Array, "B K G N D"], lse: Float[Array, "B K G N"]
-    ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-        """Attention output and log-sum-exp with the block's sink logits; unchanged if it has none."""
-        return with_sinks(out, lse, self.sink_logits)
-
-    @property
-    def sinks(self) -> dict[str, Any]:
-        """Argument `sink_logits` of a backend's functions; empty without, for backends that know none."""
-        return {} if self.sink_logits is None else {"sink_logits": self.sink_logits}
 
     def parts(
         self, sequences: int
@@ -98,9 +87,7 @@ def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles)
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
     stored = raw.astype(normed.dtype) if spec.rolling else k
-    return Token(
-        q=block.queries(normed, by), k=k, v=v, stored=stored, sink_logits=block.sink_logits
-    )
+    return Token(q=block.queries(normed, by), k=k, v=v, stored=stored, shaping=block.shaping)
 
 
 def token_of_parts(
@@ -137,13 +124,17 @@ def in_blocks(
 
 
 def pool_attention(
-    q: Float[Array, "B K G N D"], keys: Any, values: Any, start: Array, length: Array, spec: Spec
+    q: Float[Array, "B K G N D"],
+    keys: Any,
+    values: Any,
+    start: Array,
+    length: Array,
+    spec: Spec,
+    shaping: Shaping,
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
     """Pair of attention output and log-sum-exp of new queries over all rows of one layer's segments in the pool."""
-    attend, how = spec.backend.attend, spec.capping
-    return in_blocks(
-        lambda part: attend(part, keys, values, start, length, walk=spec.layout.walk, **how), q
-    )
+    attend, how = spec.backend.attend, {"walk": spec.layout.walk, "shaping": shaping}
+    return in_blocks(lambda part: attend(part, keys, values, start, length, **how), q)
 
 
 def reads_codes(spec: Spec, pool: Pool) -> bool:

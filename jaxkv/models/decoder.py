@@ -11,6 +11,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
+from jaxkv.attention.shaping import Shaping
 from jaxkv.attention.xla import capped
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import (
@@ -88,6 +89,11 @@ class Block(nnx.Module):
     def sink_logits(self) -> Float[Array, "K G"] | None:
         """Learned logits that take part in the softmax of each query head, without a value; None for most families."""
         return value_of(self.attention.sink_logits)
+
+    @property
+    def shaping(self) -> Shaping:
+        """What the block's attention does to its logits."""
+        return Shaping(softcap=self.spec.softcap, sink_logits=self.sink_logits)
 
     def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
         """Queries `[B, K, G, N, D]` after RoPE, rotated by the angles of their positions, in the dtype of `normed`."""

@@ -228,16 +228,6 @@ class LayerSpec:
                 self, "window", whole("window", self.window, "give 1 or more tokens, or None")
             )
 
-    @property
-    def capping(self) -> dict[str, Any]:
-        """Argument `softcap` of a backend's functions; empty without, for backends that know none."""
-        return {} if self.softcap is None else {"softcap": self.softcap}
-
-    @property
-    def masking(self) -> dict[str, Any]:
-        """Arguments `softcap` and `window` of a backend's `prefill`; without those that the layer has not."""
-        return self.capping | ({} if self.window is None else {"window": self.window})
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:

@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -213,11 +213,8 @@ class WindowAttention(WindowScorer):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            # A backend need not know of what a model does not have.
-            given: dict[str, Any] = {"sink_logits": seen.sink_logits, "softcap": seen.softcap}
-            given = {name: value for name, value in given.items() if value is not None}
-            window_mean = backend_of(seen.implementation).window_mean
-            return window_mean(seen.q, seen.k, seen.q_positions, seen.length, **given)
+            window_mean, of = backend_of(seen.implementation).window_mean, (seen.q, seen.k)
+            return window_mean(*of, seen.q_positions, seen.length, shaping=seen.shaping)
         return self.reduced(seen, mean_over_window)
 
     def reduced(

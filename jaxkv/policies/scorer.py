@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv import attention
 from jaxkv._checks import choice, field, flag, instance, static, whole
-from jaxkv.attention import Implementation
+from jaxkv.attention import Implementation, Shaping
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.rank import Rank
@@ -245,9 +245,13 @@ class Observed:
             self.q_positions,
             reduce,
             *of_heads,
-            sink_logits=self.sink_logits,
-            softcap=self.softcap,
+            shaping=self.shaping,
         )
+
+    @property
+    def shaping(self) -> Shaping:
+        """What the layer's attention does to its logits, for each sequence."""
+        return Shaping(softcap=self.softcap, sink_logits=self.sink_logits)
 
 
 class Scorer:
