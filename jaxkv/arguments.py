@@ -216,7 +216,7 @@ def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"])
     """
     scorer = policy.composed.scorer
     lost = (encoded.lengths > budget) & np.asarray(encoded.unclosed)
-    if scorer is None or not scorer.looks_at_end or not lost.any() or not hosts.speaks():
+    if not scorer.looks_at_end or not lost.any() or not hosts.speaks():
         return
     name = type(policy).__name__
     warn_once(

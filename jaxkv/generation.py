@@ -394,7 +394,7 @@ def _stats(
         transfers=session.drawn.transfers,
         transferred_bytes=session.drawn.bytes,
         loaded_bytes=session.read.bytes,
-        filter_layers=() if reading is None else reading.filters,
+        filter_layers=reading.filters,
         moved_rows=moved,
         cut_rows=cut,
         raised_budgets=0

@@ -309,7 +309,7 @@ def _a_whole_budget_changes_nothing(case: _Case) -> None:
     """Asserts that with a budget of the whole text and no threshold, the tokens are those of FullKV."""
     if case.parts.budget is None or case.parts.rolling or case.parts.threshold is not None:
         return
-    roomy = _Given(made=dataclasses.replace(case.parts, budget=Tokens(max(case.lengths) + _NEW)))
+    roomy = _Given(made=case.parts.replace(budget=Tokens(max(case.lengths) + _NEW)))
     ours, whole = (
         case.drawn(roomy),
         case.drawn(_Given(made=Parts(read=case.parts.read, store=case.parts.store))),

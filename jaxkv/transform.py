@@ -108,9 +108,7 @@ def compress(
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
     remedy = f"{name} keeps other rows in other layers: give layer= and layers=, or all layers to jaxkv.compress_layers"
-    same = isinstance(parts.layers, UniformLayers) and (
-        parts.scorer is None or parts.scorer.model_layers is None
-    )
+    same = isinstance(parts.layers, UniformLayers) and parts.scorer.model_layers is None
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
         layers = whole("layers", layers, "give how many layers the model has")
@@ -281,7 +279,7 @@ class _Given(Source):
         self.forced = parts.keep.mask(self.length, slots)
         self.prompts = of_prompt(None, self.forced, self.length)
         self.held: dict[int, Unpacked] = {}
-        if known(self.length) and parts.scorer is not None:
+        if known(self.length) and parts.drops:
             # Budgets can only be validated if lengths are known, not while tracing.
             lengths = np.asarray(self.length, np.int64)
             parts.among(self.windows).budgets(lengths, self.sizes.forced[lengths])
@@ -299,7 +297,7 @@ class _Given(Source):
             f"the first layer's is {shown(like)}",
         )
         rows = Unpacked(k, v, self.prompts.inside)
-        if scorer is None or given.window is not None:
+        if not parts.drops or given.window is not None:
             self.held[index] = rows
             everything = jnp.broadcast_to(self.prompts.inside, k.shape[:3])
             return last_rows(dataclasses.replace(self.prompts, inside=everything), given.window)
@@ -388,7 +386,7 @@ def _compressed(
     """`Rows` of the layers from `first` on, compressed by the engine."""
     room = whole("room", room, "give how many tokens will be appended, 0 or more", least=0)
     key = as_key(0 if key is None else key)
-    made_for = None if parts.scorer is None else parts.scorer.model_layers
+    made_for = parts.scorer.model_layers
     remedy = f"the policy was made for a model of {made_for} layers"
     require(made_for in (None, layers), "layers", layers, remedy)
     given = _Given(layers_given, parts, length, room=room, key=key, first=first, layers=layers)
@@ -450,7 +448,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
             "bytes are those of a whole model's cache: give rows, or a share",
         ),
         (
-            parts.read,
+            not parts.read.everything,
             f"{name} chooses what is read while tokens are drawn, and here all rows are: use jaxkv.generate",
         ),
         (

@@ -158,7 +158,7 @@ ROWS = [
         "reads over a base",
         lambda given: OmniKV(filter_layers=FILTERS, **given),
         ({"base": H2O(budget=40)}, "read="),
-        ({"base": ROLLING}, "read="),
+        ({"base": ROLLING}, "base="),
         ({"base": SnapKV(budget=40), "offload": True}, "read="),
     ),
     *options(SimLayerKV, {"budget": 48}, {"window": 0}),

@@ -135,6 +135,7 @@ def spec_of(policy: Method, layout: Layout, widest: int | None = None) -> Spec:
         config=model.config,
         layout=layout,
         rolling=False,
+        reading=policy.parts().reading(model.config.windows, SLOTS),
         ongoing=policy.parts().ongoing,
         widest=widest,
     )

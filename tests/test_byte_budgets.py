@@ -51,7 +51,7 @@ def test_texts_say_bytes(text, count):
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in TABLE if row.make(24).parts().scorer], ids=lambda row: row.name
+    "row", [row for row in TABLE if row.make(24).parts().drops], ids=lambda row: row.name
 )
 def test_every_policy_has_as_many_rows_as_fit(row):
     policy = row.make(24)

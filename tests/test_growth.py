@@ -245,7 +245,7 @@ class RollingPyramid(jaxkv.StreamingLLM):
     rolling_positions: bool = True
 
     def parts(self):
-        return dataclasses.replace(super().parts(), layers=LinearLayers(beta=4))
+        return super().parts().replace(layers=LinearLayers(beta=4))
 
 
 def test_rolling_positions_where_layers_hold_different_rows():

@@ -134,9 +134,10 @@ class _Drawn(compress.Source):
 
 def library_kept(policy, q, k, lengths):
     """Kept positions `[L][B][K]` by the library's own `compress`; what is merged into them is another oracle's."""
-    lengths, parts = np.asarray(lengths), dataclasses.replace(policy.parts(), merge=None)
-    if parts.scorer is None:
+    lengths, parts = np.asarray(lengths), policy.parts()
+    if not parts.drops:
         return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
+    parts = parts.replace(merge=None)
     made = compress.finished(
         compress.compress(_Drawn(policy, q, k, lengths), parts, key=jax.random.key(0))
     )

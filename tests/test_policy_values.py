@@ -33,6 +33,8 @@ from jaxkv.policies import (
     Mode,
     OfficialVarianceLayers,
     ProtectedHeads,
+    ReadAll,
+    Recompress,
     SharedHeads,
     VarianceLayers,
 )
@@ -238,11 +240,14 @@ class Unusual(SnapKV):
     def parts(self):
         parts = super().parts()
         keep = dataclasses.replace(parts.keep, sinks=3, recent=0.25)
-        after = jaxkv.policies.Again(every=5) if self.rolling else parts.after
-        layers = LinearLayers(beta=3)
-        return dataclasses.replace(
-            parts, keep=keep, layers=layers, heads=SharedHeads(), rolling=self.rolling, after=after
-        )
+        after = Recompress(every=5) if self.rolling else parts.after
+        read, layers = ReadAll(rolling=self.rolling), LinearLayers(beta=3)
+        return parts.replace(keep=keep, layers=layers, heads=SharedHeads(), read=read, after=after)
+
+
+def fields_of(parts):
+    """All fields of a policy's parts, those of its selection by their names."""
+    return vars(parts) | vars(parts.select) | {"select": type(parts.select)}
 
 
 @pytest.mark.parametrize(
@@ -257,13 +262,6 @@ class Unusual(SnapKV):
 def test_a_wrapper_has_every_part_of_its_base(wrapped):
     mine, its = wrapped.parts(), wrapped.base.parts()
     own = "read" if isinstance(wrapped, OmniKV) else "heads"
-    differ = {
-        field.name
-        for field in dataclasses.fields(its)
-        if getattr(mine, field.name) != getattr(its, field.name)
-    }
-    assert differ == {own}
-    usual = SnapKV(budget=40).parts()
-    assert {"keep", "layers", "heads"} <= {
-        name for name in vars(its) if getattr(its, name) != getattr(usual, name)
-    }
+    mine, its, usual = map(fields_of, (mine, its, SnapKV(budget=40).parts()))
+    assert {name for name in its | mine if mine[name] != its[name]} == {own}
+    assert {"keep", "layers", "heads"} <= {name for name in its if its[name] != usual[name]}

@@ -69,7 +69,7 @@ def window_not_forced(patch):
     real = WindowMethod.observed
 
     def observed(self, **options):
-        return dataclasses.replace(real(self, **options), keep=parts.Keep(sinks=self.sinks))
+        return real(self, **options).replace(keep=parts.Keep(sinks=self.sinks))
 
     patch.setattr(WindowMethod, "observed", observed)
 
@@ -171,9 +171,7 @@ def nothing_waits_for_reads(patch):
 
 def a_wrapper_loses_the_window(patch):
     real = AdaKV.wrap
-    patch.setattr(
-        AdaKV, "wrap", lambda self, base: dataclasses.replace(real(self, base), keep=parts.Keep())
-    )
+    patch.setattr(AdaKV, "wrap", lambda self, base: real(self, base).replace(keep=parts.Keep()))
 
 
 def stale_logits(patch):

@@ -190,7 +190,7 @@ def parts() -> Drawing:
         ("read", "everything, or what", "filter layers chose"),
         ("after: Append", "the cache grows", "by a row"),
         ("after: Evict(rank)", "the weakest row", "goes for it"),
-        ("after: Again(every=n)", "after n tokens:", "from the start"),
+        ("after: Recompress(every=n)", "after n tokens:", "from the start"),
     ]
     for at, (name, first, second) in enumerate(later):
         x = 20 + at * 184

@@ -65,7 +65,7 @@ def at_budgets(policies: Policies, budgets: Sequence[Budget]) -> list[list[Metho
     given = [as_policy(each) for each in listed]
     for policy in given:
         remedy = "it drops no rows: use `jaxkv eval visible`, or leave it out"
-        require(policy.parts().read is None, "policies", policy, remedy)
+        require(policy.parts().read.everything, "policies", policy, remedy)
     return [[with_budget(policy, budget) for budget in sizes] for policy in given]
 
 

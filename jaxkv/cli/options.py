@@ -301,7 +301,7 @@ def made(cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any) -
 def policy_options(cls: type[Method]) -> dict[str, Option]:
     """Dict from flag to `Option` of a policy class's fields that have an effect."""
     without = {"base"} if takes_budget(cls) else {"base", "budget", "min_budget"}
-    if cls().composed.scorer is None:  # it keeps all rows, and may read fewer
+    if not cls().composed.drops:  # it keeps all rows, and may read fewer
         without |= _SHARED - {"budget", "store"}
     return {flag: each for flag, each in _options_of(cls).items() if each.name not in without}
 

@@ -38,9 +38,7 @@ def prefill(
     all its queries weigh the same (OmniKV, appendix D.10).
     """
     read, reading = policy.composed.read, policy.composed.reading(flat.config.windows, needed.slots)
-    assert (
-        isinstance(read, FilteredReads) and read.prefill_ratio is not None and reading is not None
-    )
+    assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
     chunk = min(read.prefill_chunk, needed.slots)
     width = min(needed.slots, max(1, int(read.prefill_ratio * chunk)))
     spec = Spec(
@@ -102,7 +100,6 @@ def _empty(
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
     nothing, read, store = jnp.zeros_like(start), policy.composed.read, policy.composed.store
-    assert read is not None
     tables = Tables(
         start=start,
         length=nothing,

@@ -109,11 +109,11 @@ def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
     if new.candidates is not None and sparse.any():
         # The kernel counts chosen rows as if they lay right before the rows that are always read, from row 0 on.
         some = sparse[:, None, None]
-        if spec.page is None:
-            picked, rest = jnp.minimum(*new.candidates), rest_of(spec, tables)
+        if page := spec.reading.page:
+            full = full_pages(length, new.candidates.budget[:, None], page)
+            picked, rest = full.max(axis=(0, 2)) * page, rest_from(length, page)
         else:
-            full = full_pages(length, new.candidates.budget[:, None], spec.page)
-            picked, rest = full.max(axis=(0, 2)) * spec.page, rest_from(length, spec.page)
+            picked, rest = jnp.minimum(*new.candidates), rest_of(spec, tables)
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
     if any(spec.config.windows):

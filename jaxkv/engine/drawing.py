@@ -75,7 +75,7 @@ class Drawing:
         return self._spec.ongoing.evicts or self._spec.scored
 
     @property
-    def reading(self) -> Reading | None:
+    def reading(self) -> Reading:
         """Config of sparse reads (filter, sparse and offloaded layers); None if every layer reads all rows."""
         return self._spec.reading
 

@@ -27,8 +27,8 @@ def transforms(parts: Parts) -> bool:
 
     Keys before RoPE, keys that mergers compare and bounds of pages stay as they are.
     """
-    compares = parts.rolling or parts.merge is not None or parts.read is not None
-    return parts.store.transformed and not compares
+    plainly = parts.merge is None and parts.read.everything and not parts.rolling
+    return parts.store.transformed and plainly
 
 
 @cache

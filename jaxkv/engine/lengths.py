@@ -129,7 +129,7 @@ def by_length(
         forced=forced,
         rows=rows,
         recent=recent,
-        reads=None if parts.read is None else tokens_read(parts.read, length, windows),
+        reads=tokens_read(parts.read, length, windows),
     )
 
 

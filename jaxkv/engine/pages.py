@@ -36,10 +36,10 @@ class PageRows:
 
 
 def with_bounds(
-    pools: tuple[Pool, ...], length: Int[Array, "L B K"], reading: Reading | None, axes: Axes | None
+    pools: tuple[Pool, ...], length: Int[Array, "L B K"], reading: Reading, axes: Axes | None
 ) -> tuple[Pool, ...]:
     """Tuple of pools, with page bounds (min/max keys, Quest) computed in layers that choose pages and lack them."""
-    if reading is None or reading.page is None:
+    if not reading.page:
         return pools
     made = list(pools)
     for layer, (pool, source) in enumerate(zip(pools, reading.sources, strict=True)):
@@ -89,8 +89,7 @@ def chosen_pages(
     Tang et al., Quest, algorithm 1; a page's bound is the largest of its kv head's query heads, ties go to the lowest
     page. `length` are the rows before the token, `each` the rows that a segment can hold.
     """
-    assert spec.reading is not None and spec.page is not None
-    page, (batch, heads) = spec.page, length.shape
+    page, (batch, heads) = spec.reading.page, length.shape
     count = full_pages(length, budget[:, None], page)
     scores = by_page(q, bounds.low, bounds.high, spec.axes)
     pages = scores.shape[2]
@@ -117,8 +116,7 @@ def over_pages(
 
     `length` counts each segment's rows with the token's own.
     """
-    assert spec.page is not None
-    (batch, heads), page = start.shape, spec.page
+    (batch, heads), page = start.shape, spec.reading.page
     slot = jnp.arange(chosen.rows.shape[2] + page, dtype=jnp.int32)
     held, rest, rows = (
         chosen.held[..., None],

@@ -139,8 +139,7 @@ def plan_prefill(
     # What layers compete for depends on the prompts' content.
     by_content = parts.layers.from_scores or parts.threshold is not None
     rows = None if by_content or numbers.rows is None else np.array(numbers.rows)
-    reading = parts.reading(config.windows, slots)
-    away = () if reading is None else reading.offloaded
+    away = parts.reading(config.windows, slots).offloaded
     if rows is not None:
         rows[list(away)] = 0
     capacity = _capacity(
@@ -254,7 +253,7 @@ def _capacity(
     """
     layers, whole = len(windows), windows.count(None)
     near = sum(min(max(sizes), window or 0) for window in windows)
-    if parts.scorer is None:
+    if not parts.drops:
         return tuple(min(max(sizes), window or max(sizes)) for window in windows)
     most, shared = np.zeros(layers, np.int64), 0
     for top in sizes:

@@ -166,8 +166,7 @@ def prefill(
     may not be done yet. `needed` is the plan for these lengths.
     """
     tokens, lengths, _ = padded
-    read_parts = policy.composed.read
-    if read_parts is not None and read_parts.by_chunks:
+    if policy.composed.read.by_chunks:
         # Each chunk goes through the whole model.
         return (
             yield from chunked.prefill(
@@ -185,7 +184,6 @@ def prefill(
         cache = yield from uncounted(read(prompts))
     prompts.require_ordered()
     if prompts.banked:
-        assert prompts.reading is not None
         bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
         cache = dataclasses.replace(committed(cache), bank=bank)
     logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
@@ -212,7 +210,7 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
     limit, state = jnp.copy(made.length), None
     if parts.ongoing.compresses:
         limit, state = _going_on(prompts, made)
-    elif prompts.reading is not None:
+    elif not parts.read.everything:
         assert numbers.reads is not None
         state = reading_state(prompts.length, numbers.reads, made.length, tuple(prompts.rings))
     seen = jnp.copy(prompts.length)
@@ -337,14 +335,14 @@ class Prompts(Source):
             self.rings.append(
                 ring_of(last, length, rows=rows_of, transforms=self.transforms, axes=self.axes)
             )
-        if self.reading is not None and index in self.reading.offloaded:
+        if index in self.reading.offloaded:
             # Wait for the transfer before this one: at most two layers' rows are held for transfers.
             jax.block_until_ready(self.banked[-1:])
             k, v = (each.astype(self.dtype) for each in (k, out.v))
             self.banked.append(put_away(k, v, self.axes))
             self.held[index] = rows
             return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
-        if scorer is None or self.windows[index] is not None:
+        if not parts.drops or self.windows[index]:
             # Rows of a pool that layers share wait until the last layer has run: a window's rows alone.
             given, cut = (rows, self.all_kept, self.windows[index]), parts.layout.one_pool
             self.held[index], found = within_window(*given, cut=cut, axes=self.axes)

@@ -48,8 +48,8 @@ class PrefillBytes:
     implementation: Implementation
 
     @cached_property
-    def reading(self) -> Reading | None:
-        """`Reading` config: which layers choose tokens, which read only those in decoding; None if all read all."""
+    def reading(self) -> Reading:
+        """`Reading` config: which layers choose tokens, which read only those in decoding."""
         return self.parts.reading(self.config.windows, self.slots)
 
     @cached_property
@@ -71,12 +71,12 @@ class PrefillBytes:
     @property
     def host(self) -> int:
         """Bytes of the keys and values of all offloaded layers, in host memory."""
-        return 0 if self.reading is None else len(self.reading.offloaded) * self._layer_rows
+        return len(self.reading.offloaded) * self._layer_rows
 
     @property
     def loaded(self) -> int:
         """Bytes of offloaded keys and values that are on the device at once during decoding."""
-        return 0 if self.reading is None else self.reading.loaded * self._layer_rows // self.slots
+        return self.reading.loaded * self._layer_rows // self.slots
 
     @property
     def peak(self) -> int:
@@ -84,11 +84,11 @@ class PrefillBytes:
         config, parts, reading, loaded = self.config, self.parts, self.reading, self.loaded
         token, layer = self._layer_rows // self.slots, self._layer_rows
         beside = self._beside() + (layer if self.host else 0)
-        if reading is not None and loaded:
+        if loaded:
             # Attention transposes the loaded rows of one layer.
             loaded += token * (reading.width if reading.filters else self.slots)
         found = self.cache + max(loaded, beside)
-        if parts.read is not None and parts.read.by_chunks:
+        if parts.read.by_chunks:
             # All rows stay on the device until the last chunk; window layers have room for a chunk.
             chunk = min(parts.read.chunk, self.slots)
             windows = config.layers - config.windows.count(None)
@@ -124,7 +124,7 @@ class PrefillBytes:
             4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms
         )
         scoring = self._looked + self._rows_of(4 * (2 + self.config.group))
-        if parts.scorer is not None and parts.scorer.compares_keys:
+        if parts.scorer.compares_keys:
             # Cosines of a block of rows with all, and what is made of them.
             scoring += 8 * min(self.slots**2, COSINES)
         # Sort keys and masks, of all devices' heads if these compete for rows.
@@ -164,7 +164,7 @@ class PrefillBytes:
     def _bounds(self) -> int:
         """Bytes of the minimum and maximum keys of all pages (Quest); 0 without pages."""
         reading, heads = self.reading, self.config.kv_heads
-        if reading is None or reading.page is None:
+        if not reading.page:
             return 0
         sources = zip(self.pool_rows, reading.sources, strict=True)
         pages = (-(-rows // heads // reading.page) for rows, source in sources if source != WHOLE)
@@ -176,7 +176,7 @@ class PrefillBytes:
         config, ongoing, reading, rows = self.config, self.parts.ongoing, self.reading, 0
         if ongoing.compresses:
             rows = config.windows.count(None) * (ongoing.queries and ring_rows(ongoing.queries))
-        elif reading is not None and reading.ring:
+        elif reading.ring:
             rows = len(reading.filters) * ring_rows(reading.ring)
         return 4 * self.batch * config.heads * rows * config.head_dim
 
@@ -189,7 +189,7 @@ class PrefillBytes:
         if ongoing.compresses:
             merging = 0 if ongoing.merge is None else ongoing.merge.thresholds
             numbers += 2 + layers + segments * merging
-        elif self.reading is not None:
+        elif not self.parts.read.everything:
             numbers += 2 + layers + segments
         return 4 * self.batch * numbers + self._remembered
 

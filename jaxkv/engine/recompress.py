@@ -157,7 +157,7 @@ class _Held(Source):
     ):
         """Makes the source; computes counts of rows and of recent rows to keep by layer, most rows of a segment."""
         parts, state = cache.policy.composed, cache.state
-        assert parts.scorer is not None and state is not None
+        assert state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
         self.indices, self.wants, self.axes = (
             range(len(room)),

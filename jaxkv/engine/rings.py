@@ -11,14 +11,11 @@ from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
 
-def remembered(ongoing: Ongoing, reading: Reading | None, windows: Windows) -> list[int]:
+def remembered(ongoing: Ongoing, reading: Reading, windows: Windows) -> list[int]:
     """List with the number of last queries that the cache keeps for each layer; 0 for window layers."""
     if ongoing.compresses:
         return [0 if width else ongoing.queries for width in windows]
-    return [
-        reading.ring if reading is not None and layer in reading.filters else 0
-        for layer in range(len(windows))
-    ]
+    return [reading.ring if layer in reading.filters else 0 for layer in range(len(windows))]
 
 
 @program(static=("rows", "transforms", "axes"))

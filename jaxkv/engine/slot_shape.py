@@ -86,12 +86,12 @@ def slot_shape(
     remedy = (
         "slots keep every row on the device: leave offload out, or answer one batch after the other"
     )
-    require(reading is None or not reading.offloaded, "policy", "rows wait in host memory", remedy)
+    require(not reading.offloaded, "policy", "rows wait in host memory", remedy)
     remedy = (
         "slots take whole prompts: leave prefill_ratio out, or answer one batch after the other"
     )
     require(
-        parts.read is None or not parts.read.by_chunks,
+        not parts.read.by_chunks,
         "policy",
         "prompts are read in chunks",
         remedy,

@@ -33,7 +33,7 @@ class Chosen:
 
 def _filtered(spec: Spec, segments: Segments) -> tuple[Reading, Int[Array, "B K"]]:
     """Pair: the policy's `Reading` config, and number `[B, K]` of rows that filter layers choose from per segment."""
-    assert spec.reading is not None and segments.choosable is not None
+    assert segments.choosable is not None
     return spec.reading, segments.choosable
 
 
@@ -49,7 +49,8 @@ def new_tokens(
     otherwise the prompt's.
     """
     reading, state, candidates = spec.reading, tables.state, None
-    if reading is not None and state is not None:
+    if reading.chooses:
+        assert state is not None
         if tokens > 1:
             candidates = Choosable(tables.seen, jnp.full_like(tables.seen, reading.width))
         else:
@@ -62,9 +63,7 @@ def new_tokens(
 
 def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
     """Offset in each segment, `i32[L, B, K]`, of the row from which on sparse layers read all rows, chosen or not."""
-    assert (
-        spec.reading is not None and tables.state is not None and tables.state.choosable is not None
-    )
+    assert tables.state is not None and tables.state.choosable is not None
     # If generated tokens must be chosen too, no row before the new one is read without being chosen.
     return tables.length if spec.reading.include_generated else tables.state.choosable
 

@@ -86,7 +86,7 @@ class Spec:
         layout: how segments lie in their pools.
         rolling: True if positions are places within the cache, and pools hold keys before RoPE.
         ongoing: what the policy does after each token.
-        reading: filter layers and the layers that read what they choose; None if all layers read all rows.
+        reading: which rows layers read: filter layers, and those that read what they choose.
         widest: the most rows that a segment of a shared pool can have at a decode step; None if unknown.
         implementation: of attention over the pool.
         fused: True if the fused kernel `decode_token` may read and write the store's arrays in place.
@@ -97,8 +97,8 @@ class Spec:
     config: ModelConfig
     layout: Layout
     rolling: bool
+    reading: Reading
     ongoing: Ongoing = Ongoing()
-    reading: Reading | None = None
     widest: int | None = None
     implementation: Implementation = Implementation.XLA
     fused: bool = True
@@ -152,39 +152,26 @@ class Spec:
         tree = self.gate.tree
         return leaves[: -tree.num_leaves], jax.tree.unflatten(tree, leaves[-tree.num_leaves :])
 
-    @property
-    def page(self) -> int | None:
-        """Number of rows per page (Quest) where sparse layers choose pages themselves; None without pages."""
-        return None if self.reading is None else self.reading.page
-
     def streams(self, tokens: int) -> bool:
         """True if a step of this many tokens (only 1) runs the fused kernels `decode_token` and `add_norm`."""
         fused = self.backend.fused_step and self.config.alternates and self.fused
-        return fused and tokens == 1 and not (self.reading and self.reading.offloaded)
+        return fused and tokens == 1 and not self.reading.offloaded
 
     def chooses(self, layer: int, tokens: int) -> bool:
         """True if it is a filter layer and chooses positions: in steps of one token, or if `reading.several`."""
-        return (
-            self.reading is not None
-            and layer in self.reading.filters
-            and (tokens == 1 or self.reading.several)
-        )
+        return layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
     def sparse(self, layer: int, tokens: int) -> bool:
         """True if the layer reads chosen rows only: in steps of 1 token, in longer ones if `reading.several`."""
         reading = self.reading
-        return (
-            reading is not None
-            and reading.sources[layer] != WHOLE
-            and (tokens == 1 or reading.several)
-        )
+        return reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 
     def ring_of(self, layer: int) -> int | None:
         """Index of the layer's ring of last queries in the cache's tuple of rings; None if it has none."""
         if self.ongoing.queries:
             windows = self.config.windows
             return None if windows[layer] else windows[:layer].count(None)
-        if self.reading is not None and self.reading.ring and layer in self.reading.filters:
+        if self.reading.ring and layer in self.reading.filters:
             return self.reading.filters.index(layer)
         return None
 
@@ -249,7 +236,7 @@ def implementations_for(
         head_dim=params.config.head_dim,
         capability=capability_of(device),
     )
-    if read is None or not read.by_chunks:
+    if not read.by_chunks:
         return chosen
     remedy = "chunks attend to the cache, which this does not: leave it out"
     require(named(asked) not in PREFILL_ONLY, "implementation", asked, remedy)

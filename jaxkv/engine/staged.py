@@ -178,7 +178,7 @@ def step(
     Several tokens at once read all rows of every layer.
     """
     reading, graphs, tables, state = spec.reading, spec.graphs, cache.tables, cache.tables.state
-    assert reading is not None and state is not None
+    assert state is not None
     whole = tokens.shape[1] > 1 or not reading.filters
     pools, rings = (
         list(cache.pools),

@@ -35,14 +35,14 @@ def held(
     heads = len(cache.compressed_layers) * cache.config.kv_heads
     said: dict[str, Any] = {
         "heads": heads,
-        "chooses": parts.read is not None,
+        "chooses": not parts.read.everything,
         "later": parts.ongoing.compresses,
         "merges": parts.merge is not None,
         "tokens": len(ids),
         "ends": [],
         "share": None,
     }
-    if parts.scorer is not None:
+    if parts.drops:
         counts = cache.counts()[0].tolist()
         said["share"] = sum(counts) / (heads * len(ids))
         said["ends"] = ends_of(ids, counts, require_text(params.text))

@@ -148,7 +148,7 @@ def _held(
 ) -> Bool[np.ndarray, "n L K S"]:
     """Runs prompt and answer under a policy; mask [n, L, K, S] of rows in the cache at each of n answer tokens."""
     config = params.config
-    now, everything = len(prompt) + np.arange(len(answer)), policy.parts().scorer is None
+    now, everything = len(prompt) + np.arange(len(answer)), not policy.parts().drops
     seen = np.arange(slots) <= now[:, None] if everything else np.arange(slots) == now[:, None]
     masks = np.tile(seen[:, None, None], (1, config.layers, config.kv_heads, 1))
     if everything:
@@ -168,12 +168,11 @@ def _choice(
     """`_Choice`, which computes filter layers' masks; None for a policy without such; ValueError if not measurable."""
     parts, windows = policy.parts(), params.config.windows
     reading, name = parts.reading(windows, bucket(prompt)), type(policy).__name__
-    if reading is None or not (reading.page or reading.filters):
+    if not reading.chooses:
         return None
-    fits = reading.page is None and parts.scorer is None
+    fits = not (reading.page or parts.drops)
     remedy = "give a policy that drops rows, or chooses in filter layers, without pages"
     require(fits, "policy", name, remedy)
-    assert parts.read is not None
     budget = int(tokens_read(parts.read, np.asarray([prompt]), windows)[0])
     return _Choice(reading=reading, prompt=prompt, steps=steps, budget=budget, slots=slots)
 

@@ -160,21 +160,11 @@ def _room(
 def require_exportable(policy: Method, windows: Windows, slots: int) -> None:
     """Raises ValueError for policies that no export can run: offload, chunked or second prefill, gate, numpy budget."""
     parts, name = policy.composed, type(policy).__name__
-    read = parts.read
-    if read is not None:
-        reading = parts.reading(windows, slots)
-        offloads = reading is not None and bool(reading.offloaded)
-        remedy = f"{name} brings rows from host memory while tokens are drawn, which a program by itself cannot: "
-        require(
-            not offloads,
-            "policy",
-            policy,
-            remedy + "export OmniKV without offload, or a policy that drops rows",
-        )
-        remedy = (
-            f"{name} reads prompts chunk by chunk, as many as they have: leave prefill_ratio out"
-        )
-        require(not read.by_chunks, "policy", policy, remedy)
+    remedy = f"{name} brings rows from host memory while tokens are drawn, which a program by itself cannot: "
+    remedy += "export OmniKV without offload, or a policy that drops rows"
+    require(not parts.reading(windows, slots).offloaded, "policy", policy, remedy)
+    remedy = f"{name} reads prompts chunk by chunk, as many as they have: leave prefill_ratio out"
+    require(not parts.read.by_chunks, "policy", policy, remedy)
     remedy = f"{name} reads prompts twice, chunk by chunk, as many as they have: prefill with jaxkv and save the cache"
     require(parts.needs.replay is None, "policy", policy, remedy)
     remedy = f"{name} reads a gate, whose weights are in no exported program: prefill with jaxkv and save the cache"

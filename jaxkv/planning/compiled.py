@@ -132,8 +132,8 @@ def compile_plan(setting: Setting) -> CompiledPlan:
     parts = setting.policy.composed
     reading = parts.reading(setting.config.windows, bucket(setting.context))
     # Without a GPU the compiler drops memory kinds and would count host memory as the GPU's.
-    whole = reading is None or not reading.offloaded
-    whole &= parts.needs.replay is None and (parts.read is None or not parts.read.by_chunks)
+    whole = not reading.offloaded
+    whole &= parts.needs.replay is None and not parts.read.by_chunks
     remedy = "chunks, second passes and offloaded rows are not compiled: plan without the compiler"
     require(whole, "policy", setting.policy, remedy)
     try:

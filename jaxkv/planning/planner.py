@@ -226,7 +226,7 @@ def _remedies(setting: Setting) -> Iterator[Remedy]:
     """
     policy, kept = setting.policy, setting.policy.composed.budget
     rows = kept.value if isinstance(kept, Tokens) else 0
-    if setting.policy.composed.scorer is None:
+    if not setting.policy.composed.drops:
         policy, rows = SnapKV(), 2 * min(_USUAL_BUDGET, setting.context)
     halves = (rows // _LEAST_BUDGET).bit_length()
     kinds: tuple[Iterable[dict[str, Any]], ...] = (

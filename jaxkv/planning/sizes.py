@@ -89,7 +89,7 @@ def sizes_of(setting: Setting) -> Sizes:
         prefill += _HIDDEN_COPIES * 2 * setting.sequences * planned.slots * setting.local.embed
         stepping += weights_of(config, setting.dtype, setting.mesh, setting.weights, itemsize=2)
     kept = (planned.budget if planned.rows is None else planned.rows).mean()
-    if parts.read is not None and parts.scorer is None:
+    if not (parts.read.everything or parts.drops):
         kept = setting.context
     if here:
         # The largest tensor is read in float32 before it is kept in the dtype.
@@ -200,10 +200,10 @@ def _decode(setting: Setting, planned: PrefillPlan) -> int:
         # Attention mass of each row; once more where it is summed over devices that share a kv head.
         found += 4 * sum(pools) * (1 + (setting.mesh.shape["rep"] > 1))
     reading, loaded = parts.reading(local.windows, planned.slots), planned.loaded_bytes
-    if reading is not None and reading.filters:
+    if reading.filters:
         # Logits of every query head of a filter layer, and the scores made of them.
         found += 4 * pools[reading.filters[0]] * (local.group + 1)
-    if reading is not None and loaded:
+    if loaded:
         # Attention transposes the rows of one layer.
         loaded += loaded // reading.loaded * (reading.width if reading.filters else planned.slots)
     return batch * found + loaded

@@ -86,7 +86,7 @@ def unmeasured(setting: Setting) -> str:
     reasons = {
         "rates are those of GPUs": not isinstance(setting.gpu, Accelerator),
         "attention within windows has not been measured": any(config.windows),
-        "rows come from another machine's memory": reading is not None and reading.offloaded,
+        "rows come from another machine's memory": bool(reading.offloaded),
         "each step converts weights in 4 bits": setting.weights == "int4" and several,
         "each step decodes these rows": not parts.read_as_stored(config.head_dim),
         "attention over rows in 4 bits has not been measured": parts.store not in (Dense, Int8),
@@ -124,7 +124,7 @@ def estimate(setting: Setting) -> Speed | None:
     rows *= local.kv_heads * prompts
     rows /= gpu.bandwidth * (ROWS if parts.store is Dense else CODES)
     launched = APPENDS
-    if parts.read is not None:
+    if not parts.read.everything:
         launched = CHOOSES
     elif parts.evicts:
         launched = EVICTS if parts.ongoing.merge is None else MERGES
@@ -166,13 +166,13 @@ def rows_read(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
     if planned.rows is not None:
         kept = planned.rows.mean(axis=1)
     reading = parts.reading(setting.config.windows, planned.slots)
-    if reading is None:
+    if parts.read.everything:
         grows = not parts.evicts
         period = parts.every or 2 * behind
         # Recompressed caches hold half a period of new rows on average; evicting ones hold none once full.
         return kept + (min(behind, period // 2) if grows or parts.every else 0), ()
     whole = np.asarray([source == WHOLE for source in reading.sources])
-    if reading.page is not None:
+    if reading.page:
         # The bounds of a page are read like one row: a minimum and a maximum, in place of a key and a value.
         held = kept + behind
         return np.where(whole, held, np.minimum(reading.width, held) + held / reading.page), ()
@@ -207,7 +207,7 @@ def prefill_work(setting: Setting, weights: float) -> tuple[float, float, float]
         scores += 4 * pairs * again * channels
     # The last queries, and keys with one another, of policies that compare them.
     scores += 2.0 * needs.queries * tokens * channels
-    if parts.scorer is not None and parts.scorer.compares_keys:
+    if parts.scorer.compares_keys:
         scores += 2.0 * tokens**2 * channels / local.group
     prompts, products = setting.sequences, 2 * weights * tokens * (1 + again)
     attention = 4 * pairs * channels * (1 + 2 * again)

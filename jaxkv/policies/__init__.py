@@ -47,9 +47,10 @@ from jaxkv.policies.methods.kvzip import ReplayAttention
 from jaxkv.policies.methods.qfilters import HeadFilters
 from jaxkv.policies.paging import PagedReads
 from jaxkv.policies.parts import Parts
+from jaxkv.policies.phases import Append, Evict, KeepAll, Recompress, Select
 from jaxkv.policies.policy import Method, Policy
-from jaxkv.policies.rank import Again, Append, ByAge, ByAttention, Evict, Rank
-from jaxkv.policies.reading import FilteredReads, LoadedReads, Reads, Selector
+from jaxkv.policies.rank import Anew, ByAge, ByAttention, Rank
+from jaxkv.policies.reading import FilteredReads, LoadedReads, ReadAll, Reads, Selector
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import (
     BlockAttention,
@@ -76,7 +77,7 @@ from jaxkv.policies.wrapper import Wrapper
 
 __all__ = [
     "AdaptiveHeads",
-    "Again",
+    "Anew",
     "Append",
     "AvgPool",
     "BlockAttention",
@@ -108,6 +109,7 @@ __all__ = [
     "KVPressLayers",
     "KVzapGate",
     "Keep",
+    "KeepAll",
     "KeyDifference",
     "KeyNorm",
     "LastAttention",
@@ -136,12 +138,15 @@ __all__ = [
     "ProtectedHeads",
     "QueryMoments",
     "Rank",
+    "ReadAll",
     "Reads",
+    "Recompress",
     "Replay",
     "ReplayAttention",
     "Row",
     "Scope",
     "Scorer",
+    "Select",
     "Selector",
     "Share",
     "SharedHeads",

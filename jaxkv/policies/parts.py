@@ -7,37 +7,26 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._checks import brief, field, flag, instance, namespace, share_of
+from jaxkv._checks import brief, field, instance, namespace, share_of
 from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
 from jaxkv.models.config import ModelConfig, Windows
-from jaxkv.policies.checks import Kept, Share, Tokens, as_budget, as_store, store_class
+from jaxkv.policies.checks import Kept, Share, Tokens, as_store, store_class
 from jaxkv.policies.heads import (
     HeadBudgets,
     Order,
-    UniformHeads,
     inner_budgets,
-    own_budgets,
     shares_positions,
     threshold_of,
 )
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layers import (
-    Counts,
-    FromScores,
-    LayerBudgets,
-    Table,
-    UniformLayers,
-)
-from jaxkv.policies.merger import Merger, check_merger
-from jaxkv.policies.rank import After, Again, Anew, Append, Evict, Rank
-from jaxkv.policies.reading import Reading, Reads, reading_beside
-from jaxkv.policies.scorer import (
-    Needs,
-    Scorer,
-    check_scorer,
-)
+from jaxkv.policies.layers import Counts, FromScores, LayerBudgets, Table
+from jaxkv.policies.merger import Merger
+from jaxkv.policies.phases import After, Append, Evict, KeepAll, Recompress, Select
+from jaxkv.policies.rank import Anew, Rank
+from jaxkv.policies.reading import ReadAll, Reading, Reads
+from jaxkv.policies.scorer import Needs, Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,140 +66,120 @@ class Ongoing:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """All that the engine reads of a policy: scorer, budgets of layers and heads, kept rows, merger, eviction, store.
+    """All that the engine reads of a policy, by phases: what is kept of a prompt, what follows, what is read; and how.
 
     Attributes:
-        budget: `Tokens`: rows kept per kv head and layer on average, sinks and window included. `Share`: of each
-            sequence's own prompt. `Bytes` of a sequence's cache, which `policy_for` turns into rows. Numbers and
-            text, as policies have them, become one of these. None: everything, or what `layers` say by themselves.
-        min_budget: "raise" refuses a ratio that comes out below what must stay for some sequence; "clamp" raises it.
-        scorer: which rows matter; None keeps everything.
-        keep: which rows stay whatever their score.
-        layers: how the budget spreads over layers.
-        heads: how a layer's budget spreads over its kv heads.
-        merge: the merger that folds dropped rows into kept ones; None drops them.
-        after: what follows the prompt: `Append()`, `Evict(...)` or `Again(...)`.
-        read: which layers read less than everything while tokens are drawn; None if none does.
-        rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
-        nested: a layer chooses among the positions that the layer below kept.
+        select: what is kept of a prompt: `KeepAll()` or `Select(...)`.
+        after: what follows the prompt: `Append()`, `Evict(...)` or `Recompress(...)`.
+        read: what layers read while tokens are drawn: `ReadAll()`, or less than everything.
         store: how rows are held: a subclass of `jaxkv.cache.Store`.
     """
 
-    budget: Kept | None = None
-    min_budget: str = "raise"
-    scorer: Scorer | None = None
-    keep: Keep = Keep()
-    layers: LayerBudgets = UniformLayers()
-    heads: HeadBudgets = UniformHeads()
-    merge: Merger | None = None
+    select: KeepAll | Select = KeepAll()
     after: After = Append()
-    read: Reads | None = None
-    rolling: bool = False
-    nested: bool = False
+    read: Reads = ReadAll()
     store: type[Store] = Dense
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", as_budget(self.budget))
-        known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
-        require(known, "min_budget", self.min_budget, "give 'raise' or 'clamp'")
-        check_scorer("scorer", self.scorer)
-        for name, kind, wanted in _KINDS:
-            instance(name, getattr(self, name), kind, f"give {wanted}")
-        check_merger("merge", self.merge)
+        field(self, "select", instance, (KeepAll, Select), "give KeepAll(), or Select(...)")
+        remedy = "give Append(), Evict(...) or Recompress(...)"
+        field(self, "after", instance, (Append, Evict, Recompress), remedy)
+        field(self, "read", instance, Reads, "give what layers read, ReadAll() say")
         object.__setattr__(self, "store", store_class(as_store(self.store)))
-        field(self, "rolling", flag)
-        field(self, "nested", flag)
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raises ValueError for combinations of parts that exclude one another."""
-        self._check_rows()
-        going = (
-            ("every", self.after.every) if isinstance(self.after, Again) else ("after", self.after)
-        )
+        """Raises ValueError for phases that exclude one another."""
         appends = isinstance(self.after, Append)
-        if self.scorer is None:
-            remedy = "without a scorer everything is kept: leave it out, or choose a policy such as SnapKV"
-            require(self.budget is None, "budget", self.budget, remedy)
-            require(not self.layers.from_scores, "layers", self.layers, remedy)
-            require(self.threshold is None, "threshold", self.threshold, remedy)
-            require(appends, going[0], going[1], remedy)
-            require(self.merge is None, "merge", self.merge, remedy)
-        elif not appends:
-            self._check_going(self.scorer, *going)
-        if self.scorer is not None and self.read is not None:
-            remedy = "rows that wait in host memory, or come in chunks, are whole prompts: leave the scorer out"
-            require(not self.read.whole_prompts, "read", self.read, remedy)
-            remedy = "tokens are chosen of rows that stay where they are: give a policy that then appends, and no "
-            remedy += "rolling positions"
-            require(appends and not self.rolling, "read", self.read, remedy)
-        if self.read is not None and self.read.whole_prompts:
-            remedy = "rows in host memory, or read in chunks, are held as the model computes them: leave it out"
-            require(self.store is Dense, "store", self.store.__name__, remedy)
-        if self.merge is not None:
-            fits = bool(self.merge.compares) or not self.evicts
-            require(fits, "merge", self.merge, "it folds prompts only: give Merge(), or None")
-            remedy = "keys before RoPE are not compared: leave rolling positions out"
-            require(not self.rolling, "merge", self.merge, remedy)
-            remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
-            equal = not self.merge.needs_equal_heads or self.heads.uniform
-            require(equal, "merge", self.merge, remedy)
-
-    def _check_rows(self) -> None:
-        """Raises ValueError unless budget, layers and heads say together, and once, how many rows stay."""
-        budget, scorer, layers, heads = self.budget, self.scorer, self.layers, self.heads
-        fixed = layers.sets_rows
-        remedy = "give rows per head or a ratio; FullKV keeps everything"
-        require(budget is not None or scorer is None or fixed, "budget", budget, remedy)
-        remedy = f"how many rows stay follows from {layers}: leave it out"
-        require(budget is None or not fixed, "budget", budget, remedy)
-        remedy = "heads that say how many rows they keep say it of layers, too: give the same value as layers"
-        require(heads.limits() is None or layers == heads, "heads", heads, remedy)
-        if isinstance(budget, Tokens):
-            first, last = self.keep.sinks, self.keep.window
-            remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
-            require(budget.value >= first + last, "budget", budget, remedy)
-        remedy = "heads and layers need segments of equal size: use UniformHeads() or SharedHeads(), and a schedule"
-        require(not self.rolling or self.layout is Layout.EQUAL, "rolling", self.rolling, remedy)
-        remedy = f"layers that look at last queries need a scorer that reads some, unlike {scorer}: give SnapKV's, say"
-        require(
-            not layers.needs_queries or bool(scorer and scorer.queries), "layers", layers, remedy
-        )
-        remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
-        require(not layers.joint or own_budgets(heads) is not None, "layers", layers, remedy)
-        remedy = (
-            f"how many rows stay follows from {layers}: give UniformLayers(), or GlobalLayers()"
-        )
-        require(self.threshold is None or not self.claims, "threshold", self.threshold, remedy)
-        remedy = "heads need one set of positions: use SharedHeads()"
-        require(not self.nested or shares_positions(heads), "nested", self.nested, remedy)
-
-    def _check_going(self, scorer: Scorer, name: str, given: Any) -> None:
-        """Raises ValueError unless these parts can go on compressing while tokens are drawn; `name` is what says so."""
+        name, given = ("every", self.every) if self.every else ("after", self.after)
+        require(appends or self.drops, name, given, _KEPT)
         remedy = "layers that build on one another are chosen once only"
-        require(not self.nested, name, given, remedy)
-        if isinstance(self.after, Evict):
-            remedy = "rows that go one by one are compared with one another, not with a threshold: give every=64, say"
-            require(self.threshold is None, "threshold", self.threshold, remedy)
-            remedy = "rolling positions move in steps: give every=64, say"
-            require(not self.rolling, name, given, remedy)
-            remedy = "heads that drop the same rows need segments that lie alike: give a schedule, or every=64, say"
-            alike = not (shares_positions(self.heads) and self.layers.from_scores)
-            require(alike, name, given, remedy)
-        if isinstance(self.after, Again):
-            anew = self.after.rank is None
-            once = anew and bool(scorer.replay or scorer.gate or scorer.two_stages)
-            remedy = f"{scorer} reads of a prompt what no cache remembers: leave it out"
-            require(scorer.blocks is None and not once, name, given, remedy)
-            forgets = anew and scorer.future is not None and not scorer.queries
-            remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
-            require(not forgets, name, given, remedy)
+        require(appends or not self.nested, name, given, remedy)
+        if isinstance(self.select, Select):
+            self.read.check_over(self.select, self.after)
+            self.after.check_over(self.select)
+        remedy = "rows in host memory, or read in chunks, are held as the model computes them: leave it out"
+        held = self.store is Dense or not self.read.whole_prompts
+        require(held, "store", self.store.__name__, remedy)
+
+    @classmethod
+    def of(cls, *, scorer: Scorer | None, **parts: Any) -> "Parts":
+        """Makes `Parts` of their fields, and of those of `Select`, by name.
+
+        Args:
+            scorer: which rows matter; None keeps everything.
+            **parts: the fields; without a scorer those of `Select` may say nothing.
+
+        Returns:
+            The parts.
+
+        Raises:
+            ValueError: for parts that exclude one another.
+            TypeError: for parts of a wrong type.
+        """
+        phases = {name: parts.pop(name) for name in _PHASES & parts.keys()}
+        if scorer is not None:
+            return cls(select=Select(scorer=scorer, **parts), **phases)
+        for name, given in parts.items():
+            plain = name in _KEPT_ANYWAY or given == getattr(KeepAll, name)
+            require(plain, name, given, _KEPT)
+        return cls(select=KeepAll(), **phases)
+
+    def replace(self, **parts: Any) -> "Parts":
+        """Copy with these fields in place of its own, or of those of its selection, `Select`."""
+        phases = {name: parts.pop(name) for name in _PHASES & parts.keys()}
+        select = dataclasses.replace(self.select, **parts) if parts else self.select
+        return dataclasses.replace(self, **({"select": select} | phases))
+
+    @property
+    def drops(self) -> bool:
+        """True if rows of prompts are chosen by a scorer; False if all are kept."""
+        return isinstance(self.select, Select)
+
+    @property
+    def scorer(self) -> Scorer:
+        """Which rows matter; asks for nothing, and is not called, where all rows are kept."""
+        return self.select.scorer
+
+    @property
+    def budget(self) -> Kept | None:
+        """Rows to keep; None for everything, or what `layers` say by themselves."""
+        return self.select.budget
+
+    @property
+    def keep(self) -> Keep:
+        """Which rows stay whatever their score."""
+        return self.select.keep
+
+    @property
+    def layers(self) -> LayerBudgets:
+        """How the budget spreads over layers."""
+        return self.select.layers
+
+    @property
+    def heads(self) -> HeadBudgets:
+        """How a layer's budget spreads over its kv heads."""
+        return self.select.heads
+
+    @property
+    def merge(self) -> Merger | None:
+        """The merger that folds dropped rows into kept ones; None drops them."""
+        return self.select.merge
+
+    @property
+    def nested(self) -> bool:
+        """True if a layer chooses among the positions that the layer below kept."""
+        return self.select.nested
+
+    @property
+    def rolling(self) -> bool:
+        """True if positions are those within the cache: keys are stored before RoPE and rotated on read."""
+        return self.read.rolling
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError if a part's method `require_fits(config)` does, as for a gate of another model."""
         for part in (self.scorer, self.layers, inner_budgets(self.heads), self.read):
-            if part is not None:
-                part.require_fits(config)
+            part.require_fits(config)
         if any(config.windows):
             self.require_fits_windows(config.windows)
 
@@ -218,12 +187,9 @@ class Parts:
         """Raises ValueError if the policy rolls positions, has nothing to choose from, or its tables name windows."""
         whole = [layer for layer, width in enumerate(windows) if width is None]
         remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"
-        require(
-            bool(whole) or (self.scorer or self.read) is None,
-            "policy",
-            self.scorer or self.read,
-            remedy,
-        )
+        chooses = self.scorer if self.drops else self.read
+        plain = not self.drops and self.read.everything
+        require(bool(whole) or plain, "policy", chooses, remedy)
         remedy = (
             "some layers of this model have windows, and this is not built for them: leave it out"
         )
@@ -261,7 +227,7 @@ class Parts:
         shares = isinstance(self.layers, FromScores) and type(self.layers).rows is FromScores.rows
         best = self.heads.order is Order.OWN and not self.heads.needs_norms
         plainly = best and not self.keep.recent
-        return shares and plainly and self.scorer is not None and not self.scorer.two_stages
+        return shares and plainly and not self.scorer.two_stages
 
     @property
     def threshold(self) -> float | None:
@@ -271,13 +237,10 @@ class Parts:
     @property
     def needs(self) -> Needs:
         """Config `Needs` of what prefill computes for these parts beyond keys and values, such as attention sums."""
-        scorer, read = self.scorer, self.read
-        asked = 0 if read is None else read.queries
-        if scorer is None:
-            return Needs(queries=asked)
+        scorer = self.scorer
         future, blocks = scorer.future, scorer.blocks
         return Needs(
-            queries=max(scorer.queries, asked),
+            queries=max(scorer.queries, self.read.queries),
             sums=scorer.sums or self.layers.needs_sums,
             norms=self.heads.needs_norms or scorer.norms,
             future=() if future is None else (future,),
@@ -301,13 +264,13 @@ class Parts:
 
     def read_as_stored(self, dim: int) -> bool:
         """True if a GPU's kernels read rows of `dim` elements as stored in every step; False if steps decode them."""
-        appends = not self.ongoing.compresses and self.read is None and not self.rolling
+        appends = not self.ongoing.compresses and self.read == ReadAll()
         return self.store.fused_eviction or (self.store.fused_at(dim) and appends)
 
     @property
     def draws(self) -> bool:
         """True if the scorer or the merger draws random numbers, so that results depend on the call's key."""
-        return any(part is not None and part.draws for part in (self.scorer, self.merge))
+        return self.scorer.draws or (self.merge is not None and self.merge.draws)
 
     @property
     def evicts(self) -> bool:
@@ -317,32 +280,29 @@ class Parts:
     @property
     def every(self) -> int | None:
         """Number of new tokens between compressions of the cache; None if the cache is not compressed again."""
-        return self.after.every if isinstance(self.after, Again) else None
+        return self.after.every if isinstance(self.after, Recompress) else None
 
     @property
     def ongoing(self) -> Ongoing:
         """Static config `Ongoing` of compression while decoding."""
-        after, scorer = self.after, self.scorer
-        if scorer is None or isinstance(after, Append):
+        after = self.after
+        if isinstance(after, Append):
             return Ongoing()
         return Ongoing(
             compresses=True,
             evicts=self.evicts,
-            rank=Anew() if after.rank is None else after.rank,
+            rank=after.rank,
             one_set=shares_positions(self.heads),
             keep=Keep(sinks=self.keep.sinks, protect=self.keep.protect),
             merge=self.merge,
-            queries=scorer.queries if after.rank is None else 0,
+            queries=self.scorer.queries if isinstance(after.rank, Anew) else 0,
         )
 
-    def reading(self, windows: Windows, slots: int) -> Reading | None:
-        """Static config `Reading` of which rows each layer reads while decoding; None if all read every kept row."""
-        every_row = self.scorer is None
-        return (
-            None
-            if self.read is None
-            else reading_beside(self.read, windows, slots, every_row=every_row)
-        )
+    def reading(self, windows: Windows, slots: int) -> Reading:
+        """Static config `Reading` of which rows each layer reads while decoding, for prompts padded to `slots`."""
+        read = self.read.among(windows)
+        mine = read.reading(windows.count(None), slots, every_row=not self.drops)
+        return mine.beside(windows)
 
     @property
     def scored(self) -> bool:
@@ -365,16 +325,16 @@ class Parts:
     ) -> Int[np.ndarray, " B"]:
         """Average rows per kv head `[B]` to keep of each prompt; below the forced rows, raised to them or ValueError.
 
-        `strict` refuses budgets below the forced rows, unless `min_budget` says to clamp; the refusal names the prompt.
+        `strict` refuses budgets below the forced rows, except shares that are clamped; the refusal names the prompt.
         """
         lengths, budget = np.asarray(lengths, np.int64), self.budget
         if self.layers.sets_rows:
             return self.layers.average(lengths, forced)
-        if budget is None or self.scorer is None:
+        if budget is None:
             return lengths.copy()
         rows, share = budget.rows(lengths), isinstance(budget, Share)
         low = np.flatnonzero(rows < forced)
-        if strict and low.size and (self.min_budget == "raise" or not share):
+        if strict and low.size and not (share and self.select.clamp):
             row = int(low[0])
             remedy = f"prompt {row} ({lengths[row]} tokens) keeps {rows[row]} rows, but sinks, window and protected "
             remedy += f"spans take {forced[row]}: raise the budget"
@@ -384,7 +344,7 @@ class Parts:
 
     def raised(self, lengths: Int[np.ndarray, " B"]) -> int:
         """Number of prompts for which a budget share gives fewer rows than must stay; 0 for a budget in rows."""
-        if not isinstance(self.budget, Share) or self.layers.sets_rows or self.scorer is None:
+        if not isinstance(self.budget, Share):
             return 0
         lengths = np.asarray(lengths, np.int64)
         return int((self.budget.rows(lengths) < self.keep.counts(lengths)).sum())
@@ -411,10 +371,14 @@ class Parts:
         return xp.maximum(window, share_of(left, self.keep.recent))
 
     def described(self) -> dict[str, str]:
-        """Dict of texts for people, by name, of the parts that are not the usual ones."""
-        usual = {each.name: each.default for each in dataclasses.fields(self)}
-        mine = {name: getattr(self, name) for name in usual}
-        return {name: brief(part) for name, part in mine.items() if part != usual[name]}
+        """Dict of texts for people, by name, of the parts that are not the usual ones, and of `KeepAll()`."""
+        found = {} if self.drops else {"select": brief(self.select)}
+        for of in (self.select, self):
+            for each in dataclasses.fields(of):
+                part = getattr(of, each.name)
+                if part != each.default and part is not self.select:
+                    found[each.name] = brief(part)
+        return found
 
 
 @lru_cache(maxsize=256)
@@ -430,13 +394,10 @@ def _cut_to_whole(parts: Parts, windows: Windows) -> Parts:
     remedy = "they differ by layer, and some layers of this model have windows: give them a method among(windows), "
     remedy += "which returns those of the other layers alone"
     require(alike or cut is not inner, "heads", inner, remedy)
-    return dataclasses.replace(parts, layers=layers, heads=heads)
+    return parts.replace(layers=layers, heads=heads) if parts.drops else parts
 
 
-_KINDS: tuple[tuple[str, Any, str], ...] = (
-    ("keep", Keep, "Keep(...)"),
-    ("layers", LayerBudgets, "an instance of a subclass of LayerBudgets, UniformLayers() say"),
-    ("heads", HeadBudgets, "an instance of a subclass of HeadBudgets, UniformHeads() say"),
-    ("after", (Append, Evict, Again), "Append(), Evict(...) or Again(...)"),
-    ("read", (Reads, type(None)), "what layers read, FilteredReads(...) say, or None"),
-)
+_PHASES = {each.name for each in dataclasses.fields(Parts)}
+_KEPT = "without a scorer everything is kept: leave it out, or choose a policy such as SnapKV"
+# What says what stays, and how a budget is met, holds where everything is kept.
+_KEPT_ANYWAY = ("keep", "clamp")

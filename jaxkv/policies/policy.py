@@ -12,7 +12,9 @@ from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.rank import After, Again, Append, Evict, Rank
+from jaxkv.policies.phases import After, Append, Evict, KeepAll, Recompress
+from jaxkv.policies.rank import Rank
+from jaxkv.policies.reading import ReadAll
 from jaxkv.policies.scorer import Scorer
 
 
@@ -66,6 +68,8 @@ class Method:
         normalise(self)
         if isinstance(share := as_budget(self.budget), Share):
             object.__setattr__(self, "budget", share.value)
+        known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
+        require(known, "min_budget", self.min_budget, "give 'raise' or 'clamp'")
         object.__setattr__(self, "protect", as_spans(self.protect))
         object.__setattr__(self, "store", as_store(self.store))
         self._check()
@@ -97,6 +101,7 @@ class Method:
         scorer: Scorer | None,
         keep: Keep | None = None,
         evict: Rank | None = None,
+        rolling: bool = False,
         **parts: Any,
     ) -> Parts:
         """Returns `Parts` of the arguments and of the fields of every policy: budget, spans, `every` and merging.
@@ -105,7 +110,8 @@ class Method:
             scorer: which rows matter; None keeps everything.
             keep: which rows always stay, besides the protected spans.
             evict: drop the row of lowest rank for every new one.
-            **parts: other fields of `Parts` whose value is not the default.
+            rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
+            **parts: other fields of `Select` and of `Parts` whose value is not the default.
 
         Returns:
             The parts.
@@ -119,16 +125,17 @@ class Method:
         if self.every is not None:
             remedy = "this policy drops a row for every token already: leave it out"
             require(evict is None, "every", self.every, remedy)
-            after = Again(every=self.every, rank=None if scorer is None else scorer.rank)
+            after = Recompress(every=self.every, rank=(scorer or KeepAll.scorer).rank)
         usual: dict[str, Any] = {
-            "budget": as_budget(parts.pop("budget", self.budget)),
-            "min_budget": self.min_budget,
+            "budget": as_budget(self.budget),
+            "clamp": self.min_budget == "clamp",
             "merge": self.merge,
             "keep": dataclasses.replace(keep, protect=keep.protect + self.protect),
             "after": after,
+            "read": ReadAll(rolling=rolling),
             "store": store_class(self.store),
         }
-        return Parts(scorer=scorer, **(usual | parts))
+        return Parts.of(scorer=scorer, **(usual | parts))
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Method":
         """Returns this policy with fields that depend on the model filled in, such as filter layers; itself by default.

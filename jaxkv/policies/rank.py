@@ -1,4 +1,4 @@
-"""Cache updates after the prompt: `Append`, `Evict`, `Again`; and `Rank`, the base of what orders evictions."""
+"""Ranks, by which rows are evicted while tokens are drawn, and their base `Rank`."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import ENDLESS, checked, field, flag, instance, overrides, real, whole
+from jaxkv._checks import checked, field, flag, instance, overrides, real
 
 
 class Rank:
@@ -107,47 +107,6 @@ class Anew(Rank):
     """Rank of rows without scores, which a scorer computes anew at each compression."""
 
     scored: ClassVar[bool] = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Append:
-    """Config without fields for decoding that appends new rows to the kept ones and evicts none."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Evict:
-    """Config of decoding that evicts the row of lowest `rank`, a `Rank`, for every new row beyond the budget.
-
-    Attributes:
-        rank: how rows are compared.
-    """
-
-    rank: Rank
-
-    def __post_init__(self) -> None:
-        check_rank("rank", self.rank)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Again:
-    """Config of decoding that compresses the cache, prompt and answer together, again after every `every` new tokens.
-
-    Attributes:
-        every: number of new tokens between compressions: the cache never holds more than the budget and this many rows.
-        rank: how scores change until then; None asks the scorer again, with the last queries it needs.
-    """
-
-    every: int
-    rank: Rank | None = None
-
-    def __post_init__(self) -> None:
-        field(self, "every", whole, "give a number of tokens, at least 1")
-        object.__setattr__(self, "every", min(self.every, ENDLESS))
-        if self.rank is not None:
-            check_rank("rank", self.rank)
-
-
-After = Append | Evict | Again
 
 
 def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:

@@ -13,6 +13,7 @@ from jaxkv._checks import choice, field, flag, real, several, whole
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.checks import Budget, Kept, Share, Tokens, as_budget
+from jaxkv.policies.phases import After, Append, Evict, Select
 
 # The source of a layer that reads everything.
 WHOLE = -1
@@ -56,17 +57,17 @@ class Reading:
         every_row: segments hold every position, so that a position's row is known.
         offloaded: layers whose prompt lies in host memory.
         ahead: offloaded layers that are loaded ahead of the one in use.
-        slots: the prompts' bucket.
-        width: largest number of chosen tokens, or of rows in the pages read; a shape.
+        slots: the prompts' bucket; 0 where nothing is chosen or offloaded.
+        width: largest number of chosen tokens, or of rows in the pages read; a shape; 0 likewise.
         several: True if filters choose for several new tokens together; otherwise several tokens read everything.
         page: number of rows of the pages that each sparse layer chooses itself (Quest), whose source is the layer's own
-            index; None where filter layers choose.
+            index; 0 where filter layers choose.
     """
 
     sources: tuple[int, ...]
     every_row: bool
-    slots: int
-    width: int
+    slots: int = 0
+    width: int = 0
     filters: tuple[int, ...] = ()
     selector: Selector = Selector.LAST
     window: int = 1
@@ -74,7 +75,12 @@ class Reading:
     offloaded: tuple[int, ...] = ()
     ahead: int = 0
     several: bool = False
-    page: int | None = None
+    page: int = 0
+
+    @property
+    def chooses(self) -> bool:
+        """True if some layers read chosen rows only: filter layers', or their own pages'."""
+        return bool(self.filters or self.page)
 
     @property
     def loaded(self) -> int:
@@ -89,6 +95,23 @@ class Reading:
     def ring(self) -> int:
         """Number of last queries that each filter layer stores in a ring buffer; 0 with `Selector.LAST`."""
         return 0 if self.selector is Selector.LAST else self.window
+
+    def beside(self, windows: Windows) -> "Reading":
+        """Config of all layers of a model, of that of its layers without a window; window layers read all they hold.
+
+        `windows` are `ModelConfig.windows`.
+        """
+        if not any(windows):
+            return self
+        index, sources = without_window(windows), [WHOLE] * len(windows)
+        for layer, source in zip(index, self.sources, strict=True):
+            sources[layer] = source if source == WHOLE else index[source]
+        filters, offloaded = (
+            tuple(index[layer] for layer in layers) for layers in (self.filters, self.offloaded)
+        )
+        return dataclasses.replace(
+            self, filters=filters, sources=tuple(sources), offloaded=offloaded
+        )
 
 
 def without_window(windows: Windows) -> tuple[int, ...]:
@@ -121,6 +144,16 @@ class Reads:
     """Base of a policy's config `read`: which rows layers read while decoding, and which lie in host memory."""
 
     @property
+    def everything(self) -> bool:
+        """True if every layer reads all kept rows, which stay where they are."""
+        return False
+
+    @property
+    def rolling(self) -> bool:
+        """True if positions are those within the cache: keys are stored before RoPE and rotated on read."""
+        return False
+
+    @property
     def queries(self) -> int:
         """Number of a prompt's last queries that the cache stores for filter layers."""
         return 0
@@ -140,6 +173,15 @@ class Reads:
         """True if no row of a prompt may be dropped, since rows are offloaded or prompts prefilled in chunks."""
         return self.by_chunks
 
+    def check_over(self, select: Select, after: After) -> None:
+        """Raises ValueError where rows that a selection keeps, and goes on with as told, cannot be read in this way."""
+        remedy = "rows that wait in host memory, or come in chunks, are whole prompts: leave the scorer out"
+        require(not self.whole_prompts, "read", self, remedy)
+        remedy = (
+            "tokens are chosen of rows that stay where they are: give a policy that then appends"
+        )
+        require(isinstance(after, Append), "read", self, remedy)
+
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError for a model that this is not made for; passes by default."""
 
@@ -155,9 +197,9 @@ class Reads:
             layers: number of layers that attend to the whole prompt.
 
         Returns:
-            The numbers.
+            The numbers; by default all of them.
         """
-        raise NotImplementedError
+        return np.asarray(lengths, np.int64)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Returns `Reading`, the static config of which rows each layer reads, for prompts padded to `slots`.
@@ -171,6 +213,38 @@ class Reads:
             The config.
         """
         raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ReadAll(Reads):
+    """Config of reads of every kept row, in every layer.
+
+    Attributes:
+        rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
+    """
+
+    everything: ClassVar[bool] = True
+
+    rolling: bool = False
+
+    def __post_init__(self) -> None:
+        field(self, "rolling", flag)
+
+    def check_over(self, select: Select, after: After) -> None:
+        """Raises ValueError where rolling positions do not go with how a selection keeps rows, and goes on."""
+        if not self.rolling:
+            return
+        remedy = "keys before RoPE are not compared: leave rolling positions out"
+        require(select.merge is None, "merge", select.merge, remedy)
+        remedy = "heads and layers need segments of equal size: use UniformHeads() or SharedHeads(), and a schedule"
+        equal = select.heads.uniform and not select.layers.from_scores
+        require(equal, "rolling", self.rolling, remedy)
+        remedy = "rolling positions move in steps: give every=64, say"
+        require(not isinstance(after, Evict), "after", after, remedy)
+
+    def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
+        """Returns `Reading`, the static config: every layer reads every row; the same for prompts of any bucket."""
+        return Reading(sources=(WHOLE,) * layers, every_row=every_row)
 
 
 def as_tokens(given: Any, least: int) -> Tokens | Share:
@@ -288,6 +362,8 @@ class FilteredReads(Reads):
 
     def among(self, windows: Windows) -> "FilteredReads":
         """Copy of the config whose filter layers are counted among the layers that attend to the whole prompt."""
+        if not any(windows):
+            return self
         index = without_window(windows)
         return dataclasses.replace(
             self, filter_layers=tuple(index.index(layer) for layer in self._filters)
@@ -396,10 +472,6 @@ class LoadedReads(Reads):
         )
         require(self.resident_layers < layers, "resident_layers", self.resident_layers, remedy)
 
-    def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Integers `[B]`: the number of each prompt's tokens that a layer reads, which is all of them (`lengths`)."""
-        return np.asarray(lengths, np.int64)
-
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Returns `Reading`, the static config: every layer reads every row, and upper layers are offloaded."""
         return Reading(
@@ -412,32 +484,9 @@ class LoadedReads(Reads):
         )
 
 
-def reading_beside(read: Reads, windows: Windows, slots: int, *, every_row: bool) -> Reading:
-    """Makes `Reading`, the static config of which rows each layer of a model reads; window layers read all they hold.
-
-    `windows` are `ModelConfig.windows`, `slots` the prompts' bucket; with `every_row` all rows of a prompt are kept.
-    """
-    reading = _among(read, windows).reading(windows.count(None), slots, every_row=every_row)
-    if not any(windows):
-        return reading
-    index, sources = without_window(windows), [WHOLE] * len(windows)
-    for layer, source in zip(index, reading.sources, strict=True):
-        sources[layer] = source if source == WHOLE else index[source]
-    filters, offloaded = (
-        tuple(index[layer] for layer in layers) for layers in (reading.filters, reading.offloaded)
-    )
-    return dataclasses.replace(
-        reading, filters=filters, sources=tuple(sources), offloaded=offloaded
-    )
-
-
 def tokens_read(
     read: Reads, lengths: Int[np.ndarray, " B"], windows: Windows
 ) -> Int[np.ndarray, " B"]:
     """Integers `[B]`: number of each prompt's tokens that a sparse layer reads per step, from `ModelConfig.windows`."""
-    return np.asarray(_among(read, windows).tokens(lengths, windows.count(None)), np.int64)
-
-
-def _among(read: Reads, windows: Windows) -> Reads:
-    """Config of the same reads, its filter layers counted among the layers without a window; unchanged without any."""
-    return read.among(windows) if any(windows) else read
+    mine = read.among(windows)
+    return np.asarray(mine.tokens(lengths, windows.count(None)), np.int64)

@@ -15,7 +15,7 @@ from jaxkv._checks import choice, field, flag, instance, static, whole
 from jaxkv.attention import Implementation, Shaping
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.gates import Gate
-from jaxkv.policies.rank import Rank
+from jaxkv.policies.rank import Anew, Rank
 from jaxkv.sharding.mesh import Axes
 
 
@@ -342,9 +342,9 @@ class Scorer:
         return None
 
     @property
-    def rank(self) -> Rank | None:
-        """`Rank` by which scores change while decoding; None to compute them anew at each compression."""
-        return None
+    def rank(self) -> Rank:
+        """`Rank` by which scores change while decoding; `Anew()`, the default, computes them at each compression."""
+        return Anew()
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Float32 observations `[B, K, S]` of rows, such as attention received; `scores` turns them into scores.
@@ -390,9 +390,7 @@ def sees_query_heads(scorer: Scorer) -> bool:
 
 
 def check_scorer(label: str, scorer: Any) -> None:
-    """Raises TypeError or ValueError unless `scorer` is None or an instance of `Scorer` with a hash and `observe`."""
-    if scorer is None:
-        return
+    """Raises TypeError or ValueError unless `scorer` is an instance of `Scorer` with a hash and `observe`."""
     instance(label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer")
     if type(scorer).observe is Scorer.observe:
         raise TypeError(f"{label}={scorer!r}: it says nothing of rows: write its method `observe`")

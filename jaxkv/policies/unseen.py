@@ -17,7 +17,7 @@ from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.folding import unit
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.of_model import given
-from jaxkv.policies.rank import ByAge, Rank
+from jaxkv.policies.rank import Anew, ByAge, Rank
 from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
 
@@ -276,9 +276,9 @@ class GateScores(Scorer):
     gate: Gate | None = None
 
     @property
-    def rank(self) -> Rank | None:
-        """`GateRank` of the gate: rows keep the scores that they began with; None without a gate."""
-        return None if self.gate is None else GateRank(gate=self.gate)
+    def rank(self) -> Rank:
+        """`GateRank` of the gate: rows keep the scores that they began with; `Anew()` without a gate."""
+        return Anew() if self.gate is None else GateRank(gate=self.gate)
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError without a gate, or with the gate of a model of other sizes."""

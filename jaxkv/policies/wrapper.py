@@ -90,7 +90,7 @@ class Wrapper(_Built):
             This policy's parts.
         """
         raise TypeError(
-            f"{type(self).__name__}: write its method `wrap`, which returns dataclasses.replace(base, ...)"
+            f"{type(self).__name__}: write its method `wrap`, which returns base.replace(...)"
         )
 
     def parts(self) -> Parts:
@@ -123,14 +123,16 @@ class Reader(_Built):
     def parts(self) -> Parts:
         """Returns the base's `Parts` (or keep-all `Parts`) with `reads`."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
-        return dataclasses.replace(base, read=self.reads)
+        remedy = "tokens are chosen of rows that stay where they are: give a policy without rolling positions"
+        require(not base.rolling, "base", self.base, remedy)
+        return base.replace(read=self.reads)
 
 
 def _require_drops(base: Method) -> None:
     """Raises ValueError unless a base policy drops rows, and reads all that it keeps."""
     parts = base.composed
     remedy = "give a policy that drops rows; what reads a few goes around it: OmniKV(base=...)"
-    require(parts.scorer is not None and parts.read is None, "base", base, remedy)
+    require(parts.drops and parts.read.everything, "base", base, remedy)
 
 
 def with_budget(policy: Method, budget: Budget) -> Method:

@@ -76,7 +76,7 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
         "policy": brief(policy),
         "budget": None if parts.budget is None else parts.budget.given,
         "own_budget": takes_own_budget(policy),
-        "full_cache": parts.scorer is None and parts.read is None,
+        "full_cache": parts.read.everything and not parts.drops,
         "max_prompt_tokens": limits.prompt,
         "max_question_tokens": limits.question,
         "max_tokens": limits.new,

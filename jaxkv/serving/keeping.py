@@ -119,7 +119,7 @@ def kept(id: str, where: Annotated[Kept, Query()], service: Served) -> dict[str,
         "special": pieces.special,
         "kept": kept.counts(layer, head).tolist(),
         "merges": parts.merge is not None,
-        "chooses": parts.read is not None,
+        "chooses": not parts.read.everything,
     }
 
 

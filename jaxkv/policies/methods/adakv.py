@@ -66,4 +66,4 @@ class AdaKV(Wrapper):
         """Returns the base's `Parts` with `AdaptiveHeads` or the given safeguard: kv heads compete within a layer."""
         own = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
         mine: HeadBudgets = own if self.safeguard is None else self.safeguard
-        return dataclasses.replace(base, heads=within_stages(base.heads, mine))
+        return base.replace(heads=within_stages(base.heads, mine))

@@ -77,4 +77,4 @@ class ChunkKV(Wrapper):
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `ChunkedHeads`: a layer's kv heads keep the same chunks of rows."""
-        return dataclasses.replace(base, heads=self.heads)
+        return base.replace(heads=self.heads)

@@ -57,4 +57,4 @@ class CriticalKV(Wrapper):
         heads = TwoStageHeads(
             budgets=without_threshold(base.heads), first=self.first, epsilon=self.epsilon
         )
-        return dataclasses.replace(base, heads=with_threshold(heads, threshold_of(base.heads)))
+        return base.replace(heads=with_threshold(heads, threshold_of(base.heads)))

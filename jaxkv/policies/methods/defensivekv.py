@@ -64,4 +64,4 @@ class LayerDefensiveKV(DefensiveKV):
 
     def parts(self) -> Parts:
         """Returns DefensiveKV's `Parts` with one budget, for which the kv heads of all layers compete."""
-        return dataclasses.replace(super().parts(), layers=GlobalLayers())
+        return super().parts().replace(layers=GlobalLayers())

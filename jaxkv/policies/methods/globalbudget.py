@@ -70,4 +70,4 @@ class GlobalBudget(Wrapper):
         heads = base.heads
         if own_budgets(heads) is None:
             heads = within_stages(heads, AdaptiveHeads(alpha=self.alpha, capacity=self.capacity))
-        return dataclasses.replace(base, heads=heads, layers=GlobalLayers())
+        return base.replace(heads=heads, layers=GlobalLayers())

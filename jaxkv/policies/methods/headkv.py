@@ -52,4 +52,4 @@ class HeadKV(WindowMethod):
         if self.scores is None:
             return super().parts()
         budgets = Importance(scores=self.scores, beta=self.beta)
-        return dataclasses.replace(self.observed(), layers=budgets, heads=budgets)
+        return self.observed().replace(layers=budgets, heads=budgets)

@@ -69,4 +69,4 @@ class LUKV(Wrapper):
         ]
         assert not isinstance(dropped, str)
         budgets = CurveBudgets(scores=tuple(tuple(1 - each for each in heads) for heads in dropped))
-        return dataclasses.replace(base, layers=budgets, heads=within_stages(base.heads, budgets))
+        return base.replace(layers=budgets, heads=within_stages(base.heads, budgets))

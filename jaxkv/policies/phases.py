@@ -1,0 +1,170 @@
+"""Phases of a policy: what stays of a prompt, `KeepAll` or `Select`; what follows: `Append`, `Evict`, `Recompress`."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxkv._checks import ENDLESS, field, flag, instance, whole
+from jaxkv._errors import require
+from jaxkv.policies.checks import Kept, Tokens, as_budget
+from jaxkv.policies.heads import (
+    HeadBudgets,
+    UniformHeads,
+    own_budgets,
+    shares_positions,
+    threshold_of,
+)
+from jaxkv.policies.keep import Keep
+from jaxkv.policies.layers import LayerBudgets, UniformLayers
+from jaxkv.policies.merger import Merger, check_merger
+from jaxkv.policies.rank import Anew, Rank, check_rank
+from jaxkv.policies.scorer import Scorer, check_scorer
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KeepAll:
+    """Selection of every row of a prompt: its scorer asks for nothing, and is not called."""
+
+    scorer: ClassVar[Scorer] = Scorer()
+    budget: ClassVar[None] = None
+    clamp: ClassVar[bool] = False
+    keep: ClassVar[Keep] = Keep()
+    layers: ClassVar[LayerBudgets] = UniformLayers()
+    heads: ClassVar[HeadBudgets] = UniformHeads()
+    merge: ClassVar[None] = None
+    nested: ClassVar[bool] = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Select:
+    """Selection of a prompt's rows by scores, under a budget that is divided among layers and kv heads.
+
+    Attributes:
+        scorer: which rows matter.
+        budget: `Tokens`: rows kept per kv head and layer on average, sinks and window included. `Share`: of each
+            sequence's own prompt. `Bytes` of a sequence's cache, which `policy_for` turns into rows. Numbers and
+            text, as policies have them, become one of these. None: what `layers` say by themselves.
+        clamp: True raises a share that comes out below what must stay for some sequence; False refuses it.
+        keep: which rows stay whatever their score.
+        layers: how the budget spreads over layers.
+        heads: how a layer's budget spreads over its kv heads.
+        merge: the merger that folds dropped rows into kept ones; None drops them.
+        nested: a layer chooses among the positions that the layer below kept.
+    """
+
+    scorer: Scorer
+    budget: Kept | None = None
+    clamp: bool = False
+    keep: Keep = Keep()
+    layers: LayerBudgets = UniformLayers()
+    heads: HeadBudgets = UniformHeads()
+    merge: Merger | None = None
+    nested: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "budget", as_budget(self.budget))
+        check_scorer("scorer", self.scorer)
+        field(self, "keep", instance, Keep, "give Keep(...)")
+        remedy = "give an instance of a subclass of {}, {}() say"
+        for name, kind, usual in (
+            ("layers", LayerBudgets, "UniformLayers"),
+            ("heads", HeadBudgets, "UniformHeads"),
+        ):
+            field(self, name, instance, kind, remedy.format(kind.__name__, usual))
+        check_merger("merge", self.merge)
+        field(self, "clamp", flag)
+        field(self, "nested", flag)
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        """Raises ValueError unless budget, layers and heads say together, and once, how many rows stay."""
+        budget, layers, heads = self.budget, self.layers, self.heads
+        remedy = "give rows per head or a ratio; FullKV keeps everything"
+        if layers.sets_rows:
+            remedy = f"how many rows stay follows from {layers}: leave it out"
+        require((budget is None) is layers.sets_rows, "budget", budget, remedy)
+        remedy = "heads that say how many rows they keep say it of layers, too: give the same value as layers"
+        require(heads.limits() is None or layers == heads, "heads", heads, remedy)
+        if isinstance(budget, Tokens):
+            first, last = self.keep.sinks, self.keep.window
+            remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
+            require(budget.value >= first + last, "budget", budget, remedy)
+        remedy = f"layers that look at last queries need a scorer that reads some, unlike {self.scorer}: "
+        remedy += "give SnapKV's, say"
+        read = bool(self.scorer.queries) or not layers.needs_queries
+        require(read, "layers", layers, remedy)
+        remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
+        require(not layers.joint or own_budgets(heads) is not None, "layers", layers, remedy)
+        remedy = (
+            f"how many rows stay follows from {layers}: give UniformLayers(), or GlobalLayers()"
+        )
+        threshold, free = threshold_of(heads), layers.joint or not layers.from_scores
+        require(threshold is None or free, "threshold", threshold, remedy)
+        remedy = "heads need one set of positions: use SharedHeads()"
+        require(not self.nested or shares_positions(heads), "nested", self.nested, remedy)
+        equal = self.merge is None or heads.uniform or not self.merge.needs_equal_heads
+        remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
+        require(equal, "merge", self.merge, remedy)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Append:
+    """Phase after the prompt that appends new rows to the kept ones and evicts none."""
+
+    def check_over(self, select: Select) -> None:
+        """Raises ValueError where the phase cannot follow a selection; it can follow any."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Evict:
+    """Phase after the prompt that evicts the row of lowest `rank`, a `Rank`, for every new row beyond the budget.
+
+    Attributes:
+        rank: how rows are compared.
+    """
+
+    rank: Rank
+
+    def __post_init__(self) -> None:
+        check_rank("rank", self.rank)
+
+    def check_over(self, select: Select) -> None:
+        """Raises ValueError where a selection's rows cannot go one by one."""
+        remedy = "rows that go one by one are compared with one another, not with a threshold: give every=64, say"
+        threshold = threshold_of(select.heads)
+        require(threshold is None, "threshold", threshold, remedy)
+        remedy = "heads that drop the same rows need segments that lie alike: give a schedule, or every=64, say"
+        alike = not (shares_positions(select.heads) and select.layers.from_scores)
+        require(alike, "after", self, remedy)
+        fits = select.merge is None or bool(select.merge.compares)
+        require(fits, "merge", select.merge, "it folds prompts only: give Merge(), or None")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recompress:
+    """Phase that compresses the cache, prompt and answer together, again after every `every` new tokens.
+
+    Attributes:
+        every: number of new tokens between compressions: the cache never holds more than the budget and this many rows.
+        rank: how scores change until then; `Anew()` asks the scorer again, with the last queries it needs.
+    """
+
+    every: int
+    rank: Rank = Anew()
+
+    def __post_init__(self) -> None:
+        field(self, "every", whole, "give a number of tokens, at least 1")
+        object.__setattr__(self, "every", min(self.every, ENDLESS))
+        check_rank("rank", self.rank)
+
+    def check_over(self, select: Select) -> None:
+        """Raises ValueError where a selection's scorer reads what no cache remembers."""
+        scorer, anew = select.scorer, isinstance(self.rank, Anew)
+        once = anew and bool(scorer.replay or scorer.gate or scorer.two_stages)
+        remedy = f"{scorer} reads of a prompt what no cache remembers: leave it out"
+        require(scorer.blocks is None and not once, "every", self.every, remedy)
+        forgets = anew and scorer.future is not None and not scorer.queries
+        remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
+        require(not forgets, "every", self.every, remedy)
+
+
+After = Append | Evict | Recompress
