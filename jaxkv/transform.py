@@ -49,7 +49,7 @@ from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
-from jaxkv.policies.scorer import Observed, Scorer
+from jaxkv.policies.scorer import Extras, Observed, Scorer
 
 
 @settled
@@ -318,9 +318,9 @@ class _Given(Source):
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
         """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""
-        queries, length, (batch, heads, slots, dim) = scorer.queries, self.length, k.shape
+        queries, length, (batch, heads, slots, dim) = scorer.needs.queries, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
-        given, sums, sinks = self.given[index - self.first], None, None
+        given, sinks, extras = self.given[index - self.first], None, Extras()
         q = jnp.zeros((batch, heads, 1, 0, dim), k.dtype)
         if queries or self.parts.needs.sums:
             q = _queries(given.queries, k, self.parts)
@@ -333,7 +333,7 @@ class _Given(Source):
                 shaping = Shaping(softcap=given.softcap, sink_logits=sinks)
                 _, lse = backend.prefill(all_q, all_k, all_v, length, shaping=shaping)
                 assert lse is not None
-                sums = backend.column_sums(all_q, all_k, lse, length, shaping=shaping)
+                extras["sums"] = backend.column_sums(all_q, all_k, lse, length, shaping=shaping)
             if q.shape[3] == slots:
                 at = jnp.maximum(positions, 0)[:, None, None, :, None]
                 q = jnp.take_along_axis(q, at, axis=3)
@@ -344,10 +344,10 @@ class _Given(Source):
             q_positions=positions,
             k=k,
             v=v,
-            sums=sums,
             length=length,
             layer=jnp.int32(index),
             key=self.key,
+            extras=extras,
             sink_logits=None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape)),
             softcap=given.softcap,
         )
@@ -464,7 +464,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
             f"rows come out as plain arrays, not as {parts.store.__name__}: leave store out",
         ),
         (
-            needs.norms or needs.replay or needs.future or needs.hidden or needs.blocks,
+            set(needs.extras) - {"sums"},
             f"{name} looks at more than keys, values and queries: use KeyDiff, or jaxkv.generate",
         ),
     ):

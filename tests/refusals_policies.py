@@ -72,7 +72,7 @@ ROWS = [
         (lambda: AdaKV(base=ROLLING), "rolling="),
         (lambda: GlobalBudget(base=ROLLING), "rolling="),
         (lambda: StreamingLLM(slide=True, rolling_positions=True), "after="),
-        (lambda: FutureAttention(sinks=0, positions=0).future, "positions="),
+        (lambda: FutureAttention(sinks=0, positions=0).needs, "positions="),
     ),
     *options(
         SnapKV,

@@ -9,7 +9,7 @@ import tiny
 
 from jaxkv import Compactor
 from jaxkv.engine.prefill import read_layers
-from jaxkv.policies import BlockAttention, BlockSums, Observed
+from jaxkv.policies import BlockAttention, Observed
 from jaxkv.policies.methods.compactor import BlockAndLeverage
 from jaxkv.policies.scorer import Needs
 
@@ -25,7 +25,7 @@ def test_sums_of_a_model_are_those_of_its_queries_and_keys(size, first, last, ze
     tokens = np.zeros((len(lengths), slots), np.int32)
     for row, prompt in enumerate(tiny.prompts(3, lengths)):
         tokens[row, : len(prompt)] = prompt
-    needs = Needs(queries=max(lengths), blocks=(asked,), unrotated=True)
+    needs = Needs(queries=max(lengths), blocks=asked, unrotated=True)
     for out in read_layers(
         model.flat, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), needs=needs
     ):
@@ -34,7 +34,7 @@ def test_sums_of_a_model_are_those_of_its_queries_and_keys(size, first, last, ze
             expected = o.block_attention(
                 q.reshape(-1, n, q.shape[-1]), np.asarray(out.k)[row, :, :n], *vars(asked).values()
             )
-            ours = np.asarray(out.blocks[0].sums)[row, :, :, first : n - last].mean(axis=1)
+            ours = np.asarray(out.extras["blocks"])[row, :, :, first : n - last].mean(axis=1)
             np.testing.assert_allclose(ours, expected, rtol=2e-5, atol=1e-6)
 
 
@@ -49,10 +49,10 @@ def observed(dtype, n, scale=1.0, padding=5):
         q_positions=jnp.zeros((1, 0), jnp.int32),
         k=pad(k),
         v=pad(v),
-        unrotated=pad(raw),
-        blocks=BlockSums(
-            sums=jnp.pad(sums, ((0, 0), (0, 0), (0, padding)))[None], asked=BlockAttention()
-        ),
+        extras={
+            "unrotated": pad(raw),
+            "blocks": jnp.pad(sums, ((0, 0), (0, 0), (0, padding)))[None],
+        },
         length=jnp.asarray([n], jnp.int32),
         layer=jnp.int32(2),
         key=jax.random.key(7),

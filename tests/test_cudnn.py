@@ -80,7 +80,7 @@ def test_a_window_is_scored_by_a_kernel_where_cudnn_prefills():
 
     def observe(q, k):
         seen = {"q": q, "k": k, "v": k, "q_positions": positions, "length": positions[:, -1] + 1}
-        seen |= {"layer": jnp.int32(0), "key": jax.random.key(0), "sums": None}
+        seen |= {"layer": jnp.int32(0), "key": jax.random.key(0)}
         return WindowAttention(window=8).observe(
             Observed(**seen, implementation=Implementation.CUDNN)
         )

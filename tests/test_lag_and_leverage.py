@@ -1,5 +1,7 @@
 """LagKV, CurDKV and CAPKV where the policy table does not look: options, short prompts, rows alike, zero norms."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,10 +40,10 @@ def observed(policy, k, v, lengths, mean=None):
         layer=jnp.int32(0),
         key=jax.random.key(0),
     )
-    if scorer.future is not None:
+    if scorer.needs.moments is not None:
         mean = drawn(batch, heads, 2, dim, seed=7) if mean is None else mean
-        moments = QueryMoments(mean=jnp.asarray(mean), covariance=None, asked=scorer.future)
-        seen = seen.__class__(**{**vars(seen), "moments": moments})
+        moments = QueryMoments(mean=jnp.asarray(mean), covariance=None)
+        seen = dataclasses.replace(seen, extras={"moments": moments})
     return scorer.observe(seen)
 
 

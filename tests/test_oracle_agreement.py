@@ -18,7 +18,6 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, compress
 from jaxkv.policies import (
     AdaptiveHeads,
-    BlockSums,
     Observed,
     ProtectedHeads,
     QueryMoments,
@@ -61,7 +60,7 @@ class _Drawn(compress.Source):
         self.prompts = choosing.of_prompt(None, jnp.asarray(self.forced), self.length)
 
     def candidates(self, index):
-        parts, window = self.parts, self.parts.scorer.queries
+        parts, window = self.parts, self.parts.scorer.needs.queries
         positions = (self.lengths - window)[:, None] + np.arange(window)
         at = np.maximum(positions, 0)[:, None, None, :, None]
         k = self.k[index]
@@ -73,12 +72,7 @@ class _Drawn(compress.Source):
             length=self.length,
             layer=jnp.int32(index),
             key=jax.random.key(0),
-            sums=all_sums(self.q[index], k, self.lengths) if parts.needs.sums else None,
-            norms=jnp.asarray(critical_norms(k)) if parts.scorer.norms else None,
-            moments=self.moments(index),
-            replayed=None if parts.scorer.replay is None else jnp.asarray(replayed(k)),
-            blocks=self.blocks(index),
-            unrotated=jnp.asarray(k),
+            extras=self.extras(index),
         )
         norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_norms else None
         of = {"scorer": parts.scorer, "layers": parts.layers}
@@ -88,11 +82,24 @@ class _Drawn(compress.Source):
             self.prompts, scores=scores, norms=norms, claim=claim, first=first
         )
 
-    def moments(self, index):
-        """Mean and covariance of the prompts' queries as they come, if the scorer asks for them."""
-        asked = self.parts.scorer.future
-        if asked is None:
-            return None
+    def extras(self, index):
+        """What the scorer, or the layers' budgets, ask for beside queries."""
+        k, needs = self.k[index], self.parts.scorer.needs
+        found = {"unrotated": jnp.asarray(k)}
+        if self.parts.needs.sums:
+            found["sums"] = all_sums(self.q[index], k, self.lengths)
+        if needs.norms:
+            found["norms"] = jnp.asarray(critical_norms(k))
+        if needs.moments is not None:
+            found["moments"] = self.moments(index, needs.moments)
+        if needs.replay is not None:
+            found["replay"] = jnp.asarray(replayed(k))
+        if needs.blocks is not None:
+            found["blocks"] = self.blocks(index, needs.blocks)
+        return found
+
+    def moments(self, index, asked):
+        """Mean and covariance of the prompts' queries as they come."""
         q = [
             row[:, :, asked.skip : n].astype(np.float64)
             for row, n in zip(self.q[index], self.lengths, strict=True)
@@ -101,20 +108,17 @@ class _Drawn(compress.Source):
         outer = np.stack([np.einsum("kgni,kgnj->kgij", each, each) / each.shape[2] for each in off])
         mean = np.stack([row.mean(axis=2) for row in q])
         covariance = jnp.asarray(outer, jnp.float32) if asked.covariance else None
-        return QueryMoments(mean=jnp.asarray(mean, jnp.float32), covariance=covariance, asked=asked)
+        return QueryMoments(mean=jnp.asarray(mean, jnp.float32), covariance=covariance)
 
-    def blocks(self, index):
-        """Attention that each key receives within its block, block by block, if the scorer asks for it."""
-        asked = self.parts.scorer.blocks
-        if asked is None:
-            return None
+    def blocks(self, index, asked):
+        """Attention that each key receives within its block, block by block."""
         sums = np.zeros(self.q[index].shape[:-1], np.float32)
         for first in range(asked.first, SLOTS, asked.size):
             at = np.arange(first, min(first + asked.size, SLOTS))
             inside = jnp.asarray(at < self.lengths[:, None] - asked.last)
             q, k = (jnp.asarray(each[index][..., at, :]) for each in (self.q, self.k))
             sums[..., at] = attention.block_sums(q, k, inside)
-        return BlockSums(sums=jnp.asarray(sums), asked=asked)
+        return jnp.asarray(sums)
 
     def wanted(self, group, claims):
         parts, lengths, forced = self.parts, self.lengths, self.forced.sum(axis=1)

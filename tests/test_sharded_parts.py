@@ -19,6 +19,7 @@ from jaxkv.policies import (
     KeyNorm,
     Merged,
     Merger,
+    Needs,
     Scorer,
     UniformHeads,
     WindowAttention,
@@ -50,7 +51,7 @@ def test_heads_that_merge_together():
 class Loudest(Scorer):
     """The most that any query head pays to a row with the last query; together, heads of larger keys count more."""
 
-    queries: ClassVar[int] = 1
+    needs: ClassVar[Needs] = Needs(queries=1)
     group: ClassVar[str] = "max"
     together: bool = False
 

@@ -12,7 +12,7 @@ from policy_table import BY_NAME
 
 import jaxkv
 from jaxkv import H2O, AdaKV, Policy, PyramidKV, SnapKV, UnseenQuestionWarning
-from jaxkv.policies import KeyNorm, Scorer, WindowAttention
+from jaxkv.policies import KeyNorm, Needs, Scorer, WindowAttention
 
 DOCUMENT = "the quick brown fox jumps over the lazy dog and over the cat"
 SMALL = {"budget": 16, "window": 4}
@@ -25,8 +25,8 @@ class WorstCase(Scorer):
     looks_at_end: bool = False
 
     @property
-    def queries(self):
-        return 4
+    def needs(self):
+        return Needs(queries=4)
 
     def observe(self, seen):
         return seen.k.astype(jnp.float32)[..., 0]

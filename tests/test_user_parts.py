@@ -1,6 +1,7 @@
 """Parts that users write: scores that are no numbers, rows of no rank, what subclasses declare anew."""
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jaxkv.policies import (
     HeadBudgets,
     KeyNorm,
     LayerBudgets,
+    Needs,
     Order,
     Scorer,
     UniformHeads,
@@ -70,6 +72,22 @@ class OfShorterKeys(Scorer):
             jax.tree.map(lambda leaf: leaf, seen)
         ) and repr(seen)
         return self.base.observe(dataclasses.replace(seen, k=seen.k / 2))
+
+
+@dataclasses.dataclass(frozen=True)
+class ReadsUnasked(Scorer):
+    """It reads sums, and asks for values' norms alone, which it finds under their name."""
+
+    needs: ClassVar[Needs] = Needs(norms=True)
+
+    def observe(self, seen):
+        assert seen.norms.shape == seen.k.shape[:3]
+        return seen.sums.mean(axis=2)
+
+
+def test_what_a_scorer_did_not_ask_for_is_named():
+    with pytest.raises(AttributeError, match=r"seen\.sums: .*Needs\(sums=\.\.\.\)"):
+        tiny.run(tiny.tiny(GQA), tiny.prompts(2, (40, 25)), policy_of(ReadsUnasked()))
 
 
 def test_a_scorer_may_change_what_another_sees():

@@ -119,7 +119,7 @@ def test_the_statistic_agrees_with_the_oracle(kind):
         length=length,
         layer=jnp.int32(0),
         key=jax.random.key(0),
-        sums=jnp.asarray(sums, jnp.float32),
+        extras={"sums": jnp.asarray(sums, jnp.float32)},
     )
     layers = VarianceLayers(statistic=kind)
     ours = layers.weight(layers.of_heads(*nothing, seen).reshape(1, -1))

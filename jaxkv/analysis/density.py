@@ -77,8 +77,7 @@ def density(
         for _, out in layers_of(params, text, queries=bucket(count), sums=True):
             given = (out.q, out.k, out.q_positions, length, jnp.float32(least))
             large, mass = map(host, _dense(*given, bins=bins, axes=params.axes))
-            assert out.sums is not None
-            received = host(out.sums)[0, ..., :count].astype(np.float64)
+            received = host(out.extras["sums"])[0, ..., :count].astype(np.float64)
             layers.append(
                 (received.var(axis=-1, ddof=1).ravel(), large[0].ravel() / pairs, mass[0])
             )

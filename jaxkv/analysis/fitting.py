@@ -100,8 +100,7 @@ def _observed(
     )
     found = []
     for layer, peak in enumerate(peaks):
-        hidden = ran[layer].hidden
-        assert hidden is not None
+        hidden = ran[layer].extras["hidden"]
         found.append((host(hidden)[0, :count].astype(np.float64), _logarithms(peak, count)))
     return found
 

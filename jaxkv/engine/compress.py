@@ -274,10 +274,10 @@ def observe(
     A scorer whose results are not float32 of the rows' shape is refused with a TypeError.
     """
     weight = None
-    if seen.norms is not None:
+    if "norms" in seen.extras:
         # All kv heads hold the same rows of a prompt.
         of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
-        seen = dataclasses.replace(seen, norm_totals=of_heads)
+        seen = dataclasses.replace(seen, extras={**seen.extras, "norm_totals": of_heads})
     scores, mass = scored(scorer, seen, axes)
     if layers.from_scores and not layers.joint:
         inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]

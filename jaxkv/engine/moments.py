@@ -11,7 +11,7 @@ from jaxkv.attention.xla import exact_einsum
 from jaxkv.models.decoder import Block
 from jaxkv.models.rope import Angles, angles, rotate
 from jaxkv.models.values import Rope
-from jaxkv.policies.scorer import BlockAttention, BlockSums, FutureQueries, QueryMoments
+from jaxkv.policies.scorer import BlockAttention, FutureQueries, QueryMoments
 
 
 class _Sums(NamedTuple):
@@ -57,8 +57,8 @@ def prompt_block_sums(
     length: Int[Array, " B"],
     table: Angles,
     asked: BlockAttention,
-) -> BlockSums:
-    """Computes `BlockSums` from hidden states: attention that each key receives from the queries of its token block."""
+) -> Float[Array, "B K G S"]:
+    """Attention `f32[B, K, G, S]` that each key receives from the queries of its block, from hidden states."""
     slots = x.shape[1]
     size = asked.tokens(slots)
 
@@ -73,7 +73,7 @@ def prompt_block_sums(
     count = max(1, -(-(slots - asked.first) // size))
     sums = jnp.moveaxis(lax.map(of_block, jnp.arange(count, dtype=jnp.int32)), 0, 3)
     sums = jnp.pad(sums.reshape(*sums.shape[:3], -1), ((0, 0), (0, 0), (0, 0), (asked.first, 0)))
-    return BlockSums(sums=sums[..., :slots], asked=asked)
+    return sums[..., :slots]
 
 
 def last_moments(
@@ -127,7 +127,7 @@ def _turned(sums: _Sums, seen: Int[Array, " B"], rope: Rope, asked: FutureQuerie
     by = Angles(cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True))
     mean = rotate(sums.mean[..., None, :], by)[..., 0, :]
     if sums.outer is None:
-        return QueryMoments(mean=mean, covariance=None, asked=asked)
+        return QueryMoments(mean=mean, covariance=None)
     covariance = sums.outer / jnp.maximum(sums.number, 1.0)[:, None, None, None, None]
     half = jnp.swapaxes(rotate(covariance, by), -1, -2)
-    return QueryMoments(mean=mean, covariance=rotate(half, by), asked=asked)
+    return QueryMoments(mean=mean, covariance=rotate(half, by))

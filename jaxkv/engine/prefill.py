@@ -115,9 +115,12 @@ def observed(
     implementation: Implementation,
 ) -> Observed:
     """Makes a scorer's `Observed` input (last queries, keys, values, attention sums, norms) from one layer's output."""
-    # Queries, norms and moments may be there for other parts of the policy than the scorer, too.
-    first, future, blocks = out.q.shape[3] - scorer.queries, scorer.future, scorer.blocks
-    gate = scorer.gate
+    # Queries and norms may be there for other parts of the policy than the scorer, too; layers read its sums.
+    needs, asked = scorer.needs, ("sums", *scorer.needs.extras)
+    first = out.q.shape[3] - needs.queries
+    extras: Any = {name: each for name, each in out.extras.items() if name in asked}
+    if needs.gate is not None:
+        extras["gate"] = gate_weights(flat, needs.gate, index)
     return Observed(
         q=out.q[..., first:, :],
         q_positions=out.q_positions[:, first:],
@@ -126,16 +129,9 @@ def observed(
         length=length,
         layer=jnp.int32(index),
         key=key,
-        sums=out.sums,
-        norms=out.norms if scorer.norms else None,
-        moments=next((each for each in out.moments if each.asked == future), None),
-        replayed=out.replayed,
-        blocks=next((each for each in out.blocks if each.asked == blocks), None),
-        unrotated=None if blocks is None else out.unrotated,
-        hidden=None if gate is None else out.hidden,
+        extras=extras,
         sink_logits=out.sink_logits,
         softcap=flat.config.spec_of(index).softcap,
-        gate=None if gate is None else gate_weights(flat, gate, index),
         implementation=implementation,
         axes=flat.axes,
         group_axes=flat.axes,
@@ -311,7 +307,7 @@ class Prompts(Source):
             self.flat, self.ran, padded, asked, implementation=self.implementation, worth=worth
         )
         for index in self.indices:
-            self.ran[index] = dataclasses.replace(self.ran[index], replayed=peaks[index])
+            self.ran[index].extras["replay"] = peaks[index]
 
     def _run(self, index: int) -> LayerOut:
         """Runs a layer on the hidden states of the one below; returns its `LayerOut`, whose hidden states it stores."""
@@ -326,7 +322,7 @@ class Prompts(Source):
         """Runs a layer unless it has run; returns masks, scores as `Candidates`; keeps K and V to pack or offload."""
         parts, scorer, length = self.parts, self.parts.scorer, self.length
         out = self.ran.pop(index) if index in self.ran else self._run(index)
-        k = out.unrotated if parts.rolling and out.unrotated is not None else out.k
+        k = out.extras.get("unrotated", out.k) if parts.rolling else out.k
         rows = Unpacked(k, out.v, self.unscored.inside)
         if self.transforms:
             self.centres.append(centre_of(k, length, axes=self.axes))
@@ -353,7 +349,7 @@ class Prompts(Source):
         )
         self.nans.append(unordered(scores, length, axes=self.axes))
         self.held[index] = rows._replace(mass=mass, score=mass if parts.scored else None)
-        norms = out.norms if parts.heads.needs_norms else None
+        norms = out.extras["norms"] if parts.heads.needs_norms else None
         first = ranked_first(seen, scorer=scorer, axes=self.axes)
         return dataclasses.replace(
             self.unscored, scores=scores, norms=norms, claim=claim, first=first

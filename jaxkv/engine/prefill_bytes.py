@@ -237,7 +237,7 @@ class PrefillBytes:
         """Bytes that scores need of a block of tokens: values after the output projection, or logits of all heads."""
         needs, config = self.parts.needs, self.config
         projected = 4 * min(self.slots, 512) * config.embed * needs.norms
-        most = max((asked.tokens(self.slots) for asked in needs.blocks), default=0)
+        most = 0 if needs.blocks is None else needs.blocks.tokens(self.slots)
         return self.batch * config.heads * max(projected, 8 * most**2)
 
     @cached_property
@@ -245,11 +245,10 @@ class PrefillBytes:
         """Bytes that a layer's program returns for scoring: window queries, sums, norms, moments, hidden states."""
         needs, config = self.parts.needs, self.config
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms
-        size += 4 * config.group * (needs.sums + len(needs.blocks))
+        size += 4 * config.group * (needs.sums + (needs.blocks is not None))
         window = needs.queries * config.head_dim * self.item
-        window += sum(
-            4 * config.head_dim * (1 + f.covariance * config.head_dim) for f in needs.future
-        )
+        if needs.moments is not None:
+            window += 4 * config.head_dim * (1 + needs.moments.covariance * config.head_dim)
         hidden = self.batch * self.slots * config.embed * self.item * needs.hidden
         return self.batch * config.heads * window + self._rows_of(size) + hidden
 

@@ -15,7 +15,7 @@ from jaxkv.engine.segments import in_window
 from jaxkv.models.decoder import Block, Graphs, Leaves
 from jaxkv.models.layers import float_weight
 from jaxkv.models.rope import Angles, rotate
-from jaxkv.policies.scorer import BlockSums, Needs, QueryMoments
+from jaxkv.policies.scorer import Extras, Needs
 from jaxkv.sharding.collectives import mean_of_devices
 
 # On a CPU, 512 queries at a time keep the products large and the logits of one kv head inside a core's cache.
@@ -25,36 +25,25 @@ _BLOCKS = (512, QUERY_BLOCK)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOut:
-    """One layer's prefill output: hidden states, keys, values, and queries, sums, norms, moments that a policy needs.
+    """One layer's prefill output: hidden states, keys, values, last queries, and what else a policy needs.
 
     Attributes:
         x: hidden states for the next layer `[B, S, E]`; after the last layer the last token's `[B, E]`.
         k: rotated keys.
         v: values.
-        unrotated: keys before RoPE; None unless `needs.unrotated`.
         q: rotated queries of the last w = `needs.queries` tokens.
         q_positions: their positions; negative ones do not exist.
-        sums: attention that each key receives from all queries; None unless `needs.sums`.
-        norms: `value_norms`; None unless `needs.norms`.
-        moments: mean and covariance of queries, for each setting in `needs.future`.
-        replayed: largest attention of a second pass over the prompt, once it has run; None unless `needs.replay`.
-        blocks: attention that each key receives within its block, for each setting in `needs.blocks`.
-        hidden: hidden states after the norm that precedes attention; None unless `needs.hidden`.
+        extras: what else `needs` asked for, by its names: `sums`, `norms`, `unrotated`, `hidden`, `moments`, `blocks`;
+            and `replay`, once a second pass over the prompt has run.
         sink_logits: the block's, for each sequence; None for blocks without.
     """
 
     x: Shaped[Array, "B ..."]
     k: Float[Array, "B K S D"]
     v: Float[Array, "B K S D"]
-    unrotated: Float[Array, "B K S D"] | None
     q: Float[Array, "B K G w D"]
     q_positions: Int[Array, "B w"]
-    sums: Float[Array, "B K G S"] | None
-    norms: Float[Array, "B K S"] | None
-    moments: tuple[QueryMoments, ...] = ()
-    replayed: Float[Array, "B K S"] | None = None
-    blocks: tuple[BlockSums, ...] = ()
-    hidden: Float[Array, "B S E"] | None = None
+    extras: Extras
     sink_logits: Float[Array, "B K G"] | None = None
 
 
@@ -82,13 +71,23 @@ def layer(
         block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at)
     )
     size = block_size(slots, _BLOCKS)
-    moments = tuple(prompt_moments(block, x, length, asked, size=size) for asked in needs.future)
-    blocks = tuple(prompt_block_sums(block, x, length, table, asked) for asked in needs.blocks)
-    hidden = block.normed(x) if needs.hidden else None
+    extras = Extras()
+    if needs.moments is not None:
+        extras["moments"] = prompt_moments(block, x, length, needs.moments, size=size)
+    if needs.blocks is not None:
+        extras["blocks"] = prompt_block_sums(block, x, length, table, needs.blocks)
+    if needs.hidden:
+        extras["hidden"] = block.normed(x)
     backend, reach = backend_of(implementation), block.spec.window
     attends = backend if reach is None or backend.windows else backend_of(Implementation.XLA)
     run = _at_once if attends.at_once else _by_sequence
-    x, k, v, unrotated, sums = run(block, x, length, table, needs, last, attends)
+    x, (k, v, *unrotated), sums = run(block, x, length, table, needs, last, attends)
+    if needs.unrotated:
+        extras["unrotated"] = unrotated[0]
+    if sums is not None:
+        extras["sums"] = sums
+    if needs.norms:
+        extras["norms"] = value_norms(block, v)
     if last:
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
@@ -111,14 +110,9 @@ def layer(
         x=x,
         k=k,
         v=v,
-        unrotated=unrotated,
         q=window,
         q_positions=q_positions,
-        sums=sums,
-        norms=value_norms(block, v) if needs.norms else None,
-        moments=moments,
-        blocks=blocks,
-        hidden=hidden,
+        extras=extras,
         sink_logits=None if sinks is None else jnp.broadcast_to(sinks, (batch, *sinks.shape)),
     )
 
@@ -147,11 +141,11 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
 
 def _by_sequence(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
-) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Runs one block sequence by sequence; tuple: hidden states, keys, values, unrotated keys, attention sums.
+) -> tuple[Array, tuple[Array, ...], Array | None]:
+    """Runs one block sequence by sequence; tuple: hidden states, what `_keys_values` returns, attention sums or None.
 
     For a CPU: as many blocks as the sequence has, so padding costs memory but no time. Hidden states of the top block
-    (`last`) come back unchanged; unrotated keys and sums are None unless `needs` asks for them.
+    (`last`) come back unchanged; sums are None unless `needs` asks for them.
     """
     config, (batch, slots, width) = block.config, x.shape
     shaping, reach = block.shaping, block.spec.window
@@ -207,14 +201,14 @@ def _by_sequence(
         (config.kv_heads, config.group, slots if attends else 0, config.head_dim), x.dtype
     )
     carry = (_buffers(block, x, needs.unrotated), x, sums, q)
-    (k, v, *unrotated), x, sums, _ = lax.fori_loop(0, batch, sequence, carry)
-    return x, k, v, unrotated[0] if unrotated else None, sums
+    buffers, x, sums, _ = lax.fori_loop(0, batch, sequence, carry)
+    return x, buffers, sums
 
 
 def _at_once(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
-) -> tuple[Array, Array, Array, Array | None, Array | None]:
-    """Runs one block on all sequences at once; tuple: hidden states, keys, values, unrotated keys, attention sums.
+) -> tuple[Array, tuple[Array, ...], Array | None]:
+    """Runs one block on all sequences at once; tuple: hidden states, what `_keys_values` returns, sums or None.
 
     For a GPU: attention in one call, the matrix products in long blocks. Results are those of `_by_sequence`.
     """
@@ -233,9 +227,10 @@ def _at_once(
 
     # Every row of them is written before it is read.
     shape = (batch, config.kv_heads, slots, config.head_dim)
-    k, v, *unrotated = lax.fori_loop(
+    buffers = lax.fori_loop(
         0, slots // size, project, (lax.empty(shape, x.dtype),) * (3 if needs.unrotated else 2)
     )
+    k, v = buffers[:2]
 
     def queries(index, q):
         return put(
@@ -263,7 +258,7 @@ def _at_once(
         )
     if not last:
         x = lax.fori_loop(0, slots // size, finish, x)
-    return x, k, v, unrotated[0] if unrotated else None, sums
+    return x, buffers, sums
 
 
 def _keys_values(block: Block, normed: Array, by: Angles, unrotated: bool) -> tuple[Array, ...]:

@@ -26,7 +26,7 @@ from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.rank import Anew, ranked
-from jaxkv.policies.scorer import Observed, Scorer
+from jaxkv.policies.scorer import Extras, Observed, Scorer
 from jaxkv.sharding.collectives import gathered, most_of_devices, own
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, place, settle_down
@@ -388,8 +388,10 @@ def _observed(
     segments, scorer, centre = layer.segments, static.scorer, layer.centre
     k = rows.k
     batch, heads = segments.length.shape
-    window, future, moments = scorer.queries, scorer.future, None
-    norms, totals = _value_norms(leaves, rows, static) if scorer.norms else (None, None)
+    needs, extras = scorer.needs, Extras()
+    window = needs.queries
+    if needs.norms:
+        extras["norms"], extras["norm_totals"] = _value_norms(leaves, rows, static)
     if layer.ring is None:
         q = jnp.zeros((batch, heads, 1, 0, k.shape[-1]), k.dtype)
     else:
@@ -399,8 +401,9 @@ def _observed(
         # The transform is its own inverse.
         remembered = remembered if centre is None else transformed(remembered)
         q = remembered.astype(k.dtype)
-        if future is not None:
-            moments = last_moments(remembered, segments.seen, static.graphs.spec.rope, future)
+        if needs.moments is not None:
+            rope = static.graphs.spec.rope
+            extras["moments"] = last_moments(remembered, segments.seen, rope, needs.moments)
     sinks = static.graphs.block(leaves).sink_logits
     # If heads hold different numbers of rows, each head is a sequence of its own for the scorer.
     fold = not static.heads.uniform
@@ -418,9 +421,7 @@ def _observed(
         length=length,
         layer=layer.layer,
         key=layer.key,
-        norms=None if norms is None else flat(norms),
-        norm_totals=None if totals is None else flat(totals),
-        moments=jax.tree.map(flat, moments),
+        extras=jax.tree.map(flat, extras),
         sink_logits=None if sinks is None else flat(jnp.broadcast_to(sinks, (batch, *sinks.shape))),
         softcap=static.graphs.spec.softcap,
         axes=None if fold else static.axes,

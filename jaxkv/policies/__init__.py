@@ -54,9 +54,9 @@ from jaxkv.policies.reading import FilteredReads, LoadedReads, ReadAll, Reads, S
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import (
     BlockAttention,
-    BlockSums,
     FutureQueries,
     GroupReduce,
+    Needs,
     Observed,
     QueryMoments,
     Replay,
@@ -81,7 +81,6 @@ __all__ = [
     "Append",
     "AvgPool",
     "BlockAttention",
-    "BlockSums",
     "ByAge",
     "ByAttention",
     "Bytes",
@@ -124,6 +123,7 @@ __all__ = [
     "Method",
     "Metric",
     "Mode",
+    "Needs",
     "NoPool",
     "Observed",
     "OfficialLayers",

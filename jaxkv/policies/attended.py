@@ -14,7 +14,7 @@ from jaxkv._errors import require
 from jaxkv.attention import backend_of
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.rank import ByAttention, Rank
-from jaxkv.policies.scorer import GroupReduce, Observed, Scorer, sees_query_heads
+from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Scorer
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices
 from jaxkv.sharding.mesh import Axes
 
@@ -121,7 +121,7 @@ class CumulativeAttention(Scorer):
         the mean, Ren and Zhu, arXiv:2402.06262, section 4.
     """
 
-    sums: ClassVar[bool] = True
+    needs: ClassVar[Needs] = Needs(sums=True)
 
     mean: bool = False
 
@@ -135,7 +135,6 @@ class CumulativeAttention(Scorer):
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Attention `[B, K, S]` on rows, summed over queries, mean over the group."""
-        assert seen.sums is not None
         return seen.sums.mean(axis=2)
 
     def scores(
@@ -150,7 +149,7 @@ class CumulativeAttention(Scorer):
 class LastAttention(Scorer):
     """TOVA's scorer: attention of the last query alone, averaged over the query heads of a group."""
 
-    queries: ClassVar[int] = 1
+    needs: ClassVar[Needs] = Needs(queries=1)
     rank: ClassVar[Rank] = ByAttention(decay=0.0)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
@@ -175,9 +174,9 @@ class WindowScorer(Scorer):
         field(self, "pooling", instance, Callable, "give MaxPool(7), AvgPool(5) or NoPool()")
 
     @property
-    def queries(self) -> int:
-        """Number of last queries that the scorer reads: `window`."""
-        return self.window
+    def needs(self) -> Needs:
+        """What `observe` reads: the last `window` queries."""
+        return Needs(queries=self.window)
 
     def scores(
         self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
@@ -253,7 +252,7 @@ def of_group(
     observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None
 ) -> Float[Array, "B K S"]:
     """Observations `[B, K, S]`, mean or max over devices that share a kv head; unchanged if no query heads are read."""
-    if not sees_query_heads(scorer):
+    if not scorer.needs.query_heads:
         # Scorers that read no query heads observe the same on all devices.
         return observed
     largest = GroupReduce(scorer.group) is GroupReduce.MAX

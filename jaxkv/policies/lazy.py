@@ -9,7 +9,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._checks import field, namespace, whole
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, finite
-from jaxkv.policies.scorer import Observed
+from jaxkv.policies.scorer import Needs, Observed
 from jaxkv.policies.unseen import Position
 
 
@@ -82,6 +82,6 @@ class Recency(Position):
     window: int = 32
 
     @property
-    def queries(self) -> int:
-        """Number of last queries that layer budgets read: `window`."""
-        return self.window
+    def needs(self) -> Needs:
+        """What layer budgets read: the last `window` queries."""
+        return Needs(queries=self.window)

@@ -237,17 +237,15 @@ class Parts:
     @property
     def needs(self) -> Needs:
         """Config `Needs` of what prefill computes for these parts beyond keys and values, such as attention sums."""
-        scorer = self.scorer
-        future, blocks = scorer.future, scorer.blocks
-        return Needs(
-            queries=max(scorer.queries, self.read.queries),
-            sums=scorer.sums or self.layers.needs_sums,
-            norms=self.heads.needs_norms or scorer.norms,
-            future=() if future is None else (future,),
-            replay=scorer.replay,
-            unrotated=self.rolling or blocks is not None,
-            blocks=() if blocks is None else (blocks,),
-            hidden=scorer.gate is not None,
+        needs = self.scorer.needs
+        return dataclasses.replace(
+            needs,
+            queries=max(needs.queries, self.read.queries),
+            sums=needs.sums or self.layers.needs_sums,
+            norms=needs.norms or self.heads.needs_norms,
+            unrotated=needs.unrotated or self.rolling,
+            # Weights are arrays of their own.
+            gate=None,
         )
 
     def row_bytes(self, dim: int, itemsize: int) -> int:
@@ -295,7 +293,7 @@ class Parts:
             one_set=shares_positions(self.heads),
             keep=Keep(sinks=self.keep.sinks, protect=self.keep.protect),
             merge=self.merge,
-            queries=self.scorer.queries if isinstance(after.rank, Anew) else 0,
+            queries=self.scorer.needs.queries if isinstance(after.rank, Anew) else 0,
         )
 
     def reading(self, windows: Windows, slots: int) -> Reading:

@@ -90,7 +90,7 @@ class Select:
             require(budget.value >= first + last, "budget", budget, remedy)
         remedy = f"layers that look at last queries need a scorer that reads some, unlike {self.scorer}: "
         remedy += "give SnapKV's, say"
-        read = bool(self.scorer.queries) or not layers.needs_queries
+        read = bool(self.scorer.needs.queries) or not layers.needs_queries
         require(read, "layers", layers, remedy)
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
         require(not layers.joint or own_budgets(heads) is not None, "layers", layers, remedy)
@@ -159,10 +159,11 @@ class Recompress:
     def check_over(self, select: Select) -> None:
         """Raises ValueError where a selection's scorer reads what no cache remembers."""
         scorer, anew = select.scorer, isinstance(self.rank, Anew)
-        once = anew and bool(scorer.replay or scorer.gate or scorer.two_stages)
+        needs = scorer.needs
+        once = anew and bool(needs.replay or needs.gate or scorer.two_stages)
         remedy = f"{scorer} reads of a prompt what no cache remembers: leave it out"
-        require(scorer.blocks is None and not once, "every", self.every, remedy)
-        forgets = anew and scorer.future is not None and not scorer.queries
+        require(needs.blocks is None and not once, "every", self.every, remedy)
+        forgets = anew and needs.moments is not None and not needs.queries
         remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
         require(not forgets, "every", self.every, remedy)
 

@@ -1,10 +1,10 @@
-"""`Scorer`, the base of what scores a layer's rows; `Observed`, its view of the layer; `Needs`, what prefill adds."""
+"""`Scorer`, the base of what scores a layer's rows; `Needs`, what it reads; `Observed`, where it finds that."""
 
 import dataclasses
 import enum
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import numpy as np
@@ -89,9 +89,7 @@ class Replay:
             object.__setattr__(self, name, ids)
 
 
-@partial(
-    jax.tree_util.register_dataclass, data_fields=["mean", "covariance"], meta_fields=["asked"]
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMoments:
     """Pytree of float32 mean and covariance of each query head's queries, as if rotated to positions after the text.
@@ -99,12 +97,10 @@ class QueryMoments:
     Attributes:
         mean: `f32[B, K, G, D]`.
         covariance: `f32[B, K, G, D, D]`, divided by the number of queries; None if it was not asked for.
-        asked: the settings that they were computed with.
     """
 
     mean: Float[Array, "B K G D"]
     covariance: Float[Array, "B K G D D"] | None
-    asked: FutureQueries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,70 +130,81 @@ class BlockAttention:
         return self.size if self.zeros else min(self.size, max(1, slots - self.first))
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["sums"], meta_fields=["asked"])
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockSums:
-    """Pytree of attention `f32[B, K, G, S]` that each key receives from all queries of its block, with its settings."""
-
-    sums: Float[Array, "B K G S"]
-    asked: BlockAttention
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Config of extras that prefill computes per layer for scorers: last queries, attention sums, norms, moments.
+    """Config of what a scorer reads beside keys and values; `Observed` has it as an attribute of the same name.
 
     Attributes:
-        queries: w, the last rotated queries of each sequence.
-        sums: the attention each key receives from all queries.
-        norms: L1 norms of values seen through the output projection.
-        unrotated: keys before RoPE.
-        future: settings of the `QueryMoments` to compute.
-        replay: settings of a second pass over the prompt; None for none.
-        blocks: settings of the `BlockSums` to compute.
-        hidden: the hidden states that enter the layer's attention, after its norm.
+        queries: w, the number of each sequence's last queries that are read (`seen.q`).
+        sums: `f32[B, K, G, S]` attention that each key receives from all queries.
+        norms: `f32[B, K, S]` L1 norms of values seen through the output projection, mean of the group; beside them
+            `seen.norm_totals`, `f32[B, K | 1, S]`, their sum over all kv heads that hold the row's position.
+        unrotated: `[B, K, S, D]` keys before RoPE.
+        hidden: `[B, S, E]` hidden states that enter the layer's attention, after its norm.
+        moments: settings of `QueryMoments`, the mean and covariance of queries as if after the text; None for none.
+        replay: settings of a second pass over the prompt: `f32[B, K, S]`, the largest attention that any of its queries
+            paid the row, 0 for the first `sinks` rows; None for none.
+        blocks: settings of `f32[B, K, G, S]`, the attention that each key receives from all queries of its block; None
+            for none.
+        gate: a trained gate, of which the layer's weights are read; None for none.
     """
 
     queries: int = 0
     sums: bool = False
     norms: bool = False
     unrotated: bool = False
-    future: tuple[FutureQueries, ...] = ()
-    replay: Replay | None = None
-    blocks: tuple[BlockAttention, ...] = ()
     hidden: bool = False
+    moments: FutureQueries | None = None
+    replay: Replay | None = None
+    blocks: BlockAttention | None = None
+    gate: Gate | None = None
+
+    @property
+    def extras(self) -> tuple[str, ...]:
+        """Names of what is asked for beside queries, each a key of `Observed.extras`."""
+        names = (each.name for each in dataclasses.fields(self) if each.name != "queries")
+        return tuple(name for name in names if getattr(self, name))
+
+    @property
+    def query_heads(self) -> bool:
+        """True if what is read depends on query heads, which several devices of a mesh may share."""
+        return bool(self.queries or self.sums or self.moments or self.replay or self.blocks)
+
+
+class Extras(TypedDict, total=False):
+    """What `Needs` can ask for beside queries, by its names: shapes, by which arrays are placed on a mesh."""
+
+    sums: Float[Array, "B K G S"]
+    norms: Float[Array, "B K S"]
+    norm_totals: Float[Array, "B #K S"]  # noqa: F821
+    unrotated: Float[Array, "B K S D"]
+    hidden: Float[Array, "B S E"]
+    moments: QueryMoments
+    replay: Float[Array, "B K S"]
+    blocks: Float[Array, "B K G S"]
+    gate: Any
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("q", "q_positions", "k", "v", "length", "layer", "key", "sums", "norms", "norm_totals"),
-        *("moments", "replayed", "blocks", "unrotated", "hidden", "gate", "sink_logits"),
+        *("q", "q_positions", "k", "v", "length", "layer", "key", "extras", "sink_logits"),
     ],
     meta_fields=["softcap", "implementation", "axes", "group_axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Pytree input of `Scorer.observe`: one layer's keys, values, last queries and extras for right-padded prompts.
+    """Pytree input of `Scorer.observe`: one layer of right-padded prompts, and what the scorer's `Needs` asked for.
 
     Attributes:
-        q: `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; w is the scorer's `queries`.
+        q: `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; w is `Needs.queries`.
         q_positions: `i32[B, w]` their positions; negative where the prompt is shorter than w.
         k: `[B, K, S, D]` rotated keys.
         v: `[B, K, S, D]` values.
         length: `i32[B]` tokens of each sequence.
         layer: `i32[]` index of the layer.
         key: random key of this call, if the scorer draws numbers.
-        sums: `f32[B, K, G, S]` attention each key receives from all queries, if the policy needs it.
-        norms: `f32[B, K, S]` L1 norms of values seen through the output projection, mean of the group, if needed.
-        norm_totals: `f32[B, K | 1, S]` sum of `norms` over all kv heads that hold the row's position, likewise.
-        moments: mean and covariance of the queries as they would be rotated after the text, if the scorer needs them.
-        replayed: `f32[B, K, S]` largest attention that any query of the second pass paid the row, 0 for the first
-            `sinks` rows, if the scorer needs it.
-        blocks: attention that each key receives from all queries of its block, if the scorer needs it.
-        unrotated: `[B, K, S, D]` keys before RoPE, likewise.
-        hidden: `[B, S, E]` hidden states that enter the layer's attention, after its norm, if the scorer has a gate.
-        gate: weights of this layer of the scorer's gate, likewise.
+        extras: what else was asked for, by the names of `Needs`; `seen.sums` reads `seen.extras["sums"]`.
         sink_logits: `[B, K, G]` learned logits that take part in the layer's softmax without a value; None for none.
         softcap: c, if the layer's attention has c * tanh(logits / c) in place of its logits; None if not.
         implementation: of attention: `Implementation.XLA` or a kernel library.
@@ -213,20 +220,20 @@ class Observed:
     length: Int[Array, " B"]
     layer: Int[Array, ""]
     key: PRNGKeyArray
-    sums: Float[Array, "B K G S"] | None = None
-    norms: Float[Array, "B K S"] | None = None
-    norm_totals: Float[Array, "B #K S"] | None = None  # noqa: F821
-    moments: QueryMoments | None = None
-    replayed: Float[Array, "B K S"] | None = None
-    blocks: BlockSums | None = None
-    unrotated: Float[Array, "B K S D"] | None = None
-    hidden: Float[Array, "B S E"] | None = None
-    gate: Any = None
+    extras: Extras = dataclasses.field(default_factory=Extras)
     sink_logits: Float[Array, "B K G"] | None = None
     softcap: float | None = None
     implementation: Implementation = Implementation.XLA
     axes: Axes | None = None
     group_axes: Axes | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """What was asked for by this name of `Needs`; AttributeError if it was not, or no cache remembers it."""
+        extras: Any = self.__dict__.get("extras", {})
+        if name not in extras:
+            there = f"give the scorer needs = Needs({name}=...); a cache compressed again has less"
+            raise AttributeError(f"seen.{name}: not asked for, or not there: {there}")
+        return extras[name]
 
     def window_mass(self, reduce: Callable[..., Array], *of_heads: Array) -> Array:
         """Statistic `[B, K, ...]` of the last queries' attention: `attention.window_mass` with the layer's softmax.
@@ -266,6 +273,17 @@ class Scorer:
             return -jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)
     ```
 
+    What it reads beside keys and values it asks for by `needs`, and finds under the same name:
+
+    ```python
+    @dataclasses.dataclass(frozen=True)
+    class Received(Scorer):
+        needs: ClassVar[Needs] = Needs(sums=True)
+
+        def observe(self, seen):
+            return seen.sums.mean(axis=2)
+    ```
+
     On a mesh it is called on every device, for the heads that lie there: a scorer that looks at each head alone needs
     no change. One that looks at other heads, or draws numbers, finds the mesh in `seen.axes`:
     `gathered(x, "K", 1, seen.axes)`, of jaxkv.sharding.collectives, brings the numbers of all kv heads, `own` takes the
@@ -273,39 +291,9 @@ class Scorer:
     """
 
     @property
-    def queries(self) -> int:
-        """Number w of each sequence's last queries that `observe` reads; 0 for none."""
-        return 0
-
-    @property
-    def sums(self) -> bool:
-        """True if `observe` reads `seen.sums`, the attention that rows receive from all queries."""
-        return False
-
-    @property
-    def norms(self) -> bool:
-        """True if `observe` reads `seen.norms`, the norms of values seen through the output projection."""
-        return False
-
-    @property
-    def future(self) -> FutureQueries | None:
-        """Settings of the `QueryMoments` that `observe` reads; None if it reads none."""
-        return None
-
-    @property
-    def replay(self) -> Replay | None:
-        """Settings of the second pass over the prompt whose attention `observe` reads; None if it reads none."""
-        return None
-
-    @property
-    def blocks(self) -> BlockAttention | None:
-        """Settings of the `BlockSums` that `observe` reads at prefill, with keys before RoPE; None if it reads none."""
-        return None
-
-    @property
-    def gate(self) -> Gate | None:
-        """Trained gate whose weights (`seen.gate`) `observe` reads beside hidden states; None by default."""
-        return None
+    def needs(self) -> Needs:
+        """What `observe` reads of a layer beside keys and values: the last queries, say; nothing by default."""
+        return Needs()
 
     @property
     def group(self) -> GroupReduce | str:
@@ -319,12 +307,12 @@ class Scorer:
 
     @property
     def looks_at_end(self) -> bool:
-        """True if scores follow the attention of a prompt's last queries; by default, if `queries` is above 0.
+        """True if scores follow the attention of a prompt's last queries; by default, if `needs.queries` is above 0.
 
         `jaxkv.prefill` then warns of documents whose question comes later: it may lack rows. A scorer that looks at
         these queries and keeps other rows nonetheless, by their worst case say, overrides this property.
         """
-        return bool(self.queries)
+        return bool(self.needs.queries)
 
     @property
     def two_stages(self) -> bool:
@@ -350,7 +338,7 @@ class Scorer:
         """Float32 observations `[B, K, S]` of rows, such as attention received; `scores` turns them into scores.
 
         Args:
-            seen: the layer; fields that no property asks for may be None. Rows past a length may hold anything.
+            seen: the layer, with what `needs` asked for. Rows past a length may hold anything.
 
         Returns:
             A number for each row; rows past a sequence's length may get anything.
@@ -384,16 +372,12 @@ class Scorer:
         return observed
 
 
-def sees_query_heads(scorer: Scorer) -> bool:
-    """True if a scorer's observations depend on query heads, which several devices of a mesh may share."""
-    return bool(scorer.queries or scorer.sums or scorer.future or scorer.replay or scorer.blocks)
-
-
 def check_scorer(label: str, scorer: Any) -> None:
     """Raises TypeError or ValueError unless `scorer` is an instance of `Scorer` with a hash and `observe`."""
     instance(label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer")
     if type(scorer).observe is Scorer.observe:
         raise TypeError(f"{label}={scorer!r}: it says nothing of rows: write its method `observe`")
-    whole(f"{label}.queries", scorer.queries, least=0)
+    needs = instance(f"{label}.needs", scorer.needs, Needs, "give Needs(queries=32), say")
+    whole(f"{label}.needs.queries", needs.queries, least=0)
     choice(f"{label}.group", scorer.group, GroupReduce)
     static(label, scorer)

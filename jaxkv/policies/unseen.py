@@ -18,7 +18,14 @@ from jaxkv.policies.folding import unit
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.of_model import given
 from jaxkv.policies.rank import Anew, ByAge, Rank
-from jaxkv.policies.scorer import FutureQueries, GroupReduce, Observed, QueryMoments, Scorer
+from jaxkv.policies.scorer import (
+    FutureQueries,
+    GroupReduce,
+    Needs,
+    Observed,
+    QueryMoments,
+    Scorer,
+)
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
 
 # Rows whose products with a covariance are in memory at a time.
@@ -79,18 +86,15 @@ class FutureAttention(Scorer):
         field(self, "epsilon", real, "give 0 or a small number", high=1e30)
 
     @property
-    def queries(self) -> int:
-        """Number of last queries that caches remember for the next compression: `remembered`."""
-        return self.remembered
-
-    @property
-    def future(self) -> FutureQueries:
-        """`FutureQueries` settings, by which the mean and covariance of queries after the text are computed."""
-        return FutureQueries(skip=self.sinks, positions=self.positions, covariance=self.covariance)
+    def needs(self) -> Needs:
+        """What `observe` reads: moments of queries; caches remember the last queries for the next compression."""
+        moments = FutureQueries(
+            skip=self.sinks, positions=self.positions, covariance=self.covariance
+        )
+        return Needs(queries=self.remembered, moments=moments)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: expected attention, mean over the group, times the value's L2 norm if `value_norms`."""
-        assert seen.moments is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
         counts = (index >= self.sinks) & (index < seen.length[:, None, None, None])
         logits = jnp.where(counts, _expected_logits(seen.k, seen.moments), -jnp.inf)
@@ -143,7 +147,6 @@ class WorstAttention(Scorer):
     """
 
     looks_at_end: ClassVar[bool] = False
-    norms: ClassVar[bool] = True
     group: ClassVar[GroupReduce] = GroupReduce.MAX
 
     window: int = 32
@@ -162,13 +165,12 @@ class WorstAttention(Scorer):
         return self.stage != "none"
 
     @property
-    def queries(self) -> int:
-        """Number of last queries that the scorer reads: `window`."""
-        return self.window
+    def needs(self) -> Needs:
+        """What `observe` reads: the last `window` queries, and norms of values."""
+        return Needs(queries=self.window, norms=True)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: largest pooled attention of any window query, times value norm's share over kv heads."""
-        assert seen.norms is not None and seen.norm_totals is not None
         pool, index = AvgPool(self.kernel), jnp.arange(seen.k.shape[2], dtype=jnp.int32)
 
         def worst(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
@@ -276,6 +278,11 @@ class GateScores(Scorer):
     gate: Gate | None = None
 
     @property
+    def needs(self) -> Needs:
+        """What `observe` reads: hidden states, and the gate's weights; nothing without a gate."""
+        return Needs(hidden=self.gate is not None, gate=self.gate)
+
+    @property
     def rank(self) -> Rank:
         """`GateRank` of the gate: rows keep the scores that they began with; `Anew()` without a gate."""
         return Anew() if self.gate is None else GateRank(gate=self.gate)
@@ -287,5 +294,4 @@ class GateScores(Scorer):
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]` that the trained gate gives to hidden states; ValueError without a gate."""
         gate = given(self.gate, Gate)
-        assert seen.hidden is not None
         return gate.scores(seen.gate, seen.hidden)

@@ -98,7 +98,6 @@ class VarianceLayers(LayerBudgets):
     ) -> Float[Array, "B K G"]:
         """Variance over keys, for each query head `[B, K, G]`, of the attention that keys received from all queries."""
         sums, length = seen.sums, seen.length
-        assert sums is not None
         batch, heads, group, slots = sums.shape
         received = sums.reshape(batch, heads * group, slots)
         inside = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.tree_util import GetAttrKey, SequenceKey
+from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 
 @functools.cache
@@ -44,6 +44,8 @@ def letters_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
             hint, value = hints_of(kind).get(key.name), getattr(value, key.name)
         elif isinstance(key, SequenceKey):
             hint, value = _item(hint, key.idx), value[key.idx]
+        elif isinstance(key, DictKey) and typing.is_typeddict(hint):
+            hint, value = hints_of(hint).get(key.key), value[key.key]
         else:
             # Keys of other kinds lead to what has no letters.
             return None

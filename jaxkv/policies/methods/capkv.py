@@ -16,7 +16,7 @@ from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import FutureQueries, Observed, Scorer
+from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer
 
 # Added to weights, as in kvpress.
 _EPSILON = 1e-6
@@ -44,18 +44,13 @@ class ValueCapacity(Scorer):
     remembered: int = 0
 
     @property
-    def queries(self) -> int:
-        """Number of last queries that caches remember for the next compression: `remembered`."""
-        return self.remembered
-
-    @property
-    def future(self) -> FutureQueries:
-        """`FutureQueries` settings of the mean query after the text (no covariance), which `observe` reads."""
-        return FutureQueries(skip=self.sinks, covariance=False)
+    def needs(self) -> Needs:
+        """What `observe` reads: the mean query after the text; caches remember the last queries for the next one."""
+        moments = FutureQueries(skip=self.sinks, covariance=False)
+        return Needs(queries=self.remembered, moments=moments)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: weighted leverage of each row's value, mean over the group's query heads."""
-        assert seen.moments is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
         counts = jnp.broadcast_to(
             (index >= self.sinks) & (index < seen.length[:, None, None]), seen.k.shape[:3]

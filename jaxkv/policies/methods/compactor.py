@@ -14,7 +14,7 @@ from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import BlockAttention, Observed, Scorer
+from jaxkv.policies.scorer import BlockAttention, Needs, Observed, Scorer
 from jaxkv.sharding.collectives import mean_of_devices, own, total
 from jaxkv.sharding.mesh import Axes
 
@@ -36,19 +36,23 @@ class BlockAndLeverage(Scorer):
     sketch: int = 48
 
     @property
+    def needs(self) -> Needs:
+        """What `observe` reads: attention within blocks, and keys before RoPE."""
+        return Needs(blocks=self.blocks, unrotated=True)
+
+    @property
     def draws(self) -> bool:
         """True if `observe` draws a random projection of keys: if `blending` is above 0."""
         return self.blending > 0
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: Z-score of block attention times value norm, plus `blending` times that of leverage."""
-        assert seen.blocks is not None and seen.unrotated is not None
         index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
         counts = (index >= self.blocks.first) & (
             index < (seen.length - self.blocks.last)[:, None, None]
         )
         received, v = (
-            mean_of_devices(seen.blocks.sums.mean(axis=2), "G", seen.group_axes),
+            mean_of_devices(seen.blocks.mean(axis=2), "G", seen.group_axes),
             seen.v.astype(jnp.float32),
         )
         score = _normalised(

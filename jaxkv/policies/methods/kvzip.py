@@ -14,7 +14,7 @@ from jaxkv.policies.layers import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import GroupReduce, Observed, Replay, Scorer
+from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Replay, Scorer
 
 # The fields that KVzip and its second pass have in common.
 _REPLAY = tuple(field.name for field in dataclasses.fields(Replay))
@@ -32,11 +32,15 @@ class ReplayAttention(Scorer):
 
     replay: Replay = Replay()
 
+    @property
+    def needs(self) -> Needs:
+        """What `observe` reads: the attention of a second pass over the prompt."""
+        return Needs(replay=self.replay)
+
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: largest attention that a row received in the second pass over the prompt; 1 for sinks."""
-        assert seen.replayed is not None
-        sink = jnp.arange(seen.replayed.shape[-1], dtype=jnp.int32) < self.replay.sinks
-        return jnp.where(sink, jnp.float32(1.0), seen.replayed)
+        sink = jnp.arange(seen.replay.shape[-1], dtype=jnp.int32) < self.replay.sinks
+        return jnp.where(sink, jnp.float32(1.0), seen.replay)
 
 
 @register

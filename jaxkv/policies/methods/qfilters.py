@@ -15,7 +15,7 @@ from jaxkv.policies.of_model import FileArrays, NamedTensors
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import FutureQueries, Observed, Scorer
+from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer
 from jaxkv.sharding.collectives import mean_of_devices, own
 
 
@@ -59,9 +59,9 @@ class FilteredKeys(Scorer):
         return None if self.filters is None else self.filters.layers
 
     @property
-    def future(self) -> FutureQueries | None:
-        """`FutureQueries` settings of the prompt's query statistics, read without given filters; else None."""
-        return FutureQueries() if self.filters is None else None
+    def needs(self) -> Needs:
+        """What `observe` reads: moments of the prompt's queries; nothing with given filters."""
+        return Needs(moments=FutureQueries() if self.filters is None else None)
 
     def observe(self, seen: Observed) -> Float[Array, "B K S"]:
         """Scores `[B, K, S]`: minus the dot product of key and head's filter; ValueError for filters of other sizes."""
@@ -91,9 +91,9 @@ class FilteredKeys(Scorer):
 
 def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
     """First right singular vector `[B, K, D]` of the queries of each kv head, signed towards their mean."""
-    assert seen.moments is not None and seen.moments.covariance is not None
-    mean = seen.moments.mean
-    each = seen.moments.covariance + mean[..., None] * mean[..., None, :]
+    mean, covariance = seen.moments.mean, seen.moments.covariance
+    assert covariance is not None
+    each = covariance + mean[..., None] * mean[..., None, :]
     # Of all query heads of a kv head, also where devices share them.
     products, middle = (
         mean_of_devices(of.mean(axis=2), "G", seen.group_axes) for of in (each, mean)
