@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._checks import plain, settled
-from jaxkv._errors import require
+from jaxkv._errors import refusal, require
 from jaxkv.cache import KVCache, Turn
 from jaxkv.cache.stores import held_dtype
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
@@ -80,6 +80,14 @@ class LanguageModel(nnx.Module):
         return self.decoder.config
 
     @property
+    def tokenizer(self) -> Text:
+        """The tokenizer; ValueError for a checkpoint without one."""
+        if self.text is None:
+            remedy = "the checkpoint has no tokenizer: give token ids where they are taken"
+            raise refusal("params", self.name, remedy)
+        return self.text
+
+    @property
     def ends(self) -> tuple[int, ...]:
         """Ids of the tokens that end an answer, the config's and the tokenizer's, in order."""
         return tuple(sorted({*self.config.eos, *(self.text.eos_ids if self.text else ())}))
@@ -108,23 +116,17 @@ class LanguageModel(nnx.Module):
             self.name,
             "another model made this cache: give that one",
         )
-        require(
-            self.text is not None,
-            "params",
-            self.name,
-            "it has no tokenizer: cache.counts() gives the numbers",
-        )
-        assert self.text is not None
+        text = self.tokenizer
         raw, fresh = cache.turn is Turn.RAW, (Turn.START,) * cache.batch
         encoded, held = (
-            encode(prompt, self.text, self.config, turn=fresh, raw=raw, close=False),
+            encode(prompt, text, self.config, turn=fresh, raw=raw, close=False),
             cache.counts(),
         )
         passages = []
         for ids, counts in zip(encoded.ids, held, strict=True):
             remedy = f"the cache has seen {len(counts)}: give the prompt that it was made of"
             require(len(ids) <= len(counts), "prompt", f"{len(ids)} tokens", remedy)
-            passages.append(joined(pieces_of(ids, self.text).texts, counts[: len(ids)].tolist()))
+            passages.append(joined(pieces_of(ids, text).texts, counts[: len(ids)].tolist()))
         return Shown(
             passages=tuple(passages), heads=len(cache.compressed_layers) * self.config.kv_heads
         )

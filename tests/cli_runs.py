@@ -1,9 +1,6 @@
 """Runs of the command line that need no model: its answer is given."""
 
 import importlib
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,34 +89,6 @@ def refused(capsys, *arguments: str) -> str:
     assert captured.err.startswith("jaxkv: error: ")
     assert "Traceback" not in captured.err
     return captured.err
-
-
-_SCRIPT = """
-import sys
-from jaxkv.cli import main
-sys.path.append(sys.argv.pop(1))
-import cli_runs
-class Always:
-    setattr = staticmethod(setattr)
-cli_runs.answering(Always)
-sys.exit(main(sys.argv[1:]))
-"""
-
-
-def shell(
-    redirection: str, *arguments: str, **environment: str
-) -> subprocess.CompletedProcess[str]:
-    """A process of its own, whose standard streams a shell redirects."""
-    command = [sys.executable, "-W", "error", "-c", _SCRIPT, str(Path(__file__).parent), *arguments]
-    return subprocess.run(
-        ["bash", "-c", f'"$@" {redirection}', "bash", *command],
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=120,
-        cwd=ROOT,
-        env={**os.environ, **environment},
-    )
 
 
 def read(words):

@@ -59,7 +59,6 @@ RUNS = [
         ({"batch": 0}, "^batch="),
         ({"shard": (0, 9)}, "^shard="),
         ({"policies": {}}, "^policies="),
-        ({"policies": ["full"]}, TypeError, "^policies="),
         ({"task": told("Silent", asks=False), "how": How(agnostic=True)}, "^agnostic="),
         ({"task": TWICE}, "^samples="),
     ),
@@ -68,7 +67,6 @@ RUNS = [
         "a sample",
         lambda odd: Sample(id="0", group="g", **{"context": "w1", **odd}),
         ({"context": ""}, "^context="),
-        ({"raw": "no"}, "^raw="),
     ),
     *calls(
         "rows of names and budgets",
@@ -83,9 +81,7 @@ TASKS = [
     *door(
         "Ruler",
         lambda settings: Ruler(**settings).samples(model()),
-        ({"tasks": ("vt", "vt")}, "^tasks="),
         ({"data": "x"}, "^data="),
-        ({"lengths": (512, 512)}, "^lengths="),
         ({"wording": "tiny"}, "^wording="),
         ({"lengths": (100,)}, "^length="),
         ({"tasks": ("qa_1",), "wording": "small", "data": "x"}, "^tasks="),
@@ -188,7 +184,6 @@ ANALYSES = [
     ),
     *calls(
         "an analysis of other models",
-        (lambda: density("tiny", TEXTS), TypeError, "jaxkv.load"),
         (
             lambda: density(
                 tiny.tiny(dataclasses.replace(CONFIG, kinds=(LayerSpec(window=8),))), TEXTS

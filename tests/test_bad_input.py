@@ -158,7 +158,7 @@ def test_protected_spans_beyond_the_budget(model):
     [
         ([], ValueError),
         ([[5, 6], []], ValueError),
-        (np.zeros((1, 1, 4), np.int32), ValueError),
+        (np.zeros((1, 1, 4), np.int32), TypeError),
         ([[5], [-1, 7]], ValueError),
         ([5, 96], ValueError),
         (jnp.asarray([1.0]), TypeError),

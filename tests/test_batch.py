@@ -168,11 +168,9 @@ def test_other_files_beside_the_answers_stay(asked, files, capsys):
         partial.write_text(text)
         assert "-o=" in refused(capsys, "batch", str(files[0]), *command)
         assert partial.read_text() == text and not asked
-    for end in ("partial", "lock"):
-        requests = files[1].with_name(f"out.jsonl.{end}")
-        written(requests, [chat("a")])
-        assert "-o=" in refused(capsys, "batch", str(requests), *command)
-        assert json.loads(requests.read_text()) == chat("a") and not asked
+    written(partial, [chat("a")])
+    assert "-o=" in refused(capsys, "batch", str(partial), *command)
+    assert json.loads(partial.read_text()) == chat("a") and not asked
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):

@@ -82,7 +82,7 @@ def test_what_is_refused(model, saved, capsys, tmp_path):
         "compress", str(tmp_path / "empty"), *base, "--out", str(tmp_path / "a")
     )
     assert not (tmp_path / "a").exists()
-    assert "not UTF-8" in said("ask", str(saved), "\udcff", "--model", str(model))
+    assert "cannot encode" in said("ask", str(saved), "\udcff", "--model", str(model))
     assert "path=" in said("ask", str(tmp_path), "why?", "--model", str(model))
     other = str(lettered.FOLDER.parent / "qwen2")
     assert "made by another model" in said("ask", str(saved), "why?", "--model", other)

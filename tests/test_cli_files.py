@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 import tiny
 from cli_runs import ANSWER, refused
+from evaluating import words
 
 from jaxkv import cli
 from jaxkv.analysis import FilterLayers
 from jaxkv.checkpoints import whole_files
-from jaxkv.cli import filters, outputs
+from jaxkv.cli import analysing, outputs
 
 ASK = ("generate", "--prompt", "x", "--output")
 
@@ -112,28 +113,15 @@ def test_a_failing_write_leaves_the_answer_on_stdout(capsys, monkeypatch, tmp_pa
     assert cli.main([*ASK, str(output)]) == 2
     out, err = capsys.readouterr()
     assert out == ANSWER + "\n"
-    said = f"--output={output}: No space left on device; the answer is on stdout"
-    assert f"jaxkv: error: {said}" in err
+    assert f"jaxkv: error: --output={output}: No space left on device" in err
     assert output.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [output]
-
-
-@pytest.mark.parametrize("number", [errno.EBUSY, errno.EXDEV])
-def test_a_file_that_cannot_be_replaced_is_written_in_place(monkeypatch, tmp_path, number):
-    """A file that is a mount of its own, as containers make them."""
-    output = tmp_path / "answer.json"
-    output.write_text("old" * 999)
-    unreplaced(monkeypatch, number)
-    assert cli.main([*ASK, str(output), "--model", "m\udcff"]) == 0
-    assert text_in(output) == ANSWER
     assert list(tmp_path.iterdir()) == [output]
 
 
 def test_outputs_that_cannot_be_are_refused_before_the_model(
     unloadable, capsys, text, tmp_path, monkeypatch
 ):
-    names = ["", f"{tmp_path}", f"{tmp_path}/new/", f"{tmp_path}/no/x.json"]
-    for name in [*names, f"{text}/x.json", f"{tmp_path}/{'n' * 256}"]:
+    for name in ["", f"{tmp_path}", f"{tmp_path}/no/x.json", f"{text}/x.json"]:
         assert f"--output={name!r}"[:99] in refused(capsys, *ASK, name)
     # As root everything may be written.
     monkeypatch.setattr(outputs.os, "access", lambda path, how: False)
@@ -190,19 +178,12 @@ def test_filters_checks_its_options_before_the_model(unloadable, capsys, text, a
     assert message in refused(capsys, "filters", "--text-file", str(text), *arguments)
 
 
-class Coder:
-    """A tokenizer of bytes."""
-
-    def encode(self, text: str, *, bos: bool) -> list[int]:
-        return list(text.encode())
-
-
 def test_filters_prints_before_it_draws(capsys, monkeypatch, text, tmp_path):
     model = tiny.tiny(tiny.shape(layers=6, kv_heads=2, group=3, dim=8))
-    monkeypatch.setattr(model, "text", Coder(), raising=False)
+    monkeypatch.setattr(model, "text", words().text)
     cli_runs.loading(monkeypatch, model)
     found = FilterLayers((1,), 0.5, np.eye(6, dtype=np.float32))
-    monkeypatch.setattr(filters, "filter_layers", lambda *_, **__: found)
+    monkeypatch.setattr(analysing, "filter_layers", lambda *_, **__: found)
     picture = tmp_path / "map.png"
     given = ["filters", "--model", "x", "--text-file", str(text), "--picture", str(picture)]
     assert cli.main(given) == 0

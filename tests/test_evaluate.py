@@ -21,7 +21,7 @@ from jaxkv.evals import (
     results,
     runs,
 )
-from jaxkv.evals.arguments import seed_of
+from jaxkv.evals.runs import seed_of
 
 FEW = {"few": jaxkv.KNorm(budget=9)}
 

@@ -202,11 +202,11 @@ def test_a_request_that_is_repeated_draws_another_answer(made):
 def test_generation_arguments_are_honoured_or_refused(lm_class):
     from jaxkv.evals.harness.model import _drawing
 
-    assert _drawing({}, 7) == ((), 7, jaxkv.Sampling(temperature=0))
+    assert _drawing({}, 7) == (None, 7, jaxkv.Sampling(temperature=0))
     assert _drawing(
         {"until": "\n", "max_tokens": 3, "do_sample": False, "temperature": 1.0, "top_p": 0.5}, 7
     ) == (
-        ("\n",),
+        "\n",
         3,
         jaxkv.Sampling(temperature=0),
     )

@@ -39,8 +39,8 @@ def test_no_fact_is_a_part_of_anothers_question():
     """Else an answer that repeats the question would count."""
     from jaxkv.evals import turns
 
-    asked = " ".join(question + text for text, question, _ in turns._FACTS).lower()
-    values = [value for *_, several in turns._FACTS for value in several.lower().split()]
+    asked = " ".join(question + text for text, question, _ in turns.facts()).lower()
+    values = [value for *_, several in turns.facts() for value in several.lower().split()]
     assert len(values) > 40 and not [value for value in values if value in asked]
 
 

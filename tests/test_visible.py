@@ -8,6 +8,7 @@ import numpy as np
 import oracles as o
 import pytest
 import tiny
+from evaluating import words
 from looking import CONFIG, HEADS, TEXTS, shown, weights
 
 import jaxkv
@@ -112,6 +113,7 @@ def test_the_task_has_cases_of_all_sizes(monkeypatch):
     assert len({case.id for case in cases}) == 4 and {case.group for case in cases} == {"visible"}
     assert [case.tags["size"] for case in cases] == [40, 80, 120, 160]
     assert task.samples(model) == cases != dataclasses.replace(task, seed=1).samples(model)
+    monkeypatch.setattr(model, "text", words().text)
     monkeypatch.setattr(
         "jaxkv.evals.visible.ids_of", lambda text, sample, raw: (PROMPT, TEXTS[1][:4])
     )

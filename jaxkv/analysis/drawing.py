@@ -29,9 +29,8 @@ def draw_lines(
     panel = figure.add_subplot()
     for at, (name, (x, y)) in enumerate(lines.items()):
         panel.plot(x, y, label=name, markersize=3.5, **style(at))
-    panel.set(xlabel=across, ylabel=up)
-    panel.set_xscale("log" if "x" in log else "linear")
-    panel.set_yscale("log" if "y" in log else "linear")
+    scales = {f"{axis}scale": "log" if axis in log else "linear" for axis in "xy"}
+    panel.set(xlabel=across, ylabel=up, **scales)
     panel.legend(frameon=False, fontsize=8)
 
 

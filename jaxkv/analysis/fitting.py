@@ -5,12 +5,11 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Float
 
 from jaxkv import _checks
 from jaxkv._errors import require
 from jaxkv.analysis.reading import encoded, finite
-from jaxkv.arguments import as_model
 from jaxkv.attention import Implementation
 from jaxkv.engine.compress import finished
 from jaxkv.engine.lengths import bucket
@@ -62,22 +61,24 @@ def fit_gate(
     Raises:
         ValueError: for no texts, texts that are empty or too long, scores that are not finite, and a penalty of 0.
     """
-    params, asked = as_model(params), Replay(chunk=chunk, sinks=0, weighted=True)
+    asked, config = Replay(chunk=chunk, sinks=0, weighted=True), params.config
     penalty = _checks.real(
         "penalty", penalty, "give a number above 0", low=0.0, high=1e30, open_low=True
     )
-    config = params.config
     remedy = "some layers have windows: gates are fitted to models whose layers all attend to the whole text"
     require(not any(config.windows), "model", params.name, remedy)
-    sums = [_Sums(config.embed, config.kv_heads) for _ in range(config.layers)]
+    size = config.embed + 1 + config.kv_heads
+    products = np.zeros((config.layers, size, size))
     for prompt in encoded(params, texts):
         for layer, (hidden, scores) in enumerate(_observed(params, prompt, asked)):
-            sums[layer].add(hidden, scores)
-            finite(params, sums[layer].xy)
-    gate = KVzapGate.of_weights(tuple(each.weights(penalty) for each in sums))
-    shares = zip(sums, gate.weights, strict=True)
+            rows = np.concatenate([hidden, np.ones((len(hidden), 1)), scores], axis=1)
+            products[layer] += rows.T @ rows
+    finite(params, products)
+    fits = [_fit(each, config.embed + 1, penalty) for each in products]
     return FittedGate(
-        gate=gate, tokens=sums[0].count, explained=tuple(each.explained(of) for each, of in shares)
+        gate=KVzapGate.of_weights(tuple(weights for weights, _ in fits)),
+        tokens=int(products[0, config.embed, config.embed]),
+        explained=tuple(share for _, share in fits),
     )
 
 
@@ -100,46 +101,27 @@ def _observed(
     )
     found = []
     for layer, peak in enumerate(peaks):
-        hidden = ran[layer].extras["hidden"]
-        found.append((host(hidden)[0, :count].astype(np.float64), _logarithms(peak, count)))
+        scores = host(peak.astype(jnp.float32))[0, :, :count].astype(np.float64).T
+        least = np.where(scores > 0, scores, np.inf).min(axis=0)
+        states = host(ran[layer].extras["hidden"])[0, :count].astype(np.float64)
+        found.append((states, np.log(np.maximum(scores, least))))
     return found
 
 
-def _logarithms(peak: Float[Array, "B K S"], count: int) -> Float[np.ndarray, "n K"]:
-    """Logarithms `[n, K]` of the first sequence's scores; a zero counts as its head's smallest positive score."""
-    scores = host(peak.astype(jnp.float32))[0, :, :count].astype(np.float64).T
-    least = np.where(scores > 0, scores, np.inf).min(axis=0)
-    return np.log(np.maximum(scores, least))
+def _fit(
+    products: Float[np.ndarray, "n n"], size: int, penalty: float
+) -> tuple[KVzapWeights, float]:
+    """One layer's ridge solution, its biases not penalised, and the share of the scores' variance that it explains.
 
-
-class _Sums:
-    """Accumulator of one layer's least-squares sums X^T X, X^T Y in float64: X hidden states beside a 1, Y scores."""
-
-    def __init__(self, embed: int, heads: int):
-        """Sets all sums to zero, for hidden states of size `embed` and scores of `heads` kv heads."""
-        self.count, self.squares = 0, np.zeros(heads)
-        self.xx, self.xy = np.zeros((embed + 1, embed + 1)), np.zeros((embed + 1, heads))
-
-    def add(self, hidden: Float[np.ndarray, "n E"], scores: Float[np.ndarray, "n K"]) -> None:
-        """Adds one text's products of hidden states and scores, and its number of tokens, to the sums in place."""
-        x = np.concatenate([hidden, np.ones((len(hidden), 1))], axis=1)
-        self.count += len(x)
-        self.xx += x.T @ x
-        self.xy += x.T @ scores
-        self.squares += (scores**2).sum(axis=0)
-
-    def weights(self, penalty: float) -> KVzapWeights:
-        """Ridge solution as float32 `KVzapWeights`: weights penalised by `penalty`, biases not."""
-        ridge = np.full(len(self.xx), penalty)
-        ridge[-1] = 0.0
-        solved = np.linalg.solve(self.xx + np.diag(ridge), self.xy).astype(np.float32)
-        return KVzapWeights(weight=solved[:-1].T, bias=solved[-1])
-
-    def explained(self, weights: KVzapWeights) -> float:
-        """Share of the scores' variance that the weights explain, mean over heads; 1 where scores do not vary."""
-        of = np.concatenate([weights.weight, weights.bias[:, None]], axis=1).astype(np.float64).T
-        error = self.squares - 2 * (of * self.xy).sum(axis=0) + (of * (self.xx @ of)).sum(axis=0)
-        spread = self.squares - self.xy[-1] ** 2 / self.count
-        return float(
-            np.where(spread > 0, 1 - error / np.where(spread > 0, spread, 1.0), 1.0).mean()
-        )
+    `products` are sums over tokens of all products of hidden states, a 1 (`size` numbers with it) and scores. The share
+    is the mean over heads, 1 where scores do not vary.
+    """
+    xx, xy, yy = products[:size, :size], products[:size, size:], np.diag(products)[size:]
+    ridge = np.full(size, penalty)
+    ridge[-1] = 0.0
+    solved = np.linalg.solve(xx + np.diag(ridge), xy).astype(np.float32)
+    of = solved.astype(np.float64)
+    error = yy - 2 * (of * xy).sum(axis=0) + (of * (xx @ of)).sum(axis=0)
+    spread = yy - xy[-1] ** 2 / xx[-1, -1]
+    share = np.where(spread > 0, 1 - error / np.where(spread > 0, spread, 1.0), 1.0).mean()
+    return KVzapWeights(weight=solved[:-1].T, bias=solved[-1]), float(share)

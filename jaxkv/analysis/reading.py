@@ -1,16 +1,13 @@
 """Runs texts under full attention, layer by layer, for the measurements of attention."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jaxtyping import Array
 
 from jaxkv import _checks
-from jaxkv._checks import plain
 from jaxkv._errors import require
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
@@ -25,8 +22,6 @@ from jaxkv.text.prompts import Encoded, Prompt, encode
 def encoded(params: LanguageModel, texts: Sequence[Prompt], following: int = 0) -> list[Encoded]:
     """Texts as ids, each once for every data group of a mesh; ValueError unless all have more than `following`."""
     listed = _checks.several("texts", texts, "give a list of one or more texts")
-    one = isinstance(texts, Mapping) or any(isinstance(plain(part), int) for part in listed)
-    require(not one, "texts", texts, "give a list of texts, each of them text or ids")
     most, out = params.config.max_positions, []
     for text in listed:
         each = encode(text, params.text, params.config, raw=True, close=False)
@@ -61,10 +56,10 @@ def layers_of(
 
 
 def finite(params: LanguageModel, values: np.ndarray) -> np.ndarray:
-    """The values as float32; ValueError unless all are finite."""
+    """The values, floats as float32; ValueError unless all are finite."""
     remedy = "the model's attention is not finite: check its weights"
     require(bool(np.isfinite(values).all()), "params", params.name, remedy)
-    return values.astype(np.float32)
+    return values if values.dtype.kind in "iu" else values.astype(np.float32)
 
 
 def by_head(
@@ -74,8 +69,9 @@ def by_head(
 
     `function` takes the arrays `[B, K, ...]`, then the arrays `[B, ...]`, each without its batch and head axes.
     """
-    batch, heads = per_head[0].shape[:2]
-    spread = [jnp.broadcast_to(a[:, None], (batch, heads, *a.shape[1:])) for a in per_sequence]
-    flat = [a.reshape(batch * heads, *a.shape[2:]) for a in (*per_head, *spread)]
-    out = lax.map(lambda arrays: function(*arrays), flat)
-    return jax.tree.map(lambda a: a.reshape(batch, heads, *a.shape[1:]), out)
+
+    def sequence(given: tuple[list[Array], list[Array]]) -> Any:
+        heads, shared = given
+        return lax.map(lambda arrays: function(*arrays, *shared), heads)
+
+    return lax.map(sequence, ([*per_head], [*per_sequence]))

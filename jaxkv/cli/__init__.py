@@ -42,8 +42,8 @@ _COMMANDS = {
     "ask": ("answer questions about a saved document", "documents Ask"),
     "serve": ("answer OpenAI's HTTP interface, many requests at a time", "serving Serve"),
     "batch": ("answer a file of requests into a file of answers", "batching Batch"),
-    "filters": ("find the layers that choose best what others read (OmniKV)", "filters Filters"),
-    "fit-gate": ("train KVzap's gate for a model", "fitting FitGate"),
+    "filters": ("find the layers that choose best what others read (OmniKV)", "analysing Filters"),
+    "fit-gate": ("train KVzap's gate for a model", "analysing FitGate"),
     "export": ("write programs and weights that run without jaxkv", "exporting Export"),
     "plan": ("say what fits on GPUs that need not be there", "planning Planning"),
     "eval": ("judge policies by tasks", "evaluating Tasks"),
@@ -115,8 +115,6 @@ def _remedy(error: Exception) -> str | None:
         return ""
     if not isinstance(error, RuntimeError):
         return None
-    if "home directory" in str(error):  # pathlib's, where a user has none
-        return "; set HOME, and JAXKV_CACHE to a folder for models"
     from jax.errors import JaxRuntimeError  # here, for `jaxkv --help` does without JAX
 
     full = re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error))

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from jaxkv._errors import require
 from jaxkv.cli.models import Slots
-from jaxkv.cli.options import Count, File, Natural, Word
+from jaxkv.cli.options import Count, File, Natural, Word, picked
 from jaxkv.cli.outputs import Output, to_stderr
 from jaxkv.cli.serving import needing
 from jaxkv.serving.recipe import Recipe
@@ -64,8 +64,7 @@ class Batch(Slots):
             from jaxkv.serving.batch_files import Ledger, alone
         policy = self.policy.policy()
         options = self.engine() | {"policy": policy, "queue": QUEUE, "documents": self.documents}
-        model = {name: getattr(self, name) for name in ("model", "dtype", "weights", "mesh")}
-        recipe = Recipe(**model, options=options)
+        recipe = Recipe(**picked(self, "model dtype weights mesh"), options=options)
         requests, out = self._files()
         # A folder is the same model however its path is written.
         path = os.path.expanduser(self.model)
@@ -92,18 +91,12 @@ class Batch(Slots):
 
     def _files(self) -> tuple[Path, Path]:
         """Paths (requests, answers); ValueError unless one is a readable file and the other writable."""
-        requests = Path(os.path.expanduser(self.file))
+        requests, out = Path(self.file).expanduser(), Path(self.out).expanduser().resolve()
         remedy = "give a file that can be read; it is read twice, so that no pipe will do"
         require(requests.is_file() and os.access(requests, os.R_OK), "FILE", self.file, remedy)
         Output(flag="-o", name=self.out).check([self.file])
-        out = Path(os.path.realpath(os.path.expanduser(self.out)))
         plain = self.out != "-" and (not out.exists() or out.is_file())
         require(plain, "-o", self.out, "it is no file: give one")
-        for end in (".partial", ".lock"):
-            beside = out.with_name(out.name + end)
-            free = not (beside.exists() and beside.samefile(requests))
-            remedy = f"{beside.name} beside it, which this run would write, is FILE: give another"
-            require(free, "-o", self.out, remedy)
         return requests, out
 
 

@@ -1,6 +1,7 @@
 """`jaxkv compress` saves a document's compressed cache; `jaxkv ask` loads it and answers questions about it."""
 
 import dataclasses
+import json
 import os
 from pathlib import Path
 from typing import Annotated
@@ -8,10 +9,10 @@ from typing import Annotated
 from jaxkv._errors import require
 from jaxkv.arguments import random_key
 from jaxkv.cache.saved import load_cache
-from jaxkv.cli.generating import Drawing, require_text
+from jaxkv.cli.generating import Drawing
 from jaxkv.cli.models import Computing
 from jaxkv.cli.options import Name, Seed, Spelled, Word
-from jaxkv.cli.outputs import json_text, read_long_text, to_stderr, to_stdout
+from jaxkv.cli.outputs import read_long_text, to_stderr, to_stdout
 from jaxkv.generation import generate, prefill
 from jaxkv.planning.plans import policy_name
 
@@ -84,7 +85,6 @@ class Ask(Drawing):
     def run(self) -> None:
         """Loads a saved cache, answers all questions on top of it, and prints them."""
         questions = list(self.questions)
-        require_text("QUESTION", questions)
         # Before the minutes that a large model takes to load.
         cache = load_cache(self.folder)
         remedy = "it is of several documents: ask them in Python, jaxkv.generate(params, questions, cache=cache)"
@@ -99,10 +99,8 @@ class Ask(Drawing):
             for question, answer in zip(questions, answers, strict=True)
         ]
         if self.json:
-            to_stdout(json_text(found))
+            to_stdout(json.dumps(found))
             return
         for each in found:
-            text = each["text"]
-            text = " ".join(map(str, each["tokens"])) if text is None else text
-            alone = len(found) == 1
-            to_stdout(text if alone else f"{each['question']}\n  {' '.join(text.split())}")
+            told = f"{each['question']}\n  {' '.join(each['text'].split())}"
+            to_stdout(each["text"] if len(found) == 1 else told)

@@ -22,12 +22,12 @@ from jaxkv.cli.options import (
     commas,
     made,
     spelled,
+    whole,
 )
 from jaxkv.cli.outputs import to_stderr, to_stdout
-from jaxkv.evals.arguments import require_how
 from jaxkv.evals.page import report
 from jaxkv.evals.results import require_folder
-from jaxkv.evals.runs import evaluate
+from jaxkv.evals.runs import evaluate, require_how
 from jaxkv.evals.task import TASKS, How, Task
 from jaxkv.policies import Method
 from jaxkv.policies.registry import documented
@@ -57,10 +57,10 @@ _TASK = "task "
 
 def _shard(text: str) -> tuple[int, int]:
     """Pair of a shard's index and the number of shards, parsed from text such as 0/4; ValueError for other text."""
-    first, _, count = text.partition("/")
-    if not (first.isdecimal() and count.isdecimal() and int(first) < int(count)):
+    first, slash, count = text.partition("/")
+    if not slash:
         raise ValueError("give I/N, such as 0/4 for the first of four parts")
-    return int(first), int(count)
+    return whole(first, least=0, most=whole(count) - 1), whole(count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -102,7 +102,7 @@ class Run(Loaded):
         how = How(agnostic=self.question_agnostic, raw=self.raw, seed=self.seed or 0)
         require_how(task, how)
         folder = require_folder(self.out, "--out")
-        mesh = None if self.mesh is None else mesh_of(self.mesh)
+        mesh = mesh_of(self.mesh)
         done = evaluate(
             self.loaded(mesh=mesh),
             task,

@@ -10,7 +10,18 @@ from typing import Annotated
 from jaxkv.attention import Implementation
 from jaxkv.checkpoints.orbax_files import require_free
 from jaxkv.cli.models import Model
-from jaxkv.cli.options import Count, Mesh, Name, Natural, Spelled, Word, commas, one_of, whole
+from jaxkv.cli.options import (
+    Count,
+    Mesh,
+    Name,
+    Natural,
+    Spelled,
+    Word,
+    commas,
+    one_of,
+    picked,
+    whole,
+)
 from jaxkv.cli.outputs import to_stderr, to_stdout
 from jaxkv.engine.sampling import Sampling
 from jaxkv.exporting import PLATFORMS, export
@@ -58,20 +69,15 @@ class Export(Model):
         policy, folder = self.policy.policy(), Path(os.path.expanduser(self.directory))
         require_free(folder, "DIR")
         # Programs are exported for the mesh's number of devices on any platform; CPU devices stand in for them here.
-        mesh = None if self.mesh is None else mesh_of(self.mesh, "cpu")
+        mesh = mesh_of(self.mesh, "cpu")
         made = export(
             self.loaded(dtype=self.dtype),
             folder,
             policy=policy,
-            lengths=self.lengths,
-            batch=self.batch,
             question=self.question_tokens,
-            new=self.new,
-            platforms=self.platforms,
             mesh=mesh,
             sampling=Sampling() if self.sampling else (),
-            implementation=self.implementation,
-            weights=self.weights,
+            **picked(self, "lengths batch new platforms implementation weights"),
         )
         manifest = json.loads((made / "manifest.json").read_text("utf-8"))
         programs, weights = manifest["programs"], manifest["weights"].values()

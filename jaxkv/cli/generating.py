@@ -3,25 +3,15 @@
 import dataclasses
 import itertools
 import json
-import re
 import sys
-from collections.abc import Iterable
 from typing import Annotated, Any
 
 from jaxkv._errors import require
 from jaxkv.arguments import random_key
 from jaxkv.cli import EXAMPLES
 from jaxkv.cli.models import Computing
-from jaxkv.cli.options import Count, File, Seed, Spelled, Word
-from jaxkv.cli.outputs import (
-    Output,
-    Unwritten,
-    json_text,
-    read_text,
-    stdout_is_closed,
-    to_stderr,
-    to_stdout,
-)
+from jaxkv.cli.options import Count, File, Seed, Spelled, Word, picked
+from jaxkv.cli.outputs import Output, read_text, to_stderr, to_stdout
 from jaxkv.engine.results import Generation
 from jaxkv.engine.sampling import GREEDY, Sampling
 from jaxkv.generation import generate
@@ -52,14 +42,10 @@ class Drawing(Computing):
     seed: Seed = 0
     sampling: Sampling = GREEDY
 
-    def __post_init__(self) -> None:
-        require(all(self.stop), "--stop", "", "a stop string has at least one character")
-
     @property
     def keywords(self) -> dict[str, Any]:
         """Arguments of `jaxkv.generate`."""
-        names = "max_new_tokens stop sampling implementation"
-        given = {name: getattr(self, name) for name in names.split()}
+        given = picked(self, "max_new_tokens stop sampling implementation")
         return given | {"key": random_key(self.seed)}
 
 
@@ -90,16 +76,11 @@ class Generate(Drawing):
     def run(self) -> None:
         """Prints the answer, writes --output, then figures to stderr.
 
-        Options that cannot be honoured are refused before the model is fetched and loaded.
-
-        Where the answer cannot be written to its file, the OSError says that it is on stdout, or else on stderr. Where
-        stdout fails, the file is written nonetheless, and `Unwritten` raised.
+        Options that cannot be honoured are refused before the model is fetched and loaded. Where stdout fails, the file
+        is written nonetheless.
         """
-        policy, out, closed = self.policy.policy(), None, stdout_is_closed()
-        if self.output is None:
-            remedy = "there is nowhere to answer; give --output FILE"
-            require(not closed, "stdout", "closed", remedy)
-        else:
+        policy, out = self.policy.policy(), None
+        if self.output is not None:
             out = Output(flag="--output", name=self.output)
             out.check([self.prompt_file or "", self.model])
         prompt = self._prompt()  # last: stdin or a FIFO may keep us waiting
@@ -115,34 +96,25 @@ class Generate(Drawing):
             progress=False if streams else None,
             **self.keywords,
         )
-        lost = _print(answered, go_on=out is not None) if streams else None
+        if streams:
+            for piece in itertools.chain(answered, "\n"):
+                to_stdout(piece, end="")
         result: Any = answered.result if streams else answered
         record = self._record(policy, result)
-        text = result.text
-        answer = " ".join(map(str, record["tokens"])) if text is None else text
-        answer = json_text(record) if self.json else answer
-        if not streams and not closed:
-            # Printed before the file is written: a FIFO blocks until it has a reader.
-            lost = _print([answer], go_on=True)
-        if out is not None:
-            try:
+        try:
+            if not streams:
+                # Printed before the file is written: a FIFO blocks until it has a reader.
+                to_stdout(json.dumps(record) if self.json else result.text)
+        finally:
+            if out is not None:
                 text = json.dumps(record, indent=2, ensure_ascii=False)
                 # What is no UTF-8 in a model's name is escaped, which JSON allows.
                 out.write(f"{text}\n".encode("utf-8", "backslashreplace"))
-            except OSError as error:
-                if lost or closed:
-                    to_stderr(answer)
-                where = "stderr" if lost or closed else "stdout"
-                raise OSError(f"{error}; the answer is on {where}") from error
         if not self.json:
             _print_stats(result)
-        if lost is not None:
-            raise lost
 
     def _prompt(self) -> str:
         """Prompt text: --prompt-file, --prompt, --question joined by blank lines; ValueError without the first two."""
-        require_text("--prompt", [self.prompt])
-        require_text("--question", [self.question])
         file = "" if self.prompt_file is None else read_text(self.prompt_file, "--prompt-file")
         given = [text for text in (file.strip(), self.prompt) if text]
         remedy = "give --prompt TEXT or --prompt-file FILE; a question alone is a prompt"
@@ -163,26 +135,6 @@ class Generate(Drawing):
             "stop_reason": result.stop_reason,
             "stats": stats,
         }
-
-
-def require_text(flag: str, texts: Iterable[str]) -> None:
-    """Raises ValueError, naming the option, if any of the texts holds bytes that are not UTF-8 (lone surrogates)."""
-    for text in texts:
-        # Bytes that are not UTF-8 reach Python from the shell as lone surrogates.
-        require(not re.search("[\ud800-\udfff]", text), flag, text, "not UTF-8 text")
-
-
-def _print(pieces: Iterable[str], *, go_on: bool) -> Unwritten | None:
-    """Prints pieces of text and a newline; a stdout error is raised at once, or returned at the end if `go_on`."""
-    lost = None
-    for piece in itertools.chain(pieces, "\n"):
-        try:
-            to_stdout(piece, end="")
-        except Unwritten as error:
-            if not go_on:
-                raise
-            lost = error
-    return lost
 
 
 def _print_stats(result: Generation) -> None:

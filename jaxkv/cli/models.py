@@ -1,12 +1,10 @@
 """Options that commands with a model share, and how they load it."""
 
 import dataclasses
-from collections.abc import Sequence
 from typing import Annotated, Any
 
-from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.cli.options import Count, Mesh, Name, Natural, Spelled, Word, whole
+from jaxkv.cli.options import Count, Mesh, Name, Natural, Spelled, Word, picked, whole
 from jaxkv.loading import LanguageModel, load
 from jaxkv.machine.compilation import enable_compilation_cache
 
@@ -27,13 +25,6 @@ class Model:
         """Loads the model with options of `load`; compiled programs are kept on disk."""
         enable_compilation_cache()
         return load(self.model, **options)
-
-    def ids_of(self, params: LanguageModel, texts: Sequence[str]) -> list[list[int]]:
-        """List of each text's token ids, BOS first if the tokenizer adds it; ValueError without a tokenizer."""
-        remedy = "the checkpoint has no tokenizer: use jaxkv.analysis on ids"
-        require(params.text is not None, "--model", self.model, remedy)
-        assert params.text is not None
-        return [params.text.encode(text, bos=True) for text in texts]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,4 +94,4 @@ class Slots(Computing):
     def engine(self) -> dict[str, Any]:
         """Dict of the arguments of `Engine` that these options are."""
         names = "slots max_prompt_tokens max_new_tokens max_question_tokens implementation"
-        return {name: getattr(self, name) for name in names.split()}
+        return picked(self, names)

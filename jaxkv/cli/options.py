@@ -7,7 +7,6 @@ import argparse
 import dataclasses
 import enum
 import math
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable
@@ -58,7 +57,10 @@ def real(text: str) -> float:
 
 def _number(text: str) -> int | float:
     """Int parsed from text that is written as one, else a float: as a budget, 1 is one row and 1.0 is all rows."""
-    return whole(text) if re.fullmatch(r"\s*[+-]?[\d_]+\s*", text) else real(text)
+    try:
+        return whole(text)
+    except ValueError:
+        return real(text)
 
 
 def budget(text: str) -> int | float | str:
@@ -269,6 +271,11 @@ def add_options(
             add_policy_options(parser)
         else:
             add_options(parser, kind, f"{name} ")
+
+
+def picked(command: Any, names: str) -> dict[str, Any]:
+    """Dict of these fields of a command."""
+    return {name: getattr(command, name) for name in names.split()}
 
 
 def add_command(parser: argparse.ArgumentParser, cls: Any) -> None:

@@ -2,8 +2,6 @@
 
 import contextlib
 import dataclasses
-import errno
-import json
 import os
 import sys
 import warnings
@@ -16,9 +14,6 @@ from jaxkv._errors import require
 
 # More text than any model has positions for; also stops reading from /dev/zero.
 MOST_BYTES = 64 * 2**20
-# Where a file can be written but not replaced: a mount of its own (as containers make them), a folder that is
-# read-only or sticky.
-_NOT_REPLACED = (errno.EBUSY, errno.EXDEV, errno.EPERM, errno.EACCES, errno.EROFS)
 
 
 class Unwritten(Exception):
@@ -30,27 +25,10 @@ class Unwritten(Exception):
 
 
 def prepare_streams() -> None:
-    """Opens closed standard streams, so that using them fails, and lets stdout escape characters it cannot encode.
-
-    Without it, the next opened file would get the descriptor of a closed stream, and what libraries write to it.
-    """
-    for number in range(3):
-        try:
-            os.fstat(number)
-        except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest free descriptor: this one
-    # Python sets closed streams to None: it would read nothing from them, and drop what is written.
-    for number, (name, mode) in enumerate((("stdin", "w"), ("stdout", "r"), ("stderr", "w"))):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(number, mode, closefd=False))
+    """Lets stdout escape characters that its encoding lacks, unless the user has chosen something else."""
     out: Any = sys.stdout
-    if getattr(out, "errors", "") in ("strict", "surrogateescape") and hasattr(out, "reconfigure"):
+    if getattr(out, "errors", "") in ("strict", "surrogateescape"):
         out.reconfigure(errors="backslashreplace")
-
-
-def stdout_is_closed() -> bool:
-    """True if the process was started without stdout."""
-    return not sys.stdout.writable()
 
 
 def to_stdout(text: str, *, end: str = "\n") -> None:
@@ -86,12 +64,6 @@ def warnings_in_one_line() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.showwarning = show
         yield
-
-
-def json_text(record: Any) -> str:
-    """JSON text; non-ASCII characters are escaped where stdout's encoding may lack them."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return json.dumps(record, ensure_ascii="utf" not in encoding.lower())
 
 
 def read_text(name: str, flag: str) -> str:
@@ -131,7 +103,7 @@ class Output:
     """Output of a command: stdout for `-`, or a path; call `check` before the work, `write` once afterwards.
 
     A missing path or a regular file is written beside and renamed, links followed. Anything else that is there (a
-    device, a FIFO), and a file that cannot be replaced, is written in place.
+    device, a FIFO) is written to.
     """
 
     flag: str
@@ -139,21 +111,16 @@ class Output:
 
     def check(self, inputs: Iterable[str] = ()) -> None:
         """Raises ValueError if it cannot be written or is one of the files `inputs`."""
-        path = place = os.path.expanduser(self.name)
-        if path == "-":
+        if self.name == "-":
             return
-        try:
-            os.stat(path)
-        except FileNotFoundError:
-            place = os.path.dirname(os.path.realpath(path))
-        except (OSError, ValueError):  # a name that is too long, a loop of links
-            place = ""
-        named = bool(os.path.basename(path)) and not os.path.isdir(path)
+        path = Path(self.name).expanduser()
+        folder = path.resolve().parent
+        fits = path.exists() or (folder.is_dir() and os.access(folder, os.W_OK))
+        fits = fits and not path.is_dir() and (not path.exists() or os.access(path, os.W_OK))
         remedy = "give a file that can be written, in a folder that is there"
-        require(named and os.access(place, os.W_OK), self.flag, self.name, remedy)
-        given = ["/dev/stdin" if each == "-" else os.path.expanduser(each) for each in inputs]
-        files = [each for each in given if os.path.isfile(each)]
-        read = os.path.exists(path) and any(os.path.samefile(each, path) for each in files)
+        require(fits, self.flag, self.name, remedy)
+        files = [each for each in map(os.path.expanduser, inputs) if os.path.isfile(each)]
+        read = path.exists() and any(path.samefile(each) for each in files)
         require(not read, self.flag, self.name, "it is a file that is read; give another")
 
     def write(self, data: bytes) -> None:
@@ -161,21 +128,17 @@ class Output:
         # Here, for `jaxkv --help` does without numpy.
         from jaxkv.checkpoints.whole_files import write_whole
 
-        path = os.path.expanduser(self.name)
+        path = Path(self.name).expanduser()
         try:
             if self.name == "-":
                 sys.stdout.buffer.write(data)
                 sys.stdout.flush()
-            elif os.path.exists(path) and not os.path.isfile(path):
-                _write_in_place(path, data)
+            elif path.exists() and not path.is_file():
+                # Not by `open`: O_CREAT is refused for others' FIFOs in /tmp.
+                with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
+                    file.write(data)
             else:
-                path = os.path.realpath(path)
-                try:
-                    write_whole(Path(path), data)
-                except OSError as error:
-                    if error.errno not in _NOT_REPLACED or not os.path.exists(path):
-                        raise
-                    _write_in_place(path, data)
+                write_whole(path.resolve(), data)
         except OSError as error:
             # A plain OSError, so that a FIFO's BrokenPipeError is not taken for stdout's.
             raise OSError(f"{self.flag}={self.name}: {error.strerror or error}") from error
@@ -198,9 +161,3 @@ class Picture(Output):
         _ = self.kind  # raises
         super().check(inputs)
         drawing()
-
-
-def _write_in_place(path: str, data: bytes) -> None:
-    """Overwrites what is there with bytes; not by `open`: O_CREAT is refused for others' FIFOs in /tmp."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_TRUNC), "wb") as file:
-        file.write(data)

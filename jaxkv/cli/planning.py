@@ -6,7 +6,18 @@ from typing import Annotated
 
 from jaxkv._errors import require
 from jaxkv.cli.models import Bits
-from jaxkv.cli.options import Count, File, Mesh, Name, Natural, Spelled, Word, spelled, written
+from jaxkv.cli.options import (
+    Count,
+    File,
+    Mesh,
+    Name,
+    Natural,
+    Spelled,
+    Word,
+    picked,
+    spelled,
+    written,
+)
 from jaxkv.cli.outputs import Picture, to_stderr, to_stdout
 from jaxkv.planning import picture
 from jaxkv.planning.comparison import compared
@@ -97,8 +108,7 @@ class Planning:
         names = (
             "model gpus mesh context batch new questions dtype weights rope_scaling serve compile"
         )
-        given = {name: getattr(self, name) for name in names.split()}
-        plans = [plan(policy=each, **given) for each in policies]
+        plans = [plan(policy=each, **picked(self, names)) for each in policies]
         if self.json:
             records = [each.as_dict() for each in plans]
             to_stdout(json.dumps(records[0] if self.compare is None else records, indent=2))

@@ -85,7 +85,7 @@ class Serve(Slots):
             seconds=self.timeout,
             answers=min(64, self.queue),
         )
-        mesh = None if self.mesh is None else mesh_of(self.mesh)
+        mesh = mesh_of(self.mesh)
         given = {"mesh": mesh, "queue": self.queue, "document_bytes": self.document_bytes}
         server, steps, total = Server(), itertools.count(1), 1 + PARTS * len(policies)
 
@@ -101,7 +101,8 @@ class Serve(Slots):
 
             def make() -> None:
                 tick(f"loading {self.model}")
-                params, options = self.speaking(), self.engine() | given
+                params, options = self.loaded(), self.engine() | given
+                _ = params.tokenizer  # answers are texts
                 made = engines(params, policies, folder=self.documents, tick=tick, **options)
                 models = stack.enter_context(made)
                 _log_to_stderr()
@@ -120,13 +121,6 @@ class Serve(Slots):
             forget_all()
             # All is answered or given up, and a program that is being compiled cannot be interrupted.
             os._exit(130 if server.cut else 0)
-
-    def speaking(self) -> LanguageModel:
-        """Loads the model; ValueError if it has no tokenizer."""
-        params = self.loaded()
-        remedy = "the checkpoint has no tokenizer: answers are texts"
-        require(params.text is not None, "--model", self.model, remedy)
-        return params
 
 
 def further_policies(given: Iterable[str], first: Method, model: str) -> dict[str, Method]:

@@ -1,6 +1,5 @@
 """Evaluations: tasks that score compressed caches, and `evaluate` and `report`, which run and show them."""
 
-from jaxkv.evals.arguments import at_budgets
 from jaxkv.evals.asking import QuestionTask, asked, ids_of
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.page import report
@@ -10,7 +9,7 @@ from jaxkv.evals.qa import DocumentQuestions
 from jaxkv.evals.results import Cell, Difference, Evaluation, Record, Run, interval
 from jaxkv.evals.retrieval import COLOURS, TwoStage
 from jaxkv.evals.ruler.task import Ruler
-from jaxkv.evals.runs import evaluate
+from jaxkv.evals.runs import at_budgets, evaluate
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
 from jaxkv.evals.turns import Turns
 from jaxkv.evals.visible import Visible, visible_attention

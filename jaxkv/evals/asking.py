@@ -8,13 +8,13 @@ from functools import partial
 import numpy as np
 
 from jaxkv.cache import Turn
-from jaxkv.evals.task import How, Outcome, Sample, Task, require_text
+from jaxkv.evals.task import How, Outcome, Sample, Task
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.mesh import host
-from jaxkv.text.prompts import user_text
-from jaxkv.text.tokenizer import Text
+from jaxkv.text.prompts import rendered
+from jaxkv.text.tokenizer import Text, user
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class QuestionTask(Task):
         return _split(params, sample, how)[0]
 
 
-def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
+def ids_of(text: Text, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
     """Token ids of a sample's context and of its question, as two lists; concatenated they are the prompt.
 
     Args:
@@ -61,18 +61,17 @@ def ids_of(text: Text | None, sample: Sample, *, raw: bool = False) -> tuple[lis
 
     Returns:
         The context's ids, with the template's opening; the question's, with the template's closing and the prefix.
-
-    Raises:
-        ValueError: without a tokenizer.
     """
-    text, question = require_text(text), sample.question
+    question = sample.question
     if raw or sample.raw or not text.has_template:
         return text.encode(sample.context, bos=True), text.encode(
             question + sample.prefix, bos=False
         )
-    context = user_text(sample.context, text, turn=Turn.START, close=False)
-    question = user_text(question, text, turn=Turn.USER, close=True, parted=False) + sample.prefix
-    first, second = (text.encode(x, bos=False, shielded=True) for x in (context, question))
+    context = rendered([user(sample.context)], text, turn=Turn.START, close=False)
+    asked = rendered([user(question)], text, turn=Turn.USER, close=True, parted=False)
+    first, second = (
+        text.encode(x, bos=False, shielded=True) for x in (context, asked + sample.prefix)
+    )
     return first, second
 
 
@@ -107,7 +106,7 @@ def asked(
 
 def _split(params: LanguageModel, sample: Sample, how: How) -> tuple[list[int], list[int]]:
     """Ids of a sample that are compressed, and those that follow: of a question-agnostic run, its question's."""
-    context, question = ids_of(params.text, sample, raw=how.raw)
+    context, question = ids_of(params.tokenizer, sample, raw=how.raw)
     return (context, question) if how.agnostic else (context + question, [])
 
 

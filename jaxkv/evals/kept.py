@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxkv.evals.task import require_text
 from jaxkv.generation import prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -45,7 +44,7 @@ def held(
     if parts.drops:
         counts = cache.counts()[0].tolist()
         said["share"] = sum(counts) / (heads * len(ids))
-        said["ends"] = ends_of(ids, counts, require_text(params.text))
+        said["ends"] = ends_of(ids, counts, params.tokenizer)
     return said
 
 

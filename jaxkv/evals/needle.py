@@ -10,7 +10,7 @@ import numpy as np
 from jaxkv._errors import require
 from jaxkv.evals.ruler.niah import Needles
 from jaxkv.evals.ruler.recipe import Cell, Prompt, Recipe, fit
-from jaxkv.evals.ruler.task import MadeTask, as_sample, counter, string_match_all
+from jaxkv.evals.ruler.task import MadeTask, counter, string_match_all
 from jaxkv.evals.ruler.wording import Wording, sentences
 from jaxkv.evals.task import Sample, task
 from jaxkv.loading import LanguageModel
@@ -85,24 +85,20 @@ class Needle(MadeTask):
 
     def __post_init__(self):
         super().__post_init__()
-        depths, once = self.depths, len(set(self.depths)) == len(self.depths) > 0
-        fits = once and all(0 <= each <= 1 for each in depths)
-        require(fits, "depths", depths, "name at least one, shares from 0 to 1, each once")
+        fits = all(0 <= each <= 1 for each in self.depths)
+        require(fits, "depths", self.depths, "name shares from 0 to 1")
         self.require_least(1, "new_tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of needle-in-a-haystack samples, `count` for each prompt length and needle depth."""
         lengths = self.lengths_for(params)
-        wording, count, made = self.words(), counter(params), []
+        wording, count, made = self.words(), counter(params), list[Sample]()
         for length in lengths:
             size = fit(self._recipe(wording, 0.5), length, count)
             for at, depth in enumerate(self.depths):
                 cell = Cell(self._recipe(wording, depth), length, count, size)
-                rng = np.random.default_rng([self.seed, length, at])
-                for index in range(self.count):
-                    label, prompt = f"{length}-{depth:g}-{index:04d}", cell.make(rng, index)
-                    new, tags = cell.recipe.new_tokens, {"length": length, "depth": depth}
-                    made.append(as_sample(label, "needle", prompt, new, **tags))
+                name, tags = f"{length}-{depth:g}", {"length": length, "depth": depth}
+                made += self.samples_of(cell, name, "needle", [length, at], **tags)
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:

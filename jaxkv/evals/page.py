@@ -2,17 +2,16 @@
 
 import base64
 import os
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxkv import _checks as checks
 from jaxkv._checks import shortened
 from jaxkv._errors import require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.evals.kept import shaded
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.results import Evaluation, number
+from jaxkv.evals.texts import shipped
 
 
 def report(
@@ -41,7 +40,6 @@ def report(
     import jinja2
     import markupsafe
 
-    samples = checks.whole("samples", samples, least=0)
     evaluation = Evaluation.read(*folders)
     require(bool(evaluation.records), "folder", str(evaluation.folder), "nothing ran there yet")
     environment = jinja2.Environment(
@@ -52,9 +50,8 @@ def report(
         "shortened": shortened,
         "shaded": lambda held: markupsafe.Markup(shaded(held)._repr_html_()),
     }
-    template = (resources.files("jaxkv.evals") / "data" / "report.html.jinja").read_text("utf-8")
     pictures = {} if PLOTS_MISSING else draw(evaluation, ("svg",))
-    text = environment.from_string(template).render(
+    text = environment.from_string(shipped("data/report.html.jinja")).render(
         evaluation=evaluation,
         samples=samples,
         asked={**vars(evaluation.run), **evaluation.methods},

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._errors import require
 from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.session import Session
-from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
+from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.evals.texts import texts_of
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -59,7 +59,7 @@ class Loss(Task):
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of one sample per text, longest first; ValueError for texts, or a model, of too few tokens."""
         texts, most = texts_of(self.data, self.count), params.config.max_positions
-        need, text = self.tokens + min(self.prefix, self.tokens), tokenizer_of(params)
+        need, text = self.tokens + min(self.prefix, self.tokens), params.tokenizer
         lengths = {title: len(text.encode(each, bos=True)) for title, each in texts.items()}
         short = {title: length for title, length in lengths.items() if min(length, most) < need}
         remedy = f"with a prefix {need} are needed, and there are less in {short}, or the model's {most} positions"
@@ -107,7 +107,7 @@ class Loss(Task):
 
     def _parts(self, params: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]:
         """Ids of a text's prefix, as many as text and positions have room for, and of the tokens after it."""
-        ids = tokenizer_of(params).encode(sample.context, bos=True)
+        ids = params.tokenizer.encode(sample.context, bos=True)
         end = min(self.prefix, min(len(ids), params.config.max_positions) - self.tokens)
         return ids[:end], ids[end : end + self.tokens]
 
@@ -145,17 +145,17 @@ def read_on(
 
     Where a sequence has ended, its loss is 0, and True. A cache of one sequence is read by all.
     """
-    count, longest, found = len(after), max(map(len, after)), []
-    there = np.asarray([[at < len(each) for at in range(longest)] for each in after])
+    told = Encoded(ids=list(map(list, after)), single=False, turns=(Turn.RAW,) * len(after))
+    longest, found = int(told.lengths.max()), []
+    tokens, there = told.padded(longest), np.arange(longest) < told.lengths[:, None]
     for at in range(longest):
-        tokens = np.asarray([each[at] if at < len(each) else 0 for each in after], np.int32)
         assert cache.logits is not None
         # On a mesh the batch may be padded.
-        logits = jnp.broadcast_to(cache.logits[: cache.batch], (count, cache.config.vocab))
-        found.append(_of_token(logits, tokens))
+        logits = jnp.broadcast_to(cache.logits[: cache.batch], (len(after), cache.config.vocab))
+        found.append(_of_token(logits, tokens[:, at]))
         if at + 1 < longest:
-            part = [list(each[at : at + 1]) if at + 1 < len(each) else [] for each in after]
-            new = Encoded(ids=part, single=False, turns=(Turn.RAW,) * count)
+            part = [ids[at : at + 1] if at + 1 < len(ids) else [] for ids in told.ids]
+            new = dataclasses.replace(told, ids=part)
             cache = feed(session, cache, new, donate=donate or at > 0)
     losses, greedy = (np.stack([*map(host, each)], axis=1) for each in zip(*found, strict=True))
     return np.where(there, losses, 0).astype(np.float64), greedy | ~there, cache

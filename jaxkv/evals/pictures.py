@@ -1,9 +1,8 @@
 """Pictures of an evaluation: scores against budgets, bytes and lengths, maps of length and depth, curves."""
 
-import functools
 import importlib.util
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,24 +21,23 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     Names are `scores`, `bytes`, `lengths` and `map`, and `curve_` before those of the entries of `Record.figures` that
     are lists of numbers.
     """
-    records = evaluation.records
-    makers: dict[str, Callable[[Evaluation], Any]] = {"scores": _scores}
-    if None not in {record.nbytes for record in records}:
-        makers["bytes"] = functools.partial(_scores, by_bytes=True)
-    if evaluation.lengths:
-        makers["lengths"] = _lengths
-    if all(record.tags.keys() >= {"length", "depth"} for record in records):
-        makers["map"] = _map
-    for name in records[0].figures:
-        curves = [record.figures.get(name) for record in records]
-        if name != "positions" and all(isinstance(each, list) and len(each) > 1 for each in curves):
-            file = re.sub(r"[^\w.-]", "_", name)
-            makers[f"curve_{file}"] = functools.partial(_curve, name=name)
-    found = dict[str, bytes]()
+    records, figures, found = evaluation.records, dict[str, Any](), dict[str, bytes]()
     # A "$" in a row's name must not start a formula.
     with drawing().rc_context({"text.parse_math": False}):
-        for name, make in makers.items():
-            figure = make(evaluation)
+        figures["scores"] = _scores(evaluation)
+        if None not in {record.nbytes for record in records}:
+            figures["bytes"] = _scores(evaluation, by_bytes=True)
+        if evaluation.lengths:
+            figures["lengths"] = _lengths(evaluation)
+        if all(record.tags.keys() >= {"length", "depth"} for record in records):
+            figures["map"] = _map(evaluation)
+        for name in records[0].figures:
+            curves = [record.figures.get(name) for record in records]
+            several = all(isinstance(each, list) and len(each) > 1 for each in curves)
+            if several and name != "positions":
+                file = re.sub(r"[^\w.-]", "_", name)
+                figures[f"curve_{file}"] = _curve(evaluation, name=name)
+        for name, figure in figures.items():
             figure.suptitle(f"{evaluation.title}\n{evaluation.scale}", fontsize=10)
             found |= {f"{name}.{kind}": saved(figure, kind) for kind in kinds}
     return found
@@ -56,28 +54,25 @@ def _scores(evaluation: Evaluation, *, by_bytes: bool = False) -> Any:
     A policy without a budget has a horizontal line. A budget given as a share stands at the rows that were kept.
     """
     budgets = {record.policy: record.budget for record in evaluation.records}
-    factor, lines = _factor(evaluation), dict[str, list[Cell]]()
+    factor, lines = _factor(evaluation), dict[str, list[tuple[Any, Cell]]]()
     for policy in evaluation.policies:
-        free = budgets[policy] is None and not by_bytes
-        label = policy if free else policy.rpartition("@")[0] or policy
-        lines.setdefault(label, []).append(evaluation.cell(policy))
-
-    def size(cell: Cell) -> Any:
-        """X of a policy; None for one that is drawn across the whole panel."""
+        cell, x = evaluation.cell(policy), budgets[policy]
         if by_bytes:
-            return None if cell.nbytes is None else cell.nbytes / 1e6
-        budget = budgets[cell.policy]
-        return cell.rows if isinstance(budget, float) else budget
-
+            x = (cell.nbytes or 0) / 1e6
+        elif isinstance(x, float):
+            x = cell.rows
+        label = policy if x is None else policy.rpartition("@")[0] or policy
+        lines.setdefault(label, []).append((x, cell))
     figure = sheet(9.0, 5.1)
     axes, ticks = figure.subplots(), set[int | float]()
-    for at, (label, cells) in enumerate(lines.items()):
-        cells.sort(key=lambda cell: size(cell) or 0)
-        xs, look = [size(cell) for cell in cells], {"label": label, **style(at)}
-        ys = factor * np.asarray([cell.mean for cell in cells])
-        if xs == [None]:
-            axes.axhline(ys[0], **{**look, "marker": ""})
+    for at, (label, points) in enumerate(lines.items()):
+        look = {"label": label, **style(at)}
+        if points[0][0] is None:
+            axes.axhline(factor * points[0][1].mean, **{**look, "marker": ""})
             continue
+        points.sort(key=lambda point: point[0])
+        xs, cells = zip(*points, strict=True)
+        ys = factor * np.asarray([cell.mean for cell in cells])
         low = [cell.mean if cell.low is None else cell.low for cell in cells]
         high = [cell.mean if cell.high is None else cell.high for cell in cells]
         errors = np.abs(factor * np.asarray([low, high]) - ys)

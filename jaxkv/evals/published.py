@@ -7,35 +7,31 @@ import json
 import re
 import zipfile
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
 from jaxkv._errors import require
 from jaxkv.evals import metrics
 from jaxkv.evals.asking import QuestionTask
-from jaxkv.evals.task import Sample, task, tokenizer_of
-from jaxkv.evals.texts import json_lines, rows_of_file
+from jaxkv.evals.task import Sample, task
+from jaxkv.evals.texts import json_lines, rows_of_file, shipped
 from jaxkv.loading import LanguageModel
 
 # Cut texts, joined and tokenized again, may take a few tokens more than their parts.
 _SPARE = 16
 _LEAST = 64
-# Few-shot examples or code to be continued, which a chat template would disturb.
-_RAW = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")
-# Models continue with another example: the answer is the first line.
-_FIRST_LINE = ("trec", "triviaqa", "samsum")
 _OPTIONS = "ABCD"
-_CHOICES = ("code_debug", "longbook_choice_eng")
-_NUMBERS = ("code_run", "math_find")
-# For these the official functions use the first label alone.
-_FIRST_LABEL = ("passkey", "number_string", "kv_retrieval", "longdialogue_qa_eng")
 
 
 @functools.cache
 def table(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """Dict {part name: its "prompt" template, "new_tokens" and "metric"} of a benchmark, read from a packaged file."""
-    return json.loads((resources.files("jaxkv.evals") / "data" / f"{name}.json").read_text("utf-8"))
+    """Dict {part name: its "prompt" template, "new_tokens" and "metric"} of a benchmark, read from a packaged file.
+
+    Where they are true it has "raw" (few-shot examples, or code to be continued, which a chat template would disturb),
+    "first_line" (models continue with another example: the answer is the first line), "choice" and "number" (kinds of
+    answers), "first_label" (the official functions use the first label alone).
+    """
+    return json.loads(shipped(f"data/{name}.json"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,10 +89,6 @@ class StoredTask(QuestionTask):
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
         """Dict {field: text} for the prompt template of benchmark part `name`, from a row; without the context."""
 
-    def raw(self, name: str) -> bool:
-        """True if the prompts of benchmark part `name` get no chat template; by default always True."""
-        return True
-
     def _rows(self, name: str) -> list[dict[str, Any]]:
         """Rows of the part's file in the folder `data`, or from the hub; FileNotFoundError says what to put where."""
         if self.data is not None:
@@ -128,7 +120,7 @@ class StoredTask(QuestionTask):
             re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], text)
             for text in part["prompt"].split("{context}")
         )
-        new, raw = self.new_tokens or part["new_tokens"], self.raw(name)
+        new, raw = self.new_tokens or part["new_tokens"], part.get("raw", False)
         context, question, length = _fitted(
             params, before + row["context"], after, new_tokens=new, longest=self.longest, raw=raw
         )
@@ -152,7 +144,7 @@ def _fitted(
 
     `longest` is the most tokens of the prompt, 0 for what the model's positions leave beside `new_tokens`.
     """
-    text = tokenizer_of(params)
+    text = params.tokenizer
     around = "" if raw or not text.has_template else text.turns.opening + text.turns.closing
     room = params.config.max_positions - new_tokens - len(text.encode(around, bos=True))
     ids = text.encode(before + after, bos=True)
@@ -192,28 +184,21 @@ class LongBench(StoredTask):
     repo, file, member = "THUDM/LongBench", "data.zip", "data/{name}.jsonl"
     keys = ("input", "context", "answers", "all_classes")
 
-    def raw(self, name: str) -> bool:
-        """True if a data set's prompts get no chat template: the few-shot and code ones."""
-        return name in _RAW
-
     def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
         """Dict {"input": the row's question} for the prompt template."""
         return {"input": row["input"]}
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Tuple of all right answers of a row as texts."""
-        right = row["answers"]
-        fits = isinstance(right, list) and bool(right)
-        require(fits, "data", right, f"give a list of answers of {name}, as the official file")
-        return tuple(right)
+        return tuple(row["answers"])
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Highest score in [0, 1] over the right answers by the data set's metric; few-shot sets: of the first line."""
-        metric = table(self.benchmark)[sample.group]["metric"]
-        given = {"classes": sample.tags["classes"]} if metric == "one_class" else {}
-        if sample.group in _FIRST_LINE:
+        part = table(self.benchmark)[sample.group]
+        given = {"classes": sample.tags["classes"]} if part["metric"] == "one_class" else {}
+        if part.get("first_line"):
             prediction = prediction.lstrip("\n").split("\n")[0]
-        measure = getattr(metrics, metric)
+        measure = getattr(metrics, part["metric"])
         return max((measure(prediction, answer, **given) for answer in sample.answers), default=0.0)
 
 
@@ -249,7 +234,9 @@ class InfiniteBench(StoredTask):
             name, ""
         )
         found = re.search(wanted, asked)
-        fits = found is not None and (name not in _CHOICES or len(options) == len(_OPTIONS))
+        fits = found is not None and (
+            len(options) == len(_OPTIONS) or not table(self.benchmark)[name].get("choice")
+        )
         require(fits, "data", asked, f"no question of {name}: is it the official file?")
         assert found is not None
         if name == "code_run":
@@ -260,19 +247,20 @@ class InfiniteBench(StoredTask):
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Tuple of a row's right answers as texts: numbers as JSON, a choice as option and letter."""
-        right = row["answer"]
+        right, part = row["answer"], table(self.benchmark)[name]
         several = right if isinstance(right, list) else [right]
-        if name in _CHOICES and len(several) != 2:
+        if part.get("choice") and len(several) != 2:
             several = [several[0], _OPTIONS[row["options"].index(several[0])]]
         if name == "math_calc":
             return (json.dumps(several[0] if isinstance(several[0], list) else several),)
-        if name in _NUMBERS:
+        if part.get("number"):
             return (json.dumps(several[0]),)
-        return tuple(str(each) for each in (several[:1] if name in _FIRST_LABEL else several))
+        return tuple(str(each) for each in (several[:1] if part.get("first_label") else several))
 
     def score(self, sample: Sample, prediction: str) -> float:
         """Score in [0, 1] by the official metric of the sample's task; the highest over its answers, if several."""
-        measure = getattr(metrics, table(self.benchmark)[sample.group]["metric"])
-        if sample.group in _CHOICES:
+        part = table(self.benchmark)[sample.group]
+        measure = getattr(metrics, part["metric"])
+        if part.get("choice"):
             return measure(prediction, sample.answers)
         return max((measure(prediction, answer) for answer in sample.answers), default=0.0)

@@ -20,8 +20,6 @@ JUDGES: dict[str, Callable[[str, str], float]] = {
     "f1": metrics.answer_f1,
     "rouge-l": metrics.rouge_l,
 }
-# Half of a surrogate pair, which JSON can hold and UTF-8 cannot.
-_HALF = re.compile("[\ud800-\udfff]")
 _FORM = 'lines such as {"document": "...", "questions": [{"question": "...", "answer": "..."}]}'
 
 
@@ -65,7 +63,7 @@ class DocumentQuestions(QuestionTask):
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """List of one sample per question, by document; ValueError if prompt plus answer exceed the positions."""
         before, between, after = re.split(r"\{document\}|\{question\}", self.prompt)
-        made = []
+        made, most = [], params.config.max_positions
         for name, text, questions in _documents(self.data, self.count):
             for number, asked in enumerate(questions):
                 tags = {"document": name, **({"choices": asked.choices} if asked.choices else {})}
@@ -79,8 +77,10 @@ class DocumentQuestions(QuestionTask):
                     prefix=self.prefix,
                     tags=tags,
                 )
+                length = sum(map(len, ids_of(params.tokenizer, sample))) + self.new_tokens
+                remedy = f"it takes {length} tokens with its answer, and the model has {most} positions: shorten it"
+                require(length <= most, "data", sample.id, remedy)
                 made.append(sample)
-        self._check_lengths(params, made)
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
@@ -89,16 +89,6 @@ class DocumentQuestions(QuestionTask):
         if choices:
             return metrics.choice(prediction, choices, choices.index(sample.answers[0]))
         return max(JUDGES[self.judge](prediction, answer) for answer in sample.answers)
-
-    def _check_lengths(self, params: LanguageModel, samples: Sequence[Sample]) -> None:
-        """Raises ValueError if a prompt and its answer exceed the model's positions."""
-        most = params.config.max_positions
-        for sample in samples:
-            count = sum(map(len, ids_of(params.text, sample)))
-            remedy = (
-                f"{count} tokens and the answer exceed the model's {most}: shorten the document"
-            )
-            require(count + self.new_tokens <= most, "data", sample.id, remedy)
 
 
 class _Asked(NamedTuple):
@@ -128,8 +118,8 @@ def _documents(data: str, count: int) -> list[tuple[str, str, list[_Asked]]]:
 
 
 def _text(row: Mapping[str, Any], folder: Path, where: str) -> str:
-    """Text of a line's document: its "document" or "context", or the content of the "file" it names; refuses others."""
-    keys = [key for key in ("document", "context", "file") if key in row]
+    """Text of a line's document: its "document", or the content of the "file" it names; refuses others."""
+    keys = [key for key in ("document", "file") if key in row]
     require(len(keys) == 1, "data", where, f'it needs one of "document" and "file": give {_FORM}')
     (text,) = _texts(row[keys[0]], keys[0], where)
     if keys[0] == "file":
@@ -159,7 +149,6 @@ def _texts(given: Any, name: str, where: str) -> tuple[str, ...]:
     """Tuple of a text, or a list of some, numbers made texts; refuses other values, empty texts and empty lists."""
     several = given if isinstance(given, list) else [given]
     texts = [str(each) if type(each) in (int, float) else each for each in several]
-    # Half of a surrogate pair, which JSON can hold and UTF-8 cannot, no tokenizer encodes.
-    fits = all(isinstance(x, str) and x.strip() and not _HALF.search(x) for x in texts)
+    fits = all(isinstance(each, str) and each.strip() for each in texts)
     require(bool(texts) and fits, "data", where, f'its "{name}" is {given!r:.60}: give {_FORM}')
     return tuple(texts)

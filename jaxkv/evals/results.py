@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,7 @@ class Record:
         prediction: the text drawn.
         answers: right answers.
         score: as the task gives it.
-        tokens: number of tokens of the prompt; None if the task does not count them.
+        tokens: number of tokens of the prompt; 0 if the task does not count them.
         rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
         nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
         figures: further numbers, and lists of numbers.
@@ -104,7 +105,7 @@ class Record:
     prediction: str
     answers: Sequence[str]
     score: float
-    tokens: int | None
+    tokens: int
     rows: float | None
     nbytes: int | None
     figures: Mapping[str, Any]
@@ -119,19 +120,14 @@ def dumped(value: Any) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """Number or list of a numpy value, dict of a mapping, text of a path; TypeError for other objects."""
-    if isinstance(value, (np.generic, np.ndarray)):
-        return value.tolist()
-    if isinstance(value, Mapping):
-        return dict(value)
+    """Number or list of a numpy value, text of a path, dict of a mapping; TypeError for other objects."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    raise TypeError(f"{shortened(repr(value))}: give numbers, texts, lists and mappings")
+    return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else dict(value)
 
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
     """Returns `out` as a Path; ValueError for a file, or a folder of something else; writes nothing."""
-    require(str(out) != "", name, "", "give a folder")
     path = Path(out).expanduser()
     inside = {each.name for each in path.iterdir()} - {".lock"} if path.is_dir() else set()
     fits = not path.is_file() and (not inside or RESULTS in inside)
@@ -148,14 +144,12 @@ def locked(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(folder / ".lock", timeout=0)
     try:
-        lock.acquire()
+        held = lock.acquire()
     except filelock.Timeout:
         remedy = "another process is at it: wait for its end, or give another folder"
         raise ValueError(f"out={str(folder)!r}: {remedy}") from None
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def append(folder: Path, lines: bytes) -> None:
@@ -227,7 +221,7 @@ class Cell:
         mean: mean score.
         low: lower end of the mean's 95% interval; None if it has none, as for one sample that is no share.
         high: its upper end.
-        tokens: mean number of tokens of a prompt; None if the task does not count them.
+        tokens: mean number of tokens of a prompt; 0 if the task does not count them.
         rows: mean number of rows kept of a prompt per kv head and layer; None if the task does not count them.
         nbytes: mean bytes of these rows, on the device or in host memory; None if the task does not count them.
     """
@@ -238,7 +232,7 @@ class Cell:
     mean: float
     low: float | None
     high: float | None
-    tokens: float | None = None
+    tokens: float
     rows: float | None = None
     nbytes: float | None = None
 
@@ -422,10 +416,6 @@ class Evaluation:
         records = self.of(policy, group, **tags)
         parts = _by_group(records, [record.score for record in records])
         mean, low, high = _mean_of(parts, (0, 1) if self.run.unit == "%" else None)
-        costs = {
-            name: _mean([getattr(record, name) for record in records])
-            for name in ("tokens", "rows", "nbytes")
-        }
         return Cell(
             policy=policy,
             group="mean" if group is None else group,
@@ -433,7 +423,9 @@ class Evaluation:
             mean=mean,
             low=low,
             high=high,
-            **costs,
+            tokens=float(np.mean([record.tokens or 0 for record in records])),
+            rows=_mean([record.rows for record in records]),
+            nbytes=_mean([record.nbytes for record in records]),
         )
 
     def difference(self, first: str, second: str, group: str | None = None) -> Difference:
@@ -471,23 +463,21 @@ class Evaluation:
 
     def tables(self) -> dict[str, list[list[str]]]:
         """Dict {name: rows of texts, the head first}: scores and costs, then scores by group and by length."""
-        rows = list[list[str]]()
-        for policy in self.policies:
-            cell = self.cell(policy)
+        head = ["policy", self.scale, "95% interval", "n", "rows kept", "MB", "prompt tokens"]
+        tables = {"Policies": [head]}
+        for cell in map(self.cell, self.policies):
             costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
             ends = "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
-            score = [self.shown(cell.mean), ends]
-            rows.append([policy, *score, str(cell.n), *costs])
-        head = ["policy", self.scale, "95% interval", "n", "rows kept", "MB", "prompt tokens"]
-        tables = {"Policies": [head, *rows]}
-        for name, values in (("group", self.groups), ("length", self.lengths)):
-            parts: list[dict[str, Any]] = [{name: value} for value in values]
-            if len(parts) > 1:
-                rows = [
-                    [policy, *(self.shown(self.cell(policy, **part).mean) for part in parts)]
-                    for policy in self.policies
-                ]
-                tables[f"By {name}"] = [["policy", *map(str, values)], *rows]
+            row = [cell.policy, self.shown(cell.mean), ends, str(cell.n), *costs]
+            tables["Policies"].append(row)
+        parts: dict[str, tuple[Any, ...]] = {"group": self.groups, "length": self.lengths}
+        for name, values in parts.items():
+            if len(values) > 1:
+                tables[f"By {name}"] = [["policy", *map(str, values)]]
+                for policy in self.policies:
+                    cells = [self.cell(policy, **{name: value}) for value in values]
+                    row = [policy, *(self.shown(cell.mean) for cell in cells)]
+                    tables[f"By {name}"].append(row)
         return tables
 
     def table(self) -> str:
@@ -501,14 +491,13 @@ class Evaluation:
     @property
     def notes(self) -> list[str]:
         """List of sentences on policies that lack samples, and on a full cache that scores nothing."""
-        counts = {name: len(self.of(name)) for name in self.policies}
+        counts = Counter(record.policy for record in self.records)
         lacking = [f"{name} {n}" for name, n in counts.items() if n < self.run.samples]
-        full = [name for name, method in self.methods.items() if method.startswith("FullKV(")]
-        failed = self.run.higher and not any(self.scores(name).any() for name in full or counts)
+        full = [each.score for each in self.records if each.method.startswith("FullKV(")]
         notes = []
         if lacking:
             notes.append(f"Not finished: of {self.run.samples} samples, {', '.join(lacking)}.")
-        if failed:
+        if full and self.run.higher and not any(full):
             notes.append("The full cache scored 0: this compares nothing; take another model.")
         return notes
 

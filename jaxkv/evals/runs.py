@@ -1,15 +1,16 @@
 """`evaluate`: runs every policy over every sample of a task, and appends a line for each to the evaluation's folder."""
 
 import dataclasses
+import difflib
 import hashlib
 import importlib.metadata
 import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -19,13 +20,6 @@ from jaxkv import _checks as checks
 from jaxkv._errors import require
 from jaxkv.arguments import as_model
 from jaxkv.checkpoints.whole_files import write_whole
-from jaxkv.evals.arguments import (
-    as_rows,
-    as_task,
-    name_of,
-    require_how,
-    seed_of,
-)
 from jaxkv.evals.kept import held
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.results import (
@@ -38,9 +32,11 @@ from jaxkv.evals.results import (
     locked,
     require_folder,
 )
-from jaxkv.evals.task import How, Outcome, Sample, Task
+from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.policy import Method
+from jaxkv.policies.registry import POLICIES, policy_class, takes_budget
 
 # Of the 65,530 that Linux gives a process by default; one row of an evaluation takes some thousands.
 _MOST_MAPPINGS = 30_000
@@ -107,9 +103,7 @@ def evaluate(
         model=params.name,
         fingerprint=params.fingerprint,
         dtype=params.dtype.name,
-        agnostic=how.agnostic,
-        raw=how.raw,
-        seed=how.seed,
+        **vars(how),
         batch=batch,
         shard=shard,
         samples=len(samples),
@@ -152,7 +146,10 @@ def _fill(
     done: Set[tuple[str, int]],
     progress: bool | None,
 ) -> None:
-    """Runs all batches that are not `done`, under each policy, and appends a line per sample, with a progress bar."""
+    """Runs all batches that are not `done`, under each policy, and appends a line per sample, with a progress bar.
+
+    Errors have a note that names the batch.
+    """
     todo = [(name, part) for name in job.policies for part in batches]
     shown = sys.stderr.isatty() if progress is None else progress
     # If stderr is a file, few lines.
@@ -166,19 +163,15 @@ def _fill(
             if before not in (None, name):
                 _free_programs()
             before = name
-            append(folder, _lines(job, name, part, new))
-
-
-def _lines(job: _Job, name: str, part: range, new: Sequence[int]) -> bytes:
-    """Runs one batch under one policy; lines of its `new` samples; errors have a note that names the batch."""
-    batch = [job.samples[at] for at in part]
-    try:
-        outcomes = dict(zip(part, _outcomes(job, job.policies[name], batch), strict=True))
-        return b"".join(dumped(vars(_record(job, name, at, outcomes[at]))) for at in new)
-    except Exception as error:
-        ids = f"{batch[0].id} to {batch[-1].id}"
-        error.add_note(f"{name}, samples {ids}: the same call goes on from there")
-        raise
+            batch = [job.samples[at] for at in part]
+            try:
+                outcomes = dict(zip(part, _outcomes(job, job.policies[name], batch), strict=True))
+                records = [_record(job, name, at, outcomes[at]) for at in new]
+                append(folder, b"".join(dumped(vars(record)) for record in records))
+            except Exception as error:
+                ids = f"{batch[0].id} to {batch[-1].id}"
+                error.add_note(f"{name}, samples {ids}: the same call goes on from there")
+                raise
 
 
 def _outcomes(job: _Job, policy: Method, batch: Sequence[Sample]) -> list[Outcome]:
@@ -192,9 +185,7 @@ def _outcomes(job: _Job, policy: Method, batch: Sequence[Sample]) -> list[Outcom
     # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
     more = min(job.run.batch, job.run.samples) - len(batch)
     padded = [*batch, *[batch[-1]] * more]
-    outcomes = job.task.run(job.params, policy, padded, job.how)
-    require(len(outcomes) == len(padded), "outcomes", len(outcomes), f"give {len(padded)}")
-    return outcomes[: len(batch)]
+    return job.task.run(job.params, policy, padded, job.how)[: len(batch)]
 
 
 def _seed(job: _Job, policy: Method, sample: Sample) -> int:
@@ -252,3 +243,76 @@ def _free_programs() -> None:
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
         jax.clear_caches()
+
+
+def at_budgets(
+    names: Iterable[str], budgets: Iterable[int | float | str] = ()
+) -> dict[str, Method]:
+    """Dict {row name, such as "adakv@128": policy} of each named policy at each budget; once if it takes no budget.
+
+    Args:
+        names: names of registered policies.
+        budgets: rows per kv head and layer, shares of each prompt, or bytes of a sequence's cache, such as "64MB".
+
+    Returns:
+        Policies by row.
+
+    Raises:
+        ValueError: for an unknown name, offering the nearest; for a budget that a policy cannot honour.
+    """
+    budgets, rows = list(budgets), dict[str, Method]()
+    for name in names:
+        cls = policy_class(name)
+        known = next(each for each, one in POLICIES.items() if one is cls)
+        if not takes_budget(cls):
+            rows[known] = cls()
+            continue
+        remedy = f"{known} keeps a part of each prompt: say which, such as 128 or 0.2"
+        require(bool(budgets), "budgets", None, remedy)
+        rows |= {f"{known}@{budget}": cls(budget=budget) for budget in budgets}
+    return rows
+
+
+def as_task(task: Task | str) -> Task:
+    """Returns `task` itself, or the task of that name with default settings; ValueError if there is no such task."""
+    if isinstance(task, Task):
+        return task
+    near = difflib.get_close_matches(str(task), TASKS, n=2)
+    meant = f"; did you mean {' or '.join(near)}?" if near else ""
+    require(task in TASKS, "task", task, f"no such task; known tasks: {', '.join(TASKS)}{meant}")
+    return TASKS[task]()
+
+
+def name_of(task: Task) -> str:
+    """Registered name of a task's class, given the task; its class name in lower case if it is not registered."""
+    cls = type(task)
+    return next((name for name, each in TASKS.items() if each is cls), cls.__name__.lower())
+
+
+def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Method]:
+    """Dict {row name: policy fitted to the model's layers} from policies, classes or names; raises for odd names."""
+    require(
+        bool(policies), "policies", policies, "give at least one, under a name such as 'adakv@128'"
+    )
+    return {
+        name: policy_for(
+            each,
+            field=f"policies[{name!r}]",
+            config=params.config,
+            filters=params.filter_layers,
+            dtype=params.dtype,
+        )
+        for name, each in policies.items()
+    }
+
+
+def seed_of(seed: int, name: str) -> int:
+    """32-bit int, a seed hashed from `seed` and a name such as a sample's id; the same in every process."""
+    text = f"{seed} {name}".encode("utf-8", "backslashreplace")
+    return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")
+
+
+def require_how(task: Task, how: How) -> None:
+    """Raises ValueError for a question-agnostic run of a task without questions."""
+    fits = task.asks or not how.agnostic
+    require(fits, "agnostic", how.agnostic, f"{name_of(task)} asks nothing: leave it out")

@@ -2,19 +2,13 @@
 
 import abc
 import dataclasses
-import os
-import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
-import numpy as np
-
 from jaxkv import _checks as checks
-from jaxkv._checks import FARTHEST, plain
-from jaxkv._errors import refusal, require
+from jaxkv._errors import require
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
-from jaxkv.text.tokenizer import Text
 
 # A random key is made of 32 bits.
 _SEEDS = 2**32
@@ -47,12 +41,8 @@ class Sample:
     tags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
-        _settle(self)
-        for name in ("id", "context"):
-            require(
-                bool(getattr(self, name)), name, "", "a sample has at least one character of it"
-            )
-        require(self.new_tokens >= 1, "new_tokens", self.new_tokens, "draw at least 1 token")
+        checks.normalise(self)
+        require(bool(self.context), "context", "", "a sample has at least one character of it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,7 +53,7 @@ class Outcome:
         score: a share in [0, 1], or a number of the task's `unit`.
         prediction: the text drawn, if any was.
         figures: further numbers, and lists of numbers, for the task's pictures.
-        tokens: number of tokens of the prompt, its question included; None if the task does not count them.
+        tokens: number of tokens of the prompt, its question included; 0 if the task does not count them.
         rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
         nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
     """
@@ -71,7 +61,7 @@ class Outcome:
     score: float
     prediction: str = ""
     figures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    tokens: int | None = None
+    tokens: int = 0
     rows: float | None = None
     nbytes: int | None = None
 
@@ -93,8 +83,6 @@ class How:
     seed: int = 0
 
     def __post_init__(self):
-        checks.field(self, "agnostic", checks.flag)
-        checks.field(self, "raw", checks.flag)
         checks.field(self, "seed", checks.whole, least=0, most=_SEEDS - 1)
 
 
@@ -102,8 +90,8 @@ class How:
 class Task(abc.ABC):
     """Base of tasks, which make samples and run policies on them; its fields are the settings and command-line options.
 
-    A task is a frozen dataclass. Its settings are converted to their annotations: numbers to plain ones, lists to
-    tuples, paths to texts; other values are refused. A `__post_init__` of its own calls this one's first.
+    A task is a frozen dataclass. Numbers of numpy become plain ones, and lists tuples. A `__post_init__` of its own
+    calls this one's first.
 
     Attributes:
         unit: unit of scores: "%" for shares in [0, 1], or another such as "nats".
@@ -116,7 +104,7 @@ class Task(abc.ABC):
     asks: ClassVar[bool] = True
 
     def __post_init__(self):
-        _settle(self)
+        checks.normalise(self)
 
     def require_least(self, least: int, *names: str) -> None:
         """Raises ValueError for the first of these settings that is below `least`."""
@@ -161,52 +149,8 @@ class Task(abc.ABC):
         return []
 
 
-def tokenizer_of(params: LanguageModel) -> Text:
-    """Tokenizer of a model; ValueError if it has none."""
-    return require_text(params.text)
-
-
-def require_text(text: Text | None) -> Text:
-    """Returns the given tokenizer unchanged; ValueError if it is None, as of a model without one."""
-    if text is None:
-        raise refusal("params", "no tokenizer", "tasks are texts: load a checkpoint that has one")
-    return text
-
-
-def _settle(given: Any) -> None:
-    """Checks a dataclass's fields, and converts them to their annotations."""
-    hints = typing.get_type_hints(type(given))
-    for field in dataclasses.fields(given):
-        value = _setting(hints[field.name], getattr(given, field.name), field.name)
-        object.__setattr__(given, field.name, value)
-
-
-def _setting(hint: Any, value: Any, name: str) -> Any:
-    """Value of a task's setting, checked and converted to its annotation: a bool, int, float, text or tuple."""
-    value = value.tolist() if isinstance(value, np.ndarray) else plain(value)
-    kinds = typing.get_args(hint)
-    if type(None) in kinds:
-        return None if value is None else _setting(kinds[0], value, name)
-    if typing.get_origin(hint) is tuple:
-        require(isinstance(value, (list, tuple)), name, value, "give a tuple")
-        return tuple(_setting(kinds[0], each, name) for each in value)
-    if hint is bool:
-        return checks.flag(name, value)
-    if hint is int:
-        return checks.whole(name, value, least=-FARTHEST)
-    if hint is float:
-        return checks.real(name, value, "give a number", low=-FARTHEST, high=FARTHEST)
-    if hint is str:
-        value = os.fspath(value) if isinstance(value, os.PathLike) else value
-        require(isinstance(value, str), name, value, "give a text")
-    return value
-
-
-class Tasks(dict[str, type[Task]]):
-    """Dict {name: registered task class}; the decorator `task` adds to it."""
-
-
-TASKS = Tasks()
+# Registered tasks by name; the decorator `task` adds to it.
+TASKS: dict[str, type[Task]] = {}
 _Task = TypeVar("_Task", bound=type[Task])
 
 
@@ -218,11 +162,7 @@ def task(name: str) -> Callable[[_Task], _Task]:
 
     Returns:
         A decorator, which returns the class unchanged.
-
-    Raises:
-        ValueError: for "report", which the command line has.
     """
-    require(name != "report", "name", name, "`jaxkv eval` has a command of that name")
 
     def registered(cls: _Task) -> _Task:
         # Running a notebook's cell again defines its class again: the new one replaces the old.

@@ -10,14 +10,19 @@ from typing import Any
 from jaxkv._errors import require
 
 
+def shipped(name: str) -> str:
+    """Text of a file that comes with jaxkv's evaluations, decompressed."""
+    content = resources.files("jaxkv.evals").joinpath(name).read_bytes()
+    return (gzip.decompress(content) if name.endswith(".gz") else content).decode("utf-8")
+
+
 def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
     """Dict {title: text} of the first `count` texts (0: all) in a text file, a folder of .txt files or a .jsonl file.
 
     None gives the documents that come with jaxkv. A path without texts is a FileNotFoundError that says what to give.
     """
     if data is None:
-        packed = (resources.files("jaxkv.evals") / "data" / "documents.json.gz").read_bytes()
-        rows = json.loads(gzip.decompress(packed))
+        rows = json.loads(shipped("data/documents.json.gz"))
         return {row["title"]: row["text"] for row in rows[: count or None]}
     path = Path(data).expanduser()
     if path.suffix == ".jsonl" and path.is_file():
@@ -34,8 +39,7 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
 
 def text_of_file(path: Path, name: str = "data") -> str:
     """Text of a UTF-8 file, without byte order mark; ValueError for other encodings, FileNotFoundError for no file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"{name}={str(path)!r}: no such file")
+    _require_file(path, name)
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -68,7 +72,12 @@ def json_lines(
 
 def rows_of_file(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
     """`json_lines` of a file; FileNotFoundError if there is none."""
-    if not path.is_file():
-        raise FileNotFoundError(f"data={str(path)!r}: no such file")
+    _require_file(path, "data")
     with path.open("rb") as file:
         return json_lines(file, str(path), keys, count)
+
+
+def _require_file(path: Path, name: str) -> None:
+    """Raises FileNotFoundError unless there is a file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"{name}={str(path)!r}: no such file")

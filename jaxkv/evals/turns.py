@@ -1,15 +1,15 @@
 """The task `turns`: conversations on one cache, where facts of the first turns are asked for in the last ones."""
 
 import dataclasses
+import functools
 import json
 from collections.abc import Sequence
 
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.cache import KVCache
-from jaxkv.evals.task import How, Outcome, Sample, Task, task, tokenizer_of
-from jaxkv.evals.texts import texts_of
+from jaxkv.evals.task import How, Outcome, Sample, Task, task
+from jaxkv.evals.texts import shipped, texts_of
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
@@ -18,29 +18,11 @@ from jaxkv.sharding.mesh import host
 # Separates the turns in a sample's context.
 _NEXT = "\x1e"
 
-# Sentences with a gap, the question that asks for it, and values to draw from.
-_FACTS = (
-    ("My dog is called {}.", "What is my dog called?", "Bramble Pixel Juno Otto Clover Biscuit"),
-    ("My sister lives in {}.", "Where does my sister live?", "Lisbon Oslo Kyoto Lima Turin Cork"),
-    (
-        "My meeting is on {}.",
-        "On which day is my meeting?",
-        "Monday Tuesday Thursday Friday Sunday",
-    ),
-    ("I keep the spare key in the {}.", "Where is my spare key?", "teapot shed piano drawer boot"),
-    (
-        "My front door is {}.",
-        "Which colour is my front door?",
-        "turquoise crimson yellow violet grey",
-    ),
-    ("I work as a {}.", "What do I work as?", "welder dentist botanist pilot tailor plumber"),
-    ("My locker's code is {}.", "What is my locker's code?", "4817 2960 7352 6148 9073 3581"),
-    (
-        "My train leaves from platform {}.",
-        "From which platform does my train leave?",
-        "17 23 31 46 52",
-    ),
-)
+
+@functools.cache
+def facts() -> list[list[str]]:
+    """Sentences with a gap, the question that asks for it, and values to draw from."""
+    return json.loads(shipped("data/facts.json"))
 
 
 @task("turns")
@@ -72,7 +54,7 @@ class Turns(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        most = 3 * len(_FACTS)
+        most = 3 * len(facts())
         require(
             2 <= self.turns <= most,
             "turns",
@@ -83,7 +65,7 @@ class Turns(Task):
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of one sample per conversation, its turns joined in `context`; ValueError for one too long."""
-        tokenizer, most = tokenizer_of(params), params.config.max_positions
+        tokenizer, most = params.tokenizer, params.config.max_positions
         passages = [text.split() for text in texts_of(None).values()]
         made = [self._sample(number, passages) for number in range(self.count)]
         for sample in made:
@@ -98,16 +80,16 @@ class Turns(Task):
 
     def _sample(self, number: int, passages: Sequence[Sequence[str]]) -> Sample:
         """One conversation, which depends on the seed and its number alone; an answer of "" asks for nothing."""
-        rng, facts = np.random.default_rng([self.seed, number]), max(1, self.turns * 3 // 10)
-        chosen = [_FACTS[at] for at in rng.permutation(len(_FACTS))[:facts]]
+        rng, told = np.random.default_rng([self.seed, number]), max(1, self.turns * 3 // 10)
+        chosen = [facts()[at] for at in rng.permutation(len(facts()))[:told]]
         values = [str(rng.choice(several.split())) for *_, several in chosen]
         said = [text.format(value) for (text, *_), value in zip(chosen, values, strict=True)]
-        for _ in range(self.turns - 2 * facts):
+        for _ in range(self.turns - 2 * told):
             text = passages[int(rng.integers(len(passages)))]
             first = int(rng.integers(max(1, len(text) - self.words)))
             passage = " ".join(text[first : first + self.words])
             said.append(f'Here is a passage: "{passage}" Say in a few words what it is about.')
-        order = rng.permutation(facts)
+        order = rng.permutation(told)
         return Sample(
             id=f"{number:03d}",
             group="told and asked",
@@ -121,9 +103,27 @@ class Turns(Task):
         self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """Runs a batch of conversations; list of one `Outcome` each: mean score, answers, and rows after each turn."""
-        spoken, kept, cache = _hold(params, policy, samples, how)
+        spoken, kept, cache = list[Sequence[str]](), list[np.ndarray](), None
+        for texts in zip(*(sample.context.split(_NEXT) for sample in samples), strict=True):
+            if how.raw or not params.tokenizer.has_template:
+                # Without a template, empty lines stand between question and answer.
+                texts = tuple(("" if cache is None else "\n\n") + f"{text}\n" for text in texts)
+            out = generate(
+                params,
+                list(texts),
+                policy=policy if cache is None else None,
+                cache=cache,
+                max_new_tokens=samples[0].new_tokens,
+                raw=how.raw,
+                key=how.seed,
+                progress=False,
+            )
+            cache = out.cache
+            kept.append(cache.kept)
+            spoken.append(out.text or ())
+        assert cache is not None
         tokens, outcomes = host(cache.seen), []
-        for row, (sample, said) in enumerate(zip(samples, spoken, strict=True)):
+        for row, (sample, said) in enumerate(zip(samples, zip(*spoken, strict=True), strict=True)):
             pairs = zip(said, sample.answers, strict=True)
             scores = [float(right.lower() in text.lower()) for text, right in pairs if right]
             rows = [each[:, row] for each in kept]
@@ -139,33 +139,3 @@ class Turns(Task):
             )
             outcomes.append(outcome)
         return outcomes
-
-
-def _hold(
-    params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
-) -> tuple[list[list[str]], list[np.ndarray], KVCache]:
-    """Runs conversations turn by turn; returns answers, arrays [L, B, K] of rows after each turn, and the cache."""
-    tokenizer = tokenizer_of(params)
-    cache: KVCache | None = None
-    spoken: list[list[str]] = [[] for _ in samples]
-    kept = []
-    for texts in zip(*(sample.context.split(_NEXT) for sample in samples), strict=True):
-        if how.raw or not tokenizer.has_template:
-            # Without a template, empty lines stand between question and answer.
-            texts = tuple(("" if cache is None else "\n\n") + f"{text}\n" for text in texts)
-        out = generate(
-            params,
-            list(texts),
-            policy=policy if cache is None else None,
-            cache=cache,
-            max_new_tokens=samples[0].new_tokens,
-            raw=how.raw,
-            key=how.seed,
-            progress=False,
-        )
-        cache = out.cache
-        kept.append(cache.kept)
-        for mine, text in zip(spoken, out.text or (), strict=True):
-            mine.append(text)
-    assert cache is not None
-    return spoken, kept, cache

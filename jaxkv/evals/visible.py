@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Sequence
-from typing import ClassVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +9,7 @@ from jaxtyping import Bool, Float
 
 from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv.analysis.recall import paid
+from jaxkv.analysis.keeping import paid
 from jaxkv.attention.filters import Asking, by_row
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
@@ -46,7 +45,7 @@ class Visible(Task):
         seed: seed of the questions.
     """
 
-    asks: ClassVar[bool] = False
+    asks = False
 
     count: int = 8
     steps: int = 16
@@ -59,30 +58,24 @@ class Visible(Task):
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
         # Small dictionaries and large ones, however few there are.
-        few = min(self.count, len(SIZES))
-        spread = tuple(SIZES[at * len(SIZES) // few] for at in range(few))
-        cases = TwoStage(count=self.count, sizes=spread, seed=self.seed).samples(params)
+        sizes = SIZES[:: max(1, len(SIZES) // self.count)]
+        cases = TwoStage(count=self.count, sizes=sizes, seed=self.seed).samples(params)
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 
     def run(
         self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """One `Outcome` per sample: full attention's share on rows that the policy can see, mean and by token."""
-        prompts = [sum(ids_of(params.text, sample, raw=how.raw), []) for sample in samples]
+        prompts = [sum(ids_of(params.tokenizer, sample, raw=how.raw), []) for sample in samples]
         drawn = generate(
             params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False
         ).tokens
         out = []
         for ids, tokens in zip(prompts, drawn, strict=True):
-            figures, rows = visible_attention(
-                params, policy, ids, np.asarray(tokens).tolist(), key=how.seed
-            )
-            score = float(figures.mean())
-            out.append(
-                Outcome(
-                    score=score, figures={"visible": figures.tolist()}, tokens=len(ids), rows=rows
-                )
-            )
+            answer = np.asarray(tokens).tolist()
+            found, rows = visible_attention(params, policy, ids, answer, key=how.seed)
+            score, figures = float(found.mean()), {"visible": found.tolist()}
+            out.append(Outcome(score=score, figures=figures, tokens=len(ids), rows=rows))
         return out
 
 
@@ -112,24 +105,32 @@ def visible_attention(
         ValueError: for no tokens; for a policy that chooses pages, or drops rows and chooses among the others; on a
             mesh.
     """
-    for name, ids in (("prompt", prompt), ("answer", answer)):
-        require(len(ids) >= 1, name, ids, "give at least 1 token")
-    remedy = (
-        "some layers have windows: this looks at models whose layers all attend to the whole prompt"
-    )
-    require(not any(params.config.windows), "model", params.name, remedy)
+    require(len(answer) >= 1, "answer", answer, "give at least 1 token")
+    config, remedy = params.config, "give a model whose layers all attend to the whole prompt"
+    require(not any(config.windows), "model", params.name, f"some layers have windows: {remedy}")
     require(params.axes is None, "mesh", "given", "attention is measured on one device")
-    policy = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
-    whole, steps = [*prompt, *answer], len(answer)
-    slots = bucket(len(whole))
+    policy = policy_for(policy, config, params.filter_layers, dtype=params.dtype)
+    parts, whole, steps = policy.parts(), [*prompt, *answer], len(answer)
+    slots, reading = bucket(len(whole)), parts.reading(config.windows, bucket(len(prompt)))
+    remedy = "give a policy that drops rows, or chooses in filter layers, without pages"
+    fits = not (reading.page or (reading.filters and parts.drops))
+    require(fits, "policy", type(policy).__name__, remedy)
+    now, position = len(prompt) + np.arange(steps), np.arange(slots)
+    below = now if reading.include_generated else np.full(steps, len(prompt))
+    causal = np.tile((position <= now[:, None])[:, None], (1, config.kv_heads, 1))
+    held = _held(params, policy, prompt, answer, slots, key) if parts.drops else None
     tokens = jnp.asarray([whole + [0] * (slots - len(whole))], jnp.int32)
-    choice = _choice(params, policy, len(prompt), steps, slots)
-    masks = np.empty(0) if choice else _held(params, policy, prompt, answer, slots, key)
-    needs = Needs(queries=steps if choice is None else steps + choice.reading.window - 1)
-    shares, rows = [], []
-    length = jnp.asarray([len(whole)], jnp.int32)
+    length, chosen = jnp.asarray([len(whole)], jnp.int32), dict[int, np.ndarray]()
+    shares, rows, needs = [], [], Needs(queries=steps + reading.window - 1)
     for index, out in enumerate(read_layers(params.flat, tokens, length, needs=needs)):
-        seen = choice.layer(index, out) if choice else masks[:, index]
+        seen = causal if held is None else held[:, index]
+        if index in reading.filters:
+            budget = int(tokens_read(parts.read, np.asarray([len(prompt)]), config.windows)[0])
+            each = zip(range(steps), now.tolist(), below.tolist(), strict=True)
+            chosen[index] = np.stack([_choose(reading, out, budget, *at) for at in each])
+        source = reading.sources[index]
+        if source != WHOLE:
+            seen = causal & (chosen[source] | (position >= below[:, None]))[:, None]
         q, positions = out.q[..., -steps:, :], out.q_positions[:, -steps:]
         sets = jnp.moveaxis(jnp.asarray(seen), 0, -1)[None]
         every = np.asarray(paid(q, out.k, positions, sets, axes=None))[0]
@@ -147,71 +148,28 @@ def _held(
     key: int,
 ) -> Bool[np.ndarray, "n L K S"]:
     """Runs prompt and answer under a policy; mask [n, L, K, S] of rows in the cache at each of n answer tokens."""
-    config = params.config
-    now, everything = len(prompt) + np.arange(len(answer)), not policy.parts().drops
-    seen = np.arange(slots) <= now[:, None] if everything else np.arange(slots) == now[:, None]
-    masks = np.tile(seen[:, None, None], (1, config.layers, config.kv_heads, 1))
-    if everything:
-        return masks
-    session = Session(params, policy, key=key)
+    session, masks = Session(params, policy, key=key), []
     cache = session.prefill(list(prompt), new=len(answer))
     for step, token in enumerate(answer):
-        masks[step] |= cache.holds(0, slots)
+        masks.append(cache.holds(0, slots))
+        masks[-1][..., len(prompt) + step] = True
         if step + 1 < len(answer):
             cache = feed(session, cache, [token], donate=True)
-    return masks
+    return np.stack(masks)
 
 
-def _choice(
-    params: LanguageModel, policy: Method, prompt: int, steps: int, slots: int
-) -> "_Choice | None":
-    """`_Choice`, which computes filter layers' masks; None for a policy without such; ValueError if not measurable."""
-    parts, windows = policy.parts(), params.config.windows
-    reading, name = parts.reading(windows, bucket(prompt)), type(policy).__name__
-    if not reading.chooses:
-        return None
-    fits = not (reading.page or parts.drops)
-    remedy = "give a policy that drops rows, or chooses in filter layers, without pages"
-    require(fits, "policy", name, remedy)
-    budget = int(tokens_read(parts.read, np.asarray([prompt]), windows)[0])
-    return _Choice(reading=reading, prompt=prompt, steps=steps, budget=budget, slots=slots)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Choice:
-    """Computes which rows filter layers choose by full attention's queries, and keeps these masks for later layers."""
-
-    reading: Reading
-    prompt: int
-    steps: int
-    budget: int
-    slots: int
-    masks: dict[int, np.ndarray] = dataclasses.field(default_factory=dict)
-
-    def layer(self, index: int, out: LayerOut) -> Bool[np.ndarray, "n K S"]:
-        """Mask [n, K, S] of the rows a layer sees at each of n answer tokens; stores a filter layer's choice."""
-        now, position = self.prompt + np.arange(self.steps)[:, None], np.arange(self.slots)
-        if index in self.reading.filters:
-            self.masks[index] = np.stack([self._choose(out, step) for step in range(self.steps)])
-        source = self.reading.sources[index]
-        seen = position <= now
-        if source != WHOLE:
-            behind = now if self.reading.include_generated else self.prompt
-            seen = seen & (self.masks[source] | (position >= behind))
-        return np.repeat(seen[:, None], out.k.shape[1], axis=1)
-
-    def _choose(self, out: LayerOut, step: int) -> Bool[np.ndarray, " S"]:
-        """Mask [S] of the rows that a filter layer chooses for the answer token of one step."""
-        reading, now = self.reading, self.prompt + step
-        # The newest query first, as weights go by age.
-        window = slice(step, step + reading.window)
-        q, at = out.q[:, :, :, window][:, :, :, ::-1], out.q_positions[:, window][:, ::-1]
-        weights = jnp.asarray(reading.selector.weights(reading.window))[None]
-        k = out.k.reshape(1, -1, out.k.shape[-1])
-        below = jnp.asarray([now if reading.include_generated else self.prompt], jnp.int32)
-        scores = by_row(Asking(q=q, positions=at, weights=weights), k, below, None)
-        candidates = Choosable(below, jnp.asarray([self.budget], jnp.int32))
-        found = choose(scores, candidates, reading, now=jnp.asarray([now], jnp.int32))
-        mask = np.zeros(self.slots, bool)
-        mask[host(found.positions)[0, : int(found.count[0])]] = True
-        return mask
+def _choose(
+    reading: Reading, out: LayerOut, budget: int, step: int, now: int, below: int
+) -> Bool[np.ndarray, " S"]:
+    """Mask [S] of the rows that a filter layer chooses, by full attention's queries, for one token of the answer."""
+    # The newest query first, as weights go by age.
+    window = slice(step, step + reading.window)
+    q, at = out.q[:, :, :, window][:, :, :, ::-1], out.q_positions[:, window][:, ::-1]
+    weights = jnp.asarray(reading.selector.weights(reading.window))[None]
+    k, end = out.k.reshape(1, -1, out.k.shape[-1]), jnp.asarray([below], jnp.int32)
+    scores = by_row(Asking(q=q, positions=at, weights=weights), k, end, None)
+    candidates = Choosable(end, jnp.asarray([budget], jnp.int32))
+    found = choose(scores, candidates, reading, now=jnp.asarray([now], jnp.int32))
+    mask = np.zeros(out.k.shape[2], bool)
+    mask[host(found.positions)[0, : int(found.count[0])]] = True
+    return mask

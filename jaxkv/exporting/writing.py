@@ -356,16 +356,13 @@ def _write_text(part: Path, params: LanguageModel) -> dict[str, Any] | None:
     """Writes `tokenizer.json`; returns its manifest entry with the chat template's turns; None without a tokenizer."""
     if params.text is None:
         return None
-    tokenizer = params.text.tokenizer_json()
-    if tokenizer is None:
-        return None
     text, turns = params.text, None
     if text.has_template:
         try:
             turns = text.marked_turns()
         except ValueError as error:
             warnings.warn(f"prompts are plain text to the runtime: {error}", stacklevel=3)
-    data = tokenizer.encode()
+    data = text.tokenizer_json().encode()
     (part / "tokenizer.json").write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
     entry = {"file": "tokenizer.json", "bytes": len(data), "sha256": digest}

@@ -23,12 +23,16 @@ def mesh_sizes(given: str, name: str) -> tuple[int, int]:
     return int(sizes[0]), int(sizes[1])
 
 
-def mesh_of(given: str, platform: str | None = None, *, name: str = "--mesh") -> jax.sharding.Mesh:
-    """JAX mesh (axes data, model) from text such as 1x8; creates CPU devices if it can; ValueError if too few.
+def mesh_of(
+    given: str | None, platform: str | None = None, *, name: str = "--mesh"
+) -> jax.sharding.Mesh | None:
+    """JAX mesh (axes data, model) from text such as 1x8, or None; creates CPU devices if it can; ValueError if too few.
 
     On a CPU, as many devices as the mesh needs are created if JAX is not yet initialised. `platform`, such as "cpu",
     selects the devices; by default JAX's default platform. Errors call the argument `name`.
     """
+    if given is None:
+        return None
     shape = mesh_sizes(given, name)
     count = math.prod(shape)
     require(count <= _MOST, name, given, f"give {_MOST} devices at most")

@@ -1,14 +1,15 @@
 """Encodes prompts (text, chat messages or ids, one or many) to token ids and the conversation's state after each."""
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._checks import warn_once
-from jaxkv._errors import require
+from jaxkv._checks import is_whole, plain, warn_once
+from jaxkv._errors import refusal, require
 from jaxkv.cache import Turn
 from jaxkv.models.config import ModelConfig
 from jaxkv.text.controls import EDGE
@@ -18,7 +19,6 @@ Prompt = str | Sequence[Any] | np.ndarray | Any
 
 # Stands between a cached text whose user turn is open and the question, which would else continue its last line.
 _BLANK_LINE = "\n\n"
-_BYTES = (bytes, bytearray, memoryview)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,38 +132,26 @@ def _refuse(given: Any) -> NoReturn:
 
 def _listed(given: Any) -> str | list[Any]:
     """A prompt, or several, as a plain str or list: arrays and other sequences become lists; refuses other values."""
-    if hasattr(given, "ndim") and hasattr(given, "dtype") and not isinstance(given, str):
-        array = np.asarray(given)
-        if array.dtype.kind not in "UOiu":
-            raise TypeError(f"prompt={array.dtype}: token ids are integers")
-        require(
-            array.dtype.kind in "UO" or array.ndim in (1, 2),
-            "prompt",
-            array.shape,
-            "give ids as [S] or [B, S]",
-        )
-        given = array.tolist()
+    given = given.tolist() if hasattr(given, "tolist") else given
     if isinstance(given, str):
         return str.__str__(given)
-    if isinstance(given, _BYTES) or not isinstance(given, Sequence):
+    if isinstance(given, (bytes, bytearray)) or not isinstance(given, Sequence):
         _refuse(given)
     return list(given)
 
 
 def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
     """Two results: True if `prompt` is a single prompt and not several, and the list of prompts (of one if single)."""
-    # An empty array is one prompt without ids; an empty list is no prompt.
-    empty = (
-        getattr(prompt, "ndim", 0) == 1 and not isinstance(prompt, memoryview) and not len(prompt)
-    )
     items = _listed(prompt)
-    if (
-        isinstance(items, str)
-        or empty
-        or (items and (isinstance(items[0], Mapping) or _is_id(items[0])))
-    ):
-        return True, [items]
-    return False, items
+    first = items[0] if items else None
+    single = isinstance(items, str) or isinstance(first, Mapping) or _is_id(first)
+    return single, [items] if single else list(items)
+
+
+def _is_id(value: Any) -> bool:
+    """True if `value` is an integer scalar of Python, numpy or JAX, as a token id is; False for a bool."""
+    # Of ints, as most are, prompts have many.
+    return is_whole(value if isinstance(value, int) else plain(value), -math.inf)
 
 
 def _encode_one(
@@ -171,117 +159,75 @@ def _encode_one(
 ) -> tuple[list[int], Turn]:
     """Token ids of one prompt (text, messages or ids), and the conversation's `Turn` after it; refuses other values."""
     items = _listed(item)
-    if isinstance(items, str):
-        return _encode_text(items, text, turn=turn, raw=raw, close=close)
-    if all(_is_id(each) for each in items):
-        return [int(each) for each in items], Turn.RAW
-    if all(isinstance(each, Mapping) for each in items):
-        return _encode_messages(items, text, turn=turn, raw=raw, close=close)
-    _refuse(items)
-
-
-def _is_id(value: Any) -> bool:
-    """True if `value` is an integer scalar of Python, numpy or JAX, as a token id is; False for a bool."""
-    if isinstance(value, int):
-        return not isinstance(value, bool)
-    scalar = hasattr(value, "dtype") and getattr(value, "ndim", None) == 0
-    return scalar and np.asarray(value).dtype.kind in "iu"
-
-
-def _encode_text(
-    item: str, text: Text | None, *, turn: Turn, raw: bool, close: bool
-) -> tuple[list[int], Turn]:
-    """Token ids of a text, encoded by `turn` as plain text, a user message or more of one; and the `Turn` after it."""
-    require(
-        text is not None, "prompt", item[:40], "the checkpoint has no tokenizer: give token ids"
-    )
-    assert text is not None
-    if not item:
+    if not items:
         return [], turn
-    try:
-        item.encode("utf-8")
-    except UnicodeEncodeError as error:
-        part = item[max(0, error.start - 20) : error.end]
-        raise ValueError(
-            f"prompt={part!r}: half a character at {error.start}: decode with errors='replace'"
-        ) from None
-    if raw or not text.has_template or turn is Turn.RAW:
-        given = item if raw else text.shielded(item)
-        return text.encode(given, bos=turn is Turn.START, shielded=not raw), Turn.RAW
-    rendered = user_text(item, text, turn=turn, close=close)
-    return text.encode(rendered, bos=False, shielded=True), Turn.ANSWER if close else Turn.USER
+    if not isinstance(items, str) and all(map(_is_id, items)):
+        return [int(each) for each in items], Turn.RAW
+    if not isinstance(items, str) and not all(isinstance(each, Mapping) for each in items):
+        _refuse(items)
+    if text is None:
+        remedy = "the checkpoint has no tokenizer: give token ids"
+        raise refusal("prompt", items[:40], remedy)
+    if isinstance(items, str):
+        if raw or turn is Turn.RAW or not text.has_template:
+            given = items if raw else text.shielded(items)
+            return text.encode(given, bos=turn is Turn.START, shielded=not raw), Turn.RAW
+        items = [user(items)]
+    else:
+        _check_messages(items, text, turn=turn, raw=raw)
+        if turn is Turn.RAW:
+            return _encode_one(items[0]["content"], text, turn=turn, raw=raw, close=close)
+    told = rendered(items, text, turn=turn, close=close)
+    return text.encode(told, bos=False, shielded=True), Turn.ANSWER if close else Turn.USER
 
 
-def user_text(
-    item: str,
-    text: Text,
-    *,
-    turn: Turn,
-    close: bool,
-    parted: bool = True,
-    after: Sequence[Message] = (),
+def _check_messages(items: Sequence[Message], text: Text, *, turn: Turn, raw: bool) -> None:
+    """Raises ValueError for messages that do not end with a text of the user's, or do not go on from a cache."""
+    require(not raw, "raw", raw, "messages are no plain text: leave it out, or give text")
+    remedy = "the model has no chat template: give text"
+    require(text.has_template, "prompt", items[:1], remedy)
+    remedy = 'the last message is a text of the user\'s: {"role": "user", "content": "..."}'
+    require(_is_users(items[-1]), "prompt", dict(items[-1]), remedy)
+    remedy = "the rest is in the cache: on top of it give one user message"
+    if turn is Turn.USER:
+        remedy = "the cache holds the beginning of the user's turn: give its end first"
+    fits = _is_users(items[0]) and (turn is Turn.USER or len(items) == 1)
+    require(turn is Turn.START or fits, "prompt", len(items), remedy)
+
+
+def _is_users(message: Message) -> bool:
+    """True for a text of the user's."""
+    return message.get("role") == "user" and isinstance(message.get("content"), str)
+
+
+def rendered(
+    messages: Sequence[Message], text: Text, *, turn: Turn, close: bool, parted: bool = True
 ) -> str:
-    """Renders what a user's message adds to a conversation, special tokens that it spells shielded.
+    """Renders what messages add to a conversation, special tokens that they spell shielded.
 
     Args:
-        item: content of the message, or, in the user's turn, more of it.
+        messages: the messages, the last a text of the user's; in the user's turn the first is more of it.
         text: the model's tokenizer, with a chat template.
-        turn: turn of the conversation before it: `START`, `USER` or `ANSWER`.
+        turn: turn of the conversation before them: `START`, `USER` or `ANSWER`.
         close: end the user's turn and open the answer's.
         parted: in the user's turn, begin with a blank line unless there is a line break.
-        after: messages after it, in the user's turn.
 
     Returns:
         The text, of which `Text.encode(shielded=True)` makes ids.
     """
-    content = text.shielded(item)
-    if turn is Turn.START:
-        return _rendered([user(content)], text, turn=turn, close=close)
+    told, skipped = text.shielded(list(messages)), turn is not Turn.START
     if turn is Turn.USER:
+        content = told[0]["content"]
         before = "" if not parted or content.startswith(("\n", "\r")) else _BLANK_LINE
-        whole = [user(EDGE + before + content), *text.shielded(list(after))]
-        return _rendered(whole, text, turn=turn, close=close)
-    if text.rewrites_answers:
-        told = "the chat template renders earlier answers otherwise, such as without reasoning; the cache holds them"
-        warn_once(
-            UserWarning,
-            "rewrites_answers",
-            f"cache: {told} as sampled. Render all messages anew to change that.",
-        )
-    return _rendered([user("?"), answer(EDGE), user(content)], text, turn=turn, close=close)
-
-
-def _rendered(messages: list[Message], text: Text, *, turn: Turn, close: bool) -> str:
-    """Renders shielded messages and cuts out what is new: behind the first `EDGE`, unless the conversation starts."""
-    before = turn is not Turn.START
+        told[0] = user(EDGE + before + content)
+    if turn is Turn.ANSWER:
+        if text.rewrites_answers:
+            said = "the chat template renders earlier answers otherwise, such as without reasoning; the cache holds "
+            said += "them as sampled. Render all messages anew to change that."
+            warn_once(UserWarning, "rewrites_answers", f"cache: {said}")
+        told = [user("?"), answer(EDGE), *told]
+    # What is new stands behind the first `EDGE`, unless the conversation starts.
     if close:
-        return text.parts(messages, generation_prompt=True, edges=before)[before]
-    last = {**messages[-1], "content": messages[-1]["content"] + EDGE}
-    return text.parts([*messages[:-1], last], generation_prompt=False, edges=before + 1)[before]
-
-
-def _encode_messages(
-    items: list[Message], text: Text | None, *, turn: Turn, raw: bool, close: bool
-) -> tuple[list[int], Turn]:
-    """Token ids of chat messages, the last of which must be the user's, and the conversation's `Turn` after them."""
-    require(not raw, "raw", raw, "messages are no plain text: leave it out, or give text")
-    chats = text is not None and text.has_template
-    require(chats, "prompt", items[:1], "the model has no chat template: give text")
-    assert text is not None
-    last = items[-1].get("role")
-    require(last == "user", "prompt", last, "the last message must be the user's")
-    written = isinstance(items[-1].get("content"), str)
-    require(written, "prompt", dict(items[-1]), 'give its text: {"role": "user", "content": "..."}')
-    if turn is not Turn.START:
-        (first, *after), open_ = items, turn is Turn.USER
-        remedy = "the rest is in the cache: on top of it give one user message"
-        if open_:
-            remedy = "the cache holds the beginning of the user's turn: give its end first"
-        fine = first.get("role") == "user" and isinstance(first.get("content"), str)
-        require(fine and (open_ or not after), "prompt", len(items), remedy)
-        if not after:
-            return _encode_text(first["content"], text, turn=turn, raw=raw, close=close)
-        rendered = user_text(first["content"], text, turn=turn, close=close, after=after)
-        return text.encode(rendered, bos=False, shielded=True), Turn.ANSWER if close else turn
-    rendered = _rendered(text.shielded(items), text, turn=turn, close=close)
-    return text.encode(rendered, bos=False, shielded=True), Turn.ANSWER if close else Turn.USER
+        return text.parts(told, generation_prompt=True, edges=skipped)[skipped]
+    told[-1] = {**told[-1], "content": told[-1]["content"] + EDGE}
+    return text.parts(told, generation_prompt=False, edges=skipped + 1)[skipped]

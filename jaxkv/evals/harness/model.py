@@ -8,13 +8,11 @@ import numpy as np
 from jaxtyping import Bool, Float
 from tqdm import tqdm
 
-from jaxkv import _checks
 from jaxkv._errors import require
 from jaxkv.engine.sampling import GREEDY, Sampling, is_greedy
 from jaxkv.engine.session import Session
-from jaxkv.evals.arguments import seed_of
 from jaxkv.evals.perplexity import read_on
-from jaxkv.evals.task import tokenizer_of
+from jaxkv.evals.runs import seed_of
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Method
@@ -30,8 +28,8 @@ except ImportError:
     ) from None
 
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-_SAMPLING = ("do_sample", "temperature", "top_k", "top_p", "min_p")
-_KNOWN = ("until", *_SAMPLING, *_LENGTHS)
+_NUMBERS = ("temperature", "top_k", "top_p", "min_p")
+_KNOWN = ("until", "do_sample", *_NUMBERS, *_LENGTHS)
 _Item = TypeVar("_Item")
 
 
@@ -81,7 +79,7 @@ class JaxKVLM(TemplateLM):
         if isinstance(policy, Method) and options:
             raise TypeError(f"{', '.join(options)}: the policy is made already; say these in it")
         self.params = load(model, dtype) if isinstance(model, str) else model
-        self.text = tokenizer_of(self.params)
+        self.text = self.params.tokenizer
         self.policy = as_policy(policy, options=options)
         self.batch_size, self.max_gen_toks, self.seed = int(batch_size), max_gen_toks, seed
 
@@ -256,16 +254,12 @@ def _batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[tuple[str, ...], int, Sampling]:
+def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[Any, int, Sampling]:
     """Stop strings, number of new tokens and sampling, from lm-eval's generation arguments; ValueError for others."""
     unknown = [name for name in arguments if name not in _KNOWN]
     require(not unknown, "generation_kwargs", unknown, f"known are {', '.join(_KNOWN)}")
-    until = arguments.get("until") or ()
-    stops = (until,) if isinstance(until, str) else tuple(until)
-    lengths = [arguments[name] for name in _LENGTHS if arguments.get(name) is not None]
-    new = int(next(iter(lengths), usual))
-    given = {name: arguments.get(name) for name in _SAMPLING}
-    asked, heat = given.pop("do_sample"), given["temperature"]
-    numbers = {name: value for name, value in given.items() if value is not None}
-    random = heat not in (None, 0) if asked is None else _checks.flag("do_sample", asked)
-    return stops, new, Sampling(**numbers) if random else GREEDY
+    given = {name: value for name, value in arguments.items() if value is not None}
+    new = int(next((given[name] for name in _LENGTHS if name in given), usual))
+    random = given.get("do_sample", given.get("temperature", 0) != 0)
+    numbers = {name: given[name] for name in _NUMBERS if name in given}
+    return given.get("until"), new, Sampling(**numbers) if random else GREEDY

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from numpy.random import Generator
 
-from jaxkv.evals.ruler.recipe import Prompt, Recipe
+from jaxkv.evals.ruler.recipe import Prompt, Recipe, hidden
 
 # RULER's, scripts/data/synthetic/{variable_tracking,constants}.py.
 _OPENING = (
@@ -89,7 +89,4 @@ class Chains(Recipe):
             f"VAR {name} = VAR {before}{end}"
             for before, name in zip(chain.names, others, strict=False)
         ]
-        lines = [self.wording.noise[each % len(self.wording.noise)] for each in range(chain.size)]
-        for line, place in zip(reversed(assignments), reversed(chain.places), strict=True):
-            lines.insert(place, line)
-        return "\n".join(lines)
+        return hidden(self.wording.noisy(chain.size), assignments, chain.places)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from jaxkv.evals.ruler.recipe import Prompt, Recipe
+from jaxkv.evals.ruler.recipe import Prompt, Recipe, hidden
 
 # RULER's, scripts/data/synthetic/{niah,constants}.py: templates for several values, and for one.
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -85,16 +85,13 @@ class Needles(Recipe):
     def draw(self, size: int, rng: Generator) -> Draw:
         """Draws a `Draw`: needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
         count = max(self.keys, self.queries)
-        keys = self.wording.draw(rng, self.key_kind, count)
-        flat = self.wording.draw(rng, self.value_kind, count * self.values)
+        keys = self._texts(self.key_kind, rng, count)
+        flat = self._texts(self.value_kind, rng, count * self.values)
         values = [tuple(flat[at : at + self.values]) for at in range(0, len(flat), self.values)]
         pairs = [(key, value) for key, mine in zip(keys, values, strict=True) for value in mine]
         haystack = self._haystack(size, rng, keys)
-        order, places = (
-            rng.permutation(len(pairs)).tolist(),
-            self._places(len(haystack), len(pairs), rng),
-        )
-        stand = [pairs[which] for which in order]
+        stand = [pairs[which] for which in rng.permutation(len(pairs)).tolist()]
+        places = self._places(len(haystack), len(pairs), rng)
         needles = tuple(
             Needle(key, value, place) for (key, value), place in zip(stand, places, strict=True)
         )
@@ -122,21 +119,22 @@ class Needles(Recipe):
             depth=sum(right) / len(right) / max(1, len(draw.haystack)),
         )
 
+    def _texts(self, kind: str, rng: Generator, count: int) -> list[str]:
+        """Draws `count` texts of a kind, a method of the wording."""
+        return getattr(self.wording, kind)(rng, count)
+
     def _haystack(self, size: int, rng: Generator, keys: list[str]) -> list[str]:
         """List of the haystack's texts: sentences of an essay, lines of noise, or needles with other keys."""
         if self.haystack == "essay":
             return self.wording.essay(rng, size)
         if self.haystack == "noise":
-            return [self.wording.noise[each % len(self.wording.noise)] for each in range(size)]
+            return self.wording.noisy(size)
         others: list[str] = []
         while len(others) < size:
             # A key that is asked for has no second value.
-            others += [
-                key
-                for key in self.wording.draw(rng, self.key_kind, size + len(keys))
-                if key not in keys
-            ]
-        values = self.wording.draw(rng, self.value_kind, size)
+            more = self._texts(self.key_kind, rng, size + len(keys))
+            others += [key for key in more if key not in keys]
+        values = self._texts(self.value_kind, rng, size)
         return [
             NEEDLE.format(kind=self.value_kind, key=key, value=value)
             for key, value in zip(others[:size], values, strict=True)
@@ -152,21 +150,18 @@ class Needles(Recipe):
 
     def _hide(self, draw: Draw) -> str:
         """Text of the haystack, with the needles' sentences inserted at their places."""
-        hidden = [
+        told = [
             NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value)
             for each in draw.needles
         ]
         if self.haystack == "essay":
             begins = [0, *(each.place for each in draw.needles), len(draw.haystack)]
             parts = [" ".join(draw.haystack[begins[0] : begins[1]])]
-            for at, needle in enumerate(hidden, start=1):
+            for at, needle in enumerate(told, start=1):
                 parts += [needle, " ".join(draw.haystack[begins[at] : begins[at + 1]])]
             # RULER writes a space on either side of an empty part too.
             return " ".join(part for part in parts if part or not self.wording.tight)
-        lines = list(draw.haystack)
-        for needle, where in zip(reversed(hidden), reversed(draw.needles), strict=True):
-            lines.insert(where.place, needle)
-        return "\n".join(lines)
+        return hidden(draw.haystack, told, [each.place for each in draw.needles])
 
 
 def places_at(depths: list[int], size: int) -> list[int]:

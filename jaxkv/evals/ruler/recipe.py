@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -63,6 +63,14 @@ class Recipe(abc.ABC):
 
         `index` is the number of the sample, for recipes that read samples from a file.
         """
+
+
+def hidden(lines: Sequence[str], told: Sequence[str], places: Sequence[int]) -> str:
+    """Text of a haystack's lines, with those `told` before the lines of these places, which ascend."""
+    lines = list(lines)
+    for line, place in zip(reversed(told), reversed(places), strict=True):
+        lines.insert(place, line)
+    return "\n".join(lines)
 
 
 def fit(recipe: Recipe, length: int, count: Counter) -> int:

@@ -1,6 +1,7 @@
 """The task `ruler`: its recipes by name and metrics, and lengths, wordings, samples that the task `needle` shares."""
 
 import dataclasses
+import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,20 +18,11 @@ from jaxkv.evals.ruler.qa import FILES, Documents, read
 from jaxkv.evals.ruler.recipe import Cell, Counter, Prompt, Recipe, fit
 from jaxkv.evals.ruler.wording import SMALL_WORDS, Wording, wording_of
 from jaxkv.evals.task import Sample, task
-from jaxkv.evals.texts import text_of_file
+from jaxkv.evals.texts import shipped, text_of_file
 from jaxkv.loading import LanguageModel
 
 # As its scripts/synthetic.yaml configures them.
-_NIAH: dict[str, dict[str, Any]] = {
-    "niah_single_1": {"haystack": "noise"},
-    "niah_single_2": {"haystack": "essay"},
-    "niah_single_3": {"haystack": "essay", "value_kind": "uuids"},
-    "niah_multikey_1": {"haystack": "essay", "keys": 4},
-    "niah_multikey_2": {"haystack": "needle"},
-    "niah_multikey_3": {"haystack": "needle", "key_kind": "uuids", "value_kind": "uuids"},
-    "niah_multivalue": {"haystack": "essay", "values": 4},
-    "niah_multiquery": {"haystack": "essay", "queries": 4},
-}
+_NIAH: dict[str, dict[str, Any]] = json.loads(shipped("ruler/data/niah.json"))
 # Made from words alone; the others read questions from files.
 MADE = (*_NIAH, "vt", "cwe", "fwe")
 NAMES = (*MADE, *FILES)
@@ -65,9 +57,6 @@ class MadeTask(QuestionTask):
         super().__post_init__()
         self.require_least(1, "count")
         self.require_least(0, "seed")
-        lengths = (1,) if self.lengths is None else self.lengths
-        fits = min(lengths, default=0) >= 1 and len(set(lengths)) == len(lengths)
-        require(fits, "lengths", lengths, "name at least one, in tokens, each once")
         known = self.wording in ("official", "small")
         require(known, "wording", self.wording, "take 'official' or 'small'")
         mine = self.haystack is None or self.wording == "official"
@@ -79,9 +68,19 @@ class MadeTask(QuestionTask):
         most = params.config.max_positions
         if self.lengths is None:
             return tuple(each for each in self.usual if each <= most) or (most,)
-        longest = max(self.lengths)
+        longest = max(self.lengths, default=0)
         require(longest <= most, "lengths", longest, f"the model was made for {most} tokens")
         return self.lengths
+
+    def samples_of(
+        self, cell: Cell, name: str, group: str, draws: Sequence[int], **tags: Any
+    ) -> list[Sample]:
+        """List of `count` samples with these tags, their random choices by numbers besides the seed."""
+        rng, new = np.random.default_rng([self.seed, *draws]), cell.recipe.new_tokens
+        return [
+            as_sample(f"{name}-{index:04d}", group, cell.make(rng, index), new, **tags)
+            for index in range(self.count)
+        ]
 
     def words(self) -> Wording:
         """`Wording`, which draws prompts' random texts, with the text of the haystack's file, if any."""
@@ -126,8 +125,6 @@ class Ruler(MadeTask):
         super().__post_init__()
         for name in self.tasks:
             require(name in NAMES, "tasks", name, f"take some of {', '.join(NAMES)}")
-        distinct = len(set(self.tasks)) == len(self.tasks) > 0
-        require(distinct, "tasks", self.tasks, "name at least one, each once")
         read = self.data is None or not set(self.tasks).isdisjoint(FILES)
         remedy = f"only {' and '.join(FILES)} read files: name them among the tasks, or none"
         require(read, "data", self.data, remedy)
@@ -135,17 +132,15 @@ class Ruler(MadeTask):
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Makes a list of samples, `count` for each of the chosen RULER tasks at each prompt length."""
         lengths = self.lengths_for(params)
-        wording, count, made = self.words(), counter(params), []
+        wording, count, made = self.words(), counter(params), list[Sample]()
         for name in self.tasks:
             for length in lengths:
                 recipe = recipe_of(
                     name, wording=wording, length=length, count=count, data=self.data
                 )
                 cell = Cell(recipe, length, count, fit(recipe, length, count))
-                rng = np.random.default_rng([self.seed, NAMES.index(name), length])
-                for index in range(self.count):
-                    label, prompt = f"{name}-{length}-{index:04d}", cell.make(rng, index)
-                    made.append(as_sample(label, name, prompt, recipe.new_tokens, length=length))
+                draws = [NAMES.index(name), length]
+                made += self.samples_of(cell, f"{name}-{length}", name, draws, length=length)
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:
@@ -158,7 +153,7 @@ def counter(params: LanguageModel) -> Counter:
     """Returns a function that counts the tokens of a `Prompt`, those of the chat template included."""
 
     def count(prompt: Prompt) -> int:
-        return sum(map(len, ids_of(params.text, as_sample("count", "count", prompt, 1))))
+        return sum(map(len, ids_of(params.tokenizer, as_sample("count", "count", prompt, 1))))
 
     return count
 
@@ -189,9 +184,18 @@ def recipe_of(
     """
     small = wording.name == "small"
     if name in _NIAH:
-        return _needles(wording, _NIAH[name])
+        recipe = Needles(wording=wording, new_tokens=128, **_NIAH[name])
+        # Digits, with a comma and a space or the like behind them, and a mark in front.
+        digits = 11 if recipe.value_kind == "uuids" else 6
+        few = digits * recipe.values * recipe.queries + 2
+        return dataclasses.replace(recipe, new_tokens=few) if small else recipe
     if name == "vt":
-        return Chains(wording=wording, new_tokens=8) if small else _tracking(wording, length, count)
+        if small:
+            return Chains(wording=wording, new_tokens=8)
+        # With a solved example before each text.
+        alone = Chains(wording=wording, new_tokens=0)
+        shot = fit(alone, min(_SHOT_TOKENS, length), count)
+        return Chains(wording=wording, new_tokens=30, shot=shot)
     if name == "cwe":
         return _common(wording, length)
     if name == "fwe":
@@ -205,22 +209,6 @@ def recipe_of(
         )
     require(not small, "tasks", name, "the small wording has no documents: take the official one")
     return Documents(wording=wording, new_tokens=32, data=read(data, name))
-
-
-def _needles(wording: Wording, settings: dict[str, Any]) -> Needles:
-    """`Needles` recipe of a niah task with these settings; in the small wording fewer tokens are drawn."""
-    recipe = Needles(wording=wording, new_tokens=128, **settings)
-    if wording.name == "official":
-        return recipe
-    # Digits, with a comma and a space or the like behind them, and a mark in front.
-    tokens = (11 if recipe.value_kind == "uuids" else 6) * recipe.values * recipe.queries + 2
-    return dataclasses.replace(recipe, new_tokens=tokens)
-
-
-def _tracking(wording: Wording, length: int, count: Counter) -> Chains:
-    """`Chains` recipe of variable tracking, with a solved example before each text."""
-    alone = Chains(wording=wording, new_tokens=0)
-    return Chains(wording=wording, new_tokens=30, shot=fit(alone, min(_SHOT_TOKENS, length), count))
 
 
 def _common(wording: Wording, length: int) -> Common:

@@ -1,19 +1,18 @@
 """Wordings of prompts: RULER's own words, and a few hundred nouns that a tiny model can be trained on."""
 
 import functools
-import gzip
 import itertools
 import json
 import math
 import re
 import string
 import uuid
-from importlib import resources
 from typing import ClassVar
 
 from numpy.random import Generator
 
 from jaxkv._errors import require
+from jaxkv.evals.texts import shipped
 
 # RULER's, scripts/data/synthetic/niah.py.
 NOISE = (
@@ -25,25 +24,7 @@ NOISE = (
 )
 # Nouns, none of which is a part of another, of a colour's name, or of a template's word: a score looks for answers as
 # parts of the prediction.
-SMALL_WORDS: tuple[str, ...] = tuple(
-    (
-        "acorn airport anchor apple apron arch arrow axe badge bakery ball bamboo banana band barn barrel basin "
-        "basket bath bay beach bead bean bear bee bell belt bench berry bike bird blanket boat bolt bone book boot "
-        "bottle bowl box branch bread brick bridge broom brush bucket bush butter button cabin cable cactus cake "
-        "camel camera candle cane canoe cap card carpet carrot castle cave chair chalk cheese cherry chest clock "
-        "cloth cloud clover coat coconut coin comb copper coral cork couch cow crab crane crown cup curtain deer "
-        "desert desk diamond dog doll donkey door dove dragon drum duck eagle egg elbow engine fan farm feather fence "
-        "fern finger fish flag flame flower flute forest fork fountain fox frog garden gate ghost giraffe glass globe "
-        "glove goat goose grape guitar hammer hand hawk helmet hill honey hook horse house igloo island ivory jacket "
-        "jar jewel jungle kettle kite kitten knee knife ladder lake lamp leaf lemon lion lizard lobster log maple "
-        "marble mask meadow melon milk mirror monkey moon moose mountain mouse muffin mug necklace nest oak oar ocean "
-        "onion otter oven paddle palace panda paper peach pearl pebble pencil penguin piano pillow pine pipe plate "
-        "plum pocket potato pumpkin rabbit raft ribbon ring river robin rocket roof rope rose sail salt scarf seal "
-        "shark sheep shell ship shoe shovel silk snail snake soap sock spider spoon squirrel stable stove swan sword "
-        "tent tiger toad tower train tree trumpet tulip turkey turtle umbrella valley vase violin wagon wall walnut "
-        "whale wheel window wolf worm zebra "
-    ).split()
-)
+SMALL_WORDS = tuple(shipped("ruler/data/small_words.txt").split())
 SENTENCES = (
     "The {} is near the {}.",
     "We see the {} and the {} here.",
@@ -88,14 +69,10 @@ class Wording:
         """Takes the text that essays are cut from, repeated if short; None for the novel that comes with jaxkv."""
         self._text = text
 
-    def draw(self, rng: Generator, kind: str, count: int) -> list[str]:
-        """Draws a list of `count` texts of a kind: "words" (distinct while there are enough), "numbers" or "uuids"."""
-        return {"words": self.words, "numbers": self.numbers, "uuids": self.uuids}[kind](rng, count)
-
     @functools.cached_property
     def _units(self) -> list[str]:
         """List of the words of the text that essays are cut from."""
-        return (shipped("essay.txt.gz") if self._text is None else self._text).split()
+        return (shipped("ruler/data/essay.txt.gz") if self._text is None else self._text).split()
 
     def passage(self, size: int, start: int = 0) -> str:
         """Text of `size` words from word `start` of the essays' text on; starts over where that text ends."""
@@ -108,9 +85,11 @@ class Wording:
         firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
         drawn: dict[str, None] = {}
         while len(drawn) < count:
-            drawn[
-                f"{firsts[int(rng.integers(len(firsts)))]}-{lasts[int(rng.integers(len(lasts)))]}"
-            ] = None
+            first, last = (
+                firsts[int(rng.integers(len(firsts)))],
+                lasts[int(rng.integers(len(lasts)))],
+            )
+            drawn[f"{first}-{last}"] = None
         return list(drawn)
 
     def plain(self, rng: Generator, count: int) -> list[str]:
@@ -134,6 +113,10 @@ class Wording:
     def variables(self, rng: Generator, count: int, *, short: bool = False) -> list[str]:
         """Draws a list of `count` distinct names of five random capital letters, or of three if `short`."""
         return _letters(rng, string.ascii_uppercase, 3 if short else 5, count)
+
+    def noisy(self, size: int) -> list[str]:
+        """List of `size` units of noise."""
+        return [self.noise[each % len(self.noise)] for each in range(size)]
 
     def amount(self, rng: Generator) -> str:
         """Draws one five-digit number, as text, that a variable is assigned."""
@@ -193,17 +176,10 @@ class Small(Wording):
         ]
 
 
-def shipped(name: str) -> str:
-    """Decompressed text of a gzip file in `ruler/data`, whose README names its source."""
-    return gzip.decompress(
-        (resources.files("jaxkv.evals.ruler") / "data" / name).read_bytes()
-    ).decode("utf-8")
-
-
 @functools.cache
 def word_lists() -> dict[str, list[str]]:
     """Dict of the word lists (nouns, adjectives, verbs) that RULER draws from, read from a packaged file; cached."""
-    return json.loads(shipped("words.json.gz"))
+    return json.loads(shipped("ruler/data/words.json.gz"))
 
 
 @functools.cache

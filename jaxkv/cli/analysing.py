@@ -1,4 +1,4 @@
-"""`jaxkv filters`: finds a model's filter layers in some texts, prints, draws and saves them."""
+"""`jaxkv filters` finds a model's filter layers in some texts; `jaxkv fit-gate` fits KVzap's gate to it."""
 
 import dataclasses
 import json
@@ -8,11 +8,11 @@ import numpy as np
 
 from jaxkv._drawing import saved, sheet
 from jaxkv._errors import require
-from jaxkv.analysis import FilterLayers, draw_maps, filter_layers
+from jaxkv.analysis import FilterLayers, draw_maps, filter_layers, fit_gate
 from jaxkv.checkpoints import names, save_filter_layers
 from jaxkv.cli.models import Model
 from jaxkv.cli.options import Count, File, Word
-from jaxkv.cli.outputs import Picture, read_long_text, to_stdout
+from jaxkv.cli.outputs import Output, Picture, read_long_text, to_stdout
 from jaxkv.policies.reading import without_window
 
 # Most attended tokens of which a layer's choice is judged, as a share of those that a query sees.
@@ -56,7 +56,7 @@ class Filters(Model):
             picture.check([*self.text_file, self.model])
         texts = [read_long_text(name, "--text-file") for name in self.text_file]
         params = self.loaded()
-        ids = [each[: self.tokens] for each in self.ids_of(params, texts)]
+        ids = [params.tokenizer.encode(text, bos=True)[: self.tokens] for text in texts]
         found = filter_layers(params, ids, m=self.m, most_whole=self.most_whole, share=SHARE)
         whole = without_window(params.config.windows)
         if self.json:
@@ -90,3 +90,37 @@ def _drawn(found: FilterLayers, whole: tuple[int, ...], suffix: str) -> bytes:
     for layer in found.filters:
         panel.axhline(whole.index(layer), color="#D55E00", linewidth=0.8, linestyle="--")
     return saved(figure, suffix)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FitGate(Model):
+    """`jaxkv fit-gate`.
+
+    Attributes:
+        model: a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id.
+        texts: UTF-8 files, each one text of about a thousand tokens; - for stdin.
+        out: safetensors file to write, for `--policy kvzap --gate FILE`.
+        tokens: most tokens read of each text, if the model has as many positions.
+        penalty: above 0: larger numbers make smaller weights, which fit these texts less.
+    """
+
+    model: Annotated[str, Word("MODEL", place=True)] = dataclasses.field()
+    texts: Annotated[tuple[str, ...], Word("TEXT", tuple, "extend", place=True)]
+    out: File
+    tokens: Count = 2048
+    penalty: float = 1.0
+
+    def run(self) -> None:
+        """Fits the gate, writes its file, prints how well each layer fits."""
+        # Checked before minutes of work, which a file that cannot be written would waste.
+        out = Output(flag="--out", name=self.out)
+        out.check([*self.texts, self.model])
+        texts = [read_long_text(name, "TEXT") for name in self.texts]
+        params = self.loaded()
+        most = min(self.tokens, params.config.max_positions)
+        ids = [params.tokenizer.encode(text, bos=True)[:most] for text in texts]
+        fitted = fit_gate(params, ids, penalty=self.penalty)
+        out.write(fitted.gate.to_bytes())
+        to_stdout(f"gate of {self.model} from {fitted.tokens} tokens: {self.out}")
+        shares = ", ".join(f"{share:.0%}" for share in fitted.explained)
+        to_stdout(f"variance of the scores that it explains in these texts, by layer: {shares}")

@@ -1,0 +1,338 @@
+"""What attention looks like: how evenly it is spread, how few keys hold it, which layers share it.
+
+`density` is D2O's figures 1 and 4, `retained` Ada-KV's figures 1a and 11, `similarity` OmniKV's figures 1a and 8;
+`filter_layers` finds the layers that choose best for others.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv import _checks
+from jaxkv._checks import settled
+from jaxkv._errors import require
+from jaxkv.analysis.reading import by_head, encoded, finite, layers_of, whole_layers_of
+from jaxkv.attention import probabilities, window_mass
+from jaxkv.engine.lengths import bucket
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.reading import WHOLE, sources, whole_layers
+from jaxkv.sharding.collectives import mean_of_devices, most_of_devices
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes, host, place
+from jaxkv.text.prompts import Prompt
+
+# Number of queries whose weights are in memory at once.
+_BLOCK = 128
+
+
+class Density(NamedTuple):
+    """Result of `density`, averaged over texts.
+
+    Attributes:
+        variance: of each query head, the variance over keys of the attention that each key receives from all queries.
+            D2O's F is its mean over heads.
+        dense: share of all weights that are at least `least` of the largest weight of their query.
+        maps: mean weight that the queries of one bin of the text (array rows) pay to a key of another bin (columns),
+            over heads; 0 where no query sees a key.
+    """
+
+    variance: Float[np.ndarray, "L H"]
+    dense: Float[np.ndarray, "L H"]
+    maps: Float[np.ndarray, "L n n"]
+
+
+@settled
+def density(
+    params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.01, bins: int = 64
+) -> Density:
+    """Measures how evenly each layer's attention is spread.
+
+    Args:
+        params: from `jaxkv.load`.
+        texts: long texts, or their ids.
+        least: share of a query's largest weight below which a weight is small.
+        bins: number of bins that maps cut a text into, n.
+
+    Returns:
+        Variances, shares of large weights and maps. L counts the layers without a window.
+
+    Raises:
+        ValueError: for texts that are empty, of one token or too long for the model, and for settings out of range.
+
+    References:
+        D2O, arXiv:2406.13035, equation 4, figures 1 and 4. Small weights are counted as H2O's figure 2 counts them:
+        below a hundredth of the largest of their query.
+    """
+    remedy = "give a share of a query's largest weight, above 0 and below 1"
+    least = _checks.real("least", least, remedy, high=math.nextafter(1.0, 0.0), open_low=True)
+    bins = _checks.whole("bins", bins, most=1024)
+    variance, dense, maps = [], [], []
+    for text in encoded(params, texts, following=1):
+        count, length = len(text.ids[0]), place(text.lengths, "B", params.axes)
+        pairs = count * (count + 1) / 2
+        layers = []
+        for _, out in layers_of(params, text, queries=bucket(count), sums=True):
+            given = (out.q, out.k, out.q_positions, length, jnp.float32(least))
+            large, mass = map(host, _dense(*given, bins=bins, axes=params.axes))
+            received = host(out.extras["sums"])[0, ..., :count].astype(np.float64)
+            layers.append(
+                (received.var(axis=-1, ddof=1).ravel(), large[0].ravel() / pairs, mass[0])
+            )
+        spread, shares, masses = map(np.stack, zip(*layers, strict=True))
+        variance.append(spread)
+        dense.append(shares)
+        maps.append(masses / np.maximum(_pairs(count, bins), 1))
+    means = (np.mean(each, axis=0) for each in (variance, dense, maps))
+    return Density(*(finite(params, each) for each in means))
+
+
+def _pairs(count: int, bins: int) -> np.ndarray:
+    """Number of causal (query, key) pairs in a text of `count` tokens, `[bins, bins]` by query bin and key bin."""
+    of = np.arange(count) * bins // count
+    first, size = np.searchsorted(of, np.arange(bins)), np.bincount(of, minlength=bins)
+    seen = np.clip(np.arange(count)[:, None] + 1 - first, 0, size)
+    out = np.zeros((bins, bins))
+    np.add.at(out, of, seen)
+    return out
+
+
+@program(static=("bins", "axes"))
+def _dense(
+    q: Float[Array, "B K G w D"],
+    k: Float[Array, "B K S D"],
+    positions: Int[Array, "B w"],
+    length: Int[Array, " B"],
+    least: Float[Array, ""],
+    *,
+    bins: int,
+    axes: Axes | None,
+) -> tuple[Float[Array, "B K G"], Float[Array, "B n n"]]:
+    """Tuple: counts of weights >= `least` x their query's largest `[B, K, G]`; sums of weights by bins `[B, n, n]`."""
+    # Buckets are powers of two, or multiples of 256.
+    block = min(_BLOCK, q.shape[3])
+
+    def head(mine: Array, keys: Array, position: Array, count: Array) -> tuple[Array, Array]:
+        key = jnp.arange(keys.shape[0], dtype=jnp.int32)
+        by_key = jnp.where((key < count)[:, None], _in_bins(key, count, bins), 0.0)
+
+        def of_block(given: tuple[Array, Array]) -> tuple[Array, Array]:
+            part, at = given
+            paid, real = probabilities(part, keys, at), (at >= 0)[:, None]
+            large = (paid >= least * paid.max(axis=-1, keepdims=True)) & (key <= at[:, None]) & real
+            to = jnp.where(real, paid.mean(axis=0) @ by_key, 0.0)
+            by_query = _in_bins(jnp.maximum(at, 0), count, bins)
+            return large.sum(axis=(1, 2), dtype=jnp.float32), by_query.T @ to
+
+        parts = jnp.moveaxis(mine.reshape(mine.shape[0], -1, block, mine.shape[-1]), 1, 0)
+        dense, mass = lax.map(of_block, (parts, position.reshape(-1, block)))
+        return dense.sum(axis=0), mass.sum(axis=0)
+
+    dense, mass = by_head(head, (q, k), (positions, length))
+    return dense, mean_of_devices(mass.mean(axis=1), "H", axes)
+
+
+def _in_bins(at: Int[Array, " n"], count: Int[Array, ""], bins: int) -> Float[Array, "n bins"]:
+    """One-hot float matrix `[n, bins]` of each position's bin, for a text of `count` tokens cut into `bins` bins."""
+    return ((at * bins // count)[:, None] == jnp.arange(bins, dtype=jnp.int32)).astype(jnp.float32)
+
+
+SHARES = (0.005, 0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+
+
+@settled
+def retained(
+    params: LanguageModel,
+    texts: Sequence[Prompt],
+    *,
+    shares: Sequence[float] = SHARES,
+    queries: int = 32,
+) -> Float[np.ndarray, "L K n"]:
+    """Measures the share of each kv head's attention that its most attended keys hold.
+
+    Args:
+        params: from `jaxkv.load`.
+        texts: long texts, or their ids.
+        shares: n numbers of top keys, as shares of a text's keys.
+        queries: number of last tokens of each text whose attention is measured; keys are ranked over all of them.
+
+    Returns:
+        The share of attention on the top keys, averaged over texts. L counts the layers without a window.
+
+    Raises:
+        ValueError: for texts that are empty or too long for the model, and for settings out of range.
+
+    References:
+        Ada-KV, arXiv:2407.11550, figures 1a and 11. A kv head keeps a row for all its query heads, so that its curve is
+        of their mean, as section 3.5 chooses rows.
+    """
+    remedy = "give shares of a text's keys, above 0 and at most 1"
+    listed = _checks.several("shares", shares, remedy)
+    given = [_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in listed]
+    queries = _checks.whole("queries", queries)
+    found = []
+    for text in encoded(params, texts):
+        count, layers = len(text.ids[0]), []
+        keys = [max(1, int(share * count + 1e-9)) for share in given]
+        for _, out in layers_of(params, text, queries=min(queries, count)):
+            mine = host(_mean_weights(out.q, out.k, out.q_positions, axes=params.axes))
+            sorted_ = -np.sort(-mine[0, :, :count].astype(np.float64), axis=-1)
+            running = np.cumsum(sorted_, axis=-1)
+            layers.append(running[:, np.asarray(keys) - 1] / running[:, -1:])
+        found.append(layers)
+    return finite(params, np.mean(found, axis=0))
+
+
+@program(static=("axes",))
+def _mean_weights(
+    q: Float[Array, "B K G w D"],
+    k: Float[Array, "B K S D"],
+    positions: Int[Array, "B w"],
+    *,
+    axes: Axes | None,
+) -> Float[Array, "B K S"]:
+    """Attention probability of each key, `[B, K, S]`: the mean over a kv head's queries and query heads."""
+    mine = window_mass(q, k, positions, lambda shares, at: jnp.mean(shares, axis=(0, 1)))
+    return mean_of_devices(mine, "G", axes)
+
+
+class FilterLayers(NamedTuple):
+    """Result of `filter_layers`: the best OmniKV filter layers.
+
+    Attributes:
+        filters: indices of the layers, ascending.
+        carried: share of attention that falls on the chosen tokens, averaged over the layers that read a choice.
+        mass: the `similarity` they were found in.
+    """
+
+    filters: tuple[int, ...]
+    carried: float
+    mass: Float[np.ndarray, "L L"]
+
+
+@settled
+def similarity(
+    params: LanguageModel, texts: Sequence[Prompt], *, share: float = 0.067, queries: int = 64
+) -> Float[np.ndarray, "L L"]:
+    """Measures how much of each layer's attention falls on the top tokens of lower layers.
+
+    Args:
+        params: from `jaxkv.load`.
+        texts: long texts, or their ids.
+        share: number of most attended tokens to look at, as a share of those that a query sees.
+        queries: number of last tokens of each text whose attention is measured.
+
+    Returns:
+        At [l, m], for m >= l: the share of m's attention on l's most attended tokens, averaged over queries and texts;
+        0 below the diagonal. L counts the layers without a window.
+
+    Raises:
+        ValueError: for texts that are empty or too long for the model.
+
+    References:
+        OmniKV, section 3 (inter-layer attention similarity) and figure 8; a token's weight in a layer is its largest
+        probability over the query heads, and these sum to one.
+    """
+    remedy = "give a share of the tokens, above 0 and below 1"
+    below = math.nextafter(1.0, 0.0)
+    share = _checks.real("share", share, remedy, high=below, open_low=True)
+    queries = _checks.whole("queries", queries)
+    found = []
+    for text in encoded(params, texts):
+        count = len(text.ids[0])
+        layers = [
+            host(_weights(out.q, out.k, out.q_positions, axes=params.axes))[0]
+            for _, out in layers_of(params, text, queries=min(queries, count))
+        ]
+        found.append(_shared(np.stack(layers), np.arange(count)[-queries:], share))
+    return finite(params, np.mean(found, axis=0))
+
+
+@program(static=("axes",))
+def _weights(
+    q: Float[Array, "B K G w D"],
+    k: Float[Array, "B K S D"],
+    positions: Int[Array, "B w"],
+    *,
+    axes: Axes | None,
+) -> Float[Array, "B w S"]:
+    """Attention weights `[B, w, S]` of queries on tokens: largest probability over all heads, scaled to sum to one."""
+    largest_of_window = partial(window_mass, reduce=lambda shares, at: shares.max(axis=(0, 1)))
+    per_query = jax.vmap(largest_of_window, in_axes=(3, None, 1), out_axes=1)
+    largest = per_query(q[:, :, :, :, None], k, positions[:, :, None]).max(axis=2)
+    for letter in "KG":
+        largest = most_of_devices(largest, letter, axes)
+    return largest / largest.sum(axis=-1, keepdims=True)
+
+
+def _shared(
+    weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"], share: float
+) -> np.ndarray:
+    """Similarity map `[L, L]` of one text: at [l, m] for m >= l, share of m's attention weights on l's top tokens."""
+    layers = len(weights)
+    out = np.zeros((layers, layers))
+    for row, at in enumerate(positions):
+        seen = weights[:, row, : at + 1]
+        count = max(1, int(share * (at + 1)))
+        top = np.argsort(-seen, axis=1, kind="stable")[:, :count]
+        for layer in range(layers):
+            out[layer, layer:] += seen[layer:, top[layer]].sum(axis=1)
+    return out / len(positions)
+
+
+@settled
+def filter_layers(
+    params: LanguageModel,
+    texts: Sequence[Prompt],
+    *,
+    m: int = 3,
+    adjacent: int = 1,
+    most_whole: int | None = None,
+    share: float = 0.067,
+    queries: int = 64,
+) -> FilterLayers:
+    """Finds the `m` OmniKV filter layers whose chosen tokens carry most attention of later layers.
+
+    Args:
+        params: from `jaxkv.load`.
+        texts: as for `similarity`.
+        m: number of filter layers.
+        adjacent: number of layers above each filter layer that read everything, too.
+        most_whole: largest number of layers that read everything; by default a quarter of all, as in the paper.
+            Layers with a window count nowhere.
+        share: as for `similarity`.
+        queries: as for `similarity`.
+
+    Returns:
+        The best of all sets of filter layers, as indices of the model's layers.
+
+    Raises:
+        ValueError: as `similarity` does, and if no set leaves enough layers to read a choice.
+    """
+    indices = whole_layers_of(params)
+    layers, m = len(indices), _checks.whole("m", m)
+    adjacent = _checks.whole("adjacent", adjacent, least=0)
+    most = -(-layers // 4) if most_whole is None else _checks.whole("most_whole", most_whole)
+    sets = {
+        filters: sources(filters, adjacent, layers)
+        for filters in itertools.combinations(range(layers - 1), m)
+        if filters[0] <= most
+        and len(whole_layers(filters, adjacent, layers)) <= min(most, layers - 1)
+    }
+    remedy = f"at most {most} of {layers} layers may read everything: give fewer filters"
+    require(bool(sets), "m", m, remedy)
+    mass = similarity(params, texts, share=share, queries=queries)
+
+    def carried(filters: tuple[int, ...]) -> float:
+        reads = enumerate(sets[filters])
+        return float(np.mean([mass[source, at] for at, source in reads if source != WHOLE]))
+
+    best = max(sets, key=carried)
+    return FilterLayers(tuple(indices[layer] for layer in best), carried(best), mass)
