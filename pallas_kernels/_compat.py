@@ -7,7 +7,7 @@ deprecated it since 0.11 and still ships it in 0.12; the functions of this packa
 
 import dataclasses
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,48 +43,6 @@ class Launch:
 
 
 def call(
-    kernel: Callable[..., None],
-    *arrays: jax.Array,
-    name: str,
-    grid: tuple[int, ...],
-    inputs: Sequence[BlockSpec],
-    outputs: Sequence[BlockSpec],
-    shapes: Sequence[jax.ShapeDtypeStruct],
-    launch: Launch,
-    interpret: bool,
-    aliases: Mapping[int, int] | None = None,
-) -> Any:
-    """Runs a Triton kernel once per point of its grid by `pallas_call`; returns the outputs.
-
-    Args:
-        kernel: takes a ref per input, then a ref per output.
-        arrays: the inputs.
-        name: in profiles and compiled programs.
-        grid: number of programs along x, y, z.
-        inputs: block of each input that a program sees.
-        outputs: block of each output; one that no program writes is undefined.
-        shapes: of the outputs.
-        launch: warps and stages.
-        interpret: run it as plain JAX operations, on any device, to check it.
-        aliases: index of the output written in place of an input, by the input's index; in place only if it is donated.
-
-    Returns:
-        The outputs.
-    """
-    return pl.pallas_call(
-        kernel,
-        grid=grid,
-        in_specs=list(inputs),
-        out_specs=list(outputs),
-        out_shape=list(shapes),
-        compiler_params=_triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
-        interpret=interpret,
-        input_output_aliases=dict(aliases or {}),
-        name=name,
-    )(*arrays)
-
-
-def call_named(
     kernel: Callable[[Any], None],
     *,
     name: str,
@@ -95,34 +53,55 @@ def call_named(
     interpret: bool,
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Runs a Triton kernel whose inputs and outputs have names, some optional; returns the outputs by name.
+    """Runs a Triton kernel once per point of its grid by `pallas_call`; returns the outputs by name.
 
     Args:
         kernel: takes one object with a ref per name.
         name: in profiles and compiled programs.
         grid: number of programs along x, y, z.
         inputs: arrays, and the block of each that a program sees.
-        outputs: shapes, likewise; no name is an input's too.
+        outputs: shapes, likewise; no name is an input's too. One that no program writes is undefined.
         launch: warps and stages.
         interpret: run it as plain JAX operations, on any device, to check it.
-        aliases: name of the output written in place of an input, by the input's name.
+        aliases: name of the output written in place of an input, by the input's name; in place only if it is donated.
 
     Returns:
         The outputs by name.
     """
-    results = call(
-        lambda *refs: kernel(SimpleNamespace(**dict(zip([*inputs, *outputs], refs, strict=True)))),
-        *(array for array, _ in inputs.values()),
-        name=name,
+    names = [*inputs, *outputs]
+    results = pl.pallas_call(
+        lambda *refs: kernel(SimpleNamespace(**dict(zip(names, refs, strict=True)))),
         grid=grid,
-        inputs=[spec for _, spec in inputs.values()],
-        outputs=[spec for _, spec in outputs.values()],
-        shapes=[shape for shape, _ in outputs.values()],
-        launch=launch,
+        in_specs=[spec for _, spec in inputs.values()],
+        out_specs=[spec for _, spec in outputs.values()],
+        out_shape=[shape for shape, _ in outputs.values()],
+        compiler_params=_triton.CompilerParams(num_warps=launch.warps, num_stages=launch.stages),
         interpret=interpret,
-        aliases={list(inputs).index(a): list(outputs).index(b) for a, b in (aliases or {}).items()},
-    )
+        input_output_aliases={
+            list(inputs).index(a): list(outputs).index(b) for a, b in (aliases or {}).items()
+        },
+        name=name,
+    )(*(array for array, _ in inputs.values()))
     return dict(zip(outputs, results, strict=True))
+
+
+def by_sequence(of: Any) -> tuple[Any, BlockSpec]:
+    """Kernel operand of `[B, ...]`, of which a program (i, h, b) sees sequence b's part."""
+    return of, BlockSpec((None, *of.shape[1:]), lambda i, h, b: (b,) + (0,) * (len(of.shape) - 1))
+
+
+def by_head(of: Any, group: int = 1) -> tuple[Any, BlockSpec]:
+    """Kernel operand of `[B, K, ...]`, of which a program (i, h, b) sees head h // group."""
+    rest = of.shape[2:]
+    return of, BlockSpec((None, None, *rest), lambda i, h, b: (b, h // group) + (0,) * len(rest))
+
+
+def by_query_head(of: Any, group: int) -> tuple[Any, BlockSpec]:
+    """Kernel operand of `[B, K, G, ...]`, of which a program (i, h, b) sees query head h."""
+    rest = of.shape[3:]
+    return of, BlockSpec(
+        (None, None, None, *rest), lambda i, h, b: (b, h // group, h % group) + (0,) * len(rest)
+    )
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
@@ -339,13 +318,8 @@ def take_rows(
         dim: columns of the ref.
         lead: scalars, for a ref with more axes before these two.
     """
-    padded = pad_dim(dim)
-    columns = jnp.arange(padded, dtype=jnp.int32)
+    columns, mask = _padded(rows, inside, dim)
     at = ref.at[(*lead, rows[:, None], columns[None, :])]
-    mask = None if inside is None else jnp.broadcast_to(inside[:, None], (rows.shape[0], padded))
-    if padded != dim:
-        real = jnp.broadcast_to((columns < dim)[None, :], (rows.shape[0], padded))
-        mask = real if mask is None else mask & real
     zero = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
     return load(at) if mask is None else load(at, mask=mask, other=zero)
 
@@ -354,16 +328,16 @@ def put_rows(
     ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array
 ) -> None:
     """Stores `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref; masked rows are not written."""
-    padded = pad_dim(dim)
-    columns = jnp.arange(padded, dtype=jnp.int32)
-    shape = (rows.shape[0], padded)
+    columns, mask = _padded(rows, inside, dim)
+    store(ref.at[rows[:, None], columns[None, :]], values.astype(ref.dtype), mask=mask)
+
+
+def _padded(rows, inside, dim):
+    """Columns `[pad_dim(dim)]` of rows, and the mask `[n, pad_dim(dim)]` of what is there; None for all."""
+    shape = (rows.shape[0], pad_dim(dim))
+    columns = jnp.arange(shape[1], dtype=jnp.int32)
     mask = None if inside is None else jnp.broadcast_to(inside[:, None], shape)
-    if padded != dim:
+    if shape[1] != dim:
         real = jnp.broadcast_to((columns < dim)[None, :], shape)
         mask = real if mask is None else mask & real
-    at = ref.at[rows[:, None], columns[None, :]]
-    values = values.astype(ref.dtype)
-    if mask is None:
-        store(at, values)
-    else:
-        store(at, values, mask=mask)
+    return columns, mask

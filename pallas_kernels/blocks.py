@@ -1,30 +1,84 @@
-"""Rows in codes inside a decode kernel, as words: 8-bit codes of two columns, 4-bit codes of two or four groups."""
+"""How a decode kernel loads and writes rows of keys or values: as they are, or in codes, as words.
 
+8-bit codes are words of two columns, 4-bit codes words of two or four groups.
+"""
+
+from functools import reduce
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import halves_of_byte, halves_of_nibbles, load, pad_dim
-from pallas_kernels.codes import GROUP, groups_of_block, half_of_word
+from pallas_kernels._compat import (
+    halves_of_byte,
+    halves_of_nibbles,
+    load,
+    pad_dim,
+    store,
+    take_rows,
+)
+from pallas_kernels.codes import (
+    GROUP,
+    LARGEST_4,
+    bits_of,
+    codes_of,
+    groups_of_block,
+    half_of_word,
+    scale_of,
+)
 
 
-class ByteBlocks:
+class Blocks:
+    """Keys or values of one sequence inside a kernel, in the model's dtype.
+
+    Attributes:
+        columns: for each part of a row its columns, and the mask of those that exist; one part for plain rows.
+    """
+
+    def __init__(
+        self, refs: Any, name: str, sequence: Any, dim: int, dtype: Any, interpret: bool
+    ) -> None:
+        self.refs, self.name, self.sequence, self.dim = refs, name, sequence, dim
+        self.dtype, self.interpret = dtype, interpret
+        self.columns = self._columns()
+
+    def _columns(self) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        """Columns of each part, and the mask of those that exist."""
+        column = jnp.arange(pad_dim(self.dim), dtype=jnp.int32)
+        return ((column, column < self.dim),)
+
+    def rows(self, at: jax.Array, inside: jax.Array) -> jax.Array:
+        """Pool rows `at`; those outside of mask `inside` are 0."""
+        ref = getattr(self.refs, self.name)
+        return take_rows(ref, at, inside, self.dim, self.sequence).astype(self.dtype)
+
+    def put(
+        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        """Writes a new row to row `at` of the pool if `writes`; returns its parts as stored, float32, and their scale.
+
+        The scale, by which codes have to be multiplied, is None where there is none.
+        """
+        (column, real), row = self.columns[0], parts[0].astype(self.dtype)
+        store(getattr(self.refs, f"pool_{self.name}").at[*at, column], row, mask=real & writes)
+        return (row.astype(jnp.float32),), None
+
+
+class ByteBlocks(Blocks):
     """Keys or values of one sequence in 8-bit codes, two of a row in a word.
 
     Attributes:
         words: number of words that are loaded of a row; those that do not exist are 0.
         exists: mask of those that exist.
-        columns: for the lower and the higher bytes of words their columns, and `exists`.
     """
 
-    def __init__(self, refs: Any, name: str, sequence: Any, dim: int, interpret: bool) -> None:
-        self.refs, self.name, self.sequence, self.interpret = refs, name, sequence, interpret
+    def _columns(self) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        """Columns of the lower and of the higher bytes of words."""
         # At least 32 columns: with 16, as many as a tile's queries, Triton gives every warp the same work.
-        self.words = max(32, pad_dim(dim // 2))
+        self.words = max(32, pad_dim(self.dim // 2))
         self.word = jnp.arange(self.words, dtype=jnp.int32)
-        self.exists = self.word < dim // 2
-        self.columns = tuple((2 * self.word + byte, self.exists) for byte in (0, 1))
+        self.exists = self.word < self.dim // 2
+        return tuple((2 * self.word + byte, self.exists) for byte in (0, 1))
 
     def halves(self, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
         """Codes `[rows, words]` of pool rows `at`, 0 where masked, plus `HALF_OFFSET`: a float16 array per byte."""
@@ -38,31 +92,43 @@ class ByteBlocks:
         place = getattr(self.refs, f"{self.name}_scale").at[self.sequence, at]
         return load(place, mask=inside, other=0.0).astype(jnp.float32)
 
+    def put(
+        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        """Encodes a new row and writes it to row `at` of the pool if `writes`; returns its codes and their scale."""
+        rounded = [each.astype(self.dtype).astype(jnp.float32) for each in parts]
+        largest = (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in rounded)
+        scale = scale_of(reduce(jnp.maximum, largest))
+        codes = tuple(codes_of(each, scale) for each in rounded)
+        low, high = (each.astype(jnp.int32) & 255 for each in codes)
+        words = (low | (high << 8)).astype(jnp.uint16)
+        pool, scales = (getattr(self.refs, f"pool_{self.name}{each}") for each in ("", "_scale"))
+        store(pool.at[*at, self.word], words, mask=self.exists & writes)
+        store(scales.at[at], scale, mask=writes)
+        return codes, scale.astype(jnp.float32)
 
-class NibbleBlocks:
+
+class NibbleBlocks(Blocks):
     """Keys or values of one sequence in 4-bit codes.
 
     A word has a code of each of two or four groups, so that `GROUP` words unpack to two or four whole groups: matrices
-    for tensor cores, as float16, or float32 for a float32 model.
+    for tensor cores, as float16, or float32 for a float32 model. Parts are groups, in the order of `decoded`.
 
     Attributes:
-        columns: for each group, in the order of `decoded`, its columns, and the mask of those that exist: all.
-        dtype: of decoded groups.
+        decodes_to: dtype of decoded groups.
     """
 
-    def __init__(
-        self, refs: Any, name: str, sequence: Any, dim: int, dtype: Any, interpret: bool
-    ) -> None:
-        self.refs, self.name, self.sequence, self.interpret = refs, name, sequence, interpret
-        self.words, self.word = getattr(refs, name), jnp.arange(GROUP, dtype=jnp.int32)
-        self.blocks, self.groups = self.words.shape[-1] // GROUP, dim // GROUP
-        self.dtype = jnp.float32 if dtype == jnp.float32 else jnp.float16
+    def _columns(self) -> tuple[tuple[jax.Array, jax.Array], ...]:
+        """Columns of each group."""
+        self.words, self.word = getattr(self.refs, self.name), jnp.arange(GROUP, dtype=jnp.int32)
+        self.blocks, self.groups = self.words.shape[-1] // GROUP, self.dim // GROUP
+        self.decodes_to = jnp.float32 if self.dtype == jnp.float32 else jnp.float16
         groups = (
             group
             for block in range(self.blocks)
             for group in groups_of_block(block, self.blocks, self.groups)
         )
-        self.columns = tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
+        return tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
 
     def decoded(self, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
         """Dequantised rows `at`: a tuple of `[rows, GROUP]`, one per group; 0 where mask `inside` is False."""
@@ -85,7 +151,7 @@ class NibbleBlocks:
         self, words: jax.Array, scale: jax.Array, least: jax.Array, index: int
     ) -> jax.Array:
         """Code `index` of each word, times its scale, plus its least value."""
-        if self.dtype == jnp.float16:
+        if self.decodes_to == jnp.float16:
             return halves_of_nibbles(words, scale, least, index=index, interpret=self.interpret)
         code = ((words.astype(jnp.int32) >> 4 * index) & 15).astype(jnp.float32)
         return code * scale.astype(jnp.float32) + least.astype(jnp.float32)
@@ -98,3 +164,31 @@ class NibbleBlocks:
             for pair in range(self.groups // 2)
         ]
         return [half_of_word(pairs[group // 2], group % 2) for group in range(self.groups)]
+
+    def put(
+        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
+    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+        """Encodes a new row and writes it to row `at` of the pool if `writes`; returns its decoded groups."""
+        order = [groups_of_block(block, self.blocks, self.groups) for block in range(self.blocks)]
+        codes, scales, leasts, stored = {}, {}, {}, []
+        for group, part in zip((group for each in order for group in each), parts, strict=True):
+            wide = part.astype(self.dtype).astype(jnp.float32)
+            leasts[group] = wide.min().astype(jnp.float16)
+            off = wide - leasts[group].astype(jnp.float32)
+            # Rounding may have moved the least value up: what lies below it becomes code 0.
+            scales[group] = scale_of(jnp.maximum(off.max(), 0.0), LARGEST_4)
+            codes[group] = codes_of(off, scales[group], 0, LARGEST_4)
+            stored.append(
+                codes[group] * scales[group].astype(jnp.float32) + leasts[group].astype(jnp.float32)
+            )
+        pool = getattr(self.refs, f"pool_{self.name}")
+        for block, groups in enumerate(order):
+            bits = (codes[each].astype(jnp.int32) << 4 * index for index, each in enumerate(groups))
+            place, mask = pool.at[*at, block * GROUP + self.word], (self.word < GROUP) & writes
+            store(place, reduce(jnp.bitwise_or, bits).astype(pool.dtype), mask=mask)
+        for name, halves in (("scale", scales), ("least", leasts)):
+            of_pairs = getattr(self.refs, f"pool_{self.name}_{name}")
+            for pair in range(self.groups // 2):
+                first, second = (bits_of(halves[2 * pair + index]) for index in (0, 1))
+                store(of_pairs.at[*at, jnp.int32(pair)], first | (second << 16), mask=writes)
+        return tuple(stored), None

@@ -1,18 +1,15 @@
 """Rows in 8-bit and 4-bit codes within the decode kernels: their operands, and how a new row is encoded."""
 
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._compat import store
-
 # As jaxkv's stores have them: float16 scales.
 _LARGEST, SMALLEST_SCALE = 127, 2.0**-24
 # Columns that share a scale and a least value in 4 bits, and the largest such code.
-GROUP, _LARGEST_4 = 32, 15
+GROUP, LARGEST_4 = 32, 15
 
 
 class Coded(NamedTuple):
@@ -118,33 +115,6 @@ def codes_of(
     return jnp.clip(below + up.astype(jnp.float32), low, high)
 
 
-def put_bytes(
-    refs: Any,
-    name: str,
-    at: tuple[Any, Any],
-    parts: tuple[jax.Array, ...],
-    exists: jax.Array,
-    writes: jax.Array,
-) -> tuple[tuple[jax.Array, ...], jax.Array]:
-    """Encodes a key or value in 8 bits, writes it to row `at` of the pool if `writes`; returns its codes and its scale.
-
-    Parts are the even- and the odd-indexed columns, float32; `exists` masks those that exist. Codes are float32, too.
-    """
-    scale = scale_of(
-        reduce(jnp.maximum, (jnp.where(exists, jnp.abs(each), 0.0).max() for each in parts))
-    )
-    codes = tuple(codes_of(each, scale) for each in parts)
-    low, high = (each.astype(jnp.int32) & 255 for each in codes)
-    word = jnp.arange(exists.shape[0], dtype=jnp.int32)
-    store(
-        getattr(refs, f"pool_{name}").at[*at, word],
-        (low | (high << 8)).astype(jnp.uint16),
-        mask=exists & writes,
-    )
-    store(getattr(refs, f"pool_{name}_scale").at[at], scale, mask=writes)
-    return codes, scale.astype(jnp.float32)
-
-
 def groups_of_block(block: int, blocks: int, groups: int) -> tuple[int, ...]:
     """Indices of the groups that are packed in a block of `GROUP` words, those in the lowest bits first."""
     return (
@@ -152,45 +122,6 @@ def groups_of_block(block: int, blocks: int, groups: int) -> tuple[int, ...]:
     )
 
 
-def put_nibbles(
-    refs: Any, name: str, at: tuple[Any, Any], parts: tuple[jax.Array, ...], writes: jax.Array
-) -> tuple[jax.Array, ...]:
-    """Encodes a key or value in 4 bits, writes it to row `at` of the pool if `writes`; returns it as stored, float32.
-
-    Parts are groups of columns, in the order of `groups_of_block`.
-    """
-    ref, word = getattr(refs, f"pool_{name}"), jnp.arange(GROUP, dtype=jnp.int32)
-    blocks = ref.shape[-1] // GROUP
-    order = [groups_of_block(block, blocks, len(parts)) for block in range(blocks)]
-    codes, scales, leasts, stored = {}, {}, {}, []
-    for group, part in zip((group for each in order for group in each), parts, strict=True):
-        wide = part.astype(jnp.float32)
-        leasts[group] = wide.min().astype(jnp.float16)
-        off = wide - leasts[group].astype(jnp.float32)
-        # Rounding may have moved the least value up: what lies below it becomes code 0.
-        scales[group] = scale_of(jnp.maximum(off.max(), 0.0), _LARGEST_4)
-        codes[group] = codes_of(off, scales[group], 0, _LARGEST_4)
-        stored.append(
-            codes[group] * scales[group].astype(jnp.float32) + leasts[group].astype(jnp.float32)
-        )
-    for block, groups in enumerate(order):
-        bits = (codes[group].astype(jnp.int32) << 4 * index for index, group in enumerate(groups))
-        store(
-            ref.at[*at, block * GROUP + word],
-            reduce(jnp.bitwise_or, bits).astype(ref.dtype),
-            mask=(word < GROUP) & writes,
-        )
-    for each, halves in (("scale", scales), ("least", leasts)):
-        for pair in range(len(parts) // 2):
-            first, second = (_bits(halves[2 * pair + index]) for index in (0, 1))
-            store(
-                getattr(refs, f"pool_{name}_{each}").at[*at, jnp.int32(pair)],
-                first | (second << 16),
-                mask=writes,
-            )
-    return tuple(stored)
-
-
-def _bits(half: jax.Array) -> jax.Array:
+def bits_of(half: jax.Array) -> jax.Array:
     """Bits of a float16, as the low half of an int32."""
     return lax.bitcast_convert_type(half, jnp.int16).astype(jnp.int32) & 0xFFFF

@@ -37,35 +37,34 @@ def compact(
 
     # Blocks of a program (i, b): k and v [K*S, D], source [P] of sequence b, whole; out: k, v [P, D], pos [P], of which
     # it writes rows i * block on.
-    def kernel(k_ref, v_ref, source_ref, k_out, v_out, pos_out):
+    def kernel(refs):
         row = program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
         mine = row < rows
-        origin = load(source_ref.at[row], mask=mine, other=-1)
+        origin = load(refs.source.at[row], mask=mine, other=-1)
         real = origin >= 0
         at = jnp.where(real, origin, 0)
-        put_rows(k_out, row, mine, dim, take_rows(k_ref, at, real, dim))
-        put_rows(v_out, row, mine, dim, take_rows(v_ref, at, real, dim))
-        store(pos_out.at[row], jnp.where(real, at % slots, -1), mask=mine)
+        put_rows(refs.k_out, row, mine, dim, take_rows(refs.k, at, real, dim))
+        put_rows(refs.v_out, row, mine, dim, take_rows(refs.v, at, real, dim))
+        store(refs.pos.at[row], jnp.where(real, at % slots, -1), mask=mine)
 
-    def whole(*shape):
-        return BlockSpec((None, *shape), lambda i, b: (b,) + (0,) * len(shape))
+    def whole(of):
+        return of, BlockSpec((None, *of.shape[1:]), lambda i, b: (b,) + (0,) * (len(of.shape) - 1))
 
-    return tuple(
-        call(
-            kernel,
-            k.reshape(batch, heads * slots, dim),
-            v.reshape(batch, heads * slots, dim),
-            source,
-            name="compact",
-            grid=(-(-rows // block), batch),
-            inputs=[whole(heads * slots, dim), whole(heads * slots, dim), whole(rows)],
-            outputs=[whole(rows, dim), whole(rows, dim), whole(rows)],
-            shapes=[
-                jax.ShapeDtypeStruct((batch, rows, dim), k.dtype),
-                jax.ShapeDtypeStruct((batch, rows, dim), v.dtype),
-                jax.ShapeDtypeStruct((batch, rows), jnp.int32),
-            ],
-            launch=tiles.launch,
-            interpret=interpret,
-        )
+    found = call(
+        kernel,
+        name="compact",
+        grid=(-(-rows // block), batch),
+        inputs={
+            "k": whole(k.reshape(batch, heads * slots, dim)),
+            "v": whole(v.reshape(batch, heads * slots, dim)),
+            "source": whole(source),
+        },
+        outputs={
+            "k_out": whole(jax.ShapeDtypeStruct((batch, rows, dim), k.dtype)),
+            "v_out": whole(jax.ShapeDtypeStruct((batch, rows, dim), v.dtype)),
+            "pos": whole(jax.ShapeDtypeStruct((batch, rows), jnp.int32)),
+        },
+        launch=tiles.launch,
+        interpret=interpret,
     )
+    return found["k_out"], found["v_out"], found["pos"]

@@ -9,32 +9,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import HALF_OFFSET, dot, load, pad_dim, store, take_rows
-from pallas_kernels.blocks import ByteBlocks, NibbleBlocks
-from pallas_kernels.codes import Coded, Nibbles, put_bytes, put_nibbles
+from pallas_kernels._compat import HALF_OFFSET, dot, load, take_rows
+from pallas_kernels.blocks import Blocks, ByteBlocks, NibbleBlocks
+from pallas_kernels.codes import Coded, Nibbles
 
 
 class Reader:
     """Base class of a decode kernel's readers of keys and of values: one sequence's refs, head dim, model dtype.
 
     Attributes:
-        columns: for each part of a row its columns, and the mask of those that exist; one part for plain rows.
+        name: of the keys or values among the kernel's refs.
+        kind: how rows are loaded and written.
+        blocks: the rows.
+        columns: those of the rows.
     """
 
+    name: str
+    kind: type[Blocks] = Blocks
+
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
-        column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
-        self.refs, self.sequence, self.dim, self.dtype, self.interpret = (
-            refs,
-            sequence,
-            dim,
-            dtype,
-            interpret,
-        )
-        self.columns: tuple[tuple[jax.Array, jax.Array], ...] = ((column, column < dim),)
+        self.dim, self.dtype, self.interpret = dim, dtype, interpret
+        self.blocks: Any = self.kind(refs, self.name, sequence, dim, dtype, interpret)
+        self.columns = self.blocks.columns
 
 
 class PlainKeys(Reader):
     """Reads one sequence's keys, in the model's dtype, in a decode kernel: logits, and new rows."""
+
+    name = "k"
 
     def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
         """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
@@ -55,16 +57,14 @@ class PlainKeys(Reader):
 
     def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
         """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
-        keys = take_rows(self.refs.k, at, inside, self.dim, self.sequence).astype(self.dtype)
-        return dot(queries, keys, transpose_b=True) * scale
+        return dot(queries, self.blocks.rows(at, inside), transpose_b=True) * scale
 
     def put_new(
         self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
     ) -> tuple[jax.Array, ...]:
         """Writes a new key to row `at` of the pool if `writes`; returns its parts as stored, in float32."""
-        (column, real), key = self.columns[0], parts[0].astype(self.dtype)
-        store(self.refs.pool_k.at[*at, column], key, mask=real & writes)
-        return (key.astype(jnp.float32),)
+        stored, scale = self.blocks.put(at, parts, writes)
+        return stored if scale is None else tuple(each * scale for each in stored)
 
 
 class CodedKeys(PlainKeys):
@@ -75,10 +75,7 @@ class CodedKeys(PlainKeys):
     of a float32 model are split into a high and a low float16.
     """
 
-    def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
-        super().__init__(refs, sequence, dim, dtype, interpret)
-        self.blocks = ByteBlocks(refs, "k", sequence, dim, interpret)
-        self.columns = self.blocks.columns
+    kind = ByteBlocks
 
     def queries(self, parts: tuple[jax.Array, ...]) -> Any:
         """Queries as float16 scaled below 2, their unit, and what the codes' offset adds to each logit."""
@@ -101,27 +98,16 @@ class CodedKeys(PlainKeys):
             (reduce(jnp.add, products) - added[:, None]) * (unit * scale)[:, None] * factor[None, :]
         )
 
-    def put_new(
-        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """Encodes a new key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
-        rounded = tuple(each.astype(self.dtype).astype(jnp.float32) for each in parts)
-        codes, scale = put_bytes(self.refs, "k", at, rounded, self.blocks.exists, writes)
-        return tuple(each * scale for each in codes)
-
 
 class NibbleKeys(PlainKeys):
     """Reads one sequence's 4-bit keys (scale and least value per group of 32) in a decode kernel: logits, new rows."""
 
-    def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
-        super().__init__(refs, sequence, dim, dtype, interpret)
-        self.blocks = NibbleBlocks(refs, "k", sequence, dim, dtype, interpret)
-        self.columns = self.blocks.columns
+    kind = NibbleBlocks
 
     def queries(self, parts: tuple[jax.Array, ...]) -> Any:
         """Queries as `logits` takes them: in the dtype of decoded keys, below 2, and their unit."""
         scaled, unit = of_units(parts)
-        return tuple(each.astype(self.blocks.dtype) for each in scaled), unit
+        return tuple(each.astype(self.blocks.decodes_to) for each in scaled), unit
 
     def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
         """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
@@ -131,14 +117,6 @@ class NibbleKeys(PlainKeys):
             dot(query, key, transpose_b=True) for query, key in zip(parts, keys, strict=True)
         )
         return reduce(jnp.add, products) * (unit * scale)[:, None]
-
-    def put_new(
-        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[jax.Array, ...]:
-        """Encodes a new key and writes it to row `at` of the pool if `writes`; returns it as stored, in float32."""
-        return put_nibbles(
-            self.refs, "k", at, tuple(each.astype(self.dtype) for each in parts), writes
-        )
 
 
 def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:

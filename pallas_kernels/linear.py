@@ -15,7 +15,7 @@ from pallas_kernels._compat import (
     BlockSpec,
     add_products_4,
     add_products_8,
-    call_named,
+    call,
     load,
     program_id,
     store,
@@ -138,7 +138,7 @@ def multiply_codes(
 
     beside = {"scales": scales, "leasts": leasts} if narrow else {"scale": scale}
     shape = jax.ShapeDtypeStruct((parts, vectors, outputs), jnp.float32)
-    return call_named(
+    return call(
         kernel,
         name="multiply_codes",
         grid=(-(-outputs // tile), parts),

@@ -10,7 +10,7 @@ from jax import lax
 from pallas_kernels._compat import (
     MASKED,
     BlockSpec,
-    call_named,
+    call,
     load,
     pad_dim,
     program_id,
@@ -115,7 +115,7 @@ def merge(
     }
     if sink_logits is not None:
         inputs["sinks"] = whole(sink_logits.astype(jnp.float32).reshape(-1))
-    found = call_named(
+    found = call(
         kernel,
         name="ragged_decode_merge",
         grid=(segments, rows),
@@ -221,7 +221,7 @@ def add_mass(
     if logits.widest is not None:
         inputs["start"] = by_segment(logits.start)
     out_shape, score_shape = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, score))
-    found = call_named(
+    found = call(
         kernel,
         name="ragged_mass",
         grid=(chunks.segment.shape[1],),

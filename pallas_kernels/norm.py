@@ -37,39 +37,40 @@ def add_norm(
     padded = 1 << (width - 1).bit_length()
 
     # Blocks of a program (r): x, sum and norm [E], and added [n, E] of row r; scale [E], whole.
-    def kernel(x_ref, added_ref, scale_ref, sum_ref, norm_ref):
+    def kernel(refs):
         column = jnp.arange(padded, dtype=jnp.int32)
         options = {} if padded == width else {"mask": column < width, "other": 0.0}
 
         def take(ref, *at):
             return load(ref.at[(*at, column)], **options).astype(jnp.float32)
 
-        more = take(added_ref, 0)
+        more = take(refs.added, 0)
         for part in range(1, parts):
-            more = more + take(added_ref, part)
-        total = (take(x_ref) + more).astype(dtype)
+            more = more + take(refs.added, part)
+        total = (take(refs.x) + more).astype(dtype)
         wide = total.astype(jnp.float32)
-        normed = wide * lax.rsqrt((wide * wide).sum() / width + eps) * take(scale_ref)
+        normed = wide * lax.rsqrt((wide * wide).sum() / width + eps) * take(refs.scale)
         mask = options.get("mask")
-        store(sum_ref.at[column], total, mask=mask)
-        store(norm_ref.at[column], normed.astype(scale.dtype), mask=mask)
+        store(refs.sum.at[column], total, mask=mask)
+        store(refs.norm.at[column], normed.astype(scale.dtype), mask=mask)
 
     row, whole = BlockSpec((None, width), lambda r: (r, 0)), BlockSpec((width,), lambda r: (0,))
-    total, normed = call(
+    of_parts = BlockSpec((parts, None, width), lambda r: (0, r, 0))
+    found = call(
         kernel,
-        x.reshape(rows, width),
-        added.reshape(parts, rows, width),
-        scale,
         name="add_norm",
         grid=(rows,),
-        inputs=[row, BlockSpec((parts, None, width), lambda r: (0, r, 0)), whole],
-        outputs=[row, row],
-        shapes=[
-            jax.ShapeDtypeStruct((rows, width), dtype),
-            jax.ShapeDtypeStruct((rows, width), scale.dtype),
-        ],
+        inputs={
+            "x": (x.reshape(rows, width), row),
+            "added": (added.reshape(parts, rows, width), of_parts),
+            "scale": (scale, whole),
+        },
+        outputs={
+            "sum": (jax.ShapeDtypeStruct((rows, width), dtype), row),
+            "norm": (jax.ShapeDtypeStruct((rows, width), scale.dtype), row),
+        },
         # About sixteen columns for each thread.
         launch=Launch(warps=min(16, max(4, padded // 512)), stages=1),
         interpret=interpret,
     )
-    return total.reshape(x.shape), normed.reshape(x.shape)
+    return found["sum"].reshape(x.shape), found["norm"].reshape(x.shape)

@@ -9,7 +9,9 @@ from jax import lax
 from pallas_kernels._compat import (
     LOG2E,
     MASKED,
-    BlockSpec,
+    by_head,
+    by_query_head,
+    by_sequence,
     call,
     capped,
     dot,
@@ -65,19 +67,19 @@ def flash(
 
     # Blocks of a program (i, h, b), h over H query heads: q [T, D] of head h; k, v [S, D] of its kv head; first and
     # length of sequence b, scalars; out [T, D], lse [T] of head h, of which it writes rows i * block_q on.
-    def kernel(q_ref, k_ref, v_ref, first_ref, length_ref, out_ref, lse_ref):
+    def kernel(refs):
         # The longest rows of the triangle start first, so that the last programs to finish are short ones.
         index = -(-queries // block_q) - 1 - program_id(0)
-        begin, tokens = first_ref[...], length_ref[...]
+        begin, tokens = refs.first[...], refs.length[...]
         row = index * block_q + jnp.arange(block_q, dtype=jnp.int32)
         mine = row < queries
         position = begin + row
-        rows = take_rows(q_ref, row, mine, dim)
+        rows = take_rows(refs.q, row, mine, dim)
 
         def step(block, carry, *, masked):
             top, total, acc = carry
             key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
-            keys = take_rows(k_ref, key, key < slots if masked else None, dim)
+            keys = take_rows(refs.k, key, key < slots if masked else None, dim)
             s = capped(dot(rows, keys, transpose_b=True), cap, interpret=interpret)
             if masked:
                 seen = (key[None, :] <= position[:, None]) & (key < tokens)[None, :]
@@ -91,7 +93,7 @@ def flash(
                 anchor = jnp.where(new_top > MASKED, new_top, 0.0)
             weights = exp2(s, scale, -(anchor * scale)[:, None])
             shrink = exp2(top, scale, -anchor * scale)
-            values = take_rows(v_ref, key, key < slots if masked else None, dim)
+            values = take_rows(refs.v, key, key < slots if masked else None, dim)
             acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
             return new_top, total * shrink + weights.sum(axis=1), acc
 
@@ -118,41 +120,32 @@ def flash(
         )
         empty = (position < 0) | (position >= tokens)
         total = jnp.where(empty, 1.0, total)
-        put_rows(out_ref, row, mine, dim, jnp.where(empty[:, None], 0.0, acc / total[:, None]))
+        put_rows(refs.out, row, mine, dim, jnp.where(empty[:, None], 0.0, acc / total[:, None]))
         store(
-            lse_ref.at[row],
+            refs.lse.at[row],
             jnp.where(empty, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E),
             mask=mine,
         )
 
-    def query(*shape):
-        return BlockSpec(
-            (None, None, None, *shape),
-            lambda i, h, b: (b, h // group, h % group) + (0,) * len(shape),
-        )
-
-    keys = BlockSpec((None, None, slots, dim), lambda i, h, b: (b, h // group, 0, 0))
-    scalar = BlockSpec((None,), lambda i, h, b: (b,))
-    return tuple(
-        call(
-            kernel,
-            q,
-            k,
-            v,
-            first,
-            length,
-            name="flash_prefill",
-            grid=(-(-queries // block_q), heads * group, batch),
-            inputs=[query(queries, dim), keys, keys, scalar, scalar],
-            outputs=[query(queries, dim), query(queries)],
-            shapes=[
-                jax.ShapeDtypeStruct(q.shape, q.dtype),
-                jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32),
-            ],
-            launch=tiles.launch,
-            interpret=interpret,
-        )
+    found = call(
+        kernel,
+        name="flash_prefill",
+        grid=(-(-queries // block_q), heads * group, batch),
+        inputs={
+            "q": by_query_head(q, group),
+            "k": by_head(k, group),
+            "v": by_head(v, group),
+            "first": by_sequence(first),
+            "length": by_sequence(length),
+        },
+        outputs={
+            "out": by_query_head(jax.ShapeDtypeStruct(q.shape, q.dtype), group),
+            "lse": by_query_head(jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32), group),
+        },
+        launch=tiles.launch,
+        interpret=interpret,
     )
+    return found["out"], found["lse"]
 
 
 @partial(jax.jit, static_argnames=("per_query_head", "tiles", "softcap", "interpret"))
@@ -196,22 +189,22 @@ def column_sums(
 
     # Blocks of a program (j, h, b), h over H query heads: q [T, D] and shift [T] of head h; k [S, D] of its kv head;
     # first and length of sequence b, scalars; out [S] of head h, of which it writes keys j * block_k on.
-    def kernel(q_ref, k_ref, shift_ref, first_ref, length_ref, out_ref):
-        begin, tokens = first_ref[...], length_ref[...]
+    def kernel(refs):
+        begin, tokens = refs.first[...], refs.length[...]
         at = program_id(0) * block_k
         key = at + jnp.arange(block_k, dtype=jnp.int32)
         mine = key < slots
-        keys = take_rows(k_ref, key, mine, dim)
+        keys = take_rows(refs.k, key, mine, dim)
 
         def step(index, acc, *, masked):
             row = index * block_q + jnp.arange(block_q, dtype=jnp.int32)
             position = begin + row
             counts = (row < queries) & (position >= 0) & (position < tokens)
-            rows = take_rows(q_ref, row, counts if masked else None, dim)
+            rows = take_rows(refs.q, row, counts if masked else None, dim)
             shift = (
-                load(shift_ref.at[row], mask=counts, other=0.0)
+                load(refs.shift.at[row], mask=counts, other=0.0)
                 if masked
-                else load(shift_ref.at[row])
+                else load(refs.shift.at[row])
             )
             # Keys down, queries across: a key's sum stays with the threads that hold its row.
             s = capped(dot(keys, rows, transpose_b=True), cap, interpret=interpret)
@@ -231,34 +224,22 @@ def column_sums(
         acc = lax.fori_loop(earliest, whole, partial(step, masked=True), acc)
         acc = lax.fori_loop(whole, end, partial(step, masked=False), acc)
         acc = lax.fori_loop(end, latest, partial(step, masked=True), acc)
-        store(out_ref.at[key], jnp.where(key < tokens, acc, 0.0), mask=mine)
+        store(refs.out.at[key], jnp.where(key < tokens, acc, 0.0), mask=mine)
 
-    def query(*shape):
-        return BlockSpec(
-            (None, None, None, *shape),
-            lambda j, h, b: (b, h // group, h % group) + (0,) * len(shape),
-        )
-
-    scalar = BlockSpec((None,), lambda j, h, b: (b,))
-    (out,) = call(
+    shape = jax.ShapeDtypeStruct((batch, heads, group, slots), jnp.float32)
+    out = call(
         kernel,
-        q,
-        k,
-        -lse * LOG2E,
-        first,
-        length,
         name="column_sums",
         grid=(-(-slots // block_k), heads * group, batch),
-        inputs=[
-            query(queries, dim),
-            BlockSpec((None, None, slots, dim), lambda j, h, b: (b, h // group, 0, 0)),
-            query(queries),
-            scalar,
-            scalar,
-        ],
-        outputs=[query(slots)],
-        shapes=[jax.ShapeDtypeStruct((batch, heads, group, slots), jnp.float32)],
+        inputs={
+            "q": by_query_head(q, group),
+            "k": by_head(k, group),
+            "shift": by_query_head(-lse * LOG2E, group),
+            "first": by_sequence(first),
+            "length": by_sequence(length),
+        },
+        outputs={"out": by_query_head(shape, group)},
         launch=tiles.scores_launch,
         interpret=interpret,
-    )
+    )["out"]
     return out if per_query_head else out.mean(axis=2)

@@ -10,10 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._compat import BlockSpec, Launch, call, call_named, load, pad_dim, store, when
+from pallas_kernels._compat import BlockSpec, Launch, call, load, pad_dim, store, when
 
 # Rows that a program ranks at a time.
 _BLOCK = 1024
+# Block of a number of each head of a sequence.
+_SCALAR = BlockSpec((None, None), lambda h, b: (b, h))
 
 
 @partial(jax.jit, static_argnames=("interpret",))
@@ -43,37 +45,28 @@ def replace_rows(
     Returns:
         Keys, values, positions (-1 in the moved row's old place) and scores (0 there).
     """
-    batch, pool_rows, dim = k.shape
-    heads, scored = place.shape[1], score is not None
-    given = (k, v, pos) if score is None else (k, v, pos, score)
 
     # Blocks of a program (h, b): place, last and over of head h of sequence b, scalars; then k, v [P, D], pos and score
     # [P] of sequence b, whole, and the same again as outputs.
-    def kernel(place_ref, last_ref, over_ref, *refs):
-        pools = refs[len(given) :]
-
-        @when(over_ref[...] != 0)
+    def kernel(refs):
+        @when(refs.over[...] != 0)
         def _():
-            _move(pools, place_ref[...], last_ref[...], dim)
+            _move(refs, pools, refs.place[...], refs.last[...])
 
-    scalar = BlockSpec((None, None), lambda h, b: (b, h))
-    blocks = [_whole(each) for each in given]
-    out = call(
+    pools = _pools(k, v, pos, score)
+    tables = {"place": place, "last": last, "over": over.astype(jnp.int32)}
+    found = call(
         kernel,
-        place,
-        last,
-        over.astype(jnp.int32),
-        *given,
         name="replace_rows",
-        grid=(heads, batch),
-        inputs=[scalar, scalar, scalar, *blocks],
-        outputs=blocks,
-        shapes=[jax.ShapeDtypeStruct(each.shape, each.dtype) for each in given],
+        grid=(place.shape[1], place.shape[0]),
+        inputs={name: (each, _SCALAR) for name, each in tables.items()}
+        | {name: _whole(each) for name, each in pools.items()},
+        outputs=_written(pools),
         launch=Launch(warps=1, stages=1),
         interpret=interpret,
-        aliases={3 + index: index for index in range(len(given))},
+        aliases={name: f"{name}_out" for name in pools},
     )
-    return (*out, None)[:4] if not scored else tuple(out)
+    return found["k_out"], found["v_out"], found["pos_out"], found.get("score_out")
 
 
 @partial(jax.jit, static_argnames=("weigh", "interpret"))
@@ -113,7 +106,6 @@ def evict_rows(
         Keys, values, positions (-1 in the newest row's old place), scores (0 there), and `i32[B, K]` 1 where a row was
         evicted.
     """
-    heads, dim = start.shape[1], k.shape[2]
 
     # Blocks of a program (h, b): start, length, limit, recent and moved of head h of sequence b, seen and prompt of b,
     # scalars; k, v [P, D], pos and score [P] of sequence b, whole, and the same again as outputs.
@@ -151,25 +143,20 @@ def evict_rows(
 
         @when(moves)
         def _():
-            out = [getattr(refs, f"{name}_out") for name in pools]
-            _move(out, place, first + rows - 1, dim)
+            _move(refs, pools, place, first + rows - 1)
 
-    pools = {"k": k, "v": v, "pos": pos} | ({} if score is None else {"score": score})
-    scalar, of_sequence = (
-        BlockSpec((None, None), lambda h, b: (b, h)),
-        BlockSpec((None,), lambda h, b: (b,)),
-    )
+    pools = _pools(k, v, pos, score)
+    of_sequence = BlockSpec((None,), lambda h, b: (b,))
     tables = {"start": start, "length": length, "limit": limit, "recent": recent}
-    inputs = {name: (each, scalar) for name, each in tables.items()}
+    inputs = {name: (each, _SCALAR) for name, each in tables.items()}
     inputs |= {name: (each, of_sequence) for name, each in (("seen", seen), ("prompt", prompt))}
-    shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in pools.items()}
-    outputs = {f"{name}_out": (shape, _whole(shape)) for name, shape in shapes.items()}
-    found = call_named(
+    found = call(
         kernel,
         name="evict_rows",
-        grid=(heads, start.shape[0]),
-        inputs=inputs | {name: (each, _whole(each)) for name, each in pools.items()},
-        outputs=outputs | {"moved": (jax.ShapeDtypeStruct(start.shape, jnp.int32), scalar)},
+        grid=(start.shape[1], start.shape[0]),
+        inputs=inputs | {name: _whole(each) for name, each in pools.items()},
+        outputs=_written(pools)
+        | {"moved": (jax.ShapeDtypeStruct(start.shape, jnp.int32), _SCALAR)},
         launch=Launch(warps=4, stages=1),
         interpret=interpret,
         aliases={name: f"{name}_out" for name in pools},
@@ -177,20 +164,34 @@ def evict_rows(
     return found["k_out"], found["v_out"], found["pos_out"], found.get("score_out"), found["moved"]
 
 
+def _pools(k, v, pos, score):
+    """Pool leaves by name; without a score three."""
+    return {"k": k, "v": v, "pos": pos} | ({} if score is None else {"score": score})
+
+
 def _whole(leaf):
-    """Block spec by which a program sees all of one sequence's part of a pool leaf."""
-    return BlockSpec((None, *leaf.shape[1:]), lambda h, b: (b,) + (0,) * (leaf.ndim - 1))
+    """Kernel operand of a pool leaf, of which a program sees all of one sequence's part."""
+    return leaf, BlockSpec((None, *leaf.shape[1:]), lambda h, b: (b,) + (0,) * (leaf.ndim - 1))
 
 
-def _move(pools, to, at, dim):
+def _written(pools):
+    """Kernel outputs of pool leaves, which are written in place."""
+    shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in pools.items()}
+    return {f"{name}_out": _whole(shape) for name, shape in shapes.items()}
+
+
+def _move(refs, pools, to, at):
     """Copies row `at` of a sequence's pool leaves to row `to`, then marks row `at` empty (position -1, score 0)."""
+    dim = pools["k"].shape[2]
     column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
     mask = None if pad_dim(dim) == dim else column < dim
-    for ref in pools[:2]:
+    for ref in (refs.k_out, refs.v_out):
         row = load(ref.at[at, column], mask=mask, other=None if mask is None else 0.0)
         store(ref.at[to, column], row, mask=mask)
-    for ref, empty in zip(pools[2:], (-1, 0), strict=False):
-        cell = load(ref.at[at])
-        store(ref.at[to], cell)
-        # Last, because the newest row may itself be the evicted one.
-        store(ref.at[at], jnp.full_like(cell, empty))
+    for name, empty in (("pos", -1), ("score", 0)):
+        if name in pools:
+            ref = getattr(refs, f"{name}_out")
+            cell = load(ref.at[at])
+            store(ref.at[to], cell)
+            # Last, because the newest row may itself be the evicted one.
+            store(ref.at[at], jnp.full_like(cell, empty))

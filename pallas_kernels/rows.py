@@ -16,7 +16,7 @@ from jax import lax
 from pallas_kernels._compat import (
     MASKED,
     BlockSpec,
-    call_named,
+    call,
     capped,
     load,
     program_id,
@@ -255,7 +255,7 @@ def pass_rows(
         aliases[name]: whole(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         for name, leaf in pools.items()
     }
-    found = call_named(
+    found = call(
         kernel,
         name="ragged_decode",
         grid=(width, -(-rows // tile)),

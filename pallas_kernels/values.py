@@ -16,18 +16,18 @@ from pallas_kernels._compat import (
     exp2_of,
     inverse_of,
     log2_of,
-    pad_dim,
     put_rows,
     store,
-    take_rows,
 )
 from pallas_kernels.blocks import ByteBlocks, NibbleBlocks
-from pallas_kernels.codes import GROUP, SMALLEST_SCALE, Coded, Nibbles, put_bytes, put_nibbles
+from pallas_kernels.codes import SMALLEST_SCALE, Coded, Nibbles
 from pallas_kernels.keys import Reader, split_halves
 
 
 class PlainValues(Reader):
     """Reads one sequence's values, in the model's dtype, in a decode kernel: weighted sums, and new rows."""
+
+    name = "v"
 
     def lifted(
         self, s: jax.Array, at: jax.Array, inside: jax.Array
@@ -44,23 +44,39 @@ class PlainValues(Reader):
         # Not by `exp2_of`, which has fewer instructions: compilers then spill registers for some shapes.
         return jnp.exp2(s - top[:, None])
 
-    def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
-        """Initial accumulators of `rows` queries: the new row's value if `joins`, else 0."""
-        wide = (rows, pad_dim(self.dim))
-        return jnp.zeros(wide, jnp.float32) if joins is None else _where(joins, values[0], wide)
+    def begin(
+        self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None
+    ) -> tuple[jax.Array, ...]:
+        """Initial accumulators of `rows` queries, one for each part: the new row's value if `joins`, else 0."""
+        shape = (rows, self.columns[0][0].shape[0])
+        if joins is None:
+            return (jnp.zeros(shape, jnp.float32),) * len(self.columns)
+        return tuple(
+            jnp.broadcast_to(jnp.where(joins, each, 0.0)[None, :], shape) for each in values
+        )
 
     def add(
-        self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array
-    ) -> Any:
+        self,
+        sums: tuple[jax.Array, ...],
+        shrink: jax.Array,
+        weights: jax.Array,
+        at: jax.Array,
+        inside: jax.Array,
+    ) -> tuple[jax.Array, ...]:
         """Accumulators times `shrink` (of the online softmax), plus weights times the values of pool rows `at`."""
-        values = take_rows(self.refs.v, at, inside, self.dim, self.sequence).astype(self.dtype)
-        return sums * shrink[:, None] + dot(weights.astype(self.dtype), values)
+        values = self.blocks.rows(at, inside)
+        return (sums[0] * shrink[:, None] + dot(weights.astype(self.dtype), values),)
 
     def put_sums(
-        self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array
+        self,
+        ref: Any,
+        query: jax.Array,
+        real: jax.Array,
+        sums: tuple[jax.Array, ...],
+        total: jax.Array,
     ) -> None:
         """Writes the accumulators, divided by the softmax's denominator, to the queries' rows of a ref."""
-        put_rows(ref, query, real, self.dim, sums / total[:, None])
+        put_rows(ref, query, real, self.dim, sums[0] / total[:, None])
 
     def put_new(
         self, at: Any, values: tuple[jax.Array, ...], writes: jax.Array
@@ -69,9 +85,7 @@ class PlainValues(Reader):
 
         The scale is None where values need none.
         """
-        (column, real), value = self.columns[0], values[0].astype(self.dtype)
-        store(self.refs.pool_v.at[*at, column], value, mask=real & writes)
-        return (value.astype(jnp.float32),), None
+        return self.blocks.put(at, values, writes)
 
 
 class CodedValues(PlainValues):
@@ -84,10 +98,7 @@ class CodedValues(PlainValues):
     logarithm: weights are then those of codes, the largest 1 whatever the scales are.
     """
 
-    def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
-        super().__init__(refs, sequence, dim, dtype, interpret)
-        self.blocks = ByteBlocks(refs, "v", sequence, dim, interpret)
-        self.columns = self.blocks.columns
+    kind = ByteBlocks
 
     def lifted(
         self, s: jax.Array, at: jax.Array, inside: jax.Array
@@ -105,18 +116,14 @@ class CodedValues(PlainValues):
         """Unnormalised softmax weights 2 ** (s - top), in two instructions; `top` is each query's running maximum."""
         return exp2_of(s, 1.0, -top[:, None], interpret=self.interpret)
 
-    def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
-        """Sums of the two parts of values before any row was read."""
-        zeros = (jnp.zeros((rows, self.blocks.words), jnp.float32),) * 2
-        return (
-            zeros
-            if joins is None
-            else tuple(_where(joins, each, zeros[0].shape) for each in values)
-        )
-
     def add(
-        self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array
-    ) -> Any:
+        self,
+        sums: tuple[jax.Array, ...],
+        shrink: jax.Array,
+        weights: jax.Array,
+        at: jax.Array,
+        inside: jax.Array,
+    ) -> tuple[jax.Array, ...]:
         """Sums times `shrink`, plus softmax weights times the codes of pool rows `at`."""
         factors = self.blocks.halves(at, inside)
         parts = split_halves(weights, self.dtype)
@@ -131,22 +138,17 @@ class CodedValues(PlainValues):
         )
 
     def put_sums(
-        self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array
+        self,
+        ref: Any,
+        query: jax.Array,
+        real: jax.Array,
+        sums: tuple[jax.Array, ...],
+        total: jax.Array,
     ) -> None:
         """Writes sums over the total weight to the queries' rows of a ref."""
         for (column, exists), each in zip(self.columns, sums, strict=True):
             mask = real[:, None] & exists[None, :]
             store(ref.at[query[:, None], column[None, :]], each / total[:, None], mask=mask)
-
-    def put_new(
-        self, at: Any, values: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Encodes a new value and writes it to row `at` of the pool if `writes`; returns its two parts and its scale.
-
-        The parts are codes, float32.
-        """
-        rounded = tuple(each.astype(self.dtype).astype(jnp.float32) for each in values)
-        return put_bytes(self.refs, "v", at, rounded, self.blocks.exists, writes)
 
     def _of_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Base-2 logarithms of the values' scales, and their reciprocals; scales are at least `SMALLEST_SCALE`."""
@@ -159,25 +161,19 @@ class CodedValues(PlainValues):
 class NibbleValues(PlainValues):
     """Reads one sequence's 4-bit values (scale and least value per group of 32) in a decode kernel."""
 
-    def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
-        super().__init__(refs, sequence, dim, dtype, interpret)
-        self.blocks = NibbleBlocks(refs, "v", sequence, dim, dtype, interpret)
-        self.columns = self.blocks.columns
-
+    kind = NibbleBlocks
     weights = CodedValues.weights
 
-    def begin(self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None) -> Any:
-        """Sums of each group before any row was read."""
-        zeros = (jnp.zeros((rows, GROUP), jnp.float32),) * len(self.columns)
-        return (
-            zeros if joins is None else tuple(_where(joins, each, (rows, GROUP)) for each in values)
-        )
-
     def add(
-        self, sums: Any, shrink: jax.Array, weights: jax.Array, at: jax.Array, inside: jax.Array
-    ) -> Any:
+        self,
+        sums: tuple[jax.Array, ...],
+        shrink: jax.Array,
+        weights: jax.Array,
+        at: jax.Array,
+        inside: jax.Array,
+    ) -> tuple[jax.Array, ...]:
         """Sums times `shrink`, plus softmax weights times the values of pool rows `at`."""
-        weights = weights.astype(self.blocks.dtype)
+        weights = weights.astype(self.blocks.decodes_to)
         values = self.blocks.decoded(at, inside)
         return tuple(
             each * shrink[:, None] + dot(weights, new)
@@ -185,25 +181,17 @@ class NibbleValues(PlainValues):
         )
 
     def put_sums(
-        self, ref: Any, query: jax.Array, real: jax.Array, sums: Any, total: jax.Array
+        self,
+        ref: Any,
+        query: jax.Array,
+        real: jax.Array,
+        sums: tuple[jax.Array, ...],
+        total: jax.Array,
     ) -> None:
         """Writes sums over the total weight to the queries' rows of a ref."""
         for (column, _), each in zip(self.columns, sums, strict=True):
             mask = jnp.broadcast_to(real[:, None], each.shape)
             store(ref.at[query[:, None], column[None, :]], each / total[:, None], mask=mask)
-
-    def put_new(
-        self, at: Any, values: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-        """Quantises a new value and writes it if `writes`; returns its dequantised groups, float32, and None."""
-        return put_nibbles(
-            self.refs, "v", at, tuple(each.astype(self.dtype) for each in values), writes
-        ), None
-
-
-def _where(joins: jax.Array, values: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Values `[columns]` in each row if `joins`, else 0."""
-    return jnp.broadcast_to(jnp.where(joins, values, 0.0)[None, :], shape)
 
 
 VALUES: dict[type, type[PlainValues]] = {Coded: CodedValues, Nibbles: NibbleValues}

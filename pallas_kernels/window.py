@@ -10,6 +10,8 @@ from pallas_kernels._compat import (
     LOG2E,
     MASKED,
     BlockSpec,
+    by_head,
+    by_sequence,
     call,
     capped,
     dot,
@@ -81,17 +83,17 @@ def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
 
     # Blocks of a program (c, h, b), h over kv heads and their tiles of rows: q [R, D] of the head; its k [S, D];
     # position [R] and length of sequence b; out [R] of chunk c, of which it writes its tile's rows.
-    def kernel(q_ref, k_ref, position_ref, length_ref, out_ref):
+    def kernel(refs):
         chunk, tile = program_id(0), program_id(1) % (count // block_q)
-        tokens = length_ref[...]
+        tokens = refs.length[...]
         row = tile * block_q + jnp.arange(block_q, dtype=jnp.int32)
-        at = load(position_ref.at[row])
-        queries = take_rows(q_ref, row, row < rows, dim)
+        at = load(refs.position.at[row])
+        queries = take_rows(refs.q, row, row < rows, dim)
 
         def step(block, carry, *, masked):
             top, total = carry
             key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
-            keys = take_rows(k_ref, key, key < slots if masked else None, dim)
+            keys = take_rows(refs.k, key, key < slots if masked else None, dim)
             s = capped(dot(queries, keys, transpose_b=True), cap, interpret=interpret)
             if masked:
                 s = jnp.where(key[None, :] <= at[:, None], s, MASKED)
@@ -111,30 +113,26 @@ def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
         nothing = (at < 0) | (top <= MASKED)
         total = jnp.where(nothing, 1.0, total)
         store(
-            out_ref.at[row], jnp.where(nothing, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E)
+            refs.out.at[row], jnp.where(nothing, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E)
         )
 
     across = count // block_q
-    (parts,) = call(
+    shape = jax.ShapeDtypeStruct((batch, heads, chunks, count), jnp.float32)
+    of_chunk = BlockSpec((None, None, None, count), lambda c, h, b: (b, h // across, c, 0))
+    return call(
         kernel,
-        q,
-        k,
-        position,
-        length,
         name="window_lse",
         grid=(chunks, heads * across, batch),
-        inputs=[
-            BlockSpec((None, None, rows, dim), lambda c, h, b: (b, h // across, 0, 0)),
-            BlockSpec((None, None, slots, dim), lambda c, h, b: (b, h // across, 0, 0)),
-            BlockSpec((None, count), lambda c, h, b: (b, 0)),
-            BlockSpec((None,), lambda c, h, b: (b,)),
-        ],
-        outputs=[BlockSpec((None, None, None, count), lambda c, h, b: (b, h // across, c, 0))],
-        shapes=[jax.ShapeDtypeStruct((batch, heads, chunks, count), jnp.float32)],
+        inputs={
+            "q": by_head(q, across),
+            "k": by_head(k, across),
+            "position": by_sequence(position),
+            "length": by_sequence(length),
+        },
+        outputs={"out": (shape, of_chunk)},
         launch=tiles.launch,
         interpret=interpret,
-    )
-    return parts
+    )["out"]
 
 
 def _sums(q, k, position, shift, length, cap, tiles, interpret):
@@ -146,43 +144,36 @@ def _sums(q, k, position, shift, length, cap, tiles, interpret):
 
     # Blocks of a program (j, h, b): q [R, D] of kv head h; its k [S, D]; position [R] and length of sequence b; shift
     # [R] of head h; out [S] of head h, of which it writes keys j * block_k on.
-    def kernel(q_ref, k_ref, position_ref, shift_ref, length_ref, out_ref):
+    def kernel(refs):
         key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
         # Keys of padding are not read.
-        real, mine = key < length_ref[...], key < slots
-        keys = take_rows(k_ref, key, real & mine, dim)
+        real, mine = key < refs.length[...], key < slots
+        keys = take_rows(refs.k, key, real & mine, dim)
 
         def step(tile, acc):
             row = tile * block_q + jnp.arange(block_q, dtype=jnp.int32)
-            queries = take_rows(q_ref, row, row < rows, dim)
+            queries = take_rows(refs.q, row, row < rows, dim)
             s = capped(dot(keys, queries, transpose_b=True), cap, interpret=interpret)
-            s = jnp.where(key[:, None] <= load(position_ref.at[row])[None, :], s, MASKED)
+            s = jnp.where(key[:, None] <= load(refs.position.at[row])[None, :], s, MASKED)
             return acc + exp2_of(
-                s, scale, load(shift_ref.at[row])[None, :], interpret=interpret
+                s, scale, load(refs.shift.at[row])[None, :], interpret=interpret
             ).sum(axis=1)
 
         acc = lax.fori_loop(0, count // block_q, step, jnp.zeros((block_k,), jnp.float32))
-        store(out_ref.at[key], jnp.where(real, acc, 0.0), mask=mine)
+        store(refs.out.at[key], jnp.where(real, acc, 0.0), mask=mine)
 
-    (out,) = call(
+    return call(
         kernel,
-        q,
-        k,
-        position,
-        shift,
-        length,
         name="window_sums",
         grid=(-(-slots // block_k), heads, batch),
-        inputs=[
-            BlockSpec((None, None, rows, dim), lambda j, h, b: (b, h, 0, 0)),
-            BlockSpec((None, None, slots, dim), lambda j, h, b: (b, h, 0, 0)),
-            BlockSpec((None, count), lambda j, h, b: (b, 0)),
-            BlockSpec((None, None, count), lambda j, h, b: (b, h, 0)),
-            BlockSpec((None,), lambda j, h, b: (b,)),
-        ],
-        outputs=[BlockSpec((None, None, slots), lambda j, h, b: (b, h, 0))],
-        shapes=[jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32)],
+        inputs={
+            "q": by_head(q),
+            "k": by_head(k),
+            "position": by_sequence(position),
+            "shift": by_head(shift),
+            "length": by_sequence(length),
+        },
+        outputs={"out": by_head(jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32))},
         launch=tiles.launch,
         interpret=interpret,
-    )
-    return out
+    )["out"]
