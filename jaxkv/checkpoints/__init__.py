@@ -6,7 +6,6 @@ from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.named_models import (
     FolderSource,
     Manifest,
-    PackagedFile,
     WheelSource,
     manifest,
     manifests_folder,
@@ -21,7 +20,6 @@ __all__ = [
     "FolderSource",
     "GgufTokenizer",
     "Manifest",
-    "PackagedFile",
     "StoredTensor",
     "WheelSource",
     "cache_dir",

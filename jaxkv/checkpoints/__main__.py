@@ -1,7 +1,5 @@
 """Command line `python -m jaxkv.checkpoints convert SRC DST`."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 

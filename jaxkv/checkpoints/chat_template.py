@@ -1,7 +1,5 @@
 """Chat templates: finds the one of a checkpoint, and renders it in Jinja's sandbox, as transformers does."""
 
-from __future__ import annotations
-
 import datetime
 import functools
 import json

@@ -1,7 +1,5 @@
 """`convert`: writes any checkpoint as an Orbax folder, a tensor at a time."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 import os

@@ -1,7 +1,5 @@
 """`fetch`: finds or downloads a model's files, given a path, a model's name or a hub id."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

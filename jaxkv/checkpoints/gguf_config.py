@@ -1,7 +1,5 @@
 """A GGUF's metadata as the keys of a Hugging Face `config.json`, by llama.cpp's name of the architecture."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,27 +8,11 @@ import numpy as np
 
 from jaxkv._errors import require
 from jaxkv.checkpoints.gguf_metadata import Metadata, decimal
+from jaxkv.checkpoints.gguf_names import TABLES
 from jaxkv.checkpoints.tensor import StoredTensor
 
 # Names in transformers of architectures that llama.cpp calls otherwise.
 _CALLED = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}
-# Numbers of models that are not built, by what they say if they change nothing.
-_NEUTRAL = {
-    "attention.causal": (True,),
-    "attention.scale": (0.0,),
-    "attention.shared_kv_layers": (0,),
-    "embedding_scale": (0.0, 1.0),
-    "expert_gating_func": (0, 3),
-    "expert_shared_count": (0,),
-    "expert_weights_scale": (0.0, 1.0),
-    "leading_dense_block_count": (0,),
-    "logit_scale": (0.0, 1.0),
-    "residual_scale": (0.0, 1.0),
-    "rope.scaling.yarn_attn_factor": (1.0,),
-    "rope.scaling.yarn_ext_factor": (-1.0, 1.0),
-    "rope.scaling.yarn_log_multiplier": (0.0,),
-    "swiglu_clamp_exp": (7.0,),
-}
 # Layers of the 27B models, whose attention is scaled by another width than a head's. llama.cpp knows them by it, too:
 # the file does not say.
 _WIDER = {"gemma2": 46, "gemma3": 62}
@@ -65,7 +47,7 @@ def read_config(
         value = meta.hyper(key, head_dim)
         remedy = f"only heads where it equals head_dim={head_dim} are built"
         require(value == head_dim, f"{arch}.{key}", value, remedy)
-    for key, neutral in _NEUTRAL.items():
+    for key, neutral in TABLES["neutral"].items():
         value = meta.values.get(f"{arch}.{key}", neutral[0])
         require(
             value in neutral,

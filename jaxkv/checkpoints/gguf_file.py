@@ -12,7 +12,7 @@ from jaxkv._errors import refusal, require
 from jaxkv.checkpoints import gguf_reader
 from jaxkv.checkpoints.gguf_config import read_config
 from jaxkv.checkpoints.gguf_metadata import Metadata
-from jaxkv.checkpoints.gguf_names import IN_LAYER, hf_name, is_table
+from jaxkv.checkpoints.gguf_names import TABLES, hf_name, is_table
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.gpt_oss import with_joined_experts
 from jaxkv.checkpoints.tensor import Index, StoredTensor
@@ -44,13 +44,9 @@ class GgufFile:
         self.path = path
         values, self._stored = gguf_reader.read(path)
         self._meta = meta = Metadata(values)
-        known = ", ".join(IN_LAYER)
-        require(
-            meta.arch in IN_LAYER,
-            "general.architecture",
-            meta.arch,
-            f"jaxkv reads GGUFs of {known}",
-        )
+        known = TABLES["layers"]
+        remedy = f"jaxkv reads GGUFs of {', '.join(known)}"
+        require(meta.arch in known, "general.architecture", meta.arch, remedy)
         parts = meta.get("split.count", 1, kind=int)
         require(
             parts <= 1,

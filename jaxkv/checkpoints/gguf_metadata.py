@@ -1,7 +1,5 @@
 """Values of a GGUF's metadata by key, each checked to be of the kind that it should have."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

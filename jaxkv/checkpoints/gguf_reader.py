@@ -1,7 +1,5 @@
 """Reader of GGUF's binary format: metadata, and the locations of tensors; every length is validated before use."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from pathlib import Path

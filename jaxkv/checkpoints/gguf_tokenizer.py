@@ -1,7 +1,5 @@
 """The vocabulary of a GGUF file as plain data, and the `tokenizers.Tokenizer` built from it."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from typing import Any

@@ -1,7 +1,5 @@
 """The experts of a gpt-oss in one layout, read part by part from a folder's MXFP4 blocks or floats, or from a GGUF."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 
@@ -153,25 +151,21 @@ def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) 
     )
     assert scales is not None
     remedy = f"a byte for each block of {name}, {blocks.shape[:-1]}, is expected; {AGAIN}"
-    require(scales.shape == blocks.shape[:-1], beside, scales.shape, remedy)
-    require(scales.dtype == np.uint8, f"{beside}.dtype", scales.dtype.name, remedy)
+    fits = scales.shape == blocks.shape[:-1] and scales.dtype == np.uint8
+    require(fits, beside, f"{scales.dtype.name}{list(scales.shape)}", remedy)
 
 
 def _turned(tensor: StoredTensor, *, paired: bool) -> StoredTensor:
     """Floats [X, inputs, outputs], or biases [X, outputs], as a `StoredTensor` whose inputs are last."""
     count, *inputs, outputs = tensor.shape
-    shape = (count, 2, outputs // 2, *inputs) if paired else (count, outputs, *inputs)
+    shape = (count, *_ahead(outputs, paired), *inputs)
 
     def read(index: Index) -> np.ndarray:
         """Reads the part from the slices of the file's axes that hold it."""
         spans = _spans(index, shape)
-        rows = slice(2 * spans[2].start, 2 * spans[2].stop) if paired else spans[1]
-        part = tensor.read((spans[0], *spans[3 if paired else 2 :], rows))
-        if paired:
-            part = np.moveaxis(part.reshape(*part.shape[:-1], -1, 2), (-1, -2), (1, 2))[:, spans[1]]
-        elif inputs:
-            part = part.swapaxes(1, 2)
-        return np.ascontiguousarray(part)
+        rows, rest = _rows(spans, paired)
+        part = np.moveaxis(tensor.read((spans[0], *rest, rows)), -1, 1)
+        return np.ascontiguousarray(_parted(part, spans, paired))
 
     return StoredTensor(shape=shape, dtype=tensor.dtype, read=read)
 
@@ -179,26 +173,39 @@ def _turned(tensor: StoredTensor, *, paired: bool) -> StoredTensor:
 def _unpacked(blocks: StoredTensor, scales: StoredTensor, *, paired: bool) -> StoredTensor:
     """MXFP4 blocks [X, outputs, groups, 16] as a `StoredTensor` of what they stand for."""
     count, outputs, groups, _ = blocks.shape
-    ahead = (count, 2, outputs // 2) if paired else (count, outputs)
-    shape = (*ahead, groups * _GROUP)
+    shape = (count, *_ahead(outputs, paired), groups * _GROUP)
 
     def read(index: Index) -> np.ndarray:
         """Reads the groups that hold the part, and dequantises them."""
         spans = _spans(index, shape)
-        rows = slice(2 * spans[2].start, 2 * spans[2].stop) if paired else spans[1]
-        first, last = spans[-1].start // _GROUP, -(-spans[-1].stop // _GROUP)
+        rows, (inputs,) = _rows(spans, paired)
+        first, last = inputs.start // _GROUP, -(-inputs.stop // _GROUP)
         there = (spans[0], rows, slice(first, last))
-        both = [blocks.read((*there, slice(0, _GROUP_BYTES))), scales.read(there)]
-        if paired:
-            both = [
-                each.reshape(each.shape[0], -1, 2, *each.shape[2:]).swapaxes(1, 2)[:, spans[1]]
-                for each in both
-            ]
-        wide = _dequantised(*map(np.ascontiguousarray, both))
-        begin = spans[-1].start - first * _GROUP
-        return wide[..., begin : begin + spans[-1].stop - spans[-1].start]
+        both = blocks.read((*there, slice(0, _GROUP_BYTES))), scales.read(there)
+        parts = (np.ascontiguousarray(_parted(each, spans, paired)) for each in both)
+        begin = first * _GROUP
+        return _dequantised(*parts)[..., inputs.start - begin : inputs.stop - begin]
 
     return StoredTensor(shape=shape, dtype=np.dtype(ml_dtypes.bfloat16), read=read)
+
+
+def _ahead(outputs: int, paired: bool) -> tuple[int, ...]:
+    """Axes of the outputs, of which gates and ups are apart."""
+    return (2, outputs // 2) if paired else (outputs,)
+
+
+def _rows(spans: list[slice], paired: bool) -> tuple[slice, list[slice]]:
+    """The file's outputs that hold a part, gates and ups in turns, and the spans of the axes behind them."""
+    if paired:
+        return slice(2 * spans[2].start, 2 * spans[2].stop), spans[3:]
+    return spans[1], spans[2:]
+
+
+def _parted(part: np.ndarray, spans: list[slice], paired: bool) -> np.ndarray:
+    """A part [X, outputs, ...] of the file with its gates and ups, in turns, taken apart."""
+    if not paired:
+        return part
+    return part.reshape(len(part), -1, 2, *part.shape[2:]).swapaxes(1, 2)[:, spans[1]]
 
 
 def _dequantised(

@@ -1,10 +1,10 @@
 """Keys of a Hugging Face `config.json`: what each family reads, ignores and refuses, and what is left out."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
-from collections.abc import Mapping
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from jaxkv._errors import refusal, require
@@ -16,153 +16,45 @@ TWO_ROPES = ("gemma3_text", "olmo3")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Keys of a family's config; any other key that is not null is refused by name.
+    """Row of `families.toml`: keys of a family's config, of which any other that is not null is refused by name.
 
     Attributes:
-        read: keys that decide something; what transformers' class of the family says of those that are left out.
+        read: keys that decide something, beside those that it reads `like` Llama, or all; what transformers' class of
+            the family says of those that are left out.
+        like: name of these keys in the file's table `read`.
         optional: keys that decide something where they are given.
         neutral: keys by the values with which they change nothing; other values are refused.
         ignored: keys that change nothing, whatever they hold.
+        aliases: other names of its keys.
+        names: its own names of keys, by Llama's.
+        switches: fields of `ModelConfig` that no key changes.
+        layers: what the names of its layers' tensors begin with.
+        tensors: names of its tensors by parameter, where Llama has others.
     """
 
-    read: str
+    read: str = ""
+    like: str = "llama"
     optional: str = ""
-    neutral: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    neutral: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     ignored: str = ""
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    switches: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    layers: str = "model.layers"
+    tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def keys(self) -> list[str]:
+        """All keys that decide something."""
+        return f"{_TABLES['read'][self.like]} {self.read}".split()
 
 
-_ALL = (
-    "vocab_size hidden_size num_hidden_layers num_attention_heads max_position_embeddings "
-    "tie_word_embeddings bos_token_id eos_token_id rope_theta "
-)
-_LLAMA = f"{_ALL} intermediate_size num_key_value_heads rms_norm_eps "
-_BIASES = "attention_bias mlp_bias "
-_COHERE = f"{_ALL} intermediate_size num_key_value_heads layer_norm_eps logit_scale attention_bias "
-_WINDOWS = "sliding_window layer_types "
-_GEMMA = (
-    f"{_LLAMA} {_WINDOWS} attention_bias head_dim attn_logit_softcapping final_logit_softcapping "
-    "query_pre_attn_scalar "
-)
-_TANH = ("gelu_pytorch_tanh",)
-
-FAMILIES = {
-    "cohere": Family(read=_COHERE + "use_qk_norm", optional="model_max_length"),
-    "cohere2": Family(
-        read=_COHERE + _WINDOWS,
-        # Of Cohere's own code; transformers reads none of these.
-        ignored="layer_switch order_of_interleaved_layers position_embedding_type rotary_pct use_embedding_sharing "
-        "use_gated_activation use_parallel_block use_parallel_embedding",
-    ),
-    "falcon": Family(
-        read=_ALL + "num_kv_heads ffn_hidden_size layer_norm_epsilon bias multi_query "
-        "new_decoder_architecture parallel_attn",
-        optional="num_ln_in_parallel_attn",
-        neutral={
-            "activation": ("gelu",),
-            "alibi": (False,),
-            "apply_residual_connection_post_layernorm": (False,),
-            "head_dim": (),
-        },
-    ),
-    "gemma": Family(
-        read=_LLAMA + "attention_bias head_dim",
-        # The first files say "gelu" and mean the GELU by a hyperbolic tangent.
-        neutral={"hidden_act": (*_TANH, "gelu"), "hidden_activation": _TANH},
-    ),
-    "gemma2": Family(
-        read=_GEMMA,
-        neutral={"hidden_activation": _TANH},
-        ignored="hidden_act sliding_window_size",
-    ),
-    "gemma3_text": Family(
-        read=_GEMMA + "rope_local_base_freq", neutral={"hidden_activation": _TANH}
-    ),
-    "glm4": Family(read=_LLAMA + "attention_bias head_dim partial_rotary_factor"),
-    "gpt_oss": Family(
-        read=_LLAMA + _WINDOWS + "attention_bias head_dim num_local_experts num_experts_per_tok "
-        "rope_type",
-        optional="swiglu_limit",
-        neutral={"swiglu_alpha": (1.702,)},
-        # It stands among the numbers of the rotary embedding, too.
-        ignored="initial_context_length",
-    ),
-    "granite": Family(
-        read=_LLAMA + _BIASES + "attention_multiplier embedding_multiplier residual_multiplier "
-        "logits_scaling"
-    ),
-    "llama": Family(read=_LLAMA + _BIASES),
-    "mistral": Family(read=_LLAMA + "sliding_window"),
-    "mixtral": Family(read=_LLAMA + "sliding_window num_local_experts num_experts_per_tok"),
-    "olmo2": Family(read=_LLAMA + "attention_bias"),
-    "olmo3": Family(read=_LLAMA + _WINDOWS + "attention_bias"),
-    "phi3": Family(
-        read=_LLAMA + "sliding_window original_max_position_embeddings",
-        ignored="embd_pdrop full_attn_mod interpolate_factor lm_head_bias resid_pdrop",
-    ),
-    # Its queries, keys and values always carry biases.
-    "qwen2": Family(read=_LLAMA + "use_sliding_window", neutral={"attention_bias": (True, False)}),
-    "qwen3": Family(read=_LLAMA + "use_sliding_window attention_bias head_dim"),
-    "qwen3_moe": Family(
-        read=_ALL + "moe_intermediate_size num_key_value_heads rms_norm_eps attention_bias "
-        "use_sliding_window num_experts num_experts_per_tok norm_topk_prob",
-        neutral={
-            "decoder_sparse_step": (1,),
-            "mlp_only_layers": ([],),
-            # Of Qwen3-Coder's files; transformers reads none of these.
-            "qkv_bias": (False,),
-            "shared_expert_intermediate_size": (0,),
-            "use_qk_norm": (True,),
-        },
-        # The width of dense blocks, of which there are none.
-        ignored="intermediate_size",
-    ),
-    "smollm3": Family(
-        read=_LLAMA + _BIASES + "use_sliding_window no_rope_layers",
-        optional="no_rope_layer_interval",
-    ),
-}
-# A null that says "none"; what any other means, transformers' class says.
-_NONE = (
-    "attn_logit_softcapping bos_token_id eos_token_id final_logit_softcapping sliding_window"
-).split()
-# Of every family, unless its own row says otherwise.
-_OPTIONAL = (
-    "head_dim layer_types partial_rotary_factor quantization_config rope_parameters rope_scaling sliding_window "
-    "sliding_window_pattern use_sliding_window"
-).split()
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "hidden_act": ("silu", "swish"),
-    "mlp_bias": (False,),
-    "use_bidirectional_attention": (False,),
-}
-# Keys that change nothing about inference with these decoders.
-IGNORED = frozenset(
-    """_attn_implementation _name_or_path _sliding_window_pattern add_cross_attention architectures attention_dropout
-    attn_implementation auto_map bad_words_ids begin_suppress_tokens cache_implementation chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size exponential_decay_length_penalty ff_factor finetuning_task forced_bos_token_id
-    forced_eos_token_id hidden_dropout id2label ignore_keys_at_rope_validation initializer_range is_decoder
-    is_encoder_decoder is_llama_config label2id length_penalty max_length max_window_layers min_length model_type
-    no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
-    output_router_logits output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
-    remove_invalid_values repetition_penalty return_dict return_dict_in_generate rope_interleaved
-    router_aux_loss_coef router_jitter_noise sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config
-    transformers_version typical_p unsloth_fixed unsloth_version use_bfloat16 use_cache use_mrope""".split()
-)
-# Other names of a family's keys.
-_ALIASES = {
-    "gpt_oss": {"experts_per_token": "num_experts_per_tok"},
-    "qwen3_moe": {"num_local_experts": "num_experts"},
-}
-# What families have that many ask for and that are refused.
-_LATENTS = "multi-head latent attention, whose cache is one latent row for all heads"
-_MISSING = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2"), _LATENTS),
-    **dict.fromkeys(("llama4", "llama4_text"), "attention within chunks"),
-    "qwen3_next": "linear attention, whose cache has no rows",
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8"))
+FAMILIES = {name: Family(**row) for name, row in _TABLES["families"].items()}
+_EVERY = _TABLES["every"]
+IGNORED = frozenset(_EVERY["ignored"].split())
+# Names of tensors by parameter, of families without their own.
+TENSORS: dict[str, str] = _EVERY["tensors"]
 
 
 def completed(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,13 +73,17 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     kind = config.get("model_type")
     known = isinstance(kind, str) and kind in FAMILIES
-    lacking = _MISSING.get(str(kind))
+    lacking = _TABLES["missing"].get(str(kind))
     why = "" if lacking is None else f"it has {lacking}, not built; "
     require(known, "model_type", kind, f"{why}jaxkv builds {', '.join(sorted(FAMILIES))}")
-    names = _ALIASES.get(str(kind), {})
+    names = FAMILIES[str(kind)].aliases
     renamed = {names[key]: config[key] for key in names if key in config}
     config = renamed | {key: value for key, value in config.items() if key not in names}
-    given = {key: value for key, value in config.items() if value is not None or key in _NONE}
+    given = {
+        key: value
+        for key, value in config.items()
+        if value is not None or key in _EVERY["none"].split()
+    }
     _check(given)
     missing = _missing(given)
     return given | (_usual(config, missing) if missing else {})
@@ -230,9 +126,10 @@ def _check(config: Mapping[str, Any]) -> None:
     """Raises ValueError for a key that is not known, or holds what is not built, by its name."""
     kind = config["model_type"]
     family = FAMILIES[kind]
-    allowed = {*_OPTIONAL, *IGNORED, *f"{family.read} {family.optional} {family.ignored}".split()}
+    told = f"{_EVERY['optional']} {family.optional} {family.ignored}".split()
+    allowed = {*told, *IGNORED, *family.keys}
     for key, value in config.items():
-        values = family.neutral.get(key, None if key in allowed else _NEUTRAL.get(key, ()))
+        values = family.neutral.get(key, None if key in allowed else _EVERY["neutral"].get(key, ()))
         built = f"give {' or '.join(map(repr, values))}" if values else "not known: leave it out"
         remedy = f"of a {kind} this is not built; {built} if that changes nothing"
         require(values is None or value in values, key, value, remedy)
@@ -247,12 +144,12 @@ def _check(config: Mapping[str, Any]) -> None:
 def _missing(config: Mapping[str, Any]) -> list[str]:
     """Keys that a family reads and a config leaves out."""
     local, rope = rotations(config)
-    read = FAMILIES[config["model_type"]].read
-    read += f" {_WINDOWS}" if config.get("use_sliding_window") else ""
+    read = FAMILIES[config["model_type"]].keys
+    read += ["sliding_window", "layer_types"] if config.get("use_sliding_window") else []
     known = config.keys() | rope.keys() & {"rope_theta", "partial_rotary_factor"}
     known |= {"rope_type"} if rope.keys() & {"rope_type", "type"} else set()
     known |= {"rope_local_base_freq"} if local.get("rope_theta") is not None else set()
-    return [key for key in read.split() if key not in known]
+    return [key for key in read if key not in known]
 
 
 def _usual(config: Mapping[str, Any], missing: list[str]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """JSON and text files of a checkpoint, which are untrusted: of any size, depth and content."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,13 +1,10 @@
 """Named models: manifests with the source, hashes and licence of each."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jaxkv._errors import require
@@ -48,29 +45,16 @@ class WheelSource:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PackagedFile:
-    """SHA-256 and size of one file of a packaged model.
-
-    Attributes:
-        sha256: its hash.
-        bytes: its size.
-    """
-
-    sha256: str
-    bytes: int
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderSource:
     """Location of a model folder in Hugging Face's layout that comes with this package.
 
     Attributes:
         folder: its name.
-        files: hash and size of each of its files, by name.
+        files: hash and size of each of its files, {"sha256": ..., "bytes": ...}, by name.
     """
 
     folder: str
-    files: Mapping[str, PackagedFile]
+    files: Mapping[str, Mapping[str, Any]]
 
     @property
     def path(self) -> Path:
@@ -80,7 +64,7 @@ class FolderSource:
     @property
     def bytes(self) -> int:
         """Total size of the folder's files in bytes."""
-        return sum(each.bytes for each in self.files.values())
+        return sum(each["bytes"] for each in self.files.values())
 
     @property
     def where(self) -> str:
@@ -180,17 +164,8 @@ def _manifests() -> dict[str, Manifest]:
 
 
 def _parse(raw: dict[str, Any]) -> Manifest:
-    """Builds a `Manifest` from its parsed JSON; ValueError for a source that is neither wheel nor folder."""
-    source = dict(raw["source"])
-    kind = source.pop("kind")
-    remedy = f"the manifest of {raw['name']} must name a wheel or folder"
-    require(kind in ("wheel", "folder"), "source.kind", kind, remedy)
-    if kind == "folder":
-        source["files"] = MappingProxyType(
-            {name: PackagedFile(**each) for name, each in source["files"].items()}
-        )
-    found = WheelSource(**source) if kind == "wheel" else FolderSource(**source)
-    filters = raw.get("filter_layers")
-    return Manifest(
-        **{**raw, "source": found, "filter_layers": None if filters is None else tuple(filters)}
-    )
+    """Builds a `Manifest` from its parsed JSON."""
+    source, filters = dict(raw["source"]), raw.get("filter_layers")
+    kind = {"wheel": WheelSource, "folder": FolderSource}[source.pop("kind")]
+    made = {"source": kind(**source), "filter_layers": filters and tuple(filters)}
+    return Manifest(**raw | made)

@@ -1,7 +1,5 @@
 """Folders of arrays written by Orbax (converted weights, saved caches): their manifests, and reads of array parts."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -180,7 +178,7 @@ class Entry:
     kind: Kind
 
     @classmethod
-    def of(cls, name: str, array: np.ndarray, kind: Kind) -> Entry:
+    def of(cls, name: str, array: np.ndarray, kind: Kind) -> "Entry":
         """`Entry` of an array, with its checksum computed."""
         return cls(
             name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind

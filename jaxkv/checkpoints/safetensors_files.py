@@ -1,7 +1,5 @@
 """Safetensors files in Hugging Face's folder layout, read by the format's own library a tensor or a part at a time."""
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`open_checkpoint`: one view (config, named arrays, tokenizer) of a checkpoint in any of the formats."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """`StoredTensor`: a tensor of a checkpoint in any file format."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Callable
 from typing import Any

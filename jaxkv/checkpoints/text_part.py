@@ -1,7 +1,5 @@
 """The text model of a checkpoint that also takes images: its config, and its tensors by a text model's names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

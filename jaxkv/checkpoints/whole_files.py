@@ -1,7 +1,5 @@
 """Atomic writes of files: written under a temporary name, then renamed."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import secrets

@@ -128,10 +128,6 @@ class ModelConfig:
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yields each rule of fields that go together: a field's name, whether it holds, and the remedy."""
-        yield "rope", isinstance(self.rope, Rope), "give a Rope, such as Rope(theta=10000.0)"
-        known = all(isinstance(each, LayerSpec) for each in self.kinds)
-        known = known and all(isinstance(each.rope, Rope) for each in self.kinds)
-        yield "kinds", known, "give LayerSpecs, such as LayerSpec(rope=Rope(theta=10000.0))"
         fits = len(self.kinds) <= self.layers
         yield "kinds", fits, f"give as many as layers={self.layers} at most"
         alone = not self.kinds or self.rope == Rope()
@@ -159,8 +155,6 @@ class ModelConfig:
         remedy = "only a parallel MLP can read attention's norm: give parallel=True"
         yield "shared_norm", shared, remedy
         if self.experts is not None:
-            known = isinstance(self.experts, Experts)
-            yield "experts", known, "give Experts(count=8, chosen=2), say, or None"
             plain = self.gated and not self.mlp_bias
             remedy = "experts are gated, and have biases of their own: leave gated and mlp_bias out"
             yield "experts", plain, remedy

@@ -1,7 +1,5 @@
 """Reads a Hugging Face `config.json`, family by family, into the fields of `ModelConfig`."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,50 +10,13 @@ from jaxkv.checkpoints.hub_config import FAMILIES, LAYER_TYPES, completed, rotat
 from jaxkv.models.hub_rope import read_rope
 from jaxkv.models.values import Experts, LayerSpec, NoRope, Rope, positive
 
-# Switches of each family that no key of its config changes.
-_GEMMA = {"norm_offset": True, "tanh_gelu": True}
-_COHERE = {
-    "interleaved": True,
-    "layer_norm": True,
-    "norm_bias": False,
-    "parallel": True,
-    "shared_norm": True,
-}
-_SWITCHES: dict[str, dict[str, Any]] = {
-    "cohere": _COHERE,
-    "cohere2": _COHERE,
-    "falcon": {"layer_norm": True, "gated": False},
-    "gemma": _GEMMA,
-    "gemma2": _GEMMA | {"norms": "both"},
-    "gemma3_text": _GEMMA | {"norms": "both", "qk_norm": True},
-    "glm4": {"interleaved": True, "norms": "both", "out_bias": False},
-    "gpt_oss": {"sink_logits": True},
-    "olmo2": {"norms": "after", "qk_norm_wide": True},
-    "olmo3": {"norms": "after", "qk_norm_wide": True},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "qwen3_moe": {"qk_norm": True},
-}
-# A family's own names of keys, by Llama's names.
-_NAMES = {
-    "cohere": {"rms_norm_eps": "layer_norm_eps"},
-    "cohere2": {"rms_norm_eps": "layer_norm_eps"},
-    "falcon": {
-        "attention_bias": "bias",
-        "intermediate_size": "ffn_hidden_size",
-        "mlp_bias": "bias",
-        "num_key_value_heads": "num_kv_heads",
-        "rms_norm_eps": "layer_norm_epsilon",
-    },
-    "qwen3_moe": {"intermediate_size": "moe_intermediate_size"},
-}
-
 
 def read(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys and values."""
     config = completed(raw)
     kind = config["model_type"]
-    names, keys = _NAMES.get(kind, {}), FAMILIES[kind].read.split()
+    family = FAMILIES[kind]
+    names, keys = family.names, family.keys
 
     def of(check: Callable[[str, Any], Any], key: str) -> Any:
         """Value of a key by Llama's name."""
@@ -94,7 +55,7 @@ def read(raw: Mapping[str, Any]) -> dict[str, Any]:
         "eos": of(_ids, "eos_token_id"),
         "experts": _experts(config),
     }
-    fields |= _SWITCHES.get(kind, {}) | _scales(config)
+    fields |= {**family.switches, **_scales(config)}
     if kind == "falcon":
         fields |= _falcon(config, heads, fields["kv_heads"])
     return fields | _layers(config, layers, longest)
@@ -201,7 +162,7 @@ def _windows(
 
     A window as wide as the model's positions leaves nothing out, and counts as none; ValueError for unknown types.
     """
-    kind, keys = config["model_type"], FAMILIES[config["model_type"]].read.split()
+    kind, keys = config["model_type"], FAMILIES[config["model_type"]].keys
     windowed = kind.startswith("qwen") or "sliding_window" in keys
     typed = "layer_types" in keys or kind in ("qwen2", "qwen3")
     types, width = config.get("layer_types"), config.get("sliding_window")

@@ -1,7 +1,5 @@
 """Rotary embeddings as a Hugging Face config gives them."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """How a linear weight is stored: as floats, as 8-bit codes with a scale per output, or as 4-bit codes in groups."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import jax.numpy as jnp

@@ -1,6 +1,8 @@
 """Pydantic models of OpenAI's requests and responses, and of documents and lines of a batch's file."""
 
+import tomllib
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -10,35 +12,7 @@ from jaxkv.text.prompts import Prompt
 
 TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
 # Fields that OpenAI, vLLM and their clients have, by the values that ask for nothing; null is always one of them.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "best_of": (1,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": ("none", "auto"),
-    "functions": ([],),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_tokens": (0,),
-    "modalities": (["text"],),
-    "parallel_tool_calls": (False, True),
-    "presence_penalty": (0,),
-    "reasoning_effort": ("none",),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default"),
-    "skip_special_tokens": (True,),
-    "store": (False,),
-    "suffix": ("",),
-    "tool_calls": ([],),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "type": ("text",),
-    "use_beam_search": (False,),
-    "verbosity": ("medium",),
-}
+_NEUTRAL = tomllib.loads(Path(__file__).with_name("neutral.toml").read_text("utf-8"))
 
 Filled = Annotated[str, Field(min_length=1)]
 # It is compared with the answer's end after each token, at each of its lengths.
