@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as _triton
 
 BlockSpec = pl.BlockSpec
+# An array, or the shape of an output, and the block of it that a program sees.
+Operand = tuple[Any, BlockSpec]
 program_id = pl.program_id
 when = pl.when
 load = _triton.load
@@ -47,8 +49,8 @@ def call(
     *,
     name: str,
     grid: tuple[int, ...],
-    inputs: Mapping[str, tuple[jax.Array, BlockSpec]],
-    outputs: Mapping[str, tuple[jax.ShapeDtypeStruct, BlockSpec]],
+    inputs: Mapping[str, Operand],
+    outputs: Mapping[str, Operand],
     launch: Launch,
     interpret: bool,
     aliases: Mapping[str, str] | None = None,
@@ -85,18 +87,18 @@ def call(
     return dict(zip(outputs, results, strict=True))
 
 
-def by_sequence(of: Any) -> tuple[Any, BlockSpec]:
+def by_sequence(of: Any) -> Operand:
     """Kernel operand of `[B, ...]`, of which a program (i, h, b) sees sequence b's part."""
     return of, BlockSpec((None, *of.shape[1:]), lambda i, h, b: (b,) + (0,) * (len(of.shape) - 1))
 
 
-def by_head(of: Any, group: int = 1) -> tuple[Any, BlockSpec]:
+def by_head(of: Any, group: int = 1) -> Operand:
     """Kernel operand of `[B, K, ...]`, of which a program (i, h, b) sees head h // group."""
     rest = of.shape[2:]
     return of, BlockSpec((None, None, *rest), lambda i, h, b: (b, h // group) + (0,) * len(rest))
 
 
-def by_query_head(of: Any, group: int) -> tuple[Any, BlockSpec]:
+def by_query_head(of: Any, group: int) -> Operand:
     """Kernel operand of `[B, K, G, ...]`, of which a program (i, h, b) sees query head h."""
     rest = of.shape[3:]
     return of, BlockSpec(
@@ -318,8 +320,9 @@ def take_rows(
         dim: columns of the ref.
         lead: scalars, for a ref with more axes before these two.
     """
-    columns, mask = _padded(rows, inside, dim)
+    columns = jnp.arange(pad_dim(dim), dtype=jnp.int32)
     at = ref.at[(*lead, rows[:, None], columns[None, :])]
+    mask = _mask(rows, columns, inside, dim)
     zero = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
     return load(at) if mask is None else load(at, mask=mask, other=zero)
 
@@ -328,16 +331,16 @@ def put_rows(
     ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array
 ) -> None:
     """Stores `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref; masked rows are not written."""
-    columns, mask = _padded(rows, inside, dim)
+    columns = jnp.arange(pad_dim(dim), dtype=jnp.int32)
+    mask = _mask(rows, columns, inside, dim)
     store(ref.at[rows[:, None], columns[None, :]], values.astype(ref.dtype), mask=mask)
 
 
-def _padded(rows, inside, dim):
-    """Columns `[pad_dim(dim)]` of rows, and the mask `[n, pad_dim(dim)]` of what is there; None for all."""
-    shape = (rows.shape[0], pad_dim(dim))
-    columns = jnp.arange(shape[1], dtype=jnp.int32)
+def _mask(rows, columns, inside, dim):
+    """Mask `[n, pad_dim(dim)]` of the elements of rows that are there; None for all."""
+    shape = (rows.shape[0], columns.shape[0])
     mask = None if inside is None else jnp.broadcast_to(inside[:, None], shape)
-    if shape[1] != dim:
+    if columns.shape[0] != dim:
         real = jnp.broadcast_to((columns < dim)[None, :], shape)
         mask = real if mask is None else mask & real
-    return columns, mask
+    return mask

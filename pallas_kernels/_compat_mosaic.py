@@ -18,6 +18,10 @@ when = pl.when
 ds = pl.ds
 axis_index = lax.axis_index
 copy_in = _mosaic.copy_gmem_to_smem
+# Begins an asynchronous copy to global memory, for which `finish` waits.
+copy_out = _mosaic.copy_smem_to_gmem
+# Fences this warpgroup's writes to shared memory, so that copies from it see them.
+commit = _mosaic.commit_smem
 barrier_arrive = _mosaic.barrier_arrive
 barrier_wait = _mosaic.barrier_wait
 set_max_registers = _mosaic.set_max_registers
@@ -92,16 +96,6 @@ def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = F
         (_mosaic.TilingTransform((8, columns)), _mosaic.SwizzleTransform(_SWIZZLE)) if tiled else ()
     )
     return _mosaic.SMEM(tuple(shape), dtype, transforms=transforms)
-
-
-def copy_out(source: Any, target: Any) -> None:
-    """Starts an asynchronous copy from shared memory to global memory; `finish` waits for it."""
-    _mosaic.copy_smem_to_gmem(source, target)
-
-
-def commit() -> None:
-    """Fences this warpgroup's writes to shared memory, so that copies from it see them."""
-    _mosaic.commit_smem()
 
 
 def finish() -> None:

@@ -27,6 +27,11 @@ from pallas_kernels.codes import (
     scale_of,
 )
 
+# A row in parts: one of plain rows, one for the even and one for the odd columns in 8 bits, one for each group in 4.
+Parts = tuple[jax.Array, ...]
+# Columns of each part, and the mask of those that exist.
+Columns = tuple[tuple[jax.Array, jax.Array], ...]
+
 
 class Blocks:
     """Keys or values of one sequence inside a kernel, in the model's dtype.
@@ -42,7 +47,7 @@ class Blocks:
         self.dtype, self.interpret = dtype, interpret
         self.columns = self._columns()
 
-    def _columns(self) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    def _columns(self) -> Columns:
         """Columns of each part, and the mask of those that exist."""
         column = jnp.arange(pad_dim(self.dim), dtype=jnp.int32)
         return ((column, column < self.dim),)
@@ -52,9 +57,7 @@ class Blocks:
         ref = getattr(self.refs, self.name)
         return take_rows(ref, at, inside, self.dim, self.sequence).astype(self.dtype)
 
-    def put(
-        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
         """Writes a new row to row `at` of the pool if `writes`; returns its parts as stored, float32, and their scale.
 
         The scale, by which codes have to be multiplied, is None where there is none.
@@ -72,7 +75,7 @@ class ByteBlocks(Blocks):
         exists: mask of those that exist.
     """
 
-    def _columns(self) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    def _columns(self) -> Columns:
         """Columns of the lower and of the higher bytes of words."""
         # At least 32 columns: with 16, as many as a tile's queries, Triton gives every warp the same work.
         self.words = max(32, pad_dim(self.dim // 2))
@@ -80,7 +83,7 @@ class ByteBlocks(Blocks):
         self.exists = self.word < self.dim // 2
         return tuple((2 * self.word + byte, self.exists) for byte in (0, 1))
 
-    def halves(self, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
+    def halves(self, at: jax.Array, inside: jax.Array) -> Parts:
         """Codes `[rows, words]` of pool rows `at`, 0 where masked, plus `HALF_OFFSET`: a float16 array per byte."""
         mask = inside[:, None] & self.exists[None, :]
         place = getattr(self.refs, self.name).at[self.sequence, at[:, None], self.word[None, :]]
@@ -92,18 +95,16 @@ class ByteBlocks(Blocks):
         place = getattr(self.refs, f"{self.name}_scale").at[self.sequence, at]
         return load(place, mask=inside, other=0.0).astype(jnp.float32)
 
-    def put(
-        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
         """Encodes a new row and writes it to row `at` of the pool if `writes`; returns its codes and their scale."""
         rounded = [each.astype(self.dtype).astype(jnp.float32) for each in parts]
         largest = (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in rounded)
         scale = scale_of(reduce(jnp.maximum, largest))
         codes = tuple(codes_of(each, scale) for each in rounded)
         low, high = (each.astype(jnp.int32) & 255 for each in codes)
-        words = (low | (high << 8)).astype(jnp.uint16)
         pool, scales = (getattr(self.refs, f"pool_{self.name}{each}") for each in ("", "_scale"))
-        store(pool.at[*at, self.word], words, mask=self.exists & writes)
+        place = pool.at[*at, self.word]
+        store(place, (low | (high << 8)).astype(jnp.uint16), mask=self.exists & writes)
         store(scales.at[at], scale, mask=writes)
         return codes, scale.astype(jnp.float32)
 
@@ -118,7 +119,7 @@ class NibbleBlocks(Blocks):
         decodes_to: dtype of decoded groups.
     """
 
-    def _columns(self) -> tuple[tuple[jax.Array, jax.Array], ...]:
+    def _columns(self) -> Columns:
         """Columns of each group."""
         self.words, self.word = getattr(self.refs, self.name), jnp.arange(GROUP, dtype=jnp.int32)
         self.blocks, self.groups = self.words.shape[-1] // GROUP, self.dim // GROUP
@@ -130,7 +131,7 @@ class NibbleBlocks(Blocks):
         )
         return tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
 
-    def decoded(self, at: jax.Array, inside: jax.Array) -> tuple[jax.Array, ...]:
+    def decoded(self, at: jax.Array, inside: jax.Array) -> Parts:
         """Dequantised rows `at`: a tuple of `[rows, GROUP]`, one per group; 0 where mask `inside` is False."""
         scales, leasts = (
             self._of_groups(f"{self.name}_{each}", at, inside) for each in ("scale", "least")
@@ -165,14 +166,13 @@ class NibbleBlocks(Blocks):
         ]
         return [half_of_word(pairs[group // 2], group % 2) for group in range(self.groups)]
 
-    def put(
-        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
         """Encodes a new row and writes it to row `at` of the pool if `writes`; returns its decoded groups."""
         order = [groups_of_block(block, self.blocks, self.groups) for block in range(self.blocks)]
         codes, scales, leasts, stored = {}, {}, {}, []
-        for group, part in zip((group for each in order for group in each), parts, strict=True):
-            wide = part.astype(self.dtype).astype(jnp.float32)
+        narrow = [each.astype(self.dtype) for each in parts]
+        for group, part in zip((group for each in order for group in each), narrow, strict=True):
+            wide = part.astype(jnp.float32)
             leasts[group] = wide.min().astype(jnp.float16)
             off = wide - leasts[group].astype(jnp.float32)
             # Rounding may have moved the least value up: what lies below it becomes code 0.
@@ -184,8 +184,9 @@ class NibbleBlocks(Blocks):
         pool = getattr(self.refs, f"pool_{self.name}")
         for block, groups in enumerate(order):
             bits = (codes[each].astype(jnp.int32) << 4 * index for index, each in enumerate(groups))
-            place, mask = pool.at[*at, block * GROUP + self.word], (self.word < GROUP) & writes
-            store(place, reduce(jnp.bitwise_or, bits).astype(pool.dtype), mask=mask)
+            place = pool.at[*at, block * GROUP + self.word]
+            words = reduce(jnp.bitwise_or, bits).astype(pool.dtype)
+            store(place, words, mask=(self.word < GROUP) & writes)
         for name, halves in (("scale", scales), ("least", leasts)):
             of_pairs = getattr(self.refs, f"pool_{self.name}_{name}")
             for pair in range(self.groups // 2):

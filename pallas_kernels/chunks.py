@@ -6,7 +6,6 @@ finish at about the same time.
 """
 
 import dataclasses
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -15,11 +14,7 @@ import jax.numpy as jnp
 _SHARES = tuple(2 ** ((i - 20) / 10) for i in range(31))
 
 
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["segment", "row", "rows", "last", "first", "count"],
-    meta_fields=[],
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
     """Table of chunks: `segment`, first `row` and number of `rows` that each of W programs reads, for L layers.

@@ -5,17 +5,26 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import BlockSpec, call, load, program_id, put_rows, store, take_rows
-from pallas_kernels.tiles import GatherTiles, gather_tiles
+from pallas_kernels._compat import (
+    BlockSpec,
+    Launch,
+    call,
+    load,
+    pad_dim,
+    program_id,
+    put_rows,
+    store,
+    take_rows,
+)
 
 
-@partial(jax.jit, static_argnames=("tiles", "interpret"))
+@partial(jax.jit, static_argnames=("block", "interpret"))
 def compact(
     k: jax.Array,
     v: jax.Array,
     source: jax.Array,
     *,
-    tiles: GatherTiles | None = None,
+    block: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gathers one layer's chosen rows into a pool; returns its keys, values and positions.
@@ -24,7 +33,7 @@ def compact(
         k: `[B, K, S, D]` keys of a whole layer.
         v: `[B, K, S, D]` values.
         source: `i32[B, P]` source of each pool row, as head * S + position; -1 for none.
-        tiles: block sizes and launch; by default by the shape.
+        block: rows of a program, a power of two; by default by the shape.
         interpret: run on any device, to check it.
 
     Returns:
@@ -32,8 +41,7 @@ def compact(
     """
     batch, heads, slots, dim = k.shape
     rows = source.shape[1]
-    tiles = tiles or gather_tiles(dim=dim, itemsize=k.dtype.itemsize)
-    block = tiles.block
+    block = block or max(8, min(64, 16384 // (pad_dim(dim) * k.dtype.itemsize)))
 
     # Blocks of a program (i, b): k and v [K*S, D], source [P] of sequence b, whole; out: k, v [P, D], pos [P], of which
     # it writes rows i * block on.
@@ -64,7 +72,7 @@ def compact(
             "v_out": whole(jax.ShapeDtypeStruct((batch, rows, dim), v.dtype)),
             "pos": whole(jax.ShapeDtypeStruct((batch, rows), jnp.int32)),
         },
-        launch=tiles.launch,
+        launch=Launch(warps=4, stages=1),
         interpret=interpret,
     )
     return found["k_out"], found["v_out"], found["pos"]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import HALF_OFFSET, dot, load, take_rows
-from pallas_kernels.blocks import Blocks, ByteBlocks, NibbleBlocks
+from pallas_kernels.blocks import Blocks, ByteBlocks, NibbleBlocks, Parts
 from pallas_kernels.codes import Coded, Nibbles
 
 
@@ -38,7 +38,7 @@ class PlainKeys(Reader):
 
     name = "k"
 
-    def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> tuple[jax.Array, ...]:
+    def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> Parts:
         """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
         if len(self.columns) == 1:
             return (take_rows(ref, rows, real, self.dim),)
@@ -51,7 +51,7 @@ class PlainKeys(Reader):
             for column, exists in self.columns
         )
 
-    def queries(self, parts: tuple[jax.Array, ...]) -> Any:
+    def queries(self, parts: Parts) -> Any:
         """Queries `[n, columns]`, a part each, as `logits` takes them."""
         return parts[0].astype(self.dtype)
 
@@ -59,9 +59,7 @@ class PlainKeys(Reader):
         """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
         return dot(queries, self.blocks.rows(at, inside), transpose_b=True) * scale
 
-    def put_new(
-        self, at: Any, parts: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[jax.Array, ...]:
+    def put_new(self, at: Any, parts: Parts, writes: jax.Array) -> Parts:
         """Writes a new key to row `at` of the pool if `writes`; returns its parts as stored, in float32."""
         stored, scale = self.blocks.put(at, parts, writes)
         return stored if scale is None else tuple(each * scale for each in stored)
@@ -77,7 +75,7 @@ class CodedKeys(PlainKeys):
 
     kind = ByteBlocks
 
-    def queries(self, parts: tuple[jax.Array, ...]) -> Any:
+    def queries(self, parts: Parts) -> Any:
         """Queries as float16 scaled below 2, their unit, and what the codes' offset adds to each logit."""
         scaled, unit = of_units(parts)
         both = tuple(split_halves(each, self.dtype) for each in scaled)
@@ -104,7 +102,7 @@ class NibbleKeys(PlainKeys):
 
     kind = NibbleBlocks
 
-    def queries(self, parts: tuple[jax.Array, ...]) -> Any:
+    def queries(self, parts: Parts) -> Any:
         """Queries as `logits` takes them: in the dtype of decoded keys, below 2, and their unit."""
         scaled, unit = of_units(parts)
         return tuple(each.astype(self.blocks.decodes_to) for each in scaled), unit
@@ -119,7 +117,7 @@ class NibbleKeys(PlainKeys):
         return reduce(jnp.add, products) * (unit * scale)[:, None]
 
 
-def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.Array]:
+def of_units(parts: Parts) -> tuple[Parts, jax.Array]:
     """Queries divided by their unit, float32 below 2, and the unit `f32[n]` of each: a power of two.
 
     It is the exponent of a query's largest magnitude: dividing by it rounds nothing, but for underflow.
@@ -134,7 +132,7 @@ def of_units(parts: tuple[jax.Array, ...]) -> tuple[tuple[jax.Array, ...], jax.A
     return tuple(each * inverse[:, None] for each in wide), unit
 
 
-def split_halves(x: jax.Array, dtype: Any) -> tuple[jax.Array, ...]:
+def split_halves(x: jax.Array, dtype: Any) -> Parts:
     """Numbers below 2 as float16; for a float32 model's `dtype` as a high and a low float16, whose sum they are."""
     first = x.astype(jnp.float16)
     return (

@@ -182,13 +182,7 @@ def add_mass(
             query = jnp.arange(padded, dtype=jnp.int32)
             real = query < rows
             total = load(refs.lse.at[segment, query], mask=real, other=0.0) * math.log2(math.e)
-            cell = row
-            if logits.widest is not None:
-                cell = (
-                    (segment - sequence * heads) * logits.widest
-                    + row
-                    - load(refs.start.at[refs.layer[...], segment])
-                )
+            cell = logits.cell(refs, segment, row)
 
             def step(index, carry):
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)

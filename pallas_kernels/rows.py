@@ -16,6 +16,7 @@ from jax import lax
 from pallas_kernels._compat import (
     MASKED,
     BlockSpec,
+    Operand,
     call,
     capped,
     load,
@@ -64,6 +65,13 @@ class Logits(NamedTuple):
     def width(self, pool_rows: int) -> int:
         """Number of logits kept for one query of a sequence."""
         return pool_rows if self.widest is None else self.start.shape[2] * self.widest
+
+    def cell(self, refs: Any, segment: Any, row: Any) -> Any:
+        """Cell of a segment's pool row, inside a kernel that has packed logits' `start`."""
+        if self.widest is None:
+            return row
+        head = segment - segment // self.start.shape[2] * self.start.shape[2]
+        return head * self.widest + row - load(refs.start.at[refs.layer[...], segment])
 
 
 class Picks(NamedTuple):
@@ -156,7 +164,6 @@ def pass_rows(
     *of_parts, heads, rows, dim = q.shape
     batch, pool_rows, _ = shape_of(k)
     width = chunks.segment.shape[1]
-    packed = logits is not None and logits.widest is not None
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
     cap = None if how.softcap is None else how.softcap * math.log2(math.e)
 
@@ -176,13 +183,7 @@ def pass_rows(
             real = query < rows
             sequence = segment // heads
             lies, holds = _places(refs, picks, segment, sequence, heads)
-            cell = row
-            if packed:
-                cell = (
-                    (segment - sequence * heads) * logits.widest
-                    + row
-                    - load(refs.start.at[refs.layer[...], segment])
-                )
+            cell = row if logits is None else logits.cell(refs, segment, row)
 
             def keep(cells, s, mask):
                 if logits is not None:
@@ -249,17 +250,28 @@ def pass_rows(
         outputs["logits"] = whole(
             jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32)
         )
-    pools = {} if token is None else {**operands("k", k), **operands("v", v), "pos": token.pos}
+    given = operands("k", k) | operands("v", v)
+    pools = {} if token is None else {**given, "pos": token.pos}
     aliases = {name: f"pool_{name}" for name in pools}
     outputs |= {
         aliases[name]: whole(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         for name, leaf in pools.items()
     }
+    arrays = {"q": q.reshape(-1, dim)} | given
+    inputs = {name: whole(each) for name, each in arrays.items()} | of_chunks(chunks, layer)
+    if token is not None:
+        inputs |= {name: whole(each) for name, each in token._asdict().items()}
+    if logits is not None and logits.widest is not None:
+        inputs["start"] = by_segment(logits.start)
+    if picks is not None:
+        tables = {"picks": picks.rows, "dealt": picks.dealt, "held": picks.held}
+        inputs |= {name: whole(each) for name, each in tables.items()}
+        inputs |= {"rest": by_segment(picks.rest), "start": by_segment(picks.start)}
     found = call(
         kernel,
         name="ragged_decode",
         grid=(width, -(-rows // tile)),
-        inputs=_inputs(q, k, v, chunks, layer, token, logits if packed else None, picks),
+        inputs=inputs,
         outputs=outputs,
         launch=launch,
         interpret=how.interpret,
@@ -273,7 +285,7 @@ def pass_rows(
     return Passed(out=found["part"], lse=found["lse"], logits=found.get("logits"), pool=pool)
 
 
-def whole(of: Any) -> tuple[Any, BlockSpec]:
+def whole(of: Any) -> Operand:
     """Kernel operand of an array or shape: (operand, block spec by which every program sees all of it)."""
     return of, BlockSpec(of.shape, lambda *_: (0,) * len(of.shape))
 
@@ -281,7 +293,7 @@ def whole(of: Any) -> tuple[Any, BlockSpec]:
 _OF_CHUNK = ("segment", "row", "rows", "last")
 
 
-def of_chunks(chunks: Chunks, layer: int) -> dict[str, tuple[jax.Array, BlockSpec]]:
+def of_chunks(chunks: Chunks, layer: int) -> dict[str, Operand]:
     """Kernel inputs of the table of chunks and the layer's index: (array, block spec) by name."""
     return {name: whole(getattr(chunks, name)) for name in _OF_CHUNK} | {"layer": layer_of(layer)}
 
@@ -291,35 +303,14 @@ def chunk_of(refs: Any) -> tuple[Any, ...]:
     return tuple(getattr(refs, name).at[refs.layer[...], program_id(0)] for name in _OF_CHUNK)
 
 
-def layer_of(layer: int) -> tuple[jax.Array, BlockSpec]:
+def layer_of(layer: int) -> Operand:
     """Kernel input (array, block spec) of a layer's index, no constant, so that all layers share one kernel."""
     return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
 
 
-def by_segment(table: jax.Array) -> tuple[jax.Array, BlockSpec]:
+def by_segment(table: jax.Array) -> Operand:
     """Kernel input (array, block spec) of a table `[L, B, K]` over all layers' segments, reshaped to `[L, B*K]`."""
     return whole(table.reshape(table.shape[0], -1))
-
-
-def _inputs(q, k, v, chunks, layer, token, packed, picks):
-    """Inputs of the first decode kernel: (array, block spec) by name."""
-    rows = operands("k", k) | operands("v", v)
-    inputs = {
-        name: whole(each) for name, each in ({"q": q.reshape(-1, q.shape[-1])} | rows).items()
-    }
-    inputs |= of_chunks(chunks, layer)
-    if token is not None:
-        inputs |= {name: whole(each) for name, each in token._asdict().items()}
-    if packed is not None:
-        inputs["start"] = by_segment(packed.start)
-    if picks is not None:
-        inputs |= {
-            "picks": whole(picks.rows),
-            "dealt": whole(picks.dealt),
-            "held": whole(picks.held),
-        }
-        inputs |= {"rest": by_segment(picks.rest), "start": by_segment(picks.start)}
-    return inputs
 
 
 def _places(refs, picks, segment, sequence, heads):

@@ -38,14 +38,6 @@ class DecodeTiles:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GatherTiles:
-    """Block size and launch of row gathers: `block` rows per program, a power of two."""
-
-    block: int
-    launch: Launch = Launch(warps=4, stages=1)
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
     """Block sizes and launches of causal attention and column sums: `queries` and `keys` per block.
 
@@ -103,7 +95,7 @@ def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> Dec
     """
     if itemsize < 1 and exact:
         # Decoded to float32 they meet no tensor core: their products live in registers.
-        return DecodeTiles(block=16, queries=16, resident=3, launch=Launch(warps=4, stages=3))
+        return DecodeTiles(block=16, queries=16)
     if itemsize < 1:
         return _narrow_tiles(dim, itemsize)
     width = round(pad_dim(dim) * itemsize)
@@ -126,7 +118,7 @@ def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
     """
     if dim > 128:
         # With two warps, sums of that width leave no registers.
-        return DecodeTiles(block=32, queries=16, resident=3, launch=Launch(warps=4, stages=3))
+        return DecodeTiles(block=32, queries=16)
     # Keys and values of unlike codes take more registers: on an A100 a fourth stage spills some.
     most = {_AMPERE: {0.5: (6, 4), 0.75: (5, 3)}}.get(shared_memory(), {0.5: (8, 4), 0.75: (6, 4)})
     resident, stages = most[itemsize]
@@ -161,12 +153,6 @@ def cores() -> int:
     return getattr(jax.devices()[0], "core_count", None) or _CORES
 
 
-def gather_tiles(*, dim: int, itemsize: int) -> GatherTiles:
-    """Block size and launch for gathering rows of `dim` elements."""
-    block = max(8, min(64, 16384 // (pad_dim(dim) * itemsize)))
-    return GatherTiles(block=block)
-
-
 def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
     """Block sizes and launches of causal attention for a head dim and element size."""
     width = pad_dim(dim) * itemsize
@@ -194,9 +180,7 @@ def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
     width = pad_dim(dim) * itemsize
     wide = itemsize == 4
     most, keys = (32, 32 if width <= 256 else 16) if wide else (128, 128 if width <= 256 else 64)
-    return WindowTiles(
-        rows=min(most, pad_dim(rows)), keys=keys, chunk=4 * keys, launch=Launch(warps=8, stages=2)
-    )
+    return WindowTiles(rows=min(most, pad_dim(rows)), keys=keys, chunk=4 * keys)
 
 
 def shared_memory() -> int:

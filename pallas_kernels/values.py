@@ -19,7 +19,7 @@ from pallas_kernels._compat import (
     put_rows,
     store,
 )
-from pallas_kernels.blocks import ByteBlocks, NibbleBlocks
+from pallas_kernels.blocks import Blocks, ByteBlocks, NibbleBlocks, Parts
 from pallas_kernels.codes import SMALLEST_SCALE, Coded, Nibbles
 from pallas_kernels.keys import Reader, split_halves
 
@@ -44,9 +44,7 @@ class PlainValues(Reader):
         # Not by `exp2_of`, which has fewer instructions: compilers then spill registers for some shapes.
         return jnp.exp2(s - top[:, None])
 
-    def begin(
-        self, values: tuple[jax.Array, ...], rows: int, joins: jax.Array | None
-    ) -> tuple[jax.Array, ...]:
+    def begin(self, values: Parts, rows: int, joins: jax.Array | None) -> Parts:
         """Initial accumulators of `rows` queries, one for each part: the new row's value if `joins`, else 0."""
         shape = (rows, self.columns[0][0].shape[0])
         if joins is None:
@@ -57,12 +55,12 @@ class PlainValues(Reader):
 
     def add(
         self,
-        sums: tuple[jax.Array, ...],
+        sums: Parts,
         shrink: jax.Array,
         weights: jax.Array,
         at: jax.Array,
         inside: jax.Array,
-    ) -> tuple[jax.Array, ...]:
+    ) -> Parts:
         """Accumulators times `shrink` (of the online softmax), plus weights times the values of pool rows `at`."""
         values = self.blocks.rows(at, inside)
         return (sums[0] * shrink[:, None] + dot(weights.astype(self.dtype), values),)
@@ -72,15 +70,13 @@ class PlainValues(Reader):
         ref: Any,
         query: jax.Array,
         real: jax.Array,
-        sums: tuple[jax.Array, ...],
+        sums: Parts,
         total: jax.Array,
     ) -> None:
         """Writes the accumulators, divided by the softmax's denominator, to the queries' rows of a ref."""
         put_rows(ref, query, real, self.dim, sums[0] / total[:, None])
 
-    def put_new(
-        self, at: Any, values: tuple[jax.Array, ...], writes: jax.Array
-    ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    def put_new(self, at: Any, values: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
         """Writes a new value to row `at` of the pool if `writes`; returns its parts, float32, and their scale.
 
         The scale is None where values need none.
@@ -98,7 +94,7 @@ class CodedValues(PlainValues):
     logarithm: weights are then those of codes, the largest 1 whatever the scales are.
     """
 
-    kind = ByteBlocks
+    kind: type[Blocks] = ByteBlocks
 
     def lifted(
         self, s: jax.Array, at: jax.Array, inside: jax.Array
@@ -118,12 +114,12 @@ class CodedValues(PlainValues):
 
     def add(
         self,
-        sums: tuple[jax.Array, ...],
+        sums: Parts,
         shrink: jax.Array,
         weights: jax.Array,
         at: jax.Array,
         inside: jax.Array,
-    ) -> tuple[jax.Array, ...]:
+    ) -> Parts:
         """Sums times `shrink`, plus softmax weights times the codes of pool rows `at`."""
         factors = self.blocks.halves(at, inside)
         parts = split_halves(weights, self.dtype)
@@ -142,13 +138,17 @@ class CodedValues(PlainValues):
         ref: Any,
         query: jax.Array,
         real: jax.Array,
-        sums: tuple[jax.Array, ...],
+        sums: Parts,
         total: jax.Array,
     ) -> None:
         """Writes sums over the total weight to the queries' rows of a ref."""
         for (column, exists), each in zip(self.columns, sums, strict=True):
-            mask = real[:, None] & exists[None, :]
-            store(ref.at[query[:, None], column[None, :]], each / total[:, None], mask=mask)
+            place, mask = ref.at[query[:, None], column[None, :]], self._mask(real, exists)
+            store(place, each / total[:, None], mask=mask)
+
+    def _mask(self, real: jax.Array, exists: jax.Array) -> jax.Array:
+        """Mask of the columns that exist, of the queries that are real."""
+        return real[:, None] & exists[None, :]
 
     def _of_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Base-2 logarithms of the values' scales, and their reciprocals; scales are at least `SMALLEST_SCALE`."""
@@ -158,20 +158,20 @@ class CodedValues(PlainValues):
         )
 
 
-class NibbleValues(PlainValues):
+class NibbleValues(CodedValues):
     """Reads one sequence's 4-bit values (scale and least value per group of 32) in a decode kernel."""
 
     kind = NibbleBlocks
-    weights = CodedValues.weights
+    lifted, lifted_new = PlainValues.lifted, PlainValues.lifted_new
 
     def add(
         self,
-        sums: tuple[jax.Array, ...],
+        sums: Parts,
         shrink: jax.Array,
         weights: jax.Array,
         at: jax.Array,
         inside: jax.Array,
-    ) -> tuple[jax.Array, ...]:
+    ) -> Parts:
         """Sums times `shrink`, plus softmax weights times the values of pool rows `at`."""
         weights = weights.astype(self.blocks.decodes_to)
         values = self.blocks.decoded(at, inside)
@@ -180,18 +180,9 @@ class NibbleValues(PlainValues):
             for each, new in zip(sums, values, strict=True)
         )
 
-    def put_sums(
-        self,
-        ref: Any,
-        query: jax.Array,
-        real: jax.Array,
-        sums: tuple[jax.Array, ...],
-        total: jax.Array,
-    ) -> None:
-        """Writes sums over the total weight to the queries' rows of a ref."""
-        for (column, _), each in zip(self.columns, sums, strict=True):
-            mask = jnp.broadcast_to(real[:, None], each.shape)
-            store(ref.at[query[:, None], column[None, :]], each / total[:, None], mask=mask)
+    def _mask(self, real: jax.Array, exists: jax.Array) -> jax.Array:
+        """Mask of a group's columns, which all exist, of the queries that are real."""
+        return jnp.broadcast_to(real[:, None], (real.shape[0], exists.shape[0]))
 
 
 VALUES: dict[type, type[PlainValues]] = {Coded: CodedValues, Nibbles: NibbleValues}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from pallas_kernels.tiles import DecodeTiles, GatherTiles
+from pallas_kernels.tiles import DecodeTiles
 
 DTYPES = {
     "float32": (jnp.float32, 2e-5),
@@ -135,9 +135,7 @@ def test_compact(dtype, dim):
     kind, _ = DTYPES[dtype]
     k, v = draw(0, (2, 3, 20, dim), (2, 3, 20, dim), dtype=kind)
     source = np.random.default_rng(0).integers(-1, 60, (2, 37)).astype(np.int32)
-    out_k, out_v, pos = pallas_kernels.compact(
-        k, v, jnp.asarray(source), tiles=GatherTiles(block=16), interpret=True
-    )
+    out_k, out_v, pos = pallas_kernels.compact(k, v, jnp.asarray(source), block=16, interpret=True)
     for b, p in np.ndindex(*source.shape):
         head, at = divmod(int(source[b, p]), 20)
         for ours, theirs in ((out_k, k), (out_v, v)):

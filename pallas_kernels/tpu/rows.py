@@ -4,8 +4,6 @@ HBM is read and written in tiles of `TILE` rows of any dtype: a segment that beg
 tile's first row on, and rows of other segments are masked. A row is written with the rows around it, as a tile.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 from jax import lax
 
@@ -29,9 +27,7 @@ def whole_tile(row, tile=TILE):
 class Copies:
     """Copies of segments' blocks from HBM into a ring of VMEM buffers, in the order in which they are multiplied."""
 
-    def __init__(
-        self, start: Any, length: Any, pools: Any, ring: Any, *, chunk: int, unit: int = TILE
-    ):
+    def __init__(self, start, length, pools, ring, *, chunk: int, unit: int = TILE):
         self.start, self.length, self.pools, (self.buffers, self.arrived, self.numbers) = (
             start,
             length,
@@ -140,17 +136,7 @@ class Copies:
 class NewRows:
     """New rows of sequences: their tiles are read, changed and written while other rows are multiplied."""
 
-    def __init__(
-        self,
-        start: Any,
-        length: Any,
-        tables: Any,
-        new: Any,
-        pools: Any,
-        tiles: Any,
-        read: Any,
-        wrote: Any,
-    ):
+    def __init__(self, start, length, tables, new, pools, tiles, read, wrote):
         self.start, self.length, self.new, self.pools, self.tiles = start, length, new, pools, tiles
         self.counts, self.before, self.last = tables
         self.read, self.wrote, (self.heads, self.tile) = read, wrote, tiles.shape[2:4]
@@ -202,13 +188,10 @@ class NewRows:
         mine = lax.rem(b, jnp.int32(2))
 
         def one(h, _):
-            for each, pool in enumerate(self.pools):
-                source = pool.at[b, tpu.ds(self._base(b, h), self.tile)]
-                act(tpu.async_copy(source, self.tiles.at[mine, each, h], self.read.at[mine]))
+            for pool, tile in self._places(b, h, mine):
+                act(tpu.async_copy(pool, tile, self.read.at[mine]))
 
-        @tpu.when(self.counts[b] > 0)
-        def _():
-            lax.fori_loop(0, self.heads, one, None)
+        self._each_head(b, one)
 
     def _each_write(self, b, act):
         """Calls `act` on the copy of each changed tile to the pools; on none for an ended sequence."""
@@ -217,10 +200,20 @@ class NewRows:
         def one(h, _):
             @tpu.when(self.last[b, h] > 0)
             def _():
-                for each, pool in enumerate(self.pools):
-                    target = pool.at[b, tpu.ds(self._base(b, h), self.tile)]
-                    act(tpu.async_copy(self.tiles.at[mine, each, h], target, self.wrote.at[mine]))
+                for pool, tile in self._places(b, h, mine):
+                    act(tpu.async_copy(tile, pool, self.wrote.at[mine]))
+
+        self._each_head(b, one)
+
+    def _each_head(self, b, one):
+        """Calls `one` for each head, unless the sequence has ended."""
 
         @tpu.when(self.counts[b] > 0)
         def _():
             lax.fori_loop(0, self.heads, one, None)
+
+    def _places(self, b, h, mine):
+        """Yields the places of a head's tile in the pools and in VMEM, of keys and of values."""
+        for each, pool in enumerate(self.pools):
+            there = pool.at[b, tpu.ds(self._base(b, h), self.tile)]
+            yield there, self.tiles.at[mine, each, h]
