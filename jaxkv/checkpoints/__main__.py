@@ -10,7 +10,7 @@ def main(argv: list[str] | None = None) -> int:
     """Runs the command line and prints the path written; returns 0, 2 after an error or 130 after an interrupt."""
     options = _parser().parse_args(argv)
     try:
-        print(convert(options.source, options.target, dtype=options.dtype))
+        print(convert(**vars(options)))
     except (ValueError, OSError) as error:
         print(f"jaxkv.checkpoints: error: {error}", file=sys.stderr)
         return 2

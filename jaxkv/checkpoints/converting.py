@@ -31,7 +31,6 @@ from jaxkv.checkpoints.tensor import dtype_of
 DTYPES = ("float32", "bfloat16", "float16")
 # Files beside the weights: tokenizer, chat template, generation settings.
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", MANIFEST)
 
 
 def convert(
@@ -103,12 +102,8 @@ def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
     """Writes config, tokenizer files and vocabulary beside the weights."""
     (part / TENSORS).mkdir()
     if checkpoint.path.is_dir():
-        beside = {
-            each for pattern in _BESIDE for each in checkpoint.path.glob(pattern) if each.is_file()
-        }
-        for file in beside - {
-            each for pattern in _WEIGHTS for each in checkpoint.path.glob(pattern)
-        }:
-            shutil.copyfile(file, part / file.name)
+        for file in (each for pattern in _BESIDE for each in checkpoint.path.glob(pattern)):
+            if file.is_file() and not file.name.endswith((".safetensors.index.json", MANIFEST)):
+                shutil.copyfile(file, part / file.name)
     if isinstance(checkpoint.tokenizer_spec, GgufTokenizer):
         write_json(part / VOCABULARY, dataclasses.asdict(checkpoint.tokenizer_spec))

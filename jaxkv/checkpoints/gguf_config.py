@@ -9,6 +9,7 @@ import numpy as np
 from jaxkv._errors import require
 from jaxkv.checkpoints.gguf_metadata import Metadata, decimal
 from jaxkv.checkpoints.gguf_names import TABLES
+from jaxkv.checkpoints.hub_config import Config
 from jaxkv.checkpoints.tensor import StoredTensor
 
 # Names in transformers of architectures that llama.cpp calls otherwise.
@@ -83,7 +84,7 @@ def read_config(
     return config
 
 
-def _llama(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _llama(meta: Metadata, config: Config) -> dict[str, Any]:
     """Config keys of a Llama, Mistral, Qwen2 or Qwen3 beside those of all architectures."""
     arch = meta.arch
     _refuse_experts(meta)
@@ -105,7 +106,7 @@ def _refuse_experts(meta: Metadata) -> None:
     require(experts == 0, f"{meta.arch}.expert_count", experts, remedy)
 
 
-def _gemma(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gemma(meta: Metadata, config: Config) -> dict[str, Any]:
     """Config keys of a Gemma 2 or 3: caps, scale of attention, and which layers have windows."""
     arch, layers, second = meta.arch, config["num_hidden_layers"], meta.arch == "gemma2"
     _refuse_experts(meta)
@@ -135,7 +136,7 @@ def _gemma(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     return own
 
 
-def _gpt_oss(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
+def _gpt_oss(meta: Metadata, config: Config) -> dict[str, Any]:
     """Config keys of a gpt-oss: its experts, which layers have windows, and YaRN as in the published config."""
     _refuse_two_bases(meta, config)
     window, scaling = meta.hyper("attention.sliding_window"), config["rope_scaling"]
@@ -152,7 +153,7 @@ def _gpt_oss(meta: Metadata, config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _refuse_two_bases(meta: Metadata, config: Mapping[str, Any]) -> None:
+def _refuse_two_bases(meta: Metadata, config: Config) -> None:
     """Raises ValueError if layers with windows have another base of their rotary embedding than the others."""
     base = decimal(meta.hyper("rope.freq_base_swa", config["rope_theta"], kind=float))
     remedy = f"a rotary embedding of windows alone is not built here: {config['rope_theta']}, the others', is read"
@@ -242,7 +243,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
 
 
 # Readers of the keys that are not those of all architectures.
-_OWN: dict[str, Callable[[Metadata, Mapping[str, Any]], dict[str, Any]]] = {
+_OWN: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
     "gemma2": _gemma,
     "gemma3": _gemma,
     "gpt-oss": _gpt_oss,

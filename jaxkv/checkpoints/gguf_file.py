@@ -54,12 +54,11 @@ class GgufFile:
             parts,
             "merge the parts into one file with llama.cpp's gguf-split --merge",
         )
-        read = functools.partial
         self.tensors = {
             (hf := hf_name(name, meta.arch)): StoredTensor(
                 shape=tensor.shape or (1,),
                 dtype=np.dtype(np.float32),
-                read=read(self._read, hf, tensor),
+                read=functools.partial(self._read, hf, tensor),
                 stepped=tensor.kind.name in _STEPPED,
             )
             for name, tensor in self._stored.items()

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._errors import require
+from jaxkv.checkpoints.gguf_names import TABLES
 
 _KINDS = {
     str: "text",
@@ -14,11 +15,6 @@ _KINDS = {
     bool: "true or false",
     list: "a list",
 }
-_SENTENCEPIECE_IDS = {"bos": 1, "eos": 2, "unk": 0}
-_ID_KEYS = {"bos": "bos", "eos": "eos", "eot": "eot", "pad": "padding", "unk": "unknown"}
-
-# Tokens that end a turn in chats, where the file names none by its id; llama.cpp finds them by their text, too.
-_TURN_ENDS = {"gemma2": "<end_of_turn>", "gemma3": "<end_of_turn>"}
 
 
 class Metadata:
@@ -73,18 +69,19 @@ class Metadata:
         """Dict of special token ids by kind (bos, eos, eot, pad, unk); None for one without id or sound default."""
         ids = {
             kind: self.get(f"tokenizer.ggml.{key}_token_id", kind=int)
-            for kind, key in _ID_KEYS.items()
+            for kind, key in TABLES["ids"].items()
         }
         tokens = self.get("tokenizer.ggml.tokens", [], kind=list)
         # llama.cpp's defaults for a sentencepiece vocabulary; its default for "gpt2" is 11, a comma in most files.
         if self.get("tokenizer.ggml.model", kind=str) == "llama":
             ids |= {
                 kind: id
-                for kind, id in _SENTENCEPIECE_IDS.items()
+                for kind, id in TABLES["sentencepiece"].items()
                 if ids[kind] is None and id < len(tokens)
             }
-        if ids["eot"] is None and _TURN_ENDS.get(self.arch) in tokens:
-            ids["eot"] = tokens.index(_TURN_ENDS[self.arch])
+        ends = TABLES["turn_ends"].get(self.arch)
+        if ids["eot"] is None and ends in tokens:
+            ids["eot"] = tokens.index(ends)
         return ids
 
 

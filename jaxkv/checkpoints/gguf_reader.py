@@ -12,19 +12,6 @@ from jaxkv._errors import refusal, require
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _STRING, _ARRAY = 8, 9
-_SCALARS = {
-    0: np.uint8,
-    1: np.int8,
-    2: np.uint16,
-    3: np.int16,
-    4: np.uint32,
-    5: np.int32,
-    6: np.float32,
-    7: np.bool_,
-    10: np.uint64,
-    11: np.int64,
-    12: np.float64,
-}
 # Limits several times above the largest vocabularies and deepest models.
 _MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = (
     256 << 20,
@@ -88,9 +75,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """Reads a GGUF file's header: returns metadata by key as plain Python values, and `GgufTensor`s by name.
 
     Raises:
-        ValueError: where the file is missing, truncated or corrupt.
+        ValueError: where the file is truncated or corrupt.
     """
-    require(path.is_file(), "file", path, "no such file; give the path of a .gguf file")
     size = path.stat().st_size
     try:
         if size < 24:
@@ -164,15 +150,18 @@ def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
     """Reads the next metadata value (number, text or list), of the GGUF type number `kind`; `_Corrupt` if unknown."""
-    if kind in _SCALARS:
-        return cursor.many(_SCALARS[kind], 1)[0]
+    from gguf import GGUFReader
+
+    scalars: dict[Any, Any] = GGUFReader.gguf_scalar_to_np
+    if kind in scalars:
+        return cursor.many(scalars[kind], 1)[0]
     if kind == _STRING:
         return cursor.text()
     if kind != _ARRAY:
         raise _Corrupt(f"a value of unknown kind {kind} for {key!r}")
     inner, count = cursor.whole(4), cursor.count(_MOST_ITEMS, f"items in {key!r}")
-    if inner in _SCALARS:
-        return cursor.many(_SCALARS[inner], count)
+    if inner in scalars:
+        return cursor.many(scalars[inner], count)
     if inner != _STRING:
         raise _Corrupt(f"items of unknown kind {inner} in {key!r}")
     return [cursor.text() for _ in range(count)]

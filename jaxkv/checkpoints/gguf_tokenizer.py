@@ -5,35 +5,11 @@ import math
 from typing import Any
 
 from jaxkv._errors import refusal, require
+from jaxkv.checkpoints.gguf_names import TABLES
 
 _MOST_CUTS = 10**9
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # llama.cpp's token types
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
-_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = (_WORDS + r"\p{N}{1,3}" + _REST,)
-_QWEN2 = (_WORDS + r"\p{N}" + _REST,)
-# A word's upper case ends where its lower case begins; what follows an apostrophe belongs to the word.
-_UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
-_BEFORE, _AFTER = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?|"
-_GPT4O = (
-    f"{_BEFORE}[{_UPPER}]*[{_LOWER}]+{_AFTER}{_BEFORE}[{_UPPER}]+[{_LOWER}]*{_AFTER}"
-    + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-)
-_DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
-# Regular expressions by llama.cpp's names, applied in turn; matches and the text between them are words.
-_PRE = {
-    "default": _DEFAULT,
-    "gpt-2": (_GPT2,),
-    "gpt-4o": _GPT4O,
-    "smollm": (r"\p{N}", _GPT2),
-    "llama-bpe": _LLAMA3,
-    "llama3": _LLAMA3,
-    "llama-v3": _LLAMA3,
-    "qwen2": _QWEN2,
-    "deepseek-r1-qwen": _QWEN2,
-}
+_PRE = TABLES["pre"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +53,7 @@ class GgufTokenizer:
         """True if prompts start with `bos`: as the file says, else llama.cpp's default for the tokenizer's kind."""
         if self.add_bos is not None:
             return self.add_bos
-        return self.model == "llama" or _PRE.get(self.pre or "") is _LLAMA3
+        return self.model == "llama" or "whole" in _PRE.get(self.pre or "", ())
 
     def build(self) -> Any:
         """Builds a `tokenizers.Tokenizer` from the vocabulary; ValueError for unsupported or inconsistent ones.
@@ -145,14 +121,13 @@ def _byte_level(spec: GgufTokenizer) -> Any:
     )
     vocab = {token: index for index, token in enumerate(spec.tokens)}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in spec.merges)]
-    # Llama 3 keeps a word that is a token whole, whatever the merges say.
-    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=_PRE[pre] is _LLAMA3))
-    splits = [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in _PRE[pre]]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges="whole" in _PRE[pre]))
+    splits = [pre_tokenizers.Split(Regex(each), "isolated") for each in _PRE[pre]["patterns"]]
     prefix = bool(spec.add_space_prefix)
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=False)
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([*splits, bytes_])
     tokenizer.decoder = decoders.ByteLevel()
-    if _PRE[pre] is _QWEN2:
+    if "nfc" in _PRE[pre]:
         tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 

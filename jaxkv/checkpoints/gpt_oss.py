@@ -20,7 +20,7 @@ _GROUP, _GROUP_BYTES = 32, 16
 # Elements dequantised at once, so that few of them are in memory as float32.
 _AT_ONCE = 1 << 20
 # A code is a sign, two bits of exponent and one of mantissa (e2m1). Of a byte the low half is the first element.
-_CODES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+_CODES = np.arange(16, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float32)
 _PAIRS = np.stack([_CODES[np.arange(256) & 15], _CODES[np.arange(256) >> 4]], axis=-1)
 # Both floats of a byte as one number, which numpy looks up seven times faster.
 _AS_ONE = _PAIRS.view(np.uint64)[:, 0]
@@ -49,6 +49,7 @@ def with_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             found[name] = tensor
             continue
         base, part, kind = match.groups()
+        paired = part == "gate_up"
         if kind == "_scales":
             require(
                 f"{base}_blocks" in stored,
@@ -66,9 +67,9 @@ def with_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
         )
         if kind == "_blocks":
             _check_blocks(name, tensor, stored.get(f"{base}_scales"))
-            found[to] = _unpacked(tensor, stored[f"{base}_scales"], paired=part == "gate_up")
+            found[to] = _unpacked(tensor, stored[f"{base}_scales"], paired=paired)
         else:
-            axes, paired = 2 if kind else 3, part == "gate_up"
+            axes = 2 if kind else 3
             remedy = f"{axes} axes{', the last of gates and ups in turns,' * paired} are expected; {AGAIN}"
             require(
                 len(tensor.shape) == axes and not (paired and tensor.shape[-1] % 2),

@@ -9,6 +9,9 @@ from typing import Any
 
 from jaxkv._errors import refusal, require
 
+# Keys of a Hugging Face `config.json`.
+Config = Mapping[str, Any]
+
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # Families whose layers with windows have a rotary embedding of their own.
 TWO_ROPES = ("gemma3_text", "olmo3")
@@ -57,7 +60,7 @@ IGNORED = frozenset(_EVERY["ignored"].split())
 TENSORS: dict[str, str] = _EVERY["tensors"]
 
 
-def completed(config: Mapping[str, Any]) -> dict[str, Any]:
+def completed(config: Config) -> dict[str, Any]:
     """A text model's config with all keys that its family reads, those that are left out by transformers' class.
 
     transformers is imported only where a key is left out, which takes seconds.
@@ -89,7 +92,7 @@ def completed(config: Mapping[str, Any]) -> dict[str, Any]:
     return given | (_usual(config, missing) if missing else {})
 
 
-def rotations(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def rotations(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     """Keys of the rotary embeddings of layers with windows and of those without, however a config spells them.
 
     transformers 4 writes `rope_scaling` beside `rope_theta`, 5 `rope_parameters`, later ones by type of layer.
@@ -122,7 +125,7 @@ def rotations(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
     return local, outer | given | scaling | by_type[1]
 
 
-def _check(config: Mapping[str, Any]) -> None:
+def _check(config: Config) -> None:
     """Raises ValueError for a key that is not known, or holds what is not built, by its name."""
     kind = config["model_type"]
     family = FAMILIES[kind]
@@ -141,7 +144,7 @@ def _check(config: Mapping[str, Any]) -> None:
     require(plain, "quantization_config", method or quantised, remedy)
 
 
-def _missing(config: Mapping[str, Any]) -> list[str]:
+def _missing(config: Config) -> list[str]:
     """Keys that a family reads and a config leaves out."""
     local, rope = rotations(config)
     read = FAMILIES[config["model_type"]].keys
@@ -152,7 +155,7 @@ def _missing(config: Mapping[str, Any]) -> list[str]:
     return [key for key in read if key not in known]
 
 
-def _usual(config: Mapping[str, Any], missing: list[str]) -> dict[str, Any]:
+def _usual(config: Config, missing: list[str]) -> dict[str, Any]:
     """Values, by key, that transformers' config class of a family gives keys that a config leaves out."""
     usual = _of_transformers(config)
     local, rope = (usual.rope_parameters.get(key, usual.rope_parameters) for key in LAYER_TYPES)
@@ -167,7 +170,7 @@ def _usual(config: Mapping[str, Any], missing: list[str]) -> dict[str, Any]:
     return found | ({"rope_scaling": rope} if "rope_type" in missing else {})
 
 
-def _of_transformers(config: Mapping[str, Any]) -> Any:
+def _of_transformers(config: Config) -> Any:
     """Transformers' config of these keys but for scaling, which is read here; ValueError for what it refuses."""
     apart = ("quantization_config", "rope_parameters", "rope_scaling")
     before = logging.root.manager.disable

@@ -73,23 +73,12 @@ CACHE = Kind(
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Converted:
-    """Content of a converted folder besides its config: tensors, GGUF vocabulary, filter layers.
+def open_converted(
+    folder: Path,
+) -> tuple[dict[str, StoredTensor], GgufTokenizer | None, tuple[int, ...] | None] | None:
+    """Tensors, a GGUF's vocabulary and filter layers of a folder that `convert` wrote; None for other folders.
 
-    Attributes:
-        stored: the tensors by name.
-        tokenizer: a GGUF's vocabulary, or None where tokenizer files, or none, lie in the folder.
-        filter_layers: layers that choose best what the layers above them read, or None.
-    """
-
-    stored: Mapping[str, StoredTensor]
-    tokenizer: GgufTokenizer | None
-    filter_layers: tuple[int, ...] | None
-
-
-def open_converted(folder: Path) -> Converted | None:
-    """Opens a folder that `convert` wrote as a `Converted`, reading metadata only; None for other folders.
+    Only metadata are read. There is no vocabulary where tokenizer files, or none, lie in the folder.
 
     Raises:
         ValueError: where it is half-written, lacks a tensor, or is another Orbax folder.
@@ -120,20 +109,17 @@ def open_converted(folder: Path) -> Converted | None:
         filters,
         f"whole numbers are expected in {folder / MANIFEST}; {WEIGHTS.again}",
     )
-    return Converted(
-        stored={
-            name: StoredTensor(
-                shape=entry.shape,
-                dtype=entry.dtype,
-                read=functools.partial(read_array, folder / TENSORS / name, entry),
-            )
-            for name, entry in entries.items()
-        },
-        tokenizer=_read_vocabulary(folder / VOCABULARY)
-        if (folder / VOCABULARY).is_file()
-        else None,
-        filter_layers=None if filters is None else tuple(filters),
-    )
+    stored = {
+        name: StoredTensor(
+            shape=entry.shape,
+            dtype=entry.dtype,
+            read=functools.partial(read_array, folder / TENSORS / name, entry),
+        )
+        for name, entry in entries.items()
+    }
+    path = folder / VOCABULARY
+    vocabulary = _read_vocabulary(path) if path.is_file() else None
+    return stored, vocabulary, None if filters is None else tuple(filters)
 
 
 def require_free(folder: Path, field: str) -> None:

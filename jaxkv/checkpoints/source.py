@@ -10,6 +10,7 @@ from jaxkv._errors import refusal, require
 from jaxkv.checkpoints import gguf_file, orbax_files, safetensors_files
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.gpt_oss import with_experts
+from jaxkv.checkpoints.hub_config import Config
 from jaxkv.checkpoints.json_files import read_json
 from jaxkv.checkpoints.tensor import StoredTensor
 from jaxkv.checkpoints.text_part import text_config, text_tensors
@@ -32,7 +33,7 @@ class Checkpoint:
     """
 
     path: Path
-    config: Mapping[str, Any]
+    config: Config
     stored: Mapping[str, StoredTensor] = dataclasses.field(repr=False)
     tokenizer_spec: Path | GgufTokenizer | None
     filter_layers: tuple[int, ...] | None = None
@@ -96,16 +97,17 @@ def _open_folder(folder: Path) -> Checkpoint:
             config["eos_token_id"] = eos
     tokenizer = folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
     if converted is None:
-        stored, text = safetensors_files.tensors(folder), text_config(config)
-        stored = stored if text is config else text_tensors(stored)
-        stored = with_experts(stored) if text.get("model_type") == "gpt_oss" else stored
-        return Checkpoint(path=folder, config=text, stored=stored, tokenizer_spec=tokenizer)
+        held, text = safetensors_files.tensors(folder), text_config(config)
+        held = held if text is config else text_tensors(held)
+        held = with_experts(held) if text.get("model_type") == "gpt_oss" else held
+        return Checkpoint(path=folder, config=text, stored=held, tokenizer_spec=tokenizer)
+    stored, vocabulary, filters = converted
     return Checkpoint(
         path=folder,
         config=config,
-        stored=converted.stored,
-        tokenizer_spec=converted.tokenizer or tokenizer,
-        filter_layers=converted.filter_layers,
+        stored=stored,
+        tokenizer_spec=vocabulary or tokenizer,
+        filter_layers=filters,
     )
 
 

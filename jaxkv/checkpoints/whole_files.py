@@ -3,14 +3,12 @@
 import contextlib
 import os
 import secrets
-from collections.abc import Iterable
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Writes bytes to a file by a temporary file and a rename, flushed to disk; OSError, naming the file, if it fails.
 
-    The bytes may come in parts, which are written as they come.
     A new file gets the mode that the umask gives; a replaced one hands on its mode.
 
     Raises:
@@ -23,7 +21,7 @@ def write_whole(path: Path, data: bytes | Iterable[bytes]) -> None:
         # Not readable by others until its final mode is set.
         mode = 0o666 if old is None else 0o600
         with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.writelines([data] if isinstance(data, bytes) else data)
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         if old is not None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 from jaxkv._checks import whole
 from jaxkv._errors import require
+from jaxkv.checkpoints.hub_config import Config
 from jaxkv.checkpoints.text_part import text_config
 from jaxkv.models.hub import read
 from jaxkv.models.values import (
@@ -128,8 +128,6 @@ class ModelConfig:
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
         """Yields each rule of fields that go together: a field's name, whether it holds, and the remedy."""
-        fits = len(self.kinds) <= self.layers
-        yield "kinds", fits, f"give as many as layers={self.layers} at most"
         alone = not self.kinds or self.rope == Rope()
         yield "rope", alone, "each of kinds says its own: leave rope out"
         whole_groups = self.heads % self.kv_heads == 0
@@ -141,8 +139,6 @@ class ModelConfig:
         yield "norms", before, "parallel blocks have them before attention and MLP"
         rms = not (self.norm_offset and self.layer_norm)
         yield "norm_offset", rms, "it is one of RMS norms: give layer_norm=False"
-        biased = self.norm_bias or self.layer_norm
-        yield "norm_bias", biased, "RMS norms have none: give layer_norm=True, or leave it out"
         normed = self.qk_norm or self.qk_norm_wide
         one = self.qk_norm + self.qk_norm_wide + self.qk_layer_norm < 2
         yield "qk_norm", one, "give one of qk_norm, qk_norm_wide, qk_layer_norm"
@@ -234,7 +230,7 @@ class ModelConfig:
         )
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> ModelConfig:
+    def from_hf(cls, config: Config) -> ModelConfig:
         """Builds a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unknown keys and values.
 
         A key that is left out means what transformers' config class of the family makes of it.

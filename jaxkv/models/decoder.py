@@ -15,8 +15,7 @@ from jaxkv.attention.shaping import Shaping
 from jaxkv.attention.xla import capped
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import (
-    GatedMLP,
-    GeluMLP,
+    DenseMLP,
     LayerNorm,
     RMSNorm,
     add_linear,
@@ -33,6 +32,8 @@ from jaxkv.models.values import LayerSpec
 from jaxkv.sharding.collectives import first, total
 from jaxkv.sharding.mesh import Axes
 
+# Hidden states of several tokens of each sequence.
+Hidden = Float[Array, "B N E"]
 # Parameters of a block, or of the ends, as a flat tuple: 8x cheaper to pass to jitted functions than a module.
 Leaves = tuple[Shaped[Array, "..."], ...]
 # Tokens of a block, at least and at most, whose embeddings devices sum at once: up to 34 MB of Llama 3 8B's.
@@ -81,7 +82,7 @@ class Block(nnx.Module):
         self.mlp = _mlp(config, dtype, weights)
         self.mlp_out_norm: Any = _norm(config, dtype) if after else None
 
-    def normed(self, x: Float[Array, "B N E"]) -> Float[Array, "B N E"]:
+    def normed(self, x: Hidden) -> Hidden:
         """Hidden states after the norm that precedes attention, if there is one."""
         return x if self.attention_norm is None else self.attention_norm(x)
 
@@ -95,11 +96,11 @@ class Block(nnx.Module):
         """What the block's attention does to its logits."""
         return Shaping(softcap=self.spec.softcap, sink_logits=self.sink_logits)
 
-    def queries(self, normed: Float[Array, "B N E"], by: Angles) -> Float[Array, "B K G N D"]:
+    def queries(self, normed: Hidden, by: Angles) -> Float[Array, "B K G N D"]:
         """Queries `[B, K, G, N, D]` after RoPE, rotated by the angles of their positions, in the dtype of `normed`."""
         return rotate(self.unrotated_queries(normed), by, normed.dtype)
 
-    def unrotated_queries(self, normed: Float[Array, "B N E"]) -> Float[Array, "B K G N D"]:
+    def unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
         """Queries `[B, K, G, N, D]` before RoPE; float32, or the norm's dtype for models with a query norm."""
         norm, gain = self.attention.q_norm, self.attention.q_gain
         # Without a norm they stay float32 until RoPE, which computes in float32, so that they are narrowed only once.
@@ -139,7 +140,7 @@ class Block(nnx.Module):
         )
 
     def keys_values(
-        self, normed: Float[Array, "B N E"]
+        self, normed: Hidden
     ) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
         """Keys before RoPE, and values, each `[B, K, N, D]`; keys are float32, or the norm's dtype with a key norm."""
         norm, gain = self.attention.k_norm, self.attention.k_gain
@@ -163,8 +164,8 @@ class Block(nnx.Module):
         return self._scaled(attention.q_norm(q.sum(axis=0).astype(normed.dtype)))[None], kv[None]
 
     def finish(
-        self, x: Float[Array, "B N E"], attended: Float[Array, "B K G N D"], *, apart: bool = False
-    ) -> Float[Array, "B N E"]:
+        self, x: Hidden, attended: Float[Array, "B K G N D"], *, apart: bool = False
+    ) -> Hidden:
         """Hidden states `[B, N, E]` after adding attention's output projection and the MLP to the residual stream.
 
         With `apart` the operands of a dense MLP's products are computed before these, and not within them.
@@ -181,14 +182,14 @@ class Block(nnx.Module):
             x.dtype
         )
 
-    def _joining(self, added: Float[Array, "B N E"], norm: Any) -> Float[Array, "B N E"]:
+    def _joining(self, added: Hidden, norm: Any) -> Hidden:
         """Attention's or the MLP's output as it joins the residual stream: normed if a norm follows, scaled."""
         added = added if norm is None else norm(added).astype(jnp.float32)
         return added if self.config.residual_scale == 1 else added * self.config.residual_scale
 
     def _finish_parallel(
-        self, x: Float[Array, "B N E"], merged: Float[Array, "B N H"], how: dict[str, bool]
-    ) -> Float[Array, "B N E"]:
+        self, x: Hidden, merged: Float[Array, "B N H"], how: dict[str, bool]
+    ) -> Hidden:
         """Hidden states after adding attention output and MLP to the residual stream in a parallel block (Falcon)."""
         normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
         both = linear(self.attention, "out", merged, bias=False, wide=True) + self.mlp.part(
@@ -211,10 +212,7 @@ def _norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
 def _mlp(config: ModelConfig, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
     if config.experts is not None:
         return MixtureMLP(config.embed, config.hidden, config.experts, dtype=dtype, weights=weights)
-    sizes: dict[str, Any] = {"bias": config.mlp_bias, "dtype": dtype, "weights": weights}
-    if config.gated:
-        return GatedMLP(config.embed, config.hidden, **sizes, tanh_gelu=config.tanh_gelu)
-    return GeluMLP(config.embed, config.hidden, **sizes)
+    return DenseMLP(config, dtype=dtype, weights=weights)
 
 
 class Decoder(nnx.Module):
@@ -263,13 +261,9 @@ class Ends(nnx.Module):
         for each in ("head_scale", "head_scales", "head_leasts"):
             setattr(self, each, getattr(decoder, each, None))
         self.axes: Axes | None = None
-        self.embedding_scale, self.logit_scale = (
-            decoder.config.embedding_scale,
-            decoder.config.logit_scale,
-        )
-        self.logit_softcap = decoder.config.logit_softcap
+        self.config = decoder.config
 
-    def embed(self, tokens: Int[Array, "B N"], *, in_blocks: bool = False) -> Float[Array, "B N E"]:
+    def embed(self, tokens: Int[Array, "B N"], *, in_blocks: bool = False) -> Hidden:
         """Embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers must refuse them.
 
         On a mesh with `in_blocks` devices sum those of a block of tokens at a time: libtpu of JAX 0.12 takes two more
@@ -284,15 +278,10 @@ class Ends(nnx.Module):
         else:
             found = self._rows_of(table, tokens)
         # Rounded to the model's dtype first, as Gemma's is.
-        return (
-            found
-            if self.embedding_scale == 1
-            else found * jnp.asarray(self.embedding_scale, found.dtype)
-        )
+        scale = self.config.embedding_scale
+        return found if scale == 1 else found * jnp.asarray(scale, found.dtype)
 
-    def _rows_of(
-        self, table: Float[Array, "V E"], tokens: Int[Array, "B N"]
-    ) -> Float[Array, "B N E"]:
+    def _rows_of(self, table: Float[Array, "V E"], tokens: Int[Array, "B N"]) -> Hidden:
         """Rows `[B, N, E]` of the embedding, gathered from the devices of a mesh that have them."""
         if self.axes is None:
             return jnp.take(table, tokens, axis=0, mode="clip")
@@ -312,9 +301,8 @@ class Ends(nnx.Module):
             if self.head is None
             else linear(self, "head", normed)
         )
-        logits = logits.astype(jnp.float32)
-        logits = logits if self.logit_scale == 1 else logits * self.logit_scale
-        return capped(logits, self.logit_softcap)
+        logits, scale = logits.astype(jnp.float32), self.config.logit_scale
+        return capped(logits if scale == 1 else logits * scale, self.config.logit_softcap)
 
 
 def parts_of(module: nnx.Module) -> Iterator[tuple[dict[str, Any], str, nnx.Module | nnx.Param]]:

@@ -1,17 +1,17 @@
 """Reads a Hugging Face `config.json`, family by family, into the fields of `ModelConfig`."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxkv._checks import flag, whole
 from jaxkv._errors import require
-from jaxkv.checkpoints.hub_config import FAMILIES, LAYER_TYPES, completed, rotations
+from jaxkv.checkpoints.hub_config import FAMILIES, LAYER_TYPES, Config, completed, rotations
 from jaxkv.models.hub_rope import read_rope
 from jaxkv.models.values import Experts, LayerSpec, NoRope, Rope, positive
 
 
-def read(raw: Mapping[str, Any]) -> dict[str, Any]:
+def read(raw: Config) -> dict[str, Any]:
     """`ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys and values."""
     config = completed(raw)
     kind = config["model_type"]
@@ -67,7 +67,7 @@ def _ids(key: str, value: Any) -> tuple[int, ...]:
     return tuple(whole(key, each, least=0) for each in values if each != -1)
 
 
-def _experts(config: Mapping[str, Any]) -> Experts | None:
+def _experts(config: Config) -> Experts | None:
     """A config's mixture of experts, if it has one."""
     count = next((key for key in ("num_experts", "num_local_experts") if key in config), None)
     if count is None:
@@ -81,7 +81,7 @@ def _experts(config: Mapping[str, Any]) -> Experts | None:
     return Experts(count=whole(count, config[count]), chosen=chosen, **more)
 
 
-def _scales(config: Mapping[str, Any]) -> dict[str, Any]:
+def _scales(config: Config) -> dict[str, Any]:
     """`ModelConfig` fields of the scales of embeddings, of what blocks add, and of logits; and of the logits' cap."""
     found: dict[str, Any] = {}
     if config["model_type"].startswith("gemma"):
@@ -99,12 +99,12 @@ def _scales(config: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _cap(config: Mapping[str, Any], key: str) -> float | None:
+def _cap(config: Config, key: str) -> float | None:
     """Cap of logits of a key, None without."""
     return None if config.get(key) is None else positive(key, config[key])
 
 
-def _falcon(config: Mapping[str, Any], heads: int, kv_heads: int) -> dict[str, Any]:
+def _falcon(config: Config, heads: int, kv_heads: int) -> dict[str, Any]:
     """`ModelConfig` fields of Falcon (kv heads, parallel, shared norm); ValueError for unsupported values."""
     groups, one, parallel = (
         flag(key, config[key])
@@ -124,7 +124,7 @@ def _falcon(config: Mapping[str, Any], heads: int, kv_heads: int) -> dict[str, A
     }
 
 
-def _layers(config: Mapping[str, Any], layers: int, longest: int) -> dict[str, Any]:
+def _layers(config: Config, layers: int, longest: int) -> dict[str, Any]:
     """`ModelConfig` field `rope`, or `kinds` where layers differ, or their attention has a scale, window or cap."""
     kind = config["model_type"]
     local, whole_prompt = (read_rope(each, config, longest) for each in rotations(config))
@@ -155,9 +155,7 @@ def _rotated(given: Any, layers: int) -> list[bool]:
     return [each == 1 for each in given[:layers]]
 
 
-def _windows(
-    config: Mapping[str, Any], layers: int, longest: int
-) -> tuple[list[int | None], list[bool]]:
+def _windows(config: Config, layers: int, longest: int) -> tuple[list[int | None], list[bool]]:
     """Width of each layer's window in tokens, None for none; and mask of the layers that are of the type with windows.
 
     A window as wide as the model's positions leaves nothing out, and counts as none; ValueError for unknown types.

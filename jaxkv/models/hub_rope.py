@@ -1,11 +1,11 @@
 """Rotary embeddings as a Hugging Face config gives them."""
 
 import dataclasses
-from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._checks import real
 from jaxkv._errors import require
+from jaxkv.checkpoints.hub_config import Config
 from jaxkv.models.values import (
     READERS,
     DynamicRope,
@@ -27,7 +27,7 @@ _ROPES = {
 }
 
 
-def read_rope(given: Mapping[str, Any], config: Mapping[str, Any], longest: int) -> Rope:
+def read_rope(given: Config, config: Config, longest: int) -> Rope:
     """`Rope` config of one type of layer.
 
     Args:

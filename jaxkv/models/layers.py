@@ -9,10 +9,13 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from jaxkv._errors import require
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.stored import GROUP, Stored
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
+# Vectors that linear maps, norms and MLPs take one by one.
+Vectors = Float[Array, "*rows E"]
 # Split-K for GPUs of about a hundred multiprocessors: most rows (one tile) of a product that is split; outputs over
 # all parts at which splitting stops; most parts; least elements that each part sums over.
 _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
@@ -57,7 +60,7 @@ def held(module: Any, name: str) -> Stored:
 def linear(
     module: Any,
     name: str,
-    x: Float[Array, "*rows E"],
+    x: Vectors,
     *,
     bias: bool = True,
     wide: bool = False,
@@ -68,7 +71,7 @@ def linear(
     return project(x, held(module, name), value_of(added), wide=wide, over=over)
 
 
-def linear_parts(module: Any, name: str, x: Float[Array, "*rows E"]) -> Float[Array, "n ..."]:
+def linear_parts(module: Any, name: str, x: Vectors) -> Float[Array, "n ..."]:
     """Linear map as `linear` in n float32 partial sums, see `products`; n is 1 for a weight with a bias."""
     if getattr(module, f"{name}_bias", None) is None:
         return products(x, held(module, name))
@@ -81,7 +84,7 @@ def float_weight(module: Any, name: str) -> Float[Array, "*out E"]:
 
 
 def project(
-    x: Float[Array, "*rows E"],
+    x: Vectors,
     weight: Stored,
     bias: Float[Array, "*out"] | None = None,
     *,
@@ -105,7 +108,7 @@ def project(
     return out if wide else out.astype(x.dtype)
 
 
-def products(x: Float[Array, "*rows E"], weight: Stored) -> Float[Array, "n ..."]:
+def products(x: Vectors, weight: Stored) -> Float[Array, "n ..."]:
     """Linear map as n float32 partial sums `[n, *rows, *out]` that a kernel adds up (split-K).
 
     A product of few rows with few outputs leaves most of a GPU idle unless the summed axis is split; XLA splits it too,
@@ -195,7 +198,7 @@ class RMSNorm(nnx.Module):
         self.scale = empty(width, dtype=dtype)
         self.eps, self.offset = eps, offset
 
-    def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+    def __call__(self, x: Vectors) -> Vectors:
         """Normalises the last axis; the result has the dtype of the scale parameter."""
         wide, scale = x.astype(jnp.float32), self.scale[...]
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
@@ -210,7 +213,7 @@ class LayerNorm(nnx.Module):
         self.bias = empty(width, dtype=dtype) if bias else None
         self.eps = eps
 
-    def __call__(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+    def __call__(self, x: Vectors) -> Vectors:
         """Normalises the last axis; the result has the dtype of the parameters."""
         wide, scale, bias = x.astype(jnp.float32), self.scale[...], value_of(self.bias)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -220,78 +223,43 @@ class LayerNorm(nnx.Module):
 
 
 class DenseMLP(nnx.Module):
-    """Base class of dense MLPs, down(hidden(x)); subclasses define the activations `hidden`.
+    """Dense MLP, down(hidden(x)), gated or not.
 
-    Called with `apart`, the operands of both products are computed before these, and not within them.
+    Gated, hidden is silu(gate(x)) * up(x), or with the GELU by tanh, and gate and up are one parameter `[2, F, E]`.
+    Otherwise it is the exact gelu(up(x)), and up is `[F, E]`. Called with `apart`, the operands of both products are
+    computed before these, and not within them.
     """
 
-    def __init__(
-        self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype
-    ):
-        add_linear(self, "down", width, hidden, dtype=weights)
-        self.down_bias = empty(width, dtype=dtype) if bias else None
+    def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
+        self.gated, self.tanh_gelu = config.gated, config.tanh_gelu
+        add_linear(self, "down", config.embed, config.hidden, dtype=weights)
+        self.down_bias = empty(config.embed, dtype=dtype) if config.mlp_bias else None
+        name, rows = ("gate_up", (2, config.hidden)) if config.gated else ("up", (config.hidden,))
+        add_linear(self, name, *rows, config.embed, dtype=weights)
+        setattr(self, f"{name}_bias", empty(*rows, dtype=dtype) if config.mlp_bias else None)
 
-    def __call__(
-        self, x: Float[Array, "*rows E"], over: Axes | None = None, *, apart: bool = False
-    ) -> Float[Array, "*rows E"]:
+    def __call__(self, x: Vectors, over: Axes | None = None, *, apart: bool = False) -> Vectors:
         """Float32 output `[*rows, E]` of the MLP, without the residual; summed over the devices of `over`."""
         return linear(self, "down", self._operand(x, apart), wide=True, over=over)
 
-    def part(self, x: Float[Array, "*rows E"], *, apart: bool = False) -> Float[Array, "*rows E"]:
+    def part(self, x: Vectors, *, apart: bool = False) -> Vectors:
         """Float32 MLP output from this device's shard of hidden width F, without bias; the caller sums over devices."""
         return linear(self, "down", self._operand(x, apart), bias=False, wide=True)
 
-    def _operand(self, x: Float[Array, "*rows E"], apart: bool) -> Float[Array, "*rows F"]:
+    def _operand(self, x: Vectors, apart: bool) -> Float[Array, "*rows F"]:
         """Activations before the down projection; behind a barrier, as x is, if `apart`."""
         if not apart:
             return self.hidden(x)
         return lax.optimization_barrier(self.hidden(lax.optimization_barrier(x)))
 
-    def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
-        """Activations `[*rows, F]` before the down projection, in x's dtype; NotImplementedError in this base class."""
-        raise NotImplementedError
-
-
-class GatedMLP(DenseMLP):
-    """Gated MLP down(silu(gate(x)) * up(x)), or with GELU by tanh; gate and up are one parameter `[2, F, E]`."""
-
-    def __init__(
-        self,
-        width: int,
-        hidden: int,
-        *,
-        bias: bool,
-        dtype: jnp.dtype,
-        weights: jnp.dtype,
-        tanh_gelu: bool = False,
-    ):
-        super().__init__(width, hidden, bias=bias, dtype=dtype, weights=weights)
-        self.tanh_gelu = tanh_gelu
-        add_linear(self, "gate_up", 2, hidden, width, dtype=weights)
-        self.gate_up_bias = empty(2, hidden, dtype=dtype) if bias else None
-
-    def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
-        """Activations silu(gate(x)) * up(x), or with GELU in place of silu, in x's dtype."""
+    def hidden(self, x: Vectors) -> Float[Array, "*rows F"]:
+        """Activations `[*rows, F]` before the down projection, in x's dtype."""
+        if not self.gated:
+            return jax.nn.gelu(linear(self, "up", x, wide=True), approximate=False).astype(x.dtype)
         both = linear(self, "gate_up", x, wide=True)
         gate, up = both[..., 0, :], both[..., 1, :]
         gate = jax.nn.gelu(gate, approximate=True) if self.tanh_gelu else jax.nn.silu(gate)
         return (gate * up).astype(x.dtype)
-
-
-class GeluMLP(DenseMLP):
-    """MLP down(gelu(up(x))) with the exact GELU; up is `[F, E]`."""
-
-    def __init__(
-        self, width: int, hidden: int, *, bias: bool, dtype: jnp.dtype, weights: jnp.dtype
-    ):
-        super().__init__(width, hidden, bias=bias, dtype=dtype, weights=weights)
-        add_linear(self, "up", hidden, width, dtype=weights)
-        self.up_bias = empty(hidden, dtype=dtype) if bias else None
-
-    def hidden(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows F"]:
-        """Activations gelu(up(x)), in x's dtype."""
-        up = linear(self, "up", x, wide=True)
-        return jax.nn.gelu(up, approximate=False).astype(x.dtype)
 
 
 def value_of(parameter: nnx.Param | None) -> Array | None:

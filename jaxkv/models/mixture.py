@@ -12,12 +12,16 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.layers import add_linear, empty, held, project, value_of
+from jaxkv.models.layers import Vectors, add_linear, empty, held, project, value_of
 from jaxkv.models.stored import Stored
 from jaxkv.models.values import Experts
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
+# Vectors of tokens; ids of each token's experts, and their shares in the sum.
+Tokens = Float[Array, "T E"]
+Chosen = Int[Array, "T k"]
+Shares = Float[Array, "T k"]
 # Rows per block: fewer cost as much, since an expert's weights are read anyway; more do not fit a GPU's tile.
 _LEAST_ROWS, _MOST_ROWS = 8, 256
 # Factor within gpt-oss' sigmoid, by which gate * sigmoid(factor * gate) comes near the GELU.
@@ -44,9 +48,7 @@ class MixtureMLP(nnx.Module):
         )
         self.experts_down_bias = empty(experts.count, width, dtype=dtype) if experts.bias else None
 
-    def __call__(
-        self, x: Float[Array, "*rows E"], over: Axes | None = None
-    ) -> Float[Array, "*rows E"]:
+    def __call__(self, x: Vectors, over: Axes | None = None) -> Vectors:
         """Float32 output `[*rows, E]` of the mixture, without the residual; summed over the devices of `over`."""
         flat = x.reshape(-1, x.shape[-1])
         ids, shares = self.chosen(flat)
@@ -56,14 +58,12 @@ class MixtureMLP(nnx.Module):
         # Whole on every device of a mesh, and added once.
         return out + added_biases(ids, shares, self.experts_down_bias[...]).reshape(x.shape)
 
-    def part(self, x: Float[Array, "*rows E"]) -> Float[Array, "*rows E"]:
+    def part(self, x: Vectors) -> Vectors:
         """Float32 output from this device's shard of hidden width F, without down's bias; the caller sums devices."""
         flat = x.reshape(-1, x.shape[-1])
         return self._part(flat, *self.chosen(flat)).reshape(x.shape)
 
-    def _part(
-        self, x: Float[Array, "T E"], ids: Int[Array, "T k"], shares: Float[Array, "T k"]
-    ) -> Float[Array, "T E"]:
+    def _part(self, x: Tokens, ids: Chosen, shares: Shares) -> Tokens:
         """Float32 output of the chosen experts from this device's shard of hidden width F, without down's bias."""
         given = (
             x,
@@ -82,7 +82,7 @@ class MixtureMLP(nnx.Module):
         # experts at once; a CPU would copy them first.
         return lax.platform_dependent(*given, cpu=by_blocks, default=singly)
 
-    def chosen(self, x: Float[Array, "T E"]) -> tuple[Int[Array, "T k"], Float[Array, "T k"]]:
+    def chosen(self, x: Tokens) -> tuple[Chosen, Shares]:
         """Ids `[T, k]` of each token's experts, most probable first, ties to the lowest; their float32 weights."""
         bias = value_of(self.router_bias)
         likely = jax.nn.softmax(project(x, Stored(self.router[...]), bias, wide=True), axis=-1)
@@ -93,15 +93,15 @@ class MixtureMLP(nnx.Module):
 
 
 def one_by_one(
-    x: Float[Array, "T E"],
-    ids: Int[Array, "T k"],
-    shares: Float[Array, "T k"],
+    x: Tokens,
+    ids: Chosen,
+    shares: Shares,
     gate_up: Stored,
     down: Stored,
     bias: Float[Array, "X 2 F"] | None = None,
     *,
     limit: float | None = None,
-) -> Float[Array, "T E"]:
+) -> Tokens:
     """Float32 mixture output `[T, E]`, by gathering the weights of each token's experts; for few tokens.
 
     `bias` is that of gates and ups, `limit` as in `Experts`.
@@ -121,15 +121,15 @@ def one_by_one(
 
 
 def in_blocks(
-    x: Float[Array, "T E"],
-    ids: Int[Array, "T k"],
-    shares: Float[Array, "T k"],
+    x: Tokens,
+    ids: Chosen,
+    shares: Shares,
     gate_up: Stored,
     down: Stored,
     bias: Float[Array, "X 2 F"] | None = None,
     *,
     limit: float | None = None,
-) -> Float[Array, "T E"]:
+) -> Tokens:
     """Float32 mixture output `[T, E]`, computed in blocks of tokens that are sorted by expert.
 
     `bias` is that of gates and ups, `limit` as in `Experts`.
@@ -142,7 +142,7 @@ def in_blocks(
     blocks = (taken + size - 1) // size
     ends, after = jnp.cumsum(taken), jnp.cumsum(blocks)
 
-    def block(index: Int[Array, ""], out: Float[Array, "T E"]) -> Float[Array, "T E"]:
+    def block(index: Int[Array, ""], out: Tokens) -> Tokens:
         expert = (after <= index).sum(dtype=jnp.int32)
         end, before = ends[expert], after[expert] - blocks[expert]
         at = end - taken[expert] + (index - before) * size + jnp.arange(size, dtype=jnp.int32)
@@ -161,9 +161,7 @@ def in_blocks(
     return lax.fori_loop(0, after[-1], block, jnp.zeros(x.shape, jnp.float32))
 
 
-def added_biases(
-    ids: Int[Array, "T k"], shares: Float[Array, "T k"], bias: Float[Array, "X E"]
-) -> Float[Array, "T E"]:
+def added_biases(ids: Chosen, shares: Shares, bias: Float[Array, "X E"]) -> Tokens:
     """Float32 sum `[T, E]` of the biases of each token's experts, by their shares."""
     spread = (jax.nn.one_hot(ids, bias.shape[0], dtype=jnp.float32) * shares[..., None]).sum(axis=1)
     return lax.dot(spread, bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)

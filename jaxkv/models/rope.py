@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -83,7 +82,7 @@ def _long(plain: np.ndarray, rope: LongRope) -> tuple[np.ndarray, float]:
     return plain / np.asarray(rope.long_factor if rope.long else rope.short_factor), factor
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["cos", "sin"], meta_fields=[])
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Angles:
     """RoPE tables of some positions: cosine and sine of every channel pair, times the attention factor.

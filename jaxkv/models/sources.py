@@ -9,6 +9,7 @@ from jaxkv.checkpoints.hub_config import FAMILIES, TENSORS
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
 
+Shape = tuple[int, ...]
 # Names of a mixture (Mixtral's, all others'), each with its gate, up and down projections.
 _MIXTURES = {
     "block_sparse_moe": ("w1", "w3", "w2"),
@@ -33,15 +34,15 @@ class Source:
     """
 
     name: str
-    axes: tuple[tuple[int, ...], ...]
-    at: tuple[int, ...] = ()
+    axes: tuple[Shape, ...]
+    at: Shape = ()
     pick: tuple[int | range, ...] = ()
     within: tuple[int, int] | None = None
-    order: tuple[int, ...] = ()
+    order: Shape = ()
     along: int = -2
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """Shape of the checkpoint tensor as a tuple of ints."""
         sizes = tuple(math.prod(each) for each in self.axes)
         return sizes if self.within is None else (self.within[1], *sizes[1:])
@@ -69,7 +70,7 @@ class Source:
         return [[(before + begin, before + end) for begin, end in flat[0]], *flat[1:]]
 
 
-def _flat_spans(part: list[range], shape: tuple[int, ...]) -> list[tuple[int, int]]:
+def _flat_spans(part: list[range], shape: Shape) -> list[tuple[int, int]]:
     """(first, end) index spans on one flattened axis, for a part given as one range per axis that it flattens."""
     inner = math.prod(shape[1:])
     below = _flat_spans(part[1:], shape[1:]) if len(part) > 1 else [(0, 1)]
@@ -107,7 +108,7 @@ def sources_of(
 def _of(
     inner: str,
     prefix: str,
-    shape: tuple[int, ...],
+    shape: Shape,
     family: str,
     config: ModelConfig,
     names: frozenset[str],
@@ -132,7 +133,7 @@ def _of(
     elif base.startswith(("mlp.experts", "mlp.router")) and family != "gpt_oss":
         yield from _mixture(base, prefix, shape, family, names)
     else:
-        tensors = (TENSORS | FAMILIES[family].tensors)[base].split()
+        tensors = {**TENSORS, **FAMILIES[family].tensors}[base].split()
         if family == "falcon" and "_norm." in base and config.parallel and not config.shared_norm:
             # Two parallel norms of the same hidden states are named differently from one norm or two sequential ones.
             tensors = ["ln_mlp" if base.startswith("mlp") else "ln_attn"]
@@ -156,7 +157,7 @@ def _ordered(source: Source, base: str, config: ModelConfig) -> Source:
     return dataclasses.replace(source, order=order, along=along)
 
 
-def _plain(name: str, shape: tuple[int, ...], at: tuple[int, ...] = ()) -> Source:
+def _plain(name: str, shape: Shape, at: Shape = ()) -> Source:
     """`Source` of a whole tensor, its output axes flattened into one, with an input axis unless it is a vector."""
     vector = name.endswith(".bias") or len(shape) == 1
     return Source(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
@@ -175,11 +176,11 @@ def _falcon(base: str, name: str, bias: bool, config: ModelConfig) -> Iterator[S
         yield Source(name=name, axes=axes, at=(index,), pick=pick)
 
 
-def _phi3(base: str, name: str, shape: tuple[int, ...], config: ModelConfig) -> Iterator[Source]:
+def _phi3(base: str, name: str, shape: Shape, config: ModelConfig) -> Iterator[Source]:
     """Yields the `Source`s of a Phi-3's queries, or of its keys and values, which share one tensor."""
     queries, keys = config.heads, config.kv_heads
     rows = (queries + 2 * keys) * config.head_dim
-    parts = [(shape, (), 0)]
+    parts: list[tuple[Shape, Shape, int]] = [(shape, (), 0)]
     if base == "attention.kv":
         parts = [(shape[1:], (index,), queries + index * keys) for index in range(2)]
     for of, at, heads in parts:
@@ -188,7 +189,7 @@ def _phi3(base: str, name: str, shape: tuple[int, ...], config: ModelConfig) -> 
 
 
 def _mixture(
-    base: str, prefix: str, shape: tuple[int, ...], family: str, names: frozenset[str]
+    base: str, prefix: str, shape: Shape, family: str, names: frozenset[str]
 ) -> Iterator[Source]:
     """Yields the `Source`s of a mixture's router or experts: one fused tensor, or one tensor per expert."""
     # transformers 5 keeps all experts in one tensor; files on the hub have a tensor for each expert.
