@@ -28,9 +28,8 @@ from jaxkv.policies import Wrapper
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.serving.compiling import COMPUTING
 from jaxkv.serving.documents import Documents
-from jaxkv.serving.requests import Request
 from jaxkv.serving.scheduler import Scheduler
-from jaxkv.serving.work import Order, Work
+from jaxkv.serving.work import Work
 from jaxkv.text.prompts import encode
 
 # It does not go by the end of a document, of which `prefill` would warn.
@@ -135,16 +134,9 @@ def test_requests_have_budgets_of_their_own():
 def work_of(prompt, new, eos=(), *, offline=False):
     """A request as the scheduler takes it."""
     encoded = encode(prompt, None, model().config, close=True)
-    given = {
-        "key": None,
-        "stops": (),
-        "eos": eos,
-        "policy": None,
-        "deadline": None,
-        "offline": offline,
-    }
-    order = Order(encoded=encoded, new=new, sampling=Sampling(temperature=0), **given)
-    return Work(order, Request(), None)
+    given = dict.fromkeys(("key", "policy", "deadline", "text"))
+    given |= {"stops": (), "eos": eos, "offline": offline}
+    return Work(encoded=encoded, new=new, sampling=Sampling(temperature=0), **given)
 
 
 @pytest.fixture
@@ -234,7 +226,7 @@ def test_event_loops_read_requests(letters):
         assert text == completion.text and len(completion.tokens) == 9
 
 
-def test_lists_are_mapped_in_order_or_as_they_come(letters):
+def test_lists_are_mapped_in_order(letters):
     prompts = ids(4, *range(8, 14))
     options = {"max_new_tokens": 5, "stop_at_eos": False}
     mapped = lambda prompts, **more: [  # noqa: E731
@@ -242,7 +234,6 @@ def test_lists_are_mapped_in_order_or_as_they_come(letters):
     ]
     ordered = mapped(iter(prompts))
     assert ordered == jaxkv.generate(lettered.tiny(), prompts, policy=POLICY, **options).text
-    assert sorted(mapped(prompts, ordered=False)) == sorted(ordered)
     drawing = {"sampling": Sampling(temperature=1.0), "key": 7}
     assert mapped(prompts[:3], **drawing) == mapped(prompts[:3], **drawing) != ordered[:3]
 

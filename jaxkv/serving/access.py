@@ -49,12 +49,12 @@ class Access:
         except Refused as refused:
             await refused.response()(scope, receive, noted)
         except ClientGone:
-            record.status = 499
+            pass  # nobody is there to be answered
         finally:
             service.active -= works
             # What is refused before it is routed has none.
             route = getattr(scope.get("route"), "path_format", "other")
-            service.metrics.ended(route, record.status or 499)
+            service.metrics.ended(route, record.status)
             _log(scope, record)
 
     def _admit(self, scope: Scope, *, works: bool) -> None:
@@ -120,9 +120,9 @@ def _log(scope: Scope, record: Record) -> None:
         record.id,
         scope["method"][:10],
         path,
-        record.status or 499,
+        record.status,
         *counts,
         time.monotonic() - record.begun,
     )
-    if record.fault is not None:
+    if record.fault:
         LOG.error("%s %s", record.id, record.fault)

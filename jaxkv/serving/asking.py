@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from typing import Any, TypeVar
 
 import jax
@@ -15,7 +15,8 @@ from jaxkv.engine.results import Completion
 from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.errors import ClientGone, Refused
-from jaxkv.serving.requests import Request, result_of
+from jaxkv.serving.limits import Limits
+from jaxkv.serving.requests import Request
 from jaxkv.serving.schemas import ChatBody, ChatChoice, Reply, TextBody, TextChoice, Usage
 
 T = TypeVar("T")
@@ -26,19 +27,20 @@ def submitted(
     body: TextBody | ChatBody,
     document: Document | None,
     *,
-    most_answers: int,
-    seconds: int | float,
+    limits: Limits,
     seed: int | None = None,
     offline: bool = False,
 ) -> list[Request]:
     """Submits a request for each prompt and answer; cancels all of them if one is refused, and raises its error.
 
+    `limits` say how many answers a body may ask for, and how long they may take.
     Answer i of several draws with `jax.random.fold_in(key, i)`; a single one with the seed's own key: that of the body,
     else `seed`, else one that is drawn. An answer has at most as many tokens as the engine's slots have room for.
     """
     chat, prompts, count = isinstance(body, ChatBody), body.prompts, body.n * len(body.prompts)
-    if count > most_answers:
-        said = f"n={body.n}: these are {count} answers: ask for {most_answers} at most at a time"
+    if count > limits.answers:
+        most = f"ask for {limits.answers} at most at a time"
+        said = f"n={body.n}: these are {count} answers: {most}"
         raise Refused(400, said, param="n")
     options: dict[str, Any] = {
         "max_new_tokens": min(body.most or engine.limits.new, engine.limits.new),
@@ -58,7 +60,7 @@ def submitted(
     elif seed is None:
         seed = secrets.randbits(32)
     key = None if seed is None else random_key(seed)
-    ends, made = time.monotonic() + seconds, list[Request]()
+    ends, made = time.monotonic() + limits.seconds, list[Request]()
     try:
         for at, prompt in enumerate(prompts):
             drawn = range(at * body.n, (at + 1) * body.n)
@@ -141,11 +143,6 @@ def while_asked(requests: list[Request]) -> Iterator[None]:
         cancel(requests)
 
 
-async def answers(requests: list[Request]) -> list[Completion]:
-    """Waits for all requests and returns their `Completion`s; raises the error of the first that fails."""
-    return await asyncio.gather(*(result_of(each.future) for each in requests))
-
-
 async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Completion]]:
     """Yields each request's pieces of text as they are drawn, with its index, and at its end its `Completion`."""
     found: asyncio.Queue[tuple[int, str | Completion | Exception]] = asyncio.Queue()
@@ -154,8 +151,7 @@ async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Comp
         try:
             async for piece in request:
                 await found.put((at, piece))
-            completion = await result_of(request.future)
-            await found.put((at, completion))
+            await found.put((at, await request))
         except Exception as error:  # noqa: BLE001 - raised below, where the requests are answered
             await found.put((at, error))
 
@@ -173,7 +169,7 @@ async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Comp
             reader.cancel()
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     """Result of `work`; cancels it and raises `ClientGone` once the client closes the connection."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:

@@ -13,11 +13,11 @@ from jaxkv.serving.limits import Limits
 from jaxkv.serving.schemas import CHATS, ChatBody, TextBody
 
 # A batch has all the time that it takes.
-_SECONDS = 1e9
+_LIMITS = Limits(seconds=1e9)
 # The most lines that are under way at the same time.
 _MOST = 256
 # No request of theirs is refused because others wait.
-QUEUE = _MOST * Limits().answers
+QUEUE = _MOST * _LIMITS.answers
 
 
 class Batch:
@@ -59,8 +59,7 @@ class Batch:
             self.engine,
             body,
             document,
-            most_answers=Limits().answers,
-            seconds=_SECONDS,
+            limits=_LIMITS,
             # Without a seed, the line has one of its own.
             seed=line.seed,
             offline=True,

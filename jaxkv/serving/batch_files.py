@@ -32,8 +32,8 @@ class Ledger:
         """
         self._requests, self._out, self._about = requests, out, about
         self.partial = out.with_name(out.name + ".partial")
-        # The first line of each custom_id, and where answers lie: file, offset, bytes.
-        self._named, self._answers = dict[str, int](), dict[str, tuple[Path, int, int]]()
+        # The first line of each custom_id, and answers by the ids of their lines.
+        self._named, self._answers = dict[str, int](), dict[str, bytes]()
         self._ids = [line.id for line in self._checked()]
         wanted, self._end = set(self._ids), 0
         if out.exists():
@@ -57,8 +57,7 @@ class Ledger:
         data = json.dumps(answer, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         self._file.write(data)
         self._file.flush()
-        self._answers[line.id] = self.partial, self._end, len(data)
-        self._end += len(data)
+        self._answers[line.id] = data
 
     def finish(self) -> int:
         """Writes the output file, in the order of the requests, and removes the partial one.
@@ -70,22 +69,10 @@ class Ledger:
         answered = sum(each in self._answers for each in self._ids)
         remedy = f"{answered} of its {self.lines} lines are answered: it was changed meanwhile, run the command again"
         require(answered == self.lines, "FILE", str(self._requests), remedy)
-        bad = 0
-
-        def parts() -> Iterator[bytes]:
-            nonlocal bad
-            with contextlib.ExitStack() as stack:
-                paths = [path for path in (self._out, self.partial) if path.exists()]
-                files = {path: stack.enter_context(open(path, "rb")) for path in paths}
-                for path, at, size in (self._answers[each] for each in self._ids):
-                    files[path].seek(at)
-                    data = files[path].read(size)
-                    bad += _status(json.loads(data)) != 200
-                    yield data
-
-        write_whole(self._out, parts())
+        whole = [self._answers[each] for each in self._ids]
+        write_whole(self._out, b"".join(whole))
         self.partial.unlink(missing_ok=True)
-        return bad
+        return sum(_status(json.loads(each)) != 200 for each in whole)
 
     def close(self) -> None:
         """Closes the partial file."""
@@ -121,7 +108,7 @@ class Ledger:
                 total, same = total + 1, answer["id"] in wanted
                 ours += same
                 if same and _status(answer) == 200:
-                    self._answers[answer["id"]] = path, end, len(data)
+                    self._answers[answer["id"]] = data
                 end += len(data)
         if path == self._out:
             strange = path.stat().st_size > end

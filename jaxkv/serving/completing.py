@@ -1,5 +1,6 @@
 """Routes /v1/completions and /v1/chat/completions: one body to requests of the engine, whole or as a stream."""
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 from typing import Any
@@ -50,9 +51,11 @@ async def _completed(service: Service, request: HttpRequest, body: TextBody | Ch
     # Tokenizing a long prompt takes long: other connections are served meanwhile.
     requests = await run_in_threadpool(_submitted, service, record.model, body, document)
     if body.stream:
-        return EventStream(service, record, body, requests, document)
+        events = _events(service, record, body, requests, document)
+        return EventStream(events, record, requests)
     with asking.while_asked(requests):
-        completions = await asking.while_connected(request.receive, asking.answers(requests))
+        answers = asyncio.gather(*requests)
+        completions = await asking.while_connected(request.receive, answers)
     reply = asking.whole(body, record.model, requests, completions, document)
     _note(service, record, requests, reply.usage)
     return reply
@@ -71,38 +74,20 @@ def _submitted(
     service: Service, model: str, body: TextBody | ChatBody, document: Document | None
 ) -> list[Request]:
     """Submits a body's requests."""
-    limits = service.limits
     # Two bodies of many answers that fill the queue in turns would both be refused.
     several = body.n * len(body.prompts) > 1
     with service.submitting if several else contextlib.nullcontext():
-        return asking.submitted(
-            service.models[model],
-            body,
-            document,
-            most_answers=limits.answers,
-            seconds=limits.seconds,
-        )
+        return asking.submitted(service.models[model], body, document, limits=service.limits)
 
 
 class EventStream(StreamingResponse):
-    """HTTP response that sends the answers' pieces as server-sent events; cancels the requests if its client goes."""
+    """HTTP response of server-sent events; cancels the requests if its client goes."""
 
-    def __init__(
-        self,
-        service: Service,
-        record: Record,
-        body: TextBody | ChatBody,
-        requests: list[Request],
-        document: Document | None,
-    ):
+    def __init__(self, events: AsyncIterator[bytes], record: Record, requests: list[Request]):
         # Proxies must not collect the events.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        super().__init__(self._sent(), headers=headers, media_type="text/event-stream")
-        self._service, self._record, self._body = service, record, body
-        self._requests, self._document = requests, document
-        self._chat = isinstance(body, ChatBody)
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        self._head = {"object": kind, **asking.reply_head(body, record.model or service.name)}
+        super().__init__(events, headers=headers, media_type="text/event-stream")
+        self._record, self._requests = record, requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the answers are complete or the client has gone."""
@@ -112,49 +97,53 @@ class EventStream(StreamingResponse):
             except ClientGone:
                 self._record.status = 499
 
-    async def _sent(self) -> AsyncIterator[bytes]:
-        """Yields all events; an error after the headers is the last one."""
-        try:
-            async for each in self._events():
-                yield each
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
-            refused = self._service.refusal_of(error, self._record)
-            self._record.status = refused.status
-            yield _event(bytes(refused.response().body))
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        """Yields the events of all answers, in the order in which their text is drawn."""
-        unopened = set(range(len(self._requests))) if self._chat else set()
-        async for at, piece in asking.pieces(self._requests):
+async def _events(
+    service: Service,
+    record: Record,
+    body: TextBody | ChatBody,
+    requests: list[Request],
+    document: Document | None,
+) -> AsyncIterator[bytes]:
+    """Yields the events of all answers, in the order in which their text is drawn; an error is the last one."""
+    chat, counted = isinstance(body, ChatBody), body.stream_options.include_usage
+    kind = "chat.completion.chunk" if chat else "text_completion"
+    head = {"object": kind, **asking.reply_head(body, record.model or service.name)}
+
+    def chunk(choices: list[Any], usage: Usage | None = None) -> bytes:
+        """Event with choices, or with the stream's numbers of tokens, whose field is there only if asked for."""
+        numbers: dict[str, Any] = {"usage": usage} if counted else {}
+        made = Reply(choices=choices, **head, **numbers)
+        return _event(made.model_dump_json(exclude_unset=True).encode())
+
+    def piece(at: int, delta: dict[str, str], reason: str | None = None) -> bytes:
+        """Event of one choice's chunk."""
+        told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": reason}
+        if chat:
+            return chunk([ChatPiece(delta=delta, **told)])
+        return chunk([TextChoice(text=delta.get("content", ""), **told)])
+
+    unopened = set(range(len(requests))) if chat else set()
+    try:
+        async for at, found in asking.pieces(requests):
             sent = b""
             if at in unopened:
                 # Clients take the first event for the first token.
                 unopened.discard(at)
-                sent = self._piece(at, {"role": "assistant", "content": ""})
-            if isinstance(piece, str):
-                yield sent + self._piece(at, {"content": piece})
+                sent = piece(at, {"role": "assistant", "content": ""})
+            if isinstance(found, str):
+                yield sent + piece(at, {"content": found})
             else:
-                yield sent + self._piece(at, {}, piece.finish_reason)
-        usage = asking.usage_of(self._requests, self._body.n, self._document)
-        _note(self._service, self._record, self._requests, usage)
-        if self._body.stream_options.include_usage:
-            yield self._chunk([], usage)
+                yield sent + piece(at, {}, found.finish_reason)
+        usage = asking.usage_of(requests, body.n, document)
+        _note(service, record, requests, usage)
+        if counted:
+            yield chunk([], usage)
         yield _event(b"[DONE]")
-
-    def _piece(self, at: int, delta: dict[str, str], reason: str | None = None) -> bytes:
-        """Event of one choice's chunk."""
-        told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": reason}
-        if self._chat:
-            return self._chunk([ChatPiece(delta=delta, **told)], None)
-        return self._chunk([TextChoice(text=delta.get("content", ""), **told)], None)
-
-    def _chunk(self, choices: list[Any], usage: Usage | None) -> bytes:
-        """Event with choices, or with the stream's numbers of tokens, whose field is there only if asked for."""
-        numbers: dict[str, Any] = (
-            {"usage": usage} if self._body.stream_options.include_usage else {}
-        )
-        chunk = Reply(choices=choices, **self._head, **numbers)
-        return _event(chunk.model_dump_json(exclude_unset=True).encode())
+    except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+        refused = service.refusal_of(error, record)
+        record.status = refused.status
+        yield _event(bytes(refused.response().body))
 
 
 def _event(data: bytes) -> bytes:

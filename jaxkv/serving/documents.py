@@ -233,15 +233,11 @@ class Documents:
     def _write(self, document: Document, cache: KVCache) -> None:
         """Writes a document's cache and description to disk."""
         cache.save(self._folder / document.id)
-        plain = {
-            field.name: getattr(document, field.name) for field in dataclasses.fields(document)
-        }
-        written = {
+        described = dataclasses.asdict(document) | {
             "turn": document.turn.value,
             "kept": document.kept.described(),
             "made_for": self._made_for(),
         }
-        described = plain | written
         write_whole(self._json(document.id), json.dumps(described).encode())
 
     def _look(self, *names: str) -> None:
@@ -271,11 +267,9 @@ class Documents:
             return
         if for_whom != self._made_for() or document.id != path.stem:
             _NOTICES.warning("%s: left out, it was made by another model or policy", path)
-            return
-        if document.tokens > self._shape.prompt:
-            _NOTICES.warning(
-                "%s: left out, %d tokens are more than a prompt's", path, document.tokens
-            )
-            return
-        self._known[document.id] = document
-        self._others.discard(document.id)
+        elif document.tokens > self._shape.prompt:
+            said = "%s: left out, %d tokens are more than a prompt's"
+            _NOTICES.warning(said, path, document.tokens)
+        else:
+            self._known[document.id] = document
+            self._others.discard(document.id)

@@ -1,7 +1,7 @@
 """`Engine`: answers many requests at once over the slots of one running batch (continuous batching)."""
 
 import atexit
-import dataclasses
+import functools
 import os
 import threading
 import time
@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,6 @@ from jaxkv.cache import Turn
 from jaxkv.engine.results import Completion
 from jaxkv.engine.sampling import Sampler, mixed
 from jaxkv.engine.session import Session
-from jaxkv.engine.slot_shape import SlotShape
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
@@ -37,7 +35,7 @@ from jaxkv.serving.requests import EngineClosed, PromptTooLong, QueueFull, Reque
 from jaxkv.serving.room import ahead_of, device_of, limits_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.stats import EngineStats
-from jaxkv.serving.work import Order, Reading, Work
+from jaxkv.serving.work import Reading, Work
 from jaxkv.text.prompts import Prompt, encode
 
 # Most tokens of an answer where a request does not say.
@@ -62,6 +60,9 @@ class Engine:
     ```
 
     Attributes:
+        session: model, policy and attention.
+        limits: most tokens of a prompt, a question and an answer (`prompt`, `question`, `new`), and rows of a slot.
+        documents: the documents that can be asked: `all()`, `of(id)`, `remove(id)`.
         error: error that ended the engine; None while it can answer.
     """
 
@@ -122,7 +123,7 @@ class Engine:
             "an engine runs in one process: give its devices",
         )
         self._limit = _checks.whole("queue", queue, "let at least 1 request wait")
-        self._session = Session(
+        self.session = Session(
             params, policy, implementation=arguments.as_implementation(implementation)
         )
         limits = limits_of(
@@ -132,20 +133,21 @@ class Engine:
             question=max_question_tokens,
         )
         share = _checks.real("memory_share", memory_share, high=1, open_low=True)
-        wanted = slots_that_fit(self._session, **limits, share=share) if slots == "auto" else slots
+        wanted = slots_that_fit(self.session, **limits, share=share) if slots == "auto" else slots
         count = _checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
         self._slots = Slots(
-            self._session, count=count, ends=max(1, len(params.ends)), start=False, **limits
+            self.session, count=count, ends=max(1, len(params.ends)), start=False, **limits
         )
+        self.limits = self._slots.shape
         folder = None if documents is None else Path(os.path.expanduser(documents)).absolute()
         if document_bytes is None:
             left = memory.available_bytes(device_of(params)) - self._slots.needed
             document_bytes = int(_DOCUMENT_SHARE * share * max(0, left))
         most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
-        self._documents = Documents(
-            params, self._session.policy, shape=self._slots.shape, most_bytes=most, folder=folder
+        self.documents = Documents(
+            params, self.session.policy, shape=self.limits, most_bytes=most, folder=folder
         )
-        self._scheduler = Scheduler(self._slots, self._documents, ahead=ahead_of(count))
+        self._scheduler = Scheduler(self._slots, self.documents, ahead=ahead_of(count))
         self._changed = threading.Condition()
         self._refused, self._closing, self._dropping = 0, False, False
         self.error: BaseException | None = None
@@ -210,12 +212,12 @@ class Engine:
             TypeError: for an argument of the wrong kind, with what to give instead.
             RuntimeError: if the engine has failed, or, an `EngineClosed`, is closed.
         """
-        params, shape = self._session.params, self._slots.shape
-        new = min(_USUAL_NEW, shape.new) if max_new_tokens is None else max_new_tokens
-        new = _checks.whole("max_new_tokens", new, "draw at least 1 token", most=shape.new)
+        params, most = self.session.params, self.limits.new
+        new = min(_USUAL_NEW, most) if max_new_tokens is None else max_new_tokens
+        new = _checks.whole("max_new_tokens", new, "draw at least 1 token", most=most)
         sampling, stops = arguments.as_sampling(sampling), arguments.as_stops(stop)
         keys = [
-            own_key(each, self._session.key)
+            own_key(each, self.session.key)
             for each in (key if isinstance(key, Sequence) else [key])
         ]
         require(
@@ -234,7 +236,7 @@ class Engine:
             raise TypeError(
                 f"document={type(document).__name__}: give what this engine's document returned"
             )
-        turn = Turn.START if document is None else self._documents.of(document.id).turn
+        turn = Turn.START if document is None else self.documents.of(document.id).turn
         encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
         require(
             encoded.single,
@@ -243,21 +245,20 @@ class Engine:
             "submit one, or give all of them to map",
         )
         self._require_fits(int(encoded.lengths[0]), document)
-        order = Order(
+        answer = functools.partial(
+            Work,
             encoded=encoded,
             new=new,
             sampling=sampling,
-            key=None,
             stops=stops,
             eos=params.ends if stop_at_eos else (),
-            policy=own_policy(budget, self._session.policy, document),
+            policy=own_policy(budget, self.session.policy, document),
             deadline=own_deadline(deadline),
             offline=offline,
             document=document,
+            text=params.text,
         )
-        works = [
-            Work(dataclasses.replace(order, key=each), Request(), params.text) for each in keys
-        ]
+        works = [answer(key=each) for each in keys]
         works[0].request.others = tuple(work.request for work in works[1:])
         self._queued(works)
         return works[0].request
@@ -308,20 +309,23 @@ class Engine:
     ) -> Future[Document]:
         """Queues a `document` with the same arguments; returns a future of its handle, whose `cancel` ends it."""
         params, key, raw = (
-            self._session.params,
-            own_key(key, self._session.key),
+            self.session.params,
+            own_key(key, self.session.key),
             _checks.flag("raw", raw),
         )
         remedy = "make the engine with room for questions: Engine(..., max_question_tokens=256)"
-        require(self._slots.shape.question > 0, "document", "not asked", remedy)
+        require(self.limits.question > 0, "document", "not asked", remedy)
         encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
         require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "give one document")
         self._require_fits(int(encoded.lengths[0]), None)
         arguments.warn_unseen(
-            self._session.policy, encoded, self._session.planned(encoded.lengths, 0).budget
+            self.session.policy, encoded, self.session.planned(encoded.lengths, 0).budget
         )
         reading = Reading(
-            encoded, key, own_policy(budget, self._session.policy, None), own_deadline(deadline)
+            encoded=encoded,
+            key=key,
+            policy=own_policy(budget, self.session.policy, None),
+            deadline=own_deadline(deadline),
         )
         self._queued([reading])
         return reading.future
@@ -330,15 +334,15 @@ class Engine:
         self,
         prompts: Iterable[Prompt],
         *,
-        ordered: bool = True,
         key: PRNGKeyArray | int | None = None,
         **options: Any,
     ) -> Iterator[Completion]:
-        """Answers any number of prompts; yields the `Completion` of each. Twice as many as slots are under way at once.
+        """Answers any number of prompts; yields the `Completion` of each, in their order.
+
+        Twice as many as slots are under way at once.
 
         Args:
             prompts: prompts of `submit`, in a list or any other iterable, which is read as answers are taken.
-            ordered: True to yield answers in the order of the prompts, False as they are complete.
             key: random key or seed; prompt i draws with `jax.random.fold_in(key, i)`.
             options: other arguments of `submit`, the same for all prompts; `offline` is True by default.
 
@@ -347,25 +351,8 @@ class Engine:
         """
         waiting, most = self._scheduler.waiting, self._limit
         submit = patient(self.submit, lambda: len(waiting) >= most and self._thread.is_alive())
-        given, ordered = arguments.as_key(key), _checks.flag("ordered", ordered)
-        return mapped(
-            submit, prompts, min(most, 2 * self._slots.count), key=given, ordered=ordered, **options
-        )
-
-    @property
-    def session(self) -> Session:
-        """Model, policy and attention of this engine."""
-        return self._session
-
-    @property
-    def documents(self) -> Documents:
-        """The documents of this engine: `all()`, `of(id)`, `remove(id)`."""
-        return self._documents
-
-    @property
-    def limits(self) -> SlotShape:
-        """Most tokens of a prompt, a question and an answer (`prompt`, `question`, `new`), and rows of a slot."""
-        return self._slots.shape
+        given, at_once = arguments.as_key(key), min(most, 2 * self._slots.count)
+        return mapped(submit, prompts, at_once, key=given, **options)
 
     @property
     def stats(self) -> EngineStats:
@@ -381,7 +368,7 @@ class Engine:
             refused=self._refused,
             new_tokens=at.tokens,
             nbytes=self._slots.nbytes,
-            document_bytes=self._documents.nbytes,
+            document_bytes=self.documents.nbytes,
             longest_pause_seconds=at.longest_pause,
         )
 
@@ -398,25 +385,20 @@ class Engine:
         if threading.current_thread() is not self._thread:
             for thread in filter(threading.Thread.is_alive, (self._thread, self._compiler)):
                 thread.join()
-            self._documents.close()
+            self.documents.close()
 
     def __enter__(self) -> "Engine":
         """Returns the engine."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ):
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Closes the engine: answers the requests it has; cancels them if the block ended by an error."""
         self.close(drain=error is None)
 
     def __repr__(self) -> str:
         """One-line text: policy, numbers of slots and of requests."""
         at = self.stats
-        return f"Engine({self._session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
+        return f"Engine({self.session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
 
     def _require_fits(self, tokens: int, document: Document | None) -> None:
         """Raises `PromptTooLong` for a prompt or question of more tokens than the slots take."""
@@ -429,7 +411,7 @@ class Engine:
             told = f"this engine takes up to max_{kind}_tokens={most}"
             raise PromptTooLong(f"prompt={tokens} tokens: {told}")
 
-    def _queued(self, works: Sequence[Work | Reading]) -> None:
+    def _queued(self, works: Sequence[Reading]) -> None:
         """Queues all requests, or a document, or none, for the engine's thread; raises if full, closed or failed."""
         with self._changed:
             if self.error is not None:

@@ -13,7 +13,7 @@ from jaxkv.serving.documents import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.errors import ClientGone, Refused
 from jaxkv.serving.requests import result_of
-from jaxkv.serving.schemas import DocumentBody, Kept, plain
+from jaxkv.serving.schemas import DocumentBody, Kept
 from jaxkv.serving.service import Record, Served
 from jaxkv.text.pieces import pieces_of
 
@@ -31,7 +31,7 @@ async def add(body: DocumentBody, request: HttpRequest, service: Served) -> dict
     engine = service.models[record.model]
     future = await run_in_threadpool(
         engine.submit_document,
-        body.text if body.messages is None else plain(body.messages),
+        body.text if body.messages is None else [each.plain for each in body.messages],
         raw=body.raw,
         budget=body.budget,
         deadline=service.limits.seconds,
@@ -92,16 +92,12 @@ def one(id: str, service: Served) -> dict[str, Any]:
 def kept(id: str, where: Annotated[Kept, Query()], service: Served) -> dict[str, Any]:
     """Texts of a document's tokens, and the number of (layer, kv head) pairs that keep each token's row."""
     model, document = service.document(id)
-    kept, session, layer, head = (
-        document.kept,
-        service.models[model].session,
-        where.layer,
-        where.head,
-    )
-    if layer is not None and layer >= kept.layers:
-        raise Refused(400, f"layer={layer}: give one below {kept.layers}", param="layer")
-    if head is not None and (layer is None or head >= kept.heads):
-        remedy = f"heads are those of a layer: give layer, too, and one below {kept.heads}"
+    kept, session = document.kept, service.models[model].session
+    (layers, heads, _), layer, head = kept.bits.shape, where.layer, where.head
+    if layer is not None and layer >= layers:
+        raise Refused(400, f"layer={layer}: give one below {layers}", param="layer")
+    if head is not None and (layer is None or head >= heads):
+        remedy = f"heads are those of a layer: give layer, too, and one below {heads}"
         raise Refused(400, f"head={head}: {remedy}", param="head")
     text = session.params.text
     assert text is not None
@@ -110,11 +106,11 @@ def kept(id: str, where: Annotated[Kept, Query()], service: Served) -> dict[str,
         "id": document.id,
         "object": "document.kept",
         "model": model,
-        "layers": kept.layers,
-        "heads": kept.heads,
+        "layers": layers,
+        "heads": heads,
         "layer": layer,
         "head": head,
-        "pairs": (kept.layers if layer is None else 1) * (kept.heads if head is None else 1),
+        "pairs": (layers if layer is None else 1) * (heads if head is None else 1),
         "pieces": pieces.texts,
         "special": pieces.special,
         "kept": kept.counts(layer, head).tolist(),

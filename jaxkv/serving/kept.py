@@ -31,16 +31,6 @@ class Kept:
             ids=np.asarray(ids, np.int32), bits=np.packbits(cache.holds(0, len(ids)), axis=-1)
         )
 
-    @property
-    def layers(self) -> int:
-        """Number of layers."""
-        return self.bits.shape[0]
-
-    @property
-    def heads(self) -> int:
-        """Number of kv heads of a layer."""
-        return self.bits.shape[1]
-
     def counts(self, layer: int | None = None, head: int | None = None) -> Int[np.ndarray, " n"]:
         """Number of (layer, kv head) pairs that keep each token's row, `[n]`; of one layer, or one head of it."""
         layers = slice(None) if layer is None else slice(layer, layer + 1)

@@ -4,7 +4,6 @@ import collections
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, wait
 from typing import Any
 
 import jax
@@ -21,7 +20,6 @@ def mapped(
     prompts: Iterable[Prompt],
     most: int,
     *,
-    ordered: bool,
     key: PRNGKeyArray | None,
     **options: Any,
 ) -> Iterator[Completion]:
@@ -35,9 +33,6 @@ def mapped(
                 under_way.append(submit(item[1], **{"key": own, "offline": True, **options}))
             if not under_way:
                 return
-            if not ordered:
-                wait([each.future for each in under_way], return_when=FIRST_COMPLETED)
-                under_way = collections.deque(sorted(under_way, key=lambda each: not each.done))
             yield under_way[0].result()
             under_way.popleft()
     finally:

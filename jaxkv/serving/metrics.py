@@ -1,7 +1,9 @@
 """Prometheus metrics of the HTTP server: the engine's state as it is read, and each request as it ends."""
 
 import math
+import tomllib
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,33 +12,8 @@ from prometheus_client.registry import Collector
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.requests import RequestStats
 
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
-_STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5)
-_TOKENS = tuple(2**power for power in range(0, 18))
-
-
-_COUNTERS = ("answers", "queue_refusals", "tokens")
-_STATE = {
-    "queue_requests": "Requests that are not prefilled yet.",
-    "ready_requests": "Prefilled requests that wait for a slot.",
-    "slots_taken": "Slots with a request.",
-    "slots": "Slots.",
-    "slots_bytes": "Bytes of all slots.",
-    "documents": "Documents that can be asked.",
-    "documents_rows": "Rows of all documents per kv head and layer.",
-    "documents_bytes": "Bytes of documents on the device.",
-    "longest_pause_seconds": "Longest time between two tokens.",
-    "answers": "Requests answered.",
-    "queue_refusals": "Requests refused because the queue was full.",
-    "tokens": "Tokens drawn.",
-}
-_HISTOGRAMS = {
-    "time_to_first_token_seconds": ("From submission to the first token.", _SECONDS),
-    "time_per_token_seconds": ("Mean time between the tokens of one answer.", _STEP_SECONDS),
-    "answer_seconds": ("From submission to the whole answer.", _SECONDS),
-    "prompt_tokens": ("Tokens of a prompt.", _TOKENS),
-    "answer_tokens": ("Tokens of an answer.", _TOKENS),
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-8"))
+_KINDS = {"counters": CounterMetricFamily, "gauges": GaugeMetricFamily}
 
 
 class Metrics:
@@ -55,9 +32,13 @@ class Metrics:
         )
         self._histograms = {
             name: Histogram(
-                f"jaxkv_{name}", about, ["model"], buckets=buckets, registry=self._registry
+                f"jaxkv_{name}",
+                row["about"],
+                ["model"],
+                buckets=row["buckets"],
+                registry=self._registry,
             )
-            for name, (about, buckets) in _HISTOGRAMS.items()
+            for name, row in _TABLES["histograms"].items()
         }
         self._mean = dict.fromkeys(models, 1.0)
         # A model that has answered nothing yet is there with zeros.
@@ -102,28 +83,16 @@ class _State(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yields the engines' numbers, each by its model id."""
         numbers = {model: _numbers(engine) for model, engine in self._models.items()}
-        for name, about in _STATE.items():
-            kind = CounterMetricFamily if name in _COUNTERS else GaugeMetricFamily
-            family = kind(f"jaxkv_{name}", about, labels=["model"])
-            for model, values in numbers.items():
-                family.add_metric([model], values[name])
-            yield family
+        for kind, family in _KINDS.items():
+            for name, row in _TABLES[kind].items():
+                made = family(f"jaxkv_{name}", row["about"], labels=["model"])
+                for model, values in numbers.items():
+                    made.add_metric([model], values[row["field"]])
+                yield made
 
 
 def _numbers(engine: Engine) -> dict[str, int | float]:
-    """The numbers of an engine by name."""
-    now, documents = engine.stats, engine.documents.all()
-    return {
-        "queue_requests": now.waiting,
-        "ready_requests": now.ready,
-        "slots_taken": now.running,
-        "slots": now.slots,
-        "slots_bytes": now.nbytes,
-        "documents": len(documents),
-        "documents_rows": sum(each.rows for each in documents),
-        "documents_bytes": now.document_bytes,
-        "longest_pause_seconds": now.longest_pause_seconds,
-        "answers": now.answered,
-        "queue_refusals": now.refused,
-        "tokens": now.new_tokens,
-    }
+    """The numbers of an engine by the names of `EngineStats`, and those of its documents."""
+    documents = engine.documents.all()
+    rows = sum(each.rows for each in documents)
+    return vars(engine.stats) | {"documents": len(documents), "documents_rows": rows}

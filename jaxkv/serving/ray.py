@@ -15,25 +15,22 @@ from jaxkv.serving.recipe import Recipe
 
 # Requests under way in a replica: its engine's queue refuses more, not Ray Serve.
 _MOST = 10_000
-# Settings that an engine has by the same names.
-_SAME = {"slots", "max_prompt_tokens", "max_new_tokens", "queue", "documents", "document_bytes"}
 
 
-class Settings(BaseModel):
-    """The `args` of the application's configuration; docs/serving.md says what they are."""
+class ModelSettings(BaseModel):
+    """Settings of a `Recipe`, by the same names."""
 
     model_config = ConfigDict(extra="forbid")
 
     model: str = "smollm2-135m-instruct"
-    name: str | None = None
     dtype: str | None = None
     weights: str | None = None
     mesh: str | None = None
-    policy: str | None = None
-    policy_options: dict[str, Any] = {}
-    replicas: int = Field(default=1, ge=1)
-    cpus: float = 1
-    gpus: float = 0
+
+
+class EngineSettings(BaseModel):
+    """Settings of an `Engine`, by the same names."""
+
     slots: int | str = "auto"
     max_prompt_tokens: int | None = None
     max_new_tokens: int = 512
@@ -41,6 +38,17 @@ class Settings(BaseModel):
     queue: int = 256
     documents: str | None = None
     document_bytes: int | None = None
+
+
+class Settings(ModelSettings, EngineSettings):
+    """The `args` of the application's configuration; docs/serving.md says what they are."""
+
+    name: str | None = None
+    policy: str | None = None
+    policy_options: dict[str, Any] = {}
+    replicas: int = Field(default=1, ge=1)
+    cpus: float = 1
+    gpus: float = 0
     api_key: str | None = None
     timeout: float = 600
     max_body_bytes: int = 8 << 20
@@ -67,19 +75,13 @@ class Replica:
 
 def app(settings: Settings) -> Any:
     """Builds the Ray Serve application from the `args` of its configuration."""
+    options = settings.model_dump(include=set(EngineSettings.model_fields))
+    options["policy"] = as_policy(settings.policy, options=settings.policy_options)
     # Without a folder that all see, a replica knows its own documents alone.
-    shared = settings.replicas == 1 or settings.documents is not None
-    recipe = Recipe(
-        model=settings.model,
-        dtype=settings.dtype,
-        weights=settings.weights,
-        mesh=settings.mesh,
-        options={
-            "policy": as_policy(settings.policy, options=settings.policy_options),
-            "max_question_tokens": settings.max_question_tokens if shared else 0,
-            **settings.model_dump(include=_SAME),
-        },
-    )
+    if settings.replicas > 1 and settings.documents is None:
+        options["max_question_tokens"] = 0
+    of_model = settings.model_dump(include=set(ModelSettings.model_fields))
+    recipe = Recipe(**of_model, options=options)
     limits = Limits(
         api_key=settings.api_key,
         seconds=settings.timeout,

@@ -60,6 +60,8 @@ class Request:
 
     Attributes:
         others: requests of the further answers to its prompt, where several were asked for.
+        future: future of the `Completion`, for `concurrent.futures.wait` and `as_completed`; its `cancel` ends it.
+        stats: numbers of tokens and seconds of an answered request; None before, and if it failed or was cancelled.
     """
 
     others: tuple["Request", ...] = ()
@@ -70,29 +72,19 @@ class Request:
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], object]] = []
         self._readers = 0
-        self._stats: RequestStats | None = None
-        self._future: Future[Completion] = Future()
-        self._future.add_done_callback(lambda _: self._tell())
-
-    @property
-    def future(self) -> Future[Completion]:
-        """Future of the `Completion`, for `concurrent.futures.wait` and `as_completed`; its `cancel` ends it."""
-        return self._future
+        self.stats: RequestStats | None = None
+        self.future: Future[Completion] = Future()
+        self.future.add_done_callback(lambda _: self._tell())
 
     @property
     def done(self) -> bool:
         """True if the request has been answered, has failed, or was cancelled."""
-        return self._future.done()
-
-    @property
-    def stats(self) -> RequestStats | None:
-        """Numbers of tokens and seconds of an answered request; None before, and if it failed or was cancelled."""
-        return self._stats
+        return self.future.done()
 
     @property
     def cancelled(self) -> bool:
         """True if `cancel` was called before the request ended."""
-        return self._future.cancelled()
+        return self.future.cancelled()
 
     def result(self, timeout: float | int | None = None) -> Completion:
         """Waits for the answer and returns its `Completion`.
@@ -109,11 +101,11 @@ class Request:
             ValueError: if the policy refused the prompt, as `jaxkv.generate` would.
             RuntimeError: if the engine failed or was closed before the answer was complete.
         """
-        return self._future.result(timeout)
+        return self.future.result(timeout)
 
     def cancel(self) -> None:
         """Ends the request: it leaves the queue at once, or its slot after the current block of tokens."""
-        self._future.cancel()
+        self.future.cancel()
 
     def __iter__(self) -> Iterator[str]:
         """Yields the answer's text piece by piece as it is drawn; raises what `result` raises."""
@@ -127,12 +119,12 @@ class Request:
                 yield from fresh
                 at += len(fresh)
                 if ended:
-                    self._future.result()
+                    self.future.result()
                     return
 
     def __await__(self) -> Generator[Any, None, Completion]:
         """Waits for the answer within an event loop and returns its `Completion`; raises what `result` raises."""
-        return result_of(self._future).__await__()
+        return result_of(self.future).__await__()
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Yields the answer's text piece by piece within an event loop; raises what `result` raises."""
@@ -155,7 +147,7 @@ class Request:
                         yield piece
                     at += len(fresh)
                     if ended:
-                        self._future.result()
+                        self.future.result()
                         return
                     if not fresh:
                         await changed.wait()
@@ -169,7 +161,7 @@ class Request:
         if self.cancelled:
             state = "cancelled"
         elif self.done:
-            error = self._future.exception()
+            error = self.future.exception()
             state = "answered" if error is None else f"ended by {type(error).__name__}"
         return f"Request({state}, {sum(map(len, self._pieces))} characters)"
 
@@ -198,14 +190,14 @@ class Request:
 
     def finish(self, completion: Completion, stats: RequestStats) -> None:
         """Ends the request with its answer and wakes all readers; called by the engine alone."""
-        if claimed(self._future):
-            self._stats = stats
-            self._future.set_result(completion)
+        if claimed(self.future):
+            self.stats = stats
+            self.future.set_result(completion)
 
     def fail(self, error: BaseException) -> None:
         """Ends the request with an error, which its readers raise; called by the engine alone."""
-        if claimed(self._future):
-            self._future.set_exception(error)
+        if claimed(self.future):
+            self.future.set_exception(error)
 
     def _tell(self) -> None:
         """Wakes all waiting threads and event loops."""

@@ -21,11 +21,6 @@ _MOST_ON_CPUS, _MOST = 64, 1024
 _USUAL_PROMPT = 4096
 
 
-def most_slots(platform: str) -> int:
-    """The most slots that "auto" makes on a platform of JAX, such as "cpu": 64 on a CPU, else 1024."""
-    return _MOST_ON_CPUS if platform == "cpu" else _MOST
-
-
 def ahead_of(slots: int) -> int:
     """Most prompts that are prefilled while all of `slots` slots are taken: a quarter of their number, at least 2."""
     return max(2, slots // 4)
@@ -62,8 +57,8 @@ def slots_that_fit(
 ) -> int:
     """Number of slots that fit into nine tenths of a share of the free memory beside one prefill.
 
-    `most_slots` at most, and on a mesh a multiple of its groups. Raises MemoryError, naming the bytes, if not even one
-    slot of each group fits.
+    At most 64 on a CPU, else 1024, and on a mesh a multiple of its groups. Raises MemoryError, naming the bytes, if not
+    even one slot of each group fits.
     """
     params, parts = session.params, session.policy.parts()
     config, axes = params.config, params.axes
@@ -89,7 +84,8 @@ def slots_that_fit(
         beside + each * (1 + ahead_of(groups)), "one slot, its queue and a prefill", device
     )
     fit = (int(_SHARE * share * memory.available_bytes(device)) - beside) // each
-    counts = range(1, most_slots(device.platform) // groups + 1)
+    made = _MOST_ON_CPUS if device.platform == "cpu" else _MOST
+    counts = range(1, made // groups + 1)
     most = max((count for count in counts if count + ahead_of(count * groups) <= fit), default=1)
     return most * groups
 

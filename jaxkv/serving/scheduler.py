@@ -36,10 +36,10 @@ class Scheduler:
     def __init__(self, slots: Slots, documents: Documents, *, ahead: int):
         """Makes the scheduler of slots that are all free."""
         self.slots, self.documents, self.ahead = slots, documents, ahead
-        self.waiting: collections.deque[Work | Reading] = collections.deque()
+        self.waiting: collections.deque[Reading] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
         # The answers to one prompt, or a document, and its prefill.
-        self._reading: tuple[list[Work | Reading], Walk[KVCache]] | None = None
+        self._reading: tuple[list[Reading], Walk[KVCache]] | None = None
         self._ready: collections.deque[Work] = collections.deque()
         self._running: dict[int, Work] = {}
         # Seconds of a decode step, and when the last one ended.
@@ -80,7 +80,7 @@ class Scheduler:
             self._advance()
             # A prompt's layers take turns with tokens: nobody waits for a whole prompt, and half of the time is theirs.
             # Where nobody waits for tokens, slots are filled first: a step costs the same for few of them as for all.
-            waited_for = any(not work.order.offline for work in self._running.values())
+            waited_for = any(not work.offline for work in self._running.values())
             if waited_for and time.monotonic() - self._stepped >= self._step_seconds:
                 self._decode(1)
             return True
@@ -99,7 +99,7 @@ class Scheduler:
         self._running.clear()
         self._reading = None
 
-    def _all(self) -> Iterator[Work | Reading]:
+    def _all(self) -> Iterator[Reading]:
         """Yields every request that has not ended."""
         yield from list(self.waiting)
         if self._reading is not None:
@@ -160,7 +160,7 @@ class Scheduler:
             works = [each for each in ready if each.encoded is ready[0].encoded]
         for work in works:
             self.waiting.remove(work)
-            work.begin()
+            work.begun = time.monotonic()
         self._reading = works, works[0].walk(self.slots, self.documents)
 
     def _advance(self) -> None:
@@ -180,26 +180,21 @@ class Scheduler:
         for work in works:
             work.prefill_seconds += time.monotonic() - begun
 
-    def _prefilled(self, work: Work | Reading, cache: KVCache) -> None:
+    def _prefilled(self, work: Reading, cache: KVCache) -> None:
         """Makes a prefilled request ready for a slot, drawing its first token if none is free; or adds a document."""
-        if isinstance(work, Reading):
+        if not isinstance(work, Work):
             if claimed(work.future):
                 try:
                     work.future.set_result(self.documents.add(cache, work.encoded.ids[0]))
                 except _REFUSALS as error:
                     work.fail(error)
             return
-        order = work.order
         try:
             work.ready = self.slots.begin(
-                cache,
-                max_new_tokens=order.new,
-                sampling=order.sampling,
-                eos=order.eos,
-                key=order.key,
+                cache, max_new_tokens=work.new, sampling=work.sampling, eos=work.eos, key=work.key
             )
         except _REFUSALS as error:
-            work.request.fail(error)
+            work.fail(error)
             return
         work.kept = float(np.mean(cache.kept))
         if len(self._running) + len(self._ready) >= self.slots.count:
@@ -207,7 +202,7 @@ class Scheduler:
             token = self.slots.peek(work.ready)
             work.take([token], time.monotonic())
             self.tokens, work.told = self.tokens + 1, True
-            if work.ends_with(token, order.eos):
+            if work.ends_with(token):
                 self._finish(work)
                 return
         self._ready.append(work)

@@ -1,7 +1,6 @@
 """Pydantic models of OpenAI's requests and responses, and of documents and lines of a batch's file."""
 
 import tomllib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -71,11 +70,6 @@ class Message(Body):
 
 
 Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-
-
-def plain(messages: Iterable[Message]) -> list[dict[str, str]]:
-    """Messages as `Engine.submit` takes them."""
-    return [each.plain for each in messages]
 
 
 class StreamOptions(Body):
@@ -148,7 +142,7 @@ class ChatBody(Completion):
     @property
     def prompts(self) -> list[Prompt]:
         """The one conversation."""
-        return [plain(self.messages)]
+        return [[each.plain for each in self.messages]]
 
     @property
     def most(self) -> int | None:

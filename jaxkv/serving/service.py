@@ -26,22 +26,22 @@ class Record:
     Attributes:
         id: id that the answer's header `x-request-id` has.
         begun: time of arrival on the clock `time.monotonic`.
-        status: HTTP status; 499 if the client was gone before the answer was complete. None before the answer begins.
+        status: HTTP status; 499 before the answer begins, and if the client was gone before it was complete.
         prompt_tokens: tokens of the prompts, once they are known.
         new_tokens: tokens of the answers, once they are complete.
         model: id of the model that answers, once it is known.
         prompt: the body's name of the prompt.
-        fault: where an unexpected error was raised, without its message, which may hold a prompt's text.
+        fault: where an unexpected error was raised, without its message, which may hold a prompt's text; else empty.
     """
 
     id: str
     begun: float = dataclasses.field(default_factory=time.monotonic)
-    status: int | None = None
+    status: int = 499
     prompt_tokens: int | None = None
     new_tokens: int | None = None
     model: str | None = None
     prompt: str = "prompt"
-    fault: str | None = None
+    fault: str = ""
 
 
 class Service:

@@ -1,6 +1,8 @@
 """Placement of a model's parameters on a mesh, and the mesh that a model is split over."""
 
 import math
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,28 +16,8 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.sharding.mesh import NAMES, spec_of_letters
 
 _AXES = ("data", "model")
-# Axis letters by the last part of a parameter's name; others, such as biases added after a psum, are replicated.
-_PARAMETERS = {
-    "q": "K G D E",
-    "q_bias": "K G D",
-    "q_gain": "K G D",
-    "k_gain": "K D",
-    "sink_logits": "K G",
-    "kv": "2 K D E",
-    "kv_bias": "2 K D",
-    "gate_up": "2 F E",
-    "gate_up_bias": "2 F",
-    "out": "E H",
-    "down": "E F",
-    "up": "F E",
-    "up_bias": "F",
-    "experts_gate_up": "X 2 F E",
-    "experts_gate_up_bias": "X 2 F",
-    "experts_down": "X E F",
-    "embedding": "V E",
-    "head": "V E",
-}
-
+# Axis letters by the last part of a parameter's name.
+_PARAMETERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _OF_GROUPS = ("_scales", "_leasts")
 
 
