@@ -102,7 +102,7 @@ class Way:
         given = looping.loop_arguments(
             flat, cache.arrays, draw, 1, jaxkv.Sampling(temperature=0), 0, spec=spec
         )
-        compiled = looping._loop.lower(*given, spec=spec, size=self.size).compile()
+        compiled = looping._loop.trace(*given, spec=spec, size=self.size).lower().compile()
         return float(compiled.cost_analysis()["bytes accessed"])
 
 

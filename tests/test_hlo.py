@@ -41,7 +41,7 @@ def _scaled(
 
 def test_a_compiled_program():
     axes = Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config))
-    text = _scaled.lower(jnp.ones((2, 8)), jnp.ones((2, 3)), axes=axes).compile().as_text()
+    text = _scaled.trace(jnp.ones((2, 8)), jnp.ones((2, 3)), axes=axes).lower().compile().as_text()
     assert hlo.collectives(text) == {
         ("all-reduce", (("f32", (1, 3)),)): 1,
         ("all-gather", (("f32", (1, 8)),)): 1,

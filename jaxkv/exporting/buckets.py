@@ -55,18 +55,13 @@ def table(parts: Parts, windows: Windows, slots: int) -> Table:
         _numbers(parts, lengths[-1:], windows)
     known = _numbers(parts, allowed, windows)
 
-    def by_index(numbers: np.ndarray | None) -> np.ndarray | None:
-        """Spreads numbers of allowed lengths into a table `[..., S + 1]` by length, -1 elsewhere; None stays None."""
-        if numbers is None:
-            return None
+    def by_index(numbers: np.ndarray) -> np.ndarray:
+        """Spreads numbers of allowed lengths into a table `[..., S + 1]` by length, -1 elsewhere."""
         wide = np.full((*numbers.shape[:-1], slots + 1), -1, np.int32)
         wide[..., allowed] = numbers
         return wide
 
-    fields = {
-        each.name: by_index(getattr(known, each.name)) for each in dataclasses.fields(ByLength)
-    }
-    return Table(ByLength(**fields), allowed)  # type: ignore[arg-type]
+    return Table(jax.tree.map(by_index, known), allowed)
 
 
 def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], windows: Windows) -> ByLength:

@@ -27,6 +27,12 @@ from jaxkv.policies.policy import Method
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
+# Of a random key; of the next tokens; of all layers.
+KeyData = UInt[Array, " two"]
+Logits = Float[Array, "B V"]
+Pools = tuple[Pool, ...]
+Blocks = tuple[Leaves, ...]
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketSpec:
@@ -64,7 +70,7 @@ class Asked(NamedTuple):
     """
 
     done: Bool[Array, " B"]
-    key: UInt[Array, " two"]
+    key: KeyData
     eos: Int[Array, " n"]
     steps: Int[Array, ""]
     sampling: Any
@@ -76,18 +82,18 @@ class After(NamedTuple):
     Fields that a program does not compute are None, and are no outputs.
     """
 
-    pools: tuple[Pool, ...]
+    pools: Pools
     cache: Tables
-    logits: Float[Array, "B V"] | None = None
+    logits: Logits | None = None
     ordered: Bool[Array, ""] | None = None
 
 
 class Drawn(NamedTuple):
     """Result of an exported decode loop: ids (-1 after an end), steps `ran`, logits, cache, mask of ended sequences."""
 
-    pools: tuple[Pool, ...]
+    pools: Pools
     cache: Tables
-    logits: Float[Array, "B V"]
+    logits: Logits
     done: Bool[Array, " B"]
     drawn: Int[Array, "B steps"]
     ran: Int[Array, ""]
@@ -96,11 +102,11 @@ class Drawn(NamedTuple):
 @program(static=("spec",), on="spec")
 def prompt(
     ends: Leaves,
-    blocks: tuple[Leaves, ...],
+    blocks: Blocks,
     tokens: Int[Array, "B S"],
     length: Int[Array, " B"],
     told: ByLength,
-    key: UInt[Array, " two"],
+    key: KeyData,
     *,
     spec: BucketSpec,
 ) -> After:
@@ -117,10 +123,10 @@ def prompt(
 @program(static=("spec",), donate=("pools", "cache"), on="spec")
 def question(
     ends: Leaves,
-    blocks: tuple[Leaves, ...],
-    pools: tuple[Pool, ...],
+    blocks: Blocks,
+    pools: Pools,
     cache: Tables,
-    logits: Float[Array, "B V"],
+    logits: Logits,
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
@@ -135,10 +141,10 @@ def question(
 @program(static=("spec",), donate=("pools", "cache"), on="spec")
 def again(
     ends: Leaves,
-    blocks: tuple[Leaves, ...],
-    pools: tuple[Pool, ...],
+    blocks: Blocks,
+    pools: Pools,
     cache: Tables,
-    key: UInt[Array, " two"],
+    key: KeyData,
     *,
     spec: BucketSpec,
 ) -> After:
@@ -162,10 +168,10 @@ def again(
 @program(static=("spec",), donate=("pools", "cache"), on="spec")
 def draw(
     ends: Leaves,
-    blocks: tuple[Leaves, ...],
-    pools: tuple[Pool, ...],
+    blocks: Blocks,
+    pools: Pools,
     cache: Tables,
-    logits: Float[Array, "B V"],
+    logits: Logits,
     asked: Asked,
     *,
     spec: BucketSpec,
@@ -185,6 +191,6 @@ def draw(
     return Drawn(after.pools, after.tables, now.logits, now.done, tokens, ran)
 
 
-def _key(data: UInt[Array, " two"]) -> Array:
+def _key(data: KeyData) -> Array:
     """Typed threefry random key of raw key data; JAX's default implementation where it runs does not matter."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")

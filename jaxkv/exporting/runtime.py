@@ -321,7 +321,7 @@ class Model:
             not small,
             f"prompt={small} tokens: the policy's budget is too small: export with a larger one",
         )
-        return slots, min(batch)
+        return (slots, min(batch)), room
 
     @np.errstate(over="ignore", under="ignore")
     def asked(
@@ -360,11 +360,11 @@ class Model:
 
     def read(self, prompt, cache=None, seed=0, new=0, close=False):
         """Prefills prompts, or appends them to `cache`; returns the cache. `close` ends the user turn of a text."""
-        said, (_, seed, _, _) = self.said, self.asked(1, seed)
+        _, seed, _, _ = self.asked(1, seed)
         cache is None or self.known(cache)
         ids, turns = self.encode(prompts(prompt)[0], cache.turns if cache else ("start",), close)
         count, lengths = len(ids), np.asarray([*map(len, ids)], np.int32)
-        at, longest = self.fits(lengths, new, cache), int(lengths.max())
+        (at, room), longest = self.fits(lengths, new, cache), int(lengths.max())
         kind, rows = "question" if cache else "prompt", [*ids, *ids[-1:] * (at[1] - count)]
         wide, lengths = (
             self.programs[kind, *at][1]["tokens"][2],
@@ -391,17 +391,14 @@ class Model:
             out.get("ordered", True),
             "scores: NaN: the model's attention is not finite: check its weights",
         )
-        room = cache.room - longest * said["grows"] if cache else said["room"]
         return Cache(self.again(out, at)[0], at, count, room, turns, self.of)
 
     def draw(self, cache, max_new_tokens, tell=None, seed=0, **drawing):
         """Draws up to `max_new_tokens`, passing ids to `tell`; returns ids `[B, n]`, -1 after an end, and the cache."""
         self.known(cache)
         new, seed, kind, given = self.asked(max_new_tokens, seed, **drawing)
-        at, drawn = (
-            self.fits(np.zeros(cache.count, np.int32), new, cache),
-            np.zeros((cache.count, 0), np.int32),
-        )
+        at, _ = self.fits(np.zeros(cache.count, np.int32), new, cache)
+        drawn = np.zeros((cache.count, 0), np.int32)
         size, given["done"] = (
             self.programs[kind, *at][2]["drawn"][2],
             np.arange(at[1]) >= cache.count,
@@ -442,12 +439,11 @@ if __name__ == "__main__":
     len(sys.argv) == 2 and sys.argv[1] not in ("-h", "--help") or sys.exit(
         f"usage: {sys.argv[0]} 'PROMPT'"
     )
-    model, text = (
-        Model(pathlib.Path(__file__).parent),
-        lambda drawn: model.text.decode(drawn[0][drawn[0] >= 0]),
-    )
-    told, more = (
-        [""],
-        lambda drawn: told.__iadd__([text(drawn).rstrip("\ufffd")])[-1][len(told[-2]) :],
-    )
-    model.generate(sys.argv[1:2], tell=lambda drawn: print(more(drawn), end="", flush=True))
+    model, shown = Model(pathlib.Path(__file__).parent), ""
+
+    def tell(drawn):
+        global shown
+        before, shown = shown, model.text.decode(drawn[0][drawn[0] >= 0]).rstrip("\ufffd")
+        print(shown[len(before) :], end="", flush=True)
+
+    model.generate(sys.argv[1:2], tell=tell)

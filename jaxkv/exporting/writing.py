@@ -5,12 +5,13 @@ import datetime
 import functools
 import hashlib
 import importlib.metadata
+import itertools
 import os
 import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxkv._checks import is_whole, plain, settled, whole
+from jaxkv._checks import settled, whole
 from jaxkv._errors import require
 from jaxkv.arguments import as_model, as_sampling
 from jaxkv.attention import PREFILL_ONLY, Implementation, backend_of, named
@@ -153,13 +154,16 @@ def export(
     return folder
 
 
+# Manifest entries of the written programs, and the policy's tables of budgets by bucket.
+_Made = tuple[list[dict[str, Any]], dict[int, Table]]
+
+
 def _counts(name: str, given: Any) -> tuple[int, ...]:
     """Ascending tuple without repetitions of one or several positive integers; ValueError for anything else."""
     listed = given if isinstance(given, (list, tuple, np.ndarray)) else (given,)
-    numbers = [plain(each) for each in listed]
-    sound = bool(numbers) and all(is_whole(each, 1) for each in numbers)
-    require(sound, name, given, "give a number, or several, at least 1")
-    return tuple(sorted(set(numbers)))
+    remedy = "give a number, or several, at least 1"
+    require(len(listed) > 0, name, given, remedy)
+    return tuple(sorted({whole(name, each, remedy) for each in listed}))
 
 
 def _samplings(given: Any) -> dict[str, Sampler]:
@@ -198,8 +202,7 @@ class _Job:
     @property
     def eos(self) -> list[int]:
         """List of token ids that end a sequence, of config and tokenizer; [-2], which is no token, without any."""
-        params = self.params
-        return list(params.ends) or [-2]
+        return list(self.params.ends) or [-2]
 
 
 def _leaf_names(module: Any, prefix: str) -> tuple[str, ...]:
@@ -210,28 +213,20 @@ def _leaf_names(module: Any, prefix: str) -> tuple[str, ...]:
     )
 
 
-class _Programs(NamedTuple):
-    """Manifest `entries` of the written programs, and the policy's `tables` of budgets by bucket."""
-
-    entries: list[dict[str, Any]]
-    tables: dict[int, Table]
-
-
-def _programs(part: Path, job: _Job) -> _Programs:
-    """Writes the programs of every bucket, platform and batch into `part`; returns manifest entries and tables."""
-    made = _Programs([], {})
+def _programs(part: Path, job: _Job) -> _Made:
+    """Writes the programs of every bucket, platform and batch into `part`; returns entries, and tables by bucket."""
+    entries, tables = list[dict[str, Any]](), dict[int, Table]()
     parts, config = job.policy.composed, job.params.config
     (part / "programs").mkdir()
     for slots in job.slots:
-        known = made.tables[slots] = table(parts, config.windows, slots)
+        known = tables[slots] = table(parts, config.windows, slots)
         require_positions(parts, known, job.limits, config.max_positions)
-        for platform in job.platforms:
-            for batch in job.batches:
-                for kind, each in _of_bucket(job, known, slots, platform, batch):
-                    name = f"{kind}-{slots}x{batch}-{platform}.bin"
-                    (part / "programs" / name).write_bytes(each.data)
-                    made.entries.append({"kind": kind, "slots": slots, "file": name} | each.entry)
-    return made
+        for platform, batch in itertools.product(job.platforms, job.batches):
+            for kind, each in _of_bucket(job, known, slots, platform, batch):
+                name = f"{kind}-{slots}x{batch}-{platform}.bin"
+                (part / "programs" / name).write_bytes(each.data)
+                entries.append({"kind": kind, "slots": slots, "file": name} | each.entry)
+    return entries, tables
 
 
 def _of_bucket(
@@ -265,13 +260,13 @@ def _of_bucket(
         asked = programs.Asked(
             done, key, array(jnp.int32, len(job.eos)), array(jnp.int32), argument(sampling)
         )
-        drawn = made(programs.draw, *weights, pools, cache, logits, asked)
-        yield f"draw.{name}", drawn
+        yield f"draw.{name}", made(programs.draw, *weights, pools, cache, logits, asked)
 
 
-def _write(part: Path, job: _Job, made: _Programs, weights: bool) -> None:
+def _write(part: Path, job: _Job, made: _Made, weights: bool) -> None:
     """Writes the export's other files into `part`: manifest, weights, budget tables, tokenizer and `runtime.py`."""
-    manifest = _manifest(part, job, made)
+    entries, tables = made
+    manifest = _manifest(part, job, entries)
     if weights:
         names, flat = job.names, job.params.flat
         leaves = dict(zip(names.ends, flat.ends, strict=True))
@@ -279,24 +274,21 @@ def _write(part: Path, job: _Job, made: _Programs, weights: bool) -> None:
             leaves |= dict(zip(of_block, block, strict=True))
         manifest["weights"] = write_tensors(part, "weights", leaves)
     manifest["lengths"] = {}
-    for slots, known in made.tables.items():
-        fields = {
-            f"told.{each.name}": getattr(known.numbers, each.name)
-            for each in dataclasses.fields(known.numbers)
-        }
-        numbers = {name: value for name, value in fields.items() if value is not None}
+    for slots, known in tables.items():
+        told = vars(known.numbers).items()
+        numbers = {f"told.{name}": value for name, value in told if value is not None}
         manifest["lengths"][str(slots)] = write_tensors(part, f"lengths-{slots}", numbers)
     manifest["text"] = _write_text(part, job.params)
     (part / "runtime.py").write_bytes(Path(__file__).with_name("runtime.py").read_bytes())
     write_json(part / "manifest.json", manifest)
 
 
-def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
+def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str, Any]:
     """The export's manifest as a dict for JSON, without the entries of weights, budget tables and tokenizer."""
     params, names, parts = job.params, job.names, job.policy.composed
     config, axes = params.config, params.axes
     today, unstable = datetime.date.today(), bool(backend_of(job.implementation).custom_calls)
-    data = (part / "programs" / made.entries[0]["file"]).read_bytes()
+    data = (part / "programs" / entries[0]["file"]).read_bytes()
     stable = re.search(rb"StableHLO_v([\d.]+)", data)
     try:
         policy = encode(job.policy, None, "policy")
@@ -314,7 +306,7 @@ def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
         "guaranteed": {
             "jax": jax.__version__,
             "from": list(jax.__version_info__[:2]),
-            "calling_convention": made.entries[0]["calling_convention"],
+            "calling_convention": entries[0]["calling_convention"],
             "by_later_jax_until": None if unstable else _day(today, _BACKWARD),
             "by_earlier_jax_from": None if unstable else _day(today, -_FORWARD),
             "lost": _CUSTOM_CALLS if unstable else None,
@@ -342,7 +334,7 @@ def _manifest(part: Path, job: _Job, made: _Programs) -> dict[str, Any]:
             for name, each in job.samplings.items()
         },
         "parameters": [*names.ends, *(name for block in names.blocks for name in block)],
-        "programs": made.entries,
+        "programs": entries,
         "weights": {},
     }
 

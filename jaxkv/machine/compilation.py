@@ -8,7 +8,6 @@ import platform
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -112,9 +111,7 @@ class Clock:
         _RUNNING.clocks.append(self)
         return self
 
-    def __exit__(
-        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         """Stops the clock, and adds its time to the sums."""
         _RUNNING.clocks.remove(self)
         self.seconds += time.perf_counter() - self._started

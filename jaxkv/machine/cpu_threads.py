@@ -38,19 +38,15 @@ def warn_of_few_threads(mesh: Mesh) -> None:
     The RuntimeWarning names NPROC, its value and the line that sets it. Other meshes, and those of a single device,
     give no warning.
     """
-    first = mesh.devices.flat[0]
-    if first.platform != "cpu" or len(mesh.local_devices) < 2:
+    first, count = mesh.devices.flat[0], len(mesh.local_devices)
+    if first.platform != "cpu" or count < 2:
         return
-    count, clients = len(mesh.local_devices), len(first.client.local_devices())
-    if client_threads(clients) < _PER_DEVICE * count:
-        _warn(count, client_threads(clients), threads_for(clients))
-
-
-def _warn(count: int, threads: int, wanted: int) -> None:
-    """Gives the RuntimeWarning about too few threads, with the variable and the value to set."""
-    name = next(
-        (each for each in _VARIABLES if _number(os.environ.get(each)) is not None), _VARIABLES[-1]
-    )
+    clients = len(first.client.local_devices())
+    threads, wanted = client_threads(clients), threads_for(clients)
+    if threads >= _PER_DEVICE * count:
+        return
+    given = (each for each in _VARIABLES if _number(os.environ.get(each)) is not None)
+    name = next(given, _VARIABLES[-1])
     value = os.environ.get(name)
     warn_once(
         RuntimeWarning,

@@ -65,40 +65,24 @@ class Door:
         self, *args: Any, **options: Any
     ) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
         """Splits a call for export: function of flat arrays, list of (path, letters, array), number of donated ones."""
-        axes, given, hints = (
-            self._axes(options),
-            self._signature.bind(*args, **options).arguments,
-            hints_of(self._fn),
-        )
-        statics = tuple((name, value) for name, value in given.items() if name in self._static)
-        arrays = {name: value for name, value in given.items() if name not in self._static}
-        sides = tuple(
-            {name: arrays[name] for name in arrays if (name in self._given) == may}
-            for may in (True, False)
-        )
+        axes, hints = self._axes(options), hints_of(self._fn)
+        *sides, static = self._bound(None, args, options)
         paths, tree = jax.tree_util.tree_flatten_with_path(sides)
-        told = [
-            (at[1:], letters_at(given[at[1].key], hints.get(at[1].key), at[2:]), leaf)
-            for at, leaf in paths
-        ]
-        told = (
-            told
-            if axes is None
-            else [(at, letters, leaf_placed(leaf, letters, axes)) for at, letters, leaf in told]
-        )
-        options = {
-            "axes": axes,
-            "ins": tuple(leaf.sharding.spec for *_, leaf in told if axes),
-            "statics": statics,
-        }
-        run = (
-            self._run if axes is not None else lambda a, b, **_: self._fn(**a, **b, **dict(statics))
-        )
-        return (
-            lambda *flat: run(*jax.tree.unflatten(tree, flat), **options),
-            told,
-            len(jax.tree.leaves(sides[0])),
-        )
+        told = []
+        for (side, name, *rest), leaf in paths:
+            value = sides[side.idx][name.key]
+            letters = letters_at(value, hints.get(name.key), tuple(rest))
+            placed = leaf if axes is None else leaf_placed(leaf, letters, axes)
+            told.append(((name, *rest), letters, placed))
+        static |= {"axes": axes, "ins": tuple(leaf.sharding.spec for *_, leaf in told if axes)}
+
+        def run(*flat):
+            given, rest = jax.tree.unflatten(tree, flat)
+            if axes is None:
+                return self._fn(**given, **rest, **dict(static["statics"]))
+            return self._run(given, rest, **static)
+
+        return run, told, len(jax.tree.leaves(sides[0]))
 
     def arguments_placed(
         self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any
@@ -126,10 +110,6 @@ class Door:
         given, rest, static = self._bound(axes, args, options)
         return self._split.trace(given, rest, **static)
 
-    def lower(self, *args: Any, **options: Any) -> Any:
-        """Traces and lowers the program for these arguments; returns `jax.stages.Lowered`."""
-        return self.trace(*args, **options).lower()
-
     def clear_cache(self) -> None:
         """Drops the compiled executables of this program."""
         self._plain.clear_cache()
@@ -140,20 +120,20 @@ class Door:
         carrier = options.get(self._on)
         return None if carrier is None else carrier.axes
 
-    def _bound(self, axes: Axes, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
-        """Binds a call's arguments: donated and other arrays by name, placed on the mesh, and static ones."""
+    def _bound(self, axes: Axes | None, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
+        """Binds a call's arguments: donated and other arrays by name, placed on a mesh, and static ones."""
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
-        hints = hints_of(self._fn)
-        given = {name: value for name, value in bound.arguments.items() if name not in self._static}
-        arrays = {name: tree_placed(value, hints.get(name), axes) for name, value in given.items()}
-        given = {name: value for name, value in arrays.items() if name in self._given}
-        rest = {name: value for name, value in arrays.items() if name not in self._given}
-        statics = tuple(
-            (name, value) for name, value in bound.arguments.items() if name in self._static
-        )
-        ins = tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)))
-        return given, rest, {"axes": axes, "ins": ins, "statics": statics}
+        hints, statics = hints_of(self._fn), []
+        given, rest = dict[str, Any](), dict[str, Any]()
+        for name, value in bound.arguments.items():
+            if name in self._static:
+                statics.append((name, value))
+                continue
+            side = given if name in self._given else rest
+            side[name] = value if axes is None else tree_placed(value, hints.get(name), axes)
+        ins = tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)) if axes)
+        return given, rest, {"axes": axes, "ins": ins, "statics": tuple(statics)}
 
     def _run(
         self,

@@ -70,11 +70,6 @@ class Axes:
         """Number of this process's devices that share one memory: all of them on a CPU, else 1."""
         return len(self.mesh.local_devices) if self.platform == "cpu" else 1
 
-    @property
-    def processes(self) -> int:
-        """Number of processes that own the mesh's devices."""
-        return len({device.process_index for device in self.mesh.devices.flat})
-
     def size(self, letter: str) -> int:
         """Number of parts into which an array axis named `letter` is split; 1 if it is not split."""
         return math.prod(self.mesh.shape[name] for name in LETTERS.get(letter, ()))
