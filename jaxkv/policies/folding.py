@@ -5,7 +5,6 @@ import enum
 import math
 from fractions import Fraction
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -347,7 +346,7 @@ class ValueMerge(Merger):
         KVCache-Factory, applied to a copy: the prompt's own attention sees values as they were.
     """
 
-    across_heads: ClassVar[bool] = True
+    across_heads = True
 
     window: int = 32
     start: float = 0.1

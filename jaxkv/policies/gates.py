@@ -26,10 +26,8 @@ class Gate(FileArrays):
         embed: E.
     """
 
-    of_field: ClassVar[str] = "gate"
-    wanted: ClassVar[str] = (
-        "the gate of your model, a safetensors file or its folder: jaxkv fit-gate makes one"
-    )
+    of_field = "gate"
+    wanted = "the gate of your model, a safetensors file or its folder: jaxkv fit-gate makes one"
     # Pattern of the beginning of each tensor's name, with the layer's number.
     beginning: ClassVar[str]
 

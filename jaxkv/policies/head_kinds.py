@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -32,13 +32,11 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
         sparsity: share of heads that are these others: streaming heads.
     """
 
-    of_field: ClassVar[str] = "pattern"
-    wanted: ClassVar[str] = (
-        "a number for each layer and kv head, a table [L][K] or the published folder"
-    )
-    exact: ClassVar[bool] = False
-    sets_rows: ClassVar[bool] = True
-    needs_layer: ClassVar[bool] = True
+    of_field = "pattern"
+    wanted = "a number for each layer and kv head, a table [L][K] or the published folder"
+    exact = False
+    sets_rows = True
+    needs_layer = True
 
     pattern: tuple[tuple[float, ...], ...]
     reach: int

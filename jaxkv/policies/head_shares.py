@@ -1,7 +1,7 @@
 """Budgets of layers and kv heads in proportion to shares that were found for one model: HeadKV's and LU-KV's."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -29,9 +29,9 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
     `scores` are of all layers of the model; those of layers with a window, which share in no budget, are ignored.
     """
 
-    of_field: ClassVar[str] = "scores"
-    wanted: ClassVar[str] = "a score for each layer and kv head, or query head"
-    needs_layer: ClassVar[bool] = True
+    of_field = "scores"
+    wanted = "a score for each layer and kv head, or query head"
+    needs_layer = True
 
     scores: str | tuple[tuple[float, ...], ...]
     beta: int | float = 1.2
@@ -135,8 +135,8 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
 class CurveBudgets(Importance):
     """LU-KV's layer and head budgets: rows in proportion to the share of rows that each head keeps by its curve."""
 
-    of_field: ClassVar[str] = "curves"
-    wanted: ClassVar[str] = "curves for each layer and kv head of this model"
+    of_field = "curves"
+    wanted = "curves for each layer and kv head of this model"
 
     beta: int | float = 1.0
 

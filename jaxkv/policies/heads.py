@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from fractions import Fraction
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -139,16 +139,16 @@ class _ByKeys(HeadBudgets):
 class UniformHeads(_ByKeys):
     """Head budgets under which every kv head keeps the same number of rows: those of its own highest scores."""
 
-    order: ClassVar[Order] = Order.OWN
-    uniform: ClassVar[bool] = True
+    order = Order.OWN
+    uniform = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedHeads(_ByKeys):
     """Head budgets under which a layer's kv heads keep the same positions: those of highest mean score over heads."""
 
-    order: ClassVar[Order] = Order.MEAN
-    uniform: ClassVar[bool] = True
+    order = Order.MEAN
+    uniform = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -178,7 +178,7 @@ class AdaptiveHeads(_Uneven):
         the text of its Table 4 agrees with the code, the printed formula is reversed).
     """
 
-    order: ClassVar[Order] = Order.COMMON
+    order = Order.COMMON
 
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
@@ -244,7 +244,7 @@ class ProtectedHeads(_Uneven):
         capacity: as for `AdaptiveHeads`.
     """
 
-    order: ClassVar[Order] = Order.COMMON
+    order = Order.COMMON
 
     def _pick(
         self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
@@ -332,7 +332,7 @@ class TwoStageHeads(HeadsAround):
         arXiv:2502.03805, algorithm 1.
     """
 
-    needs_norms: ClassVar[bool] = True
+    needs_norms = True
 
     first: float = 0.5
     epsilon: float = 1e-4

@@ -4,7 +4,7 @@ Computed on the host by numpy; or, where claims are traced, by JAX with 64 bits 
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -197,8 +197,8 @@ class UniformLayers(LayerBudgets):
 class GlobalLayers(UniformLayers):
     """Layer budgets under which the kv heads of all layers compete by score: a layer keeps as many rows as they win."""
 
-    from_scores: ClassVar[bool] = True
-    joint: ClassVar[bool] = True
+    from_scores = True
+    joint = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -307,7 +307,7 @@ class ExponentialLayers(_Decreasing):
 class FromScores(LayerBudgets):
     """Base of layer budgets that divide rows in proportion to a statistic of each layer's scores."""
 
-    from_scores: ClassVar[bool] = True
+    from_scores = True
 
     def proportions(self, weights: Any) -> Reals:
         """Numbers `[L, N]`, 0 or more, in whose proportion layers share rows: here the weights, if they are finite.
@@ -405,7 +405,7 @@ class GiniLayers(FromScores):
 class _Published(_WithBeta):
     """Base of pyramid schedules computed as published code does; the sum over layers may miss the budget."""
 
-    exact: ClassVar[bool] = False
+    exact = False
 
     def rows(
         self,

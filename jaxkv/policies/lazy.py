@@ -25,8 +25,8 @@ class LazyLayers(LayerBudgets):
         recent: number of most recent rows.
     """
 
-    from_scores: ClassVar[bool] = True
-    needs_queries: ClassVar[bool] = True
+    from_scores = True
+    needs_queries = True
 
     sinks: int = 4
     recent: int = 1024

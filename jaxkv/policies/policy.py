@@ -1,7 +1,7 @@
 """`Method`, the base of all policies: shared fields and `parts()`; and `Policy`, made of parts without a class."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from jaxkv._checks import as_real, brief, instance, normalise, static
 from jaxkv._errors import require
@@ -16,6 +16,8 @@ from jaxkv.policies.phases import After, Append, Evict, KeepAll, Recompress
 from jaxkv.policies.rank import Rank
 from jaxkv.policies.reading import ReadAll
 from jaxkv.policies.scorer import Scorer
+
+Part = TypeVar("Part")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -80,10 +82,21 @@ class Method:
     def _check(self) -> None:
         """Checks and normalises fields at construction, before `parts` is called; a hook of subclasses, empty here."""
 
-    def _adopt(self, part: Any, *names: str) -> None:
-        """Copies the attributes `names` of a checked part into this policy's fields of the same names."""
+    def part(self, kind: type[Part], **others: Any) -> Part:
+        """Makes a part of this policy's fields of the same names, which take the part's checked values.
+
+        Args:
+            kind: the part's class, a dataclass.
+            **others: fields of the part that this policy does not have, or means otherwise.
+
+        Returns:
+            The part.
+        """
+        names = {each.name for each in dataclasses.fields(kind)} & vars(self).keys() - others.keys()
+        made = kind(**{name: getattr(self, name) for name in names}, **others)
         for name in names:
-            object.__setattr__(self, name, getattr(part, name))
+            object.__setattr__(self, name, getattr(made, name))
+        return made
 
     def parts(self) -> Parts:
         """Returns the `Parts` that are kept as `composed`; TypeError unless a subclass overrides it.
@@ -151,6 +164,19 @@ class Method:
             ValueError: if the model cannot honour it.
         """
         return self
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BudgetMethod(Method):
+    """Base class of policies that keep 1024 rows per kv head and layer, unless told another budget."""
+
+    budget: Budget = 1024
+
+    @property
+    def stays(self) -> Keep:
+        """Rows that always stay: the first `sinks` and the last `window` tokens, where the policy has such fields."""
+        names = {"sinks", "window"} & vars(self).keys()
+        return Keep(**{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

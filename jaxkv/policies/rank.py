@@ -1,7 +1,7 @@
 """Ranks, by which rows are evicted while tokens are drawn, and their base `Rank`."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -76,7 +76,7 @@ class ByAttention(Rank):
         mean: divide by the number of queries that could see the row (RoCo), so that early rows have no advantage.
     """
 
-    in_kernels: ClassVar[bool] = True
+    in_kernels = True
 
     decay: float = 1.0
     mean: bool = False
@@ -94,8 +94,8 @@ class ByAttention(Rank):
 class ByAge(Rank):
     """Rank by age: the oldest row is evicted."""
 
-    in_kernels: ClassVar[bool] = True
-    scored: ClassVar[bool] = False
+    in_kernels = True
+    scored = False
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
         """Ranks of rows, float32: minus their ages, so that the oldest row is evicted."""
@@ -106,7 +106,7 @@ class ByAge(Rank):
 class Anew(Rank):
     """Rank of rows without scores, which a scorer computes anew at each compression."""
 
-    scored: ClassVar[bool] = False
+    scored = False
 
 
 def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from fractions import Fraction
 from itertools import pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -223,7 +223,7 @@ class ReadAll(Reads):
         rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
     """
 
-    everything: ClassVar[bool] = True
+    everything = True
 
     rolling: bool = False
 
@@ -458,7 +458,7 @@ class LoadedReads(Reads):
     resident_layers: int
     ahead: int
 
-    whole_prompts: ClassVar[bool] = True
+    whole_prompts = True
 
     def __post_init__(self) -> None:
         for name, least in (("resident_layers", 1), ("ahead", 0)):

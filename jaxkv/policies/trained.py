@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +44,7 @@ class KVzapGate(Gate):
     and `layers.0.2.bias`, for each layer.
     """
 
-    beginning: ClassVar[str] = r"layers\.(\d+)\."
+    beginning = r"layers\.(\d+)\."
 
     @classmethod
     def of_layer(cls, found: NamedTensors) -> KVzapWeights:
@@ -112,7 +111,7 @@ class FastKVzipGate(Gate):
     `0.k_norm.weight`, `0.k_base` and `0.b`: the names within each layer of the published files, which are pickles.
     """
 
-    beginning: ClassVar[str] = r"(\d+)\."
+    beginning = r"(\d+)\."
 
     @classmethod
     def of_layer(cls, found: NamedTensors) -> FastKVzipWeights:

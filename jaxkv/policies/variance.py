@@ -2,7 +2,7 @@
 
 import dataclasses
 import enum
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -67,8 +67,8 @@ class VarianceLayers(LayerBudgets):
         D2O, arXiv:2406.13035, equations 4 and 5, Table 4.
     """
 
-    from_scores: ClassVar[bool] = True
-    needs_sums: ClassVar[bool] = True
+    from_scores = True
+    needs_sums = True
 
     statistic: Statistic | str = Statistic.HEADNORM
     dense_layers: tuple[int, ...] = ()
@@ -239,7 +239,7 @@ class OfficialVarianceLayers(VarianceLayers):
         recent_share: share of a layer's rows that goes to the most recent tokens, cut to an integer on its own.
     """
 
-    exact: ClassVar[bool] = False
+    exact = False
 
     dense_layers: tuple[int, ...] = (0, 1, -1)
     recent_share: float = 0.5

@@ -7,6 +7,15 @@ from typing import ClassVar
 from jaxkv._checks import alike
 from jaxkv._errors import require
 from jaxkv.policies.checks import Budget, store_class
+from jaxkv.policies.heads import (
+    AdaptiveHeads,
+    HeadBudgets,
+    ProtectedHeads,
+    UniformHeads,
+    inner_budgets,
+    within_stages,
+)
+from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import Reads
@@ -79,6 +88,34 @@ class Wrapper(_Built):
             base: the base policy.
             parts: its parts.
         """
+
+    def competing(
+        self, given: AdaptiveHeads | ProtectedHeads | None
+    ) -> AdaptiveHeads | ProtectedHeads:
+        """Head budgets that compete, those given or `AdaptiveHeads` of this policy's fields `alpha` and `capacity`.
+
+        ValueError if both say a share or a capacity.
+        """
+        if given is None:
+            return self.part(AdaptiveHeads)
+        for name in ("alpha", "capacity"):
+            mine = getattr(self, name)
+            same = mine in (getattr(type(self), name), getattr(given, name, mine))
+            require(same, name, mine, f"heads have their own, {given!r}: give it there only")
+        return given
+
+    def with_heads(self, base: Parts, heads: HeadBudgets) -> Parts:
+        """Base's parts with these budgets of heads, within its stages; ValueError if its heads have some already."""
+        free = isinstance(inner_budgets(base.heads), UniformHeads)
+        remedy = "its heads choose in a way of their own: give SnapKV(), say"
+        require(free, "base", self.inner, remedy)
+        return base.replace(heads=within_stages(base.heads, heads))
+
+    def with_layers(self, base: Parts, layers: LayerBudgets) -> Parts:
+        """Base's parts with these budgets of layers; ValueError if its layers have some already."""
+        remedy = "its layers have budgets of their own already"
+        require(base.layers == UniformLayers(), "base", self.inner, remedy)
+        return base.replace(layers=layers)
 
     def wrap(self, base: Parts) -> Parts:
         """Abstract: returns the base's `Parts` with some replaced; TypeError where a subclass does not override it.

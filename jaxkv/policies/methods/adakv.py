@@ -1,23 +1,11 @@
 """Ada-KV: the heads of a layer compete for its rows."""
 
 import dataclasses
-from typing import ClassVar
 
-from jaxkv._errors import require
-from jaxkv.policies.heads import (
-    AdaptiveHeads,
-    HeadBudgets,
-    ProtectedHeads,
-    UniformHeads,
-    inner_budgets,
-    within_stages,
-)
+from jaxkv.policies.heads import AdaptiveHeads, ProtectedHeads
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import Wrapper
-
-_ALPHA, _CAPACITY = 0.2, 1.5
 
 
 @register
@@ -40,30 +28,14 @@ class AdaKV(Wrapper):
         arXiv:2407.11550, algorithms 1 and 2.
     """
 
-    alpha: float = _ALPHA
-    capacity: float = _CAPACITY
+    alpha: float = 0.2
+    capacity: float = 1.5
     safeguard: AdaptiveHeads | ProtectedHeads | None = None
 
-    paper: ClassVar[str] = "Ada-KV, arXiv:2407.11550"
+    paper = "Ada-KV, arXiv:2407.11550"
 
-    usual: ClassVar[str] = "snapkv"
-
-    def _check(self) -> None:
-        given, usual = self.safeguard, {"alpha": _ALPHA, "capacity": _CAPACITY}
-        self._adopt(AdaptiveHeads(alpha=self.alpha, capacity=self.capacity), *usual)
-        for name, default in usual.items():
-            mine = getattr(self, name)
-            same = given is None or mine in (default, getattr(given, name, default))
-            require(same, name, mine, f"the safeguard is {given!r}: give it there only")
-        super()._check()
-
-    def check_base(self, base: Method, parts: Parts) -> None:
-        """Checks the base policy; raises ValueError if its kv heads have unequal budgets or must keep the same rows."""
-        uniform = isinstance(inner_budgets(parts.heads), UniformHeads)
-        require(uniform, "base", base, "its heads have budgets of their own already")
+    usual = "snapkv"
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `AdaptiveHeads` or the given safeguard: kv heads compete within a layer."""
-        own = AdaptiveHeads(alpha=self.alpha, capacity=self.capacity)
-        mine: HeadBudgets = own if self.safeguard is None else self.safeguard
-        return base.replace(heads=within_stages(base.heads, mine))
+        return self.with_heads(base, self.competing(self.safeguard))

@@ -1,7 +1,7 @@
 """CAKE: more rows for layers whose attention is spread out and changes from query to query."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
@@ -9,7 +9,6 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._checks import field, namespace, real
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.attended import AvgPool, Pooling, WindowAttention
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.layers import FromScores, LayerBudgets, Reals, finite
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.registry import register
@@ -57,7 +56,7 @@ class PreferenceLayers(FromScores):
         tau2: temperature of the variance of each row's attention over queries.
     """
 
-    needs_queries: ClassVar[bool] = True
+    needs_queries = True
 
     tau1: float = 1.0
     tau2: float = 1.0
@@ -106,14 +105,10 @@ class CAKE(WindowMethod):
         Qin et al., CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv:2503.12491.
     """
 
-    budget: Budget = 1024
     pooling: Pooling = AvgPool(5)
     gamma: float = 200.0
     allocation: LayerBudgets = PreferenceLayers()
 
-    paper: ClassVar[str] = "CAKE, arXiv:2503.12491"
+    paper = "CAKE, arXiv:2503.12491"
 
-    @property
-    def _scorer(self) -> VaryingAttention:
-        """Makes the scorer `VaryingAttention` of this policy's window, pooling, group, order and gamma."""
-        return VaryingAttention(gamma=self.gamma, **vars(super()._scorer))
+    scored_by = VaryingAttention

@@ -1,11 +1,9 @@
 """CaM: values of tokens that may be dropped are added to those of the tokens after them."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.folding import ValueMerge
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.parts import Parts
@@ -26,28 +24,15 @@ class CaM(WindowMethod):
         KVCache-Factory, on a copy of the values.
     """
 
-    budget: Budget = 1024
     pooling: Pooling = NoPool()
     start: float = 0.1
     expected: bool = False
 
-    paper: ClassVar[str] = "CaM, ICML 2024"
-
-    def _check(self) -> None:
-        super()._check()
-        mine = self._merge
-        require(
-            self.merge is None or self.merge == mine,
-            "merge",
-            self.merge,
-            f"CaM has its own, {mine}: leave it out",
-        )
-
-    @property
-    def _merge(self) -> ValueMerge:
-        """Makes the merger `ValueMerge` of this policy's `window`, `start` and `expected`."""
-        return ValueMerge(window=self.window, start=self.start, expected=self.expected)
+    paper = "CaM, ICML 2024"
 
     def parts(self) -> Parts:
         """Returns `Parts`: window attention scores; `ValueMerge` adds shares of values, kept or not, to later ones."""
-        return self.observed(merge=self._merge)
+        mine = self.part(ValueMerge)
+        remedy = f"CaM has its own, {mine}: leave it out"
+        require(self.merge in (None, mine), "merge", self.merge, remedy)
+        return self.observed(merge=mine)

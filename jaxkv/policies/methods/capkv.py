@@ -10,11 +10,9 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
 from jaxkv._checks import field, real, whole
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.folding import unit
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer
 
@@ -89,7 +87,7 @@ class ValueCapacity(Scorer):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CAPKV(Method):
+class CAPKV(BudgetMethod):
     """Keeps sinks and the rows whose values have the highest leverage, weighted by their keys' fit to the mean query.
 
     Attributes:
@@ -101,12 +99,11 @@ class CAPKV(Method):
         CAPKV, arXiv:2604.25975; with normalised keys and a rotated mean query, as in kvpress.
     """
 
-    budget: Budget = 1024
     sinks: int = 4
     tau: float = 5.0
     remembered: int = 256
 
-    paper: ClassVar[str] = "CAPKV, arXiv:2604.25975"
+    paper = "CAPKV, arXiv:2604.25975"
 
     def _check(self) -> None:
         field(self, "tau", real, "give a number from 0 to 1000", high=1000.0)
@@ -115,7 +112,6 @@ class CAPKV(Method):
     def parts(self) -> Parts:
         """Config `Parts`: scores by the weighted leverage of rows' values; sinks always stay."""
         # A cache that is not compressed again remembers nothing.
-        scorer = ValueCapacity(
-            sinks=self.sinks, tau=self.tau, remembered=0 if self.every is None else self.remembered
-        )
-        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))
+        remembered = 0 if self.every is None else self.remembered
+        scorer = self.part(ValueCapacity, remembered=remembered)
+        return self.compose(scorer=scorer, keep=self.stays)

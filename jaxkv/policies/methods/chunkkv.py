@@ -1,7 +1,6 @@
 """ChunkKV: keep whole chunks of neighbouring rows, the same ones in all kv heads, by any policy's scores."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._checks import field, flag
 from jaxkv._errors import require
@@ -38,16 +37,13 @@ class ChunkKV(Wrapper):
     gated: bool = False
     peaks: int | None = None
 
-    paper: ClassVar[str] = "ChunkKV, arXiv:2502.00299"
+    paper = "ChunkKV, arXiv:2502.00299"
 
-    usual: ClassVar[str] = "snapkv"
+    usual = "snapkv"
 
     def _check(self) -> None:
         field(self, "gated", flag)
         require(self.peaks is None or self.gated, "peaks", self.peaks, "it needs gated=True")
-        for name in ("chunk", "peaks"):
-            if getattr(self, name) is not None:
-                self._adopt(self.heads, name)
         super()._check()
 
     @property

@@ -1,7 +1,6 @@
 """Compactor: keep rows by attention within blocks of the prompt, and keys that others do not stand for."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +8,8 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import field, flag, real, whole
 from jaxkv.policies.attended import AvgPool
-from jaxkv.policies.checks import Budget
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import BlockAttention, Needs, Observed, Scorer
 from jaxkv.sharding.collectives import mean_of_devices, own, total
@@ -102,7 +99,7 @@ def _normalised(
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compactor(Method):
+class Compactor(BudgetMethod):
     """Keeps rows by attention within blocks of the prompt, without a causal mask, and by leverage of their keys.
 
     Attributes:
@@ -117,7 +114,6 @@ class Compactor(Method):
         Chari and Van Durme, Compactor: Calibrated Query-Agnostic KV Cache Compression, arXiv:2507.08143.
     """
 
-    budget: Budget = 1024
     sinks: int = 8
     window: int = 4
     block: int = 256
@@ -125,7 +121,7 @@ class Compactor(Method):
     blending: float | None = None
     published: bool = False
 
-    paper: ClassVar[str] = "Compactor, arXiv:2507.08143"
+    paper = "Compactor, arXiv:2507.08143"
 
     def _check(self) -> None:
         field(self, "block", whole, "give 1 or more tokens")
@@ -136,12 +132,11 @@ class Compactor(Method):
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by block attention and key leverage; first and last tokens always stay."""
-        keep = Keep(sinks=self.sinks, window=self.window)
+        keep = self.stays
         asked = BlockAttention(
             size=self.block, first=keep.sinks, last=keep.window, zeros=self.published
         )
         usual = 1 - self.budget if isinstance(self.budget, float) else 0.35
         weight = usual if self.blending is None else self.blending
-        return self.compose(
-            scorer=BlockAndLeverage(blocks=asked, blending=weight, sketch=self.sketch), keep=keep
-        )
+        scorer = self.part(BlockAndLeverage, blocks=asked, blending=weight)
+        return self.compose(scorer=scorer, keep=keep)

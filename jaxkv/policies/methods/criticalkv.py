@@ -1,7 +1,6 @@
 """CriticalKV: half of a head's rows by score alone, the others by score and value."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.chunked_heads import ChunkedHeads
@@ -31,9 +30,9 @@ class CriticalKV(Wrapper):
     first: float = 0.5
     epsilon: float = 1e-4
 
-    paper: ClassVar[str] = "CriticalKV, arXiv:2502.03805"
+    paper = "CriticalKV, arXiv:2502.03805"
 
-    usual: ClassVar[str] = "snapkv"
+    usual = "snapkv"
 
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; ValueError if its heads read value norms or keep chunks, or it evicts in decoding."""
@@ -54,7 +53,5 @@ class CriticalKV(Wrapper):
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `TwoStageHeads`: rows chosen by score, then by score times value norm."""
-        heads = TwoStageHeads(
-            budgets=without_threshold(base.heads), first=self.first, epsilon=self.epsilon
-        )
+        heads = self.part(TwoStageHeads, budgets=without_threshold(base.heads))
         return base.replace(heads=with_threshold(heads, threshold_of(base.heads)))

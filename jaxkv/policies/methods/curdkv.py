@@ -2,16 +2,13 @@
 
 import dataclasses
 import enum
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import choice, field, whole
-from jaxkv.policies.checks import Budget
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed, Scorer
 
@@ -75,7 +72,7 @@ class LocalLeverage(Scorer):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CurDKV(Method):
+class CurDKV(BudgetMethod):
     """Keeps sinks and the rows whose keys and values have the largest norms among their neighbours.
 
     Norms stand for the leverage scores of a CUR decomposition, without the random projection that estimates them
@@ -90,18 +87,12 @@ class CurDKV(Method):
         Sengupta et al., Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv:2509.15038.
     """
 
-    budget: Budget = 1024
     sinks: int = 4
     leverage: Leverage | str = Leverage.PRODUCT
     local_window: int = 16
 
-    paper: ClassVar[str] = "CurDKV, arXiv:2509.15038"
-
-    def _check(self) -> None:
-        scorer = LocalLeverage(leverage=self.leverage, local_window=self.local_window)
-        self._adopt(scorer, "leverage", "local_window")
+    paper = "CurDKV, arXiv:2509.15038"
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by norms of keys and values among neighbours; sinks always stay."""
-        scorer = LocalLeverage(leverage=self.leverage, local_window=self.local_window)
-        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))
+        return self.compose(scorer=self.part(LocalLeverage), keep=self.stays)

@@ -1,7 +1,6 @@
 """D2O: budgets of layers by variance, eviction at every step, and dropped rows merged into those they resemble."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._checks import alike, field, flag
 from jaxkv._errors import require
@@ -48,7 +47,7 @@ class D2O(HeavyMethod):
     allocation: LayerBudgets = VarianceLayers()
     official: bool = False
 
-    paper: ClassVar[str] = "D2O, arXiv:2406.13035"
+    paper = "D2O, arXiv:2406.13035"
 
     def _check(self) -> None:
         field(self, "official", flag)

@@ -1,21 +1,18 @@
 """DefensiveKV: keep the rows that any query of the window may need, heads of a layer or of all layers competing."""
 
 import dataclasses
-from typing import ClassVar
 
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import WorstAttention
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DefensiveKV(Method):
+class DefensiveKV(BudgetMethod):
     """Keeps rows by the largest attention of any window query and by value norms; a layer's kv heads compete.
 
     Attributes:
@@ -30,22 +27,18 @@ class DefensiveKV(Method):
         DefensiveKV, arXiv:2510.13334.
     """
 
-    budget: Budget = 1024
     window: int = 32
     sinks: int = 0
     kernel: int = 5
     stage: str = "none"
     capacity: float = 1.5
 
-    paper: ClassVar[str] = "DefensiveKV, arXiv:2510.13334"
+    paper = "DefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by largest attention times value norm; a layer's kv heads compete for rows."""
-        scorer = WorstAttention(window=self.window, kernel=self.kernel, stage=self.stage)
-        heads = AdaptiveHeads(alpha=0.0, capacity=self.capacity)
-        return self.compose(
-            scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window), heads=heads
-        )
+        heads = self.part(AdaptiveHeads, alpha=0.0)
+        return self.compose(scorer=self.part(WorstAttention), keep=self.stays, heads=heads)
 
 
 @register
@@ -60,7 +53,7 @@ class LayerDefensiveKV(DefensiveKV):
         DefensiveKV, arXiv:2510.13334.
     """
 
-    paper: ClassVar[str] = "LayerDefensiveKV, arXiv:2510.13334"
+    paper = "LayerDefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
         """Returns DefensiveKV's `Parts` with one budget, for which the kv heads of all layers compete."""

@@ -1,17 +1,14 @@
 """DropKV: keep the rows whose loss alone would change the attention output of the prompt's last queries most."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
-from jaxkv.policies.checks import Budget
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed
 
@@ -67,7 +64,7 @@ def _changes(
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DropKV(Method):
+class DropKV(BudgetMethod):
     """Keeps the rows without which the attention outputs of the prompt's last queries would change most.
 
     Attributes:
@@ -79,14 +76,12 @@ class DropKV(Method):
         DropKV: eviction by decoupled residual-output perturbation, https://openreview.net/forum?id=MqfNzH3TVH.
     """
 
-    budget: Budget = 1024
     window: int = 32
     sinks: int = 0
     pooling: Pooling = NoPool()
 
-    paper: ClassVar[str] = "DropKV, openreview MqfNzH3TVH"
+    paper = "DropKV, openreview MqfNzH3TVH"
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by how much the window's attention outputs change if the row is dropped."""
-        scorer = OutputChange(window=self.window, pooling=self.pooling)
-        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window))
+        return self.compose(scorer=self.part(OutputChange), keep=self.stays)

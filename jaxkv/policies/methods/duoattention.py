@@ -1,7 +1,7 @@
 """DuoAttention: kv heads of two kinds: some keep every row, the others the first and the most recent ones."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxkv._checks import field, real, whole
 from jaxkv.policies.head_kinds import HeadKinds
@@ -42,7 +42,7 @@ class DuoAttention(Method):
     sinks: int | None = None
     window: int | None = None
 
-    paper: ClassVar[str] = "DuoAttention, arXiv:2410.10819"
+    paper = "DuoAttention, arXiv:2410.10819"
 
     def _check(self) -> None:
         config: dict[str, Any] = {}

@@ -1,20 +1,17 @@
 """ExpectedAttention: keep the rows that queries after the prompt are expected to attend to."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._checks import field, whole
-from jaxkv.policies.checks import Budget
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import FutureAttention
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExpectedAttention(Method):
+class ExpectedAttention(BudgetMethod):
     """Keeps the rows that queries after the prompt are expected to attend to most, by the prompt's query statistics.
 
     `AdaKV(base=ExpectedAttention(budget=0.25, epsilon=0.01))` lets heads compete for rows, as its authors recommend.
@@ -33,7 +30,6 @@ class ExpectedAttention(Method):
         Distribution, arXiv:2510.00636.
     """
 
-    budget: Budget = 1024
     sinks: int = 4
     future: int = 512
     covariance: bool = True
@@ -41,7 +37,7 @@ class ExpectedAttention(Method):
     epsilon: float = 0.0
     remembered: int = 256
 
-    paper: ClassVar[str] = "Expected Attention, arXiv:2510.00636"
+    paper = "Expected Attention, arXiv:2510.00636"
 
     def _check(self) -> None:
         # The other fields are checked where the scorer is made of them, under the same names.
@@ -50,13 +46,7 @@ class ExpectedAttention(Method):
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by expected attention, times value norm if `value_norms`; sinks always stay."""
-        scorer = FutureAttention(
-            sinks=self.sinks,
-            positions=self.future,
-            covariance=self.covariance,
-            value_norms=self.value_norms,
-            epsilon=self.epsilon,
-            # A cache that is not compressed again remembers nothing.
-            remembered=0 if self.every is None else self.remembered,
-        )
-        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))
+        # A cache that is not compressed again remembers nothing.
+        remembered = 0 if self.every is None else self.remembered
+        scorer = self.part(FutureAttention, positions=self.future, remembered=remembered)
+        return self.compose(scorer=scorer, keep=self.stays)

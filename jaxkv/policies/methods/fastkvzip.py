@@ -1,18 +1,15 @@
 """Fast KVzip: rows by a gate of learned queries and keys, trained to predict KVzip's scores from hidden states."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import field, real, share_of
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads, as_threshold, with_threshold
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.trained import FastKVzipGate
 from jaxkv.policies.unseen import GateScores
@@ -39,7 +36,7 @@ class RecentGateScores(GateScores):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FastKVzip(Method):
+class FastKVzip(BudgetMethod):
     """Keeps the rows that a trained gate expects to be attended to when the prompt is repeated; all heads compete.
 
     Attributes:
@@ -56,7 +53,6 @@ class FastKVzip(Method):
         Kim et al., Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction, arXiv:2601.17668.
     """
 
-    budget: Budget = 1024
     gate: str | FastKVzipGate | None = None
     threshold: float | None = None
     sinks: int = 4
@@ -64,7 +60,7 @@ class FastKVzip(Method):
     window: int = 0
     capacity: float = 1.5
 
-    paper: ClassVar[str] = "Fast KVzip, arXiv:2601.17668"
+    paper = "Fast KVzip, arXiv:2601.17668"
 
     def _check(self) -> None:
         if self.gate is not None:
@@ -74,8 +70,6 @@ class FastKVzip(Method):
 
     def parts(self) -> Parts:
         """Returns `Parts`: gate scores, one budget for the kv heads of all layers, optional least score `threshold`."""
-        heads = with_threshold(AdaptiveHeads(alpha=0.0, capacity=self.capacity), self.threshold)
-        keep = Keep(sinks=self.sinks, window=self.window)
-        gate = self.gate if isinstance(self.gate, FastKVzipGate) else None
-        scorer = RecentGateScores(gate=gate, recent=self.recent)
-        return self.compose(scorer=scorer, keep=keep, heads=heads, layers=GlobalLayers())
+        heads = with_threshold(self.part(AdaptiveHeads, alpha=0.0), self.threshold)
+        scorer = self.part(RecentGateScores)
+        return self.compose(scorer=scorer, keep=self.stays, heads=heads, layers=GlobalLayers())

@@ -1,7 +1,6 @@
 """No compression: the reference every policy is held against."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
@@ -13,7 +12,7 @@ from jaxkv.policies.registry import register
 class FullKV(Method):
     """Keeps every row: the reference without compression."""
 
-    paper: ClassVar[str] = "Attention Is All You Need, arXiv:1706.03762"
+    paper = "Attention Is All You Need, arXiv:1706.03762"
 
     def parts(self) -> Parts:
         """Config `Parts` without a scorer, so that every row is kept."""

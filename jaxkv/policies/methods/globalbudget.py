@@ -1,19 +1,10 @@
 """One budget for the kv heads of all layers, over any policy that keeps the best rows."""
 
 import dataclasses
-from typing import ClassVar
 
-from jaxkv._errors import require
-from jaxkv.policies.heads import (
-    AdaptiveHeads,
-    UniformHeads,
-    inner_budgets,
-    own_budgets,
-    within_stages,
-)
-from jaxkv.policies.layers import GlobalLayers, UniformLayers
+from jaxkv.policies.heads import own_budgets
+from jaxkv.policies.layers import GlobalLayers
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import Wrapper
 
@@ -40,34 +31,13 @@ class GlobalBudget(Wrapper):
     alpha: float = 0.0
     capacity: float = 1.5
 
-    paper: ClassVar[str] = "LayerDefensiveKV, arXiv:2510.13334"
+    paper = "LayerDefensiveKV, arXiv:2510.13334"
 
-    usual: ClassVar[str] = "expectedattention"
-
-    def check_base(self, base: Method, parts: Parts) -> None:
-        """Checks the base policy; ValueError if it sets layer budgets, its heads share positions or positions roll."""
-        require(
-            parts.layers == UniformLayers(),
-            "base",
-            base,
-            "its layers have budgets of their own already",
-        )
-        own = own_budgets(parts.heads)
-        competes = own is not None or isinstance(inner_budgets(parts.heads), UniformHeads)
-        require(
-            competes,
-            "base",
-            base,
-            "its heads keep the same positions: give a policy whose heads choose apart",
-        )
-        for name in ("alpha", "capacity"):
-            mine, usual = getattr(self, name), getattr(GlobalBudget, name)
-            said = own is None or mine in (usual, getattr(own, name))
-            require(said, name, mine, f"the base's heads have their own, {own}: give it there only")
+    usual = "expectedattention"
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `GlobalLayers`: the kv heads of all layers compete for one budget."""
-        heads = base.heads
-        if own_budgets(heads) is None:
-            heads = within_stages(heads, AdaptiveHeads(alpha=self.alpha, capacity=self.capacity))
-        return base.replace(heads=heads, layers=GlobalLayers())
+        own = own_budgets(base.heads)
+        heads = self.competing(own)
+        mine = self.with_heads(base, heads) if own is None else base
+        return self.with_layers(mine, GlobalLayers())

@@ -1,10 +1,8 @@
 """HeadKV: budgets of kv heads by how important each was found to be, the same for every prompt."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.head_shares import Importance
 from jaxkv.policies.layers import UniformLayers
 from jaxkv.policies.methods.snapkv import WindowMethod
@@ -26,30 +24,18 @@ class HeadKV(WindowMethod):
         Fu et al., Not All Heads Matter, arXiv:2410.19258; a kv head takes the sum of its query heads' shares.
     """
 
-    budget: Budget = 1024
     scores: str | tuple[tuple[float, ...], ...] | None = None
     beta: int | float = 1.2
 
-    paper: ClassVar[str] = "HeadKV, arXiv:2410.19258"
-
-    def _check(self) -> None:
-        super()._check()
-        budgets = Importance(
-            scores=((1.0,),) if self.scores is None else self.scores, beta=self.beta
-        )
-        self._adopt(budgets, "beta")
-        if self.scores is not None:
-            self._adopt(budgets, "scores")
-            require(
-                self.allocation == UniformLayers(),
-                "allocation",
-                self.allocation,
-                "leave it out: scores say it",
-            )
+    paper = "HeadKV, arXiv:2410.19258"
 
     def parts(self) -> Parts:
         """Returns SnapKV's `Parts`; if `scores` of head importance are given, with layer and head budgets by them."""
         if self.scores is None:
-            return super().parts()
-        budgets = Importance(scores=self.scores, beta=self.beta)
-        return self.observed().replace(layers=budgets, heads=budgets)
+            # All heads are alike: `beta` is checked, and changes nothing.
+            self.part(Importance, scores=((1.0,),))
+            return self.observed()
+        remedy = "leave it out: scores say it"
+        require(self.allocation == UniformLayers(), "allocation", self.allocation, remedy)
+        budgets = self.part(Importance)
+        return self.observed(layers=budgets, heads=budgets)

@@ -2,15 +2,14 @@
 
 import dataclasses
 import enum
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxkv._checks import choice, field, flag, real
 from jaxkv.policies.attended import CumulativeAttention, LastAttention
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import SharedHeads, UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Scorer
 
@@ -23,7 +22,7 @@ class Mode(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Streaming(Method):
+class _Streaming(BudgetMethod):
     """Base of policies that evict by received attention: at every new token, or in the prompt only (`Mode.PREFILL`).
 
     Attributes:
@@ -31,7 +30,6 @@ class _Streaming(Method):
         sinks: first tokens that always stay, within the budget.
     """
 
-    budget: Budget = 1024
     mode: Mode | str = Mode.STREAMING
     sinks: int = 0
 
@@ -74,7 +72,7 @@ class H2O(HeavyMethod):
         arXiv:2306.14048, algorithm 1; kv heads take the mean of their query heads' scores.
     """
 
-    paper: ClassVar[str] = "H2O, arXiv:2306.14048"
+    paper = "H2O, arXiv:2306.14048"
 
 
 @register
@@ -87,7 +85,7 @@ class RoCo(HeavyMethod):
         arXiv:2402.06262, the mean attention score; rows are protected by recency, not by their deviation.
     """
 
-    paper: ClassVar[str] = "RoCo, arXiv:2402.06262"
+    paper = "RoCo, arXiv:2402.06262"
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by mean attention per query that could see the row."""
@@ -108,7 +106,7 @@ class TOVA(_Streaming):
 
     per_head: bool = False
 
-    paper: ClassVar[str] = "TOVA, arXiv:2401.06104"
+    paper = "TOVA, arXiv:2401.06104"
 
     def _check(self) -> None:
         field(self, "per_head", flag)

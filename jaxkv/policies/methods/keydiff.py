@@ -1,18 +1,16 @@
 """KeyDiff: keep the keys that differ most from the others."""
 
 import dataclasses
-from typing import ClassVar
 
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import KeyDifference
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KeyDiff(Method):
+class KeyDiff(BudgetMethod):
     """Keeps the rows whose keys are least like the mean of their head's unit keys; equally many per layer and head.
 
     It looks at keys alone: no question has to be known, and no attention is computed. The paper reads prompts in blocks
@@ -23,9 +21,7 @@ class KeyDiff(Method):
         Resource-Constrained Environments, arXiv:2504.15364.
     """
 
-    budget: Budget = 1024
-
-    paper: ClassVar[str] = "KeyDiff, arXiv:2504.15364"
+    paper = "KeyDiff, arXiv:2504.15364"
 
     def parts(self) -> Parts:
         """Config `Parts` with the scorer `KeyDifference`: minus the cosine of a key and its head's mean key."""

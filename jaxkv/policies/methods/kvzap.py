@@ -1,13 +1,10 @@
 """KVzap: rows by a gate that was trained to predict KVzip+'s scores from hidden states."""
 
 import dataclasses
-from typing import ClassVar
 
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import UniformHeads, as_threshold, with_threshold
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.trained import KVzapGate
 from jaxkv.policies.unseen import GateScores
@@ -15,7 +12,7 @@ from jaxkv.policies.unseen import GateScores
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KVzap(Method):
+class KVzap(BudgetMethod):
     """Keeps the rows that a trained gate expects to be needed to repeat the prompt; no question has to be known.
 
     The published policy keeps all rows whose score reaches a `threshold`, the same for all layers and heads. Memory is
@@ -35,13 +32,12 @@ class KVzap(Method):
         Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv:2601.07891.
     """
 
-    budget: Budget = 1024
     gate: str | KVzapGate | None = None
     threshold: float | None = None
     sinks: int = 0
     window: int = 128
 
-    paper: ClassVar[str] = "KVzap, arXiv:2601.07891"
+    paper = "KVzap, arXiv:2601.07891"
 
     def _check(self) -> None:
         if self.gate is not None:
@@ -50,7 +46,5 @@ class KVzap(Method):
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by a trained gate, drop those below `threshold`, keep sinks and window."""
-        scorer = GateScores(gate=self.gate if isinstance(self.gate, KVzapGate) else None)
-        keep = Keep(sinks=self.sinks, window=self.window)
         heads = with_threshold(UniformHeads(), self.threshold)
-        return self.compose(scorer=scorer, keep=keep, heads=heads)
+        return self.compose(scorer=self.part(GateScores), keep=self.stays, heads=heads)

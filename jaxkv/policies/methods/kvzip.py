@@ -7,17 +7,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv._errors import require
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, UniformHeads
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Replay, Scorer
-
-# The fields that KVzip and its second pass have in common.
-_REPLAY = tuple(field.name for field in dataclasses.fields(Replay))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,7 +40,7 @@ class ReplayAttention(Scorer):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KVzip(Method):
+class KVzip(BudgetMethod):
     """Keeps the rows that the model attends to most when it repeats the prompt; no question has to be known.
 
     A second pass reads the prompt again in chunks, each behind a request to repeat it, on top of the full cache:
@@ -67,7 +62,6 @@ class KVzip(Method):
         Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416.
     """
 
-    budget: Budget = 1024
     over: str = "model"
     sinks: int = 4
     chunk: int = 2048
@@ -78,27 +72,16 @@ class KVzip(Method):
     weighted: bool = False
     capacity: float = 1.5
 
-    paper: ClassVar[str] = "KVzip, arXiv:2505.23416"
+    paper = "KVzip, arXiv:2505.23416"
 
     def _check(self) -> None:
         known = isinstance(self.over, str) and self.over in ("model", "layer", "head")
         require(known, "over", self.over, "give 'model', 'layer' or 'head'")
-        self._adopt(self._replay, *_REPLAY)
-
-    @property
-    def _replay(self) -> Replay:
-        """Makes `Replay`, the settings of the second pass over the prompt, of this policy's fields."""
-        return Replay(**{name: getattr(self, name) for name in _REPLAY})
 
     def parts(self) -> Parts:
         """Returns `Parts`: scores by the second pass; rows compete within the model, a layer or kv head (`over`)."""
-        heads: HeadBudgets = (
-            UniformHeads()
-            if self.over == "head"
-            else AdaptiveHeads(alpha=0.0, capacity=self.capacity)
-        )
+        heads: HeadBudgets = self.part(AdaptiveHeads, alpha=0.0)
+        heads = UniformHeads() if self.over == "head" else heads
         layers = GlobalLayers() if self.over == "model" else UniformLayers()
-        keep = Keep(sinks=self.sinks)
-        return self.compose(
-            scorer=ReplayAttention(replay=self._replay), keep=keep, heads=heads, layers=layers
-        )
+        scorer = ReplayAttention(replay=self.part(Replay))
+        return self.compose(scorer=scorer, keep=self.stays, heads=heads, layers=layers)

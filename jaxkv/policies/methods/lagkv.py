@@ -1,17 +1,14 @@
 """LagKV: keep the rows that stand out against the stretch of text that follows them."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv._checks import field, flag, whole
-from jaxkv.policies.checks import Budget
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed, Scorer
 
@@ -83,7 +80,7 @@ class LagInformation(Scorer):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LagKV(Method):
+class LagKV(BudgetMethod):
     """Keeps sinks, the last rows, and of each partition before them the rows that stand out against the next one.
 
     It looks at keys and values alone: no question has to be known, and no attention is computed. A text shorter than
@@ -99,14 +96,12 @@ class LagKV(Method):
         arXiv:2504.04704.
     """
 
-    budget: Budget = 1024
     sinks: int = 4
     lag: int = 128
     cross_scoring: bool = False
 
-    paper: ClassVar[str] = "LagKV, arXiv:2504.04704"
+    paper = "LagKV, arXiv:2504.04704"
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by spread relative to the next partition's range, and keep sinks."""
-        scorer = LagInformation(sinks=self.sinks, lag=self.lag, cross_scoring=self.cross_scoring)
-        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks))
+        return self.compose(scorer=self.part(LagInformation), keep=self.stays)

@@ -1,14 +1,12 @@
 """LU-KV: budgets of kv heads by curves of a file, which say how much each head drops at each total share."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.checks import Share
 from jaxkv.policies.head_scores import as_curves
 from jaxkv.policies.head_shares import CurveBudgets
-from jaxkv.policies.heads import UniformHeads, inner_budgets, within_stages
-from jaxkv.policies.layers import UniformLayers
+from jaxkv.policies.heads import inner_budgets
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -40,9 +38,9 @@ class LUKV(Wrapper):
 
     curves: str | tuple[tuple[tuple[float, ...], ...], ...] | None = None
 
-    paper: ClassVar[str] = "LU-KV, arXiv:2602.08585"
+    paper = "LU-KV, arXiv:2602.08585"
 
-    usual: ClassVar[str] = "expectedattention"
+    usual = "expectedattention"
 
     def _check(self) -> None:
         if self.curves is not None:
@@ -50,23 +48,19 @@ class LUKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:
-        """Checks the base policy; ValueError for layer or head budgets, rolling positions, row budgets with curves."""
+        """Checks the base policy; ValueError for a budget in rows with curves."""
         remedy = "curves are of shares: give a share of the prompt, such as 0.25"
         require(
             self.curves is None or isinstance(parts.budget, Share), "budget", parts.budget, remedy
         )
-        own = (
-            isinstance(inner_budgets(parts.heads), UniformHeads) and parts.layers == UniformLayers()
-        )
-        require(own, "base", base, "its layers or heads have budgets of their own already")
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with layer and head budgets by the nearest curve; unchanged without curves."""
-        if self.curves is None or not isinstance(base.budget, Share):
-            return base
-        dropped = self.curves[
-            min(max(round((1 - base.budget.value) * (_SHARES + 1)), 1), _SHARES) - 1
-        ]
-        assert not isinstance(dropped, str)
-        budgets = CurveBudgets(scores=tuple(tuple(1 - each for each in heads) for heads in dropped))
-        return base.replace(layers=budgets, heads=within_stages(base.heads, budgets))
+        heads, layers = inner_budgets(base.heads), base.layers
+        if self.curves is not None and isinstance(base.budget, Share):
+            nearest = round((1 - base.budget.value) * (_SHARES + 1))
+            dropped = self.curves[min(max(nearest, 1), _SHARES) - 1]
+            assert not isinstance(dropped, str)
+            kept = tuple(tuple(1 - each for each in of_layer) for of_layer in dropped)
+            heads = layers = CurveBudgets(scores=kept)
+        return self.with_layers(self.with_heads(base, heads), layers)

@@ -1,7 +1,6 @@
 """OmniKV: every row is kept; filter layers choose the tokens that the layers above them read; and its baseline."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.parts import Parts
@@ -52,10 +51,9 @@ class OmniKV(Reader):
     prefill_ratio: int | float | None = None
     prefill_chunk: int = 1024
 
-    paper: ClassVar[str] = "OmniKV, ICLR 2025"
+    paper = "OmniKV, ICLR 2025"
 
     def _check(self) -> None:
-        self._adopt(self.reads, *(name for name in _READS if name != "budget"))
         super()._check()
         generated, remedy = (
             self.include_generated,
@@ -67,7 +65,7 @@ class OmniKV(Reader):
     @property
     def reads(self) -> FilteredReads:
         """Makes `FilteredReads`, the config of which rows layers read while decoding, of this policy's fields."""
-        return FilteredReads(**{name: getattr(self, name) for name in _READS})
+        return self.part(FilteredReads, budget=self.budget)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
         """Returns this policy, filter layers set to `found` if it has none, base adapted; ValueError without any."""
@@ -76,10 +74,6 @@ class OmniKV(Reader):
         remedy = "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
         require(found is not None, "filter_layers", None, remedy)
         return dataclasses.replace(self, filter_layers=found).for_model(layers, found)
-
-
-# The fields that OmniKV and its part have in common.
-_READS = tuple(field.name for field in dataclasses.fields(FilteredReads))
 
 
 @register
@@ -98,9 +92,8 @@ class BrutalOffload(Method):
     resident_layers: int = 10
     ahead: int = 4
 
-    paper: ClassVar[str] = "OmniKV, ICLR 2025, section 5.2"
+    paper = "OmniKV, ICLR 2025, section 5.2"
 
     def parts(self) -> Parts:
         """Config `Parts`: every row is kept, and upper layers' rows are loaded from host memory."""
-        reads = LoadedReads(resident_layers=self.resident_layers, ahead=self.ahead)
-        return self.compose(scorer=None, read=reads)
+        return self.compose(scorer=None, read=self.part(LoadedReads))

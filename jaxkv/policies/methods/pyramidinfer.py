@@ -1,11 +1,9 @@
 """PyramidInfer: fewer rows from layer to layer, each layer's chosen among those of the one below."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.heads import SharedHeads
 from jaxkv.policies.layers import LayerBudgets, LinearLayers
 from jaxkv.policies.methods.snapkv import WindowMethod
@@ -29,11 +27,10 @@ class PyramidInfer(WindowMethod):
         section 3.3; recent tokens count equally.
     """
 
-    budget: Budget = 1024
     pooling: Pooling = NoPool()
     allocation: LayerBudgets = LinearLayers(beta=20.0)
 
-    paper: ClassVar[str] = "PyramidInfer, arXiv:2405.12532"
+    paper = "PyramidInfer, arXiv:2405.12532"
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by the window's attention; heads share a subset of the lower layer's rows."""

@@ -1,9 +1,7 @@
 """PyramidKV: many rows in the lower layers, few in the upper ones."""
 
 import dataclasses
-from typing import ClassVar
 
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.layers import LayerBudgets, LinearLayers
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.registry import register
@@ -23,8 +21,7 @@ class PyramidKV(WindowMethod):
         section 4.2.
     """
 
-    budget: Budget = 1024
     window: int = 8
     allocation: LayerBudgets = LinearLayers(beta=20.0)
 
-    paper: ClassVar[str] = "PyramidKV, arXiv:2406.02069"
+    paper = "PyramidKV, arXiv:2406.02069"

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,10 +9,9 @@ from jaxtyping import Array, Float
 from jaxkv._errors import require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.models.config import ModelConfig
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.of_model import FileArrays, NamedTensors
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer
 from jaxkv.sharding.collectives import mean_of_devices, own
@@ -27,10 +25,8 @@ class HeadFilters(FileArrays):
         dim: D.
     """
 
-    of_field: ClassVar[str] = "q_filters"
-    wanted: ClassVar[str] = (
-        "the filters of your model, a safetensors file of one tensor q_filters, [L, K, D], or its folder"
-    )
+    of_field = "q_filters"
+    wanted = "the filters of your model, a safetensors file of one tensor q_filters, [L, K, D], or its folder"
 
     dim: int
 
@@ -104,7 +100,7 @@ def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QFilters(Method):
+class QFilters(BudgetMethod):
     """Keeps the rows whose keys have the smallest products with their head's filter, a main direction of its queries.
 
     Published filters belong to one model and come from a file: the first right singular vectors of queries of many
@@ -118,10 +114,9 @@ class QFilters(Method):
         Godey et al., Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression, arXiv:2503.02812.
     """
 
-    budget: Budget = 1024
     q_filters: str | HeadFilters | None = None
 
-    paper: ClassVar[str] = "Q-Filters, arXiv:2503.02812"
+    paper = "Q-Filters, arXiv:2503.02812"
 
     def _check(self) -> None:
         require(

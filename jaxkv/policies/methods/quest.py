@@ -1,7 +1,6 @@
 """Quest: every row is kept; each kv head reads the pages of rows whose keys promise it the largest logits."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
@@ -39,7 +38,7 @@ class Quest(Reader):
     page: int = 16
     dense_layers: int = 2
 
-    paper: ClassVar[str] = "Quest, arXiv:2406.10774"
+    paper = "Quest, arXiv:2406.10774"
 
     def _check(self) -> None:
         super()._check()
@@ -51,4 +50,4 @@ class Quest(Reader):
     @property
     def reads(self) -> PagedReads:
         """Makes `PagedReads`, the config of reading pages of rows while decoding, of this policy's fields."""
-        return PagedReads(page=self.page, dense_layers=self.dense_layers, budget=self.budget)
+        return self.part(PagedReads, budget=self.budget)

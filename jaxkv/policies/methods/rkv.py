@@ -1,20 +1,17 @@
 """R-KV: keep rows that the last queries attend to and whose keys other rows do not repeat, also while decoding."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv.policies.attended import MaxPool, Pooling
-from jaxkv.policies.checks import Budget
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.redundant import Redundancy
 from jaxkv.policies.registry import register
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RKV(Method):
+class RKV(BudgetMethod):
     """Keeps the rows that the last queries attend to and whose keys others do not repeat, of prompt and answer alike.
 
     A prompt above the budget is compressed as well, where the paper compresses only while decoding. The released code
@@ -33,7 +30,6 @@ class RKV(Method):
         Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, arXiv:2505.24133.
     """
 
-    budget: Budget = 1024
     window: int = 8
     sinks: int = 0
     pooling: Pooling = MaxPool(7)
@@ -41,14 +37,8 @@ class RKV(Method):
     threshold: float = 0.5
     every: int | None = 128
 
-    paper: ClassVar[str] = "R-KV, arXiv:2505.24133"
+    paper = "R-KV, arXiv:2505.24133"
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by attention and redundancy; sinks and the last tokens always stay."""
-        scorer = Redundancy(
-            window=self.window,
-            pooling=self.pooling,
-            mix_lambda=self.mix_lambda,
-            threshold=self.threshold,
-        )
-        return self.compose(scorer=scorer, keep=Keep(sinks=self.sinks, window=self.window))
+        return self.compose(scorer=self.part(Redundancy), keep=self.stays)

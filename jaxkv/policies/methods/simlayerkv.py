@@ -1,7 +1,6 @@
 """SimLayerKV: layers that look far back keep every row, lazy ones the first and the most recent rows."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._checks import field, whole
 from jaxkv.policies.checks import Budget
@@ -37,7 +36,7 @@ class SimLayerKV(Method):
     sinks: int = 4
     recent: int = 1024
 
-    paper: ClassVar[str] = "SimLayerKV, arXiv:2410.13846"
+    paper = "SimLayerKV, arXiv:2410.13846"
 
     def _check(self) -> None:
         field(self, "window", whole, "give at least 1 last query")
@@ -45,5 +44,5 @@ class SimLayerKV(Method):
     def parts(self) -> Parts:
         """Config `Parts`: layers that look back furthest keep all rows, others sinks and recent rows alone."""
         keep = Keep(sinks=self.sinks, window=self.recent)
-        layers = LazyLayers(sinks=self.sinks, recent=self.recent)
-        return self.compose(scorer=Recency(window=self.window), keep=keep, layers=layers)
+        layers = self.part(LazyLayers)
+        return self.compose(scorer=self.part(Recency), keep=keep, layers=layers)

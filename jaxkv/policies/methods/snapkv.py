@@ -4,16 +4,14 @@ import dataclasses
 from typing import Any, ClassVar
 
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
-from jaxkv.policies.checks import Budget
-from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowMethod(Method):
+class WindowMethod(BudgetMethod):
     """Base of SnapKV-like policies: the prompt's last `window` queries score the rows before them.
 
     Attributes:
@@ -32,20 +30,13 @@ class WindowMethod(Method):
     order: PoolOrder | str = PoolOrder.LAST
     allocation: LayerBudgets = UniformLayers()
 
-    def _check(self) -> None:
-        self._adopt(self._scorer, *(each.name for each in dataclasses.fields(self._scorer)))
-
-    @property
-    def _scorer(self) -> WindowAttention:
-        """Makes the scorer `WindowAttention` of this policy's window, pooling, group and order."""
-        return WindowAttention(
-            window=self.window, pooling=self.pooling, group=self.group, order=self.order
-        )
+    # Scores by the window's attention, made of this policy's fields.
+    scored_by: ClassVar[type[WindowAttention]] = WindowAttention
 
     def observed(self, **parts: Any) -> Parts:
         """Returns `Parts` with this policy's scorer, sinks, window, layer budgets; `parts` gives further fields."""
-        keep = Keep(sinks=self.sinks, window=self.window)
-        return self.compose(scorer=self._scorer, keep=keep, layers=self.allocation, **parts)
+        made = {"scorer": self.part(self.scored_by), "layers": self.allocation} | parts
+        return self.compose(keep=self.stays, **made)
 
     def parts(self) -> Parts:
         """Config `Parts` that score rows by the window's attention; the kv heads of a layer keep equally many rows."""
@@ -61,6 +52,4 @@ class SnapKV(WindowMethod):
         Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.
     """
 
-    budget: Budget = 1024
-
-    paper: ClassVar[str] = "SnapKV, arXiv:2404.14469"
+    paper = "SnapKV, arXiv:2404.14469"

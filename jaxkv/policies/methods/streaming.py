@@ -1,13 +1,11 @@
 """StreamingLLM: the first tokens and the most recent ones."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._checks import field, flag
-from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.rank import ByAge
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import Position
@@ -15,7 +13,7 @@ from jaxkv.policies.unseen import Position
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StreamingLLM(Method):
+class StreamingLLM(BudgetMethod):
     """Keeps the first tokens (attention sinks) and the most recent ones.
 
     Attributes:
@@ -28,12 +26,11 @@ class StreamingLLM(Method):
         Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453, section 3.2.
     """
 
-    budget: Budget = 1024
     sinks: int = 4
     rolling_positions: bool = False
     slide: bool = False
 
-    paper: ClassVar[str] = "StreamingLLM, arXiv:2309.17453"
+    paper = "StreamingLLM, arXiv:2309.17453"
 
     def _check(self) -> None:
         field(self, "rolling_positions", flag)
