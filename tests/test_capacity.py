@@ -9,7 +9,7 @@ from meshes import mesh_of, model_of, positions, prompts
 
 import jaxkv
 from jaxkv.policies import AdaptiveHeads, EntropyLayers, ProtectedHeads, topk
-from jaxkv.policies.heads import within_capacity
+from jaxkv.policies.heads import ScoredRows, within_capacity
 
 BUDGET, WINDOW, LENGTHS = 24, 8, (61, 37)
 # Scores of what is no candidate.
@@ -83,7 +83,8 @@ def test_the_weakest_rows_of_full_devices_go_and_the_best_of_the_others_come(hea
         )
         base, forced = np.asarray([9, 6]), np.asarray([2, 0])
         given = [jnp.asarray(each, jnp.int32) for each in (base, forced)]
-        chosen = heads.choose(jnp.asarray(scores, jnp.float32), jnp.ones((2, 1, 30), bool), *given)
+        rows = jnp.asarray(scores, jnp.float32), jnp.ones((2, 1, 30), bool)
+        chosen = heads.choose(ScoredRows(*rows, *given))
         mine = 4 // devices
         most, floor = (
             np.floor(capacity * mine * base + 1e-9).astype(int),

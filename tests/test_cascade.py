@@ -14,7 +14,7 @@ from jaxkv import CriticalKV, GlobalBudget, Keep, LayerDefensiveKV, Policy, Snap
 from jaxkv.engine import plan, prefill
 from jaxkv.policies import AdaptiveHeads, ByAge, EntropyLayers, ProtectedHeads, TwoStageHeads, topk
 from jaxkv.policies.attended import WindowAttention
-from jaxkv.policies.heads import most_rows, within_capacity
+from jaxkv.policies.heads import ScoredRows, most_rows, within_capacity
 from jaxkv.policies.methods.cake import PreferenceLayers
 from jaxkv.policies.survivors import bounded, rounding_rows, survivors
 
@@ -53,7 +53,7 @@ def test_no_row_of_the_choice_is_dropped_on_the_way(name, devices):
     norms = jnp.asarray(rng.random(scores.shape) + 0.1, jnp.float32)
     candidates = jnp.broadcast_to(jnp.arange(slots) < slots - 2, (batch, count, slots))
     base, forced = jnp.asarray(rng.integers(0, 9, batch), jnp.int32), jnp.full(batch, 2, jnp.int32)
-    kept = heads.choose(scores, candidates, base, forced, norms)
+    kept = heads.choose(ScoredRows(scores, candidates, base, forced, norms))
     mine, most = count // devices, count * base
     if devices > 1:
         keys = jnp.where(candidates, topk.sortable(scores), jnp.uint32(0))
@@ -66,9 +66,8 @@ def test_no_row_of_the_choice_is_dropped_on_the_way(name, devices):
         of = slice(device * mine, (device + 1) * mine)
         for seen in range(1, layers + 1):
             there = jnp.tile(jnp.arange(layers) < seen, mine // layers)[:, None]
-            alive = survivors(
-                heads, scores[:, of], candidates[:, of] & there, base, forced, room, norms[:, of]
-            )
+            rows = ScoredRows(scores[:, of], candidates[:, of] & there, base, forced, norms[:, of])
+            alive = survivors(heads, rows, room)
             assert (
                 not (kept[:, of] & there & ~alive).any()
                 and not (alive & ~(candidates[:, of] & there)).any()

@@ -24,7 +24,7 @@ from jaxkv.policies import (
     UniformHeads,
     WindowAttention,
 )
-from jaxkv.policies.topk import sortable, top
+from jaxkv.policies.topk import top
 from jaxkv.sharding.collectives import gathered, own
 
 
@@ -70,19 +70,19 @@ class Loudest(Scorer):
 class Lowest(UniformHeads):
     """As many rows in each head, of which the first head's decide; derived from what looks at each head alone."""
 
-    def choose(self, scores, candidates, base, forced, norms=None):
-        mine = jnp.broadcast_to(scores[:, :1], scores.shape)
-        return top(jnp.where(candidates, sortable(mine), jnp.uint32(0)), base[:, None])
+    def choose(self, rows):
+        mine = jnp.broadcast_to(rows.scores[:, :1], rows.scores.shape)
+        return top(rows._replace(scores=mine).keys, rows.base[:, None])
 
 
 @dataclasses.dataclass(frozen=True)
 class Greedy(HeadBudgets):
     """All rows of a layer to whichever heads have the best."""
 
-    def choose(self, scores, candidates, base, forced, norms=None):
-        batch, heads, slots = scores.shape
-        keys = jnp.where(candidates, sortable(scores), jnp.uint32(0)).reshape(batch, heads * slots)
-        return top(keys, heads * base).reshape(scores.shape)
+    def choose(self, rows):
+        batch, heads, slots = rows.scores.shape
+        keys = rows.keys.reshape(batch, heads * slots)
+        return top(keys, heads * rows.base).reshape(rows.scores.shape)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from test_replay import hidden
 
 import jaxkv
 from jaxkv import AdaKV, CriticalKV, FastKVzip, GlobalBudget
-from jaxkv.policies import AdaptiveHeads, ThresholdHeads, TwoStageHeads
+from jaxkv.policies import AdaptiveHeads, ScoredRows, ThresholdHeads, TwoStageHeads
 
 CONFIG, LENGTHS, BUDGET = gates.CONFIG, gates.LENGTHS, 20
 # Near the middle of a random gate's scores: some heads have more rows above it than the budget, some fewer.
@@ -191,7 +191,9 @@ def test_saved_caches_know_what_was_cut(tmp_path):
 
 def test_a_score_equal_to_the_threshold_stays():
     scores = jnp.asarray([[[0.5, 0.25, 0.75, 0.5]]], jnp.float32)
+    none = jnp.zeros(1, jnp.int32)
+    rows = ScoredRows(scores, jnp.ones((1, 1, 4), bool), base=none, forced=none)
     chosen, cut = ThresholdHeads(threshold=0.5).above(
-        jnp.asarray([[[True, True, False, False]]]), scores, jnp.ones((1, 1, 4), bool)
+        jnp.asarray([[[True, True, False, False]]]), rows
     )
     assert chosen.tolist() == [[[True, False, False, False]]] and cut.tolist() == [[2]]

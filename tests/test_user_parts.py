@@ -104,8 +104,8 @@ def test_a_scorer_may_change_what_another_sees():
 class Backwards:
     """A mixin that chooses the rows of lowest scores, and ranks the best lowest."""
 
-    def choose(self, scores, candidates, base, forced, norms=None):
-        return UniformHeads().choose(-scores, candidates, base, forced)
+    def choose(self, rows):
+        return UniformHeads().choose(rows._replace(scores=-rows.scores))
 
     def rank(self, score, age):
         return -score

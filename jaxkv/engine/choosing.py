@@ -17,6 +17,7 @@ from jaxkv.models.config import Windows
 from jaxkv.policies.heads import (
     HeadBudgets,
     Order,
+    ScoredRows,
     ThresholdHeads,
     most_rows,
     own_budgets,
@@ -178,8 +179,8 @@ def _choose(
     limited = isinstance(heads, ThresholdHeads)
     base, anyway = _per_head(candidates, forced, rows, uneven=limited)
     scores = _first_above(scores, first, base)
-    of: dict[str, Any] = {} if index is None else {"layer": index}
-    chosen = budgets.choose(scores, candidates, base, anyway, norms, **of)
+    scored = ScoredRows(scores, candidates, base, anyway, norms, index)
+    chosen = budgets.choose(scored)
     shared = not budgets.uniform and budgets.limits() is None
     if shared and (candidates.shape[1] > 1 or index is not None):
         # A head's share can be more than it has; what it leaves goes to the best rows of the others.
@@ -204,7 +205,7 @@ def _choose(
         keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
         chosen, moved = within_capacity(chosen, keys, uneven.floor(base, anyway), room, devices)
     if isinstance(heads, ThresholdHeads):
-        chosen, cut = heads.above(chosen, scores, candidates)
+        chosen, cut = heads.above(chosen, scored)
         cut = (
             own(cut, "K", 1, over).reshape(len(base), -1, len(layers)).sum(axis=-1, dtype=jnp.int32)
         )
@@ -240,7 +241,8 @@ def surviving(
     base, anyway = _per_head(candidates, forced, rows)
     assert layer.scores is not None
     room = most - layer.scores.shape[1] * anyway
-    chosen = survivors(heads, layer.scores, candidates & there, base, anyway, room, layer.norms)
+    rows_here = ScoredRows(layer.scores, candidates & there, base, anyway, layer.norms)
+    chosen = survivors(heads, rows_here, room)
     return chosen | forced & there
 
 

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._checks import field, whole
-from jaxkv.policies.heads import SharedHeads
+from jaxkv.policies.heads import ScoredRows, SharedHeads
 from jaxkv.policies.topk import sortable, top
 
 # Added to sums and inside logarithms, as in kvpress.
@@ -35,24 +35,18 @@ class ChunkedHeads(SharedHeads):
         if self.peaks is not None:
             field(self, "peaks", whole, "give 1 row or more")
 
-    def choose(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],  # noqa: F821
-        base: Int[Array, " B"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"] | None = None,
-    ) -> Bool[Array, "B K S"]:
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of `base` candidates, the same in all heads: the best chunks, then best rows to fill up."""
+        scores, base = rows.scores, rows.base
         batch, _, slots = scores.shape
 
-        def chunks(rows: Array) -> Array:
+        def chunks(of: Array) -> Array:
             """Array `[B, C, chunk]`: an array `[B, S]` split into chunks of neighbours, with zeros added at its end."""
-            return jnp.pad(rows, ((0, 0), (0, -slots % self.chunk))).reshape(batch, -1, self.chunk)
+            return jnp.pad(of, ((0, 0), (0, -slots % self.chunk))).reshape(batch, -1, self.chunk)
 
         # Heads that share positions have the same candidates, which with the forced rows are all rows of the text.
-        free = candidates[:, 0]
-        length = free.sum(axis=-1, dtype=jnp.int32) + forced
+        free = rows.candidates[:, 0]
+        length = free.sum(axis=-1, dtype=jnp.int32) + rows.forced
         stays = (jnp.arange(slots, dtype=jnp.int32) < length[:, None]) & ~free
         mean = jnp.where(free, scores.mean(axis=1), 0.0)
         count = chunks(free).sum(axis=-1, dtype=jnp.int32)

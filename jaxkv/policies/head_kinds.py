@@ -13,11 +13,11 @@ from jaxtyping import Array, Bool, Int
 from jaxkv._checks import ENDLESS, namespace
 from jaxkv._errors import require
 from jaxkv.models.config import Windows
-from jaxkv.policies.heads import HeadBudgets
+from jaxkv.policies.heads import HeadBudgets, ScoredRows
 from jaxkv.policies.layers import Counts, LayerBudgets, Table
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.reading import without_window
-from jaxkv.policies.topk import keys_of, top
+from jaxkv.policies.topk import top
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -106,18 +106,8 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
         """Rows `[L, K]` that each kv head's segment may grow to: 2**30 (no limit) in retrieval heads, else `reach`."""
         return np.where(self.retrieval, ENDLESS, self.reach)
 
-    def choose(
-        self,
-        scores: Array,
-        candidates: Array,
-        base: Array,
-        forced: Array,
-        norms: Any = None,
-        layer: Any = None,
-    ) -> Bool[Array, "B K S"]:
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of rows to keep: all candidates in retrieval heads, in others the best `reach - forced`."""
-        self.require_sizes(heads=scores.shape[1])
-        few = top(
-            keys_of(scores, candidates), jnp.maximum(jnp.int32(self.reach) - forced, 0)[:, None]
-        )
-        return candidates & (few | jnp.asarray(self.retrieval)[layer][None, :, None])
+        self.require_sizes(heads=rows.scores.shape[1])
+        few = top(rows.keys, jnp.maximum(jnp.int32(self.reach) - rows.forced, 0)[:, None])
+        return rows.candidates & (few | jnp.asarray(self.retrieval)[rows.layer][None, :, None])

@@ -11,10 +11,10 @@ from jaxkv._checks import field, namespace, real
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.head_scores import as_head_scores
-from jaxkv.policies.heads import HeadBudgets
+from jaxkv.policies.heads import HeadBudgets, ScoredRows
 from jaxkv.policies.layers import Counts, LayerBudgets, Table, round_remainders, round_to_sum
 from jaxkv.policies.of_model import OfModel
-from jaxkv.policies.topk import keys_of, top
+from jaxkv.policies.topk import top
 
 _PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
 
@@ -101,34 +101,26 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
             xp.asarray(shares) * rest.astype(xp.float64), rest, length - forced
         )
 
-    def choose(
-        self,
-        scores: Array,
-        candidates: Array,
-        base: Array,
-        forced: Array,
-        norms: Any = None,
-        layer: Any = None,
-    ) -> Bool[Array, "B K S"]:
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base rows."""
-        shares, heads = self.shares(), scores.shape[1]
+        shares, heads = self.shares(), rows.scores.shape[1]
         self.require_sizes(heads=heads)
         each = (
             shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300
         )  # even parts of a layer without a share
         parts = jnp.asarray(
             round_remainders(each / each.sum(axis=0) * _PARTS, _PARTS, _PARTS).T, jnp.int32
-        )[layer]
-        total = heads * base[:, None]
-        rest, rows = (
+        )[rows.layer]
+        total = heads * rows.base[:, None]
+        rest, each = (
             total % _PARTS * parts,
             total // _PARTS * parts + total % _PARTS * parts // _PARTS,
         )
         more = top(
-            (rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - rows.sum(axis=-1, dtype=jnp.int32)
+            (rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - each.sum(axis=-1, dtype=jnp.int32)
         )
-        rows, keys = rows + more.astype(jnp.int32), keys_of(scores, candidates)
-        return top(keys, jnp.minimum(rows, (keys > 0).sum(axis=-1, dtype=jnp.int32)))
+        each, keys = each + more.astype(jnp.int32), rows.keys
+        return top(keys, jnp.minimum(each, (keys > 0).sum(axis=-1, dtype=jnp.int32)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

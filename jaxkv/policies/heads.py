@@ -3,7 +3,7 @@
 import dataclasses
 import enum
 from fractions import Fraction
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
@@ -37,6 +37,31 @@ class Order(enum.Enum):
     OTHER = "other"
 
 
+class ScoredRows(NamedTuple):
+    """One layer's scored rows, and how many of them its kv heads choose.
+
+    Attributes:
+        scores: `f32[B, K, S]`, higher stays.
+        candidates: mask `[B, K | 1, S]` of rows that can be chosen: neither padding nor among those that stay anyway.
+        base: `i32[B]` rows to choose per head, on average.
+        forced: `i32[B]` rows per head that stay anyway.
+        norms: `f32[B, K, S]` norms of the values seen through the output projection, where heads need them.
+        layer: `i32[]` the layer's index among those without a window, where heads' budgets differ by layer.
+    """
+
+    scores: Float[Array, "B K S"]
+    candidates: Bool[Array, "B #K S"]  # noqa: F821
+    base: Int[Array, " B"]
+    forced: Int[Array, " B"]
+    norms: Float[Array, "B K S"] | None = None
+    layer: Int[Array, ""] | None = None
+
+    @property
+    def keys(self) -> UInt[Array, "B K S"]:
+        """Sort keys of the candidates' scores; 0, the lowest key, for other rows."""
+        return keys_of(self.scores, self.candidates)
+
+
 class HeadBudgets:
     """Base of what divides a layer's row budget among its kv heads: `choose` returns the mask of rows to keep."""
 
@@ -63,28 +88,17 @@ class HeadBudgets:
 
     @property
     def needs_layer(self) -> bool:
-        """True if budgets differ by layer: `choose` then takes a further argument `layer`, its index `i32[]`.
-
-        It counts the layers without a window.
-        """
+        """True if budgets differ by layer: `choose` then reads `layer`, its index."""
         return False
 
-    def choose(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],  # noqa: F821
-        base: Int[Array, " B"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"] | None = None,
-    ) -> Bool[Array, "B K S"]:
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of the K * base best-scored candidates to keep; ties go to the lowest head, then position.
 
         Args:
-            scores: float32, higher stays.
-            candidates: rows that can be chosen: neither padding nor among those that stay anyway.
-            base: rows to choose per head, on average.
-            forced: rows per head that stay anyway.
-            norms: norms of the values seen through the output projection; None unless `needs_norms`.
+            rows: of one layer.
+
+        Returns:
+            The mask.
         """
         raise NotImplementedError
 
@@ -115,24 +129,15 @@ def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 class _ByKeys(HeadBudgets):
     """Base of head budgets that choose rows by sort keys of scores: subclasses set `uniform` or override `_pick`."""
 
-    def choose(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],  # noqa: F821
-        base: Int[Array, " B"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"] | None = None,
-    ) -> Bool[Array, "B K S"]:
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of K * base candidates that `_pick` chooses by score; by mean score for shared positions."""
         if shares_positions(self):
-            scores = _mean_of_heads(scores)
-        return self._pick(keys_of(scores, candidates), base, forced)
+            rows = rows._replace(scores=_mean_of_heads(rows.scores))
+        return self._pick(rows.keys, rows)
 
-    def _pick(
-        self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
-    ) -> Bool[Array, "B K S"]:
+    def _pick(self, keys: UInt[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of the `base` rows with the largest sort keys in each head."""
-        return top(keys, base[:, None])
+        return top(keys, rows.base[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -180,13 +185,11 @@ class AdaptiveHeads(_Uneven):
 
     order = Order.COMMON
 
-    def _pick(
-        self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
-    ) -> Bool[Array, "B K S"]:
+    def _pick(self, keys: UInt[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of each head's best rows, as many as `targets` gives for its share of the top K * base."""
         batch, heads, slots = keys.shape
-        winners = top(keys.reshape(batch, heads * slots), heads * base).reshape(keys.shape)
-        return top(keys, self.targets(winners.sum(axis=-1, dtype=jnp.int32), base))
+        winners = top(keys.reshape(batch, heads * slots), heads * rows.base).reshape(keys.shape)
+        return top(keys, self.targets(winners.sum(axis=-1, dtype=jnp.int32), rows.base))
 
     def targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
         """Rows per head `[B, K]`: (1 - alpha) * won + alpha * base, rounded by largest remainder; the sum stays equal.
@@ -246,14 +249,12 @@ class ProtectedHeads(_Uneven):
 
     order = Order.COMMON
 
-    def _pick(
-        self, keys: UInt[Array, "B K S"], base: Int[Array, " B"], forced: Int[Array, " B"]
-    ) -> Bool[Array, "B K S"]:
+    def _pick(self, keys: UInt[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of K * base rows: each head's `floor` best, then the best others of all heads together."""
         batch, heads, slots = keys.shape
-        safe = top(keys, self.floor(base, forced)[:, None])
+        safe = top(keys, self.floor(rows.base, rows.forced)[:, None])
         rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, heads * slots)
-        left = heads * base - safe.sum(axis=(1, 2), dtype=jnp.int32)
+        left = heads * rows.base - safe.sum(axis=(1, 2), dtype=jnp.int32)
         return safe | top(rest, left).reshape(keys.shape)
 
     def floor(self, base: Int[Array, " B"], forced: Int[Array, " B"]) -> Int[Array, " B"]:
@@ -296,24 +297,11 @@ class HeadsAround(HeadBudgets):
         """Copy around the inner `budgets` of the layers without a window alone."""
         return dataclasses.replace(self, budgets=self.budgets.among(windows))
 
-    def choose(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],  # noqa: F821
-        base: Int[Array, " B"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"] | None = None,
-        layer: Int[Array, ""] | None = None,
-    ) -> Bool[Array, "B K S"]:
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of rows to keep: what the inner `budgets` choose, as `_changed` changes it."""
-        of: dict[str, Any] = {"layer": layer} if self.needs_layer else {}
-        its = norms if self.budgets.needs_norms else None
-        chosen = self.budgets.choose(scores, candidates, base, forced, its, **of)
-        return self._changed(chosen, scores, candidates, forced, norms)
+        return self._changed(self.budgets.choose(rows), rows)
 
-    def _changed(
-        self, chosen: Array, scores: Array, candidates: Array, forced: Array, norms: Array | None
-    ) -> Bool[Array, "B K S"]:
+    def _changed(self, chosen: Bool[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of rows to keep, from the mask of those that the inner `budgets` choose."""
         raise NotImplementedError
 
@@ -352,26 +340,17 @@ class TwoStageHeads(HeadsAround):
         """True if the inner `budgets` give every kv head the same number of rows."""
         return self.budgets.uniform
 
-    def _changed(
-        self, chosen: Array, scores: Array, candidates: Array, forced: Array, norms: Array | None
-    ) -> Bool[Array, "B K S"]:
+    def _changed(self, chosen: Bool[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]`, as many rows per head as chosen: `first` by score, others by score * norm."""
-        assert norms is not None
-        count = chosen.sum(axis=-1, dtype=jnp.int32)
-        return self.staged(scores, candidates, count, forced, norms)
+        return self.staged(rows, chosen.sum(axis=-1, dtype=jnp.int32))
 
-    def staged(
-        self,
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],  # noqa: F821
-        count: Int[Array, "B K"],
-        forced: Int[Array, " B"],
-        norms: Float[Array, "B K S"],
-    ) -> Bool[Array, "B K S"]:
+    def staged(self, rows: ScoredRows, count: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of `count` rows per head: the share `first` by score, others by score times value norm."""
+        scores, candidates, forced = rows.scores, rows.candidates, rows.forced[:, None]
+        assert rows.norms is not None
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
-        safe = _part(share, count + forced[:, None]) - forced[:, None]
-        weighted = (scores + jnp.float32(self.epsilon)) * norms
+        safe = _part(share, count + forced) - forced
+        weighted = (scores + jnp.float32(self.epsilon)) * rows.norms
         if shares_positions(self.budgets):
             scores, weighted = (_mean_of_heads(each) for each in (scores, weighted))
         chosen = top(keys_of(scores, candidates), jnp.clip(safe, 0, count))
@@ -406,21 +385,16 @@ class ThresholdHeads(HeadsAround):
         """True if the inner `budgets` read the norms of values."""
         return self.budgets.needs_norms
 
-    def _changed(
-        self, chosen: Array, scores: Array, candidates: Array, forced: Array, norms: Array | None
-    ) -> Bool[Array, "B K S"]:
+    def _changed(self, chosen: Bool[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of the chosen rows whose scores are at least the threshold."""
-        return self.above(chosen, scores, candidates)[0]
+        return self.above(chosen, rows)[0]
 
     def above(
-        self,
-        chosen: Bool[Array, "B K S"],
-        scores: Float[Array, "B K S"],
-        candidates: Bool[Array, "B #K S"],  # noqa: F821
+        self, chosen: Bool[Array, "B K S"], rows: ScoredRows
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
         """Mask `[B, K, S]` of chosen rows scored >= `threshold`; number `[B, K]` of unchosen candidates above it."""
-        high = scores >= jnp.float32(self.threshold)
-        return chosen & high, (candidates & high & ~chosen).sum(axis=-1, dtype=jnp.int32)
+        high = rows.scores >= jnp.float32(self.threshold)
+        return chosen & high, (rows.candidates & high & ~chosen).sum(axis=-1, dtype=jnp.int32)
 
 
 def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:

@@ -1,18 +1,19 @@
 """Rows that heads under one budget may still keep, whatever rows of further layers join them."""
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Int
 
 from jaxkv.policies.heads import (
     AdaptiveHeads,
     HeadBudgets,
     Order,
     ProtectedHeads,
+    ScoredRows,
     TwoStageHeads,
     own_budgets,
     without_threshold,
 )
-from jaxkv.policies.topk import keys_of, top
+from jaxkv.policies.topk import top
 
 
 def bounded(heads: HeadBudgets, devices: int) -> bool:
@@ -32,15 +33,7 @@ def rounding_rows(heads: HeadBudgets) -> int:
     return int(isinstance(own, AdaptiveHeads) and own.alpha > 0)
 
 
-def survivors(
-    heads: HeadBudgets,
-    scores: Float[Array, "B K S"],
-    candidates: Bool[Array, "B K S"],
-    base: Int[Array, " B"],
-    forced: Int[Array, " B"],
-    room: Int[Array, " B"],
-    norms: Float[Array, "B K S"] | None = None,
-) -> Bool[Array, "B K S"]:
+def survivors(heads: HeadBudgets, rows: ScoredRows, room: Int[Array, " B"]) -> Bool[Array, "B K S"]:
     """Mask `[B, K, S]` of candidate rows that may still be kept once later layers' heads compete; at most `room[b]`.
 
     `room` is at least the rows that these heads keep together in the end, `rounding_rows` more of each head included.
@@ -50,20 +43,19 @@ def survivors(
     # if no row came any more, is an upper bound, and a row beyond it is kept neither now nor later. Forced rows are no
     # candidates and stay anyway; the numbers sum to `room` at most, as shares of it beside guaranteed rows that fit in.
     heads = without_threshold(heads)
-    own, batch = own_budgets(heads), len(scores)
+    own, batch, candidates = own_budgets(heads), len(rows.scores), rows.candidates
     assert own is not None
-    keys = keys_of(scores, candidates)
+    keys = rows.keys
     if isinstance(own, AdaptiveHeads):
         room = room - keys.shape[1] * rounding_rows(heads)
         won = top(keys.reshape(batch, -1), room).reshape(keys.shape) & candidates
-        count = own.most_targets(won.sum(axis=-1, dtype=jnp.int32), base)
+        count = own.most_targets(won.sum(axis=-1, dtype=jnp.int32), rows.base)
     else:
-        floor = own.floor(base, forced)
+        floor = own.floor(rows.base, rows.forced)
         safe = top(keys, floor[:, None]) & candidates
         rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, -1)
         won = safe | top(rest, room - keys.shape[1] * floor).reshape(keys.shape) & candidates
         count = won.sum(axis=-1, dtype=jnp.int32)
     if isinstance(heads, TwoStageHeads):
-        assert norms is not None
-        return heads.staged(scores, candidates, count, forced, norms) & candidates
+        return heads.staged(rows, count) & candidates
     return top(keys, count) & candidates
