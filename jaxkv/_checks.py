@@ -386,6 +386,12 @@ def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **option
     object.__setattr__(value, name, check(name, getattr(value, name), *args, **options))
 
 
+def optional(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:
+    """Validates a field of a frozen dataclass that may be None, as `field` does; None stays."""
+    if getattr(value, name) is not None:
+        field(value, name, check, *args, **options)
+
+
 @contextmanager
 def own_settings() -> Iterator[None]:
     """Context manager and decorator that sets JAX to 32-bit numbers, allowed rank promotion and no current mesh.

@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv._checks import field, whole
+from jaxkv._checks import field, optional, whole
 from jaxkv.policies.heads import ScoredRows, SharedHeads
 from jaxkv.policies.topk import sortable, top
 
@@ -32,8 +32,7 @@ class ChunkedHeads(SharedHeads):
 
     def __post_init__(self) -> None:
         field(self, "chunk", whole, "give 1 row or more")
-        if self.peaks is not None:
-            field(self, "peaks", whole, "give 1 row or more")
+        optional(self, "peaks", whole, "give 1 row or more")
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of `base` candidates, the same in all heads: the best chunks, then best rows to fill up."""

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import choice, field, flag, real, whole
+from jaxkv._checks import choice, field, flag, optional, real, whole
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.sharding.collectives import any_of_devices, first, gathered, own
 from jaxkv.sharding.mesh import Axes
@@ -92,8 +92,8 @@ class Merge(Merger):
             ("decision", Decision),
         ):
             field(self, name, choice, kind)
-        if self.threshold is not None:
-            field(self, "threshold", real, "give a cosine, an infinity, or None", low=-math.inf)
+        remedy = "give a cosine, an infinity, or None"
+        optional(self, "threshold", real, remedy, low=-math.inf)
 
     @property
     def thresholds(self) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv._checks import field, instance, overrides, real
+from jaxkv._checks import field, instance, optional, overrides, real
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.topk import keys_of, top
@@ -399,8 +399,7 @@ class ThresholdHeads(HeadsAround):
 
 def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
     """Checks the field `threshold` of a dataclass, None or in [low, high] (else ValueError); stores it as a float."""
-    if value.threshold is not None:
-        field(value, "threshold", real, f"{_LEAST_SCORE}, or None", low=low, high=high)
+    optional(value, "threshold", real, f"{_LEAST_SCORE}, or None", low=low, high=high)
 
 
 def threshold_of(heads: HeadBudgets) -> float | None:

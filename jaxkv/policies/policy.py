@@ -172,11 +172,23 @@ class BudgetMethod(Method):
 
     budget: Budget = 1024
 
+    # Made of this policy's fields.
+    scored_by: ClassVar[type[Scorer]]
+
     @property
     def stays(self) -> Keep:
         """Rows that always stay: the first `sinks` and the last `window` tokens, where the policy has such fields."""
         names = {"sinks", "window"} & vars(self).keys()
         return Keep(**{name: getattr(self, name) for name in names})
+
+    def observed(self, **parts: Any) -> Parts:
+        """Returns `Parts` with this policy's scorer, and the rows that it keeps anyway; `parts` gives other fields."""
+        usual = {"scorer": self.part(self.scored_by), "keep": self.stays}
+        return self.compose(**(usual | parts))
+
+    def parts(self) -> Parts:
+        """Config `Parts`: rows by the scores of `scored_by`, equally many in each kv head and layer."""
+        return self.observed()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

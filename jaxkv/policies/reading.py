@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxkv._checks import choice, field, flag, real, several, whole
+from jaxkv._checks import choice, field, flag, optional, real, several, whole
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.checks import Budget, Kept, Share, Tokens, as_budget
@@ -294,11 +294,8 @@ class FilteredReads(Reads):
         chunk = self.prefill_chunk
         blocks = chunk <= 256 or chunk % 256 == 0
         require(blocks, "prefill_chunk", chunk, "give at most 256, or a multiple of it")
-        if self.prefill_ratio is not None:
-            remedy = (
-                "give chosen tokens per token of a chunk, such as 2, or None for full attention"
-            )
-            field(self, "prefill_ratio", real, remedy, high=1e9, open_low=True)
+        remedy = "give chosen tokens per token of a chunk, such as 2, or None for full attention"
+        optional(self, "prefill_ratio", real, remedy, high=1e9, open_low=True)
         generated, offload = self.include_generated, self.offload
         remedy = "rows after the prompt stay on the device and are always read there: leave one out"
         require(not (generated and offload), "include_generated", generated, remedy)
@@ -307,17 +304,12 @@ class FilteredReads(Reads):
     def _check_budget(self) -> None:
         """Raises ValueError for bad `mem`, `mem` and a budget, or too small a budget; stores the default budget."""
         mem, budget = self.mem, self.budget
-        require(
-            mem is None or budget is None,
-            "mem",
-            mem,
-            f"it solves for the budget, which is {budget!r}: give one",
-        )
-        if mem is not None:
-            remedy = "give the share of the cache that stays at hand, in (0, 1]"
-            field(self, "mem", real, remedy, high=1.0, open_low=True)
-            return
-        object.__setattr__(self, "budget", as_tokens(budget, self._least))
+        remedy = f"it solves for the budget, which is {budget!r}: give one"
+        require(None in (mem, budget), "mem", mem, remedy)
+        remedy = "give the share of the cache that stays at hand, in (0, 1]"
+        optional(self, "mem", real, remedy, high=1.0, open_low=True)
+        if mem is None:
+            object.__setattr__(self, "budget", as_tokens(budget, self._least))
 
     @property
     def _least(self) -> int:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._checks import field, flag, real, whole
+from jaxkv._checks import field, flag, optional, real, whole
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
@@ -127,8 +127,7 @@ class Compactor(BudgetMethod):
         field(self, "block", whole, "give 1 or more tokens")
         field(self, "sketch", whole, "give 1 or more columns")
         field(self, "published", flag)
-        if self.blending is not None:
-            field(self, "blending", real, "give 0 or a small weight, or None", high=1e30)
+        optional(self, "blending", real, "give 0 or a small weight, or None", high=1e30)
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by block attention and key leverage; first and last tokens always stay."""

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import KeyNorm, Position, Uniform01
@@ -15,9 +14,7 @@ class LocalWindow(BudgetMethod):
 
     paper = "Longformer's sliding window, arXiv:2004.05150"
 
-    def parts(self) -> Parts:
-        """Config `Parts` with the scorer `Position`: later rows score higher."""
-        return self.compose(scorer=Position())
+    scored_by = Position
 
 
 @register
@@ -31,9 +28,7 @@ class KNorm(BudgetMethod):
 
     paper = "L2 norm, arXiv:2406.11430"
 
-    def parts(self) -> Parts:
-        """Config `Parts` with the scorer `KeyNorm`: minus the L2 norm of a row's key."""
-        return self.compose(scorer=KeyNorm())
+    scored_by = KeyNorm
 
 
 @register
@@ -43,6 +38,4 @@ class Random(BudgetMethod):
 
     paper = "control"
 
-    def parts(self) -> Parts:
-        """Config `Parts` with the scorer `Uniform01`: uniform random numbers."""
-        return self.compose(scorer=Uniform01())
+    scored_by = Uniform01

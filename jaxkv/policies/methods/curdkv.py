@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import choice, field, whole
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed, Scorer
@@ -93,6 +92,4 @@ class CurDKV(BudgetMethod):
 
     paper = "CurDKV, arXiv:2509.15038"
 
-    def parts(self) -> Parts:
-        """Config `Parts`: scores by norms of keys and values among neighbours; sinks always stay."""
-        return self.compose(scorer=self.part(LocalLeverage), keep=self.stays)
+    scored_by = LocalLeverage

@@ -35,10 +35,12 @@ class DefensiveKV(BudgetMethod):
 
     paper = "DefensiveKV, arXiv:2510.13334"
 
+    scored_by = WorstAttention
+
     def parts(self) -> Parts:
         """Config `Parts`: scores by largest attention times value norm; a layer's kv heads compete for rows."""
         heads = self.part(AdaptiveHeads, alpha=0.0)
-        return self.compose(scorer=self.part(WorstAttention), keep=self.stays, heads=heads)
+        return self.observed(heads=heads)
 
 
 @register

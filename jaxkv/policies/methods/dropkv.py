@@ -7,7 +7,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed
@@ -82,6 +81,4 @@ class DropKV(BudgetMethod):
 
     paper = "DropKV, openreview MqfNzH3TVH"
 
-    def parts(self) -> Parts:
-        """Returns `Parts` that score rows by how much the window's attention outputs change if the row is dropped."""
-        return self.compose(scorer=self.part(OutputChange), keep=self.stays)
+    scored_by = OutputChange

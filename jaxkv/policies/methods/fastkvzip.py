@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import field, real, share_of
+from jaxkv._checks import field, optional, real, share_of
 from jaxkv.policies.heads import AdaptiveHeads, as_threshold, with_threshold
 from jaxkv.policies.layers import GlobalLayers
 from jaxkv.policies.parts import Parts
@@ -62,14 +62,14 @@ class FastKVzip(BudgetMethod):
 
     paper = "Fast KVzip, arXiv:2601.17668"
 
+    scored_by = RecentGateScores
+
     def _check(self) -> None:
-        if self.gate is not None:
-            object.__setattr__(self, "gate", FastKVzipGate.read("gate", self.gate))
+        optional(self, "gate", FastKVzipGate.read)
         as_threshold(self, 0.0, 1.0)
         field(self, "recent", real, "give a share between 0 and 1", high=1.0)
 
     def parts(self) -> Parts:
         """Returns `Parts`: gate scores, one budget for the kv heads of all layers, optional least score `threshold`."""
         heads = with_threshold(self.part(AdaptiveHeads, alpha=0.0), self.threshold)
-        scorer = self.part(RecentGateScores)
-        return self.compose(scorer=scorer, keep=self.stays, heads=heads, layers=GlobalLayers())
+        return self.observed(heads=heads, layers=GlobalLayers())

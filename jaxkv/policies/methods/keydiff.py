@@ -2,7 +2,6 @@
 
 import dataclasses
 
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import KeyDifference
@@ -23,6 +22,4 @@ class KeyDiff(BudgetMethod):
 
     paper = "KeyDiff, arXiv:2504.15364"
 
-    def parts(self) -> Parts:
-        """Config `Parts` with the scorer `KeyDifference`: minus the cosine of a key and its head's mean key."""
-        return self.compose(scorer=KeyDifference())
+    scored_by = KeyDifference

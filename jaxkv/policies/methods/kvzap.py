@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxkv._checks import optional
 from jaxkv.policies.heads import UniformHeads, as_threshold, with_threshold
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
@@ -39,12 +40,13 @@ class KVzap(BudgetMethod):
 
     paper = "KVzap, arXiv:2601.07891"
 
+    scored_by = GateScores
+
     def _check(self) -> None:
-        if self.gate is not None:
-            object.__setattr__(self, "gate", KVzapGate.read("gate", self.gate))
+        optional(self, "gate", KVzapGate.read)
         as_threshold(self)
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by a trained gate, drop those below `threshold`, keep sinks and window."""
         heads = with_threshold(UniformHeads(), self.threshold)
-        return self.compose(scorer=self.part(GateScores), keep=self.stays, heads=heads)
+        return self.observed(heads=heads)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxkv._checks import field, flag, whole
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed, Scorer
@@ -102,6 +101,4 @@ class LagKV(BudgetMethod):
 
     paper = "LagKV, arXiv:2504.04704"
 
-    def parts(self) -> Parts:
-        """Returns `Parts` that score rows by spread relative to the next partition's range, and keep sinks."""
-        return self.compose(scorer=self.part(LagInformation), keep=self.stays)
+    scored_by = LagInformation

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from jaxkv._checks import optional
 from jaxkv._errors import require
 from jaxkv.policies.checks import Share
 from jaxkv.policies.head_scores import as_curves
@@ -43,8 +44,7 @@ class LUKV(Wrapper):
     usual = "expectedattention"
 
     def _check(self) -> None:
-        if self.curves is not None:
-            object.__setattr__(self, "curves", as_curves("curves", self.curves, _SHARES))
+        optional(self, "curves", as_curves, _SHARES)
         super()._check()
 
     def check_base(self, base: Method, parts: Parts) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxkv._checks import optional
 from jaxkv._errors import require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.models.config import ModelConfig
@@ -125,8 +126,7 @@ class QFilters(BudgetMethod):
             self.every,
             "filters are compared with keys of prompts: leave it out",
         )
-        if self.q_filters is not None:
-            object.__setattr__(self, "q_filters", HeadFilters.read("q_filters", self.q_filters))
+        optional(self, "q_filters", HeadFilters.read)
 
     def parts(self) -> Parts:
         """Returns `Parts` that score rows by minus the dot product of their key and their head's filter vector."""

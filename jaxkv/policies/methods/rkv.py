@@ -3,7 +3,6 @@
 import dataclasses
 
 from jaxkv.policies.attended import MaxPool, Pooling
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.redundant import Redundancy
 from jaxkv.policies.registry import register
@@ -39,6 +38,4 @@ class RKV(BudgetMethod):
 
     paper = "R-KV, arXiv:2505.24133"
 
-    def parts(self) -> Parts:
-        """Config `Parts`: scores by attention and redundancy; sinks and the last tokens always stay."""
-        return self.compose(scorer=self.part(Redundancy), keep=self.stays)
+    scored_by = Redundancy

@@ -1,7 +1,7 @@
 """SnapKV: keep what the end of the prompt looks at; and `WindowMethod`, the base of methods with such a window."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
 from jaxkv.policies.layers import LayerBudgets, UniformLayers
@@ -30,17 +30,11 @@ class WindowMethod(BudgetMethod):
     order: PoolOrder | str = PoolOrder.LAST
     allocation: LayerBudgets = UniformLayers()
 
-    # Scores by the window's attention, made of this policy's fields.
-    scored_by: ClassVar[type[WindowAttention]] = WindowAttention
+    scored_by = WindowAttention
 
     def observed(self, **parts: Any) -> Parts:
-        """Returns `Parts` with this policy's scorer, sinks, window, layer budgets; `parts` gives further fields."""
-        made = {"scorer": self.part(self.scored_by), "layers": self.allocation} | parts
-        return self.compose(keep=self.stays, **made)
-
-    def parts(self) -> Parts:
-        """Config `Parts` that score rows by the window's attention; the kv heads of a layer keep equally many rows."""
-        return self.observed()
+        """Returns `Parts` with this policy's scorer, sinks, window, layer budgets; `parts` gives other fields."""
+        return super().observed(**({"layers": self.allocation} | parts))
 
 
 @register
