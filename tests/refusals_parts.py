@@ -29,6 +29,7 @@ from jaxkv.policies import (
     LoadedReads,
     Merged,
     Merger,
+    Needs,
     Parts,
     Rank,
     Scorer,
@@ -140,7 +141,10 @@ PARTS = [
         (lambda: policy_of(Loose()), TypeError, "scorer=.*Loose"),
         (lambda: policy_of(derived("Silent", Scorer)()), TypeError, "scorer=.*Silent.*`observe`"),
         (lambda: policy_of(derived("Sum", KeyNorm, group="sum")()), r"scorer\.group='sum'"),
-        (lambda: policy_of(derived("Odd", KeyNorm, queries="1")()), r"scorer\.queries="),
+        (
+            lambda: policy_of(derived("Odd", KeyNorm, needs=Needs(queries="1"))()),
+            r"scorer\.needs\.queries=",
+        ),
     ),
     *door(
         "a rank's decay",

@@ -12,7 +12,15 @@ from meshes import mesh_of, prompts
 import jaxkv
 from jaxkv import CriticalKV, GlobalBudget, Keep, LayerDefensiveKV, Policy, SnapKV
 from jaxkv.engine import plan, prefill
-from jaxkv.policies import AdaptiveHeads, ByAge, EntropyLayers, ProtectedHeads, TwoStageHeads, topk
+from jaxkv.policies import (
+    AdaptiveHeads,
+    ByAge,
+    Division,
+    EntropyLayers,
+    ProtectedHeads,
+    TwoStageHeads,
+    topk,
+)
 from jaxkv.policies.attended import WindowAttention
 from jaxkv.policies.heads import ScoredRows, most_rows, within_capacity
 from jaxkv.policies.methods.cake import PreferenceLayers
@@ -88,11 +96,11 @@ def test_no_layer_gets_more_rows_than_its_bound(layers):
         rng.random((count, prompts)) < 0.8
     )
     weights = np.log(weights + 1e-30) if isinstance(layers, PreferenceLayers) else weights
-    final = layers.rows(budget, length, forced, layers=count, window=0, weights=weights)
+    final = layers.rows(Division(budget, length, forced, count, weights=weights))
     assert (final.sum(axis=0) == count * budget).all()
     narrowed = 0
     for seen in range(1, count + 1):
-        most = layers.at_most(budget, length, forced, layers=count, weights=weights[:seen])
+        most = layers.at_most(Division(budget, length, forced, count, weights=weights[:seen]))
         assert (final[:seen] <= most).all() and (most <= length).all()
         assert (most.sum(axis=0) <= count * (2 * budget + 1)).all()
         narrowed += (most < length).sum()

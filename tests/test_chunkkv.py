@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv import ChunkKV, KNorm, SnapKV
 from jaxkv.engine import choosing
-from jaxkv.policies.chunked_heads import ChunkedHeads
+from jaxkv.policies.methods.chunkkv import ChunkedHeads
 
 SLOTS = 64
 

@@ -20,6 +20,7 @@ from jaxkv.planning import speed
 from jaxkv.planning.catalog import model_named
 from jaxkv.policies import (
     AdaptiveHeads,
+    Division,
     KVPressLayers,
     LinearLayers,
     Merge,
@@ -53,7 +54,7 @@ def spread(layers, budget, length, stats, forced=5):
     one = np.asarray
     weights = np.asarray(stats, np.float64)[:, None]
     of = {"layers": len(stats), "window": 1, "weights": weights}
-    return layers.rows(one([budget]), one([length]), one([forced]), **of)[:, 0]
+    return layers.rows(Division(one([budget]), one([length]), one([forced]), **of))[:, 0]
 
 
 # --- PyramidKV -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import choosing, compress
 from jaxkv.policies import (
     AdaptiveHeads,
+    Division,
     Observed,
     ProtectedHeads,
     QueryMoments,
@@ -124,7 +125,7 @@ class _Drawn(compress.Source):
         parts, lengths, forced = self.parts, self.lengths, self.forced.sum(axis=1)
         weights = np.stack(claims) if parts.claims else None
         of = {"layers": len(self.k), "window": parts.keep.window, "weights": weights}
-        rows = parts.layers.rows(parts.budgets(lengths, forced), lengths, forced, **of)
+        rows = parts.layers.rows(Division(parts.budgets(lengths, forced), lengths, forced, **of))
         recent = parts.recents(rows, lengths, forced, weights)
         return tuple(jnp.asarray(a[group[0] : group[-1] + 1], jnp.int32) for a in (rows, recent))
 

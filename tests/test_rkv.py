@@ -8,7 +8,8 @@ import pytest
 
 import jaxkv
 from jaxkv import RKV
-from jaxkv.policies import Observed, redundant
+from jaxkv.policies import Observed
+from jaxkv.policies.methods import rkv
 
 HEADS, GROUP, DIM, WINDOW, PADDING = 2, 3, 16, 8, 5
 
@@ -56,7 +57,7 @@ def check(policy, q, k, lengths, **options):
 def test_scores_are_those_of_the_definition_however_many_rows_a_block_has(
     monkeypatch, cells, dtype
 ):
-    monkeypatch.setattr(redundant, "COSINES", cells)
+    monkeypatch.setattr(rkv, "COSINES", cells)
     lengths = (30, 19)
     check(RKV(), *drawn(lengths, dtype), lengths)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv.policies import Observed, OfficialVarianceLayers, Statistic, VarianceLayers
+from jaxkv.policies import Division, Observed, OfficialVarianceLayers, Statistic, VarianceLayers
 
 KINDS = [each.value for each in Statistic]
 LAYERS, LENGTH = 6, 400
@@ -24,9 +24,8 @@ def rows(kind, stats, budget, length=LENGTH, forced=5, dense=()):
     weights = np.asarray(stats, np.float64)[:, None]
     layers = VarianceLayers(statistic=kind, dense_layers=dense)
     one = np.asarray
-    return layers.rows(
-        one([budget]), one([length]), one([forced]), layers=len(stats), window=1, weights=weights
-    )[:, 0].tolist()
+    of = Division(one([budget]), one([length]), one([forced]), len(stats), 1, weights)
+    return layers.rows(of)[:, 0].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -76,9 +75,7 @@ def test_what_is_no_number_is_refused():
 def test_the_published_sizes(stats, budget):
     layers, one = OfficialVarianceLayers(), np.asarray
     weights = np.asarray(stats)[:, None]
-    kept = layers.rows(one([budget]), one([LENGTH]), one([5]), layers=5, window=1, weights=weights)[
-        :, 0
-    ]
+    kept = layers.rows(Division(one([budget]), one([LENGTH]), one([5]), 5, 1, weights))[:, 0]
     expected, margin = o.official_variance_rows(
         stats, LENGTH, budget / LENGTH / 2, budget / LENGTH / 2
     )
@@ -95,9 +92,7 @@ def test_the_published_sizes_stay_below_their_bound_whatever_is_forced(stats, sh
     budget = max(1, int(share * LENGTH))
     forced = int(of_it * budget)
     weights = np.asarray(stats)[:, None]
-    kept = layers.rows(
-        one([budget]), one([LENGTH]), one([forced]), layers=6, window=1, weights=weights
-    )[:, 0]
+    kept = layers.rows(Division(one([budget]), one([LENGTH]), one([forced]), 6, 1, weights))[:, 0]
     assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), one([forced]), layers=6)[0]
 
 

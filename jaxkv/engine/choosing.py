@@ -25,7 +25,7 @@ from jaxkv.policies.heads import (
     without_threshold,
 )
 from jaxkv.policies.survivors import survivors
-from jaxkv.policies.topk import sortable, top
+from jaxkv.policies.topk import count, keys_of, top
 from jaxkv.sharding.collectives import gathered, own
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, inside
@@ -185,9 +185,7 @@ def _choose(
     if shared and (candidates.shape[1] > 1 or index is not None):
         # A head's share can be more than it has; what it leaves goes to the best rows of the others.
         chosen = chosen & candidates
-        left = jnp.where(candidates & ~chosen, sortable(scores), jnp.uint32(0)).reshape(
-            len(base), -1
-        )
+        left = keys_of(scores, candidates & ~chosen).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
         chosen = chosen | top(left, missing).reshape(chosen.shape)
     moved, cut, uneven, devices = (
@@ -202,7 +200,7 @@ def _choose(
         # Keep only what each device's part of the pool has room for.
         heads_here = chosen.shape[1] // devices
         room = most_rows(uneven.capacity, heads_here * (base + anyway)) - heads_here * anyway
-        keys = jnp.where(candidates, sortable(scores), jnp.uint32(0))
+        keys = keys_of(scores, candidates)
         chosen, moved = within_capacity(chosen, keys, uneven.floor(base, anyway), room, devices)
     if isinstance(heads, ThresholdHeads):
         chosen, cut = heads.above(chosen, scored)
@@ -255,9 +253,9 @@ def within(
     """
     forced = _forced(layer, recent) & there
     candidates = layer.inside & ~forced & there
-    anyway, each = (mask.sum(axis=-1, dtype=jnp.int32) for mask in (forced, candidates))
+    anyway, each = (count(mask) for mask in (forced, candidates))
     assert layer.scores is not None
-    keys = jnp.where(candidates, sortable(layer.scores), jnp.uint32(0))
+    keys = keys_of(layer.scores, candidates)
     return top(keys, jnp.clip(most - anyway, 0, each)) | forced
 
 
@@ -298,7 +296,7 @@ def _per_head(
 
     At most as many as the heads have on average; with `uneven`, as many as the head that has most.
     """
-    anyway, each = (mask.sum(axis=-1, dtype=jnp.int32) for mask in (forced[:, 0], candidates))
+    anyway, each = (count(mask) for mask in (forced[:, 0], candidates))
     most = (
         each.max(axis=-1) if uneven else each.sum(axis=-1, dtype=jnp.int32) // candidates.shape[1]
     )

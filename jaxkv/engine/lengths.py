@@ -11,7 +11,7 @@ from jaxtyping import Array, Int
 
 from jaxkv._checks import is_traced, namespace
 from jaxkv.models.config import Windows
-from jaxkv.policies.layers import FromScores
+from jaxkv.policies.layers import Division, FromScores
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.reading import tokens_read
 
@@ -153,9 +153,8 @@ def layer_rows(
     """Rows per kv head `[L, B]` that the policy's schedule gives each layer; int64 on the host, int32 in a trace."""
     with _in_64_bits(budget):
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
-        rows = parts.layers.rows(
-            budget, lengths, forced, layers=layers, window=parts.keep.window, weights=None
-        )
+        of = Division(budget, lengths, forced, layers, parts.keep.window)
+        rows = parts.layers.rows(of)
         return rows.astype(np.int32) if is_traced(rows) else rows
 
 
@@ -175,9 +174,8 @@ def rows_by_claims(
     with _in_64_bits(claims):
         parts = parts.among(windows)
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
-        rows = parts.layers.rows(
-            budget, lengths, forced, layers=len(claims), window=parts.keep.window, weights=claims
-        )
+        of = Division(budget, lengths, forced, len(claims), parts.keep.window, claims)
+        rows = parts.layers.rows(of)
         recent = parts.recents(rows, lengths, forced, claims, budget)
         rows, recent = (beside_windows(table, lengths, windows) for table in (rows, recent))
         return rows.astype(np.int32), recent.astype(np.int32)
@@ -193,7 +191,8 @@ def most_by_claims(
     with _in_64_bits(claims):
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
         assert isinstance(parts.layers, FromScores)
-        rows = parts.layers.at_most(budget, lengths, forced, layers=layers, weights=claims)
+        of = Division(budget, lengths, forced, layers, weights=claims)
+        rows = parts.layers.at_most(of)
         return rows.astype(np.int32), parts.recents(rows, lengths, forced).astype(np.int32)
 
 

@@ -13,9 +13,9 @@ from jaxkv.engine.hadamard import transforms
 from jaxkv.engine.lengths import QUERY_BLOCK, long_block, ring_rows
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
+from jaxkv.policies.methods.rkv import COSINES
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.reading import WHOLE, Reading
-from jaxkv.policies.redundant import COSINES
 
 # Bytes of the workspace that XLA gives cuBLAS on Hopper.
 WORKSPACE = 1 << 25

@@ -13,7 +13,6 @@ from jaxkv.policies.attended import (
 from jaxkv.policies.checks import Bytes, Share, Tokens
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.gates import Gate
-from jaxkv.policies.head_kinds import HeadKinds
 from jaxkv.policies.head_shares import CurveBudgets, Importance
 from jaxkv.policies.heads import (
     AdaptiveHeads,
@@ -28,6 +27,7 @@ from jaxkv.policies.heads import (
 )
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layers import (
+    Division,
     EntropyLayers,
     ExponentialLayers,
     GeometricLayers,
@@ -39,14 +39,15 @@ from jaxkv.policies.layers import (
     OfficialLayers,
     UniformLayers,
 )
-from jaxkv.policies.lazy import LazyLayers
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.policies.methods import *  # noqa: F403
 from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
+from jaxkv.policies.methods.duoattention import HeadKinds
 from jaxkv.policies.methods.heavy import Mode
 from jaxkv.policies.methods.kvzip import ReplayAttention
 from jaxkv.policies.methods.qfilters import HeadFilters
-from jaxkv.policies.paging import PagedReads
+from jaxkv.policies.methods.quest import PagedReads
+from jaxkv.policies.methods.simlayerkv import LazyLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import Append, Evict, KeepAll, Recompress, Select
 from jaxkv.policies.policy import Method, Policy
@@ -88,6 +89,7 @@ __all__ = [
     "CumulativeAttention",
     "CurveBudgets",
     "Decision",
+    "Division",
     "EntropyLayers",
     "Evict",
     "ExponentialLayers",

@@ -3,7 +3,6 @@
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +13,7 @@ from jaxkv._errors import require
 from jaxkv.attention import backend_of
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.rank import ByAttention, Rank
-from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Scorer
+from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Scorer, Scores
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices
 from jaxkv.sharding.mesh import Axes
 
@@ -121,7 +120,7 @@ class CumulativeAttention(Scorer):
         the mean, Ren and Zhu, arXiv:2402.06262, section 4.
     """
 
-    needs: ClassVar[Needs] = Needs(sums=True)
+    needs = Needs(sums=True)
 
     mean: bool = False
 
@@ -133,13 +132,11 @@ class CumulativeAttention(Scorer):
         """`ByAttention` config of evictions in decoding: attention summed over queries, divided by age with `mean`."""
         return ByAttention(mean=self.mean)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Attention `[B, K, S]` on rows, summed over queries, mean over the group."""
         return seen.sums.mean(axis=2)
 
-    def scores(
-        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
-    ) -> Float[Array, "B K S"]:
+    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Scores `[B, K, S]`: the attention received; with `mean`, divided by the row's age in queries."""
         age = length[:, None] - jnp.arange(observed.shape[-1], dtype=jnp.int32)
         return self.rank.rank(observed, age[:, None])
@@ -149,10 +146,10 @@ class CumulativeAttention(Scorer):
 class LastAttention(Scorer):
     """TOVA's scorer: attention of the last query alone, averaged over the query heads of a group."""
 
-    needs: ClassVar[Needs] = Needs(queries=1)
-    rank: ClassVar[Rank] = ByAttention(decay=0.0)
+    needs = Needs(queries=1)
+    rank = ByAttention(decay=0.0)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Attention probabilities `[B, K, S]` of the last query, averaged over the group's query heads."""
         return seen.window_mass(lambda p, _: p.mean(axis=(0, 1)))
 
@@ -178,9 +175,7 @@ class WindowScorer(Scorer):
         """What `observe` reads: the last `window` queries."""
         return Needs(queries=self.window)
 
-    def scores(
-        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
-    ) -> Float[Array, "B K S"]:
+    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Scores `[B, K, S]`: observations pooled over neighbouring rows, the window's own columns left out."""
         return self.pooling(
             observed, _before((length - self.window)[:, None, None], observed.shape[-1])
@@ -209,7 +204,7 @@ class WindowAttention(WindowScorer):
         field(self, "group", choice, GroupReduce)
         field(self, "order", choice, PoolOrder)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
             window_mean, of = backend_of(seen.implementation).window_mean, (seen.q, seen.k)
@@ -220,7 +215,7 @@ class WindowAttention(WindowScorer):
         self,
         seen: Observed,
         over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]],
-    ) -> Float[Array, "B K S"]:
+    ) -> Scores:
         """Attention `[B, K, S]` reduced by function `over_queries`, then over query heads; `FIRST` pools before both.
 
         Args:
@@ -241,16 +236,12 @@ class WindowAttention(WindowScorer):
 
         return seen.window_mass(reduce)
 
-    def scores(
-        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
-    ) -> Float[Array, "B K S"]:
+    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Scores `[B, K, S]`: observations pooled over neighbours; unchanged (pooled before) with `PoolOrder.FIRST`."""
         return observed if self.order is PoolOrder.FIRST else super().scores(observed, length)
 
 
-def of_group(
-    observed: Float[Array, "B K S"], scorer: Scorer, axes: Axes | None
-) -> Float[Array, "B K S"]:
+def of_group(observed: Scores, scorer: Scorer, axes: Axes | None) -> Scores:
     """Observations `[B, K, S]`, mean or max over devices that share a kv head; unchanged if no query heads are read."""
     if not scorer.needs.query_heads:
         # Scorers that read no query heads observe the same on all devices.

@@ -1,20 +1,19 @@
 """Budgets of layers and kv heads in proportion to shares that were found for one model: HeadKV's and LU-KV's."""
 
 import dataclasses
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._checks import field, namespace, real
+from jaxkv._checks import field, real
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.head_scores import as_head_scores
 from jaxkv.policies.heads import HeadBudgets, ScoredRows
-from jaxkv.policies.layers import Counts, LayerBudgets, Table, round_remainders, round_to_sum
+from jaxkv.policies.layers import Division, LayerBudgets, Table, round_remainders, round_to_sum
 from jaxkv.policies.of_model import OfModel
-from jaxkv.policies.topk import top
+from jaxkv.policies.topk import count, top
 
 _PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
 
@@ -83,23 +82,12 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
         require(any(map(any, scores)), self.of_field, f"of {len(scores)} layers", remedy)
         return dataclasses.replace(self, scores=scores)
 
-    def rows(
-        self,
-        budget: Counts,
-        length: Counts,
-        forced: Counts,
-        *,
-        layers: int,
-        window: int,
-        weights: Any,
-    ) -> Table:
+    def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]`: the forced rows, and the layer's share of all other rows of the budget."""
-        self.require_sizes(layers=layers)
-        xp, shares = namespace(budget), self.shares().sum(axis=1)[:, None]
-        rest = layers * (xp.asarray(budget, xp.int64) - forced)
-        return forced + round_to_sum(
-            xp.asarray(shares) * rest.astype(xp.float64), rest, length - forced
-        )
+        self.require_sizes(layers=of.layers)
+        rest, shares = of.layers * of.base, of.xp.asarray(self.shares().sum(axis=1)[:, None])
+        wanted = shares * rest.astype(of.xp.float64)
+        return of.forced + round_to_sum(wanted, rest, of.length - of.forced)
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base rows."""
@@ -120,7 +108,7 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
             (rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - each.sum(axis=-1, dtype=jnp.int32)
         )
         each, keys = each + more.astype(jnp.int32), rows.keys
-        return top(keys, jnp.minimum(each, (keys > 0).sum(axis=-1, dtype=jnp.int32)))
+        return top(keys, jnp.minimum(each, count(keys > 0)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxkv._checks import field, instance, optional, overrides, real
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, Windows
-from jaxkv.policies.topk import keys_of, top
+from jaxkv.policies.topk import count, keys_of, only, top
 
 # The largest capacity: no layer's kv heads lie on more devices.
 _UNLIMITED = 1000.0
@@ -189,7 +189,7 @@ class AdaptiveHeads(_Uneven):
         """Mask `[B, K, S]` of each head's best rows, as many as `targets` gives for its share of the top K * base."""
         batch, heads, slots = keys.shape
         winners = top(keys.reshape(batch, heads * slots), heads * rows.base).reshape(keys.shape)
-        return top(keys, self.targets(winners.sum(axis=-1, dtype=jnp.int32), rows.base))
+        return top(keys, self.targets(count(winners), rows.base))
 
     def targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
         """Rows per head `[B, K]`: (1 - alpha) * won + alpha * base, rounded by largest remainder; the sum stays equal.
@@ -253,7 +253,7 @@ class ProtectedHeads(_Uneven):
         """Mask `[B, K, S]` of K * base rows: each head's `floor` best, then the best others of all heads together."""
         batch, heads, slots = keys.shape
         safe = top(keys, self.floor(rows.base, rows.forced)[:, None])
-        rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, heads * slots)
+        rest = only(keys, ~safe).reshape(batch, heads * slots)
         left = heads * rows.base - safe.sum(axis=(1, 2), dtype=jnp.int32)
         return safe | top(rest, left).reshape(keys.shape)
 
@@ -342,20 +342,20 @@ class TwoStageHeads(HeadsAround):
 
     def _changed(self, chosen: Bool[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]`, as many rows per head as chosen: `first` by score, others by score * norm."""
-        return self.staged(rows, chosen.sum(axis=-1, dtype=jnp.int32))
+        return self.staged(rows, count(chosen))
 
-    def staged(self, rows: ScoredRows, count: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of `count` rows per head: the share `first` by score, others by score times value norm."""
+    def staged(self, rows: ScoredRows, each: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of `each` rows per head: the share `first` by score, others by score times value norm."""
         scores, candidates, forced = rows.scores, rows.candidates, rows.forced[:, None]
         assert rows.norms is not None
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
-        safe = _part(share, count + forced) - forced
+        safe = _part(share, each + forced) - forced
         weighted = (scores + jnp.float32(self.epsilon)) * rows.norms
         if shares_positions(self.budgets):
             scores, weighted = (_mean_of_heads(each) for each in (scores, weighted))
-        chosen = top(keys_of(scores, candidates), jnp.clip(safe, 0, count))
+        chosen = top(keys_of(scores, candidates), jnp.clip(safe, 0, each))
         rest = keys_of(weighted, candidates & ~chosen)
-        return chosen | top(rest, count - jnp.clip(safe, 0, count))
+        return chosen | top(rest, each - jnp.clip(safe, 0, each))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -394,7 +394,7 @@ class ThresholdHeads(HeadsAround):
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
         """Mask `[B, K, S]` of chosen rows scored >= `threshold`; number `[B, K]` of unchosen candidates above it."""
         high = rows.scores >= jnp.float32(self.threshold)
-        return chosen & high, (rows.candidates & high & ~chosen).sum(axis=-1, dtype=jnp.int32)
+        return chosen & high, count(rows.candidates & high & ~chosen)
 
 
 def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
@@ -482,22 +482,16 @@ def within_capacity(
     def flat(array: Array) -> Array:
         return array.reshape(batch, -1)
 
-    def count(mask: Array) -> Array:
-        return mask.sum(axis=-1, dtype=jnp.int32)
-
-    def keys_in(mask: Array) -> Array:
-        return jnp.where(mask, keys, jnp.uint32(0))
-
-    safe = top(keys_in(chosen), jnp.minimum(floor[:, None], count(chosen)))
-    loose = by_device(keys_in(chosen & ~safe))
+    safe = top(only(keys, chosen), jnp.minimum(floor[:, None], count(chosen)))
+    loose = by_device(only(keys, chosen & ~safe))
     room = most[:, None] - count(by_device(safe))
     stays = top(loose, jnp.minimum(room, count(loose > 0))) | by_device(safe)
-    others = jnp.where(stays, jnp.uint32(0), by_device(keys))
+    others = only(by_device(keys), ~stays)
     # Each device's best candidates that it has room for, and the best of these over all devices.
     could = flat(top(others, jnp.minimum(most[:, None] - count(stays), count(others > 0))))
     others = flat(others)
     moved = count(flat(chosen)) - count(flat(stays))
-    taken = top(jnp.where(could, others, jnp.uint32(0)), jnp.minimum(moved, count(could)))
+    taken = top(only(others, could), jnp.minimum(moved, count(could)))
     # Of a cache from elsewhere a device may hold less than its share: the others then take more than theirs.
-    more = top(jnp.where(taken, jnp.uint32(0), others), moved - count(taken))
+    more = top(only(others, ~taken), moved - count(taken))
     return (flat(stays) | taken | more).reshape(chosen.shape), moved

@@ -4,7 +4,7 @@ Computed on the host by numpy; or, where claims are traced, by JAX with 64 bits 
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,12 +13,42 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._checks import field, halved, is_traced, namespace, real
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, Windows
-from jaxkv.policies.scorer import Observed
+from jaxkv.policies.scorer import Observed, Scores
 
 # numpy arrays on the host, or traced JAX arrays: int64[N] of N prompts; int64[L, N] and float64[L, N] of L layers.
 Counts = Any
 Table = Any
 Reals = Any
+
+
+class Division(NamedTuple):
+    """What is divided among layers: the rows of N prompts.
+
+    Attributes:
+        budget: `[N]` rows per kv head and layer on average, forced ones included.
+        length: `[N]` tokens of each prompt.
+        forced: `[N]` rows that stay anyway, in every layer.
+        layers: L.
+        window: the observation window, for schedules that exclude it.
+        weights: `[L, N]` from `LayerBudgets.weight`, where `from_scores`; of fewer layers where these alone have run.
+    """
+
+    budget: Counts
+    length: Counts
+    forced: Counts
+    layers: int
+    window: int = 0
+    weights: Any = None
+
+    @property
+    def xp(self) -> Any:
+        """`numpy`, or `jax.numpy` where the numbers are traced."""
+        return namespace(self.budget, self.weights)
+
+    @property
+    def base(self) -> Counts:
+        """Rows `[N]` per kv head and layer on average that are not forced."""
+        return self.xp.asarray(self.budget, self.xp.int64) - self.forced
 
 
 class LayerBudgets:
@@ -60,7 +90,7 @@ class LayerBudgets:
         return None
 
     def of_heads(
-        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K *G"]:
         """Statistic `[B, K, ...]` of one layer per kv or query head, which `weight` reads; TypeError unless overridden.
 
@@ -78,25 +108,14 @@ class LayerBudgets:
         """Weight `[B]` of one layer in the division of rows among layers: the mean of its heads' statistics."""
         return heads.mean(axis=-1)
 
-    def rows(
-        self,
-        budget: Counts,
-        length: Counts,
-        forced: Counts,
-        *,
-        layers: int,
-        window: int,
-        weights: Any,
-    ) -> Table:
+    def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]` of each layer and prompt, forced rows included, at most the prompt's length.
 
         Args:
-            budget: rows per kv head and layer on average, forced ones included.
-            length: tokens of each prompt.
-            forced: rows that stay anyway, in every layer.
-            layers: L.
-            window: the observation window, for schedules that exclude it.
-            weights: `[L, N]` from `weight`, where `from_scores`.
+            of: prompts, and their rows on average.
+
+        Returns:
+            The rows.
         """
         raise NotImplementedError
 
@@ -178,19 +197,10 @@ def finite(weights: np.ndarray | Array | None) -> Reals:
 class UniformLayers(LayerBudgets):
     """Layer budgets that give every layer the same number of rows per kv head: the budget."""
 
-    def rows(
-        self,
-        budget: Counts,
-        length: Counts,
-        forced: Counts,
-        *,
-        layers: int,
-        window: int,
-        weights: Any,
-    ) -> Table:
+    def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]`: the budget, in every layer."""
-        xp = namespace(budget)
-        return xp.broadcast_to(xp.asarray(budget, xp.int64), (layers, *np.shape(budget)))
+        budget = of.xp.asarray(of.budget, of.xp.int64)
+        return of.xp.broadcast_to(budget, (of.layers, *np.shape(budget)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -234,24 +244,14 @@ class _Decreasing(_WithBeta):
         """
         raise NotImplementedError
 
-    def rows(
-        self,
-        budget: Counts,
-        length: Counts,
-        forced: Counts,
-        *,
-        layers: int,
-        window: int,
-        weights: Any,
-    ) -> Table:
+    def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]` of N prompts: forced rows, and L times the budget's rest split by `shape`."""
-        xp = namespace(budget)
-        base = xp.asarray(budget, xp.int64) - forced
+        xp, base, layers = of.xp, of.base, of.layers
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
         shape = self.shape(base.astype(xp.float64), depth)
         total = xp.maximum(shape.sum(axis=0), 1e-300)
         wanted = shape * ((layers * base).astype(xp.float64) / total)
-        return forced + round_to_sum(wanted, layers * base, length - forced)
+        return of.forced + round_to_sum(wanted, layers * base, of.length - of.forced)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -316,41 +316,24 @@ class FromScores(LayerBudgets):
         """
         return finite(weights)
 
-    def rows(
-        self,
-        budget: Counts,
-        length: Counts,
-        forced: Counts,
-        *,
-        layers: int,
-        window: int,
-        weights: Any,
-    ) -> Table:
+    def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]` of N prompts: forced rows, and L times the budget's rest split by `weights`."""
-        xp = namespace(weights)
-        base = xp.asarray(budget, xp.int64) - forced
-        wanted = self._share(weights) * (layers * base).astype(xp.float64)
-        return forced + round_to_sum(wanted, layers * base, length - forced)
+        total = of.layers * of.base
+        wanted = self._share(of.weights) * total.astype(of.xp.float64)
+        return of.forced + round_to_sum(wanted, total, of.length - of.forced)
 
-    def at_most(
-        self, budget: Counts, length: Counts, forced: Counts, *, layers: int, weights: Any
-    ) -> Table:
+    def at_most(self, of: Division) -> Table:
         """Upper bound `[n, N]` of the rows that `rows` gives the lowest n layers, whatever later layers' weights are.
 
-        `weights` are those of the n layers. All layers' bounds sum to L times twice the budget and one row at most.
+        The weights are those of the n layers. All layers' bounds sum to L times twice the budget and one row at most.
         """
         # A share falls with every further layer. What full layers leave is spread evenly over the others, of which
         # there are at most L - 1; it is what is left of all rows behind at least one full layer.
-        xp = namespace(weights)
-        total, room = layers * (xp.asarray(budget, xp.int64) - forced), length - forced
-        spread = xp.maximum(total - room, 0) / max(layers - 1, 1)
-        most = (
-            xp.floor(self._share(weights) * total.astype(xp.float64) + spread + 1e-6).astype(
-                xp.int64
-            )
-            + 1
-        )
-        return forced + xp.minimum(most, room)
+        xp, total, room = of.xp, of.layers * of.base, of.length - of.forced
+        spread = xp.maximum(total - room, 0) / max(of.layers - 1, 1)
+        wanted = self._share(of.weights) * total.astype(xp.float64)
+        most = xp.floor(wanted + spread + 1e-6).astype(xp.int64) + 1
+        return of.forced + xp.minimum(most, room)
 
     def _share(self, weights: Any) -> Reals:
         """Share `[L, N]` of each layer, by `proportions`; even shares where all of these are 0."""
@@ -373,7 +356,7 @@ class EntropyLayers(FromScores):
     """Layer budgets by entropy: layers whose attention is spread more evenly get more rows (PyramidKV, Table 5)."""
 
     def of_heads(
-        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K"]:
         """Entropy in nats `[B, K]` of each kv head's scores, normalised to a distribution over the candidates."""
         share = _shares(scores, candidates)
@@ -386,7 +369,7 @@ class GiniLayers(FromScores):
     """Layer budgets by Gini coefficient: layers of more concentrated attention get more rows (PyramidKV, Table 5)."""
 
     def of_heads(
-        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K"]:
         """Gini coefficient `[B, K]` of each kv head's scores, normalised to a distribution over the candidates."""
         share = jnp.where(candidates, _shares(scores, candidates), -1.0)
@@ -407,21 +390,13 @@ class _Published(_WithBeta):
 
     exact = False
 
-    def rows(
-        self,
-        budget: Counts,
-        length: Counts,
-        forced: Counts,
-        *,
-        layers: int,
-        window: int,
-        weights: Any,
-    ) -> Table:
+    def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]`: `_one` of each prompt, at least the forced rows, at most the prompt's length."""
         columns = [
-            self._one(int(c), int(n), layers, window) for c, n in zip(budget, length, strict=True)
+            self._one(int(capacity), int(length), of.layers, of.window)
+            for capacity, length in zip(of.budget, of.length, strict=True)
         ]
-        return np.clip(np.stack(columns, axis=1), np.asarray(forced), np.asarray(length))
+        return np.clip(np.stack(columns, axis=1), np.asarray(of.forced), np.asarray(of.length))
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
         """Rows per kv head `[L]` of all layers for one prompt, window included; subclasses override it."""

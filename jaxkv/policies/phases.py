@@ -24,14 +24,14 @@ from jaxkv.policies.scorer import Scorer, check_scorer
 class KeepAll:
     """Selection of every row of a prompt: its scorer asks for nothing, and is not called."""
 
-    scorer: ClassVar[Scorer] = Scorer()
-    budget: ClassVar[None] = None
-    clamp: ClassVar[bool] = False
-    keep: ClassVar[Keep] = Keep()
+    scorer = Scorer()
+    budget = None
+    clamp = False
+    keep = Keep()
     layers: ClassVar[LayerBudgets] = UniformLayers()
     heads: ClassVar[HeadBudgets] = UniformHeads()
-    merge: ClassVar[None] = None
-    nested: ClassVar[bool] = False
+    merge = None
+    nested = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -64,12 +64,10 @@ class Select:
         object.__setattr__(self, "budget", as_budget(self.budget))
         check_scorer("scorer", self.scorer)
         field(self, "keep", instance, Keep, "give Keep(...)")
-        remedy = "give an instance of a subclass of {}, {}() say"
-        for name, kind, usual in (
-            ("layers", LayerBudgets, "UniformLayers"),
-            ("heads", HeadBudgets, "UniformHeads"),
-        ):
-            field(self, name, instance, kind, remedy.format(kind.__name__, usual))
+        remedy = "give an instance of a subclass of LayerBudgets, UniformLayers() say"
+        field(self, "layers", instance, LayerBudgets, remedy)
+        remedy = "give an instance of a subclass of HeadBudgets, UniformHeads() say"
+        field(self, "heads", instance, HeadBudgets, remedy)
         check_merger("merge", self.merge)
         field(self, "clamp", flag)
         field(self, "nested", flag)

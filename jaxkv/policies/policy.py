@@ -92,7 +92,8 @@ class Method:
         Returns:
             The part.
         """
-        names = {each.name for each in dataclasses.fields(kind)} & vars(self).keys() - others.keys()
+        fields = {each.name for each in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        names = fields & vars(self).keys() - others.keys()
         made = kind(**{name: getattr(self, name) for name in names}, **others)
         for name in names:
             object.__setattr__(self, name, getattr(made, name))
@@ -183,7 +184,7 @@ class BudgetMethod(Method):
 
     def observed(self, **parts: Any) -> Parts:
         """Returns `Parts` with this policy's scorer, and the rows that it keeps anyway; `parts` gives other fields."""
-        usual = {"scorer": self.part(self.scored_by), "keep": self.stays}
+        usual: dict[str, Any] = {"scorer": self.part(self.scored_by), "keep": self.stays}
         return self.compose(**(usual | parts))
 
     def parts(self) -> Parts:

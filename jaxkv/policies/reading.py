@@ -415,13 +415,10 @@ class FilteredReads(Reads):
             wanted = np.asarray(
                 [n * share.numerator // share.denominator for n in lengths.tolist()], np.int64
             )
+        wanted = np.maximum(wanted, self._least)
         # Where later tokens have to be chosen as well, a budget in tokens is no smaller for a short prompt.
         grows = self.include_generated and isinstance(self.budget, Tokens)
-        return (
-            np.maximum(wanted, self._least)
-            if grows
-            else np.minimum(np.maximum(wanted, self._least), lengths)
-        )
+        return wanted if grows else np.minimum(wanted, lengths)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Returns `Reading`, the static config: filter layers, layers that read their choices, offloaded layers."""
@@ -458,11 +455,7 @@ class LoadedReads(Reads):
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError if the model has no layer above the resident ones whose rows could be offloaded."""
-        layers = config.windows.count(None)
-        remedy = (
-            f"the model has {layers} layers{' without a window' * any(config.windows)}: give fewer"
-        )
-        require(self.resident_layers < layers, "resident_layers", self.resident_layers, remedy)
+        require_fewer("resident_layers", self.resident_layers, config)
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Returns `Reading`, the static config: every layer reads every row, and upper layers are offloaded."""
@@ -474,6 +467,12 @@ class LoadedReads(Reads):
             slots=slots,
             width=slots,
         )
+
+
+def require_fewer(name: str, layers: int, config: ModelConfig) -> None:
+    """Raises ValueError unless a number of layers leaves some of a model's that attend to the whole prompt."""
+    whole, beside = config.windows.count(None), " without a window" * any(config.windows)
+    require(layers < whole, name, layers, f"the model has {whole} layers{beside}: give fewer")
 
 
 def tokens_read(

@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any, TypedDict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv import attention
 from jaxkv._checks import choice, field, flag, instance, static, whole
@@ -17,6 +18,9 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.rank import Anew, Rank
 from jaxkv.sharding.mesh import Axes
+
+# A number per row and kv head of each sequence; higher is kept.
+Scores = Float[Array, "B K S"]
 
 
 class GroupReduce(enum.Enum):
@@ -255,6 +259,12 @@ class Observed:
             shaping=self.shaping,
         )
 
+    def between(self, first: int = 0, last: int = 0) -> Bool[Array, "B 1 S"]:
+        """Mask of the rows of each sequence but its `first` first and its `last` last ones, and padding."""
+        index = jnp.arange(self.k.shape[2], dtype=jnp.int32)
+        inside = index < (self.length - last)[:, None, None]
+        return inside & (index >= first) if first else inside
+
     @property
     def shaping(self) -> Shaping:
         """What the layer's attention does to its logits, for each sequence."""
@@ -334,7 +344,7 @@ class Scorer:
         """`Rank` by which scores change while decoding; `Anew()`, the default, computes them at each compression."""
         return Anew()
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Float32 observations `[B, K, S]` of rows, such as attention received; `scores` turns them into scores.
 
         Args:
@@ -357,9 +367,7 @@ class Scorer:
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError for a model that this is not made for; passes by default."""
 
-    def scores(
-        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
-    ) -> Float[Array, "B K S"]:
+    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Float32 scores `[B, K, S]` by which rows are kept, higher first; the observations by default.
 
         Args:

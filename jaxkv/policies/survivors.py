@@ -1,6 +1,5 @@
 """Rows that heads under one budget may still keep, whatever rows of further layers join them."""
 
-import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 from jaxkv.policies.heads import (
@@ -13,7 +12,7 @@ from jaxkv.policies.heads import (
     own_budgets,
     without_threshold,
 )
-from jaxkv.policies.topk import top
+from jaxkv.policies.topk import count, only, top
 
 
 def bounded(heads: HeadBudgets, devices: int) -> bool:
@@ -49,13 +48,13 @@ def survivors(heads: HeadBudgets, rows: ScoredRows, room: Int[Array, " B"]) -> B
     if isinstance(own, AdaptiveHeads):
         room = room - keys.shape[1] * rounding_rows(heads)
         won = top(keys.reshape(batch, -1), room).reshape(keys.shape) & candidates
-        count = own.most_targets(won.sum(axis=-1, dtype=jnp.int32), rows.base)
+        each = own.most_targets(count(won), rows.base)
     else:
         floor = own.floor(rows.base, rows.forced)
         safe = top(keys, floor[:, None]) & candidates
-        rest = jnp.where(safe, jnp.uint32(0), keys).reshape(batch, -1)
+        rest = only(keys, ~safe).reshape(batch, -1)
         won = safe | top(rest, room - keys.shape[1] * floor).reshape(keys.shape) & candidates
-        count = won.sum(axis=-1, dtype=jnp.int32)
+        each = count(won)
     if isinstance(heads, TwoStageHeads):
-        return heads.staged(rows, count) & candidates
-    return top(keys, count) & candidates
+        return heads.staged(rows, each) & candidates
+    return top(keys, each) & candidates

@@ -18,7 +18,17 @@ def keys_of(
     candidates: Bool[Array, "B #K S"],  # noqa: F821
 ) -> UInt[Array, "B K S"]:
     """Sort keys `[B, K, S]` of scores; 0, the lowest key, for rows that are not candidates."""
-    return jnp.where(candidates, sortable(scores), jnp.uint32(0))
+    return only(sortable(scores), candidates)
+
+
+def only(keys: UInt[Array, "*rows"], mask: Bool[Array, "*#rows"]) -> UInt[Array, "*rows"]:
+    """Sort keys where the mask is True; 0, which cannot be chosen, elsewhere."""
+    return jnp.where(mask, keys, jnp.uint32(0))
+
+
+def count(mask: Bool[Array, "*rows S"]) -> Int[Array, "*rows"]:
+    """Number of True along the last axis."""
+    return mask.sum(axis=-1, dtype=jnp.int32)
 
 
 def kth_largest(

@@ -1,7 +1,6 @@
 """Scorers that do not follow the prompt's last queries: for prompts compressed before the question is known."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +24,7 @@ from jaxkv.policies.scorer import (
     Observed,
     QueryMoments,
     Scorer,
+    Scores,
 )
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
 
@@ -41,10 +41,9 @@ class KeyDifference(Scorer):
         Resource-Constrained Environments, arXiv:2504.15364.
     """
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: minus the cosine of each row's key and the mean of the head's normalised keys."""
-        inside = jnp.arange(seen.k.shape[2], dtype=jnp.int32) < seen.length[:, None, None]
-        k = jnp.where(inside[..., None], seen.k.astype(jnp.float32), 0.0)
+        k = jnp.where(seen.between()[..., None], seen.k.astype(jnp.float32), 0.0)
         mine = unit(k, 1e-12)
         mean = mine.sum(axis=2) / jnp.maximum(seen.length, 1).astype(jnp.float32)[:, None, None]
         return -(mine * unit(mean, 1e-12)[:, :, None]).sum(axis=-1)
@@ -70,7 +69,7 @@ class FutureAttention(Scorer):
         Distribution, arXiv:2510.00636.
     """
 
-    looks_at_end: ClassVar[bool] = False
+    looks_at_end = False
 
     sinks: int = 4
     positions: int = 512
@@ -93,10 +92,9 @@ class FutureAttention(Scorer):
         )
         return Needs(queries=self.remembered, moments=moments)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: expected attention, mean over the group, times the value's L2 norm if `value_norms`."""
-        index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
-        counts = (index >= self.sinks) & (index < seen.length[:, None, None, None])
+        counts = seen.between(first=self.sinks)[:, :, None]
         logits = jnp.where(counts, _expected_logits(seen.k, seen.moments), -jnp.inf)
         most = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
         weight = jnp.where(counts, jnp.exp(logits - most), 0.0)
@@ -146,8 +144,8 @@ class WorstAttention(Scorer):
         DefensiveKV, arXiv:2510.13334; its first stage is that of CriticalKV, arXiv:2502.03805.
     """
 
-    looks_at_end: ClassVar[bool] = False
-    group: ClassVar[GroupReduce] = GroupReduce.MAX
+    looks_at_end = False
+    group = GroupReduce.MAX
 
     window: int = 32
     kernel: int = 5
@@ -169,7 +167,7 @@ class WorstAttention(Scorer):
         """What `observe` reads: the last `window` queries, and norms of values."""
         return Needs(queries=self.window, norms=True)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: largest pooled attention of any window query, times value norm's share over kv heads."""
         pool, index = AvgPool(self.kernel), jnp.arange(seen.k.shape[2], dtype=jnp.int32)
 
@@ -185,19 +183,15 @@ class WorstAttention(Scorer):
         # Reduced before the mean over the row, which is taken over the whole group.
         most = most_of_devices(most, "G", seen.group_axes)
         before = (seen.length - self.window)[:, None, None]
-        mean = jnp.where(index < before, most, 0.0).sum(axis=-1, keepdims=True)
+        mean = jnp.where(seen.between(last=self.window), most, 0.0).sum(axis=-1, keepdims=True)
         raised = jnp.maximum(most, mean / jnp.maximum(before, 1).astype(jnp.float32))
         share = seen.norms / jnp.where(seen.norm_totals > 0, seen.norm_totals, 1.0)
         return raised * share
 
     def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
         """Int32 ranks `[B, K, S]`, 0 for the most attention, of rows that the first stage keeps; S for other rows."""
-        slots = seen.k.shape[2]
-        column, before = (
-            jnp.arange(slots, dtype=jnp.int32),
-            (seen.length - self.window)[:, None, None],
-        )
-
+        slots, before = seen.k.shape[2], (seen.length - self.window)[:, None, None]
+        column = jnp.arange(slots, dtype=jnp.int32)
         mean = seen.window_mass(lambda p, at: mean_over_window(p, at).mean(axis=0))
         paid = mean_of_devices(mean, "G", seen.group_axes)
         paid = jnp.where(column < before, paid, 0.0)
@@ -220,9 +214,9 @@ class WorstAttention(Scorer):
 class Position(Scorer):
     """Scorer by position: later rows score higher, so that the most recent ones are kept."""
 
-    rank: ClassVar[Rank] = ByAge()
+    rank = ByAge()
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: position of each row, exact in float32 up to 2**24."""
         batch, heads, slots = seen.k.shape[:3]
         return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (batch, heads, slots))
@@ -232,7 +226,7 @@ class Position(Scorer):
 class KeyNorm(Scorer):
     """Scorer by key norm: smaller L2 norms score higher (arXiv:2406.11430); RoPE does not change norms."""
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: minus the L2 norm of each row's key."""
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
@@ -241,9 +235,9 @@ class KeyNorm(Scorer):
 class Uniform01(Scorer):
     """Scorer by uniform random numbers per layer, kv head and position; independent of batch and padding."""
 
-    draws: ClassVar[bool] = True
+    draws = True
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]` drawn uniformly from [0, 1)."""
         batch, heads, slots = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)
@@ -291,7 +285,7 @@ class GateScores(Scorer):
         """Raises ValueError without a gate, or with the gate of a model of other sizes."""
         given(self.gate, Gate).require_fits(config)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]` that the trained gate gives to hidden states; ValueError without a gate."""
         gate = given(self.gate, Gate)
         return gate.scores(seen.gate, seen.hidden)

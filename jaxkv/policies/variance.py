@@ -22,6 +22,7 @@ from jaxkv._errors import require
 from jaxkv.models.config import Windows
 from jaxkv.policies.layers import (
     Counts,
+    Division,
     LayerBudgets,
     Reals,
     Table,
@@ -30,7 +31,7 @@ from jaxkv.policies.layers import (
     round_to_sum,
 )
 from jaxkv.policies.reading import without_window
-from jaxkv.policies.scorer import Observed
+from jaxkv.policies.scorer import Observed, Scores
 
 # Every layer keeps at least 1 / _LEAST of the prompt, as in the published code.
 _LEAST = 100
@@ -94,13 +95,13 @@ class VarianceLayers(LayerBudgets):
         return dataclasses.replace(self, dense_layers=tuple(index.index(layer) for layer in named))
 
     def of_heads(
-        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G"]:
         """Variance over keys, for each query head `[B, K, G]`, of the attention that keys received from all queries."""
         sums, length = seen.sums, seen.length
         batch, heads, group, slots = sums.shape
         received = sums.reshape(batch, heads * group, slots)
-        inside = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]
+        inside = seen.between()
         count = jnp.maximum(length, 1).astype(jnp.float32)[:, None]
         mean = jnp.where(inside, received, 0.0).sum(axis=-1) / count
         off = jnp.where(inside, received - mean[..., None], 0.0)
@@ -121,25 +122,16 @@ class VarianceLayers(LayerBudgets):
             return length
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
-    def rows(
-        self,
-        budget: Counts,
-        length: Counts,
-        forced: Counts,
-        *,
-        layers: int,
-        window: int,
-        weights: Any,
-    ) -> Table:
+    def rows(self, of: Division) -> Table:
         """Number of rows per kv head `[L, N]` by the layers' variances; a prompt's length if the budget holds all."""
-        stat = finite(weights)
+        stat = finite(of.weights)
         xp = namespace(stat)
-        budget, length, forced = (xp.asarray(each, xp.int64) for each in (budget, length, forced))
+        budget, length, forced = (xp.asarray(each, xp.int64) for each in of[:3])
         # Prompts within their budget stay whole: numbers in their place go through the arithmetic of the others.
         fits = budget >= length
         two = xp.full_like(length, 2)
         budget, long, forced = (xp.where(fits, two, each) for each in (budget, length, forced))
-        return xp.where(fits, length, self._of_cut(stat, budget, long, forced, layers))
+        return xp.where(fits, length, self._of_cut(stat, budget, long, forced, of.layers))
 
     def _of_cut(
         self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int

@@ -62,6 +62,8 @@ class Wrapper(_Built):
     """
 
     usual: ClassVar[str] = ""
+    # True if rows that go one by one, after the prompt, cannot be chosen as this policy does.
+    once: ClassVar[bool] = False
 
     @functools.cached_property
     def inner(self) -> Method:
@@ -78,6 +80,8 @@ class Wrapper(_Built):
     def _check(self) -> None:
         inner = self.inner
         _require_drops(inner)
+        remedy = "rows that go one by one are chosen by their rank alone: give mode='prefill'"
+        require(not (self.once and inner.composed.evicts), "base", inner, remedy)
         self.check_base(inner, inner.composed)
         check_shared(self, inner, "the base says {!r}: give it there only")
 

@@ -12,7 +12,7 @@ from jaxkv.policies.attended import AvgPool, Pooling, WindowAttention
 from jaxkv.policies.layers import FromScores, LayerBudgets, Reals, finite
 from jaxkv.policies.methods.snapkv import WindowMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Observed
+from jaxkv.policies.scorer import Observed, Scores
 
 
 def _variance(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
@@ -37,7 +37,7 @@ class VaryingAttention(WindowAttention):
         field(self, "gamma", real, "give 0 or more", high=1e30)
         super().__post_init__()
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Attention `[B, K, S]` per row: mean plus `gamma` times variance over queries, reduced over query heads."""
         return self.reduced(
             seen, lambda p, at: mean_over_window(p, at) + self.gamma * _variance(p, at)
@@ -66,7 +66,7 @@ class PreferenceLayers(FromScores):
         field(self, "tau2", real, "give a temperature of 0.01 or more", low=0.01, high=1e30)
 
     def of_heads(
-        self, scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"], seen: Observed
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G 2"]:
         """Entropy and variance `[B, K, G, 2]` of each query head's attention to the rows before the last queries."""
 

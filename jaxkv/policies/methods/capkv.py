@@ -2,7 +2,6 @@
 
 import dataclasses
 from functools import partial
-from typing import ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -14,7 +13,7 @@ from jaxkv.policies.folding import unit
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer
+from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer, Scores
 
 # Added to weights, as in kvpress.
 _EPSILON = 1e-6
@@ -35,7 +34,7 @@ class ValueCapacity(Scorer):
     rotated by the mean rotation of the 512 positions to come. `sinks` first rows take no part.
     """
 
-    looks_at_end: ClassVar[bool] = False
+    looks_at_end = False
 
     sinks: int = 4
     tau: float = 5.0
@@ -47,12 +46,9 @@ class ValueCapacity(Scorer):
         moments = FutureQueries(skip=self.sinks, covariance=False)
         return Needs(queries=self.remembered, moments=moments)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: weighted leverage of each row's value, mean over the group's query heads."""
-        index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
-        counts = jnp.broadcast_to(
-            (index >= self.sinks) & (index < seen.length[:, None, None]), seen.k.shape[:3]
-        )
+        counts = jnp.broadcast_to(seen.between(first=self.sinks), seen.k.shape[:3])
         v = jnp.where(counts[..., None], jnp.clip(seen.v, -_MOST, _MOST), 0)
 
         def sums(head: tuple[Array, ...]) -> tuple[Float[Array, "G S"], Float[Array, "G D D"]]:

@@ -2,14 +2,108 @@
 
 import dataclasses
 
-from jaxkv._checks import field, flag
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt
+
+from jaxkv._checks import field, flag, optional, whole
 from jaxkv._errors import require
-from jaxkv.policies.chunked_heads import ChunkedHeads
-from jaxkv.policies.heads import Order
+from jaxkv.policies.heads import Order, ScoredRows, SharedHeads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
+from jaxkv.policies.topk import count, only, sortable, top
 from jaxkv.policies.wrapper import Wrapper
+
+# Added to sums and inside logarithms, as in kvpress.
+_TINY = 1e-8
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChunkedHeads(SharedHeads):
+    """Head budgets under which a layer's kv heads keep the same chunks of consecutive rows, of highest mean score.
+
+    Chunks with rows that stay anyway are completed first, lowest position first; the others follow by the mean score of
+    their rows, over heads and rows. Of the first chunk that does not fit, its best rows fill the budget. With `peaks`,
+    chunks without rows that stay anyway keep only so many rows if their mean score is at least the chunks' median and
+    the entropy of their rows' scores is below the median; the best of all other rows fill what is left of the budget.
+
+    Attributes:
+        chunk: rows of a chunk; the last one of a prompt may have fewer.
+        peaks: rows kept of a chunk of high but uneven scores; None keeps all.
+    """
+
+    chunk: int = 20
+    peaks: int | None = None
+
+    def __post_init__(self) -> None:
+        field(self, "chunk", whole, "give 1 row or more")
+        optional(self, "peaks", whole, "give 1 row or more")
+
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of `base` candidates, the same in all heads: the best chunks, then best rows to fill up."""
+        scores, base = rows.scores, rows.base
+        batch, _, slots = scores.shape
+
+        def chunks(of: Array) -> Array:
+            """Array `[B, C, chunk]`: an array `[B, S]` split into chunks of neighbours, with zeros added at its end."""
+            return jnp.pad(of, ((0, 0), (0, -slots % self.chunk))).reshape(batch, -1, self.chunk)
+
+        # Heads that share positions have the same candidates, which with the forced rows are all rows of the text.
+        free = rows.candidates[:, 0]
+        length = count(free) + rows.forced
+        stays = (jnp.arange(slots, dtype=jnp.int32) < length[:, None]) & ~free
+        mean = jnp.where(free, scores.mean(axis=1), 0.0)
+        inside = count(chunks(free))
+        of_chunk = sortable(chunks(mean).sum(axis=-1) / jnp.maximum(inside, 1).astype(jnp.float32))
+        sizes = (
+            inside
+            if self.peaks is None
+            else self._cut(chunks(mean), chunks(free), of_chunk, chunks(stays), self.peaks)
+        )
+        order = jnp.argsort(
+            jnp.where(chunks(stays).any(axis=-1), jnp.uint32(0), ~of_chunk), axis=-1, stable=True
+        )
+        sizes = jnp.take_along_axis(sizes, order, axis=-1)
+        taken = jnp.clip(
+            base[:, None] - (jnp.cumsum(sizes, axis=-1, dtype=jnp.int32) - sizes), 0, sizes
+        )
+        taken = jnp.take_along_axis(taken, jnp.argsort(order, axis=-1), axis=-1)
+        keys = only(sortable(mean), free)
+        chosen = top(chunks(keys), taken).reshape(batch, -1)[:, :slots]
+        if self.peaks is not None:
+            rest = only(keys, ~chosen)
+            chosen = chosen | top(rest, base - taken.sum(axis=-1, dtype=jnp.int32))
+        return jnp.broadcast_to(chosen[:, None], scores.shape)
+
+    @staticmethod
+    def _cut(
+        rows: Float[Array, "B C n"],
+        free: Bool[Array, "B C n"],
+        of_chunk: Array,
+        stays: Bool[Array, "B C n"],
+        peaks: int,
+    ) -> Int[Array, "B C"]:
+        """Number of rows `[B, C]` that each chunk keeps if chosen: `peaks` if its scores are high but uneven, else all.
+
+        `of_chunk` are sort keys of the chunks' mean scores.
+        """
+        inside = count(free)
+        least = jnp.where(free, rows, jnp.inf).min(axis=-1, keepdims=True)
+        raised = jnp.where(free, rows - jnp.minimum(least, 0.0), 0.0)
+        share = raised / (raised.sum(axis=-1, keepdims=True) + _TINY)
+        most = jnp.log(jnp.maximum(inside, 2).astype(jnp.float32))
+        entropy = jnp.clip(-(share * jnp.log(share + _TINY)).sum(axis=-1) / most, 0.0, 1.0)
+        entropy = jnp.where(inside > 1, entropy, 0.0)
+        high = of_chunk >= _lower_median(of_chunk, inside > 0)
+        uneven = sortable(entropy) < _lower_median(sortable(entropy), inside > 0)
+        return jnp.where(high & uneven & ~stays.any(axis=-1), jnp.minimum(inside, peaks), inside)
+
+
+def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[Array, "B 1"]:
+    """Lower median `[B, 1]` of the uint32 sort keys in mask `counts`; an arbitrary number for an empty mask."""
+    ascending = jnp.sort(jnp.where(counts, keys, jnp.uint32(2**32 - 1)), axis=-1)
+    middle = (jnp.maximum(counts.sum(axis=-1, keepdims=True, dtype=jnp.int32), 1) - 1) // 2
+    return jnp.take_along_axis(ascending, middle, axis=-1)
 
 
 @register
@@ -40,6 +134,7 @@ class ChunkKV(Wrapper):
     paper = "ChunkKV, arXiv:2502.00299"
 
     usual = "snapkv"
+    once = True
 
     def _check(self) -> None:
         field(self, "gated", flag)
@@ -58,18 +153,8 @@ class ChunkKV(Wrapper):
         """Checks the base policy; raises ValueError if it sets head budgets, nests layers, or evicts row by row."""
         plain = parts.heads.order in (Order.OWN, Order.MEAN) and not parts.heads.needs_norms
         require(plain, "base", base, "its heads choose in a way of their own: give SnapKV(), say")
-        require(
-            not parts.nested,
-            "base",
-            base,
-            "its layers choose among the rows of the layer below: give SnapKV(), say",
-        )
-        require(
-            not parts.evicts,
-            "base",
-            base,
-            "rows that go one by one are in no chunk: give mode='prefill'",
-        )
+        remedy = "its layers choose among the rows of the layer below: give SnapKV(), say"
+        require(not parts.nested, "base", base, remedy)
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `ChunkedHeads`: a layer's kv heads keep the same chunks of rows."""

@@ -11,7 +11,7 @@ from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import BlockAttention, Needs, Observed, Scorer
+from jaxkv.policies.scorer import BlockAttention, Needs, Observed, Scorer, Scores
 from jaxkv.sharding.collectives import mean_of_devices, own, total
 from jaxkv.sharding.mesh import Axes
 
@@ -42,12 +42,9 @@ class BlockAndLeverage(Scorer):
         """True if `observe` draws a random projection of keys: if `blending` is above 0."""
         return self.blending > 0
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: Z-score of block attention times value norm, plus `blending` times that of leverage."""
-        index = jnp.arange(seen.k.shape[2], dtype=jnp.int32)
-        counts = (index >= self.blocks.first) & (
-            index < (seen.length - self.blocks.last)[:, None, None]
-        )
+        counts = seen.between(self.blocks.first, self.blocks.last)
         received, v = (
             mean_of_devices(seen.blocks.mean(axis=2), "G", seen.group_axes),
             seen.v.astype(jnp.float32),

@@ -3,8 +3,14 @@
 import dataclasses
 
 from jaxkv._errors import require
-from jaxkv.policies.chunked_heads import ChunkedHeads
-from jaxkv.policies.heads import TwoStageHeads, threshold_of, with_threshold, without_threshold
+from jaxkv.policies.heads import (
+    Order,
+    TwoStageHeads,
+    shares_positions,
+    threshold_of,
+    with_threshold,
+    without_threshold,
+)
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import register
@@ -33,23 +39,14 @@ class CriticalKV(Wrapper):
     paper = "CriticalKV, arXiv:2502.03805"
 
     usual = "snapkv"
+    once = True
 
     def check_base(self, base: Method, parts: Parts) -> None:
         """Checks the base policy; ValueError if its heads read value norms or keep chunks, or it evicts in decoding."""
         require(not parts.heads.needs_norms, "base", base, "it looks at values already")
-        rows = not isinstance(parts.heads, ChunkedHeads)
-        require(
-            rows,
-            "base",
-            base,
-            "it keeps whole chunks, not the best rows: give a policy that chooses row by row",
-        )
-        require(
-            not parts.evicts,
-            "base",
-            base,
-            "rows that go one by one are not looked at twice: give mode='prefill'",
-        )
+        chunks = parts.heads.order is Order.OTHER and shares_positions(parts.heads)
+        remedy = "it keeps whole chunks, not the best rows: give a policy that chooses row by row"
+        require(not chunks, "base", base, remedy)
 
     def wrap(self, base: Parts) -> Parts:
         """Returns the base's `Parts` with `TwoStageHeads`: rows chosen by score, then by score times value norm."""

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 from jaxkv._checks import choice, field, whole
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Observed, Scorer
+from jaxkv.policies.scorer import Observed, Scorer, Scores
 
 # Largest squared norm that counts: sums of them stay finite.
 _MOST = 1e30
@@ -43,7 +43,7 @@ class LocalLeverage(Scorer):
         field(self, "leverage", choice, Leverage)
         field(self, "local_window", whole, "compare windows of at least 1 row")
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: leverage of keys, values or both (`leverage`), normalised to sum 1 in each kv head."""
         k, v = (self._shares(rows, seen.length) for rows in (seen.k, seen.v))
         score = {

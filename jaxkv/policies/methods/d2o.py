@@ -1,6 +1,7 @@
 """D2O: budgets of layers by variance, eviction at every step, and dropped rows merged into those they resemble."""
 
 import dataclasses
+from typing import Any
 
 from jaxkv._checks import alike, field, flag
 from jaxkv._errors import require
@@ -14,10 +15,13 @@ from jaxkv.policies.registry import register
 from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers
 
 # Values of the published code.
-_RECENT = 0.5
-_MERGE = Merge(
-    beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
-)
+_OFFICIAL: dict[str, Any] = {
+    "recent": 0.5,
+    "merge": Merge(
+        beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
+    ),
+    "allocation": OfficialVarianceLayers(),
+}
 
 
 @register
@@ -51,20 +55,14 @@ class D2O(HeavyMethod):
 
     def _check(self) -> None:
         field(self, "official", flag)
-        if self.official:
-            preset = {"recent": _RECENT, "merge": _MERGE, "allocation": OfficialVarianceLayers()}
-            defaults = {each.name: each.default for each in dataclasses.fields(D2O)}
-            for name, value in preset.items():
-                mine = getattr(self, name)
-                same = alike(mine, defaults[name]) or alike(mine, value)
-                require(same, name, mine, "official=True sets it: leave it out")
+        for name, value in _OFFICIAL.items():
+            mine = getattr(self, name)
+            same = alike(mine, getattr(D2O, name)) or alike(mine, value)
+            require(same or not self.official, name, mine, "official=True sets it: leave it out")
         super()._check()
 
     def parts(self) -> Parts:
         """Returns `Parts` of cumulative attention, layer budgets and merging; published settings if `official`."""
-        scorer = CumulativeAttention()
-        if self.official:
-            return self.attended(
-                scorer, recent=_RECENT, layers=OfficialVarianceLayers(), merge=_MERGE
-            )
-        return self.attended(scorer, recent=self.recent, layers=self.allocation)
+        of = _OFFICIAL if self.official else vars(self)
+        layers, merge = of["allocation"], of["merge"]
+        return self.attended(CumulativeAttention(), recent=of["recent"], layers=layers, merge=merge)

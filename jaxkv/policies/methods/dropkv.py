@@ -9,7 +9,7 @@ from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Observed
+from jaxkv.policies.scorer import Observed, Scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class OutputChange(WindowScorer):
 
     pooling: Pooling = NoPool()
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Squared change `[B, K, S]` of the window's attention outputs if a row is dropped, mean over query heads."""
         return seen.window_mass(_changes, seen.v)
 

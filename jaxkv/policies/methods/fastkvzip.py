@@ -3,7 +3,7 @@
 import dataclasses
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from jaxkv._checks import field, optional, real, share_of
 from jaxkv.policies.heads import AdaptiveHeads, as_threshold, with_threshold
@@ -11,6 +11,7 @@ from jaxkv.policies.layers import GlobalLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import Scores
 from jaxkv.policies.trained import FastKVzipGate
 from jaxkv.policies.unseen import GateScores
 
@@ -25,9 +26,7 @@ class RecentGateScores(GateScores):
 
     recent: float = 0.02
 
-    def scores(
-        self, observed: Float[Array, "B K S"], length: Int[Array, " B"]
-    ) -> Float[Array, "B K S"]:
+    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Scores `[B, K, S]`: the gate's, from 0 to 1; 1 + position / length for the last tokens (`recent`)."""
         rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
         ours = rows >= end - share_of(end, self.recent)

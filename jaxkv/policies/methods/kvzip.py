@@ -1,10 +1,8 @@
 """KVzip: keep the rows that the model needs to repeat the prompt, measured by a second pass over it."""
 
 import dataclasses
-from typing import ClassVar
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
 
 from jaxkv._errors import require
 from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, UniformHeads
@@ -12,7 +10,7 @@ from jaxkv.policies.layers import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Replay, Scorer
+from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Replay, Scorer, Scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +21,7 @@ class ReplayAttention(Scorer):
         replay: settings of the second pass.
     """
 
-    group: ClassVar[GroupReduce] = GroupReduce.MAX
+    group = GroupReduce.MAX
 
     replay: Replay = Replay()
 
@@ -32,7 +30,7 @@ class ReplayAttention(Scorer):
         """What `observe` reads: the attention of a second pass over the prompt."""
         return Needs(replay=self.replay)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: largest attention that a row received in the second pass over the prompt; 1 for sinks."""
         sink = jnp.arange(seen.replay.shape[-1], dtype=jnp.int32) < self.replay.sinks
         return jnp.where(sink, jnp.float32(1.0), seen.replay)
@@ -75,8 +73,12 @@ class KVzip(BudgetMethod):
     paper = "KVzip, arXiv:2505.23416"
 
     def _check(self) -> None:
-        known = isinstance(self.over, str) and self.over in ("model", "layer", "head")
-        require(known, "over", self.over, "give 'model', 'layer' or 'head'")
+        require(
+            self.over in ("model", "layer", "head"),
+            "over",
+            self.over,
+            "give 'model', 'layer' or 'head'",
+        )
 
     def parts(self) -> Parts:
         """Returns `Parts`: scores by the second pass; rows compete within the model, a layer or kv head (`over`)."""

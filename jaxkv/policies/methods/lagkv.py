@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from jaxkv._checks import field, flag, whole
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Observed, Scorer
+from jaxkv.policies.scorer import Observed, Scorer, Scores
 
 # Channels that hardly vary in the next partition stretch rows by more than squares in float32 can hold.
 _MOST = 1e15
@@ -44,7 +44,7 @@ class LagInformation(Scorer):
         field(self, "lag", whole, "compare partitions of at least 1 row")
         field(self, "cross_scoring", flag)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: rank / `lag` or softmax of a row's spread in its partition; 1 to 2: sinks, last rows."""
         slots, lag = seen.k.shape[2], self.lag
         index, length = jnp.arange(slots, dtype=jnp.int32), seen.length[:, None, None]

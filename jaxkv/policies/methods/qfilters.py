@@ -14,7 +14,7 @@ from jaxkv.policies.of_model import FileArrays, NamedTensors
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer
+from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer, Scores
 from jaxkv.sharding.collectives import mean_of_devices, own
 
 
@@ -60,7 +60,7 @@ class FilteredKeys(Scorer):
         """What `observe` reads: moments of the prompt's queries; nothing with given filters."""
         return Needs(moments=FutureQueries() if self.filters is None else None)
 
-    def observe(self, seen: Observed) -> Float[Array, "B K S"]:
+    def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: minus the dot product of key and head's filter; ValueError for filters of other sizes."""
         (_, heads, _, dim), axes = seen.k.shape, seen.axes
         if self.filters is None:

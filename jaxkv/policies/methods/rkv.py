@@ -2,10 +2,120 @@
 
 import dataclasses
 
-from jaxkv.policies.attended import MaxPool, Pooling
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv import attention
+from jaxkv._checks import field, real
+from jaxkv.policies.attended import MaxPool, Pooling, WindowScorer
 from jaxkv.policies.policy import BudgetMethod
-from jaxkv.policies.redundant import Redundancy
 from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import GroupReduce, Observed, Scores
+from jaxkv.sharding.collectives import most_of_devices
+
+# Cosines that are in memory at a time: 16 MiB in float32.
+COSINES = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Redundancy(WindowScorer):
+    """R-KV's scorer: `mix_lambda` * attention from the last queries - (1 - `mix_lambda`) * redundancy of the key.
+
+    Attention of a query is the softmax over the rows before the window of the largest logit of the group's query heads;
+    its mean over the window's queries is pooled over neighbours. Redundancy is the softmax over all rows of the mean
+    cosine of a row's key with the other rows' keys; of the rows that resemble a key, with a cosine above `threshold`,
+    the last one is not charged with that cosine.
+
+    Cosines are computed in blocks of rows of one kv head: at most 2^22 of them (16 MiB) are in memory at a time, or one
+    row of them if a text has more tokens than that, beside a copy of the head's keys. A prompt's take as many products
+    as causal attention of one more query head for each kv head.
+
+    Attributes:
+        window: number of the text's last queries that are read.
+        pooling: how attention spreads to neighbours; the window's own columns take no part.
+        mix_lambda: weight of attention; that of redundancy is 1 minus it.
+        threshold: cosine above which two keys resemble each other.
+
+    References:
+        Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, arXiv:2505.24133, section 3.
+    """
+
+    group = GroupReduce.MAX
+    # Plans count the cosines.
+    compares_keys = True
+
+    window: int = 8
+    mix_lambda: float = 0.1
+    threshold: float = 0.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        field(self, "mix_lambda", real, "give a weight between 0 and 1", high=1.0)
+        field(self, "threshold", real, "give a cosine between 0 and 1", high=1.0)
+
+    def observe(self, seen: Observed) -> Scores:
+        """Scores `[B, K, S]`: weighted attention minus weighted redundancy, for rows before the window; else 0."""
+        batch, heads, slots = seen.k.shape[:3]
+        column = jnp.arange(slots, dtype=jnp.int32)
+        before = seen.between(last=self.window)
+        # The softmax is taken of the largest logits of all query heads, also where devices share them.
+        logits = most_of_devices(attention.group_logits(seen.q, seen.k), "G", seen.group_axes)
+        paid = _softmax(logits, before[:, :, None]).mean(axis=2)
+
+        def head(inputs: tuple[Array, Array]) -> Float[Array, " S"]:
+            k, length = inputs
+            return _softmax(_mean_cosines(k, length, self.threshold), column < length)
+
+        lengths = jnp.broadcast_to(seen.length[:, None], (batch, heads)).reshape(-1)
+        redundancy = lax.map(head, (seen.k.reshape(-1, *seen.k.shape[2:]), lengths)).reshape(
+            paid.shape
+        )
+        weight = jnp.float32(self.mix_lambda)
+        return jnp.where(
+            before, weight * self.pooling(paid, before) - (1 - weight) * redundancy, 0.0
+        )
+
+    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
+        """Scores `[B, K, S]`: the observations unchanged, since `observe` has pooled attention already."""
+        return observed
+
+
+def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:
+    """Softmax over the last axis among the elements in mask `inside`, 0 elsewhere; an array of the same shape."""
+    return jnp.where(
+        inside, jax.nn.softmax(jnp.where(inside, x, jnp.finfo(jnp.float32).min), axis=-1), 0.0
+    )
+
+
+def _mean_cosines(
+    k: Float[Array, "S D"], length: Int[Array, ""], threshold: float
+) -> Float[Array, " S"]:
+    """Mean cosine `[S]` of each key with its head's other keys; among a key's similar rows the last is not charged."""
+    slots, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
+    k = jnp.where((column < length)[:, None], k, 0)
+    scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
+    size = min(slots, max(1, COSINES // slots))
+
+    def add(index: Int[Array, ""], sums: Float[Array, " S"]) -> Float[Array, " S"]:
+        row = index * size + jnp.arange(size, dtype=jnp.int32)
+        at = jnp.minimum(row, slots - 1)
+        # Products of keys of 16 bits are exact in float32: normalised keys would be rounded, or slow, on GPUs.
+        products = jnp.einsum(
+            "rd,sd->rs",
+            k[at],
+            k,
+            precision=lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        off = (column != row[:, None]) & (row < length)[:, None]
+        cosines = jnp.where(off, products * scale[at, None] * scale, 0.0)
+        last = jnp.where(cosines > threshold, column, -1).max(axis=-1, keepdims=True)
+        return sums + jnp.where(column == last, 0.0, cosines).sum(axis=0)
+
+    sums = lax.fori_loop(0, (length + size - 1) // size, add, jnp.zeros((slots,), jnp.float32))
+    return sums / jnp.maximum(length, 1).astype(jnp.float32)
 
 
 @register

@@ -2,18 +2,87 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
 from jaxkv._checks import field, whole
+from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.lazy import LazyLayers, Recency
+from jaxkv.policies.layers import Division, LayerBudgets, Table, finite
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
+from jaxkv.policies.scorer import Needs, Observed, Scores
+from jaxkv.policies.unseen import Position
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LazyLayers(LayerBudgets):
+    """SimLayerKV's layer budgets: layers that look back furthest keep every row until the budget is spent; exact sum.
+
+    A layer is the lazier, the more of the last queries' attention falls on its first and most recent rows. Once the
+    budget is used up, layers keep the forced rows alone; the layer that uses it up keeps as many more as are left.
+
+    Attributes:
+        sinks: number of first rows.
+        recent: number of most recent rows.
+    """
+
+    from_scores = True
+    needs_queries = True
+
+    sinks: int = 4
+    recent: int = 1024
+
+    def __post_init__(self) -> None:
+        field(self, "sinks", whole, "give 0 or more first rows", least=0)
+        field(self, "recent", whole, "give at least 1 recent row")
+
+    def of_heads(
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
+    ) -> Float[Array, "B K G"]:
+        """Mean attention `[B, K, G]` of the last queries, by query head, on all rows but first and most recent ones."""
+
+        def reduce(
+            p: Float[Array, "G w S"], position: Int[Array, " w"], length: Int[Array, ""]
+        ) -> Float[Array, " G"]:
+            index = jnp.arange(p.shape[-1], dtype=jnp.int32)
+            between = (index >= self.sinks) & (index < length - self.recent)
+            return jnp.where(between, mean_over_window(p, position), 0.0).sum(axis=-1)
+
+        length = jnp.broadcast_to(seen.length[:, None], seen.k.shape[:2])
+        return seen.window_mass(reduce, length)
+
+    def rows(self, of: Division) -> Table:
+        """Rows per kv head `[L, N]`: all in layers of largest weight while the budget lasts, else the forced rows."""
+        xp, order = of.xp, of.xp.argsort(-finite(of.weights), axis=0, stable=True)
+        rank = xp.argsort(order, axis=0, stable=True)
+        beside = xp.asarray(of.length, xp.int64) - of.forced
+        return of.forced + xp.clip(of.layers * of.base - rank * beside, 0, beside)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recency(Position):
+    """SimLayerKV's scorer: later rows score higher; it requests the last `window` queries for `LazyLayers`.
+
+    Attributes:
+        window: number of the prompt's last queries.
+    """
+
+    looks_at_end = False
+
+    window: int = 32
+
+    @property
+    def needs(self) -> Needs:
+        """What layer budgets read: the last `window` queries."""
+        return Needs(queries=self.window)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SimLayerKV(Method):
+class SimLayerKV(BudgetMethod):
     """Keeps every row in layers that look far back; in lazy layers, which do not, the first and most recent rows.
 
     The published method compares each layer with a threshold, so that the text decides how large a cache becomes. Here
@@ -38,6 +107,8 @@ class SimLayerKV(Method):
 
     paper = "SimLayerKV, arXiv:2410.13846"
 
+    scored_by = Recency
+
     def _check(self) -> None:
         field(self, "window", whole, "give at least 1 last query")
 
@@ -45,4 +116,4 @@ class SimLayerKV(Method):
         """Config `Parts`: layers that look back furthest keep all rows, others sinks and recent rows alone."""
         keep = Keep(sinks=self.sinks, window=self.recent)
         layers = self.part(LazyLayers)
-        return self.compose(scorer=self.part(Recency), keep=keep, layers=layers)
+        return self.observed(keep=keep, layers=layers)
