@@ -162,7 +162,7 @@ def prefill(
     may not be done yet. `needed` is the plan for these lengths.
     """
     tokens, lengths, _ = padded
-    if policy.composed.read.by_chunks:
+    if policy.composed.read.chunk:
         # Each chunk goes through the whole model.
         return (
             yield from chunked.prefill(

@@ -88,7 +88,7 @@ class PrefillBytes:
             # Attention transposes the loaded rows of one layer.
             loaded += token * (reading.width if reading.filters else self.slots)
         found = self.cache + max(loaded, beside)
-        if parts.read.by_chunks:
+        if parts.read.chunk:
             # All rows stay on the device until the last chunk; window layers have room for a chunk.
             chunk = min(parts.read.chunk, self.slots)
             windows = config.layers - config.windows.count(None)

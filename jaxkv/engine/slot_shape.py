@@ -91,7 +91,7 @@ def slot_shape(
         "slots take whole prompts: leave prefill_ratio out, or answer one batch after the other"
     )
     require(
-        not parts.read.by_chunks,
+        not parts.read.chunk,
         "policy",
         "prompts are read in chunks",
         remedy,

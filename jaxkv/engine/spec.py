@@ -236,7 +236,7 @@ def implementations_for(
         head_dim=params.config.head_dim,
         capability=capability_of(device),
     )
-    if not read.by_chunks:
+    if not read.chunk:
         return chosen
     remedy = "chunks attend to the cache, which this does not: leave it out"
     require(named(asked) not in PREFILL_ONLY, "implementation", asked, remedy)

@@ -159,7 +159,7 @@ def require_exportable(policy: Method, windows: Windows, slots: int) -> None:
     remedy += "export OmniKV without offload, or a policy that drops rows"
     require(not parts.reading(windows, slots).offloaded, "policy", policy, remedy)
     remedy = f"{name} reads prompts chunk by chunk, as many as they have: leave prefill_ratio out"
-    require(not parts.read.by_chunks, "policy", policy, remedy)
+    require(not parts.read.chunk, "policy", policy, remedy)
     remedy = f"{name} reads prompts twice, chunk by chunk, as many as they have: prefill with jaxkv and save the cache"
     require(parts.needs.replay is None, "policy", policy, remedy)
     remedy = f"{name} reads a gate, whose weights are in no exported program: prefill with jaxkv and save the cache"

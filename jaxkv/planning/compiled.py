@@ -133,7 +133,7 @@ def compile_plan(setting: Setting) -> CompiledPlan:
     reading = parts.reading(setting.config.windows, bucket(setting.context))
     # Without a GPU the compiler drops memory kinds and would count host memory as the GPU's.
     whole = not reading.offloaded
-    whole &= parts.needs.replay is None and not parts.read.by_chunks
+    whole &= parts.needs.replay is None and not parts.read.chunk
     remedy = "chunks, second passes and offloaded rows are not compiled: plan without the compiler"
     require(whole, "policy", setting.policy, remedy)
     try:

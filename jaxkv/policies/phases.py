@@ -1,7 +1,6 @@
 """Phases of a policy: what stays of a prompt, `KeepAll` or `Select`; what follows: `Append`, `Evict`, `Recompress`."""
 
 import dataclasses
-from typing import ClassVar
 
 from jaxkv._checks import ENDLESS, field, flag, instance, whole
 from jaxkv._errors import require
@@ -28,8 +27,8 @@ class KeepAll:
     budget = None
     clamp = False
     keep = Keep()
-    layers: ClassVar[LayerBudgets] = UniformLayers()
-    heads: ClassVar[HeadBudgets] = UniformHeads()
+    layers = UniformLayers()
+    heads = UniformHeads()
     merge = None
     nested = False
 

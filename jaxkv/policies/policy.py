@@ -216,12 +216,5 @@ class Policy(Method):
 
     def parts(self) -> Parts:
         """Returns `Parts` of this policy's own fields: scorer, kept rows, budgets of layers and heads, eviction."""
-        return self.compose(
-            scorer=self.scorer,
-            keep=self.keep,
-            layers=self.layers,
-            heads=self.heads,
-            evict=self.evict,
-            rolling=self.rolling,
-            nested=self.nested,
-        )
+        names = ("scorer", "keep", "layers", "heads", "evict", "rolling", "nested")
+        return self.compose(**{name: getattr(self, name) for name in names})

@@ -164,14 +164,9 @@ class Reads:
         return 0
 
     @property
-    def by_chunks(self) -> bool:
-        """True if prompts are prefilled chunk by chunk."""
-        return self.chunk > 0
-
-    @property
     def whole_prompts(self) -> bool:
         """True if no row of a prompt may be dropped, since rows are offloaded or prompts prefilled in chunks."""
-        return self.by_chunks
+        return self.chunk > 0
 
     def check_over(self, select: Select, after: After) -> None:
         """Raises ValueError where rows that a selection keeps, and goes on with as told, cannot be read in this way."""
@@ -329,7 +324,7 @@ class FilteredReads(Reads):
     @property
     def whole_prompts(self) -> bool:
         """True if no row of a prompt may be dropped: with `offload` or `prefill_ratio`."""
-        return self.offload or self.by_chunks
+        return self.offload or self.chunk > 0
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError for filters with windows, for filters whose choice no layer reads, and for too low `mem`.

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from jaxkv._checks import choice, field, flag
+from jaxkv._checks import choice, field, flag, real
 from jaxkv.policies.attended import CumulativeAttention, LastAttention
 from jaxkv.policies.heads import SharedHeads, UniformHeads
 from jaxkv.policies.keep import Keep
@@ -52,6 +52,10 @@ class HeavyMethod(_Streaming):
     """
 
     recent: float = 0.5
+
+    def _check(self) -> None:
+        field(self, "recent", real, "give a share between 0 and 1", high=1.0)
+        super()._check()
 
     def parts(self) -> Parts:
         """Returns `Parts`: scores by cumulative attention; last tokens get the share `recent` of what sinks leave."""
