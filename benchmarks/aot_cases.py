@@ -70,7 +70,7 @@ class Kernel:
             return self.model in dims and self.dtype != "float32" and self.device == "h100"
         dim = next(heads.dim for heads in shapes.MODELS if heads.name == self.model)
         store = STORES.get(self.kernel.removeprefix("decode_token_"))
-        return store is None or store.fused_at(dim)
+        return store is None or store.read_by(set(store.kernels), dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -182,7 +182,11 @@ def arguments(case):
                 heads, dtype, batch=batch, pool=pool, kind=name.removeprefix("decode_token")
             )
         case "attend":
-            attend = lambda *a: pallas_kernels.attend(*a[:-1], score=a[-1])  # noqa: E731
+
+            def attend(*given):
+                scores = pallas_kernels.Scores(score=given[-1])
+                return pallas_kernels.attend(*given[:-1], scores=scores)
+
             score = of((batch, pool), jnp.float32)
             return attend, (
                 of((batch, k_heads, group, dim), dtype),
@@ -288,11 +292,12 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
         if kind == "_picked":
             options = {"picks": pallas_kernels.Picks(*more, start)}
         elif store:
-            options = {"dtype": dtype}
+            options = {}
         else:
-            options = dict(zip(("score", "begin"), more, strict=False))
-        given = (q, kv, cos, sin, positions, counts, k, v, pos, start, chunks)
-        return pallas_kernels.decode_token(*given, layer=1, **options)
+            scores = dict(zip(("score", "begin"), more, strict=False))
+            options = {"scores": pallas_kernels.Scores(**scores, start=start)} if more else {}
+        new = pallas_kernels.Token(kv, cos, sin, positions, counts, pos)
+        return pallas_kernels.decode_token(q, new, (k, v), chunks, layer=1, dtype=dtype, **options)
 
     # Queries, keys and values come in two parts that are to be added up.
     per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)

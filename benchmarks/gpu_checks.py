@@ -70,7 +70,9 @@ def attend(case, dtype):
     ours = pallas_kernels.attend(q, k, v, start, length, interpret=INTERPRET)
     found = {"attend": error(ours[0], out), "attend lse": error(ours[1], lse)}
     score = jnp.zeros(k.shape[:2], jnp.float32)
-    scored = pallas_kernels.attend(q, k, v, start, length, score=score, interpret=INTERPRET)
+    scored = pallas_kernels.attend(
+        q, k, v, start, length, scores=pallas_kernels.Scores(score=score), interpret=INTERPRET
+    )
     return found | {"attend scored": error(scored[0], out), "mass": error(scored[2], mass)}
 
 
@@ -116,10 +118,12 @@ def token(case, dtype, *, store=None):
         positions,
         counts,
     )
-    options = {"layer": 0, "score": score, "begin": begin, "interpret": INTERPRET}
-    options |= {"dtype": dtype} if store else {}
+    first = jnp.asarray(start)[None]
+    scores = pallas_kernels.Scores(score=score, begin=begin, start=first)
+    options = {"layer": 0, "scores": scores, "interpret": INTERPRET}
+    options["dtype"] = dtype
     out, *ours = pallas_kernels.decode_token(
-        q, kv, *map(jnp.asarray, new), k, v, pos, jnp.asarray(start)[None], chunks, **options
+        q, pallas_kernels.Token(kv, *map(jnp.asarray, new), pos), (k, v), chunks, **options
     )
     rounded = lambda x: wide(jnp.asarray(x, jnp.float32).astype(dtype))  # noqa: E731
     cos, sin, both = np.cos(angle)[:, None], np.sin(angle)[:, None], wide(kv).sum(axis=0)

@@ -13,6 +13,7 @@ from jax import lax
 import pallas_kernels
 from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
 from jaxkv.attention import Implementation, backend_of
+from jaxkv.attention.kernels import rows_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.quantised import STORES
 from pallas_kernels.codes import itemsize_of
@@ -138,8 +139,7 @@ def lengths_of(case):
 @partial(jax.jit, static_argnums=2)
 def coded(k, v, store):
     """Keys and values as a store holds them, as kernels take them."""
-    kinds = {2: pallas_kernels.Coded, 3: pallas_kernels.Nibbles}
-    return tuple(kinds[len(each)](*each) for each in STORES[store].of(k, v).held)
+    return rows_of(STORES[store].of(k, v))
 
 
 def pools_of(case, dtype):
@@ -195,9 +195,9 @@ def tokens(q, pools, start, chunks, **options):
     def step(carry, _):
         q, written = carry[0], []
         for pool in carry[1]:
-            q, *pool = pallas_kernels.decode_token(
-                q[None], *new, *pool, start[None], chunks, layer=0, **options
-            )
+            *rows, pos = pool
+            of = (q[None], pallas_kernels.Token(*new, pos), tuple(rows), chunks)
+            q, *pool = pallas_kernels.decode_token(*of, layer=0, **options)
             written.append(tuple(pool))
         return q, written
 
@@ -208,7 +208,7 @@ def token(case):
     """What a layer's step does between its products: the new token is rotated, joins the pool, and attends to it."""
     dtype = jnp.dtype(case["dtype"])
     q, pools, start, length, nbytes = pools_of(case, dtype)
-    options = {"interpret": INTERPRET} | ({"dtype": dtype} if "store" in case else {})
+    options = {"interpret": INTERPRET, "dtype": dtype}
     step, carry = tokens(q, pools, start, _dealt(start, length, case, pools[0], dtype), **options)
     found = chained(step, carry, [()], estimate=nbytes / _BYTES + 1e-5, each=len(pools))
     return found | {"bytes": nbytes, "bytes_per_second": nbytes / found["seconds"]}
@@ -220,8 +220,9 @@ def mass(case):
     score = jnp.zeros(pools[0][0].shape[:2], jnp.float32)
 
     def attend(carry, pool):
+        scores = pallas_kernels.Scores(score=carry[1])
         out, _, score = pallas_kernels.attend(
-            carry[0], *pool, start, length, score=carry[1], interpret=INTERPRET
+            carry[0], *pool, start, length, scores=scores, interpret=INTERPRET
         )
         return out, score
 

@@ -5,13 +5,13 @@ They take and return arrays and know no caches, policies or models; `jaxkv.atten
 
 from pallas_kernels.chunks import Chunks, deal
 from pallas_kernels.codes import Coded, Nibbles
-from pallas_kernels.decode import attend, decode_token
+from pallas_kernels.decode import Scores, attend, decode_token
 from pallas_kernels.gather import compact
 from pallas_kernels.linear import multiply_codes
 from pallas_kernels.norm import add_norm
 from pallas_kernels.prefill import column_sums, flash
 from pallas_kernels.replace import evict_rows, replace_rows
-from pallas_kernels.rows import Picks
+from pallas_kernels.rows import Picks, Token
 from pallas_kernels.tiles import programs
 from pallas_kernels.window import window_sums
 
@@ -20,6 +20,8 @@ __all__ = [
     "Coded",
     "Nibbles",
     "Picks",
+    "Scores",
+    "Token",
     "add_norm",
     "attend",
     "column_sums",

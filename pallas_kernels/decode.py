@@ -14,6 +14,7 @@ The partials of one head are neighbours. `attend` takes queries that are rotated
 not, and whose row joins the pool on the way.
 """
 
+import dataclasses
 from functools import partial
 from typing import Any
 
@@ -21,13 +22,42 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.chunks import Chunks, deal
-from pallas_kernels.codes import Coded, Nibbles, Rows, itemsize_of, shape_of
+from pallas_kernels.codes import Rows, itemsize_of
 from pallas_kernels.merging import add_mass, merge
 from pallas_kernels.rows import How, Logits, Picks, Token, pass_rows
 from pallas_kernels.tiles import DecodeTiles, decode_tiles, programs
 
 
-@partial(jax.jit, static_argnames=("layer", "widest", "tiles", "softcap", "interpret"))
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["score", "begin", "counts", "start"],
+    meta_fields=["widest"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Scores of a pool's rows, to which the attention that each row receives is added.
+
+    Attributes:
+        score: `f32[B, P]` to which it is added, in place if donated.
+        begin: `f32[B, K]` initial score of a token's new row, for `decode_token`.
+        counts: `bool[B]` or `i32[B]` mask of the sequences whose attention `attend` adds; by default all.
+        start: `i32[L, B, K]` first row of each segment, for all layers, for `decode_token`.
+        widest: most rows of a segment with the token, if known: kept logits then take this much memory, not P.
+    """
+
+    score: jax.Array
+    begin: jax.Array | None = None
+    counts: jax.Array | None = None
+    start: jax.Array | None = None
+    widest: int | None = None
+
+    def logits(self, start: Any) -> Logits:
+        """Memory layout of kept logits: like the pool's rows, or packed by segment where that takes less memory."""
+        packed = self.widest is not None and self.widest * start.shape[2] < self.score.shape[1]
+        return Logits(start=start, widest=self.widest if packed else None)
+
+
+@partial(jax.jit, static_argnames=("layer", "tiles", "softcap", "interpret"))
 def attend(
     q: jax.Array,
     k: Rows,
@@ -36,9 +66,7 @@ def attend(
     length: jax.Array,
     *,
     sink_logits: jax.Array | None = None,
-    score: jax.Array | None = None,
-    counts: jax.Array | None = None,
-    widest: int | None = None,
+    scores: Scores | None = None,
     chunks: Chunks | None = None,
     layer: int = 0,
     tiles: DecodeTiles | None = None,
@@ -54,9 +82,7 @@ def attend(
         start: `i32[B, K]` first row of each segment.
         length: `i32[B, K]` rows of each segment; 0 gives output 0 and lse -inf.
         sink_logits: `[K, R]` learned logits that take part in the softmax, without a value; by default none.
-        score: `f32[B, P]` to which each row's attention is added, in place if donated.
-        counts: `bool[B]` or `i32[B]` mask of the sequences whose attention is added; by default all.
-        widest: most rows of a segment, if known: kept logits then take this much memory, not P.
+        scores: of the pool's rows; by default none.
         chunks: table dealt from these segments; by default it is made here.
         layer: of the chunks, where they are given.
         tiles: block sizes and launch; by default by the shape and the device.
@@ -64,7 +90,7 @@ def attend(
         interpret: run on any device, to check it.
 
     Returns:
-        `[B, K, R, D]` in q's dtype, `f32[B, K, R]` natural log-sum-exp of the scaled logits, and if there is a score
+        `[B, K, R, D]` in q's dtype, `f32[B, K, R]` natural log-sum-exp of the scaled logits, and if there are scores
         `f32[B, P]`: the score plus the softmax weight of each row, mean over the R queries of its head. The output is
         then available only with the score, so that the logits of few layers are alive at once.
     """
@@ -75,39 +101,30 @@ def attend(
         # Each tile of many queries has programs of its own.
         each = max(1, together // -(-q.shape[2] // tile))
         chunks, layer = deal(start[None], length[None], programs=each, block=tiles.chunk), 0
-    logits = None if score is None else _logits(start[None], widest, shape_of(k)[1])
+    logits = None if scores is None else scores.logits(start[None])
     how = How(tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret, softcap=softcap)
     passed = pass_rows(q, k, v, chunks, layer, token=None, logits=logits, how=how)
     out, lse = merge(passed.out, passed.lse, chunks, layer, sink_logits, dtype=q.dtype, how=how)
-    if score is None or logits is None or passed.logits is None:
+    if scores is None or logits is None or passed.logits is None:
         return out, lse
-    counted = None if counts is None else counts.astype(jnp.int32)
+    counted = None if scores.counts is None else scores.counts.astype(jnp.int32)
     out, score = add_mass(
-        passed.logits, logits, lse, chunks, layer, out, score, counted, None, how=how
+        passed.logits, logits, lse, chunks, layer, out, scores.score, counted, None, how=how
     )
     return out, lse, score
 
 
-@partial(jax.jit, static_argnames=("layer", "widest", "dtype", "tiles", "softcap", "interpret"))
+@partial(jax.jit, static_argnames=("layer", "dtype", "tiles", "softcap", "interpret"))
 def decode_token(
     q: jax.Array,
-    kv: jax.Array,
-    cos: jax.Array,
-    sin: jax.Array,
-    positions: jax.Array,
-    counts: jax.Array,
-    k: Rows,
-    v: Rows,
-    pos: jax.Array,
-    start: jax.Array,
+    token: Token,
+    rows: tuple[Rows, Rows],
     chunks: Chunks,
     *,
     layer: int,
-    score: jax.Array | None = None,
-    begin: jax.Array | None = None,
-    widest: int | None = None,
+    dtype: Any,
+    scores: Scores | None = None,
     picks: Picks | None = None,
-    dtype: Any = None,
     sink_logits: jax.Array | None = None,
     tiles: DecodeTiles | None = None,
     softcap: float | None = None,
@@ -120,59 +137,34 @@ def decode_token(
     Args:
         q: `[n, M, K, G, D]` queries before rotation, of any float dtype: n parts whose sum they are, of M sequences, of
             which the first B are read.
-        kv: `[n, M, 2, K, D]` keys before rotation, and values, likewise.
-        cos: `f32[B, D/2]` of the token's rotary position, times RoPE's attention factor.
-        sin: likewise.
-        positions: `i32[B]` of the token in the sequence.
-        counts: `i32[B]` 0 for an ended sequence, for which nothing is written; else 1.
-        k: `[B, P, D]` pool rows, or their codes, with room for one more behind every segment.
-        v: likewise.
-        pos: `i32[B, P]` their positions.
-        start: `i32[L, B, K]` first row of each segment, for all layers.
+        token: its keys and values, and where it stands.
+        rows: keys and values of the pool, `[B, P, D]` or codes, with room for one more row behind every segment.
         chunks: dealt from all layers' segments as they are before the token.
         layer: index of this layer among the L.
-        score: `f32[B, P]` to which each row's attention is added, the new row's too.
-        begin: `f32[B, K]` initial score of the new row; required with `score`.
-        widest: most rows of a segment with the token, if known: kept logits then take this much memory, not P.
+        dtype: the model's.
+        scores: of the pool's rows, with a start and an initial score; by default none.
         picks: rows that are read, if not all; chunks are dealt from their counts, and from starts of 0.
-        dtype: the model's; by default that of `k`, which has to be given with codes.
         sink_logits: `[K, G]` learned logits that take part in the softmax, without a value; by default none.
         tiles: block sizes and launch; by default by the shape and the device.
         softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
         interpret: run on any device, to check it.
 
     Returns:
-        The output `[M, K, G, D]` in the model's dtype, undefined from sequence B on; k, v and pos with the token's
-        rows; and the scores, if there are any.
-
-    Raises:
-        ValueError: for codes without `dtype`.
+        The output `[M, K, G, D]` in the model's dtype, undefined from sequence B on; keys, values and positions with
+        the token's rows; and the scores, if there are any.
     """
-    if dtype is None:
-        if isinstance(k, (Coded, Nibbles)):
-            raise ValueError("dtype=None: codes do not tell the model's: give it")
-        dtype = k.dtype
+    k, v = rows
     dtype = jnp.dtype(dtype)
     tiles, tile = _tiles(q, itemsize_of(k, v, dtype), dtype, tiles)
-    logits = None if score is None else _logits(start, widest, shape_of(k)[1])
+    logits = None if scores is None else scores.logits(scores.start)
     how = How(tiles=tiles, tile=tile, dtype=dtype, interpret=interpret, softcap=softcap)
-    token = Token(kv=kv, cos=cos, sin=sin, position=positions, counts=counts, pos=pos)
     passed = pass_rows(q, k, v, chunks, layer, token=token, logits=logits, picks=picks, how=how)
-    out, lse = merge(
-        passed.out,
-        passed.lse,
-        chunks,
-        layer,
-        sink_logits,
-        dtype=dtype,
-        how=how,
-        sequences=q.shape[1],
-    )
-    if score is None or logits is None or passed.logits is None:
+    given = (passed.out, passed.lse, chunks, layer, sink_logits)
+    out, lse = merge(*given, dtype=dtype, how=how, sequences=q.shape[1])
+    if scores is None or logits is None or passed.logits is None:
         return out, *passed.pool
-    out, score = add_mass(
-        passed.logits, logits, lse, chunks, layer, out, score, counts, begin, how=how
-    )
+    begun = (out, scores.score, token.counts, scores.begin)
+    out, score = add_mass(passed.logits, logits, lse, chunks, layer, *begun, how=how)
     return out, *passed.pool, score
 
 
@@ -180,9 +172,3 @@ def _tiles(q, itemsize, dtype, tiles):
     """Tiles of decode attention, by default those for q's shape, and the number of queries of one program."""
     tiles = tiles or decode_tiles(dim=q.shape[-1], itemsize=itemsize, exact=dtype == jnp.float32)
     return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))
-
-
-def _logits(start, widest, pool_rows):
-    """Memory layout of kept logits: like the pool's rows, or packed by segment where that takes less memory."""
-    packed = widest is not None and widest * start.shape[2] < pool_rows
-    return Logits(start=start, widest=widest if packed else None)

@@ -7,22 +7,21 @@ import jax.numpy as jnp
 import numpy as np
 import oracles as o
 import test_oracle_agreement as agreement
-import tiny
 from jax import lax
 
 from jaxkv import TOVA, Method
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked, empty_pool, pack_shared
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.bookkeeping import faded, with_received
+from jaxkv.engine.bookkeeping import faded
 from jaxkv.engine.choosing import choose, of_prompt
 from jaxkv.engine.compress import merged
 from jaxkv.engine.evict import Eviction, evict
-from jaxkv.engine.layer_step import LayerRows, attend
+from jaxkv.engine.layers.binding import bound
+from jaxkv.engine.layers.step import Step
+from jaxkv.engine.layers.terms import Terms
 from jaxkv.engine.segments import Segments
-from jaxkv.engine.spec import Spec
-from jaxkv.engine.tokens import NewTokens, StepAngles, Token
-from jaxkv.models.rope import angles
+from jaxkv.engine.tokens import NewTokens, Token
 from jaxkv.policies import KeyNorm
 
 HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48
@@ -127,49 +126,42 @@ def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
     return pool, segments
 
 
-def spec_of(policy: Method, layout: Layout, widest: int | None = None) -> Spec:
-    """What a step is compiled for; of the model nothing is used here."""
-    model = tiny.tiny(tiny.MODELS["mha"])
-    return Spec(
-        graphs=model.flat.graphs,
-        config=model.config,
-        layout=layout,
-        rolling=False,
-        reading=policy.parts().reading(model.config.windows, SLOTS),
-        ongoing=policy.parts().ongoing,
-        widest=widest,
-    )
+def terms_of(policy: Method, layout: Layout, widest: int | None = None) -> Terms:
+    """Static config of the layer's rows."""
+    parts = policy.parts()
+    reading = parts.reading((None,), SLOTS)
+    return Terms(layout=layout, reading=reading, ongoing=parts.ongoing, widest=widest)
 
 
-def one_step(spec: Spec, token: Token, pool: Pool, segments: Segments, count):
+def attended(terms: Terms, token: Token, pool: Pool, segments: Segments, new: NewTokens):
+    """Attention of new tokens, and the pool with their rows and all scores."""
+    made = bound(terms, pool, segments.start, segments.length).attended(token, Step(new=new))
+    return made.out, made.layer.pool
+
+
+def one_step(terms: Terms, token: Token, pool: Pool, segments: Segments, count):
     """A layer's step: attention, scores, eviction."""
-    (pool,) = faded((pool,), count, spec)
+    (pool,) = faded((pool,), count, terms)
     new = NewTokens(positions=segments.seen[:, None], count=count)
-    # The token's angles are of no use: it is projected already.
-    by = StepAngles(angles(new.positions, spec.config.rope, DIM))
-    rows = LayerRows(pool=pool, segments=segments, by=by)
-    out, rows, received = attend(spec, token, rows, new)
-    pool = rows.pool
-    if received is not None:
-        pool = with_received(pool, received, segments.start, count > 0)
+    out, pool = attended(terms, token, pool, segments, new)
     now = dataclasses.replace(
         segments, length=segments.length + count[:, None], seen=segments.seen + count
     )
-    how = Eviction(heads=HEADS, ongoing=spec.ongoing, walk=spec.layout.walk, widest=spec.widest)
+    how = Eviction(terms=terms, heads=HEADS)
     return out, *evict(pool, now, out[:, :, 0, 0, 0], how)
 
 
 def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None):
     """Every step's pool, segments and output; the prompt's first, without output."""
     pool, segments = prefilled(policy, drawn, lengths, layout)
-    spec = spec_of(policy, layout, widest)
+    terms = terms_of(policy, layout, widest)
     count = jnp.ones((len(lengths),), jnp.int32)
 
     @jax.jit
     def run(pool, segments, q, k, v):
         def step(carry, new):
             q, k, v = new
-            out, *after = one_step(spec, Token(q=q, k=k, v=v, stored=k), *carry, count)
+            out, *after = one_step(terms, Token(q=q, k=k, v=v, stored=k), *carry, count)
             return tuple(after), jax.tree.leaves((*after, out))
 
         return lax.scan(step, (pool, segments), (q, k, v))[1]

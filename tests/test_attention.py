@@ -102,9 +102,9 @@ def check_over_pool(walk, lengths, dtype, size):
         slots = int((start + length).max()) + before + 3
     q = 2 * draw(3, batch, heads, rows, dim, dtype=dtype)
     k, v = (draw(seed, batch, slots, dim, dtype=dtype) for seed in (4, 5))
-    out, lse = xla.over_pool(
-        q, k, v, jnp.asarray(start, jnp.int32), jnp.asarray(length, jnp.int32), walk=walk
-    )
+    start_of, length_of = (jnp.asarray(each, jnp.int32) for each in (start, length))
+    reach = xla.Reach(start=start_of, length=length_of, walk=walk)
+    out, lse = xla.over_pool(q, k, v, reach)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     for row, head, query in np.ndindex(batch, heads, rows):
         span = slice(start[row, head], start[row, head] + length[row, head])

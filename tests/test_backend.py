@@ -1,5 +1,7 @@
 """A backend of the required functions alone runs the whole engine, and what a backend says of itself is so."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +11,11 @@ from test_implementations import POLICIES
 
 import jaxkv
 from jaxkv.attention import Backend, Implementation, backend_of
+from jaxkv.attention.xla_backend import Xla
 
 FUSED = {
-    "fused_step": ("deal", "decode_token", "add_norm"),
-    "fused_eviction": ("evict_rows", "replace_rows"),
+    "steps": ("deal", "decode_token", "add_norm"),
+    "evicts": ("evict_rows", "replace_rows"),
 }
 
 
@@ -37,18 +40,14 @@ class Plain(Backend):
             axis=3
         ).mean(axis=2)
 
-    def attend(self, q, k, v, start, length, *, walk, shaping=None):
-        logits = self._pool(q, k, start, length)
+    def attend(self, q, store, reach, *, shaping=None):
+        logits, v = self._pool(q, store, reach), reach.view(store)[1]
         out = jnp.einsum("bkrp,bpd->bkrd", self._shares(logits), v).astype(q.dtype)
         return out, jax.nn.logsumexp(logits, axis=-1)
 
-    def attend_scored(
-        self, q, k, v, start, length, score, counts, *, walk, widest=None, shaping=None
-    ):
-        received = self._shares(self._pool(q, k, start, length)).mean(axis=2).sum(axis=1)
-        return self.attend(q, k, v, start, length, walk=walk)[0], score + jnp.where(
-            counts[:, None], received, 0
-        )
+    def attend_scored(self, q, store, reach, score, counts, *, shaping=None):
+        received = self._shares(self._pool(q, store, reach)).mean(axis=2).sum(axis=1)
+        return self.attend(q, store, reach)[0], score + jnp.where(counts[:, None], received, 0)
 
     @staticmethod
     def _shares(logits):
@@ -63,9 +62,10 @@ class Plain(Backend):
         return jnp.where(seen, jnp.einsum("bkgtd,bksd->bkgts", q, k) / q.shape[-1] ** 0.5, -jnp.inf)
 
     @staticmethod
-    def _pool(q, k, start, length):
-        row = jnp.arange(k.shape[1])
-        inside = (row >= start[..., None]) & (row < (start + length)[..., None])
+    def _pool(q, store, reach):
+        k, _ = reach.view(store)
+        row, start = jnp.arange(k.shape[1]), reach.start[..., None]
+        inside = (row >= start) & (row < start + reach.length[..., None])
         return jnp.where(
             inside[:, :, None], jnp.einsum("bkrd,bpd->bkrp", q, k) / q.shape[-1] ** 0.5, -jnp.inf
         )
@@ -78,6 +78,13 @@ def named(name, backend):
     return member
 
 
+class Fused(Xla):
+    """XLA that takes steps of one token as kernels do."""
+
+    can = dataclasses.replace(Xla.can, steps=frozenset(("rows", "bytes", "nibbles")))
+
+
+FUSED_XLA = named("fused", f"{__name__}:Fused")
 PLAIN = named("plain", f"{__name__}:Plain")
 
 
@@ -104,9 +111,20 @@ def test_a_backend_says_what_it_has(implementation):
     backend = backend_of(implementation)
     for flag, names in FUSED.items():
         for name in names:
-            assert (getattr(type(backend), name) is not getattr(Backend, name)) == getattr(
-                backend, flag
-            ), name
+            own = getattr(type(backend), name) is not getattr(Backend, name)
+            assert own == bool(getattr(backend.can, flag)), name
+
+
+@pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv", "quest", "snapkv, int8"])
+def test_fused_steps_have_an_oracle(name):
+    """Steps of one token through `decode_token` and `add_norm` in XLA draw the tokens of separate operations."""
+    model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
+    found = []
+    for each in ("xla", FUSED_XLA):
+        session = jaxkv.Session(model, POLICIES[name], implementation=each)
+        cache, drawn = session.draw(session.prefill(ids), 6)
+        found.append((tiny.kept(cache), [list(map(int, row)) for row in np.asarray(drawn)]))
+    assert found[0] == found[1]
 
 
 def test_without_a_required_function_there_is_no_backend():

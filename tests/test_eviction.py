@@ -10,7 +10,7 @@ import oracles as o
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stepping import DIM, HEADS, LENGTHS, draw, follow, held, one_step, prefilled, spec_of
+from stepping import DIM, HEADS, LENGTHS, draw, follow, held, one_step, prefilled, terms_of
 
 from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
 from jaxkv.cache.layout import Layout
@@ -212,9 +212,9 @@ def test_among_equals_the_latest_goes(drawn):
         prompt=one,
         seen=seen * one,
     )
-    ongoing = H2O(budget=rows, sinks=sinks).parts().ongoing
+    policy = H2O(budget=rows, sinks=sinks)
     for widest in (None, rows):
-        how = Eviction(heads=HEADS, ongoing=ongoing, walk=layout.walk, widest=widest)
+        how = Eviction(terms=terms_of(policy, layout, widest), heads=HEADS)
         at = evicting.weakest(pool, segments, how)
         for head in range(HEADS):
             free = [i for i in range(rows) if sinks <= pos[head, i] < seen - recent]
@@ -241,7 +241,7 @@ def test_merge_weights_are_convex_and_the_kept_row_weighs_most(cosines, weights)
 def test_a_finished_sequence_keeps_its_rows():
     drawn, policy = draw(1, 2), D2O(budget=16, allocation=UniformLayers())
     pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
-    spec = spec_of(policy, Layout.EQUAL)
+    spec = terms_of(policy, Layout.EQUAL)
     k = jnp.asarray(drawn.k_new[:, :, :1])
     new = Token(q=jnp.asarray(drawn.q_new[..., :1, :]), k=k, v=k, stored=k)
     count = jnp.asarray([1, 0], jnp.int32)
@@ -258,6 +258,6 @@ def test_attention_that_is_not_a_number_drops_nothing():
     pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
     full = dataclasses.replace(segments, limit=segments.length - 1)
     attended = jnp.asarray([[np.nan, 1.0], [1.0, np.nan]], jnp.float32)
-    how = Eviction(heads=HEADS, ongoing=policy.parts().ongoing, walk=Layout.EQUAL.walk)
+    how = Eviction(terms=terms_of(policy, Layout.EQUAL), heads=HEADS)
     _, left = evict(pool, full, attended, how)
     np.testing.assert_array_equal(np.asarray(segments.length) - left.length, [[0, 1], [1, 0]])

@@ -72,7 +72,11 @@ def check_attend(
     # Rows of no segment may hold anything.
     unused = jnp.asarray(~inside_any(start, length, pool))[..., None]
     k, v = (jnp.where(unused, jnp.asarray(jnp.nan, kind), each) for each in (k, v))
-    options = {"score": score, "widest": widest, "counts": counts} if scored else {}
+    options = (
+        {"scores": pallas_kernels.Scores(score=score, widest=widest, counts=counts)}
+        if scored
+        else {}
+    )
     results = pallas_kernels.attend(
         q, k, v, jnp.asarray(start), jnp.asarray(length), **options, tiles=tiles, interpret=True
     )

@@ -87,7 +87,7 @@ def turned(x, cos, sin):
 
 
 def token_of(seed, dim, dtype, group, layer):
-    """Arguments of `decode_token`: rows that no segment of the layer has are NaN."""
+    """What `decode_token` is told: rows that no segment of the layer has are NaN."""
     batch, heads = LENGTH.shape[1:]
     kind, _ = DTYPES[dtype]
     start, rows = laid_out(LENGTH)
@@ -104,6 +104,12 @@ def token_of(seed, dim, dtype, group, layer):
     chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(LENGTH), programs=5, block=16)
     counts = jnp.asarray([1, 1, 0], jnp.int32)
     return q, kv, cos, sin, jnp.asarray(positions), counts, k, v, pos, jnp.asarray(start), chunks
+
+
+def called(given):
+    """Arguments of `decode_token` as it takes them."""
+    q, kv, cos, sin, positions, counts, k, v, pos, _, chunks = given
+    return q, pallas_kernels.Token(kv, cos, sin, positions, counts, pos), (k, v), chunks
 
 
 def nibbles(rows):
@@ -160,10 +166,11 @@ def check_token(
     q, kv = (leaf.sum(axis=0)[:batch] for leaf in (q, kv))
     k_new, v_new = kv[:, 0], kv[:, 1]
     score, begin = draw(seed + 2, (batch, rows), start.shape[1:])
-    options = {"score": score, "begin": begin, "widest": widest} if scored else {}
-    options |= {"dtype": kind} if encode else {}
+    scores = pallas_kernels.Scores(score=score, begin=begin, start=start, widest=widest)
+    options = {"scores": scores} if scored else {}
+    options["dtype"] = kind
     results = pallas_kernels.decode_token(
-        *given, layer=layer, **options, tiles=SMALL, interpret=True
+        *called(given), layer=layer, **options, tiles=SMALL, interpret=True
     )
     out, new_k, new_v, new_pos = results[0][:batch], *results[1:4]
     assert out.dtype == kind and [leaf.dtype for leaf in jax.tree.leaves((new_k, new_v))] == [
@@ -336,11 +343,12 @@ def test_a_token_attends_to_picked_rows(alike):
     given = (q, kv, cos, sin, positions, counts, k, v, pos, jnp.asarray(start), chunks)
     options = {
         "layer": layer,
+        "dtype": jnp.float32,
         "picks": pallas_kernels.Picks(*of),
         "tiles": SMALL,
         "interpret": True,
     }
-    out, new_k, new_v, new_pos = pallas_kernels.decode_token(*given, **options)
+    out, new_k, new_v, new_pos = pallas_kernels.decode_token(*called(given), **options)
 
     new_k, new_v = wide(new_k), wide(new_v)
     queries = turned(

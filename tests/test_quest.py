@@ -17,7 +17,8 @@ from jaxkv import FullKV, PyramidKV, Quest, SnapKV
 from jaxkv.attention.filters import by_page
 from jaxkv.cache import repack
 from jaxkv.cache.pages import bounds_of, joined_rows
-from jaxkv.engine import layer_step, loop
+from jaxkv.engine import loop
+from jaxkv.engine.layers.paged import PagedLayer
 from jaxkv.engine.pages import full_pages
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.spec import spec_for
@@ -103,21 +104,23 @@ def test_rows_read_are_the_budget_and_a_share_is_of_each_prompt():
 @pytest.fixture
 def record(monkeypatch):
     """Of every token and layer that chose, in order: queries, rows before it, chosen rows, count, and output."""
-    seen, choose, over = [], layer_step.chosen_pages, layer_step.over_pages
+    seen, choose, attend = [], PagedLayer.chosen_pages, PagedLayer.attended
 
-    def chosen_pages(spec, q, bounds, length, budget, each):
-        chosen = choose(spec, q, bounds, length, budget, each)
+    def chosen_pages(layer, q, budget):
+        chosen = choose(layer, q, budget)
         keep = lambda *arrays: seen.append([np.asarray(each) for each in arrays])  # noqa: E731
-        jax.debug.callback(keep, q, length, chosen.rows, chosen.held, ordered=True)
+        jax.debug.callback(keep, q, layer.length, chosen.rows, chosen.held, ordered=True)
         return chosen
 
-    def over_pages(*given):
-        out, lse = over(*given)
-        jax.debug.callback(lambda a: seen[-1].append(np.asarray(a)), out[..., 0, :], ordered=True)
-        return out, lse
+    def attended(layer, token, step):
+        made = attend(layer, token, step)
+        if not step.several:
+            keep = lambda out: seen[-1].append(np.asarray(out))  # noqa: E731
+            jax.debug.callback(keep, made.out[..., 0, :], ordered=True)
+        return made
 
-    monkeypatch.setattr(layer_step, "chosen_pages", chosen_pages)
-    monkeypatch.setattr(layer_step, "over_pages", over_pages)
+    monkeypatch.setattr(PagedLayer, "chosen_pages", chosen_pages)
+    monkeypatch.setattr(PagedLayer, "attended", attended)
     return seen
 
 

@@ -21,7 +21,8 @@ from jaxkv import H2O, AdaKV, Merge, attention
 from jaxkv.attention import columns
 from jaxkv.cache import Dense, KVCache, packing
 from jaxkv.cache.layout import Layout
-from jaxkv.engine import bookkeeping, choosing, compress, drawing, evict, prefill, slots
+from jaxkv.engine import choosing, compress, drawing, evict, prefill, slots
+from jaxkv.engine.layers.terms import Terms
 from jaxkv.policies import AdaptiveHeads, GroupReduce, heads, layers, parts
 from jaxkv.policies.attended import WindowAttention
 from jaxkv.policies.methods.snapkv import WindowMethod
@@ -152,7 +153,7 @@ def window_of_the_bucket(patch):
 
 
 def nothing_is_forgotten(patch):
-    patch.setattr(bookkeeping, "decay_of", lambda program: 1.0 if program.scored else None)
+    patch.setattr(Terms, "decay", 1.0)
 
 
 def single_rows_are_dropped(patch):

@@ -14,10 +14,10 @@ from test_layer_specs import capped, forward
 from test_windows import LENGTHS, SHAPE, prompts
 
 import jaxkv
-from jaxkv import attention
 from jaxkv.attention import Implementation, backend_of, chunk_peaks, columns, filters, xla
 from jaxkv.attention.shaping import Shaping
-from jaxkv.attention.xla import Walk
+from jaxkv.attention.steps import Gathered
+from jaxkv.attention.xla import Reach, Walk
 from jaxkv.models.values import LayerSpec
 
 # So small that it changes most logits.
@@ -204,19 +204,19 @@ def test_a_pools_output_and_scores(change, walk, start, length, implementation):
     begin, rows = jnp.asarray(start), jnp.asarray(length)
     backend = backend_of(implementation)
     changes = {"plain": Shaping(), "caps": CAPPED, "sinks": Shaping(sink_logits=sinks)}
-    given, widest = {"walk": walk, "shaping": changes[change]}, int(length.max())
-    for options, second in ((given, True), (given | {"widest": widest}, True), (given, False)):
+    given, store, widest = {"shaping": changes[change]}, Gathered(k, v), int(length.max())
+    reach = Reach(start=begin, length=rows, walk=walk)
+    bounded = dataclasses.replace(reach, widest=widest)
+    for read, second in ((reach, True), (bounded, True), (reach, False)):
         counts = jnp.asarray([True, second])
-        out, found = backend.attend_scored(q, k, v, begin, rows, score, counts, **options)
-        if isinstance(found, attention.Received):
-            found = attention.add_received(score, found, begin, counts)
+        out, found = backend.attend_scored(q, store, read, score, counts, **given)
         np.testing.assert_allclose(out, outs, atol=2e-5)
         np.testing.assert_allclose(found[0], expected[0], atol=2e-5)
         np.testing.assert_allclose(found[1], expected[1] if second else score[1], atol=2e-5)
     many, times = jnp.repeat(q, 20, axis=2), np.repeat(lses, 20, axis=2)
     # The sink logits alone are the softmax over no rows.
     times = np.where(np.isinf(times) & (change == "sinks"), np.repeat(held, 20, axis=1), times)
-    out, lse = backend.attend(many, k, v, begin, rows, **given)
+    out, lse = backend.attend(many, store, reach, **given)
     np.testing.assert_allclose(out, np.repeat(outs, 20, axis=2), atol=2e-5)
     np.testing.assert_allclose(lse, times, atol=2e-5)
 
@@ -233,9 +233,8 @@ def test_several_tokens_scores_by_an_oracle():
         )
         want[span] += np.exp(logits - logs[0, head, row])
     for walk in Walk:
-        found = columns.pool_sums(
-            q, k, lse, start, length, jnp.zeros((1, 260)), walk=walk, weight=1.0, softcap=CAP
-        )
+        reach = Reach(start=start, length=length, walk=walk)
+        found = columns.pool_sums(q, k, lse, reach, jnp.zeros((1, 260)), weight=1.0, softcap=CAP)
         np.testing.assert_allclose(found[0], want, rtol=1e-4, atol=1e-6)
 
 

@@ -23,8 +23,7 @@ DECODED = []
 class Half(Dense):
     """Rows as float16, whatever the model's dtype."""
 
-    fused_step: ClassVar[bool] = False
-    fused_eviction: ClassVar[bool] = False
+    kernels: ClassVar[tuple[str, ...]] = ()
     wide: str
 
     @classmethod

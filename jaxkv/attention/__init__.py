@@ -16,8 +16,6 @@ from jaxkv.attention.choice import (
     named,
 )
 from jaxkv.attention.columns import (
-    Received,
-    add_received,
     block_sums,
     column_sums,
     group_logits,
@@ -35,9 +33,7 @@ __all__ = [
     "Backend",
     "Implementation",
     "Implementations",
-    "Received",
     "Shaping",
-    "add_received",
     "backend_of",
     "block_sums",
     "capability_of",

@@ -1,14 +1,17 @@
-"""`Backend`: the protocol of a device's attention functions, required and fused ones."""
+"""`Backend`: the interface of a device's attention functions, with forms in XLA of all that is not required."""
 
 import abc
+import dataclasses
 from typing import Any, ClassVar, NamedTuple
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention.columns import Received
+from jaxkv.attention.merging import merge
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.xla import Walk
+from jaxkv.attention.steps import Gathered, NewRows, Unrotated, Work
+from jaxkv.attention.xla import Reach
 
 
 class Setting(NamedTuple):
@@ -32,15 +35,9 @@ class Setting(NamedTuple):
         return self.platform in ("gpu", "cuda")
 
 
-class Backend(abc.ABC):
-    """Abstract base class of a device's attention: prefill, decode, scoring required; fused steps, eviction optional.
-
-    Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. Optional are `packed`, which
-    falls back on XLA; `deal`, `decode_token` and `add_norm`, with `fused_step`; `evict_rows` and `replace_rows`, with
-    `fused_eviction`; `append_and_attend`, where `joins` says so. Without the fused ones the engine takes XLA's
-    operations. New rows are written by `cache.stores`, which know how rows are held.
-
-    A backend is a file with a subclass, and one line of `Implementation` that names it.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Capabilities:
+    """What a backend is made for: facts by which programs take one form or another.
 
     Attributes:
         at_once: True if `prefill` takes all sequences of a batch in one call; else prompt by prompt, in blocks of
@@ -52,20 +49,37 @@ class Backend(abc.ABC):
             them; else the compiler may compute them within these, again for each tile.
         embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings a block of tokens at a time; else all at
             once, for which a compiler may take copies of all.
-        fused_step: True if it has `deal`, `decode_token` and `add_norm`.
-        fused_eviction: True if it has `evict_rows` and `replace_rows`.
+        steps: rows, as `Store.kernels` names them, over which steps of one token run `decode_token` and `add_norm`.
+        evicts: rows that `evict_rows` and `replace_rows` read and write.
         custom_calls: names of the custom calls in its programs, for which `jax.export` gives no guarantee.
     """
 
-    at_once: ClassVar[bool] = True
-    query_copies: ClassVar[int] = 2
-    windows: ClassVar[bool] = False
-    few_launches: ClassVar[bool] = False
-    operands_apart: ClassVar[bool] = False
-    embeds_in_blocks: ClassVar[bool] = False
-    fused_step: ClassVar[bool] = False
-    fused_eviction: ClassVar[bool] = False
-    custom_calls: ClassVar[tuple[str, ...]] = ()
+    at_once: bool = True
+    query_copies: int = 2
+    windows: bool = False
+    few_launches: bool = False
+    operands_apart: bool = False
+    embeds_in_blocks: bool = False
+    steps: frozenset[str] = frozenset()
+    evicts: frozenset[str] = frozenset()
+    custom_calls: tuple[str, ...] = ()
+
+
+class Backend(abc.ABC):
+    """Abstract base class of a device's attention: complete functions, of which a device overrides whole ones.
+
+    Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. All others have a form in XLA
+    made of these, except `evict_rows` and `replace_rows`, which are called for rows that `can.evicts` names. Overrides
+    call `super()` where its kernel does not serve.
+
+    A backend is a file with a subclass, and one line of `Implementation` that names it. Stores and pools are those of
+    `jaxkv.cache`.
+
+    Attributes:
+        can: what it is made for.
+    """
+
+    can: ClassVar[Capabilities] = Capabilities()
 
     def summed_bytes(self, prompts: int, slots: int, heads: int, queries: int) -> int:
         """Bytes that `prefill` with log-sum-exp and `column_sums` hold beyond `prefill` without; 0 in the base class.
@@ -180,25 +194,14 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def attend(
-        self,
-        q: Float[Array, "B K R D"],
-        k: Float[Array, "B P D"],
-        v: Float[Array, "B P D"],
-        start: Int[Array, "B K"],
-        length: Int[Array, "B K"],
-        *,
-        walk: Walk,
-        shaping: Shaping = PLAIN,
+        self, q: Float[Array, "B K R D"], store: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
         """Attention of R queries per kv head over that head's segment of a pool; returns output and log-sum-exp.
 
         Args:
             q: rotated queries; R folds the group and, for several tokens, their number.
-            k: pool rows, rotated keys.
-            v: pool rows, finite everywhere.
-            start: first row of each segment.
-            length: rows of each segment; 0 gives output 0 and lse -inf.
-            walk: how rows are read, for backends whose formulation depends on it.
+            store: keys and values of the pool, of which `reach.view` gives arrays.
+            reach: rows that are read.
             shaping: of the logits.
 
         Returns:
@@ -209,33 +212,25 @@ class Backend(abc.ABC):
     def attend_scored(
         self,
         q: Float[Array, "B K G D"],
-        k: Float[Array, "B P D"],
-        v: Float[Array, "B P D"],
-        start: Int[Array, "B K"],
-        length: Int[Array, "B K"],
+        store: Any,
+        reach: Reach,
         score: Float[Array, "B P"],
         counts: Bool[Array, " B"],
         *,
-        walk: Walk,
-        widest: int | None = None,
         shaping: Shaping = PLAIN,
-    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"] | Received]:
-        """One token per sequence attends to pool rows; returns output, and row scores plus attention or a `Received`.
+    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
+        """One token per sequence attends to pool rows; returns output, and row scores plus attention.
 
         Args:
             q: rotated queries.
-            k: pool rows, rotated keys.
-            v: pool rows, finite everywhere.
-            start: first row of each segment.
-            length: rows of each segment.
+            store: keys and values of the pool.
+            reach: rows that are read.
             score: attention that rows have received so far.
             counts: mask of the sequences whose attention is added to scores.
-            walk: how rows are read.
-            widest: the most rows a segment of a shared pool can have; None if unknown.
             shaping: of the logits.
 
         Returns:
-            The output, and the scores, or a `Received` from which `columns.add_received` computes them later.
+            The output, and the scores.
         """
 
     def packed(
@@ -279,6 +274,56 @@ class Backend(abc.ABC):
         """
         return self.packed(k[:, None], v[:, None], rows.reshape(rows.shape[0], -1))[:2]
 
+    def append_and_attend(
+        self,
+        q: Float[Array, "B K G D"],
+        new: NewRows,
+        pool: Any,
+        reach: Reach,
+        *,
+        shaping: Shaping = PLAIN,
+    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Any]:
+        """Writes one new row behind each segment and attends to it and others; output, log-sum-exp, pool.
+
+        Args:
+            q: rotated queries.
+            new: the row of each kv head.
+            pool: written in place if it is donated.
+            reach: rows that are read, the new one among them.
+            shaping: of the logits.
+
+        Returns:
+            As `attend`, and the pool with the rows.
+        """
+        pool = pool.appended(new)
+        return *self.attend(q, pool.store, reach, shaping=shaping), pool
+
+    def append_and_score(
+        self,
+        q: Float[Array, "B K G D"],
+        new: NewRows,
+        pool: Any,
+        reach: Reach,
+        *,
+        shaping: Shaping = PLAIN,
+    ) -> tuple[Float[Array, "B K G D"], Any]:
+        """As `append_and_attend`, and rows' scores take in the attention that they receive; output, pool.
+
+        Args:
+            q: rotated queries.
+            new: the row of each kv head.
+            pool: with scores.
+            reach: rows that are read, the new one among them.
+            shaping: of the logits.
+
+        Returns:
+            The output, and the pool with the rows.
+        """
+        pool, counts = pool.appended(new), new.count > 0
+        given = (pool.store, reach, pool.score, counts)
+        out, score = self.attend_scored(q, *given, shaping=shaping)
+        return out, dataclasses.replace(pool, score=score)
+
     def deal(
         self,
         start: Int[Array, "L B K"],
@@ -287,7 +332,7 @@ class Backend(abc.ABC):
         dim: int,
         itemsize: int | float,
     ) -> Any:
-        """Table of the pool rows that each decode kernel program reads; NotImplementedError in this base class.
+        """Table of the pool rows that each program of `decode_token` reads; None in the base class, which needs none.
 
         Args:
             start: first row of each segment.
@@ -298,50 +343,48 @@ class Backend(abc.ABC):
         Returns:
             The table, as `decode_token` takes it.
         """
-        raise NotImplementedError
+        return None
 
     def decode_token(
         self,
-        q: Float[Array, "n M K G D"],
-        kv: Float[Array, "n M two K D"],
-        angles: tuple[Float[Array, "B half"], Float[Array, "B half"]],
-        positions: Int[Array, " B"],
-        counts: Int[Array, " B"],
-        pool: tuple[Any, Any, Int[Array, "B P"]],
-        start: Int[Array, "L B K"],
-        chunks: Any,
+        q: Float[Array, "B K G D"],
+        split: Unrotated | None,
+        new: NewRows,
+        pool: Any,
+        reach: Reach,
+        work: Work,
         *,
-        layer: int,
-        score: Float[Array, "B P"] | None = None,
-        begin: Float[Array, "B K"] | None = None,
-        widest: int | None = None,
-        picks: tuple[Array, ...] | None = None,
-        dtype: jnp.dtype | None = None,
+        scored: bool = False,
         shaping: Shaping = PLAIN,
-    ) -> tuple[Any, ...]:
-        """Rotates a token, appends its row, attends; returns output, pool, scores; NotImplementedError in base class.
+    ) -> tuple[Float[Array, "M K G D"], Any]:
+        """Appends a token's row and attends to what it reaches and to chosen rows; returns output, pool.
 
         Args:
-            q: n split-K parts of the queries before rotation; M is B, or more with padding sequences.
-            kv: n split-K parts of keys, before rotation, and of values.
-            angles: cosines and sines of the tokens' rotary positions.
-            positions: of the tokens in the sequence, stored with their rows.
-            counts: 1 for sequences to which a row is appended, 0 for ended ones.
-            pool: keys and values as `Store.held` gives them, and positions, written in place if they are donated.
-            start: first row of each segment of all layers.
-            chunks: from `deal`.
-            layer: index of the layer.
-            score: attention that rows have received so far; None if it is not accumulated.
-            begin: initial scores of the new rows.
-            widest: the most rows a segment has; None if unknown.
-            picks: rows that are read, if not all: the fields of `pallas_kernels.Picks`.
-            dtype: the model's; by default that of the keys, which has to be given with codes.
+            q: rotated queries.
+            split: the queries, keys and values before rotation, for kernels that rotate them; None in other steps.
+            new: the row of each kv head.
+            pool: written in place if it is donated.
+            reach: rows that are read without a choice, the new one among them.
+            work: which program reads which rows, and the rows that were chosen.
+            scored: True to add attention to the pool's scores.
             shaping: of the logits.
 
         Returns:
-            The output `[M, K, G, D]`, undefined from B on; keys, values and positions; and scores, if there are any.
+            The output, undefined in padding sequences, and the pool.
         """
-        raise NotImplementedError
+        if scored:
+            return self.append_and_score(q, new, pool, reach, shaping=shaping)
+        out, lse, pool = self.append_and_attend(q, new, pool, reach, shaping=shaping)
+        if work.rows is None or work.held is None:
+            return out, pool
+        start, size = work.start[work.layer], work.rows.shape[2]
+        real = jnp.arange(size, dtype=jnp.int32) < work.held[..., None]
+        rows = jnp.where(real, start[..., None] + work.rows, -1)
+        held = Reach.of_heads(jnp.broadcast_to(work.held, start.shape), size)
+        k, v = pool.store.view()
+        chosen = Gathered(*self.gathered(k, v, rows))
+        some = self.attend(q, chosen, held, shaping=shaping.without_sinks)
+        return merge(*some, out, lse), pool
 
     def add_norm(
         self,
@@ -352,7 +395,7 @@ class Backend(abc.ABC):
         eps: float,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-        """Adds split-K parts to hidden states; returns sum and RMS norm; NotImplementedError in this base class.
+        """Adds split-K parts to hidden states; returns the sum and its RMS norm.
 
         Args:
             x: hidden states.
@@ -364,45 +407,9 @@ class Backend(abc.ABC):
         Returns:
             The sum, and its norm in the scale's dtype.
         """
-        raise NotImplementedError
-
-    def joins(self, k: Any) -> bool:
-        """True if `append_and_attend` and `attend` take pools of such rows; always False in the base class.
-
-        Args:
-            k: keys or values of a pool as `Store.held` gives them, of which shapes and dtypes count.
-
-        Returns:
-            True or False.
-        """
-        return False
-
-    def append_and_attend(
-        self,
-        q: Float[Array, "B K G D"],
-        new: tuple[Any, Any],
-        pool: tuple[Any, Any],
-        start: Int[Array, "B K"],
-        length: Int[Array, "B K"],
-        counts: Int[Array, " B"],
-        *,
-        shaping: Shaping = PLAIN,
-    ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Any, Any]:
-        """Writes a token's row behind each segment and attends to both; NotImplementedError in this base class.
-
-        Args:
-            q: rotated queries.
-            new: the token's keys, rotated, and values, `[B, K, D]` or encoded as the pool's are.
-            pool: keys and values as `Store.held` gives them, written in place if they are donated.
-            start: first row of each segment that is read.
-            length: rows of each segment from `start` on, before the token.
-            counts: 1 for sequences to which a row is appended, 0 for ended ones.
-            shaping: of the logits.
-
-        Returns:
-            The output in q's dtype, the natural log-sum-exp of the scaled logits, and the pool's keys and values.
-        """
-        raise NotImplementedError
+        wide = x.astype(jnp.float32) + added.astype(jnp.float32).sum(axis=0)
+        normed = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
+        return wide.astype(dtype), (normed * scale.astype(jnp.float32)).astype(scale.dtype)
 
     def evict_rows(
         self, *args: Array | None, weigh: Any

@@ -1,7 +1,6 @@
 """Column sums of attention in plain XLA: the attention that each key receives, by known log-sum-exps."""
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,7 @@ from jaxkv.attention.xla import (
     LOG2E,
     MASKED,
     WALK_BLOCK,
+    Reach,
     Walk,
     capped,
     inside_segments,
@@ -24,18 +24,6 @@ from jaxkv.attention.xla import (
     walk_block,
     windows,
 )
-
-
-class Received(NamedTuple):
-    """Named tuple of one token's logits and log-sum-exp over a pool, to update row scores later.
-
-    Attributes:
-        logits: `f32[B, K, G, n]` in the rows of `span`; MASKED for rows outside of the segment.
-        lse: `f32[B, K, G]` their log-sum-exp.
-    """
-
-    logits: Float[Array, "B K G n"]
-    lse: Float[Array, "B K G"]
 
 
 def column_sums(
@@ -191,11 +179,9 @@ def pool_sums(
     q: Float[Array, "B K R D"],
     k: Float[Array, "B P D"],
     lse: Float[Array, "B K R"],
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
+    reach: Reach,
     score: Float[Array, "B P"],
     *,
-    walk: Walk,
     weight: float,
     softcap: float | None = None,
 ) -> Float[Array, "B P"]:
@@ -206,14 +192,14 @@ def pool_sums(
     batch, heads, _, dim = q.shape
     scaled = scale_queries(q)
     # The same product as in `xla.over_pool`: with the same queries the compiler computes it once.
-    match walk:
+    match reach.walk:
         case Walk.STRIDES:
             keys = k.reshape(batch, heads, -1, dim)
             logits = lax.dot_general(
                 scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
             )
             logits = capped(logits, softcap)
-            inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
+            inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < reach.length[..., None]
             return score + weight * _summed(logits, lse, inside).reshape(score.shape)
         case Walk.WHOLE:
             flat = scaled.reshape(batch, -1, dim)
@@ -221,30 +207,31 @@ def pool_sums(
                 flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
             )
             logits = capped(logits.reshape(batch, heads, -1, k.shape[1]), softcap)
-            inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
+            row = jnp.arange(k.shape[1], dtype=jnp.int32)
+            inside = inside_segments(row, reach.start, reach.length)
             return score + weight * _summed(logits, lse, inside).sum(axis=1)
         case Walk.WINDOWS:
-            return _walk_sums(scaled, k, lse, start, length, score, weight, softcap)
+            return _walk_sums(scaled, k, lse, reach, score, weight, softcap)
 
 
 def walk_scored(
     q: Float[Array, "B K G D"],
     k: Float[Array, "B P D"],
     v: Float[Array, "B P D"],
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    *,
-    widest: int,
-    softcap: float | None = None,
-) -> tuple[Float[Array, "B K G D"], Received]:
-    """Attention of one token over a shared pool; returns output, and a `Received` to update row scores from later.
+    reach: Reach,
+    score: Float[Array, "B P"],
+    counts: Bool[Array, " B"],
+    shaping: Shaping = PLAIN,
+) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
+    """Attention of one token over a shared pool, read once; returns output, and row scores plus attention.
 
-    Queries are not scaled. Segments have at most `widest` rows. Logits are `xla.capped`.
+    Queries are not scaled. Segments have at most `reach.widest` rows.
     """
-    batch, heads, group, _ = q.shape
+    (batch, heads, group, _), start, length = q.shape, reach.start, reach.length
     block = walk_block(k, heads)
     scaled = scale_queries(q)
-    first, width = span(start, k.shape[1], widest)
+    assert reach.widest is not None
+    first, width = span(start, k.shape[1], reach.widest)
     row = first[..., None] + jnp.arange(width, dtype=jnp.int32)
     inside = inside_segments(row, start, length)
 
@@ -256,7 +243,7 @@ def walk_scored(
         every = lax.dot_general(
             scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
         )
-        logits = jnp.where(mine, capped(every, softcap), MASKED)
+        logits = jnp.where(mine, capped(every, shaping.softcap), MASKED)
         held = lax.dynamic_update_slice_in_dim(held, logits, index * block, axis=3)
         top = jnp.maximum(maximum, logits.max(axis=-1))
         weights = jnp.where(mine, jnp.exp(logits - top[..., None]), 0.0)
@@ -285,22 +272,10 @@ def walk_scored(
     maximum, total, acc, held = lax.fori_loop(0, trips, step, carry)
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
-    return out, Received(logits=held, lse=lse)
-
-
-def add_received(
-    score: Float[Array, "B P"],
-    received: Received,
-    start: Int[Array, "B K"],
-    counts: Bool[Array, " B"],
-) -> Float[Array, "B P"]:
-    """Row scores `f32[B, P]` plus a token's attention (mean over query heads) in the sequences of mask `counts`."""
-    group, width = received.logits.shape[2:]
-    first, _ = span(start, score.shape[1], width)
-    lse = jnp.where(counts[:, None, None], received.lse, jnp.inf)
-    return add_windows(
-        score, first, _summed(received.logits, lse, received.logits[:, :, 0] > MASKED) / group
-    )
+    out, lse = shaping.joined(out, lse)
+    lse = jnp.where(counts[:, None, None], lse, jnp.inf)
+    received = _summed(held, lse, held[:, :, 0] > MASKED) / group
+    return out, add_windows(score, first, received)
 
 
 def covers(rows: int, widest: int) -> bool:
@@ -325,8 +300,9 @@ def _summed(logits, lse, inside):
     return jnp.where(inside, weights.sum(axis=2), 0.0)
 
 
-def _walk_sums(q, k, lse, start, length, score, weight, softcap):
+def _walk_sums(q, k, lse, reach, score, weight, softcap):
     """Row scores `f32[B, P]` plus `weight` times the attention of queries, with segments read block by block."""
+    start, length = reach.start, reach.length
     block = walk_block(k, start.shape[1])
     offsets = jnp.arange(block, dtype=jnp.int32)
 

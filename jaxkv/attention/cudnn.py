@@ -1,5 +1,8 @@
 """Backend that prefills by cuDNN through JAX's public functions; everything else is the Pallas kernels'."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +10,6 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.backend import Setting
 from jaxkv.attention.kernels import Kernels
-from jaxkv.attention.shaping import PLAIN, Shaping
 
 # Compute capability from which cuDNN takes head dims above 128, for want of shared memory before: Hopper.
 _WIDE = (9, 0)
@@ -17,7 +19,7 @@ class Cudnn(Kernels):
     """Backend with prefill by cuDNN; scoring and decoding by Pallas: cuDNN has no column sums or ragged segments."""
 
     # Queries, output, and the queries transposed for cuDNN.
-    query_copies = 3
+    can = dataclasses.replace(Kernels.can, query_copies=3)
 
     def refusal(self, setting: Setting) -> str | None:
         """Error text for devices, dtypes and head dims that JAX's cuDNN call rejects; None if it serves them."""
@@ -29,29 +31,12 @@ class Cudnn(Kernels):
             return None
         return f"it takes 16 bits and a head dim of at most 128 (256 from Hopper on), not {dtype}, {dim}: use auto"
 
-    def prefill(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        length: Array,
-        first: Array | None = None,
-        *,
-        lse: bool = True,
-        shaping: Shaping = PLAIN,
-        window: int | None = None,
-    ) -> tuple[Array, Array | None]:
-        """Causal attention by cuDNN, or by Pallas for queries from position `first` on: output, log-sum-exp or None.
-
-        Layers that cap their logits, or have a window, take the Pallas kernel, too.
-        """
-        if first is not None or window is not None or shaping.softcap is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, shaping=shaping, window=window)
-        if shaping.sink_logits is None:
-            return causal(q, k, v, length, lse=lse)
-        out, found = causal(q, k, v, length, lse=True)
-        assert found is not None
-        return shaping.joined(out, found)
+    def _flash(self, *of: Any, lse: bool, **masking: Any) -> tuple[Array, Array | None]:
+        """Causal attention by cuDNN, or by Pallas for queries from a position on, caps of logits and windows."""
+        *whole, first = of
+        if first is not None or any(each is not None for each in masking.values()):
+            return super()._flash(*of, lse=lse, **masking)
+        return causal(*whole, lse=lse)
 
 
 def causal(

@@ -1,14 +1,17 @@
 """Backend of the Pallas kernels of `pallas_kernels`, compiled for a GPU or interpreted anywhere."""
 
+import dataclasses
+from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxkv.attention.backend import Backend, Setting
+from jaxkv.attention.backend import Backend, Capabilities, Setting
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.xla import Walk
+from jaxkv.attention.steps import NewRows, Unrotated, Work
+from jaxkv.attention.xla import Reach, Walk
 
 
 class Kernels(Backend):
@@ -18,18 +21,19 @@ class Kernels(Backend):
         interpret: True runs the kernels as plain JAX operations, to check them.
     """
 
-    windows = True
-    few_launches = True
-    fused_step = True
-    fused_eviction = True
-    custom_calls = ("__gpu$xla.gpu.triton", "tpu_custom_call", "mosaic_gpu_v2", "mosaic_gpu")
+    can = Capabilities(
+        windows=True,
+        few_launches=True,
+        steps=frozenset(("rows", "bytes", "nibbles")),
+        evicts=frozenset(("rows",)),
+        custom_calls=(
+            "__gpu$xla.gpu.triton",
+            "tpu_custom_call",
+            "mosaic_gpu_v2",
+            "mosaic_gpu",
+        ),
+    )
     interpret: ClassVar[bool] = False
-
-    def _rows(self, held: Any) -> Any:
-        """Keys or values of `Store.held` as kernels take them: the array, `Coded` in 8 bits or `Nibbles` in 4."""
-        if not isinstance(held, tuple):
-            return held
-        return (self._kernels.Coded if len(held) == 2 else self._kernels.Nibbles)(*held)
 
     @property
     def _kernels(self) -> ModuleType:
@@ -59,10 +63,30 @@ class Kernels(Backend):
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one kernel; returns output and log-sum-exp (None unless `lse`)."""
-        how = {"window": window, "softcap": shaping.softcap, "interpret": self.interpret}
-        found = self._kernels.flash(q, k, v, _firsts(first, length), length, **how)
-        out, found = shaping.joined(*found)
+        masking, needed = (
+            {"softcap": shaping.softcap, "window": window},
+            shaping.sink_logits is not None,
+        )
+        out, found = self._flash(q, k, v, length, first, lse=lse or needed, **masking)
+        if found is not None:
+            out, found = shaping.joined(out, found)
         return out, found if lse else None
+
+    def _flash(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        length: Array,
+        first: Array | None,
+        *,
+        lse: bool,
+        **masking: Any,
+    ) -> tuple[Array, Array | None]:
+        """Causal attention without sink logits; output, and a log-sum-exp at least if asked for."""
+        flash = partial(self._kernels.flash, **masking, interpret=self.interpret)
+        found: tuple[Array, Array] = flash(q, k, v, firsts(first, length), length)
+        return found
 
     def column_sums(
         self,
@@ -76,7 +100,7 @@ class Kernels(Backend):
     ) -> Array:
         """Attention `f32[B, K, G, S]` that each key receives from T queries of each prompt, summed, in one kernel."""
         how = {"per_query_head": True, "interpret": self.interpret, "softcap": shaping.softcap}
-        return self._kernels.column_sums(q, k, lse, _firsts(first, length), length, **how)
+        return self._kernels.column_sums(q, k, lse, firsts(first, length), length, **how)
 
     def window_mean(
         self,
@@ -93,41 +117,35 @@ class Kernels(Backend):
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
     def attend(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        start: Array,
-        length: Array,
-        *,
-        walk: Walk,
-        shaping: Shaping = PLAIN,
+        self, q: Array, store: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its pool segment; returns output, log-sum-exp. `walk` is ignored."""
-        how = {"softcap": shaping.softcap, "interpret": self.interpret}
-        return shaping.joined(*self._kernels.attend(q, k, v, start, length, **how))
+        """Attention of R queries per kv head over its pool segment; returns output, log-sum-exp."""
+        rows, how = (*reach.view(store), reach.start, reach.length), _given(shaping.without_sinks)
+        return shaping.joined(*self._kernels.attend(q, *rows, **how, interpret=self.interpret))
 
     def attend_scored(
         self,
         q: Array,
-        k: Array,
-        v: Array,
-        start: Array,
-        length: Array,
+        store: Any,
+        reach: Reach,
         score: Array,
         counts: Array,
         *,
-        walk: Walk,
-        widest: int | None = None,
         shaping: Shaping = PLAIN,
     ) -> tuple[Array, Array]:
         """One token per sequence attends to pool rows; returns output, row scores plus attention."""
-        widest = k.shape[1] // q.shape[1] if walk is Walk.STRIDES else widest
-        how = {"score": score, "counts": counts, "widest": widest, **_given(shaping)}
-        out, _, score = self._kernels.attend(
-            q, k, v, start, length, **how, interpret=self.interpret
-        )
+        rows = (*reach.view(store), reach.start, reach.length)
+        scores = self._scores(score, reach, counts=counts)
+        how = {"scores": scores, **_given(shaping), "interpret": self.interpret}
+        out, _, score = self._kernels.attend(q, *rows, **how)
         return out, score
+
+    def _scores(self, score: Array, reach: Reach, **more: Any) -> Any:
+        """Scores as kernels take them; segments at strides have no more rows than one stride."""
+        widest = reach.widest
+        if reach.walk is Walk.STRIDES:
+            widest = score.shape[1] // reach.start.shape[1]
+        return self._kernels.Scores(score=score, widest=widest, **more)
 
     def packed(self, k: Array, v: Array, source: Array) -> tuple[Array, Array, Array]:
         """Gathers a layer's keys and values at `source` into a pool, by a kernel: pool keys, values, positions."""
@@ -141,37 +159,38 @@ class Kernels(Backend):
     def decode_token(
         self,
         q: Array,
-        kv: Array,
-        angles: tuple[Array, Array],
-        positions: Array,
-        counts: Array,
-        pool: tuple[Any, Any, Array],
-        start: Array,
-        chunks: Any,
+        split: Unrotated | None,
+        new: NewRows,
+        pool: Any,
+        reach: Reach,
+        work: Work,
         *,
-        picks: tuple[Array, ...] | None = None,
+        scored: bool = False,
         shaping: Shaping = PLAIN,
-        **more: Any,
-    ) -> tuple[Any, ...]:
-        """Rotates a token, appends its row and attends, in one kernel; returns output, pool, and scores if given."""
-        k, v, pos = pool
-        k, v = map(self._rows, (k, v))
-        more["picks"] = None if picks is None else self._kernels.Picks(*picks)
-        return self._kernels.decode_token(
-            q,
-            kv,
-            *angles,
-            positions,
-            counts,
-            k,
-            v,
-            pos,
-            start,
-            chunks,
-            **more,
-            **_given(shaping),
+    ) -> tuple[Array, Any]:
+        """Rotates a token, appends its row and attends, in one kernel if steps are fused; returns output, pool."""
+        if split is None:
+            given = (q, split, new, pool, reach, work)
+            return super().decode_token(*given, scored=scored, shaping=shaping)
+        kernels, options = self._kernels, _given(shaping)
+        if scored and new.score is not None:
+            begun = {"begin": new.score[..., 0], "start": work.start}
+            options["scores"] = self._scores(pool.score, reach, **begun)
+        if work.rows is not None:
+            picks = (work.rows, work.dealt, work.held, work.rest, work.start)
+            options["picks"] = kernels.Picks(*picks)
+        out, k, v, pos, *score = kernels.decode_token(
+            split.q,
+            kernels.Token(*split[1:], new.positions[:, 0], new.count, pool.pos),
+            rows_of(pool.store),
+            work.chunks,
+            layer=work.layer,
+            dtype=pool.store.dtype,
+            **options,
             interpret=self.interpret,
         )
+        pool = dataclasses.replace(pool, store=pool.store.holding(k, v), pos=pos)
+        return out, dataclasses.replace(pool, score=score[0]) if score else pool.begun(new)
 
     def add_norm(
         self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype
@@ -202,7 +221,16 @@ class Interpreted(Kernels):
         return None
 
 
-def _firsts(first: Int[Array, " B"] | None, length: Int[Array, " B"]) -> Int[Array, " B"]:
+def rows_of(store: Any) -> tuple[Any, ...]:
+    """Keys and values of a store as kernels take them: arrays, or codes by the names of its `kernels`."""
+    import pallas_kernels as pallas_kernels
+
+    kinds = {"bytes": pallas_kernels.Coded, "nibbles": pallas_kernels.Nibbles}
+    pairs = zip(store.kernels, store.held, strict=True)
+    return tuple(kinds[name](*held) if name in kinds else held for name, held in pairs)
+
+
+def firsts(first: Int[Array, " B"] | None, length: Int[Array, " B"]) -> Int[Array, " B"]:
     """Position `i32[B]` of each sequence's first query; zeros if `first` is None."""
     return jnp.zeros_like(length) if first is None else first
 

@@ -1,13 +1,13 @@
 """Backend that prefills by the Mosaic GPU kernels of `pallas_kernels.mosaic`; the rest is the Triton kernels'."""
 
 from types import ModuleType
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxkv.attention.backend import Setting
-from jaxkv.attention.kernels import Kernels
-from jaxkv.attention.shaping import PLAIN, Shaping
+from jaxkv.attention.kernels import Kernels, firsts
 
 _HOPPER = (9, 0)
 
@@ -42,24 +42,13 @@ class Mosaic(Kernels):
         known = setting.capability == _HOPPER
         return known and self.refusal(setting) is None and self._mosaic.refused_cuda() is None
 
-    def prefill(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        length: Array,
-        first: Array | None = None,
-        *,
-        lse: bool = True,
-        shaping: Shaping = PLAIN,
-        window: int | None = None,
-    ) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one Mosaic kernel; returns output and log-sum-exp (None unless `lse`).
+    def _flash(self, *of: Any, lse: bool, **masking: Any) -> tuple[Array, Array | None]:
+        """Causal attention of all prompts in one Mosaic kernel, which knows no caps of logits and no windows.
 
-        That kernel knows no caps of logits and no windows: layers that have one take Triton's.
+        Layers that have one take Triton's.
         """
-        if window is not None or shaping.softcap is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, shaping=shaping, window=window)
-        begin = jnp.zeros_like(length) if first is None else first
-        out, found = shaping.joined(*self._mosaic.flash(q, k, v, begin, length))
-        return out, found if lse else None
+        if any(each is not None for each in masking.values()):
+            return super()._flash(*of, lse=lse, **masking)
+        q, k, v, length, first = of
+        found: tuple[Array, Array] = self._mosaic.flash(q, k, v, firsts(first, length), length)
+        return found

@@ -1,5 +1,6 @@
 """Backend for TPUs: splash attention in prefill, Pallas kernels over segments, else XLA without a CPU's forms."""
 
+import dataclasses
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxkv.attention.backend import Setting
+from jaxkv.attention.backend import Capabilities, Setting
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.xla import Walk
+from jaxkv.attention.steps import Gathered, NewRows
+from jaxkv.attention.xla import Reach
 from jaxkv.attention.xla_backend import Xla
 
 # Queries of all prompts that XLA takes at once, where splash attention does not serve: their logits stay small.
@@ -30,10 +32,12 @@ class Tpu(Xla):
         interpret: True runs the kernels as plain JAX operations, to check them.
     """
 
-    at_once = True
-    operands_apart = True
-    embeds_in_blocks = True
-    custom_calls = ("tpu_custom_call",)
+    can = Capabilities(
+        windows=True,
+        operands_apart=True,
+        embeds_in_blocks=True,
+        custom_calls=("tpu_custom_call",),
+    )
     interpret: ClassVar[bool] = False
 
     @property
@@ -90,8 +94,8 @@ class Tpu(Xla):
             """Mapped over blocks of queries: their output and log-sum-exp."""
             begin = jnp.broadcast_to(index * size, length.shape)
             mine = lax.dynamic_slice_in_dim(q, index * size, size, axis=3)
-            how = {"shaping": shaping, "window": window}
-            return super(Tpu, self).prefill(mine, k, v, length, begin, **how)
+            run = super(Tpu, self).prefill
+            return run(mine, k, v, length, begin, shaping=shaping, window=window)
 
         out, found = lax.map(some, jnp.arange(q.shape[3] // size, dtype=jnp.int32))
         total = jnp.moveaxis(found, 0, 3).reshape(q.shape[:4]) if lse else None
@@ -130,25 +134,16 @@ class Tpu(Xla):
         return lax.map(one, (q, k, lse, length, begin))[:, 0]
 
     def attend(
-        self,
-        q: Array,
-        k: Any,
-        v: Any,
-        start: Array,
-        length: Array,
-        *,
-        walk: Walk,
-        shaping: Shaping = PLAIN,
+        self, q: Array, store: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its segment, by a kernel where it serves: output, log-sum-exp.
-
-        Keys and values may be codes that `joins` takes, with their scales.
-        """
-        if q.shape[2] > _MOST_ROWS or not self.joins(k):
-            k, v = (_decoded(each, q.dtype) if isinstance(each, tuple) else each for each in (k, v))
-            return super().attend(q, k, v, start, length, walk=walk, shaping=shaping)
+        """Attention of R queries per kv head over its segment, by a kernel where it serves: output, log-sum-exp."""
+        if not self._takes(store, reach):
+            store, reach = Gathered(*reach.view(store)), dataclasses.replace(reach, rotated=None)
+        if q.shape[2] > _MOST_ROWS or not self._takes(store, reach):
+            return super().attend(q, store, reach, shaping=shaping)
         how = {"softcap": shaping.softcap, "interpret": self.interpret}
-        return shaping.joined(*self._decode.attend(q, k, v, start, length, **how))
+        rows = (*store.held, reach.start, reach.length)
+        return shaping.joined(*self._decode.attend(q, *rows, **how))
 
     def gathered(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
         """Gathers pool rows by index; returns keys and values, those of row 0 where an index is -1.
@@ -162,44 +157,45 @@ class Tpu(Xla):
         keys, values = (each.at[batch, at].get(mode="promise_in_bounds") for each in (k, v))
         return keys, values
 
-    def joins(self, k: Any) -> bool:
-        """True for pools of rows in bfloat16, float32 or 8 bits, in whole tiles, of head dims that 128 divides.
+    def _takes(self, store: Any, reach: Reach) -> bool:
+        """True if the kernel reads and writes a store's rows as they are held.
 
-        Rows of fewer lanes lie transposed on a TPU, so that nothing is padded: a kernel would have them copied. Codes
-        need a whole chunk, whose scales fill registers.
+        Those are rows in bfloat16, float32 or 8 bits, in whole tiles, of head dims that 128 divides: rows of fewer
+        lanes lie transposed on a TPU, so that nothing is padded, and a kernel would have them copied. Codes need a
+        whole chunk, whose scales fill registers, and a pool of the layer's own: else each layer would make a copy of
+        all layers' scales.
         """
-        coded = isinstance(k, tuple)
-        rows = k[0] if coded else k
-        whole = (
-            self.interpret
-            or rows.shape[2] % _LANES == 0
-            and not (coded and rows.shape[1] < self._decode.CHUNK)
+        coded = store.kernels == ("bytes", "bytes")
+        if reach.rotated is not None or not coded and store.kernels != ("rows", "rows"):
+            return False
+        rows = store.held[0][0] if coded else store.held[0]
+        filled = rows.shape[2] % _LANES == 0
+        if coded:
+            filled &= rows.shape[1] >= self._decode.CHUNK
+        whole = self.interpret or filled
+        return (
+            whole and not (coded and reach.shared) and self._decode.takes(rows.shape[1], rows.dtype)
         )
-        return whole and bool(self._decode.takes(rows.shape[1], rows.dtype))
 
     def append_and_attend(
-        self,
-        q: Array,
-        new: tuple[Any, Any],
-        pool: tuple[Any, Any],
-        start: Array,
-        length: Array,
-        counts: Array,
-        *,
-        shaping: Shaping = PLAIN,
-    ) -> tuple[Array, Array, Any, Any]:
-        """Writes new rows behind their segments and attends, in one kernel; returns output, log-sum-exp, k and v."""
+        self, q: Array, new: NewRows, pool: Any, reach: Reach, *, shaping: Shaping = PLAIN
+    ) -> tuple[Array, Array, Any]:
+        """Writes new rows behind their segments and attends, in one kernel where it serves; output, lse, pool."""
+        store = pool.store
+        if not self._takes(store, reach):
+            return super().append_and_attend(q, new, pool, reach, shaping=shaping)
         out, lse, k, v = self._decode.append_and_attend(
             q,
-            new,
-            *pool,
-            start,
-            length,
-            counts,
+            store.of(new.k[:, :, 0], new.v[:, :, 0]).held,
+            *store.held,
+            reach.start,
+            reach.length - new.count[:, None],
+            new.count,
             softcap=shaping.softcap,
             interpret=self.interpret,
         )
-        return *shaping.joined(out, lse), k, v
+        pool = dataclasses.replace(pool.placed(new), store=store.holding(k, v))
+        return *shaping.joined(out, lse), pool
 
 
 class Interpreted(Tpu):
@@ -214,12 +210,6 @@ class Interpreted(Tpu):
     def suits(self, setting: Setting) -> bool:
         """Always False: AUTO never chooses interpreted kernels."""
         return False
-
-
-def _decoded(pair: tuple[Array, Array], dtype: jnp.dtype) -> Array:
-    """Keys or values of codes and scales, in a dtype."""
-    code, scale = (each.astype(jnp.float32) for each in pair)
-    return (code * scale[..., None]).astype(dtype)
 
 
 def _block(queries: int, prompts: int) -> int:

@@ -3,9 +3,12 @@
 The formulation depends on the shape; measurements stand beside each choice, at 4e135878, 2026-11-28.
 """
 
+import dataclasses
 import enum
 import math
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +47,38 @@ class Walk(enum.Enum):
     STRIDES = "strides"
     WHOLE = "whole"
     WINDOWS = "windows"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reach:
+    """Which rows of a pool's segments queries attend to, and how these are read.
+
+    Attributes:
+        start: first row of each segment that is read.
+        length: number of rows that are read of it; 0 gives output 0 and a log-sum-exp of -inf.
+        walk: how rows are read, for backends whose formulation depends on it.
+        widest: the most rows that a segment of a shared pool can have; None if unknown.
+        shared: True if the pool holds other layers' segments, too.
+        rotated: what turns keys as they are read; None if the pool holds them rotated.
+    """
+
+    start: Int[Array, "B K"]
+    length: Int[Array, "B K"]
+    walk: Walk
+    widest: int | None = None
+    shared: bool = False
+    rotated: Callable[[Array], Array] | None = None
+
+    @classmethod
+    def of_heads(cls, length: Int[Array, "B K"], rows: int) -> "Reach":
+        """The first `length` of `rows` rows of each head, the heads one after another."""
+        start = jnp.arange(length.shape[1], dtype=jnp.int32) * rows
+        return cls(start=jnp.broadcast_to(start, length.shape), length=length, walk=Walk.STRIDES)
+
+    def view(self, store: Any) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
+        """Pair of a store's keys and values, decoded, as attention reads them."""
+        k, v = store.view()
+        return (k if self.rotated is None else self.rotated(k)), v
 
 
 def logit_divisor(dim: int) -> float:
@@ -168,30 +203,27 @@ def over_pool(
     q: Float[Array, "B K R D"],
     k: Float[Array, "B P D"],
     v: Float[Array, "B P D"],
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
-    *,
-    walk: Walk,
+    reach: Reach,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of R queries per kv head over its segment, read by `walk` (by WINDOWS if R >= 48): output and lse.
+    """Attention of R queries per kv head over its segment (by WINDOWS if R >= 48): output, log-sum-exp.
 
     Logits are `capped`.
     """
     scaled = scale_queries(q)
-    match Walk.WINDOWS if q.shape[2] >= _MANY_QUERIES else walk:
+    match Walk.WINDOWS if q.shape[2] >= _MANY_QUERIES else reach.walk:
         case Walk.STRIDES:
-            out, lse = _equal(scaled, k, v, length, softcap)
+            out, lse = _equal(scaled, k, v, reach, softcap)
         case Walk.WHOLE:
             # K times the needed arithmetic in one well-shaped product: at equal bytes it beats walking the segments in
             # blocks for K = 3 (0.6x), and is within a fifth of it for K = 8 and 32.
-            out, lse = masked_product(scaled, k, v, start, length, softcap)
+            out, lse = masked_product(scaled, k, v, reach, softcap)
         case Walk.WINDOWS:
-            out, lse = by_windows(scaled, k, v, start, length, softcap)
+            out, lse = by_windows(scaled, k, v, reach, softcap)
     return out.astype(q.dtype), lse
 
 
-def _equal(q, k, v, length, softcap):
+def _equal(q, k, v, reach, softcap):
     """Attention over segments of equal capacity, by one batched product: float32 output and log-sum-exp."""
     batch, heads = q.shape[:2]
     keys = k.reshape(batch, heads, -1, k.shape[-1])
@@ -199,7 +231,7 @@ def _equal(q, k, v, length, softcap):
     logits = lax.dot_general(
         q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
-    inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < length[..., None]
+    inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < reach.length[..., None]
     weights, total, lse = _softmax(capped(logits, softcap), inside[:, :, None])
     return _weighted(weights.astype(v.dtype), values) / total[..., None], lse
 
@@ -228,8 +260,7 @@ def masked_product(
     q: Float[Array, "B K R D"],
     k: Float[Array, "B P D"],
     v: Float[Array, "B P D"],
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
+    reach: Reach,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Attention of scaled queries by one product with all pool rows, masked to segments: float32 output and lse."""
@@ -238,7 +269,7 @@ def masked_product(
     logits = lax.dot_general(
         flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
     )
-    inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), start, length)
+    inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), reach.start, reach.length)
     logits = capped(logits.reshape(batch, heads, rows, -1), softcap)
     weights, total, lse = _softmax(logits, inside[:, :, None])
     weights = weights.reshape(batch, heads * rows, -1).astype(v.dtype)
@@ -252,13 +283,13 @@ def by_windows(
     q: Float[Array, "B K R D"],
     k: Float[Array, "B P D"],
     v: Float[Array, "B P D"],
-    start: Int[Array, "B K"],
-    length: Int[Array, "B K"],
+    reach: Reach,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Attention of scaled queries over each segment, block by block, not over all P rows: float32 output and lse."""
-    batch, heads, rows, dim = q.shape
+    (batch, heads, rows, _), start, length = q.shape, reach.start, reach.length
     block = walk_block(k, heads)
+    block = block if reach.widest is None else min(block, reach.widest)
     offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, carry):

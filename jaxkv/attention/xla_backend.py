@@ -9,17 +9,15 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxkv.attention import columns, xla
-from jaxkv.attention.backend import Backend
-from jaxkv.attention.columns import Received
+from jaxkv.attention.backend import Backend, Capabilities
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.xla import Walk
+from jaxkv.attention.xla import Reach, Walk
 
 
 class Xla(Backend):
     """Backend in plain XLA for every device, the oracle of the others; prompts are processed one by one."""
 
-    at_once = False
-    windows = True
+    can = Capabilities(at_once=False, windows=True)
 
     def prefill(
         self,
@@ -81,44 +79,29 @@ class Xla(Backend):
         return columns.window_mass(q, k, positions, mean, shaping=shaping)
 
     def attend(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        start: Array,
-        length: Array,
-        *,
-        walk: Walk,
-        shaping: Shaping = PLAIN,
+        self, q: Array, store: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its segment, read by `walk`; returns output and log-sum-exp."""
-        found = xla.over_pool(q, k, v, start, length, walk=walk, softcap=shaping.softcap)
-        return shaping.joined(*found)
+        """Attention of R queries per kv head over its segment; returns output and log-sum-exp."""
+        return shaping.joined(*xla.over_pool(q, *reach.view(store), reach, shaping.softcap))
 
     def attend_scored(
         self,
         q: Array,
-        k: Array,
-        v: Array,
-        start: Array,
-        length: Array,
+        store: Any,
+        reach: Reach,
         score: Array,
         counts: Array,
         *,
-        walk: Walk,
-        widest: int | None = None,
         shaping: Shaping = PLAIN,
-    ) -> tuple[Array, Array | Received]:
-        """One token per sequence attends to pool rows; returns output, and scores plus attention or a `Received`."""
-        cap = {"softcap": shaping.softcap}
-        if walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
-            out, received = columns.walk_scored(q, k, v, start, length, widest=widest, **cap)
-            out, lse = shaping.joined(out, received.lse)
-            return out, received._replace(lse=lse)
-        out, lse = shaping.joined(*xla.over_pool(q, k, v, start, length, walk=walk, **cap))
+    ) -> tuple[Array, Array]:
+        """One token per sequence attends to pool rows; returns output, and scores plus attention."""
+        (k, v), widest, cap = reach.view(store), reach.widest, shaping.softcap
+        if reach.walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
+            return columns.walk_scored(q, k, v, reach, score, counts, shaping)
+        out, lse = shaping.joined(*xla.over_pool(q, k, v, reach, cap))
         lse = jnp.where(counts[:, None, None], lse, jnp.inf)
-        how = {"walk": walk, "weight": 1 / q.shape[2], **cap}
-        return out, columns.pool_sums(q, k, lse, start, length, score, **how)
+        weight = 1 / q.shape[2]
+        return out, columns.pool_sums(q, k, lse, reach, score, weight=weight, softcap=cap)
 
 
 def _each(one: Callable[..., Any], *arrays: Array) -> Any:

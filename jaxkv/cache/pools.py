@@ -1,11 +1,13 @@
-"""A pool: P rows of keys and values for each sequence, shared by the segments of its kv heads; appending rows."""
+"""A pool: P rows of keys and values for each sequence, shared by the segments of its kv heads."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxkv.attention.steps import NewRows
 from jaxkv.cache.pages import PageBounds
 from jaxkv.cache.stores import Dense, Store, put_cells
 
@@ -56,6 +58,39 @@ class Pool:
         """P, the number of rows per sequence."""
         return self.pos.shape[1]
 
+    def appended(self, new: NewRows) -> "Pool":
+        """Pool with new rows behind each segment; in place if the pool is donated."""
+        row = self._behind(new)
+        k, v = (each.reshape(len(row), -1, each.shape[-1]) for each in (new.k, new.v))
+        pool = self.placed(new)
+        return dataclasses.replace(pool, store=self.store.put((row, k), (row, v)))
+
+    def placed(self, new: NewRows) -> "Pool":
+        """Pool with positions and scores of new rows, whose keys and values are left to whoever writes them."""
+        row, batch = self._behind(new), len(new.end)
+        spread = jnp.broadcast_to(new.positions[:, None], new.k.shape[:3]).reshape(batch, -1)
+        return dataclasses.replace(self.begun(new), pos=put_cells(self.pos, row, spread))
+
+    def rescored(self, change: Callable[[Array], Array]) -> "Pool":
+        """Pool with changed scores; itself if it keeps none."""
+        if self.score is None:
+            return self
+        return dataclasses.replace(self, score=change(self.score))
+
+    def begun(self, new: NewRows) -> "Pool":
+        """Pool with the first scores of new rows; itself if it keeps none."""
+        row = self._behind(new)
+        begun = jnp.zeros(row.shape) if new.score is None else new.score.reshape(row.shape)
+        return self.rescored(lambda score: put_cells(score, row, begun))
+
+    def _behind(self, new: NewRows) -> Int[Array, "B n"]:
+        """Row indices `[B, n]` to which the new rows of every segment go, head by head; P where none is written."""
+        offset = jnp.arange(new.k.shape[2], dtype=jnp.int32)
+        real = offset < new.count[:, None]
+        return jnp.where(real[:, None], new.end[..., None] + offset, self.rows).reshape(
+            len(new.end), -1
+        )
+
 
 def dense_pool(
     k: Float[Array, "B P D"],
@@ -74,61 +109,6 @@ def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
     """
     row = jnp.arange(rows, dtype=jnp.int32)
     return (row >= start[..., None]).sum(axis=-2, dtype=jnp.int32) - 1
-
-
-def append(
-    pool: Pool,
-    k: Float[Array, "B K N D"],
-    v: Float[Array, "B K N D"],
-    positions: Int[Array, "B N"],
-    end: Int[Array, "B K"],
-    written: Int[Array, " B"],
-    score: Float[Array, "B K N"] | None = None,
-) -> Pool:
-    """Pool with the first `written` of N new rows of each sequence added at row `end` of each segment.
-
-    In place if the pool is donated.
-    `score` is the first score of each new row, 0 by default, in a pool that keeps scores.
-    """
-    batch, heads, count, dim = k.shape
-    row = _behind(end, written, count, pool.rows)
-    spread = jnp.broadcast_to(positions[:, None], (batch, heads, count)).reshape(row.shape)
-    k, v = (a.reshape(batch, heads * count, dim) for a in (k, v))
-    scores = pool.score
-    if scores is not None:
-        scores = put_cells(
-            scores, row, jnp.zeros(row.shape) if score is None else score.reshape(row.shape)
-        )
-    pos = put_cells(pool.pos, row, spread)
-    return dataclasses.replace(
-        pool, store=pool.store.put((row, k), (row, v)), pos=pos, score=scores
-    )
-
-
-def append_places(
-    pool: Pool,
-    positions: Int[Array, " B"],
-    row: Int[Array, "B K"],
-    score: Float[Array, "B K"] | None,
-) -> Pool:
-    """Pool with positions, and scores (0 by default), of one new row of each segment at `row`; nothing at P or more.
-
-    Keys and values are left to whoever writes them.
-    """
-    scores = pool.score
-    if scores is not None:
-        scores = put_cells(scores, row, jnp.zeros(row.shape) if score is None else score)
-    pos = put_cells(pool.pos, row, jnp.broadcast_to(positions[:, None], row.shape))
-    return dataclasses.replace(pool, pos=pos, score=scores)
-
-
-def _behind(
-    end: Int[Array, "B K"], written: Int[Array, " B"], count: int, rows: int
-) -> Int[Array, "B n"]:
-    """Row indices `[B, n]` at which `count` new rows of every segment are written, head by head; P where none is."""
-    offset = jnp.arange(count, dtype=jnp.int32)
-    real = offset < written[:, None]
-    return jnp.where(real[:, None], end[..., None] + offset, rows).reshape(end.shape[0], -1)
 
 
 def row_norms(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:

@@ -21,6 +21,8 @@ from jaxkv.cache.stores import Dense, Store, put_cells
 _SCALE, _SMALLEST = jnp.float16, 2.0**-24
 # Elements that share a scale in 4 bits: the most, and the fewest for which it pays.
 _MOST_SHARED, _FEWEST_SHARED = 32, 8
+# Kernels read 4-bit codes of two groups at a time.
+_COLUMNS = 2 * _MOST_SHARED
 
 
 def _scale(width: Float[Array, "*n"]) -> Float[Array, "*n"]:
@@ -154,9 +156,6 @@ class Quantised(Store):
         wide: name of the dtype in which `view` returns rows: the model's, on a CPU float32.
     """
 
-    fused_step: ClassVar[bool] = True
-    # Kernels read 4-bit codes of two groups at a time.
-    fused_columns: ClassVar[int] = 2 * _MOST_SHARED
     keys: ClassVar[type[Bytes] | type[Nibbles]]
     values: ClassVar[type[Bytes] | type[Nibbles]]
 
@@ -223,35 +222,42 @@ class Quantised(Store):
         )
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
+_registered = partial(
+    jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"]
+)
+
+
+@_registered
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int8(Quantised):
     """Store that holds keys and values as 8-bit integers with one scale per vector."""
 
+    keys = values = Bytes
+    kernels = ("bytes", "bytes")
     # Kernels read 8-bit codes of two columns at a time.
-    fused_columns: ClassVar[int] = 2
-    keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
-    values: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
+    columns = 2
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
+@_registered
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4(Quantised):
     """Store that holds keys and values in 4 bits an element, with a scale and a least value per group of up to 32."""
 
-    transformed: ClassVar[bool] = True
-    keys: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
-    values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
+    keys = values = Nibbles
+    kernels = ("nibbles", "nibbles")
+    columns = _COLUMNS
+    transformed = True
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
+@_registered
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mixed(Quantised):
     """Store that holds keys as 8-bit integers with one scale per vector, and values in 4 bits as `Int4` does."""
 
-    transformed: ClassVar[bool] = True
-    keys: ClassVar[type[Bytes] | type[Nibbles]] = Bytes
-    values: ClassVar[type[Bytes] | type[Nibbles]] = Nibbles
+    keys, values = Bytes, Nibbles
+    kernels = ("bytes", "nibbles")
+    columns = _COLUMNS
+    transformed = True
 
 
 STORES: dict[str, type[Store]] = {"dense": Dense, "int8": Int8, "int4": Int4, "mixed": Mixed}

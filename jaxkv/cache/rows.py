@@ -13,10 +13,10 @@ from jaxtyping import Array, Float, Int
 from jaxkv._checks import brief, settled, shortened, whole
 from jaxkv._errors import require
 from jaxkv.attention.shaping import Shaping
-from jaxkv.attention.xla import Walk, over_pool
+from jaxkv.attention.steps import NewRows
+from jaxkv.attention.xla import Reach, Walk, over_pool
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, dense_pool
-from jaxkv.cache.pools import append as append_rows
 from jaxkv.engine.segments import in_window
 from jaxkv.models.config import Windows
 
@@ -150,7 +150,8 @@ def append(
     taken = jnp.clip(free, 0, written)
     start, length, seen = rows.start[layer], rows.length[layer], rows.seen[layer]
     positions = seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
-    after = append_rows(pool, k, v, positions, start + length, taken)
+    new = NewRows(k=k, v=v, positions=positions, count=taken, end=start + length)
+    after = pool.appended(new)
     at = rows.layout.pool_of(layer)
     return dataclasses.replace(
         rows,
@@ -207,8 +208,8 @@ def attend(q: ArrayLike, rows: Rows, *, count: ArrayLike | None = None, layer: i
 
     def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
         lies = in_window(start, jnp.maximum(length - after[:, None], 0), window)
-        found = over_pool(q, pool.k, pool.v, *lies, walk=walk, softcap=shaping.softcap)
-        return shaping.joined(*found)[0]
+        reach = Reach(start=lies[0], length=lies[1], walk=walk)
+        return shaping.joined(*over_pool(q, pool.k, pool.v, reach, rows.softcap))[0]
 
     if tokens == 1:
         out = one(grouped[:, :, :, 0], after[0])[:, :, :, None]

@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Set
 from typing import Any, ClassVar
 
 import jax
@@ -24,23 +25,21 @@ class Store(abc.ABC):
     row takes (`row_bytes`); `take` gathers encoded rows.
 
     Attributes:
-        fused_step: True if a backend's `decode_token` reads and writes the arrays of `held` in place; False decodes
-            each layer's rows for XLA's separate steps.
-        fused_columns: number of which the head dim has to be a multiple for that.
-        fused_eviction: True if a backend's `evict_rows` and `replace_rows` do, too.
+        kernels: what backends' kernels call the forms of keys and of values in `held`, of those in `Capabilities`:
+            "rows" (arrays as they are), "bytes", "nibbles". Empty: no kernel reads them, rows are decoded for XLA.
+        columns: number of which the head dim has to be a multiple for kernels.
         transformed: True if the store takes rows transformed by a Hadamard matrix, keys less their head's mean,
             wherever a policy does not compare keys.
     """
 
-    fused_step: ClassVar[bool] = False
-    fused_columns: ClassVar[int] = 1
-    fused_eviction: ClassVar[bool] = False
+    kernels: ClassVar[tuple[str, ...]] = ()
+    columns: ClassVar[int] = 1
     transformed: ClassVar[bool] = False
 
     @classmethod
-    def fused_at(cls, dim: int) -> bool:
-        """True if a backend's `decode_token` reads and writes rows of `dim` elements as the store holds them."""
-        return cls.fused_step and dim % cls.fused_columns == 0
+    def read_by(cls, kernels: Set[str], dim: int) -> bool:
+        """True if kernels for rows of these names read and write rows of `dim` elements as the store holds them."""
+        return bool(cls.kernels) and kernels >= set(cls.kernels) and dim % cls.columns == 0
 
     @classmethod
     @abc.abstractmethod
@@ -150,8 +149,7 @@ class Store(abc.ABC):
 class Dense(Store):
     """Store that holds keys and values unencoded, in the model's dtype; on a CPU as float32."""
 
-    fused_step: ClassVar[bool] = True
-    fused_eviction: ClassVar[bool] = True
+    kernels = ("rows", "rows")
     k: Float[Array, "B P D"]
     v: Float[Array, "B P D"]
 

@@ -11,21 +11,16 @@ from jaxkv.cache import Cache, KVCache, Tables
 from jaxkv.cache.bank import Loader
 from jaxkv.cache.pools import Pool
 from jaxkv.engine import staged
-from jaxkv.engine.bookkeeping import (
-    faded,
-    of_whole_groups,
-    segments_of,
-    within_limits,
-)
-from jaxkv.engine.layer_step import Dealt, LayerRows, run_layers
-from jaxkv.engine.pages import full_pages, rest_from
-from jaxkv.engine.segments import in_window
-from jaxkv.engine.sparse import new_tokens, rest_of
+from jaxkv.engine.bookkeeping import faded, of_whole_groups, within_limits
+from jaxkv.engine.layers.binding import bound
+from jaxkv.engine.layers.blocks import Bound, run_blocks
+from jaxkv.engine.layers.step import Step, work_table
+from jaxkv.engine.sparse import new_tokens
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream, first_stream
 from jaxkv.engine.stream import logits as logits_of
-from jaxkv.engine.tokens import NewTokens, step_angles
-from jaxkv.models.decoder import Flat, Leaves
+from jaxkv.engine.tokens import step_angles
+from jaxkv.models.decoder import Block, Flat, Leaves
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, place
 
@@ -45,85 +40,60 @@ def step(
     room for N rows behind every segment.
     """
     outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
+    state = tables.state
     x = outer.embed(tokens)
     new = new_tokens(spec, tables, count, several)
     pools = faded(cache.pools, count, spec)
-    stream, kinds = (
-        first_stream(x, spec, blocks[0]),
-        [spec.config.spec_of(layer) for layer in range(len(blocks))],
-    )
+    stream = first_stream(x, spec, blocks[0])
+    kinds = [spec.config.spec_of(layer) for layer in range(len(blocks))]
     turned = step_angles(spec, kinds, new.positions, cache)
-    dealt = _dealt(cache, spec, new)
-
     parted = [spec.parted(leaves) for leaves in blocks]
 
-    def rows_of(layer: int) -> LayerRows:
-        at, ring, state = spec.layout.pool_of(layer), spec.ring_of(layer), tables.state
-        return LayerRows(
-            pool=pools[at],
-            segments=segments_of(tables, layer),
-            by=turned[layer],
-            layer=layer,
+    def bind(layer: int, block: Block, pool: Pool) -> Bound:
+        """The layer as it is before the step: slices of tables are traced right before its block."""
+        by = turned[layer]
+        first = None if state is None or state.choosable is None else state.choosable[layer]
+        rows = bound(
+            spec,
+            pool,
+            tables.start[layer],
+            tables.length[layer],
+            shaping=block.shaping,
+            window=block.spec.window,
+            choosable=first if spec.sparse(layer, several) else None,
+            index=layer,
+            rotated=by.turning,
+        )
+        ring = spec.ring_of(layer)
+        return Bound(
+            rows=rows,
+            by=by,
             ring=None if ring is None or state is None else state.rings[ring],
-            asks=spec.chooses(layer, several),
-            sparse=spec.sparse(layer, several),
-            dealt=dealt,
-            gate=parted[layer][1],
+            asks=first if spec.chooses(layer, several) else None,
             centre=None if tables.centre is None else tables.centre[layer],
+            gate=parted[layer][1],
         )
 
-    # Lazily: what a layer reads of tables and pools is traced right before its step.
-    bound = (spec.graphs_of(layer).block(leaves) for layer, (leaves, _) in enumerate(parted))
-    done = run_layers(bound, spec, stream, map(rows_of, range(len(blocks))), new)
-    stream = done[-1].stream
+    made = (spec.graphs_of(layer).block(leaves) for layer, (leaves, _) in enumerate(parted))
+    begun = Step(new=new, work=work_table(cache, spec, new))
+    ran = run_blocks(made, spec, stream, begun, pools, bind)
+    stream = ran.stream
     if several > 1:
         x = jnp.take_along_axis(stream.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
         stream = Stream(x=x)
     logits = logits_of(outer, stream, tokens.shape[0], spec)
-    after = [each.rows for each in done]
-    state = tables.state
     if state is not None:
-        state = dataclasses.replace(
-            state, rings=tuple(each.ring for each in after if each.ring is not None)
-        )
-    last = after[-1:] if spec.layout.one_pool else after
-    done_pools = [each.pool for each in last]
+        rings = tuple(ring for ring in ran.rings if ring is not None)
+        state = dataclasses.replace(state, rings=rings)
     cache = cache.updated(
-        pools=tuple(of_whole_groups(done_pools, spec)),
+        pools=tuple(of_whole_groups(ran.pools, spec)),
         state=state,
         length=tables.length + count[:, None],
         seen=tables.seen + count,
     )
     if spec.ongoing.evicts and several == 1:
-        cache = within_limits(cache, [each.out for each in done], spec)
+        cache = within_limits(cache, ran.out, spec)
     return logits, cache
-
-
-def _dealt(cache: Cache, spec: Spec, new: NewTokens) -> Dealt | None:
-    """`Dealt` table of row chunks that programs of a fused decode kernel read, for all layers; None if not fused."""
-    if spec.rolling or not spec.streams(new.positions.shape[1]):
-        return None
-    tables, picked, rest = cache.tables, None, None
-    start, length = tables.start, tables.length
-    sparse = np.asarray([spec.sparse(layer, 1) for layer in range(len(start))])
-    if new.candidates is not None and sparse.any():
-        # The kernel counts chosen rows as if they lay right before the rows that are always read, from row 0 on.
-        some = sparse[:, None, None]
-        if page := spec.reading.page:
-            full = full_pages(length, new.candidates.budget[:, None], page)
-            picked, rest = full.max(axis=(0, 2)) * page, rest_from(length, page)
-        else:
-            picked, rest = jnp.minimum(*new.candidates), rest_of(spec, tables)
-        length = jnp.where(some, picked[:, None] + length - rest, length)
-        start = jnp.where(some, 0, start)
-    if any(spec.config.windows):
-        # The new row joins behind, and is one of the window's.
-        endless = np.iinfo(np.int32).max
-        widths = [endless if each is None else each - 1 for each in spec.config.windows]
-        start, length = in_window(start, length, jnp.asarray(widths, jnp.int32)[:, None, None])
-    itemsize = cache.pools[0].store.element_bytes
-    chunks = spec.backend.deal(start, length, dim=spec.config.head_dim, itemsize=itemsize)
-    return Dealt(chunks=chunks, start=tables.start, picked=picked, rest=rest)
 
 
 @program(static=("spec",), donate=("pools",), on="spec")

@@ -16,7 +16,9 @@ def embed(
     implementation: Implementation = Implementation.XLA,
 ) -> Float[Array, "B N E"]:
     """Compiled: embeddings `[B, N, E]` of token ids, the hidden states before the first block."""
-    return graphs.ends(ends).embed(tokens, in_blocks=backend_of(implementation).embeds_in_blocks)
+    return graphs.ends(ends).embed(
+        tokens, in_blocks=backend_of(implementation).can.embeds_in_blocks
+    )
 
 
 @program(static=("graphs",), on="graphs")

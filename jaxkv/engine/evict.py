@@ -13,10 +13,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import checked, instance
 from jaxkv._errors import require
-from jaxkv.attention import Backend, Implementation, backend_of
-from jaxkv.attention.xla import WALK_BLOCK, Walk
+from jaxkv.attention import Backend
+from jaxkv.attention.xla import WALK_BLOCK
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
+from jaxkv.engine.layers.terms import Terms
 from jaxkv.engine.nearest import nearest
 from jaxkv.engine.segments import Segments, behind, fold
 from jaxkv.policies.keep import Keep
@@ -24,29 +25,20 @@ from jaxkv.policies.merger import Joined, Merger, Row, axes_for
 from jaxkv.policies.parts import Ongoing
 from jaxkv.policies.rank import Rank, ranked
 from jaxkv.sharding.collectives import mean_of_devices
-from jaxkv.sharding.mesh import Axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Eviction:
-    """Static config of eviction: the policy's rank, merger and protected rows, and how segments are walked.
+    """Static config of eviction.
 
     Attributes:
-        ongoing: the policy's parts that go on after the prompt.
+        terms: of the rows.
         heads: kv heads of one layer; on a mesh, of each device.
-        walk: how rows of segments are reached.
-        widest: the most rows a segment of a shared pool can have, if that is known.
-        axes: axes of the mesh that it runs on; None off a mesh.
-        implementation: its backend reduces and moves rows.
         dtype: of the model, to which merged rows are rounded.
     """
 
-    ongoing: Ongoing
+    terms: Terms
     heads: int
-    walk: Walk
-    widest: int | None = None
-    axes: Axes | None = None
-    implementation: Implementation = Implementation.XLA
     dtype: Any = jnp.float32
 
 
@@ -55,8 +47,8 @@ def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
 
     Ties go to the latest position. Scores of the pool must be up to date.
     """
-    rank, keep = how.ongoing.rank, how.ongoing.keep
-    lowest_of = _lowest_at_once if backend_of(how.implementation).few_launches else _lowest
+    rank, keep = how.terms.ongoing.rank, how.terms.ongoing.keep
+    lowest_of = _lowest_at_once if how.terms.backend.can.few_launches else _lowest
     seen, prompt = segments.seen[:, None, None], segments.prompt[:, None, None]
     last = seen - segments.recent[..., None]
 
@@ -64,11 +56,11 @@ def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
         lowest, latest, _ = best
         free = inside & ~keep.protected(pos, prompt) & (pos < last)
         every = ranked(rank, score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
-        if how.ongoing.one_set:
+        if how.terms.ongoing.one_set:
             layers = jnp.broadcast_to(every, free.shape).reshape(
                 free.shape[0], -1, how.heads, free.shape[-1]
             )
-            every = mean_of_devices(layers.mean(axis=2, keepdims=True), "K", how.axes)
+            every = mean_of_devices(layers.mean(axis=2, keepdims=True), "K", how.terms.axes)
             every = jnp.broadcast_to(every, layers.shape).reshape(free.shape)
         found = lowest_of(free, every, pos, row)
         better = (found[0] < lowest) | ((found[0] == lowest) & (found[1] > latest))
@@ -80,9 +72,9 @@ def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
         *(jnp.full(shape, -1, jnp.int32) for _ in range(2)),
     )
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
-    block = how.widest or WALK_BLOCK
+    block = how.terms.widest or WALK_BLOCK
     lies = segments.start, segments.length
-    return fold(body, none, leaves, *lies, walk=how.walk, block=block)[2]
+    return fold(body, none, leaves, *lies, walk=how.terms.layout.walk, block=block)[2]
 
 
 def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
@@ -140,17 +132,17 @@ def evict(
     `attended` is any number of each head's attention output, which orders the writes behind attention; NaN keeps a
     segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.)
     """
-    backend = backend_of(how.implementation)
-    fused = pool.store.fused_eviction and backend.fused_eviction
+    backend = how.terms.backend
+    fused = pool.store.read_by(backend.can.evicts, 0)
     # One kernel finds and drops the row if heads evict independently and nothing is merged.
-    ongoing = how.ongoing
+    ongoing = how.terms.ongoing
     if fused and ongoing.rank.in_kernels and ongoing.merge is None and not ongoing.one_set:
         return _evict_by_kernel(pool, segments, ongoing, backend)
     victim = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & (victim >= 0), attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
-    if how.ongoing.merge is None and fused:
+    if how.terms.ongoing.merge is None and fused:
         k, v, pos, score = backend.replace_rows(
             pool.k, pool.v, pool.pos, pool.score, victim, last, over
         )
@@ -158,7 +150,7 @@ def evict(
         return pool, dataclasses.replace(segments, length=segments.length - over.astype(jnp.int32))
     newest = _rows_at(pool, last)
     writes = _Writes(over, segments.tau, {"k": newest.k, "v": newest.v}, {})
-    if how.ongoing.merge is not None:
+    if how.terms.ongoing.merge is not None:
         writes = _merging_dropped(pool, segments, how, victim, last, writes)
     length = segments.length - writes.over.astype(jnp.int32)
     segments = dataclasses.replace(segments, length=length, tau=writes.tau)
@@ -185,7 +177,7 @@ def _merging_dropped(
         """Reshapes `[B, L * K, ...]`, the heads of L layers side by side, to `[B * L, K, ...]`."""
         return array.reshape(-1, how.heads, *array.shape[2:])
 
-    merge = how.ongoing.merge
+    merge = how.terms.ongoing.merge
     assert merge is not None
     over, tau, newest, merged = writes
     dropped = _rows_at(pool, jnp.maximum(victim, 0))
@@ -193,12 +185,18 @@ def _merging_dropped(
     for index, metric in enumerate(merge.compares):
         one = getattr(dropped, metric)
         among = (getattr(pool, metric), pool.pos, one, victim, segments)
-        cosine, target = nearest(*among, walk=how.walk)
+        cosine, target = nearest(*among, walk=how.terms.layout.walk)
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # The heads of a layer may decide together.
         one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
         given = merge.merge_one(
-            index, by_layer(cosine), one_of, near, by_layer(over), tau, **axes_for(merge, how.axes)
+            index,
+            by_layer(cosine),
+            one_of,
+            near,
+            by_layer(over),
+            tau,
+            **axes_for(merge, how.terms.axes),
         )
         found = _checked_joined(merge, given, one_of, tau)
         tau = None if tau is None else found.tau

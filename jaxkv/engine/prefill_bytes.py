@@ -255,7 +255,7 @@ class PrefillBytes:
     def _temporaries(self, top: bool) -> int:
         """Temporary bytes of a layer's program: the largest of attention, the MLP and norms."""
         config, needs, backend = self.config, self.parts.needs, backend_of(self.implementation)
-        if not backend.at_once:
+        if not backend.can.at_once:
             # XLA on a CPU takes prompts one by one and computes in float32: queries of all prompts, keys and values of
             # one, and a copy of those that the program returns. The top layer attends from one token alone.
             whole = not top or needs.sums or needs.norms
@@ -267,7 +267,7 @@ class PrefillBytes:
         tokens = self.batch * long_block(self.slots, self.batch)
         queries = self.batch * config.heads * self.slots * config.head_dim * self.item
         # Arrays of the queries' size (queries, output, copies), and the log-sum-exp of each query.
-        attend = queries * backend.query_copies + 4 * self.batch * config.heads * self.slots
+        attend = queries * backend.can.query_copies + 4 * self.batch * config.heads * self.slots
         if needs.sums or config.sink_logits:
             attend += backend.summed_bytes(self.batch, self.slots, config.heads, queries)
         if top:

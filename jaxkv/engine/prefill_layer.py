@@ -8,7 +8,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.attention import Backend, Implementation, backend_of
-from jaxkv.attention.xla import Walk
+from jaxkv.attention.steps import Gathered
+from jaxkv.attention.xla import Reach, Walk
 from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
 from jaxkv.engine.moments import prompt_block_sums, prompt_moments
 from jaxkv.engine.segments import in_window
@@ -79,8 +80,8 @@ def layer(
     if needs.hidden:
         extras["hidden"] = block.normed(x)
     backend, reach = backend_of(implementation), block.spec.window
-    attends = backend if reach is None or backend.windows else backend_of(Implementation.XLA)
-    run = _at_once if attends.at_once else _by_sequence
+    attends = backend if reach is None or backend.can.windows else backend_of(Implementation.XLA)
+    run = _at_once if attends.can.at_once else _by_sequence
     x, (k, v, *unrotated), sums = run(block, x, length, table, needs, last, attends)
     if needs.unrotated:
         extras["unrotated"] = unrotated[0]
@@ -91,17 +92,14 @@ def layer(
     if last:
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
-        heads = jnp.arange(config.kv_heads, dtype=jnp.int32)
+        seen = Reach.of_heads(jnp.broadcast_to(length[:, None], (batch, config.kv_heads)), slots)
+        if reach is not None:
+            start, held = in_window(seen.start, seen.length, reach)
+            seen = Reach(start=start, length=held, walk=Walk.WINDOWS)
         out, _ = backend.attend(
             block.queries(block.normed(final), table.at((length - 1)[:, None]))[..., 0, :],
-            k.reshape(batch, -1, config.head_dim),
-            v.reshape(batch, -1, config.head_dim),
-            *in_window(
-                jnp.broadcast_to(heads * slots, (batch, config.kv_heads)),
-                jnp.broadcast_to(length[:, None], (batch, config.kv_heads)),
-                reach,
-            ),
-            walk=Walk.STRIDES if reach is None else Walk.WINDOWS,
+            Gathered(*(each.reshape(batch, -1, config.head_dim) for each in (k, v))),
+            seen,
             shaping=block.shaping,
         )
         x = block.finish(final, out[..., None, :])[:, 0]
@@ -242,7 +240,9 @@ def _at_once(
     def finish(index, x):
         part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
         mine = lax.dynamic_slice_in_dim(out, index * size, size, axis=3)
-        return put(x, block.finish(part, mine, apart=backend.operands_apart), (0, index * size, 0))
+        return put(
+            x, block.finish(part, mine, apart=backend.can.operands_apart), (0, index * size, 0)
+        )
 
     sums = None
     if needs.sums or not last:

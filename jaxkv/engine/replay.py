@@ -15,7 +15,8 @@ from jaxtyping import Array, Float, Int, Shaped
 from jaxkv import attention
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, Shaping, backend_of
-from jaxkv.attention.xla import Walk, exact_einsum, masked
+from jaxkv.attention.steps import Gathered
+from jaxkv.attention.xla import Reach, exact_einsum, masked
 from jaxkv.engine.compress import Walk as Steps
 from jaxkv.engine.ends import embed
 from jaxkv.engine.prefill_layer import LayerOut
@@ -177,8 +178,8 @@ def _layer_again(
     size, backend = tokens // -(-tokens // MOST), backend_of(implementation)
     put, near = lax.dynamic_update_slice, partial(attention.causal, softcap=softcap)
     by = angles(length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim)
-    start = jnp.broadcast_to(jnp.arange(heads, dtype=jnp.int32) * slots, (batch, heads))
-    held, pool = jnp.broadcast_to(length[:, None], (batch, heads)), (batch, heads * slots, dim)
+    reach = Reach.of_heads(jnp.broadcast_to(length[:, None], (batch, heads)), slots)
+    pool = (batch, heads * slots, dim)
     chunk, few = min(asked.chunk, slots), min(asked.sinks, slots)
     # Where the last chunk would leave the slots, its window begins earlier: rows of the chunk before are left out.
     begin = jnp.minimum(first, slots - chunk)
@@ -193,8 +194,8 @@ def _layer_again(
     def attend(part: Array) -> tuple[Array, Array]:
         """Attends queries to the prompt's rows: returns the pair of attention output and log-sum-exp."""
         flat = part.reshape(batch, heads, -1, dim)
-        mine, how = (keys.reshape(pool), values.reshape(pool)), {"shaping": shaping.without_sinks}
-        out, lse = backend.attend(flat, *mine, start, held, walk=Walk.STRIDES, **how)
+        mine = Gathered(keys.reshape(pool), values.reshape(pool))
+        out, lse = backend.attend(flat, mine, reach, shaping=shaping.without_sinks)
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
     def step(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:

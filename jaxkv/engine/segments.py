@@ -27,7 +27,6 @@ class Segments:
         tau: running similarity thresholds of mergers; None without one.
         prompt: tokens of each sequence's prompt.
         seen: tokens of each sequence so far; in `evict` with the new token.
-        choosable: first rows of each segment that filter layers choose from; None without filter layers.
     """
 
     start: Int[Array, "B K"]
@@ -37,7 +36,6 @@ class Segments:
     tau: Float[Array, "B K n"] | None
     prompt: Int[Array, " B"]
     seen: Int[Array, " B"]
-    choosable: Int[Array, "B K"] | None = None
 
 
 def in_window(
@@ -122,3 +120,8 @@ def behind(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[Arra
     if value.dtype == jnp.bool_:
         return value & ~jnp.isnan(read)
     return jnp.where(jnp.isnan(read), jnp.nan, value)
+
+
+def heads_of(out: Float[Array, "M K G N D"], batch: int) -> Float[Array, "B K"]:
+    """One number of each head's attention output, on which later writes can depend."""
+    return out[:batch, :, 0, 0, 0]

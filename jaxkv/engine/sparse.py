@@ -9,12 +9,10 @@ from jaxtyping import Array, Float, Int, UInt
 
 from jaxkv.attention.filters import Asking, by_position, by_row
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.xla import Walk
 from jaxkv.cache import Tables
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.segments import Segments
-from jaxkv.engine.spec import Spec
-from jaxkv.engine.tokens import Choosable, NewTokens, Token, in_blocks
+from jaxkv.engine.layers.terms import Terms
+from jaxkv.engine.tokens import Choosable, NewTokens
 from jaxkv.policies.reading import Reading, Selector
 from jaxkv.policies.topk import sortable, top
 
@@ -31,14 +29,8 @@ class Chosen:
     count: Int[Array, " B"]
 
 
-def _filtered(spec: Spec, segments: Segments) -> tuple[Reading, Int[Array, "B K"]]:
-    """Pair: the policy's `Reading` config, and number `[B, K]` of rows that filter layers choose from per segment."""
-    assert segments.choosable is not None
-    return spec.reading, segments.choosable
-
-
 def new_tokens(
-    spec: Spec,
+    terms: Terms,
     tables: Tables,
     count: Int[Array, " B"],
     tokens: int,
@@ -48,7 +40,7 @@ def new_tokens(
     Several tokens at once, and policies that choose among generated tokens, have all tokens so far as candidates;
     otherwise the prompt's.
     """
-    reading, state, candidates = spec.reading, tables.state, None
+    reading, state, candidates = terms.reading, tables.state, None
     if reading.chooses:
         assert state is not None
         if tokens > 1:
@@ -61,11 +53,12 @@ def new_tokens(
     return NewTokens(positions=positions, count=count, candidates=candidates)
 
 
-def rest_of(spec: Spec, tables: Tables) -> Int[Array, "L B K"]:
+def rest_of(terms: Terms, tables: Tables) -> Int[Array, "L B K"]:
     """Offset in each segment, `i32[L, B, K]`, of the row from which on sparse layers read all rows, chosen or not."""
-    assert tables.state is not None and tables.state.choosable is not None
+    reading, state = terms.reading, tables.state
+    assert state is not None and state.choosable is not None
     # If generated tokens must be chosen too, no row before the new one is read without being chosen.
-    return tables.length if spec.reading.include_generated else tables.state.choosable
+    return tables.length if reading.include_generated else state.choosable
 
 
 def asking(
@@ -94,27 +87,27 @@ def asking(
 
 
 def chosen_at(
-    spec: Spec,
+    terms: Terms,
     pool: Pool,
-    segments: Segments,
+    start: Int[Array, "B K"],
+    choosable: Int[Array, "B K"],
     q: Float[Array, "B K G N D"],
     ring: Float[Array, "B K G R D"] | None,
     new: NewTokens,
-    shaping: Shaping,
+    shaping: Shaping = PLAIN,
 ) -> Chosen:
     """Positions (`Chosen`) that a filter layer chooses by attention: one set a sequence, for all heads and tokens."""
-    reading, choosable = _filtered(spec, segments)
+    reading = terms.reading
     assert new.candidates is not None
     asked, below = asking(q, ring, new, reading, shaping), new.candidates.below
     # Queries and keys of equal position see each other, as in attention; padding and room are no candidates.
     if reading.every_row:
-        scores = by_row(asked, pool.k, below, spec.axes)
+        scores = by_row(asked, pool.k, below, terms.axes)
     else:
-        scores = by_position(
-            asked, pool.k, pool.pos, segments.start, choosable, reading.slots, spec.axes
-        )
+        scores = by_position(asked, pool.k, pool.pos, start, choosable, reading.slots, terms.axes)
     now = new.positions[:, 0] if q.shape[3] == 1 else None
-    return choose(scores, new.candidates, reading, now=now, by_sorting=spec.backend.few_launches)
+    few = terms.backend.can.few_launches
+    return choose(scores, new.candidates, reading, now=now, by_sorting=few)
 
 
 def choose(
@@ -201,80 +194,3 @@ def rows_of(
     return jnp.take_along_axis(jnp.where(held, row, -1), order, axis=-1), held.sum(
         axis=-1, dtype=jnp.int32
     )
-
-
-def picks_of(
-    spec: Spec, pool: Pool, segments: Segments, chosen: Chosen
-) -> tuple[Int[Array, "B k T"], Int[Array, "B k"]]:
-    """Pair for kernels: chosen rows as offsets `[B, k, T]` from each segment's first row, and their number `[B, k]`.
-
-    The head axis k is 1 if all heads hold the same rows.
-    """
-    reading, choosable = _filtered(spec, segments)
-    if reading.every_row:
-        return chosen.positions[:, None], chosen.count[:, None]
-    rows, held = rows_of(chosen, pool, segments.start, choosable, reading)
-    return rows - segments.start[..., None], held
-
-
-def over_chosen(
-    spec: Spec,
-    token: Token,
-    pool: Pool,
-    segments: Segments,
-    chosen: Chosen,
-    loaded: Loaded | None,
-) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Pair of attention output and log-sum-exp of new tokens over chosen rows, in the pool or `loaded` from host."""
-    reading, choosable = _filtered(spec, segments)
-    heads = segments.start.shape[1]
-    if loaded is None:
-        rows, count = rows_of(chosen, pool, segments.start, choosable, reading)
-        k, v = spec.backend.gathered(pool.k, pool.v, rows)
-    else:
-        batch, *_, dim = loaded.shape
-        k, v = (jnp.swapaxes(loaded[:, :, each], 1, 2).reshape(batch, -1, dim) for each in (0, 1))
-        count = jnp.broadcast_to(chosen.count[:, None], (batch, heads))
-    start = jnp.broadcast_to(
-        jnp.arange(heads, dtype=jnp.int32) * (k.shape[1] // heads), count.shape
-    )
-    attend = spec.backend.attend
-    how = {"walk": Walk.STRIDES, "shaping": token.shaping.without_sinks}
-    return in_blocks(lambda part: attend(part, k, v, start, count, **how), token.q)
-
-
-def rest_segments(spec: Spec, segments: Segments) -> Segments:
-    """`Segments` without the rows that filter layers choose from: first rows and lengths of what is read unchosen."""
-    first = _first_unchosen(spec, segments)
-    return dataclasses.replace(
-        segments, start=segments.start + first, length=segments.length - first
-    )
-
-
-def _first_unchosen(spec: Spec, segments: Segments) -> Int[Array, "B K"]:
-    """Offset in each segment `[B, K]` of the first row that sparse layers read without a choice."""
-    reading, choosable = _filtered(spec, segments)
-    return segments.length if reading.include_generated else choosable
-
-
-def over_rest(
-    spec: Spec,
-    token: Token,
-    pool: Pool,
-    segments: Segments,
-    length: Int[Array, "B K"],
-) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Pair of attention output and log-sum-exp of new tokens over the rows that sparse layers read without choosing.
-
-    `length` counts each segment's rows with those that the tokens have added.
-    """
-    first = _first_unchosen(spec, segments)
-    # Few rows at places known only at run time: a walk in windows reads them and no others.
-    attend, how = spec.backend.attend, {"walk": Walk.WINDOWS, "shaping": token.shaping}
-
-    def one(part: Array) -> tuple[Array, Array]:
-        """Output and log-sum-exp of one block of queries."""
-        lies = segments.start + first, length - first
-        return attend(part, pool.k, pool.v, *lies, **how)
-
-    return in_blocks(one, token.q)

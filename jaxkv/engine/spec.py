@@ -11,7 +11,6 @@ from jaxtyping import Array, Float, Int
 from jaxkv._errors import require
 from jaxkv.attention import (
     PREFILL_ONLY,
-    Backend,
     Implementation,
     Implementations,
     backend_of,
@@ -20,16 +19,15 @@ from jaxkv.attention import (
     named,
 )
 from jaxkv.cache import KVCache, State
-from jaxkv.cache.layout import Layout
+from jaxkv.engine.layers.terms import Terms
 from jaxkv.engine.plan import widest
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs, Leaves
-from jaxkv.models.values import LayerSpec
 from jaxkv.policies.gates import Gate
-from jaxkv.policies.parts import Ongoing, Parts
+from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import WHOLE, Reading
+from jaxkv.policies.reading import WHOLE
 from jaxkv.policies.unseen import GateRank
 from jaxkv.sharding.mesh import Axes, tree_placed
 from jaxkv.sharding.record import recorder
@@ -77,41 +75,22 @@ def gate_weights(flat: Flat, gate: Gate, layer: int, *, abstract: bool = False) 
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec:
+class Spec(Terms):
     """Static, hashable config of decode programs: model graphs, cache layout, policy parts, backend.
 
     Attributes:
         graphs: the decoder's static half.
         config: the model's shape.
-        layout: how segments lie in their pools.
         rolling: True if positions are places within the cache, and pools hold keys before RoPE.
-        ongoing: what the policy does after each token.
-        reading: which rows layers read: filter layers, and those that read what they choose.
-        widest: the most rows that a segment of a shared pool can have at a decode step; None if unknown.
-        implementation: of attention over the pool.
-        fused: True if the fused kernel `decode_token` may read and write the store's arrays in place.
+        fused: True if steps of one token run the backend's `decode_token` and `add_norm`.
         dtype: of the model.
     """
 
     graphs: Graphs
     config: ModelConfig
-    layout: Layout
     rolling: bool
-    reading: Reading
-    ongoing: Ongoing = Ongoing()
-    widest: int | None = None
-    implementation: Implementation = Implementation.XLA
-    fused: bool = True
+    fused: bool = False
     dtype: Any = jnp.float32
-
-    @property
-    def backend(self) -> Backend:
-        """Backend whose functions compute attention over the pool, from `implementation`."""
-        return backend_of(self.implementation)
-
-    def at(self, kind: LayerSpec) -> "Spec":
-        """The same config with the graphs of a layer of spec `kind`, whose attention functions of this package run."""
-        return dataclasses.replace(self, graphs=self.graphs.of(kind))
 
     @property
     def axes(self) -> Axes | None:
@@ -121,11 +100,6 @@ class Spec:
     def graphs_of(self, layer: int) -> Graphs:
         """Static part of the decoder, without weights (`Graphs`), for one layer; equal for layers of equal spec."""
         return self.graphs.of(self.config.spec_of(layer))
-
-    @property
-    def scored(self) -> bool:
-        """True if, while tokens are drawn, the attention that rows receive enters their scores."""
-        return self.ongoing.attends
 
     @property
     def gate(self) -> Gate | None:
@@ -153,8 +127,8 @@ class Spec:
         return leaves[: -tree.num_leaves], jax.tree.unflatten(tree, leaves[-tree.num_leaves :])
 
     def streams(self, tokens: int) -> bool:
-        """True if a step of this many tokens (only 1) runs the fused kernels `decode_token` and `add_norm`."""
-        fused = self.backend.fused_step and self.config.alternates and self.fused
+        """True if a step of this many tokens (only 1) runs the backend's `decode_token` and `add_norm`."""
+        fused = self.config.alternates and self.fused
         return fused and tokens == 1 and not self.reading.offloaded
 
     def chooses(self, layer: int, tokens: int) -> bool:
@@ -214,7 +188,7 @@ def specialise(
         reading=reading,
         widest=most,
         implementation=implementation,
-        fused=parts.store.fused_at(flat.config.head_dim),
+        fused=parts.store.read_by(backend_of(implementation).can.steps, flat.config.head_dim),
         dtype=flat.ends[0].dtype,
     )
 

@@ -17,21 +17,20 @@ from jaxtyping import Array, Float, Int
 from jaxkv.cache import Cache, Tables
 from jaxkv.cache.bank import Loader
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.bookkeeping import segments_of
 from jaxkv.engine.ends import embed
-from jaxkv.engine.layer_step import LayerRows, run_layers
+from jaxkv.engine.layers.binding import bound
+from jaxkv.engine.layers.blocks import Bound, Ring, run_blocks
+from jaxkv.engine.layers.step import Step
 from jaxkv.engine.sparse import Chosen, chosen_at, new_tokens
 from jaxkv.engine.spec import Spec
 from jaxkv.engine.stream import Stream
 from jaxkv.engine.tokens import remembered, step_angles
 from jaxkv.models.config import Windows
-from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reading import Reading
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, place
-
-Ring = Float[Array, "B K G R D"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,39 +121,43 @@ def run_stretch(
     specs of the layers and of the filter.
     """
     mine = tables.of_layers(given.layers)
+    assert mine.state is not None and mine.state.choosable is not None
+    choosable = mine.state.choosable
     new = new_tokens(spec, tables, count, x.shape[1])
     turned = step_angles(spec, kinds, new.positions, Cache(pools=pools, tables=mine))
     blocks = [
         spec.graphs.of(kind).block(leaves) for kind, leaves in zip(kinds, given.blocks, strict=True)
     ]
     # Where rows are loaded, they are those of all layers but window layers.
-    away = [
-        index
-        for index in range(len(pools))
-        if given.loaded is not None and kinds[index].window is None
-    ]
-    rows = (
-        LayerRows(
-            pool=pool,
-            segments=segments_of(mine, index),
-            by=turned[index],
-            ring=given.rings[index],
-            sparse=index in away,
-            loaded=given.loaded[:, away.index(index)]
-            if given.loaded is not None and index in away
-            else None,
+    away = [] if given.loaded is None else [at for at, kind in enumerate(kinds) if not kind.window]
+
+    def bind(index: int, block: Block, pool: Pool) -> Bound:
+        """The layer as it is before the step."""
+        by, loaded, first = turned[index], None, None
+        if given.loaded is not None and index in away:
+            loaded, first = given.loaded[:, away.index(index)], choosable[index]
+        rows = bound(
+            spec,
+            pool,
+            mine.start[index],
+            mine.length[index],
+            shaping=block.shaping,
+            window=block.spec.window,
+            choosable=first,
+            loaded=loaded,
+            rotated=by.turning,
         )
-        for index, pool in enumerate(pools)
-    )
-    done = run_layers(blocks[: len(pools)], spec, Stream(x=x), rows, new, given.chosen)
-    x = done[-1].stream.x if done else x
-    choice = None
+        return Bound(rows=rows, by=by, ring=given.rings[index])
+
+    begun = Step(new=new, chosen=given.chosen)
+    ran = run_blocks(blocks[: len(pools)], spec, Stream(x=x), begun, pools, bind)
+    x, choice = ran.stream.x, None
     if given.filter is not None:
         q = blocks[-1].queries(blocks[-1].normed(x), turned[-1].new).astype(given.filter.dtype)
         ring = given.rings[-1] if given.rings[-1] is None else remembered(given.rings[-1], q, new)
-        rest, asked = segments_of(mine, len(pools)), blocks[-1]
-        choice = chosen_at(spec.at(asked.spec), given.filter, rest, q, ring, new, asked.shaping)
-    return x, tuple(each.rows.pool for each in done), tuple(each.rows.ring for each in done), choice
+        own = (given.filter, mine.start[-1], choosable[-1])
+        choice = chosen_at(spec, *own, q, ring, new, blocks[-1].shaping)
+    return x, tuple(ran.pools), tuple(ran.rings), choice
 
 
 @lru_cache(maxsize=1024)

@@ -3,23 +3,23 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention.shaping import PLAIN, Shaping
+from jaxkv._checks import checked
+from jaxkv.attention.steps import Unrotated
 from jaxkv.cache import Cache
-from jaxkv.cache.pools import Pool
-from jaxkv.cache.stores import Dense
 from jaxkv.engine.hadamard import stored_keys, transformed
 from jaxkv.engine.lengths import QUERY_BLOCK
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Block, Flat
 from jaxkv.models.rope import Angles, angles, rotate
 from jaxkv.models.values import LayerSpec, Rope
+from jaxkv.policies.parts import Ongoing
 from jaxkv.sharding.mesh import settle_down
 
 
@@ -47,7 +47,8 @@ class NewTokens:
 class Token:
     """Queries and keys (both after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
 
-    `begun` are the scores that new rows start with; None where none are known. `shaping` is the block's.
+    `begun` are the scores that new rows start with; None where none are known. `split` are the parts that a fused step
+    takes; None in others.
     """
 
     q: Float[Array, "B K G N D"]
@@ -55,7 +56,7 @@ class Token:
     v: Float[Array, "B K N D"]
     stored: Float[Array, "B K N D"]
     begun: Float[Array, "B K N"] | None = None
-    shaping: Shaping = PLAIN
+    split: Unrotated | None = None
 
     def transformed(self, centre: Float[Array, "B K D"]) -> "Token":
         """Token for caches of transformed rows, whose keys are less `centre`."""
@@ -87,7 +88,7 @@ def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles)
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
     stored = raw.astype(normed.dtype) if spec.rolling else k
-    return Token(q=block.queries(normed, by), k=k, v=v, stored=stored, shaping=block.shaping)
+    return Token(q=block.queries(normed, by), k=k, v=v, stored=stored)
 
 
 def token_of_parts(
@@ -98,7 +99,11 @@ def token_of_parts(
     query, both = q.sum(axis=0)[:batch], kv.sum(axis=0)[:batch]
     k = rotate(both[:, 0, :, None], by, dtype)
     return Token(
-        q=rotate(query[..., None, :], by, dtype), k=k, v=both[:, 1, :, None].astype(dtype), stored=k
+        q=rotate(query[..., None, :], by, dtype),
+        k=k,
+        v=both[:, 1, :, None].astype(dtype),
+        stored=k,
+        split=Unrotated(q, kv, by.cos[:, 0], by.sin[:, 0]),
     )
 
 
@@ -123,35 +128,14 @@ def in_blocks(
     return jnp.moveaxis(out, 0, 3).reshape(q.shape), jnp.moveaxis(lse, 0, 3).reshape(q.shape[:-1])
 
 
-def pool_attention(
-    q: Float[Array, "B K G N D"],
-    keys: Any,
-    values: Any,
-    start: Array,
-    length: Array,
-    spec: Spec,
-    shaping: Shaping,
-) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Pair of attention output and log-sum-exp of new queries over all rows of one layer's segments in the pool."""
-    attend, how = spec.backend.attend, {"walk": spec.layout.walk, "shaping": shaping}
-    return in_blocks(lambda part: attend(part, keys, values, start, length, **how), q)
-
-
-def reads_codes(spec: Spec, pool: Pool) -> bool:
-    """True if the backend's kernels attend to a pool's rows in codes as its store holds them.
-
-    Not in a shared pool: each layer would make a copy of all layers' scales.
-    """
-    if isinstance(pool.store, Dense) or spec.rolling or spec.layout.one_pool:
-        return False
-    return all(spec.backend.joins(each) for each in pool.store.held)
-
-
-def readable(spec: Spec, pool: Pool, by: Angles | None = None) -> tuple[Any, Any]:
-    """Pair of keys, rotated `by` angles if given, and values of a pool for `attend`: codes where it reads them."""
-    if reads_codes(spec, pool):
-        return pool.store.held
-    return pool.k if by is None else rolled(pool.k, by), pool.v
+def first_scores(token: Token, ongoing: Ongoing) -> Float[Array, "B K N"] | None:
+    """Scores that new rows begin with: a gate's or the rank's `begin`; None if the pool keeps no scores."""
+    if not ongoing.scored:
+        return None
+    if token.begun is not None:
+        return token.begun
+    begun = ongoing.rank.begin(token.stored, token.v)
+    return checked(ongoing.rank, "begin", begun, token.v.shape[:3], "new row, [B, K, N]")
 
 
 def remembered(
@@ -188,6 +172,11 @@ class StepAngles(NamedTuple):
 
     new: Angles
     rows: Angles | None = None
+
+    @property
+    def turning(self) -> Callable[[Array], Array] | None:
+        """What turns keys as they are read; None where pools hold them rotated."""
+        return None if self.rows is None else partial(rolled, by=self.rows)
 
 
 def step_angles(

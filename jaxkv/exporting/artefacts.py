@@ -53,7 +53,7 @@ def artefact(
 
     flat.__name__ = fn.__name__
     jitted = jax.jit(flat, donate_argnums=tuple(range(donated)), keep_unused=True)
-    calls = backend_of(spec.implementation).custom_calls
+    calls = backend_of(spec.implementation).can.custom_calls
     checks = [jax_export.DisabledSafetyCheck.custom_call(each) for each in calls]
     shapes = [_abstract(leaf) for _, _, leaf in leaves]
     exported = jax_export.export(jitted, platforms=[platform], disabled_checks=checks)(*shapes)

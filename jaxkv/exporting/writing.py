@@ -287,8 +287,8 @@ def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str,
     """The export's manifest as a dict for JSON, without the entries of weights, budget tables and tokenizer."""
     params, names, parts = job.params, job.names, job.policy.composed
     config, axes = params.config, params.axes
-    today, unstable = datetime.date.today(), bool(backend_of(job.implementation).custom_calls)
     data = (part / "programs" / entries[0]["file"]).read_bytes()
+    today, unstable = datetime.date.today(), bool(backend_of(job.implementation).can.custom_calls)
     stable = re.search(rb"StableHLO_v([\d.]+)", data)
     try:
         policy = encode(job.policy, None, "policy")

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv._checks import amount
-from jaxkv.cache import Dense, Int8
+from jaxkv.cache import Dense
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.accelerators import Accelerator
@@ -83,13 +83,14 @@ def unmeasured(setting: Setting) -> str:
     parts, config = setting.policy.composed, setting.config
     reading = parts.reading(config.windows, bucket(setting.context))
     several = setting.sequences > 1 or config.experts is not None
+    measured = {"rows", "bytes"}.issuperset(parts.store.kernels)
     reasons = {
         "rates are those of GPUs": not isinstance(setting.gpu, Accelerator),
         "attention within windows has not been measured": any(config.windows),
         "rows come from another machine's memory": bool(reading.offloaded),
         "each step converts weights in 4 bits": setting.weights == "int4" and several,
         "each step decodes these rows": not parts.read_as_stored(config.head_dim),
-        "attention over rows in 4 bits has not been measured": parts.store not in (Dense, Int8),
+        "attention over rows of this store has not been measured": not measured,
     }
     return next((why for why, found in reasons.items() if found), "")
 
@@ -122,7 +123,7 @@ def estimate(setting: Setting) -> Speed | None:
     # A filter layer reads its keys once more to score them.
     rows = each * float(kept.sum()) + local.head_dim * item * float(kept[list(filters)].sum())
     rows *= local.kv_heads * prompts
-    rows /= gpu.bandwidth * (ROWS if parts.store is Dense else CODES)
+    rows /= gpu.bandwidth * (ROWS if parts.store.kernels == Dense.kernels else CODES)
     launched = APPENDS
     if not parts.read.everything:
         launched = CHOOSES

@@ -263,7 +263,9 @@ class Parts:
     def read_as_stored(self, dim: int) -> bool:
         """True if a GPU's kernels read rows of `dim` elements as stored in every step; False if steps decode them."""
         appends = not self.ongoing.compresses and self.read == ReadAll()
-        return self.store.fused_eviction or (self.store.fused_at(dim) and appends)
+        return self.store.kernels == Dense.kernels or (
+            appends and self.store.read_by(set(self.store.kernels), dim)
+        )
 
     @property
     def draws(self) -> bool:

@@ -1,0 +1,127 @@
+"""A block's step with the view of its layer: what is independent of how rows are read; and consecutive blocks."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxkv.attention.steps import Unrotated
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.hadamard import transformed
+from jaxkv.engine.layers.dense import DenseLayer
+from jaxkv.engine.layers.step import Step
+from jaxkv.engine.segments import heads_of
+from jaxkv.engine.sparse import chosen_at
+from jaxkv.engine.spec import Spec
+from jaxkv.engine.stream import Stream, attention_input, block_output
+from jaxkv.engine.tokens import (
+    StepAngles,
+    Token,
+    first_scores,
+    project,
+    remembered,
+    token_of_parts,
+)
+from jaxkv.models.decoder import Block
+
+Ring = Float[Array, "B K G R D"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Bound:
+    """One layer of a step: its rows, and what its block does beside attending to them.
+
+    Attributes:
+        rows: the view.
+        by: rotary angles.
+        ring: last queries; None if the layer keeps none.
+        asks: first rows of each segment that a filter layer chooses from; None for other layers.
+        centre: vector taken off all keys of a head before they were transformed; None if rows are as they are.
+        gate: weights of the layer's gate, by which new rows are scored; None without one.
+    """
+
+    rows: DenseLayer
+    by: StepAngles
+    ring: Ring | None = None
+    asks: Int[Array, "B K"] | None = None
+    centre: Float[Array, "B K D"] | None = None
+    gate: Any = None
+
+
+class Ran(NamedTuple):
+    """Result of consecutive layers: hidden states, pools, query rings, one number of each head's attention output.
+
+    On the latter, `out`, later writes can depend.
+    """
+
+    stream: Stream
+    pools: list[Pool]
+    rings: list[Ring | None]
+    out: list[Float[Array, "B K"]]
+
+
+def run_blocks(
+    blocks: Iterable[Block],
+    spec: Spec,
+    stream: Stream,
+    step: Step,
+    pools: Sequence[Pool],
+    bind: Callable[[int, Block, Pool], Bound],
+) -> Ran:
+    """Runs consecutive blocks over the step's tokens; `bind` is called right before each, with its index and pool."""
+    ran = Ran(stream, list(pools), [], [])
+    for index, block in enumerate(blocks):
+        at = spec.layout.pool_of(index)
+        mine = bind(index, block, ran.pools[at])
+        stream, after, step, out = run_block(block, spec, ran.stream, mine, step)
+        ran.pools[at] = after.rows.pool
+        ran = Ran(stream, ran.pools, [*ran.rings, after.ring], [*ran.out, out])
+    return ran
+
+
+def run_block(
+    block: Block, spec: Spec, stream: Stream, mine: Bound, step: Step
+) -> tuple[Stream, Bound, Step, Float[Array, "B K"]]:
+    """Runs one block over the step's tokens: hidden states, the layer after it, a filter's choice, output numbers."""
+    new, ring, rows = step.new, mine.ring, mine.rows
+    x, normed = attention_input(block, stream, spec)
+    token = _projected(block, spec, normed, mine, step)
+    if ring is not None:
+        ring = remembered(ring, token.q, new)
+    made = rows.attended(token, step)
+    rows = made.layer
+    if mine.asks is not None:
+        # Read the pool after its update: a reader of the pool before it would cost a copy.
+        asked = (rows.pool, rows.start, mine.asks, token.q, ring, new, rows.shaping)
+        step = dataclasses.replace(step, chosen=chosen_at(spec, *asked))
+    out = made.out if mine.centre is None else transformed(made.out)
+    stream = block_output(block, x, out, spec)
+    after = dataclasses.replace(mine, rows=rows, ring=ring)
+    return stream, after, step, heads_of(made.out, len(new.count))
+
+
+def _projected(
+    block: Block, spec: Spec, normed: Float[Array, "M N E"], mine: Bound, step: Step
+) -> Token:
+    """Queries, keys and values of the step's tokens as the layer holds them; first scores where a gate gives them."""
+    own, by = normed[: len(step.new.count)], mine.by.new
+    if step.work is None:
+        token = project(block, spec, own, by)
+    else:
+        token = token_of_parts(*block.parts(normed), by, normed.dtype)
+    if spec.gate is not None:
+        token = dataclasses.replace(token, begun=spec.gate.scores(mine.gate, own))
+    if mine.centre is not None:
+        # What looks at a row itself comes before its transform.
+        begun = first_scores(token, spec.ongoing)
+        token = dataclasses.replace(token, begun=begun).transformed(mine.centre)
+    # Rounded to the model's dtype before: a CPU holds the same numbers as float32.
+    token = token.widened(mine.rows.pool.dtype)
+    if mine.centre is not None and token.split is not None:
+        # Rotated and transformed already: the kernel would do the former alone.
+        cos = jnp.ones_like(token.split.cos)
+        split = Unrotated(*token.parts(token.split.q.shape[1]), cos, jnp.zeros_like(cos))
+        token = dataclasses.replace(token, split=split)
+    return token

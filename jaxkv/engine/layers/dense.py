@@ -1,0 +1,139 @@
+"""`DenseLayer`: new tokens read every row of each segment; base of the layers that read or score otherwise."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jaxkv import attention
+from jaxkv.attention.shaping import PLAIN, Shaping
+from jaxkv.attention.steps import Gathered, NewRows, Work
+from jaxkv.attention.xla import Reach, Walk
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.layers.step import Attended, Step
+from jaxkv.engine.layers.terms import Terms
+from jaxkv.engine.tokens import Token, first_scores, in_blocks
+
+# Attention output and its log-sum-exp.
+Read = tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DenseLayer:
+    """Rows of one layer, all of which new tokens read; new rows go behind their segments.
+
+    Attributes:
+        terms: static config.
+        pool: rows, with room behind every segment for the new ones.
+        start: first pool row of each segment.
+        length: rows of each segment before the step.
+        shaping: of the layer's logits.
+        index: of the layer in the step's work table.
+        rotated: what turns keys as they are read; None if the pool holds them rotated.
+    """
+
+    scored: ClassVar[bool] = False
+
+    terms: Terms
+    pool: Pool
+    start: Int[Array, "B K"]
+    length: Int[Array, "B K"]
+    shaping: Shaping = PLAIN
+    index: int = 0
+    rotated: Callable[[Array], Array] | None = None
+
+    def reach(self, length: Int[Array, "B K"]) -> Reach:
+        """The rows that are read without a choice, of segments of `length` rows."""
+        return self.reaching(self.start, length, self.terms.layout.walk)
+
+    def reaching(self, start: Int[Array, "B K"], length: Int[Array, "B K"], walk: Walk) -> Reach:
+        """These rows of the pool."""
+        return Reach(
+            start=start,
+            length=length,
+            walk=walk,
+            widest=self.terms.widest,
+            shared=self.terms.layout.one_pool,
+            rotated=self.rotated,
+        )
+
+    def attended(self, token: Token, step: Step) -> Attended:
+        """Appends new tokens' rows and attends.
+
+        Args:
+            token: queries, keys and values, in the pool's dtype.
+            step: what the step's layers share.
+        """
+        new = NewRows(
+            k=token.stored,
+            v=token.v,
+            positions=step.new.positions,
+            count=step.new.count,
+            end=self.start + self.length,
+            score=first_scores(token, self.terms.ongoing),
+        )
+        if step.several:
+            return self.several(token, new, step)
+        return self.one(token, new, step)
+
+    def one(self, token: Token, new: NewRows, step: Step) -> Attended:
+        """One token: its row is appended; attention reads it like the others."""
+        table = step.work or Work(None, self.start[None])
+        out, pool = self.terms.backend.decode_token(
+            token.q[..., 0, :],
+            token.split,
+            new,
+            self.pool,
+            self.reach(self.length + new.count[:, None]),
+            self.work(step, table._replace(layer=self.index if step.work else 0)),
+            scored=self.scored,
+            shaping=self.shaping,
+        )
+        return Attended(out[..., None, :], self.with_pool(pool))
+
+    def several(self, token: Token, new: NewRows, step: Step) -> Attended:
+        """Several tokens: attention to older rows and to one another, merged by log-sum-exp, then their rows."""
+        older = self.older(token.q, step)
+        causal = partial(attention.causal, softcap=self.shaping.softcap)
+        own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
+        own = self.shaping.joined(*own)
+        pool, new = self.with_scores(token, new, older, own)
+        out, after = attention.merge(*older, *own), self.with_pool(pool.appended(new))
+        return Attended(out, after)
+
+    def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
+        """Attention of several tokens to the rows from before the step."""
+        reach, shaping = self.reach(self.length), self.shaping.without_sinks
+        attend = partial(self.terms.backend.attend, shaping=shaping)
+        return in_blocks(lambda part: attend(part, self.pool.store, reach), q)
+
+    def with_scores(
+        self, token: Token, new: NewRows, older: Read, own: Read
+    ) -> tuple[Pool, NewRows]:
+        """Pool and several new rows, whose scores have taken in attention to older rows and their own."""
+        return self.pool, new
+
+    def work(self, step: Step, work: Work) -> Work:
+        """The work of one token's step, with the rows that the layer chooses."""
+        return work
+
+    def over(
+        self,
+        q: Float[Array, "B K G N D"],
+        k: Float[Array, "B n D"],
+        v: Float[Array, "B n D"],
+        count: Int[Array, "B K"],
+        shaping: Shaping,
+    ) -> Read:
+        """Attention to the first `count` of each head's gathered rows."""
+        store, reach = Gathered(k, v), Reach.of_heads(count, k.shape[1] // count.shape[1])
+        attend = self.terms.backend.attend
+        return in_blocks(lambda part: attend(part, store, reach, shaping=shaping), q)
+
+    def with_pool(self, pool: Pool) -> "DenseLayer":
+        """The layer over another pool."""
+        return dataclasses.replace(self, pool=pool)

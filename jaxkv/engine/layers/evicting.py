@@ -1,0 +1,51 @@
+"""`EvictingLayer`: rows whose scores take in the attention that they receive, for an eviction after the step."""
+
+import dataclasses
+from functools import partial
+from typing import ClassVar
+
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv import attention
+from jaxkv.attention.steps import NewRows
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.layers.dense import DenseLayer, Read
+from jaxkv.engine.tokens import Token
+
+
+class EvictingLayer(DenseLayer):
+    """Rows of one layer, all of which new tokens read, with scores that take in attention."""
+
+    scored: ClassVar[bool] = True
+
+    def with_scores(
+        self, token: Token, new: NewRows, older: Read, own: Read
+    ) -> tuple[Pool, NewRows]:
+        """Pool and several new rows, whose scores have taken in the new tokens' attention."""
+        pool, decay = self.pool, self.terms.decay
+        assert pool.score is not None
+        (batch, heads, group, tokens, dim), count = token.q.shape, new.count
+        index = jnp.arange(tokens, dtype=jnp.int32)
+        real = (index < count[:, None])[:, None, None]
+        lse = jnp.where(real, jnp.logaddexp(older[1], own[1]), jnp.inf)
+        if decay != 1:
+            # exp(x - lse) * d = exp(x - (lse - log(d))): the decay d goes into the log-sum-exp, infinite for d = 0.
+            later = jnp.maximum(count[:, None] - 1 - index, 0)
+            lse = lse - jnp.log(decay ** later.astype(jnp.float32))[:, None, None]
+        reach, cap = self.reach(self.length), self.shaping.softcap
+        score = attention.pool_sums(
+            token.q.reshape(batch, heads, group * tokens, dim),
+            reach.view(pool.store)[0],
+            lse.reshape(batch, heads, group * tokens),
+            reach,
+            pool.score,
+            weight=1 / group,
+            softcap=cap,
+        )
+        received = partial(attention.column_sums, softcap=cap)
+        given = (token.q, token.k, lse)
+        sums = lax.map(lambda a: received(a[0], a[1], a[2], jnp.int32(0)), given)
+        return dataclasses.replace(pool, score=score), dataclasses.replace(
+            new, score=sums.mean(axis=2)
+        )
