@@ -15,7 +15,7 @@ from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
 from jaxkv.cache import KVCache
 from jaxkv.cache.bank import committed
-from jaxkv.engine.plan import plan_prefill
+from jaxkv.engine.lengths import by_length
 from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, is_greedy
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
@@ -234,9 +234,9 @@ def _require_places(
     """Raises ValueError if a policy with rolling positions would hold more rows than the model has positions."""
     limit, parts = config.max_positions, policy.composed
     if cache is None:
-        read, needed = int(lengths.max()), plan_prefill(config, policy, lengths.tolist())
-        assert needed.rows is not None
-        now, target = int(needed.rows.max()), int(parts.may_hold(needed.budget).max())
+        read, numbers = int(lengths.max()), by_length(parts, lengths, config.windows)
+        assert numbers.rows is not None
+        now, target = int(numbers.rows.max()), int(numbers.most.max())
     else:
         read = now = int((cache.kept.max(axis=(0, 2)) + lengths).max())
         target = int(host(cache.limit).max())

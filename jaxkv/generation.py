@@ -15,12 +15,12 @@ from jaxkv import _checks, arguments
 from jaxkv._checks import settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
-from jaxkv.engine.compress import finished
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.results import Answers, Completion, Generation, Stats, Stream
 from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.session import Session
+from jaxkv.engine.walks import finished
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
 from jaxkv.machine.compilation import tell_if_slow

@@ -9,7 +9,6 @@ Shapes follow from S, the policy and the room: data moves where segments begin a
 lengths. The engine compresses each layer, here as in prefill; this file checks arguments and looks up sizes.
 """
 
-import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -38,10 +37,11 @@ from jaxkv.cache.rows import (
     shown,
 )
 from jaxkv.cache.stores import Dense
-from jaxkv.engine.choosing import Candidates, last_rows, of_prompt
-from jaxkv.engine.compress import Source, finished, observe, ranked_first, unordered
+from jaxkv.engine.choosing import Candidates
 from jaxkv.engine.compress import compress as compress_all
-from jaxkv.engine.lengths import by_length, rows_by_claims
+from jaxkv.engine.layer_sources import PromptSource
+from jaxkv.engine.lengths import ByLength, by_length
+from jaxkv.engine.walks import finished
 from jaxkv.models.config import Windows
 from jaxkv.models.values import positive
 from jaxkv.policies.checks import Bytes
@@ -135,8 +135,7 @@ def compress_layers(
 ) -> Rows:
     """Compresses all layers' keys and values by a policy, as `Rows`; for budgets that depend on several layers.
 
-    If budgets depend on all layers' scores, all layers share one pool; while tracing, such budgets are computed on the
-    host by a pure callback.
+    If budgets depend on all layers' scores, all layers share one pool.
 
     Args:
         k: each layer's keys, as for `compress`.
@@ -198,61 +197,29 @@ def _as_softcap(given: Any) -> float | None:
     return None if given is None else positive("softcap", given)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Sizes:
-    """Tables of a policy's row counts for every prompt length from 0 to S, to be indexed by a traced length.
-
-    Attributes:
-        capacity: rows per kv head that each layer's segments can have at most; for a shared pool those of all layers.
-        budget: `[S + 1]` rows per kv head and layer on average.
-        forced: `[S + 1]` rows that stay whatever their score.
-        rows: `[L, S + 1]` rows per kv head of each layer; None where they follow from scores.
-        recent: `[L, S + 1]` the last rows that stay; None likewise.
-    """
-
-    capacity: tuple[int, ...]
-    budget: Int[np.ndarray, " N"]
-    forced: Int[np.ndarray, " N"]
-    rows: Int[np.ndarray, "L N"] | None = None
-    recent: Int[np.ndarray, "L N"] | None = None
-
-
 @lru_cache(maxsize=256)
-def _sizes(parts: Parts, windows: Windows, slots: int) -> _Sizes:
-    """`_Sizes` tables of a policy's row counts for every prompt length up to `slots`; cached."""
+def _tables(parts: Parts, windows: Windows, slots: int) -> tuple[tuple[int, ...], ByLength]:
+    """Rows per kv head of each layer at most, of a shared pool in all; numbers for every length from 0 to `slots`."""
     lengths, layers = np.arange(1, slots + 1), windows.count(None)
-    if None not in windows:
-        widths, none = np.asarray(windows, np.int32)[:, None], np.zeros(slots + 1, np.int32)
-        rows = np.minimum(np.arange(slots + 1, dtype=np.int32), widths)
-        capacity = tuple(rows.max(axis=1).tolist())
-        return _Sizes(capacity=capacity, budget=none, forced=none, rows=rows, recent=rows)
-    told = by_length(parts, lengths, windows, strict=False)
+    # What a window holds stays, whatever the policy.
+    told = by_length(parts if layers else Parts(), lengths, windows, strict=False)
+    if told.rows is None:
+        bound = parts.among(windows).layers.bound
+        reach = bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
+        near = sum(min(slots, width or 0) for width in windows)
+        capacity = (min(int(reach.max()), layers * slots) + near,)
+    else:
+        capacity = tuple(told.rows.max(axis=1).tolist())
+        capacity = (sum(capacity),) if parts.layout.one_pool else capacity
 
     def from_none(counts: Any) -> Int[np.ndarray, "..."]:
         """Table indexed by length, with a 0 for length 0 added at the front; int32."""
         return np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)
 
-    budget, forced = from_none(told.budget), from_none(told.forced)
-    if told.rows is None or told.recent is None:
-        bound = parts.among(windows).layers.bound
-        reach = bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
-        most = min(int(reach.max()), layers * slots) + sum(
-            min(slots, width or 0) for width in windows
-        )
-        return _Sizes(capacity=(most,), budget=budget, forced=forced)
-    capacity = tuple(told.rows.max(axis=1).tolist())
-    if parts.layout.one_pool:
-        capacity = (sum(capacity),)
-    return _Sizes(
-        capacity=capacity,
-        budget=budget,
-        forced=forced,
-        rows=from_none(told.rows),
-        recent=from_none(told.recent),
-    )
+    return capacity, jax.tree.map(from_none, told)
 
 
-class _Given(Source):
+class _Given(PromptSource):
     """`Source` for the engine's `compress` that holds a user's keys, values and queries of some layers."""
 
     def __init__(
@@ -267,54 +234,47 @@ class _Given(Source):
         layers: int,
     ):
         """Validates the keys, values and queries of the layers from `first` on, and looks up their row counts."""
-        self.given, self.parts, self.room, self.key, self.first = given, parts, room, key, first
-        self.indices = range(first, first + len(given))
+        self.given, self.room, self.key, self.first = given, room, key, first
         self.like = as_keys_values(*given[0][:2])[0]
-        batch, _, slots, _ = self.like.shape
-        self.length = as_counts("length", length, batch, slots, order_hint(self.like))
+        batch, heads, slots, _ = self.like.shape
+        lengths: Any = as_counts("length", length, batch, slots, order_hint(self.like))
         widths = tuple(each.window for each in given)
         # One layer alone stands for all layers of its kind.
-        self.windows = widths if len(given) == layers or any(widths) else (None,) * layers
-        self.sizes = _sizes(parts, self.windows, slots)
-        self.forced = parts.keep.mask(self.length, slots)
-        self.prompts = of_prompt(None, self.forced, self.length)
-        self.held: dict[int, Unpacked] = {}
-        if known(self.length) and parts.drops:
+        windows = widths if len(given) == layers else widths * layers
+        self.capacity, tables = _tables(parts, windows, slots)
+        if known(lengths):
             # Budgets can only be validated if lengths are known, not while tracing.
-            lengths = np.asarray(self.length, np.int64)
-            parts.among(self.windows).budgets(lengths, self.sizes.forced[lengths])
+            lengths = np.asarray(lengths, np.int64)
+            parts.among(windows).budgets(lengths, np.asarray(tables.forced)[lengths])
+        else:
+            tables = jax.tree.map(jnp.asarray, tables)
+        super().__init__(
+            parts,
+            lengths,
+            jax.tree.map(lambda table: table[..., lengths], tables),
+            heads=heads,
+            slots=slots,
+            indices=range(first, first + len(given)),
+            windows=windows,
+        )
 
     def candidates(self, index: int) -> Candidates:
         """`Candidates` of one layer: its prompt rows with scores, without gradient; stores the rows in `held`."""
-        parts, length, given = self.parts, self.length, self.given[index - self.first]
-        scorer = parts.scorer
+        parts, given, like = self.parts, self.given[index - self.first], self.like
         k, v = as_keys_values(given.k, given.v)
-        like = self.like
         require(
             k.shape == like.shape and k.dtype == like.dtype,
             "k",
             shown(k),
             f"the first layer's is {shown(like)}",
         )
-        rows = Unpacked(k, v, self.prompts.inside)
+        rows = Unpacked(k, v, self.unscored.inside)
         if not parts.drops or given.window is not None:
-            self.held[index] = rows
-            everything = jnp.broadcast_to(self.prompts.inside, k.shape[:3])
-            return last_rows(dataclasses.replace(self.prompts, inside=everything), given.window)
-        seen = self._observed(index, scorer, k, v)
-        scores, mass, claim = observe(
-            lax.stop_gradient(seen), self.forced, scorer=scorer, layers=parts.layers
-        )
-        if known(scores, length):
-            remedy = (
-                f"{scorer} gave rows of layer {index} what is not a number: mend it, or the arrays"
-            )
-            require(not unordered(scores, length), "scores", "NaN", remedy)
+            return self.unchosen(index, rows)
+        seen = lax.stop_gradient(self._observed(index, parts.scorer, k, v))
         if parts.merge is not None:
-            rows = rows._replace(k=_finite(k, length), v=_finite(v, length), mass=mass)
-        self.held[index] = rows
-        first = ranked_first(lax.stop_gradient(seen), scorer=scorer)
-        return dataclasses.replace(self.prompts, scores=scores, claim=claim, first=first)
+            rows = rows._replace(k=_finite(k, self.length), v=_finite(v, self.length))
+        return self.scored(index, rows, seen)
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
         """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""
@@ -352,25 +312,9 @@ class _Given(Source):
             softcap=given.softcap,
         )
 
-    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Numbers of rows to keep per kv head, and of most recent ones among them, each `[L, B]`, for some layers."""
-        sizes = self.sizes
-        if self.parts.claims:
-            return _by_claims(self.parts, sizes, self.length, claims, self.windows)
-        assert sizes.rows is not None and sizes.recent is not None
-        of = slice(group[0], group[-1] + 1)
-        rows, recent = (
-            jnp.asarray(table[of])[:, self.length] for table in (sizes.rows, sizes.recent)
-        )
-        return rows, recent
-
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
         """Number of rows to allocate in a pool of a group of layers: the most that any length keeps, plus the room."""
-        return self.like.shape[1] * (self.sizes.capacity[group[0]] + len(group) * self.room)
-
-    def rows(self, index: int) -> Unpacked:
-        """Removes a layer's keys and values from `held` and returns them as `Unpacked`."""
-        return self.held.pop(index)
+        return self.like.shape[1] * (self.capacity[group[0]] + len(group) * self.room)
 
 
 def _compressed(
@@ -391,6 +335,8 @@ def _compressed(
     require(made_for in (None, layers), "layers", layers, remedy)
     given = _Given(layers_given, parts, length, room=room, key=key, first=first, layers=layers)
     made = finished(compress_all(given, parts, key=key))
+    if known(*given.nans):
+        given.require_ordered()
     seen = jnp.broadcast_to(given.length, (len(layers_given), len(given.length)))
     return Rows(
         k=tuple(pool.k for pool in made.pools),
@@ -411,30 +357,6 @@ def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Ar
     """Keys, values or queries with padding set to zero, since a NaN there would spread in sums."""
     inside = jnp.arange(rows.shape[-2], dtype=jnp.int32) < length[:, None]
     return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
-
-
-def _by_claims(
-    parts: Parts, sizes: _Sizes, length, claims, windows
-) -> tuple[Int[Array, "L B"], Int[Array, "L B"]]:
-    """Numbers of rows to keep and of most recent rows, each `[L, B]`, from the layers' claims; computed on the host."""
-    layers, claims = len(windows), [each for each in claims if each is not None]
-
-    def on_host(claims, budget, length, forced):
-        claims, budget, length, forced = (
-            np.asarray(each) for each in (claims, budget, length, forced)
-        )
-        return np.stack(rows_by_claims(parts, budget, length, forced, claims, windows))
-
-    given = (
-        jnp.stack(claims),
-        jnp.asarray(sizes.budget)[length],
-        length,
-        jnp.asarray(sizes.forced)[length],
-    )
-    if known(*given):
-        return tuple(jnp.asarray(on_host(*given)))
-    shape = jax.ShapeDtypeStruct((2, layers, *length.shape), jnp.int32)
-    return tuple(jax.pure_callback(on_host, shape, *given, vmap_method="sequential"))
 
 
 def _as_taken(given: Method | type[Method] | str) -> Method:

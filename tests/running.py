@@ -58,7 +58,12 @@ def prefill(
     """Cache and logits `[B, V]` of the last tokens. `slots` replaces the bucket, and with it the query blocks."""
     session = jaxkv.Session(model, policy)
     needed = plan_prefill(
-        model.config, session.policy, [len(each) for each in ids], dtype=model.dtype, room=room
+        model.config,
+        session.policy,
+        [len(each) for each in ids],
+        dtype=model.dtype,
+        room=room,
+        mesh=model.flat.mesh,
     )
     cache = session.prefill(
         ids, needed=needed if slots is None else dataclasses.replace(needed, slots=slots)

@@ -11,7 +11,7 @@ from meshes import mesh_of, prompts
 
 import jaxkv
 from jaxkv import CriticalKV, GlobalBudget, Keep, LayerDefensiveKV, Policy, SnapKV
-from jaxkv.engine import plan, prefill
+from jaxkv.engine import plan
 from jaxkv.policies import (
     AdaptiveHeads,
     ByAge,
@@ -117,8 +117,7 @@ CASES = {
 
 def held_whole(monkeypatch):
     """From now on all layers' rows are held until the last one has run."""
-    for module in (plan, prefill):
-        monkeypatch.setattr(module, "buffer_rows", lambda *given: None)
+    monkeypatch.setattr(plan, "buffer_rows", lambda *given: None)
 
 
 def same(one, other):
@@ -132,17 +131,13 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
     mesh = given.get("mesh")
     shape = tiny.shape(layers=3, kv_heads=2 if mesh is None else 4, group=1, dim=8)
     model = tiny.tiny(shape)
-    model, split = (model, 1) if mesh is None else (model.on(mesh_of(*mesh)), mesh[1])
+    model = model if mesh is None else model.on(mesh_of(*mesh))
     ids, made, rows = prompts(3, LENGTHS), [], []
     for _ in range(2):
         session = jaxkv.Session(model, policy)
-        needed = session.planned(np.asarray(LENGTHS), 2, mesh and model.axes.mesh)
-        rows.append(
-            plan.buffer_rows(
-                policy.parts(), needed.capacity, needed.slots, shape.windows, shape.kv_heads, split
-            )
-        )
-        made.append(session.prefill(ids, needed=session.planned(np.asarray(LENGTHS), 2)))
+        needed = session.planned(np.asarray(LENGTHS), 2)
+        rows.append(needed.buffer)
+        made.append(session.prefill(ids, needed=needed))
         held_whole(monkeypatch)
     assert rows[0] is not None and rows[1] is None
     same(*made)

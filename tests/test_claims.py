@@ -211,7 +211,7 @@ def test_a6_budgets_of_heads_sum_to_the_layers_where_published_rounding_loses_so
 def test_a6_windows_are_taken_out_of_the_budget():
     policy, lengths = jaxkv.AdaKV(budget=256), (4096, 300)
     plan = plan_prefill(LLAMA_8B, policy, lengths)
-    assert plan.forced.tolist() == [32, 32] and (plan.rows == 256).all()
+    assert plan.numbers.forced.tolist() == [32, 32] and (plan.rows == 256).all()
     cache, *_ = tiny.run(
         tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(3, (60, 41)), jaxkv.AdaKV(budget=36)
     )

@@ -15,7 +15,7 @@ from table_oracles import critical_norms, replayed
 
 from jaxkv import attention
 from jaxkv.cache.packing import Unpacked
-from jaxkv.engine import choosing, compress
+from jaxkv.engine import choosing, compress, layer_sources, observing, walks
 from jaxkv.policies import (
     AdaptiveHeads,
     Division,
@@ -45,7 +45,7 @@ def draw_layers(seed: int, group: int, lengths):
 
 
 @dataclasses.dataclass
-class _Drawn(compress.Source):
+class _Drawn(layer_sources.Source):
     """Layers of queries and keys, as `compress` takes them."""
 
     policy: object
@@ -77,10 +77,9 @@ class _Drawn(compress.Source):
         )
         norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_norms else None
         of = {"scorer": parts.scorer, "layers": parts.layers}
-        scores, _, claim = compress.observe(seen, jnp.asarray(self.forced), **of)
-        first = compress.ranked_first(seen, scorer=parts.scorer)
+        found = observing.observe(seen, jnp.asarray(self.forced), **of)
         return dataclasses.replace(
-            self.prompts, scores=scores, norms=norms, claim=claim, first=first
+            self.prompts, scores=found.scores, norms=norms, claim=found.claim, first=found.first
         )
 
     def extras(self, index):
@@ -143,7 +142,7 @@ def library_kept(policy, q, k, lengths):
     if not parts.drops:
         return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
     parts = parts.replace(merge=None)
-    made = compress.finished(
+    made = walks.finished(
         compress.compress(_Drawn(policy, q, k, lengths), parts, key=jax.random.key(0))
     )
     start, count = np.asarray(made.start), np.asarray(made.length)

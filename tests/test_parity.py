@@ -26,7 +26,7 @@ from jaxkv import (
     SnapKV,
     StreamingLLM,
 )
-from jaxkv.engine import prefill as prefilling
+from jaxkv.engine import layer_sources
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 pytestmark = pytest.mark.real
@@ -113,7 +113,7 @@ class Run:
 
 @functools.cache
 def run(case):
-    model, scores, original = running.smollm2(), [], prefilling.observe
+    model, scores, original = running.smollm2(), [], layer_sources.observe
 
     def recording(*args, **options):
         result = original(*args, **options)
@@ -121,7 +121,7 @@ def run(case):
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prefilling, "observe", recording)
+        patch.setattr(layer_sources, "observe", recording)
         cache, logits = running.prefill(
             model, [IDS], None if case == "full" else policy_of(case), room=NEW
         )

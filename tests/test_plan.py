@@ -78,7 +78,7 @@ def test_bytes_are_those_promised(name, lengths=(64, 38, 45)):
     plan = plan_prefill(config, policy, list(lengths))
     cache = jaxkv.prefill(model(), ids(*lengths), policy=policy)
     assert cache.nbytes == plan.cache_bytes <= plan.peak_bytes
-    assert plan.slots == 64 and plan.layout is cache.layout
+    assert plan.slots == 64 and policy.composed.layout is cache.layout
     assert (
         plan.full_bytes == sum(lengths) * config.layers * config.kv_heads * 2 * config.head_dim * 4
     )
@@ -102,7 +102,7 @@ def test_dtype_and_room_are_counted():
 def test_ratios_are_of_each_prompt():
     policy = jaxkv.SnapKV(budget=0.1, window=8)
     plan = plan_prefill(WIDE, policy, [600, 100, 1000])
-    assert plan.budget.tolist() == [60, 10, 100] and plan.forced.tolist() == [8, 8, 8]
+    assert plan.budget.tolist() == [60, 10, 100] and plan.numbers.forced.tolist() == [8, 8, 8]
     # Room for the longest prompt of the bucket: shapes repeat.
     assert plan.capacity == (102,) * 7 and plan.slots == 1024
     assert plan_prefill(WIDE, dataclasses.replace(policy, budget=1.0), [600]).budget.tolist() == [

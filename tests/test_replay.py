@@ -12,12 +12,12 @@ from policy_table import REPEATED
 import jaxkv
 from jaxkv import GlobalBudget, KVzip
 from jaxkv.engine import replay
-from jaxkv.engine.compress import finished
 from jaxkv.engine.ends import embed
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.prefill import run_layer
 from jaxkv.engine.tokens import angles_by_rope
+from jaxkv.engine.walks import finished
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.scorer import Needs, Replay
 

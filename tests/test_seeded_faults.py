@@ -21,7 +21,7 @@ from jaxkv import H2O, AdaKV, Merge, attention
 from jaxkv.attention import columns
 from jaxkv.cache import Dense, KVCache, packing
 from jaxkv.cache.layout import Layout
-from jaxkv.engine import choosing, compress, drawing, evict, prefill, slots
+from jaxkv.engine import choosing, compress, drawing, evict, observing, prefill, slots
 from jaxkv.engine.layers.terms import Terms
 from jaxkv.policies import AdaptiveHeads, GroupReduce, heads, layers, parts
 from jaxkv.policies.attended import WindowAttention
@@ -292,7 +292,7 @@ def _id(case):
 
 def forget_programs():
     """The programs the faults are in: compiled before a fault they would hide it, compiled with it outlive it."""
-    for compiled in (compress.observe, choosing._choose, packing.pack, packing.pack_shared):
+    for compiled in (observing.observe, choosing._choose, packing.pack, packing.pack_shared):
         compiled.clear_cache()
 
 

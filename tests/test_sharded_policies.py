@@ -57,15 +57,14 @@ TRAVELS = {
     "embed": {"all-reduce": ["B R E"]},
     # Attention's and the MLP's sums; norms of values, where a group's query heads lie apart.
     "layer": {"all-reduce": ["B R E", "B K R"]},
-    # What is observed, and logits of window queries, where a group's query heads lie apart; claims of heads, of n
-    # numbers each, on rows.
+    # What is observed, and logits of window queries, where a group's query heads lie apart; whether any score is NaN;
+    # claims of heads, of n numbers each, on rows.
     "observe": {
-        "all-reduce": ["B K R", "B R", "B K w R"],
+        "all-reduce": ["B K R", "B R", "B K w R", ""],
         "all-gather": ["B K", "B K G", "B K G n"],
     },
     # The second pass, whose embeddings are as above: two sums of hidden states a layer.
     "_layer_again": {"all-reduce": ["B R E"]},
-    "unordered": {"all-reduce": [""]},
     "_choose": {"all-gather": ["B K R", "B J R"]},
     # Whether any head drops rows.
     "_merged": {"all-reduce": ["B"]},

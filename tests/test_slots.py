@@ -13,8 +13,8 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.engine.compress import finished
 from jaxkv.engine.slots import PARTS
+from jaxkv.engine.walks import finished
 
 BUDGET = 20
 

@@ -152,7 +152,7 @@ def test_bytes_are_as_planned_and_windows_hold_their_rows(name):
     cache = jaxkv.Session(tiny.tiny(SHAPE), policy).prefill(prompts(), new=NEW)
     plan = plan_prefill(SHAPE, policy, LENGTHS, room=room)
     assert (cache.nbytes, cache.host_nbytes) == (plan.cache_bytes, plan.host_bytes)
-    assert [pool.rows for pool in cache.pools] == list(plan.pool_rows(2))
+    assert [pool.rows for pool in cache.pools] == list(plan.pools)
     for layer, row, _, _, _, positions in tiny.segments(cache):
         if SHAPE.windows[layer] is not None:
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), LENGTHS[row]))

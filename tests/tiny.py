@@ -56,7 +56,13 @@ def prompts(seed: int, lengths) -> list[list[int]]:
 def run(model: LanguageModel, ids: list[list[int]], policy, *, room: int = 0):
     """Prefills and returns the cache, the logits of each last token, and the plan."""
     session = jaxkv.Session(model, policy)
-    needed = plan_prefill(model.config, session.policy, [len(each) for each in ids], room=room)
+    needed = plan_prefill(
+        model.config,
+        session.policy,
+        [len(each) for each in ids],
+        room=room,
+        mesh=model.flat.mesh,
+    )
     cache = session.prefill(ids, needed=needed)
     return cache, np.asarray(cache.logits), needed
 

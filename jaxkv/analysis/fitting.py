@@ -11,10 +11,10 @@ from jaxkv import _checks
 from jaxkv._errors import require
 from jaxkv.analysis.reading import encoded, finite
 from jaxkv.attention import Implementation
-from jaxkv.engine.compress import finished
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.replay import Padded, replayed, texts_of
+from jaxkv.engine.walks import finished
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.scorer import Needs, Replay
 from jaxkv.policies.trained import KVzapGate, KVzapWeights

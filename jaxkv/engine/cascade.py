@@ -19,7 +19,9 @@ from jaxkv.cache.packing import Unpacked, empty_pool, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.choosing import Candidates, choose, staged, surviving, within
-from jaxkv.engine.compress import Compressed, Source, Walk, wait
+from jaxkv.engine.compress import Compressed, wait
+from jaxkv.engine.layer_sources import Source
+from jaxkv.engine.walks import Walk
 from jaxkv.policies.heads import HeadBudgets
 from jaxkv.policies.parts import Parts
 from jaxkv.sharding.door import program

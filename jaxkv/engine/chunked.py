@@ -12,11 +12,11 @@ from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, KVCache, Tables, slid
 from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
-from jaxkv.engine.compress import Walk
 from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.lengths import ring_rows
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.spec import Spec, reading_state
+from jaxkv.engine.walks import Walk
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
 from jaxkv.policies.reading import FilteredReads, Reading, tokens_read
@@ -44,7 +44,7 @@ def prefill(
     spec = Spec(
         graphs=flat.graphs,
         config=flat.config,
-        layout=needed.layout,
+        layout=policy.composed.layout,
         rolling=False,
         reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
         implementation=implementation,
@@ -66,7 +66,7 @@ def prefill(
         cache = dataclasses.replace(cache, logits=logits)
         yield flat.config.layers * chunk / longest
     if any(windows):
-        cache = slid(cache, needed.pool_rows(flat.config.kv_heads, cache.stretches))
+        cache = slid(cache, needed.pools)
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
     cache = dataclasses.replace(
@@ -95,7 +95,7 @@ def _empty(
     )
     one = jnp.zeros((1, batch, heads), jnp.int32)
     start = jnp.concatenate(
-        [placed(one, layout=needed.layout, rows=each, axes=axes) for each in rows]
+        [placed(one, layout=policy.composed.layout, rows=each, axes=axes) for each in rows]
     )
     ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
     rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
@@ -116,7 +116,7 @@ def _empty(
     arrays = settle_down(Cache(pools=pools, tables=tables), axes)
     return KVCache(
         arrays=arrays,
-        layout=needed.layout,
+        layout=policy.composed.layout,
         policy=policy,
         config=config,
         dtype=flat.ends[0].dtype.name,

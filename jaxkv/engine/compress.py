@@ -4,11 +4,9 @@ A source gives the rows of one layer at a time; where layers share a pool, all a
 It is a generator over the layers: its caller may run other programs between two of them.
 """
 
-import abc
-import dataclasses
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,66 +19,15 @@ from jaxkv.cache.arrays import Tally
 from jaxkv.cache.packing import Unpacked, cut, empty_pool, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.choosing import Candidates, choose
-from jaxkv.models.config import Windows
-from jaxkv.policies.attended import of_group
-from jaxkv.policies.layers import LayerBudgets
+from jaxkv.engine.layer_sources import Source
+from jaxkv.engine.walks import Walk
 from jaxkv.policies.merger import UNSET, Merged, Merger, axes_for
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.scorer import Observed, Scorer
-from jaxkv.sharding.collectives import anywhere, gathered, total
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
 # Pools that one program cuts: one for each would compile longer, one for all would hold all wide pools.
 _CUT_TOGETHER = 4
-
-# A generator that yields the number of layers scored since it last yielded: 0 after a layer was packed.
-Result = TypeVar("Result")
-Walk = Generator[float, None, Result]
-
-
-class Source(abc.ABC):
-    """Abstract base: gives `compress` each layer's candidates with scores, rows to keep, pool size, keys and values.
-
-    Attributes:
-        indices: indices of the layers in the model.
-        windows: each of the model's layers' window, None for none; budgets are those of the layers without one.
-        axes: axes of the mesh that the layers lie on; None off a mesh.
-        ahead: number of layers that may still be computed while the next one is dispatched, as memory allows.
-        dtype: in which pools hold entries; None for that of the rows.
-    """
-
-    indices: Sequence[int]
-    windows: Windows
-    axes: Axes | None = None
-    ahead: int = 0
-    dtype: jnp.dtype | None = None
-
-    @abc.abstractmethod
-    def candidates(self, index: int) -> Candidates:
-        """`Candidates` to choose from in layer `index`: scores, positions, masks of real rows and of forced rows."""
-
-    @abc.abstractmethod
-    def wanted(
-        self, group: Sequence[int], claims: list[Array | None]
-    ) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Two counts `[n, B]` for a group of n layers: rows to keep per kv head, and most recent rows among them."""
-
-    def at_most(self, claims: list[Array | None]) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Pair of upper bounds `[n, B]` of what `wanted` gives layers that ran, 0 for others; by default TypeError."""
-        raise TypeError(f"{type(self).__name__} compresses no layers before it has all")
-
-    @abc.abstractmethod
-    def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Pool size P in rows, for layers whose segments keep `kept` rows; on a mesh, of one device's part."""
-
-    def packed_rows(self, index: int, size: int) -> int:
-        """P, `size` or more, to which layer `index` is packed before its pool is cut to `size`; by default `size`."""
-        return size
-
-    @abc.abstractmethod
-    def rows(self, index: int) -> Unpacked:
-        """Keys, values and scores of one layer, as `Unpacked` rows ready to be packed into a pool."""
 
 
 class Compressed(NamedTuple):
@@ -91,28 +38,6 @@ class Compressed(NamedTuple):
     length: Int[Array, "L B K"]
     tau: Float[Array, "L B K n"] | None
     tally: Tally
-
-
-def finished(
-    walk: Generator[Any, None, Result], tick: Callable[[Any], object] = lambda value: None
-) -> Result:
-    """Runs a generator to its end, calls `tick` with each value it yields, and returns its result."""
-    while True:
-        try:
-            value = next(walk)
-        except StopIteration as end:
-            return end.value
-        tick(value)
-
-
-def uncounted(walk: Walk[Result]) -> Walk[Result]:
-    """Generator: runs another generator and returns the same result, but yields 0 in place of every value."""
-    while True:
-        try:
-            next(walk)
-        except StopIteration as end:
-            return end.value
-        yield 0.0
 
 
 def compress(
@@ -257,73 +182,6 @@ def _chosen(
             masks[-1][:, 0] if parts.nested and with_scores[at] else below,
         )
     return masks, with_scores, tally
-
-
-@program(static=("scorer", "layers", "axes"))
-def observe(
-    seen: Observed,
-    forced: Bool[Array, "B S"],
-    *,
-    scorer: Scorer,
-    layers: LayerBudgets,
-    axes: Axes | None = None,
-) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"], Float[Array, " B"] | None]:
-    """Compiled: scores of one layer's rows, the mass (such as attention) behind them, and its budget claim or None.
-
-    The claim leaves out rows that are `forced` to stay; it is None unless budgets of layers follow from claims.
-    A scorer whose results are not float32 of the rows' shape is refused with a TypeError.
-    """
-    weight = None
-    if "norms" in seen.extras:
-        # All kv heads hold the same rows of a prompt.
-        of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
-        seen = dataclasses.replace(seen, extras={**seen.extras, "norm_totals": of_heads})
-    scores, mass = scored(scorer, seen, axes)
-    if layers.from_scores and not layers.joint:
-        inside = jnp.arange(mass.shape[-1], dtype=jnp.int32) < seen.length[:, None]
-        each = layers.of_heads(mass, (inside & ~forced)[:, None], seen)
-        each = gathered(each, "K", 1, axes)
-        each = gathered(each, "G", 2, axes) if each.ndim > 2 else each
-        weight = layers.weight(each.reshape(len(each), -1, *each.shape[3:]))
-    return scores, mass, weight
-
-
-def ranked_first(
-    seen: Observed, *, scorer: Scorer, axes: Axes | None = None
-) -> Int[Array, "B K S"] | None:
-    """Ranks `[B, K, S]` of rows that a two-stage scorer takes first, S for others; None for a one-stage scorer."""
-    return _ranked_first(seen, scorer=scorer, axes=axes) if scorer.two_stages else None
-
-
-@program(static=("scorer", "axes"))
-def _ranked_first(seen: Observed, *, scorer: Scorer, axes: Axes | None) -> Int[Array, "B K S"]:
-    """Compiled `ranked_first` of a two-stage scorer: ranks of rows; raises TypeError for a wrong shape or dtype."""
-    ranks: Any = scorer.first_stage(seen)
-    return checked(
-        scorer, "first", ranks, seen.k.shape[:3], "kv head and row, [B, K, S]", jnp.int32
-    )
-
-
-def scored(
-    scorer: Scorer, seen: Observed, axes: Axes | None
-) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
-    """Calls a scorer on one layer; returns scores of rows and the mass (such as attention) that it observed."""
-    shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
-    mass = of_group(
-        checked(scorer, "observe", scorer.observe(seen), shape, named),
-        scorer,
-        axes,
-    )
-    return checked(scorer, "scores", scorer.scores(mass, seen.length), shape, named), mass
-
-
-@program(static=("axes",))
-def unordered(
-    scores: Float[Array, "B K S"], length: Int[Array, " B"], *, axes: Axes | None = None
-) -> Bool[Array, ""]:
-    """Compiled: scalar bool, True if the score of any row, padding left out, is NaN on any device."""
-    inside = jnp.arange(scores.shape[-1], dtype=jnp.int32) < length[:, None, None]
-    return anywhere((jnp.isnan(scores) & inside).any(), axes)
 
 
 def merged(

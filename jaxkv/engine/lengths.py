@@ -12,8 +12,8 @@ from jaxtyping import Array, Int
 from jaxkv._checks import is_traced, namespace
 from jaxkv.models.config import Windows
 from jaxkv.policies.layers import Division, FromScores
-from jaxkv.policies.parts import Parts
-from jaxkv.policies.reading import tokens_read
+from jaxkv.policies.parts import Ongoing, Parts
+from jaxkv.policies.reading import Reading, tokens_read
 
 Numbers = Int[np.ndarray, " B"] | Int[Array, " B"]
 Table = Int[np.ndarray, "L B"] | Int[Array, "L B"]
@@ -76,6 +76,13 @@ def ring_rows(queries: int) -> int:
     return queries + LOOK
 
 
+def remembered(ongoing: Ongoing, reading: Reading, windows: Windows) -> list[int]:
+    """List with the number of last queries that the cache keeps for each layer; 0 for window layers."""
+    if ongoing.compresses:
+        return [0 if width else ongoing.queries for width in windows]
+    return [reading.ring if layer in reading.filters else 0 for layer in range(len(windows))]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByLength:
@@ -111,18 +118,12 @@ def by_length(
     spread over the other layers. With `strict`, a budget below the number of forced rows raises ValueError, unless the
     policy clamps budgets.
     """
-    layers, parts = windows.count(None), parts.among(windows)
     length = np.asarray(lengths, np.int64)
     forced = parts.keep.counts(length)
-    budget = parts.budgets(length, forced, strict=strict)
-    rows: Any = None
-    recent: Any = None
+    budget = parts.among(windows).budgets(length, forced, strict=strict)
+    rows = recent = None
     if not parts.claims:
-        rows = np.minimum(layer_rows(parts, budget, length, forced, layers=layers), length)
-        rows, recent = (
-            beside_windows(table, length, windows)
-            for table in (rows, parts.recents(rows, length, forced))
-        )
+        rows, recent = rows_of(parts, budget, length, forced, windows)
     return ByLength(
         budget=budget,
         most=parts.may_hold(budget),
@@ -147,35 +148,25 @@ def beside_windows(
     )
 
 
-def layer_rows(
-    parts: Parts, budget: Numbers, lengths: Numbers, forced: Numbers, *, layers: int
-) -> Table:
-    """Rows per kv head `[L, B]` that the policy's schedule gives each layer; int64 on the host, int32 in a trace."""
-    with _in_64_bits(budget):
-        budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
-        of = Division(budget, lengths, forced, layers, parts.keep.window)
-        rows = parts.layers.rows(of)
-        return rows.astype(np.int32) if is_traced(rows) else rows
-
-
-def rows_by_claims(
+def rows_of(
     parts: Parts,
     budget: Numbers,
     lengths: Numbers,
     forced: Numbers,
-    claims: Any,
     windows: Windows,
+    claims: Any = None,
 ) -> tuple[Table, Table]:
-    """Two counts `[L, B]` from layers' claims on a budget: rows to keep per kv head, and most recent rows that stay.
+    """Two counts `[L, B]`: rows per kv head that each layer keeps, and most recent rows that stay among them.
 
-    `claims` are `f32[n, B]`, of the n layers without a window among `windows`, those of all L layers.
-    Exact in 64 bits, on the host or in a trace; both results are int32 `[L, B]`.
+    `claims` are `f32[n, B]`, of the n layers without a window among `windows`, where budgets follow from claims.
+    Exact in 64 bits, on the host or in a trace; the results are int32.
     """
-    with _in_64_bits(claims):
-        parts = parts.among(windows)
+    with _in_64_bits(budget if claims is None else claims):
+        parts, layers = parts.among(windows), windows.count(None)
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))
-        of = Division(budget, lengths, forced, len(claims), parts.keep.window, claims)
+        of = Division(budget, lengths, forced, layers, parts.keep.window, claims)
         rows = parts.layers.rows(of)
+        rows = namespace(rows).minimum(rows, lengths)
         recent = parts.recents(rows, lengths, forced, claims, budget)
         rows, recent = (beside_windows(table, lengths, windows) for table in (rows, recent))
         return rows.astype(np.int32), recent.astype(np.int32)
@@ -186,7 +177,7 @@ def most_by_claims(
 ) -> tuple[Table, Table]:
     """Two counts `[n, B]` from the lowest n layers' claims: upper bounds of their rows, and most recent rows in these.
 
-    `claims` are `f32[n, B]`; the rows of `rows_by_claims` are no more, whatever the other of `layers` layers claim.
+    `claims` are `f32[n, B]`; the rows of `rows_of` are no more, whatever the other of `layers` layers claim.
     """
     with _in_64_bits(claims):
         budget, lengths, forced = (each.astype(np.int64) for each in (budget, lengths, forced))

@@ -13,8 +13,7 @@ from jaxtyping import Array, Int
 from jaxkv._checks import is_traced, is_whole, plain, settled
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.cache.layout import Layout
-from jaxkv.engine.lengths import bucket, buckets, by_length
+from jaxkv.engine.lengths import ByLength, bucket, buckets, by_length
 from jaxkv.engine.prefill_bytes import PrefillBytes
 from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig, Windows
@@ -39,35 +38,36 @@ class PrefillPlan:
         slots: S, the prompts' bucket.
         capacity: rows per kv head of each layer's pool, before room; for a shared pool its total over layers and heads.
         room: rows left behind every segment of each layer.
-        layout: how segments lie in the pools.
+        pools: P of each pool, room included; on a mesh, of the part that one device holds.
+        buffer: rows of the buffer of candidates of layers that share one budget; None without one.
         dtype: in which the device holds entries.
-        share: on a mesh, largest ratio of the rows that one device's heads may hold of a pool to their even share.
+        numbers: the policy's numbers for these lengths.
         rows: `[L, B]` rows per kv head the policy promises, or None where that depends on the prompts' content.
-        budget: `[B]` rows per kv head, averaged over layers.
-        forced: `[B]` rows that stay whatever their score.
         cache_bytes: bytes of the cache on the device, room and segment tables included.
         full_bytes: bytes of these prompts' entries (keys and values), uncompressed and unpadded.
         peak_bytes: cache and activations of prefill together, weights excluded.
         host_bytes: bytes of offloaded rows in host memory.
         loaded_bytes: the most of these that are on the device at once while tokens are drawn.
-        pools: P of each pool where it does not follow from these prompts, as in a slot; on a mesh, of each stretch.
     """
 
     slots: int
     capacity: tuple[int, ...]
     room: tuple[int, ...]
-    layout: Layout
+    pools: tuple[int, ...]
+    buffer: int | None
     dtype: jnp.dtype
-    share: float
+    numbers: ByLength
     rows: Int[np.ndarray, "L B"] | None
-    budget: Int[np.ndarray, " B"]
-    forced: Int[np.ndarray, " B"]
     cache_bytes: int
     full_bytes: int
     peak_bytes: int
     host_bytes: int = 0
     loaded_bytes: int = 0
-    pools: tuple[int, ...] | None = None
+
+    @property
+    def budget(self) -> Int[np.ndarray, " B"]:
+        """Rows per kv head of each prompt, averaged over layers."""
+        return np.asarray(self.numbers.budget)
 
     def __repr__(self) -> str:
         """One-line text: number of prompts, padded length, rows per kv head, megabytes full and at peak; no arrays."""
@@ -79,22 +79,8 @@ class PrefillPlan:
     def with_copies(self, count: int) -> "PrefillPlan":
         """Copy of the plan with its last prompt repeated `count` more times; its byte fields are not recomputed."""
         index = np.append(np.arange(len(self.budget)), np.full(count, -1))
-        rows = None if self.rows is None else self.rows[:, index]
-        return dataclasses.replace(
-            self, rows=rows, budget=self.budget[index], forced=self.forced[index]
-        )
-
-    def in_pools(self, rows: tuple[int, ...]) -> "PrefillPlan":
-        """Copy of the plan with pool sizes fixed to `rows` (on a mesh, per device's part); bytes are not recomputed."""
-        return dataclasses.replace(self, pools=rows)
-
-    def pool_rows(self, heads: int, stretches: int = 1) -> tuple[int, ...]:
-        """Tuple of pool sizes P in rows for `heads` kv heads; with `stretches` > 1, of one device's part of each."""
-        if self.pools is not None:
-            return self.pools
-        return _pools(
-            self.layout, self.share, self.capacity, self.slots, self.room, heads, stretches
-        )
+        numbers, rows = jax.tree.map(lambda each: each[..., index], (self.numbers, self.rows))
+        return dataclasses.replace(self, numbers=numbers, rows=rows)
 
 
 @settled
@@ -136,11 +122,10 @@ def plan_prefill(
     slots = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
     numbers = by_length(parts, length, config.windows)
+    rows, away = None, parts.reading(config.windows, slots).offloaded
     # What layers compete for depends on the prompts' content.
-    by_content = parts.layers.from_scores or parts.threshold is not None
-    rows = None if by_content or numbers.rows is None else np.array(numbers.rows)
-    away = parts.reading(config.windows, slots).offloaded
-    if rows is not None:
+    if not parts.layers.from_scores and parts.threshold is None:
+        rows = np.array(numbers.rows)
         rows[list(away)] = 0
     capacity = _capacity(
         parts, tuple(sorted({bucket(n) for n in length.tolist()})), config.windows, heads
@@ -149,17 +134,16 @@ def plan_prefill(
     capacity = tuple(1 if layer in away else rows for layer, rows in enumerate(capacity))
     rooms = (room,) * layers if isinstance(room, int) else tuple(room)
     groups, stretches, copies = (1, 1, 1) if mesh is None else (mesh.shape[name] for name in NAMES)
-    pool_rows = _pools(
-        parts.layout, capacity_of(parts.heads), capacity, slots, rooms, heads, stretches
-    )
+    pools = _pools(parts, capacity, slots, rooms, heads, stretches)
+    buffer = buffer_rows(parts, capacity, slots, config.windows, heads, stretches)
     work = PrefillBytes(
         config=config.on_one_of(stretches, stretches * copies),
         parts=parts,
         batch=-(-len(lengths) * times // groups),
         slots=slots,
         item=item,
-        pool_rows=pool_rows,
-        buffer=buffer_rows(parts, capacity, slots, config.windows, heads, stretches),
+        pool_rows=pools,
+        buffer=buffer,
         kv_heads=heads,
         implementation=implementation,
     )
@@ -169,12 +153,11 @@ def plan_prefill(
         slots=slots,
         capacity=capacity,
         room=rooms,
-        layout=parts.layout,
+        pools=pools,
+        buffer=buffer,
         dtype=jnp.dtype(dtype),
-        share=capacity_of(parts.heads),
+        numbers=numbers,
         rows=rows,
-        budget=np.asarray(numbers.budget),
-        forced=np.asarray(numbers.forced),
         cache_bytes=work.cache,
         full_bytes=-(-full_bytes // (groups * stretches)),
         peak_bytes=work.peak,
@@ -191,9 +174,7 @@ def pools_for(
     On a mesh whose devices hold `stretches` parts of the kv heads, P of one part.
     """
     capacity = _capacity(parts, (slots,), config.windows, config.kv_heads)
-    return _pools(
-        parts.layout, capacity_of(parts.heads), capacity, slots, room, config.kv_heads, stretches
-    )
+    return _pools(parts, capacity, slots, room, config.kv_heads, stretches)
 
 
 def buffer_rows(
@@ -216,16 +197,15 @@ def buffer_rows(
     )
     if needs_all or not (parts.narrows or parts.layers.joint and bounded(parts.heads, stretches)):
         return None
-    share, mine = capacity_of(parts.heads), layers * (heads // stretches)
-    (most,) = _pools(parts.layout, share, capacity, slots, (0,) * layers, heads, stretches)
+    mine = layers * (heads // stretches)
+    (most,) = _pools(parts, capacity, slots, (0,) * layers, heads, stretches)
     # Bounds of layers' rows sum to twice the budget, and one row more in each.
     rows = 2 * most + mine if parts.narrows else most + mine * rounding_rows(parts.heads)
     return rows if rows < (mine - heads // stretches) * slots else None
 
 
 def _pools(
-    layout: Layout,
-    share: float,
+    parts: Parts,
     capacity: tuple[int, ...],
     slots: int,
     room: tuple[int, ...],
@@ -233,10 +213,10 @@ def _pools(
     stretches: int,
 ) -> tuple[int, ...]:
     """Tuple of sizes P in rows, room included, of each layer's pool or one shared; on a mesh, of one device's part."""
-    mine, layers = heads // stretches, len(room)
-    if layout.one_pool:
+    mine, layers, share = heads // stretches, len(room), capacity_of(parts.heads)
+    if parts.layout.one_pool:
         capacity, slots = (capacity[0] // heads,), layers * slots
-    rooms = (sum(room),) if layout.one_pool else room
+    rooms = (sum(room),) if parts.layout.one_pool else room
     # Heads of one device may win more than their even share, up to the policy's capacity and to whole prompts.
     most = [min(most_rows(share, mine * rows), heads * rows, mine * slots) for rows in capacity]
     return tuple(rows + mine * room for rows, room in zip(most, rooms, strict=True))
@@ -261,7 +241,7 @@ def _capacity(
         step = max(1, -(-(top - low) // _SAMPLES))
         lengths = np.unique(np.append(np.arange(low, top, step), top))
         numbers = by_length(parts, lengths, windows, strict=False)
-        if parts.layers.from_scores or numbers.rows is None:
+        if parts.layers.from_scores:
             budget = np.asarray(numbers.budget)
             # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
             between = step if step > 1 and budget.max() > budget[-1] else 0

@@ -21,35 +21,27 @@ from jaxkv.cache.bank import Bank, committed, put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
 from jaxkv.engine.cascade import cascaded
-from jaxkv.engine.choosing import Candidates, limits_of, of_prompt, within_window
-from jaxkv.engine.compress import (
-    Compressed,
-    Source,
-    Walk,
-    compress,
-    observe,
-    ranked_first,
-    uncounted,
-    unordered,
-)
+from jaxkv.engine.choosing import Candidates, limits_of
+from jaxkv.engine.compress import Compressed, compress
 from jaxkv.engine.ends import embed, logits_of
 from jaxkv.engine.hadamard import centre_of, transformed_rows, transforms
-from jaxkv.engine.lengths import ByLength, by_length, most_by_claims, ring_rows, rows_by_claims
+from jaxkv.engine.layer_sources import PromptSource
+from jaxkv.engine.lengths import most_by_claims, remembered, ring_rows
 from jaxkv.engine.pages import with_bounds
-from jaxkv.engine.plan import PrefillPlan, buffer_rows, layers_ahead
+from jaxkv.engine.plan import PrefillPlan, layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
 from jaxkv.engine.replay import Padded, replayed
-from jaxkv.engine.rings import remembered, ring_of
+from jaxkv.engine.rings import ring_of
 from jaxkv.engine.spec import gate_weights, reading_state
 from jaxkv.engine.tokens import angles_by_rope
+from jaxkv.engine.walks import Walk, uncounted
 from jaxkv.models.decoder import Flat
 from jaxkv.models.rope import Angles
 from jaxkv.models.values import Rope
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
-from jaxkv.policies.scorer import Needs, Observed, Scorer
+from jaxkv.policies.scorer import Needs, Observed
 from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import host, inside, place, put, settle_down, where
+from jaxkv.sharding.mesh import inside, place, put, settle_down, where
 
 # Share of a prefill's progress that stands for the first of two passes.
 _FIRST_PASS = 0.4
@@ -105,48 +97,6 @@ def read_layers(
         del out
 
 
-def observed(
-    flat: Flat,
-    out: LayerOut,
-    scorer: Scorer,
-    length: Array,
-    index: int,
-    key: Array,
-    implementation: Implementation,
-) -> Observed:
-    """Makes a scorer's `Observed` input (last queries, keys, values, attention sums, norms) from one layer's output."""
-    # Queries and norms may be there for other parts of the policy than the scorer, too; layers read its sums.
-    needs, asked = scorer.needs, ("sums", *scorer.needs.extras)
-    first = out.q.shape[3] - needs.queries
-    extras: Any = {name: each for name, each in out.extras.items() if name in asked}
-    if needs.gate is not None:
-        extras["gate"] = gate_weights(flat, needs.gate, index)
-    return Observed(
-        q=out.q[..., first:, :],
-        q_positions=out.q_positions[:, first:],
-        k=out.k,
-        v=out.v,
-        length=length,
-        layer=jnp.int32(index),
-        key=key,
-        extras=extras,
-        sink_logits=out.sink_logits,
-        softcap=flat.config.spec_of(index).softcap,
-        implementation=implementation,
-        axes=flat.axes,
-        group_axes=flat.axes,
-    )
-
-
-def sizes_of(flat: Flat, parts: Parts, needed: PrefillPlan) -> tuple[tuple[int, ...], int | None]:
-    """Pair: tuple of pool sizes P in rows, and rows of a joint budget's buffer or None; on a mesh, of one device."""
-    config, split = flat.config, 1 if flat.axes is None else flat.axes.size("K")
-    buffer = buffer_rows(
-        parts, needed.capacity, needed.slots, config.windows, config.kv_heads, split
-    )
-    return needed.pool_rows(config.kv_heads, split), buffer
-
-
 def prefill(
     flat: Flat,
     padded: Padded,
@@ -169,9 +119,8 @@ def prefill(
                 flat, tokens, lengths, policy, needed, implementation=implementation
             )
         )
-    numbers = by_length(policy.composed, lengths, flat.config.windows)
     lengths = np.asarray(lengths, np.int64)
-    prompts = Prompts(flat, tokens, lengths, policy, needed, numbers, key, implementation)
+    prompts = Prompts(flat, tokens, lengths, policy, needed, key, implementation)
     if prompts.parts.needs.replay is None:
         cache = yield from read(prompts)
     else:
@@ -191,10 +140,10 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
 
     Prompt lengths may be traced; unlike in `prefill` the check for NaN scores is left to the caller.
     """
-    flat, needed, numbers, parts = prompts.flat, prompts.needed, prompts.numbers, prompts.parts
+    flat, needed, parts = prompts.flat, prompts.needed, prompts.parts
     room = np.asarray(needed.room, np.int32)
-    if prompts.buffer is not None:
-        made = yield from cascaded(prompts, parts, rows=prompts.buffer, room=room)
+    if needed.buffer is not None:
+        made = yield from cascaded(prompts, parts, rows=needed.buffer, room=room)
     else:
         made = yield from compress(
             prompts,
@@ -207,8 +156,9 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
     if parts.ongoing.compresses:
         limit, state = _going_on(prompts, made)
     elif not parts.read.everything:
-        assert numbers.reads is not None
-        state = reading_state(prompts.length, numbers.reads, made.length, tuple(prompts.rings))
+        reads = prompts.numbers.reads
+        assert reads is not None
+        state = reading_state(prompts.length, reads, made.length, tuple(prompts.rings))
     seen = jnp.copy(prompts.length)
     centre = jnp.stack(prompts.centres) if prompts.centres else None
     tables = Tables(
@@ -219,7 +169,7 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
             pools=with_bounds(made.pools, made.length, prompts.reading, flat.axes), tables=tables
         ),
         tally=made.tally,
-        layout=needed.layout,
+        layout=parts.layout,
         policy=prompts.policy,
         config=flat.config,
         dtype=flat.ends[0].dtype.name,
@@ -229,7 +179,7 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
     return settle_down(cache, flat.axes)
 
 
-class Prompts(Source):
+class Prompts(PromptSource):
     """Source of layers during prefill: runs the model layer by layer and gives `compress` each layer's rows and scores.
 
     Attributes:
@@ -237,8 +187,6 @@ class Prompts(Source):
         rings: rings of last queries, of the layers that keep some.
         banked: rows of offloaded layers in host memory.
         centres: means of keys by layer, if the cache holds transformed rows.
-        kept_rows: `[L, B]` rows per kv head to keep in each layer, once they are known.
-        recents: `[L, B]` number of most recent rows that stay among them.
     """
 
     def __init__(
@@ -248,51 +196,36 @@ class Prompts(Source):
         lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
         policy: Method,
         needed: PrefillPlan,
-        numbers: ByLength,
         key: PRNGKeyArray,
         implementation: Implementation,
     ):
         """Places right-padded prompts on the device, embeds them, prepares masks and angles; runs no layer yet.
 
-        `numbers` are the policy's numbers for the lengths; of the plan only slots, pools and room are read.
+        Of the plan slots, pools, room and the policy's numbers are read, which are traced if the lengths are.
         """
-        layers, parts = flat.config.layers, policy.composed
-        self.flat, self.needed, self.lengths, self.numbers = flat, needed, lengths, numbers
-        self.policy, self.parts, self.merge_key, self.implementation = (
-            policy,
+        config, axes, parts = flat.config, flat.axes, policy.composed
+        super().__init__(
             parts,
-            key,
-            implementation,
+            lengths,
+            needed.numbers,
+            heads=config.kv_heads // (axes.size("K") if axes is not None and inside() else 1),
+            slots=needed.slots,
+            indices=range(config.layers),
+            windows=config.windows,
+            axes=axes,
         )
-        self.key = key if flat.axes is None else put(key, where("", (), flat.axes))
-        self.indices, self.axes, self.windows = range(layers), flat.axes, flat.config.windows
+        self.flat, self.needed, self.policy = flat, needed, policy
+        self.merge_key, self.implementation = key, implementation
+        self.key = key if axes is None else put(key, where("", (), axes))
         self.dtype = needed.dtype
-        self.length = place(lengths, "B", flat.axes, jnp.int32)
-        self.forced = place(parts.keep.mask(lengths, needed.slots), "B S", flat.axes)
-        # Rows of a layer that is not scored yet; and rows of a layer that keeps all.
-        self.unscored = of_prompt(None, self.forced, self.length)
-        heads = flat.config.kv_heads // (
-            flat.axes.size("K") if flat.axes is not None and inside() else 1
-        )
-        everything = jnp.broadcast_to(
-            self.unscored.inside, (*self.length.shape, heads, needed.slots)
-        )
-        self.all_kept = dataclasses.replace(self.unscored, inside=everything)
         self.reading = parts.reading(self.windows, needed.slots)
         self.remembered = remembered(parts.ongoing, self.reading, self.windows)
         self.ahead = layers_ahead(needed, self.length)
         placed = place(tokens, "B S", flat.axes, jnp.int32)
         self.x = embed(flat.ends, placed, graphs=flat.graphs, implementation=implementation)
         self.angles = angles_by_rope(flat, needed.slots)
-        self.kept_rows, self.recents = numbers.rows, numbers.recent
-        self.pool_sizes, self.buffer = sizes_of(flat, parts, needed)
-        self.held, self.ran = dict[int, Unpacked](), dict[int, LayerOut]()
-        self.banked, self.rings, self.nans, self.checked = (
-            list[Array](),
-            list[Array](),
-            list[Array](),
-            0,
-        )
+        self.ran = dict[int, LayerOut]()
+        self.banked, self.rings = list[Array](), list[Array]()
         self.transforms, self.centres = transforms(parts), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
@@ -320,7 +253,7 @@ class Prompts(Source):
 
     def candidates(self, index: int) -> Candidates:
         """Runs a layer unless it has run; returns masks, scores as `Candidates`; keeps K and V to pack or offload."""
-        parts, scorer, length = self.parts, self.parts.scorer, self.length
+        parts, length = self.parts, self.length
         out = self.ran.pop(index) if index in self.ran else self._run(index)
         k = out.extras.get("unrotated", out.k) if parts.rolling else out.k
         rows = Unpacked(k, out.v, self.unscored.inside)
@@ -339,40 +272,39 @@ class Prompts(Source):
             self.held[index] = rows
             return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
         if not parts.drops or self.windows[index]:
-            # Rows of a pool that layers share wait until the last layer has run: a window's rows alone.
-            given, cut = (rows, self.all_kept, self.windows[index]), parts.layout.one_pool
-            self.held[index], found = within_window(*given, cut=cut, axes=self.axes)
-            return found
-        seen = observed(self.flat, out, scorer, length, index, self.key, self.implementation)
-        scores, mass, claim = observe(
-            seen, self.forced, scorer=scorer, layers=parts.layers, axes=self.axes
-        )
-        self.nans.append(unordered(scores, length, axes=self.axes))
-        self.held[index] = rows._replace(mass=mass, score=mass if parts.scored else None)
+            return self.unchosen(index, rows)
+        seen = self.observed(out, index)
         norms = out.extras["norms"] if parts.heads.needs_norms else None
-        first = ranked_first(seen, scorer=scorer, axes=self.axes)
-        return dataclasses.replace(
-            self.unscored, scores=scores, norms=norms, claim=claim, first=first
-        )
+        return self.scored(index, rows, seen, norms)
 
-    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Pair of counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
-        if self.parts.claims:
-            numbers, weights = self.numbers, self._weights(claims)
-            of = (self.lengths, numbers.forced, weights, self.windows)
-            self.kept_rows, self.recents = rows_by_claims(self.parts, numbers.budget, *of)
-        assert self.kept_rows is not None and self.recents is not None
-        part = slice(group[0], group[-1] + 1)
-        rows, recents = (
-            place(table[part], "n B", self.axes, jnp.int32)
-            for table in (self.kept_rows, self.recents)
+    def observed(self, out: LayerOut, index: int) -> Observed:
+        """Makes the scorer's `Observed` input of a layer's output: what its needs, or those of layer budgets, name."""
+        # Queries and norms may be there for other parts of the policy, too.
+        flat, needs = self.flat, self.parts.scorer.needs
+        asked, first = ("sums", *needs.extras), out.q.shape[3] - needs.queries
+        extras: Any = {name: each for name, each in out.extras.items() if name in asked}
+        if needs.gate is not None:
+            extras["gate"] = gate_weights(flat, needs.gate, index)
+        return Observed(
+            q=out.q[..., first:, :],
+            q_positions=out.q_positions[:, first:],
+            k=out.k,
+            v=out.v,
+            length=self.length,
+            layer=jnp.int32(index),
+            key=self.key,
+            extras=extras,
+            sink_logits=out.sink_logits,
+            softcap=flat.config.spec_of(index).softcap,
+            implementation=self.implementation,
+            axes=flat.axes,
+            group_axes=flat.axes,
         )
-        return rows, recents
 
     def at_most(self, claims: list[Array | None]) -> tuple[Array, Array]:
         """Pair of counts `[L, B]`: upper bounds of rows per kv head, most recent rows in these; 0 for later layers."""
         numbers, layers = self.numbers, len(self.indices)
-        weights = self._weights(claims)
+        weights = self.weights(claims)
         found = most_by_claims(
             self.parts, numbers.budget, self.lengths, numbers.forced, weights, layers
         )
@@ -382,27 +314,20 @@ class Prompts(Source):
         )
         return rows, recents
 
-    def _weights(self, claims: list[Array | None]) -> Any:
-        """Stacks layers' claims to `[n, B]`, on the host unless traced; ValueError for NaN scores that are known."""
-        traced, known = is_traced(self.length), [each for each in claims if each is not None]
-        if not traced:
-            self.require_ordered()
-        return jnp.stack(known) if traced else np.stack([host(claim) for claim in known])
-
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
         """Size P in rows of the pool of a group of layers, taken from the plan; `kept` is not read."""
-        return self.pool_sizes[group[0]]
+        return self.needed.pools[group[0]]
 
     def packed_rows(self, index: int, size: int) -> int:
         """Largest P of layers of this one's window: a program for each size would compile longer than it packs."""
         if is_traced(self.length):
             return size
-        alike = zip(self.windows, self.pool_sizes, strict=True)
+        alike = zip(self.windows, self.needed.pools, strict=True)
         return max(rows for window, rows in alike if window == self.windows[index])
 
     def rows(self, index: int) -> Unpacked:
         """Removes one layer's waiting keys and values from the source and returns them as `Unpacked` rows."""
-        rows = self.held.pop(index)
+        rows = super().rows(index)
         if not self.transforms:
             return rows
         k, v = transformed_rows(rows.k, rows.v, self.centres[index], axes=self.axes)
@@ -411,17 +336,6 @@ class Prompts(Source):
     def ordered(self) -> Bool[Array, ""]:
         """Traced bool, True if no score of any layer is NaN; for compiled programs, which cannot raise errors."""
         return ~jnp.stack([*self.nans, jnp.zeros((), bool)]).any()
-
-    def require_ordered(self) -> None:
-        """Raises ValueError, naming the layers, if any score since the last call is NaN; waits for the device."""
-        first, new = self.checked, self.nans[self.checked :]
-        self.checked = len(self.nans)
-        for each in new:
-            each.copy_to_host_async()
-        scored = [layer for layer in self.indices if self.windows[layer] is None][first:]
-        layers = [layer for layer, each in zip(scored, new, strict=False) if bool(host(each))]
-        remedy = f"{self.parts.scorer} gave rows of layers {layers} what is not a number: mend it, or the model, if "
-        require(not layers, "scores", "NaN", remedy + "that is not finite")
 
 
 def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:

@@ -10,7 +10,7 @@ from functools import cached_property
 
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.engine.hadamard import transforms
-from jaxkv.engine.lengths import QUERY_BLOCK, long_block, ring_rows
+from jaxkv.engine.lengths import QUERY_BLOCK, long_block, remembered, ring_rows
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
 from jaxkv.policies.methods.rkv import COSINES
@@ -129,7 +129,9 @@ class PrefillBytes:
             scoring += 8 * min(self.slots**2, COSINES)
         # Sort keys and masks, of all devices' heads if these compete for rows.
         heads = self.config.kv_heads if parts.heads.uniform else self.kv_heads
-        choosing = 16 * self.batch * heads * self.slots * (layers if self._joint else 1)
+        # Rows of all layers are chosen at once where these compete, or a buffer holds what may be chosen.
+        joint = parts.layers.joint or self.buffer is not None
+        choosing = 16 * self.batch * heads * self.slots * (layers if joint else 1)
         if self.buffer is not None:
             # The layer's own rows are gone when the choice is made, and scores when each row's place is computed.
             last = self._rows_of(layers) - self._layer_rows + max(choosing, sum(self.pools))
@@ -173,11 +175,9 @@ class PrefillBytes:
     @property
     def _remembered(self) -> int:
         """Bytes of the float32 ring buffers of last queries that the cache keeps for scoring or choosing rows."""
-        config, ongoing, reading, rows = self.config, self.parts.ongoing, self.reading, 0
-        if ongoing.compresses:
-            rows = config.windows.count(None) * (ongoing.queries and ring_rows(ongoing.queries))
-        elif reading.ring:
-            rows = len(reading.filters) * ring_rows(reading.ring)
+        config = self.config
+        counts = remembered(self.parts.ongoing, self.reading, config.windows)
+        rows = sum(ring_rows(count) for count in counts if count)
         return 4 * self.batch * config.heads * rows * config.head_dim
 
     @property
@@ -192,11 +192,6 @@ class PrefillBytes:
         elif not self.parts.read.everything:
             numbers += 2 + layers + segments
         return 4 * self.batch * numbers + self._remembered
-
-    @property
-    def _joint(self) -> bool:
-        """True if rows of all layers are chosen at once: heads of all compete, or a buffer holds what may be chosen."""
-        return self.parts.layers.joint or self.buffer is not None
 
     @property
     def _buffered(self) -> int:

@@ -87,8 +87,6 @@ def layer(
         extras["unrotated"] = unrotated[0]
     if sums is not None:
         extras["sums"] = sums
-    if needs.norms:
-        extras["norms"] = value_norms(block, v)
     if last:
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
@@ -104,6 +102,8 @@ def layer(
         )
         x = block.finish(final, out[..., None, :])[:, 0]
     sinks = block.sink_logits
+    if needs.norms:
+        extras["norms"] = value_norms(block, v)
     return LayerOut(
         x=x,
         k=k,

@@ -1,6 +1,7 @@
 """Compresses a cache again: its policy chooses anew among the rows of prompt and answer, in order of position."""
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,12 +17,15 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
 from jaxkv.engine.choosing import Candidates, last_rows, limits_of
-from jaxkv.engine.compress import Source, compress, finished, scored
+from jaxkv.engine.compress import compress
 from jaxkv.engine.hadamard import keys_of, transformed
-from jaxkv.engine.lengths import beside_windows, bucket, layer_rows
+from jaxkv.engine.layer_sources import Source
+from jaxkv.engine.lengths import beside_windows, bucket, rows_of
 from jaxkv.engine.moments import last_moments
+from jaxkv.engine.observing import scored
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.engine.segments import Segments
+from jaxkv.engine.walks import finished
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
@@ -89,7 +93,7 @@ def recompress(
         & ~np.asarray([width is not None for width in flat.config.windows])[:, None, None]
     )
     if parts.heads.uniform:
-        wants = namespace(held.wants).broadcast_to(held.wants[..., None], target.shape)
+        wants = namespace(held.kept_rows).broadcast_to(held.kept_rows[..., None], target.shape)
         target = place(wants, "L B K", flat.axes, jnp.int32)
     made_anew = cache.updated(
         pools=made.pools,
@@ -159,21 +163,10 @@ class _Held(Source):
         parts, state = cache.policy.composed, cache.state
         assert state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
-        self.indices, self.wants, self.axes = (
-            range(len(room)),
-            _wanted_rows(parts, cache),
-            flat.axes,
-        )
+        self.indices, self.axes = range(len(room)), flat.axes
+        self.kept_rows, self.recents = _counts(parts, cache)
         self.windows, self.dtype = flat.config.windows, cache.pools[0].dtype
         self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(state, rings=()))
-        forced, xp = (
-            parts.keep.counts(_numbers(cache.seen), _numbers(state.prompt)),
-            namespace(self.wants),
-        )
-        # Rows that other protected rows leave to the most recent ones in each layer.
-        left = xp.maximum(self.wants - (forced - parts.keep.window), parts.keep.window)
-        # For a prompt below its budget they were a share of the budget: a layer with a smaller schedule holds fewer.
-        self.recents = xp.minimum(_numbers(state.recent), left)
         if fixed is None:
             most = max(pool.rows for pool in cache.pools) // cache.stretches
             # Rows that the text, or a segment, could hold: content never changes this number, and growth rarely.
@@ -189,26 +182,8 @@ class _Held(Source):
         )
 
     def candidates(self, index: int) -> Candidates:
-        """Returns one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or its scorer.
-
-        Of a window layer the rows within the window stay.
-        """
-        window, layer, static = (
-            self.flat.config.windows[index],
-            self._layer(index),
-            self._static(index),
-        )
-        if window is not None:
-            return last_rows(_everything(layer, static=static), window)
-        return _candidates(self.flat.blocks[index], layer, static=static)
-
-    def wanted(self, group: Sequence[int], claims: list[Array | None]) -> tuple[Array, Array]:
-        """Pair of counts `[n, B]` for a group's layers: rows per kv head to keep, and most recent rows among these."""
-        part = slice(group[0], group[-1] + 1)
-        rows, recents = (
-            place(each[part], "n B", self.axes, jnp.int32) for each in (self.wants, self.recents)
-        )
-        return rows, recents
+        """Returns one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or its scorer."""
+        return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """Size P in rows of the new pool, room included: the policy's target, or a bucket of the rows `kept`."""
@@ -226,7 +201,7 @@ class _Held(Source):
         rows = share(-(-int(takes(length).max()) // stretches))
         # A sequence that is not due may hold more than that if the cache was made on another mesh.
         rows = max(rows, int(takes(length.reshape(len(length), -1, heads)).max()))
-        target = share(int(heads * self.wants[part].sum(axis=0).max()))
+        target = share(int(heads * self.kept_rows[part].sum(axis=0).max()))
         size = heads * bucket(-(-rows // heads))
         return (min(target, size) if rows <= target else size) + heads * int(self.room[part].sum())
 
@@ -245,7 +220,7 @@ class _Held(Source):
     def _layer(self, index: int) -> _Layer:
         """Arrays (`_Layer`) of layer `index`: pool, tables, ring of last queries, random key."""
         cache, state, windows = self.cache, self.cache.state, self.flat.config.windows
-        rings = () if state is None or windows[index] else state.rings
+        rings = () if windows[index] or state is None else state.rings
         return _Layer(
             pool=cache.pools[cache.layout.pool_of(index)],
             tables=self.tables,
@@ -260,41 +235,34 @@ def _numbers(table: Array) -> Any:
     return table if is_traced(table) else host(table).astype(np.int64)
 
 
-def _wanted_rows(parts: Parts, cache: KVCache) -> Any:
-    """Number of rows `[L, B]` to keep per kv head: mean of a layer's limits, or the budget schedule's for the text.
+def _counts(parts: Parts, cache: KVCache) -> tuple[Any, Any]:
+    """Pair `[L, B]`: rows to keep per kv head, and most recent rows that stay among them.
 
-    Of window layers the rows of their windows.
+    Rows are the mean of a layer's limits, or the budget schedule's for the text; of window layers their windows'.
     """
-    windows = cache.config.windows
-    rows = _wanted_of_whole(
-        parts, cache, [layer for layer, width in enumerate(windows) if width is None]
-    )
-    return beside_windows(rows, _numbers(cache.seen), windows)
-
-
-def _wanted_of_whole(parts: Parts, cache: KVCache, layers: list[int]) -> Any:
-    """Number of rows to keep per kv head `[n, B]`, as `_wanted_rows`, in layers that attend to the whole text."""
-    limit, traced = _numbers(cache.limit)[np.asarray(layers)], is_traced(cache.limit)
+    windows, state, seen = cache.config.windows, cache.state, _numbers(cache.seen)
+    assert state is not None
+    limit = _numbers(cache.limit)[np.asarray([width is None for width in windows])]
+    forced, xp = parts.keep.counts(seen, _numbers(state.prompt)), namespace(limit)
     by_limits = parts.evicts and parts.heads.limits() is None
     # Segments under a threshold may hold fewer rows than their budget.
-    if by_limits or (parts.layers.from_scores and parts.threshold is None) or cache.state is None:
+    if by_limits or (parts.layers.from_scores and parts.threshold is None):
         # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.
-        of_all = gathered(limit, "K", 2, cache.axes) if traced else limit
-        if parts.layers.joint:
-            each = of_all.sum(axis=(0, 2), dtype=of_all.dtype) // (
-                of_all.shape[0] * of_all.shape[2]
-            )
-            return namespace(each).broadcast_to(each, of_all.shape[:2])
-        each = of_all.sum(axis=2, dtype=of_all.dtype) // of_all.shape[2]
-        if parts.evicts or cache.state is None:
-            return each
-        # A prompt shorter than the rows that always stay grows until it has these.
-        forced = parts.keep.counts(_numbers(cache.seen), _numbers(cache.state.prompt))
-        return namespace(each).maximum(each, forced)
-    seen, budget, xp = _numbers(cache.seen), _numbers(cache.state.budget), namespace(limit)
-    forced = parts.keep.counts(seen, _numbers(cache.state.prompt))
-    now = xp.maximum(xp.minimum(budget, seen), forced)
-    return layer_rows(parts.among(cache.config.windows), now, seen, forced, layers=len(limit))
+        of_all = gathered(limit, "K", 2, cache.axes) if is_traced(limit) else limit
+        over = (0, 2) if parts.layers.joint else (2,)
+        rows = of_all.sum(axis=over, dtype=of_all.dtype) // math.prod(of_all.shape[i] for i in over)
+        rows = xp.broadcast_to(rows, of_all.shape[:2])
+        if not parts.evicts and not parts.layers.joint:
+            # A prompt shorter than the rows that always stay grows until it has these.
+            rows = xp.maximum(rows, forced)
+        rows = beside_windows(rows, seen, windows)
+    else:
+        now = xp.maximum(xp.minimum(_numbers(state.budget), seen), forced)
+        rows, _ = rows_of(parts, now, seen, forced, windows)
+    # Rows that other protected rows leave to the most recent ones in each layer.
+    left = xp.maximum(rows - (forced - parts.keep.window), parts.keep.window)
+    # For a prompt below its budget they were a share of the budget: a layer with a smaller schedule holds fewer.
+    return rows, xp.minimum(_numbers(state.recent), left)
 
 
 def _taken(layer: _Layer, static: _Static) -> Unpacked:
@@ -344,40 +312,32 @@ def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
 
 
 @program(static=("static",), on="static")
-def _everything(layer: _Layer, *, static: _Static) -> Candidates:
-    """Compiled: one layer's positions and masks as `Candidates` without scores, of which all stay."""
-    rows, segments = _taken(layer, static), layer.segments
-    assert rows.positions is not None
-    nothing = jnp.zeros_like(rows.inside)
-    return Candidates(
-        scores=None,
-        inside=rows.inside,
-        forced=nothing,
-        positions=rows.positions,
-        seen=segments.seen,
-    )
-
-
-@program(static=("static",), on="static")
 def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
-    """Compiled: one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer."""
-    rows, ongoing = _plain(_taken(layer, static), layer), static.ongoing
+    """Compiled: one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer.
+
+    Of a window layer the rows within the window stay, without scores.
+    """
+    rows, ongoing, window = _taken(layer, static), static.ongoing, static.graphs.spec.window
     pos, segments = rows.positions, layer.segments
     assert pos is not None
+    found = Candidates(
+        scores=None,
+        inside=rows.inside,
+        forced=ongoing.keep.protected(pos, segments.prompt[:, None, None]),
+        positions=pos,
+        seen=segments.seen,
+    )
+    if window is not None:
+        return last_rows(found, window)
+    rows = _plain(rows, layer)
     if isinstance(ongoing.rank, Anew):
         scores, _ = _observed(leaves, layer, rows, static)
     else:
         score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
         scores = ranked(ongoing.rank, score, segments.seen[:, None, None] - pos)
-    return Candidates(
-        scores=scores,
-        inside=rows.inside,
-        forced=ongoing.keep.protected(pos, segments.prompt[:, None, None]),
-        positions=pos,
-        seen=segments.seen,
-        norms=value_norms(static.graphs.block(leaves), rows.v)
-        if static.heads.needs_norms
-        else None,
+    block, needed = static.graphs.block(leaves), static.heads.needs_norms
+    return dataclasses.replace(
+        found, scores=scores, norms=value_norms(block, rows.v) if needed else None
     )
 
 

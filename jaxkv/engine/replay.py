@@ -17,10 +17,10 @@ from jaxkv._errors import require
 from jaxkv.attention import Implementation, Shaping, backend_of
 from jaxkv.attention.steps import Gathered
 from jaxkv.attention.xla import Reach, exact_einsum, masked
-from jaxkv.engine.compress import Walk as Steps
 from jaxkv.engine.ends import embed
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.segments import window_mask
+from jaxkv.engine.walks import Walk
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
 from jaxkv.models.layers import float_weight
@@ -118,7 +118,7 @@ def replayed(
     *,
     implementation: Implementation,
     worth: float,
-) -> Steps[list[Float[Array, "B K S"]]]:
+) -> Walk[list[Float[Array, "B K S"]]]:
     """Generator: reads prompts again on top of layers that `ran`, yields progress; returns each layer's peak attention.
 
     Yields `worth` in all, in equal parts: the share of the layers' progress that the second pass stands for.

@@ -4,18 +4,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.engine.hadamard import transformed
-from jaxkv.models.config import Windows
-from jaxkv.policies.parts import Ongoing
-from jaxkv.policies.reading import Reading
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
-
-
-def remembered(ongoing: Ongoing, reading: Reading, windows: Windows) -> list[int]:
-    """List with the number of last queries that the cache keeps for each layer; 0 for window layers."""
-    if ongoing.compresses:
-        return [0 if width else ongoing.queries for width in windows]
-    return [reading.ring if layer in reading.filters else 0 for layer in range(len(windows))]
 
 
 @program(static=("rows", "transforms", "axes"))

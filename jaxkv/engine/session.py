@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import arguments
@@ -18,7 +17,6 @@ from jaxkv.cache import KVCache, Turn
 from jaxkv.cache.bank import Loader, Traffic
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
-from jaxkv.engine.compress import Walk, finished
 from jaxkv.engine.drawing import Drawing
 from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room, ready_to_draw
 from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
@@ -26,7 +24,8 @@ from jaxkv.engine.plan import PrefillPlan, check_memory, plan_prefill
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.engine.replay import Padded, texts_of
 from jaxkv.engine.sampling import Sampler, is_greedy
-from jaxkv.engine.spec import implementations_for, spec_for
+from jaxkv.engine.spec import Spec, implementations_for, spec_for
+from jaxkv.engine.walks import Walk, finished
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
 from jaxkv.machine.compilation import Clocks
@@ -107,30 +106,26 @@ class Session:
         Raises:
             MemoryError: if the plan's bytes, which it names, are not free.
         """
-        config, policy, axes = self.params.config, self.policy, self.params.axes
-        needed = self.planned(
-            lengths, first_room(policy.composed, config.windows, lengths, new) if new else 0
-        )
-        mesh, device = (None, None) if axes is None else (axes.mesh, axes.mesh.local_devices[0])
+        parts, config, mesh = self.policy.composed, self.params.config, self.params.flat.mesh
+        device = None if mesh is None else mesh.local_devices[0]
+        room = first_room(parts, config.windows, lengths, new) if new else 0
+        needed = self.planned(lengths, room)
         with self.clocks.prefill, hosts.together("a session's plan", mesh):
-            check_memory(self._share(needed, lengths), device)
-            if new > MOST_AHEAD and not policy.composed.ongoing.compresses:
+            check_memory(needed, device)
+            if new > MOST_AHEAD and not parts.ongoing.compresses:
                 # The cache grows to that size on the way, where a MemoryError would lose the answer.
-                grown = self._share(self.planned(lengths, bucket(new)), lengths)
-                memory.check_bytes(
-                    grown.cache_bytes, f"the cache behind max_new_tokens={new}", device
-                )
+                grown = self.planned(lengths, bucket(new)).cache_bytes
+                memory.check_bytes(grown, f"the cache behind max_new_tokens={new}", device)
         return needed
 
-    def planned(
-        self, lengths: Int[np.ndarray, " B"], room: int | tuple[int, ...], mesh: Mesh | None = None
-    ) -> PrefillPlan:
+    def planned(self, lengths: Int[np.ndarray, " B"], room: int | tuple[int, ...]) -> PrefillPlan:
         """Plan of a prefill with `room` free rows behind each segment; does not check memory.
+
+        Bytes are those of one device, on a CPU's mesh those of all its devices, which lie in one memory.
 
         Args:
             lengths: `[B]` tokens of each prompt.
             room: rows to leave behind every segment; one number, or one for each layer.
-            mesh: counts the bytes of one of its devices; by default those of all devices together.
 
         Returns:
             The plan.
@@ -138,23 +133,18 @@ class Session:
         Raises:
             ValueError: for a budget the policy cannot honour.
         """
-        config, chosen = self.params.config, self.implementations.prefill
-        return plan_prefill(
-            config,
+        params, axes = self.params, self.params.axes
+        mine = plan_prefill(
+            params.config,
             self.policy,
             lengths.tolist(),
-            dtype=self.params.cache_dtype,
+            dtype=params.cache_dtype,
             room=room,
-            mesh=mesh,
-            implementation=chosen,
+            mesh=params.flat.mesh,
+            implementation=self.implementations.prefill,
         )
-
-    def _share(self, needed: PrefillPlan, lengths: Int[np.ndarray, " B"]) -> PrefillPlan:
-        """Plan with the bytes that one device (on a CPU mesh, all devices) must hold; unchanged off a mesh."""
-        axes = self.params.axes
         if axes is None:
-            return needed
-        mine = self.planned(lengths, needed.room, axes.mesh)
+            return mine
         held, peak = (each * axes.in_one_memory for each in (mine.cache_bytes, mine.peak_bytes))
         # Rows wait beside each device that reads them, in the memory of its process' machine.
         waiting = mine.host_bytes * len(axes.mesh.local_devices)
@@ -218,23 +208,18 @@ class Session:
         """
         with own_settings():
             self._require_same("prefill", ids, new=new, needed=needed, key=key)
-            encoded, params, given = self.encoded(ids), self.params, arguments.as_key(key)
+            encoded, params = self.encoded(ids), self.params
             self._check(encoded.lengths, new)
             needed = self.plan(encoded.lengths, new) if needed is None else needed
             copies = missing(len(encoded.ids), params.axes)
-            every, needed = (
-                (encoded.with_copies(copies), needed.with_copies(copies))
-                if copies
-                else (encoded, needed)
-            )
+            every = encoded.with_copies(copies)
             padded = Padded(every.padded(needed.slots), every.lengths, self.texts)
-            key = self.key if given is None else given
             walk = prefilling.prefill(
                 params.flat,
                 padded,
                 self.policy,
-                needed,
-                key=key,
+                needed.with_copies(copies),
+                key=self.key_of(key),
                 implementation=self.implementations.prefill,
             )
         while True:
@@ -280,25 +265,44 @@ class Session:
         """
         self._require_same("extend", ids, cache=cache, new=new, chunk=chunk, donate=donate)
         chunk = None if chunk is None else whole("chunk", chunk, "read at least 1 token at a time")
-        encoded, flat = self.encoded(ids, cache), self.params.flat
+        encoded, flat, decode = (
+            self.encoded(ids, cache),
+            self.params.flat,
+            self.implementations.decode,
+        )
         self._check(encoded.lengths, new, cache)
         batch, longest = len(encoded.ids), int(encoded.lengths.max())
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.free().min() < longest:
                 cache = forked(cache, batch, max(SHORT, longest), new)
-        size = tokens_per_call(max(SHORT, longest)) if chunk is None else chunk
-        lengths = np.pad(encoded.lengths, (0, cache.padding))
-        tokens = np.pad(encoded.padded(-(-longest // size) * size), ((0, cache.padding), (0, 0)))
-        spec = spec_for(flat, cache, self.implementations.decode)
-        run = partial(decoding.extend, flat, spec=spec, loader=Loader.of(cache.bank, self.read))
-        with self.clocks.prefill:
-            logits, cache = decoding.read_on_top(run, cache, tokens, lengths, size=size)
-            cache = dataclasses.replace(cache, extended=cache.extended or size > 1)
+            cache = self.on_top(cache, encoded, spec_for(flat, cache, decode), chunk)
+            logits = cache.logits
+            cache = dataclasses.replace(cache, extended=cache.extended or chunk != 1)
             if new and self.policy.composed.ongoing.compresses:
                 # Of a long question only those rows stay that the policy keeps.
                 cache = make_room(flat, cache, new, key=self.key)
             jax.block_until_ready((logits, cache))
-        return dataclasses.replace(cache, turn=encoded.turn, logits=logits)
+        return dataclasses.replace(cache, logits=logits)
+
+    def on_top(
+        self, cache: KVCache, encoded: Encoded, spec: Spec, chunk: int | None = None
+    ) -> KVCache:
+        """Reads a prompt for each sequence on top of a cache, whose buffers are given up; returns it with new logits.
+
+        Args:
+            cache: with room for the prompts.
+            encoded: the prompts; the last one is read by what fills up a mesh's groups, too.
+            spec: static config of the program.
+            chunk: tokens at a time; by default as many as the prompts' length asks for.
+        """
+        longest = int(encoded.lengths.max())
+        size = tokens_per_call(max(SHORT, longest)) if chunk is None else chunk
+        every = encoded.with_copies(len(cache.seen) - len(encoded.ids))
+        loader = Loader.of(cache.bank, self.read)
+        run = partial(decoding.extend, self.params.flat, spec=spec, loader=loader)
+        tokens = every.padded(-(-longest // size) * size)
+        logits, cache = decoding.read_on_top(run, cache, tokens, every.lengths, size=size)
+        return dataclasses.replace(cache, logits=logits, turn=encoded.turn)
 
     @settled
     def draw(
@@ -377,14 +381,14 @@ class Session:
             ValueError: for a cache without logits.
         """
         self._check(np.zeros(cache.batch, np.int32), 0, cache)
-        sampling, given = arguments.as_sampling(sampling), arguments.as_key(key)
-        keyed = is_greedy(sampling) or self._keyed or given is not None
+        sampling = arguments.as_sampling(sampling)
+        keyed = is_greedy(sampling) or self._keyed or key is not None
         require(
             keyed, "key", key, f"{sampling} draws at random: give key=jax.random.key(0), or key=0"
         )
         remedy = "give what a session's prefill, extend or draw returned"
         require(cache.logits is not None, "cache", "without logits", remedy)
-        flat, key = self.params.flat, self.key if given is None else given
+        flat, key = self.params.flat, self.key_of(key)
         with self.clocks.decode:
             cache = ready_to_draw(flat, cache, new, key=key)
             return Drawing(
@@ -419,6 +423,11 @@ class Session:
             return jax.block_until_ready(
                 recompress(self.params.flat, cache, key=self.key, room=room)
             )
+
+    def key_of(self, given: PRNGKeyArray | int | None) -> PRNGKeyArray:
+        """Random key of a call: the key or seed that it was given, else the session's."""
+        key = arguments.as_key(given)
+        return self.key if key is None else key
 
     def _require_same(self, call: str, ids: Any, **given: Any) -> None:
         """Raises an error if arguments differ between a mesh's processes; encoded prompts were compared before."""

@@ -17,15 +17,14 @@ from jaxkv._errors import require
 from jaxkv.cache import Cache, KVCache, slid
 from jaxkv.cache.slots import insert, spread, taken
 from jaxkv.engine import loop
-from jaxkv.engine.compress import Walk, finished
-from jaxkv.engine.decode import extend, read_on_top
-from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
+from jaxkv.engine.lengths import bucket
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sampling import Sampler
-from jaxkv.engine.sequences import Paused, Sequences, sequences_of
+from jaxkv.engine.sequences import Paused, sequences_of
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import FEW, SlotShape, slides, slot_shape
 from jaxkv.engine.spec import specialise
+from jaxkv.engine.walks import Walk, finished
 from jaxkv.machine import memory
 from jaxkv.machine.compilation import Clocks
 from jaxkv.policies.policy import Method
@@ -182,7 +181,8 @@ class Slots:
             require(
                 len(encoded.ids) in (1, self._groups), "ids", f"{len(encoded.ids)} prompts", many
             )
-            needed = session.planned(encoded.lengths, 0).in_pools(self.shape.rows)
+            needed = session.planned(encoded.lengths, 0)
+            needed = dataclasses.replace(needed, pools=self.shape.rows)
         cache = yield from session.prefilling(encoded, needed=needed, key=key)
         # Limits of segments are arrays of the cache: how decoding goes on does not depend on the budget.
         return dataclasses.replace(cache, policy=self.session.policy)
@@ -201,7 +201,7 @@ class Slots:
         `key` replaces the session's, `donate` gives the cache up for its buffers. Raises ValueError for an empty or
         over-long question, and for a cache that these slots' `prefill` did not make.
         """
-        encoded, params = self.session.encoded(ids), self.session.params
+        encoded = self.session.encoded(ids)
         longest, most = int(encoded.lengths.max()), self.shape.question
         require(
             longest <= most,
@@ -214,18 +214,14 @@ class Slots:
         )
         many = f"the cache holds {cache.batch}: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
-        every = encoded.with_copies(cache.seen.shape[0] - len(encoded.ids))
-        size = tokens_per_call(max(SHORT, longest))
-        tokens = every.padded(-(-longest // size) * size)
         copy = cache if donate else jax.tree.map(jnp.copy, cache)
         if self._free(copy).min() < longest:
             copy = slid(copy, self.shape.rows)
-        run = partial(extend, params.flat, spec=self._spec)
-        logits, copy = read_on_top(run, copy, tokens, every.lengths, size=size)
-        if due(copy).any():
-            key = arguments.as_key(key)
-            copy = self._compressed(copy, self.session.key if key is None else key)
-        return dataclasses.replace(copy, logits=logits, turn=encoded.turn)
+        copy = self.session.on_top(copy, encoded, self._spec)
+        if not due(copy).any():
+            return copy
+        again = self._compressed(copy, self.session.key_of(key))
+        return dataclasses.replace(again, logits=copy.logits)
 
     @settled
     def begin(
@@ -248,13 +244,11 @@ class Slots:
         most, ids = self.shape.new, sorted(set(eos))
         require(new <= most, "max_new_tokens", new, f"these slots were made for up to {most}")
         require(len(ids) <= self._ends, "eos", ids, f"these slots were made for up to {self._ends}")
-        given = arguments.as_key(key)
-        key = self.session.key if given is None else given
+        key = self.session.key_of(key)
         table = np.full(self._ends, -2, np.int32)
         table[: len(ids)] = ids
         arrays = sequences_of(cache, new, arguments.as_sampling(sampling), table, key)
-        over = beyond(cache) if self._every else np.zeros(self._groups, np.int64)
-        return Paused(arrays=arrays, key=key, beyond=over, left=self._free(cache), done=False)
+        return Paused(arrays=arrays, key=key, done=False, **self._counts(cache))
 
     @settled
     def peek(self, sequence: Paused) -> int:
@@ -268,7 +262,8 @@ class Slots:
     @settled
     def insert(self, sequence: Paused, slot: int) -> None:
         """Copies a sequence from `begin` or `take` into a slot, in place; the other slots are unchanged."""
-        self._put(sequence.arrays, slot)
+        where = self._placed(self._of_groups(slot))
+        self._all = insert(self._all, sequence.arrays, where, axes=self._axes)
         self.done[slot] = sequence.done
         group = self._group_of(slot)
         self._beyond[slot], self._left[slot] = sequence.beyond[group], sequence.left[group]
@@ -414,24 +409,25 @@ class Slots:
         """Device array of a host array `[B]` with one number per slot, sharded over the mesh if there is one."""
         return place(of_each, "B", self._axes)
 
-    def _put(self, arrays: Sequences, slot: int) -> None:
-        """Copies one sequence's arrays into a slot, in place."""
-        self._all = insert(self._all, arrays, self._placed(self._of_groups(slot)), axes=self._axes)
-
     def _again(self, slot: int) -> None:
         """Compresses the sequence in a slot again, as its policy does every `every` rows, in place."""
-        one = self.take(slot).arrays
-        cache = self._compressed(self._handle(one.cache), self._keys[slot])
-        self._put(dataclasses.replace(one, cache=cache.arrays), slot)
-        group = self._group_of(slot)
-        self._beyond[slot], self._left[slot] = beyond(cache)[group], self._free(cache)[group]
+        self._renew(slot, partial(self._compressed, key=self._keys[slot]))
 
     def _slide(self, slot: int) -> None:
         """Drops the rows of a slot's window layers that have left their windows, in place."""
-        one = self.take(slot).arrays
-        cache = slid(self._handle(one.cache), self.shape.rows)
-        self._put(dataclasses.replace(one, cache=cache.arrays), slot)
-        self._left[slot] = self._free(cache)[self._group_of(slot)]
+        self._renew(slot, partial(slid, rows=self.shape.rows))
+
+    def _renew(self, slot: int, change: Callable[[KVCache], KVCache]) -> None:
+        """Puts what a function makes of a slot's cache in its place."""
+        one = self.take(slot)
+        cache = change(self._handle(one.arrays.cache))
+        arrays = dataclasses.replace(one.arrays, cache=cache.arrays)
+        self.insert(dataclasses.replace(one, arrays=arrays, **self._counts(cache)), slot)
+
+    def _counts(self, cache: KVCache) -> dict[str, Any]:
+        """Fields `beyond` and `left` of a cache's `Paused`."""
+        over = beyond(cache) if self._every else np.zeros(self._groups, np.int64)
+        return {"beyond": over, "left": self._free(cache)}
 
     def _free(self, cache: KVCache) -> Int[np.ndarray, " g"]:
         """Fewest free rows `[g]` behind windows of layers that slide, per mesh group; the largest int64 if none."""
@@ -467,10 +463,11 @@ def _made_up(session: Session, shape: SlotShape, size: int) -> Walk[KVCache]:
     session = copy.copy(session)
     session.clocks = Clocks()
     longest = min(size, shape.prompt)
-    planned = session.planned(np.asarray([longest]), 0).in_pools(shape.rows)
+    planned = dataclasses.replace(session.planned(np.asarray([longest]), 0), pools=shape.rows)
     try:
         few = min(longest, FEW)
-        session.planned(np.asarray([few]), 0)
+        numbers = session.planned(np.asarray([few]), 0).numbers
+        planned = dataclasses.replace(planned, numbers=numbers)
     except ValueError:
         few = longest
     return (yield from session.prefilling([0] * few, needed=planned))

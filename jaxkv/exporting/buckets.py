@@ -15,8 +15,7 @@ from jaxkv.engine.lengths import (
     ByLength,
     bucket,
     by_length,
-    layer_rows,
-    rows_by_claims,
+    rows_of,
     tokens_per_call,
 )
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
@@ -69,7 +68,7 @@ def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], windows: Windows) -> 
     known = by_length(parts, lengths, windows)
     if parts.claims:
         claims = np.ones((windows.count(None), len(lengths)))
-        rows_by_claims(parts, known.budget, lengths, known.forced, claims, windows)
+        rows_of(parts, known.budget, lengths, known.forced, windows, claims)
     return known
 
 
@@ -108,7 +107,13 @@ def spec_of_bucket(
     def planned(room: int | tuple[int, ...]) -> PrefillPlan:
         """The engine's `PrefillPlan` of the bucket, with `room` free rows behind every segment."""
         return plan_prefill(
-            flat.config, policy, longest, dtype=dtype, room=room, implementation=implementation
+            flat.config,
+            policy,
+            longest,
+            dtype=dtype,
+            room=room,
+            implementation=implementation,
+            mesh=flat.mesh,
         )
 
     room = _room(parts, known, planned(0), flat.config.windows, limits)
@@ -145,8 +150,9 @@ def _room(
         if numbers.rows is None
         else np.asarray(numbers.rows)[:, lengths].max(axis=1)
     )
-    capacity = np.asarray(bare.pool_rows(1) * (layers if bare.layout.one_pool else 1))
-    capacity = capacity // layers if bare.layout.one_pool else capacity
+    capacity = np.asarray(bare.capacity)
+    if parts.layout.one_pool:
+        capacity = np.minimum(capacity, layers * bare.slots) // layers
     grows = np.maximum(np.maximum(most.max(), kept) - capacity, 0).astype(np.int64)
     grows = grows + limits.every_token * parts.unlimited(windows)
     return grows + limits.question + (parts.every or 1)
@@ -170,7 +176,7 @@ def require_exportable(policy: Method, windows: Windows, slots: int) -> None:
         )
         given = jax.ShapeDtypeStruct((1,), np.int32)
         try:
-            jax.eval_shape(lambda n: layer_rows(parts, n, n, n, layers=2), given)
+            jax.eval_shape(lambda n: rows_of(parts, n, n, n, (None, None)), given)
         except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
             raise refusal("policy", policy, remedy) from error
 

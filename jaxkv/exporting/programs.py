@@ -14,7 +14,6 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, KVCache, Pool, Tables
 from jaxkv.engine import loop
-from jaxkv.engine.compress import finished
 from jaxkv.engine.decode import extend
 from jaxkv.engine.ends import logits_of
 from jaxkv.engine.lengths import ByLength
@@ -22,6 +21,7 @@ from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.prefill import Prompts, read
 from jaxkv.engine.recompress import Fixed, recompress
 from jaxkv.engine.spec import Spec
+from jaxkv.engine.walks import finished
 from jaxkv.models.decoder import Flat, Leaves
 from jaxkv.policies.policy import Method
 from jaxkv.sharding.door import program
@@ -112,9 +112,8 @@ def prompt(
 ) -> After:
     """Exported program that prefills prompts; returns compressed cache, next logits, True if no score is NaN."""
     flat = spec.flat.around(ends, blocks)
-    prompts = Prompts(
-        flat, tokens, length, spec.policy, spec.needed, told, _key(key), spec.implementation
-    )
+    needed = dataclasses.replace(spec.needed, numbers=told)
+    prompts = Prompts(flat, tokens, length, spec.policy, needed, _key(key), spec.implementation)
     cache = finished(read(prompts))
     logits = logits_of(ends, prompts.x, graphs=flat.graphs)
     return After(cache.pools, cache.tables, logits, prompts.ordered())
@@ -150,17 +149,16 @@ def again(
 ) -> After:
     """Exported program that compresses due sequences again; returns the cache (donated) with all segments repacked."""
     flat = spec.flat.around(ends, blocks)
-    heads, parts = flat.config.kv_heads, 1 if flat.axes is None else flat.axes.size("K")
     handle = KVCache(
         arrays=Cache(pools=pools, tables=cache),
-        layout=spec.needed.layout,
+        layout=spec.policy.composed.layout,
         policy=spec.policy,
         config=flat.config,
         dtype=flat.ends[0].dtype.name,
         slots=spec.needed.slots,
         axes=flat.axes,
     )
-    fixed = Fixed(rows=spec.needed.pool_rows(heads, parts), slots=spec.longest)
+    fixed = Fixed(rows=spec.needed.pools, slots=spec.longest)
     made = recompress(flat, handle, key=_key(key), room=np.asarray(spec.needed.room), fixed=fixed)
     return After(made.pools, made.tables)
 

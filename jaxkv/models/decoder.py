@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv.attention.shaping import Shaping
@@ -356,6 +357,11 @@ class Flat:
             axes=self.axes,
             spec=self.config.spec_of(0),
         )
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh that the parameters lie on, or None."""
+        return None if self.axes is None else self.axes.mesh
 
     def graphs_of(self, layer: int) -> "Graphs":
         """Static `Graphs` for the compiled functions of one layer; equal for layers with equal specs."""

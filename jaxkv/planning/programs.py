@@ -14,14 +14,14 @@ from jaxkv._checks import is_traced
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Pool
 from jaxkv.engine import loop
-from jaxkv.engine.compress import finished
 from jaxkv.engine.ends import logits_of
 from jaxkv.engine.growth import first_room
-from jaxkv.engine.lengths import BLOCK, by_length
+from jaxkv.engine.lengths import BLOCK
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.prefill import Prompts, read
 from jaxkv.engine.sampling import GREEDY
 from jaxkv.engine.spec import spec_for
+from jaxkv.engine.walks import finished
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat
 from jaxkv.policies.policy import Method
@@ -42,7 +42,7 @@ _NAMES = {
     "logits_of": "logits",
 }
 # Programs on a few integers: they take no memory to speak of and are not compiled.
-SMALL = ("unordered", "placed", "counted", "ring_of")
+SMALL = ("placed", "counted", "ring_of")
 
 
 def abstract_model(
@@ -102,21 +102,18 @@ class Work:
             dtype=self.dtype,
             room=room,
             implementation=self.implementation,
+            mesh=self.flat.mesh,
         )
 
     @cached_property
     def prefill(self) -> Prefilled:
         """Traces the engine's prefill on abstract arrays; returns `Prefilled` (program calls, cache); computed once."""
-        flat, needed, of = self.flat, self.planned, jax.ShapeDtypeStruct
-        numbers = by_length(
-            self.policy.composed, np.full(self.batch, self.tokens), flat.config.windows
-        )
+        flat, planned, of = self.flat, self.planned, jax.ShapeDtypeStruct
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
             """Recorded function: runs prefill; returns cache, logits and prompt arrays, alive to the end of prefill."""
-            prompts = Prompts(
-                flat, tokens, lengths, self.policy, needed, numbers, key, self.implementation
-            )
+            needed = dataclasses.replace(planned, numbers=numbers)
+            prompts = Prompts(flat, tokens, lengths, self.policy, needed, key, self.implementation)
             cache = finished(read(prompts))
             logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
             # Angles are a dict by rotary embedding, whose keys JAX cannot sort.
@@ -128,9 +125,9 @@ class Work:
 
         calls, (cache, *_) = record(
             walk,
-            of((self.batch, needed.slots), jnp.int32),
+            of((self.batch, planned.slots), jnp.int32),
             of((self.batch,), jnp.int32),
-            jax.tree.map(lambda each: each.astype(np.int32), numbers),
+            jax.tree.map(lambda each: each.astype(np.int32), planned.numbers),
             of((), jax.random.key(0).dtype),
             resident=(flat.ends, flat.blocks),
             sharding=self.sharding,

@@ -186,10 +186,7 @@ def _widened_matrix(setting: Setting) -> int:
 def _decode(setting: Setting, planned: PrefillPlan) -> int:
     """Bytes of a decode step's activations on one GPU, rows loaded from host memory included."""
     parts, local, batch = setting.policy.composed, setting.local, setting.sequences
-    item, pools = (
-        jnp.dtype(setting.dtype).itemsize,
-        planned.pool_rows(setting.config.kv_heads, setting.mesh.shape["kv"]),
-    )
+    item, pools = jnp.dtype(setting.dtype).itemsize, planned.pools
     # Last and next logits of the device's part of the vocabulary, all of them for sampling, and hidden states.
     found = 4 * (setting.config.vocab + 2 * local.vocab)
     found += (local.embed + local.hidden) * (4 + item)

@@ -77,9 +77,8 @@ def slots_that_fit(
     each = (
         sum(shape.rows) * parts.row_bytes(config.head_dim, params.cache_dtype.itemsize) * together
     )
-    prompt = session.planned(np.asarray([max_prompt]), 0)
     # A prompt that is prefilled ahead waits in the shape of a slot, in each group.
-    beside = prompt.peak_bytes * together
+    beside = session.planned(np.asarray([max_prompt]), 0).peak_bytes
     memory.check_bytes(
         beside + each * (1 + ahead_of(groups)), "one slot, its queue and a prefill", device
     )

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.engine.compress import Walk
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.slots import Slots
+from jaxkv.engine.walks import Walk
 from jaxkv.serving.documents import Documents
 from jaxkv.serving.requests import claimed
 from jaxkv.serving.work import Reading, Work

@@ -9,12 +9,12 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from jaxkv.cache import KVCache
-from jaxkv.engine.compress import Walk
 from jaxkv.engine.lengths import SHORT, bucket
 from jaxkv.engine.results import Answers
 from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.sequences import Paused
 from jaxkv.engine.slots import Slots
+from jaxkv.engine.walks import Walk
 from jaxkv.policies.policy import Method
 from jaxkv.serving.documents import Document, Documents
 from jaxkv.serving.requests import Request, claimed

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import choice, field, whole
 from jaxkv.policies.policy import BudgetMethod
@@ -45,7 +45,7 @@ class LocalLeverage(Scorer):
 
     def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: leverage of keys, values or both (`leverage`), normalised to sum 1 in each kv head."""
-        k, v = (self._shares(rows, seen.length) for rows in (seen.k, seen.v))
+        k, v = (self._shares(rows, seen.between()) for rows in (seen.k, seen.v))
         score = {
             Leverage.KEY: k,
             Leverage.VALUE: v,
@@ -56,12 +56,11 @@ class LocalLeverage(Scorer):
         return score / jnp.where(total > 0, total, 1.0)
 
     def _shares(
-        self, rows: Float[Array, "B K S D"], length: Int[Array, " B"]
+        self, rows: Float[Array, "B K S D"], inside: Bool[Array, "B 1 S"]
     ) -> Float[Array, "B K S"]:
         """Squared L2 norm `[B, K, S]` of each key (or value) over its sum in the block of `local_window` rows."""
         slots = rows.shape[2]
         size = min(self.local_window, slots)
-        inside = jnp.arange(slots, dtype=jnp.int32) < length[:, None, None]
         square = jnp.minimum((rows.astype(jnp.float32) ** 2).sum(axis=-1), _MOST)
         square = jnp.pad(jnp.where(inside, square, 0.0), ((0, 0), (0, 0), (0, -slots % size)))
         windows = square.reshape(*square.shape[:2], -1, size)

@@ -1,0 +1,75 @@
+"""What a scorer makes of a layer: scores of its rows, the mass behind them, the layer's claim on a shared budget."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv._checks import checked
+from jaxkv.policies.attended import of_group
+from jaxkv.policies.layers import LayerBudgets
+from jaxkv.policies.scorer import Observed, Scorer
+from jaxkv.sharding.collectives import anywhere, gathered, total
+from jaxkv.sharding.door import program
+from jaxkv.sharding.mesh import Axes
+
+
+class Scored(NamedTuple):
+    """What a scorer makes of a layer's rows: `scores`, and the observed `mass` (such as attention) behind them.
+
+    `claim` is the layer's on a budget that layers share, None unless budgets follow from claims; `first` ranks rows
+    that a two-stage scorer takes first, S for others, None for one stage; `nan` is True if a score is NaN, padding left
+    out.
+    """
+
+    scores: Float[Array, "B K S"]
+    mass: Float[Array, "B K S"]
+    claim: Float[Array, " B"] | None
+    first: Int[Array, "B K S"] | None
+    nan: Bool[Array, ""]
+
+
+@program(static=("scorer", "layers", "axes"))
+def observe(
+    seen: Observed,
+    forced: Bool[Array, "B S"],
+    *,
+    scorer: Scorer,
+    layers: LayerBudgets,
+    axes: Axes | None = None,
+) -> Scored:
+    """Compiled: what a scorer, and layer budgets, make of one layer's rows; the claim leaves out `forced` ones.
+
+    A scorer whose results are not float32 (ranks: int32) of the rows' shape is refused with a TypeError.
+    """
+    claim = first = None
+    if "norms" in seen.extras:
+        # All kv heads hold the same rows of a prompt.
+        of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
+        seen = dataclasses.replace(seen, extras={**seen.extras, "norm_totals": of_heads})
+    scores, mass = scored(scorer, seen, axes)
+    if layers.from_scores and not layers.joint:
+        each = layers.of_heads(mass, seen.between() & ~forced[:, None], seen)
+        each = gathered(each, "K", 1, axes)
+        each = gathered(each, "G", 2, axes) if each.ndim > 2 else each
+        claim = layers.weight(each.reshape(len(each), -1, *each.shape[3:]))
+    if scorer.two_stages:
+        ranks: Any = scorer.first_stage(seen)
+        named = "kv head and row, [B, K, S]"
+        first = checked(scorer, "first", ranks, seen.k.shape[:3], named, jnp.int32)
+    nan = anywhere((jnp.isnan(scores) & seen.between()).any(), axes)
+    return Scored(scores=scores, mass=mass, claim=claim, first=first, nan=nan)
+
+
+def scored(
+    scorer: Scorer, seen: Observed, axes: Axes | None
+) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
+    """Calls a scorer on one layer; returns scores of rows and the mass (such as attention) that it observed."""
+    shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
+    mass = of_group(
+        checked(scorer, "observe", scorer.observe(seen), shape, named),
+        scorer,
+        axes,
+    )
+    return checked(scorer, "scores", scorer.scores(mass, seen.length), shape, named), mass
