@@ -7,6 +7,7 @@ buffer and the pool that it is packed into, instead of all layers' rows.
 """
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jaxkv.engine.layer_sources import Source
 from jaxkv.engine.walks import Walk
 from jaxkv.policies.heads import HeadBudgets
 from jaxkv.policies.parts import Parts
+from jaxkv.policies.topk import count
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, inside, where
 
@@ -108,11 +110,8 @@ def _nothing(
     batch, heads, slots = layer.scores.shape
     shape = batch, heads * layers, slots
     there = where("B J S", shape, None if inside() else axes)
-    scores, norms = (
-        None if each is None else jnp.zeros(shape, each.dtype, device=there)
-        for each in (layer.scores, layer.norms)
-    )
-    assert scores is not None
+    none = partial(jnp.zeros_like, shape=shape, device=there)
+    scores, norms = jax.tree.map(none, (layer.scores, layer.norms))
     batch, _, _, dim = full.k.shape
     pool = empty_pool(batch, rows, dim, full.k.dtype, scored=full.score is not None, axes=axes)
     return Survivors(pool=pool, scores=scores, norms=norms)
@@ -138,13 +137,12 @@ def thinned(
     batch, each, slots, dim = full.k.shape
     pool, layers = held.pool, held.scores.shape[1] // each
 
-    def noted(known: Array, new: Array | None) -> Array:
-        assert new is not None
+    def noted(known: Array, new: Array) -> Array:
         by_layer = known.reshape(batch, each, layers, slots)
         return lax.dynamic_update_index_in_dim(by_layer, new, at, 2).reshape(known.shape)
 
     scores = noted(held.scores, staged(layer, rows[0], recent[0]))
-    norms = None if held.norms is None else noted(held.norms, layer.norms)
+    norms = jax.tree.map(noted, held.norms, layer.norms)
     there = jnp.tile(jnp.arange(layers, dtype=jnp.int32) <= at, each)[:, None]
     joined = dataclasses.replace(layer, scores=scores, norms=norms, first=None)
     if heads is None:
@@ -167,9 +165,8 @@ def thinned(
     head, slot = jnp.arange(each, dtype=jnp.int32)[:, None], jnp.arange(slots, dtype=jnp.int32)
     index = jnp.broadcast_to(((head * layers + at) * slots + slot).reshape(-1), into.shape)
     k, v = (a.reshape(batch, each * slots, dim) for a in (full.k, full.v))
-    score = pool.score
-    if score is not None and full.score is not None:
-        score = put_cells(score, into, full.score.reshape(into.shape))
+    put = lambda known, new: put_cells(known, into, new.reshape(into.shape))  # noqa: E731
+    score = jax.tree.map(put, pool.score, full.score)
     pos = put_cells(jnp.where(stays, pool.pos, -1), into, index)
     made = Pool(store=pool.store.put((into, k), (into, v)), pos=pos, score=score)
     return Survivors(pool=made, scores=scores, norms=norms)
@@ -196,11 +193,8 @@ def counted(
     axes: Axes | None = None,
 ) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
     """Compiled: counts `[L, B, K]` of rows kept in a mask over K * L heads; `cut` counts summed to `[B, K]` or None."""
-    kept = mask.sum(axis=-1, dtype=jnp.int32)
-    kept = jnp.moveaxis(kept.reshape(len(kept), -1, layers), 2, 0)
-    return kept, None if cut is None else cut.reshape(len(cut), -1, layers).sum(
-        axis=-1, dtype=jnp.int32
-    )
+    kept, cut = jax.tree.map(lambda each: each.reshape(len(mask), -1, layers), (count(mask), cut))
+    return jnp.moveaxis(kept, 2, 0), jax.tree.map(partial(jnp.sum, axis=-1, dtype=jnp.int32), cut)
 
 
 @program(static=("axes",), donate=("pool",))
@@ -221,9 +215,7 @@ def pack_chosen(
     row = jnp.where(
         buffer.pos >= 0, jnp.take_along_axis(row, jnp.maximum(buffer.pos, 0), 1), pool.rows
     )
-    score = pool.score
-    if score is not None and buffer.score is not None:
-        score = put_cells(score, row, buffer.score)
+    score = jax.tree.map(lambda known, new: put_cells(known, row, new), pool.score, buffer.score)
     k, v = buffer.store.view()
     return Pool(
         store=pool.store.put((row, k), (row, v)),

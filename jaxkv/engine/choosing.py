@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def of_prompt(
 
 def last_rows(rows: Candidates, window: int | None) -> Candidates:
     """`Candidates` of which the last `window` rows stay, which later tokens may attend to; all of them for None."""
-    return rows if window is None else _last_rows(rows, window)
+    return _last_rows(rows, window) if window else rows
 
 
 @partial(jax.jit, static_argnames=("window",))
@@ -85,7 +85,7 @@ def within_window(
     rows: Unpacked, layer: Candidates, window: int | None, *, cut: bool, axes: Axes | None = None
 ) -> tuple[Unpacked, Candidates]:
     """Rows and `Candidates` of a prompt whose last `window` rows stay; with `cut` the others are gone already."""
-    if window is None or not cut:
+    if not (window and cut):
         return rows, last_rows(layer, window)
     return _cut(rows, layer, window=min(window, rows.k.shape[2]), axes=axes)
 
@@ -313,22 +313,15 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
         return first
     _, heads, slots = first.scores.shape
 
-    def joined(name: str) -> Any:
-        """Field `name` of all layers as one array `[B, K * L, S]`; the first layer's if None or shared by all heads."""
-        leaves = [getattr(layer, name) for layer in layers]
-        if leaves[0] is None or leaves[0].shape[1] < heads:
+    def joined(*leaves: Array) -> Array:
+        """Arrays of all layers as one, `[B, K * L, S]`; the first layer's if it is shared by all heads."""
+        if leaves[0].shape[1] < heads:
             return leaves[0]
         return jnp.stack(leaves, axis=2).reshape(leaves[0].shape[0], -1, slots)
 
-    return dataclasses.replace(
-        first,
-        scores=joined("scores"),
-        inside=joined("inside"),
-        forced=joined("forced"),
-        positions=joined("positions"),
-        norms=joined("norms"),
-        first=joined("first"),
-    )
+    names = ("scores", "inside", "forced", "positions", "norms", "first")
+    of_layers = [{name: getattr(layer, name) for name in names} for layer in layers]
+    return dataclasses.replace(first, **jax.tree.map(joined, *of_layers))
 
 
 def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
@@ -337,7 +330,4 @@ def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
     if axes is None or layer.scores is None:
         return known
     shape = layer.scores.shape
-    return [
-        None if each is None else gathered(jnp.broadcast_to(each, shape), "K", 1, axes)
-        for each in known
-    ]
+    return jax.tree.map(lambda each: gathered(jnp.broadcast_to(each, shape), "K", 1, axes), known)

@@ -76,7 +76,7 @@ def first_room(
     There is room for up to `most` tokens from the beginning; a slot, which does not grow, has it for all. `windows` are
     `ModelConfig.windows`; a window layer that `slides` has room for its window's rows, or 256 or `least`.
     """
-    short = 0 if parts.reach is None else max(0, parts.reach - int(np.min(lengths)))
+    short = max(0, (parts.reach or 0) - int(np.min(lengths)))
     left = np.where(
         parts.unlimited(windows) if parts.evicts else np.zeros(len(windows), bool), new, short
     )
