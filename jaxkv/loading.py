@@ -29,9 +29,8 @@ from jaxkv.models.values import as_weights
 from jaxkv.models.weights import read, read_codes
 from jaxkv.sharding.mesh import Axes, put
 from jaxkv.sharding.parameters import model_mesh, part_shape, spec_of
-from jaxkv.text.pieces import pieces_of
 from jaxkv.text.prompts import Prompt, encode
-from jaxkv.text.shown import Shown, joined
+from jaxkv.text.shown import Shown, joined, pieces_of
 from jaxkv.text.tokenizer import Text
 
 # Buffers that some exporters write; rotations are computed from the config.

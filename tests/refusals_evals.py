@@ -22,7 +22,6 @@ from jaxkv.evals import (
     How,
     Needle,
     Ruler,
-    Sample,
     TwoStage,
     Visible,
     at_budgets,
@@ -61,12 +60,6 @@ RUNS = [
         ({"policies": {}}, "^policies="),
         ({"task": told("Silent", asks=False), "how": How(agnostic=True)}, "^agnostic="),
         ({"task": TWICE}, "^samples="),
-    ),
-    *door("a seed of an evaluation", lambda seed: How(seed=seed), (2**32, "^seed=")),
-    *door(
-        "a sample",
-        lambda odd: Sample(id="0", group="g", **{"context": "w1", **odd}),
-        ({"context": ""}, "^context="),
     ),
     *calls(
         "rows of names and budgets",
@@ -138,7 +131,6 @@ TASKS = [
         ({"turns": 1}, "^turns="),
         ({"count": 0}, "^count="),
     ),
-    *calls("Turns", (lambda: Turns().samples(tiny.tiny(tiny.TWO_LAYERS)), "^params=")),
     *door(
         "TwoStage",
         lambda settings: TwoStage(**settings),
@@ -176,11 +168,10 @@ ANALYSES = [
     *door(
         "an analysis",
         looked,
-        ((density, {"least": 1.0}), "least="),
+        ((density, {"least": 1.5}), "least="),
         ((retained, {"shares": (0.0,)}), "shares="),
         ((similarity, {"share": "a"}), "share="),
         ((filter_layers, {"m": 3}), "m="),
-        ((filter_layers, {"m": 1, "adjacent": 0.5}), "adjacent="),
     ),
     *calls(
         "an analysis of other models",

@@ -31,7 +31,7 @@ from jaxkv import (
 from jaxkv.checkpoints import named_models
 from jaxkv.cli import main, models
 from jaxkv.evals import COLOURS, TwoStage
-from jaxkv.evals.visible import visible_attention
+from jaxkv.evals.retrieval import visible_attention
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.reading import WHOLE, sources, whole_layers
 from jaxkv.policies.wrapper import with_budget

@@ -127,7 +127,6 @@ def test_a_document_is_compressed_once_for_its_questions(data):
         {"document": "x", "question": "?", "answer": "C", "choices": ["a", "b"]},
         {"document": "x" * 600, "question": "?", "answer": "a"},
         "{",
-        "",
     ],
 )
 def test_other_lines_are_refused(tmp_path, row):

@@ -82,7 +82,7 @@ def test_cells_and_differences(out):
     short = found.cell("full", length=10)
     assert short.n == 6 == len(found.of("full", length=10))
     for wrong in ({"policy": "adakv"}, {"group": "c"}, {"length": 11}):
-        with pytest.raises(ValueError, match="^(policy|group|tags)="):
+        with pytest.raises(ValueError, match="^(policy|group)="):
             found.cell(**{"policy": "full", **wrong})
     assert json.loads(json.dumps(found.as_dict()))["cells"][2]["group"] == "mean"
 
@@ -214,7 +214,7 @@ def test_long_texts_lose_their_middle_and_say_so(monkeypatch):
     ids = text.encode("<s>ö<b>and more", bos=True)
     counts = [4, 1, 2, *[1] * (len(ids) - 6), 0, 0, 3]
     ends = kept.ends_of(ids, counts, text)
-    begin, end = kept.shaded({"ends": ends, "heads": 4}).passages
+    begin, end = page.shaded({"ends": ends, "heads": 4}).passages
     assert begin == [("<s>", 4), ("ö", 1.5), ("<", 1)]
     assert "".join(each.text for each in end) == "more"
 

@@ -18,7 +18,7 @@ from jaxkv.cli.serving import engines, further_policies
 from jaxkv.serving import room
 from jaxkv.serving.http import Application
 from jaxkv.serving.limits import Limits
-from jaxkv.text.pieces import pieces_of
+from jaxkv.text.shown import pieces_of
 
 POLICY = jaxkv.KNorm(budget=16)
 CHATS, DOCUMENTS = "/v1/chat/completions", "/v1/documents"

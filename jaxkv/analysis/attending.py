@@ -5,7 +5,6 @@
 """
 
 import itertools
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -71,8 +70,8 @@ def density(
         D2O, arXiv:2406.13035, equation 4, figures 1 and 4. Small weights are counted as H2O's figure 2 counts them:
         below a hundredth of the largest of their query.
     """
-    remedy = "give a share of a query's largest weight, above 0 and below 1"
-    least = _checks.real("least", least, remedy, high=math.nextafter(1.0, 0.0), open_low=True)
+    remedy = "give a share of a query's largest weight, above 0"
+    least = _checks.real("least", least, remedy, high=1.0, open_low=True)
     bins = _checks.whole("bins", bins, most=1024)
     variance, dense, maps = [], [], []
     for text in encoded(params, texts, following=1):
@@ -89,19 +88,9 @@ def density(
         spread, shares, masses = map(np.stack, zip(*layers, strict=True))
         variance.append(spread)
         dense.append(shares)
-        maps.append(masses / np.maximum(_pairs(count, bins), 1))
+        maps.append(masses[:, 0] / np.maximum(masses[:, 1], 1))
     means = (np.mean(each, axis=0) for each in (variance, dense, maps))
     return Density(*(finite(params, each) for each in means))
-
-
-def _pairs(count: int, bins: int) -> np.ndarray:
-    """Number of causal (query, key) pairs in a text of `count` tokens, `[bins, bins]` by query bin and key bin."""
-    of = np.arange(count) * bins // count
-    first, size = np.searchsorted(of, np.arange(bins)), np.bincount(of, minlength=bins)
-    seen = np.clip(np.arange(count)[:, None] + 1 - first, 0, size)
-    out = np.zeros((bins, bins))
-    np.add.at(out, of, seen)
-    return out
 
 
 @program(static=("bins", "axes"))
@@ -114,8 +103,8 @@ def _dense(
     *,
     bins: int,
     axes: Axes | None,
-) -> tuple[Float[Array, "B K G"], Float[Array, "B n n"]]:
-    """Tuple: counts of weights >= `least` x their query's largest `[B, K, G]`; sums of weights by bins `[B, n, n]`."""
+) -> tuple[Float[Array, "B K G"], Float[Array, "B two n n"]]:
+    """Counts of weights >= `least` x their query's largest `[B, K, G]`; sums of weights, and of pairs, by bins."""
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, q.shape[3])
 
@@ -126,8 +115,10 @@ def _dense(
         def of_block(given: tuple[Array, Array]) -> tuple[Array, Array]:
             part, at = given
             paid, real = probabilities(part, keys, at), (at >= 0)[:, None]
-            large = (paid >= least * paid.max(axis=-1, keepdims=True)) & (key <= at[:, None]) & real
-            to = jnp.where(real, paid.mean(axis=0) @ by_key, 0.0)
+            seen = (key <= at[:, None]) & real
+            large = (paid >= least * paid.max(axis=-1, keepdims=True)) & seen
+            weights = jnp.stack([paid.mean(axis=0), seen.astype(jnp.float32)])
+            to = jnp.where(real, weights @ by_key, 0.0)
             by_query = _in_bins(jnp.maximum(at, 0), count, bins)
             return large.sum(axis=(1, 2), dtype=jnp.float32), by_query.T @ to
 
@@ -174,9 +165,7 @@ def retained(
         of their mean, as section 3.5 chooses rows.
     """
     remedy = "give shares of a text's keys, above 0 and at most 1"
-    listed = _checks.several("shares", shares, remedy)
-    given = [_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in listed]
-    queries = _checks.whole("queries", queries)
+    given = [_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in shares]
     found = []
     for text in encoded(params, texts):
         count, layers = len(text.ids[0]), []
@@ -240,10 +229,8 @@ def similarity(
         OmniKV, section 3 (inter-layer attention similarity) and figure 8; a token's weight in a layer is its largest
         probability over the query heads, and these sum to one.
     """
-    remedy = "give a share of the tokens, above 0 and below 1"
-    below = math.nextafter(1.0, 0.0)
-    share = _checks.real("share", share, remedy, high=below, open_low=True)
-    queries = _checks.whole("queries", queries)
+    remedy = "give a share of the tokens, above 0"
+    share = _checks.real("share", share, remedy, high=1.0, open_low=True)
     found = []
     for text in encoded(params, texts):
         count = len(text.ids[0])
@@ -318,8 +305,7 @@ def filter_layers(
     """
     indices = whole_layers_of(params)
     layers, m = len(indices), _checks.whole("m", m)
-    adjacent = _checks.whole("adjacent", adjacent, least=0)
-    most = -(-layers // 4) if most_whole is None else _checks.whole("most_whole", most_whole)
+    most = -(-layers // 4) if most_whole is None else most_whole
     sets = {
         filters: sources(filters, adjacent, layers)
         for filters in itertools.combinations(range(layers - 1), m)

@@ -9,16 +9,15 @@ from jaxtyping import Float
 
 from jaxkv import _checks
 from jaxkv._errors import require
-from jaxkv.analysis.reading import encoded, finite
+from jaxkv.analysis.reading import encoded, finite, layers_of
 from jaxkv.attention import Implementation
 from jaxkv.engine.lengths import bucket
-from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.replay import Padded, replayed, texts_of
 from jaxkv.engine.walks import finished
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.scorer import Needs, Replay
+from jaxkv.policies.scorer import Replay
 from jaxkv.policies.trained import KVzapGate, KVzapWeights
-from jaxkv.sharding.mesh import host, place
+from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Prompt
 
 
@@ -89,16 +88,11 @@ def _observed(
 
     A row that receives no attention counts as the least of its head's that receive some.
     """
-    flat, axes = params.flat, params.axes
-    slots, count = bucket(int(prompt.lengths.max())), int(prompt.lengths[0])
-    tokens, length = place(prompt.padded(slots), "B S", axes), place(prompt.lengths, "B", axes)
-    ran = dict(enumerate(read_layers(flat, tokens, length, needs=Needs(hidden=True))))
-    padded = Padded(
-        prompt.padded(slots), prompt.lengths, texts_of(asked, params.text, params.config)
-    )
-    peaks = finished(
-        replayed(flat, ran, padded, asked, implementation=Implementation.XLA, worth=1.0)
-    )
+    ran, count = dict(layers_of(params, prompt, hidden=True)), len(prompt.ids[0])
+    asks = texts_of(asked, params.text, params.config)
+    padded = Padded(prompt.padded(bucket(count)), prompt.lengths, asks)
+    xla = Implementation.XLA
+    peaks = finished(replayed(params.flat, ran, padded, asked, implementation=xla, worth=1.0))
     found = []
     for layer, peak in enumerate(peaks):
         scores = host(peak.astype(jnp.float32))[0, :, :count].astype(np.float64).T

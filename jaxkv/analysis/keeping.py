@@ -91,13 +91,11 @@ def measured(
     prompt is the text without its `following` last tokens. Layers with a window are left out. ValueError for policies
     that choose the rows to read for each token, and for numbers that are not finite.
     """
-    sizes = _checks.several("budgets", budgets, "give a list of one or more rows or shares")
-    listed = _checks.several("policies", policies, "give a list of one or more policies")
-    given = [as_policy(each) for each in listed]
+    given = [as_policy(each) for each in policies]
     for policy in given:
         remedy = "it drops no rows: use `jaxkv eval visible`, or leave it out"
         require(policy.parts().read.everything, "policies", policy, remedy)
-    cells = [with_budget(policy, budget) for policy in given for budget in sizes]
+    cells = [with_budget(policy, budget) for policy in given for budget in budgets]
     sessions = [Session(params, policy, key=key) for policy in cells]
     whole, found = list(whole_layers_of(params)), []
     for text in encoded(params, texts, following):
@@ -106,7 +104,7 @@ def measured(
         masks = [session.prefill(prompt).holds(0, count)[whole] for session in sessions]
         found.append(measure(text, np.stack(masks)))
     stacked = [np.stack(each, axis=1) for each in zip(*found, strict=True)]
-    return [finite(params, each.reshape(-1, len(sizes), *each.shape[1:])) for each in stacked]
+    return [finite(params, each.reshape(-1, len(budgets), *each.shape[1:])) for each in stacked]
 
 
 def placed(

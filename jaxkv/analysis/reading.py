@@ -42,14 +42,11 @@ def whole_layers_of(params: LanguageModel) -> tuple[int, ...]:
     return layers
 
 
-def layers_of(
-    params: LanguageModel, text: Encoded, *, queries: int, sums: bool = False
-) -> Iterator[tuple[int, LayerOut]]:
-    """Runs a text; yields index and output, with the last queries, of each layer that attends to all of it."""
-    whole, needs = whole_layers_of(params), Needs(queries=queries, sums=sums)
-    tokens = place(text.padded(bucket(len(text.ids[0]))), "B S", params.axes)
-    length = place(text.lengths, "B", params.axes)
-    for index, out in enumerate(read_layers(params.flat, tokens, length, needs=needs)):
+def layers_of(params: LanguageModel, text: Encoded, **needs: Any) -> Iterator[tuple[int, LayerOut]]:
+    """Runs a text; yields index and output, with these `Needs`, of each layer that attends to all of it."""
+    whole, tokens = whole_layers_of(params), text.padded(bucket(len(text.ids[0])))
+    given = place(tokens, "B S", params.axes), place(text.lengths, "B", params.axes)
+    for index, out in enumerate(read_layers(params.flat, *given, needs=Needs(**needs))):
         if index in whole:
             yield index, out
         del out

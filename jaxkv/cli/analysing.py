@@ -12,7 +12,7 @@ from jaxkv.analysis import FilterLayers, draw_maps, filter_layers, fit_gate
 from jaxkv.checkpoints import names, save_filter_layers
 from jaxkv.cli.models import Model
 from jaxkv.cli.options import Count, File, Word
-from jaxkv.cli.outputs import Output, Picture, read_long_text, to_stdout
+from jaxkv.cli.outputs import Output, Picture, read_text, to_stdout
 from jaxkv.policies.reading import without_window
 
 # Most attended tokens of which a layer's choice is judged, as a share of those that a query sees.
@@ -38,7 +38,7 @@ class Filters(Model):
     m: Count = 3
     most_whole: Count | None = None
     json: bool = False
-    picture: File | None = None
+    picture: File = ""
     save: bool = False
 
     def run(self) -> None:
@@ -50,11 +50,10 @@ class Filters(Model):
             remedy = f"only named models have a manifest: {', '.join(names())}"
             require(self.model in names(), "--save", self.model, remedy)
         # Checked before minutes of work, which an unwritable picture would waste.
-        picture = None
-        if self.picture is not None:
-            picture = Picture(flag="--picture", name=self.picture)
+        picture = Picture(flag="--picture", name=self.picture)
+        if self.picture:
             picture.check([*self.text_file, self.model])
-        texts = [read_long_text(name, "--text-file") for name in self.text_file]
+        texts = [read_text(name, "--text-file") for name in self.text_file]
         params = self.loaded()
         ids = [params.tokenizer.encode(text, bos=True)[: self.tokens] for text in texts]
         found = filter_layers(params, ids, m=self.m, most_whole=self.most_whole, share=SHARE)
@@ -69,7 +68,7 @@ class Filters(Model):
             to_stdout(f"what they choose ({SHARE:.1%} of the tokens) {said}")
         if self.save:
             save_filter_layers(self.model, found.filters)
-        if picture is not None:
+        if self.picture:
             picture.write(_drawn(found, whole, picture.kind))
 
 
@@ -115,7 +114,7 @@ class FitGate(Model):
         # Checked before minutes of work, which a file that cannot be written would waste.
         out = Output(flag="--out", name=self.out)
         out.check([*self.texts, self.model])
-        texts = [read_long_text(name, "TEXT") for name in self.texts]
+        texts = [read_text(name, "TEXT") for name in self.texts]
         params = self.loaded()
         most = min(self.tokens, params.config.max_positions)
         ids = [params.tokenizer.encode(text, bos=True)[:most] for text in texts]

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -66,10 +65,7 @@ class Batch(Slots):
         options = self.engine() | {"policy": policy, "queue": QUEUE, "documents": self.documents}
         recipe = Recipe(**picked(self, "model dtype weights mesh"), options=options)
         requests, out = self._files()
-        # A folder is the same model however its path is written.
-        path = os.path.expanduser(self.model)
-        known = os.path.realpath(path) if os.path.exists(path) else self.model
-        about = [known, self.dtype, repr(policy), self.max_new_tokens]
+        about = [self.model, self.dtype, repr(policy), self.max_new_tokens]
         fine = self.ray or (self.ray_address is None and self.workers is None)
         require(fine, "--ray", False, "--ray-address and --workers say something of it: give it")
         with alone(out):
@@ -116,14 +112,7 @@ def _answered(ledger: Any, answering: Callable[[], Any]) -> int:
         to_stderr(f"jaxkv: {ledger.kept} of {ledger.lines} lines are answered already")
     try:
         if ledger.kept < ledger.lines:
-            shown = sys.stderr.isatty()
-            bar = tqdm(
-                total=ledger.lines,
-                initial=ledger.kept,
-                unit=" lines",
-                disable=not shown,
-                file=sys.stderr,
-            )
+            bar = tqdm(total=ledger.lines, initial=ledger.kept, unit=" lines", disable=None)
             with bar, answering() as answers:
                 for line, answer in answers(ledger.left()):
                     ledger.add(line, answer)

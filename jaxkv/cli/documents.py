@@ -12,7 +12,7 @@ from jaxkv.cache.saved import load_cache
 from jaxkv.cli.generating import Drawing
 from jaxkv.cli.models import Computing
 from jaxkv.cli.options import Name, Seed, Spelled, Word
-from jaxkv.cli.outputs import read_long_text, to_stderr, to_stdout
+from jaxkv.cli.outputs import read_text, to_stderr, to_stdout
 from jaxkv.generation import generate, prefill
 from jaxkv.planning.plans import policy_name
 
@@ -52,7 +52,7 @@ class Compress(Computing):
         fine = not os.path.lexists(out) and out.parent.is_dir()
         remedy = "give a new folder in one that is there"
         require(fine, "--out", self.out, remedy)
-        text = read_long_text(self.file, "FILE").strip()
+        text = read_text(self.file, "FILE").strip()
         cache = prefill(
             self.loaded(),
             text,
@@ -87,8 +87,6 @@ class Ask(Drawing):
         questions = list(self.questions)
         # Before the minutes that a large model takes to load.
         cache = load_cache(self.folder)
-        remedy = "it is of several documents: ask them in Python, jaxkv.generate(params, questions, cache=cache)"
-        require(cache.batch == 1, "FOLDER", self.folder, remedy)
         answers = generate(self.loaded(), questions, cache=cache, **self.keywords)
         stats = answers.stats
         told = f"{len(questions)} questions, read in {stats.prefill_seconds:.1f} s"

@@ -116,10 +116,9 @@ class Generate(Drawing):
     def _prompt(self) -> str:
         """Prompt text: --prompt-file, --prompt, --question joined by blank lines; ValueError without the first two."""
         file = "" if self.prompt_file is None else read_text(self.prompt_file, "--prompt-file")
-        given = [text for text in (file.strip(), self.prompt) if text]
         remedy = "give --prompt TEXT or --prompt-file FILE; a question alone is a prompt"
-        require(bool(given), "prompt", None, remedy)
-        return "\n\n".join([*given, *filter(None, [self.question])])
+        require(bool(file.strip() or self.prompt), "prompt", None, remedy)
+        return "\n\n".join(filter(None, (file.strip(), self.prompt, self.question)))
 
     def _record(self, policy: Method, result: Any) -> dict[str, Any]:
         """Dictionary for JSON of the answer: model, policy, sampler, text, token ids, reason of its end and stats."""

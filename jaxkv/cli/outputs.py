@@ -91,13 +91,6 @@ def read_text(name: str, flag: str) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def read_long_text(name: str, flag: str) -> str:
-    """Text of a file as from `read_text`; ValueError if it is empty or only white space."""
-    text = read_text(name, flag)
-    require(bool(text.strip()), flag, name, "it is empty: give a long text")
-    return text
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Output:
     """Output of a command: stdout for `-`, or a path; call `check` before the work, `write` once afterwards.
@@ -114,9 +107,9 @@ class Output:
         if self.name == "-":
             return
         path = Path(self.name).expanduser()
-        folder = path.resolve().parent
-        fits = path.exists() or (folder.is_dir() and os.access(folder, os.W_OK))
-        fits = fits and not path.is_dir() and (not path.exists() or os.access(path, os.W_OK))
+        # Of a file that is not there yet, its folder; a folder itself is no place.
+        place = path if path.exists() else path.resolve().parent
+        fits = os.access(place, os.W_OK) and place.is_dir() != path.exists()
         remedy = "give a file that can be written, in a folder that is there"
         require(fits, self.flag, self.name, remedy)
         files = [each for each in map(os.path.expanduser, inputs) if os.path.isfile(each)]
@@ -151,7 +144,7 @@ class Picture(Output):
     @property
     def kind(self) -> str:
         """Its kind: png, svg or pdf; ValueError for another suffix."""
-        kind = "png" if self.name == "-" else os.path.splitext(self.name)[1][1:].lower()
+        kind = "png" if self.name == "-" else Path(self.name).suffix[1:].lower()
         remedy = "give a file that ends in .png, .svg or .pdf"
         require(kind in ("png", "svg", "pdf"), self.flag, self.name, remedy)
         return kind

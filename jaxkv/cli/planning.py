@@ -86,8 +86,8 @@ class Planning:
     weights: Bits | None = None
     rope_scaling: Annotated[str, Word("yarn:N")] | None = None
     serve: bool = False
-    compare: Annotated[str, Word("NAMES")] | None = None
-    plot: File | None = None
+    compare: Annotated[str, Word("NAMES")] = ""
+    plot: File = ""
     compile: bool = False
     json: bool = False
     policy: Spelled
@@ -97,11 +97,10 @@ class Planning:
 
         If the picture cannot be written, the plans are already on stdout.
         """
-        out = None
-        if self.plot is not None:
-            out = Picture(flag="--plot", name=self.plot)
+        out = Picture(flag="--plot", name=self.plot)
+        if self.plot:
             out.check([self.model])
-        policies = [self.policy.policy()] if self.compare is None else self._compared(self.compare)
+        policies = self._compared() if self.compare else [self.policy.policy()]
         if self.compile:
             plugin(accelerators_named(self.gpus)[0])
             to_stderr(f"jaxkv: compiling for {self.gpus}, a minute or two for each policy")
@@ -111,19 +110,19 @@ class Planning:
         plans = [plan(policy=each, **picked(self, names)) for each in policies]
         if self.json:
             records = [each.as_dict() for each in plans]
-            to_stdout(json.dumps(records[0] if self.compare is None else records, indent=2))
+            to_stdout(json.dumps(records if self.compare else records[0], indent=2))
         else:
-            to_stdout(str(plans[0]) if self.compare is None else compared(plans))
-        if out is not None:
+            to_stdout(compared(plans) if self.compare else str(plans[0]))
+        if self.plot:
             out.write(picture.drawn(plans, out.kind))
 
-    def _compared(self, names: str) -> list[Method]:
+    def _compared(self) -> list[Method]:
         """List of `--compare`'s policies, each with the given options it has; ValueError for one that none has."""
         remedy = "give it among those of --compare, or leave it out"
         require(self.policy.name == "full", "--policy", self.policy.name, remedy)
-        entries = spelled(names, "--compare")
+        entries = spelled(self.compare, "--compare")
         for flag, words in self.policy.given.items():
             remedy = f"none of them has {written(flag, words)}: leave it out"
-            require(any(flag in each.flags for each in entries), "--compare", names, remedy)
+            require(any(flag in each.flags for each in entries), "--compare", self.compare, remedy)
         # A policy that is named twice is compared once.
         return list(dict.fromkeys(each.over(self.policy.given).policy() for each in entries))

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from jaxkv._errors import require
 from jaxkv.cli.models import Slots
-from jaxkv.cli.options import Count, Name, Word, real, spelled, whole
+from jaxkv.cli.options import Count, Name, Word, picked, real, spelled, whole
 from jaxkv.cli.outputs import to_stderr
 from jaxkv.engine.slots import PARTS
 from jaxkv.loading import LanguageModel
@@ -78,15 +78,13 @@ class Serve(Slots):
         policy = self.policy.policy()
         policies = {self.name: policy}
         policies |= further_policies(self.also, policy, self.name)
-        require(self.timeout > 0, "--timeout", self.timeout, "give seconds above 0")
         limits = Limits(
             api_key=os.environ.get(_KEY) or None if self.api_key is None else self.api_key,
             body_bytes=self.max_body_bytes,
             seconds=self.timeout,
             answers=min(64, self.queue),
         )
-        mesh = mesh_of(self.mesh)
-        given = {"mesh": mesh, "queue": self.queue, "document_bytes": self.document_bytes}
+        given = picked(self, "queue document_bytes") | {"mesh": mesh_of(self.mesh)}
         server, steps, total = Server(), itertools.count(1), 1 + PARTS * len(policies)
 
         def tick(what: str) -> None:

@@ -7,12 +7,11 @@ from jaxkv.evals.perplexity import Loss
 from jaxkv.evals.published import InfiniteBench, LongBench
 from jaxkv.evals.qa import DocumentQuestions
 from jaxkv.evals.results import Cell, Difference, Evaluation, Record, Run, interval
-from jaxkv.evals.retrieval import COLOURS, TwoStage
+from jaxkv.evals.retrieval import COLOURS, TwoStage, Visible, visible_attention
 from jaxkv.evals.ruler.task import Ruler
 from jaxkv.evals.runs import at_budgets, evaluate
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
 from jaxkv.evals.turns import Turns
-from jaxkv.evals.visible import Visible, visible_attention
 
 __all__ = [
     "COLOURS",

@@ -1,13 +1,12 @@
 """Tokens of one sample's prompt, and how many kv heads hold each after prefill, which the report shades."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxkv.generation import prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
-from jaxkv.text.pieces import pieces_of
-from jaxkv.text.shown import Shown, joined
+from jaxkv.text.shown import pieces_of
 from jaxkv.text.tokenizer import Text
 
 # Of a longer prompt, as many tokens are shown from either end.
@@ -54,11 +53,3 @@ def ends_of(ids: Sequence[int], counts: Sequence[int], text: Text) -> list[list[
     if len(ids) > 2 * _EITHER_END:
         ends = [slice(_EITHER_END), slice(-_EITHER_END, None)]
     return [[pieces_of(ids[end], text).texts, list(counts[end])] for end in ends]
-
-
-def shaded(held: Mapping[str, Any]) -> Shown:
-    """`Shown`, whose HTML has the tokens of a `Record.held` shaded by how many kv heads hold each."""
-    return Shown(
-        passages=tuple(joined(pieces, counts) for pieces, counts in held["ends"]),
-        heads=held["heads"],
-    )

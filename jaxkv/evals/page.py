@@ -2,16 +2,17 @@
 
 import base64
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from jaxkv._checks import shortened
 from jaxkv._errors import require
 from jaxkv.checkpoints.whole_files import write_whole
-from jaxkv.evals.kept import shaded
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.results import Evaluation, number
 from jaxkv.evals.texts import shipped
+from jaxkv.text.shown import Shown, joined
 
 
 def report(
@@ -60,6 +61,12 @@ def report(
     path = evaluation.folder / "report.html" if out is None else Path(out).expanduser()
     write_whole(path, text.encode("utf-8", "backslashreplace"))
     return path
+
+
+def shaded(held: Mapping[str, Any]) -> Shown:
+    """`Shown`, whose HTML has the tokens of a `Record.held` shaded by how many kv heads hold each."""
+    passages = tuple(joined(pieces, counts) for pieces, counts in held["ends"])
+    return Shown(passages=passages, heads=held["heads"])
 
 
 def _printable(value: Any) -> Any:

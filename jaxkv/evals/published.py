@@ -1,6 +1,5 @@
 """The tasks `longbench` and `infinitebench`: rows of JSONL files, as prompts cut to a model's length."""
 
-import abc
 import dataclasses
 import functools
 import json
@@ -10,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxkv._errors import require
+from jaxkv._errors import refusal, require
 from jaxkv.evals import metrics
 from jaxkv.evals.asking import QuestionTask
 from jaxkv.evals.task import Sample, task
@@ -47,7 +46,6 @@ class StoredTask(QuestionTask):
         benchmark: name of the benchmark's `table`.
         repo: owner and name of the data set on the Hugging Face hub.
         file: file there of each part, whose name stands for "{name}"; an archive has them as `member`.
-        keys: keys that each row must have.
     """
 
     data: str | None = None
@@ -60,7 +58,6 @@ class StoredTask(QuestionTask):
     repo: ClassVar[str]
     file: ClassVar[str]
     member: ClassVar[str] = ""
-    keys: ClassVar[tuple[str, ...]]
 
     def __post_init__(self):
         super().__post_init__()
@@ -75,25 +72,40 @@ class StoredTask(QuestionTask):
         """Makes a list of samples of the benchmark's chosen parts: the first `count` rows of each file (0: all)."""
         # Missing files are reported before hours of tokenizing.
         rows = {name: self._rows(name) for name in self.tasks or table(self.benchmark)}
-        return [
-            self._sample(params, name, number, row)
-            for name, mine in rows.items()
-            for number, row in enumerate(mine)
-        ]
+        made = []
+        for name, mine in rows.items():
+            for number, row in enumerate(mine):
+                try:
+                    made.append(self._sample(params, name, number, row))
+                except (LookupError, TypeError) as error:
+                    remedy = f"is it the official file ({error!r})?"
+                    raise refusal("data", f"{name}, row {number}", remedy) from None
+        return made
 
-    @abc.abstractmethod
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Tuple of the right answers in a row of benchmark part `name`, as texts that the part's metric takes."""
+        return tuple(row["answers"])
 
-    @abc.abstractmethod
-    def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
+    def fields_of(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
         """Dict {field: text} for the prompt template of benchmark part `name`, from a row; without the context."""
+        return {"question": row["input"], "input": row["input"]}
+
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Score in [0, 1] by the official metric of the sample's part; the highest over its answers, if several."""
+        part = table(self.benchmark)[sample.group]
+        measure = getattr(metrics, part["metric"])
+        if part.get("choice"):
+            return measure(prediction, sample.answers)
+        if part.get("first_line"):
+            prediction = prediction.lstrip("\n").split("\n")[0]
+        given = {"classes": sample.tags["classes"]} if part["metric"] == "one_class" else {}
+        return max((measure(prediction, answer, **given) for answer in sample.answers), default=0.0)
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
         """Rows of the part's file in the folder `data`, or from the hub; FileNotFoundError says what to put where."""
         if self.data is not None:
             path = Path(self.data).expanduser() / f"{name}.jsonl"
-            return rows_of_file(path, self.keys, self.count)
+            return rows_of_file(path, ("context", "input"), self.count)
         from huggingface_hub import hf_hub_download
 
         file = self.file.format(name=name)
@@ -106,9 +118,9 @@ class StoredTask(QuestionTask):
                 f"https://huggingface.co/datasets/{self.repo}, and give its folder with {name}.jsonl as data"
             ) from error
         if not self.member:
-            return rows_of_file(path, self.keys, self.count)
+            return rows_of_file(path, ("context", "input"), self.count)
         with zipfile.ZipFile(path) as archive, archive.open(self.member.format(name=name)) as lines:
-            return json_lines(lines, f"{path.name}, {name}", self.keys, self.count)
+            return json_lines(lines, f"{path.name}, {name}", ("context", "input"), self.count)
 
     def _sample(
         self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]
@@ -182,24 +194,6 @@ class LongBench(StoredTask):
 
     benchmark = "longbench"
     repo, file, member = "THUDM/LongBench", "data.zip", "data/{name}.jsonl"
-    keys = ("input", "context", "answers", "all_classes")
-
-    def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """Dict {"input": the row's question} for the prompt template."""
-        return {"input": row["input"]}
-
-    def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of all right answers of a row as texts."""
-        return tuple(row["answers"])
-
-    def score(self, sample: Sample, prediction: str) -> float:
-        """Highest score in [0, 1] over the right answers by the data set's metric; few-shot sets: of the first line."""
-        part = table(self.benchmark)[sample.group]
-        given = {"classes": sample.tags["classes"]} if part["metric"] == "one_class" else {}
-        if part.get("first_line"):
-            prediction = prediction.lstrip("\n").split("\n")[0]
-        measure = getattr(metrics, part["metric"])
-        return max((measure(prediction, answer, **given) for answer in sample.answers), default=0.0)
 
 
 @task("infinitebench")
@@ -221,28 +215,18 @@ class InfiniteBench(StoredTask):
 
     benchmark = "infinitebench"
     repo, file = "xinrongzhang2022/InfiniteBench", "{name}.jsonl"
-    keys = ("context", "input", "answer")
 
-    def fields_of(self, name: str, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """Dict {placeholder: text} for the prompt template from a row: question, options, call; checks the format."""
-        asked, options = row["input"], row.get("options") or ()
-        fields = {
-            f"OPTION_{letter}": str(each) for letter, each in zip(_OPTIONS, options, strict=False)
-        }
-        fields |= {"question": asked, "input": asked}
-        wanted = {"code_run": r"(func_[0-9]+)\(\-?[0-9]+\)", "math_find": r"The .+ of"}.get(
-            name, ""
-        )
-        found = re.search(wanted, asked)
-        fits = found is not None and (
-            len(options) == len(_OPTIONS) or not table(self.benchmark)[name].get("choice")
-        )
-        require(fits, "data", asked, f"no question of {name}: is it the official file?")
-        assert found is not None
+    def fields_of(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
+        """Dict {placeholder: text} for the prompt template from a row: question, options, call."""
+        fields = super().fields_of(name, row)
+        options = zip(_OPTIONS, row.get("options") or (), strict=False)
+        fields |= {f"OPTION_{letter}": str(each) for letter, each in options}
         if name == "code_run":
-            fields |= {"func": found[1], "func_call": found[0]}
+            call, function = re.findall(r"((func_[0-9]+)\(\-?[0-9]+\))", row["input"])[0]
+            fields |= {"func": function, "func_call": call}
         if name == "math_find":
-            fields["prefix"] = f"What is {found[0].lower()[:-3]} in the following list?"
+            sought = re.findall(r"The .+ of", row["input"])[0].lower()[:-3]
+            fields["prefix"] = f"What is {sought} in the following list?"
         return fields
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
@@ -256,11 +240,3 @@ class InfiniteBench(StoredTask):
         if part.get("number"):
             return (json.dumps(several[0]),)
         return tuple(str(each) for each in (several[:1] if part.get("first_label") else several))
-
-    def score(self, sample: Sample, prediction: str) -> float:
-        """Score in [0, 1] by the official metric of the sample's task; the highest over its answers, if several."""
-        part = table(self.benchmark)[sample.group]
-        measure = getattr(metrics, part["metric"])
-        if part.get("choice"):
-            return measure(prediction, sample.answers)
-        return max((measure(prediction, answer) for answer in sample.answers), default=0.0)

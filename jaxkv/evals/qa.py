@@ -103,28 +103,20 @@ class _Asked(NamedTuple):
 def _documents(data: str, count: int) -> list[tuple[str, str, list[_Asked]]]:
     """Name, text and questions of each line of a file."""
     path = Path(data).expanduser()
-    rows = rows_of_file(path, (), count)
-    require(bool(rows), "data", data, f"it has no line: give {_FORM}")
     found = []
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows_of_file(path, (), count)):
         where = f"{data}, row {number + 1}"
         given, group = row.get("questions", [row]), row.get("group", "questions")
         fits = isinstance(given, list) and bool(given) and all(isinstance(x, dict) for x in given)
         require(fits, "data", where, f'it has no list of "questions": give {_FORM}')
         questions = [_asked({"group": group, **each}, where) for each in given]
         name = str(row.get("id", f"{number:03d}"))
-        found.append((name, _text(row, path.parent, where), questions))
+        remedy = f'it needs one of "document" and "file": give {_FORM}'
+        require(("document" in row) != ("file" in row), "data", where, remedy)
+        given = row["document"] if "document" in row else text_of_file(path.parent / row["file"])
+        (text,) = _texts(given, "document", where)
+        found.append((name, text, questions))
     return found
-
-
-def _text(row: Mapping[str, Any], folder: Path, where: str) -> str:
-    """Text of a line's document: its "document", or the content of the "file" it names; refuses others."""
-    keys = [key for key in ("document", "file") if key in row]
-    require(len(keys) == 1, "data", where, f'it needs one of "document" and "file": give {_FORM}')
-    (text,) = _texts(row[keys[0]], keys[0], where)
-    if keys[0] == "file":
-        (text,) = _texts(text_of_file(folder / text), keys[0], where)
-    return text
 
 
 def _asked(given: Mapping[str, Any], where: str) -> _Asked:

@@ -284,22 +284,29 @@ def interval(
         return float(found.low), float(found.high)
     if n == 1:
         return None
-    half = float(stats.t.ppf(0.975, n - 1) * stats.sem(scores))
-    low, high = bounds or (-np.inf, np.inf)
-    return float(max(low, mean - half)), float(min(high, mean + half))
+    low, high = stats.t.interval(0.95, n - 1, loc=mean, scale=stats.sem(scores))
+    least, most = bounds or (-np.inf, np.inf)
+    return float(max(least, low)), float(min(most, high))
 
 
 def _mean_of(
-    parts: Sequence[Float[np.ndarray, " _"]], bounds: tuple[int, int] | None
+    records: Sequence[Record], values: Iterable[float], bounds: tuple[int, int] | None
 ) -> tuple[float, float | None, float | None]:
-    """Mean of groups' means, each of the same weight, and its 95% interval from the groups' own (MOVER)."""
-    means = np.asarray([part.mean() for part in parts])
-    mean, found = float(means.mean()), [interval(part, bounds) for part in parts]
+    """Mean of groups' means, each of the same weight, and its 95% interval from the groups' own (MOVER).
+
+    Each record has one of the values.
+    """
+    groups: dict[str, list[float]] = {}
+    for record, value in zip(records, values, strict=True):
+        groups.setdefault(record.group, []).append(value)
+    means = np.asarray([np.mean(part) for part in groups.values()])
+    mean = float(means.mean())
+    found = [interval(np.asarray(part), bounds) for part in groups.values()]
     ends = [each for each in found if each is not None]
     if len(ends) < len(found):
         return mean, None, None
     # Zou and Donner 2008: the ends' distances from the means add up in quadrature.
-    low, high = np.hypot.reduce(np.abs(np.transpose(ends) - means), axis=1) / len(parts)
+    low, high = np.hypot.reduce(np.abs(np.transpose(ends) - means), axis=1) / len(means)
     return mean, mean - float(low), mean + float(high)
 
 
@@ -332,7 +339,6 @@ class Evaluation:
             TypeError: for a folder that is no path.
         """
         found = [_read(folder, "folder") for folder in folders]
-        require(bool(found), "folder", None, "give the folder of an evaluation")
         run, records = found[0][0], dict[tuple[str, str], Record]()
         for folder, (other, lines) in zip(folders, found, strict=True):
             wrong = _differences(run, other, but=_OWN)
@@ -391,8 +397,7 @@ class Evaluation:
             and group in (None, record.group)
             and all(record.tags.get(name) == value for name, value in tags.items())
         ]
-        wanted = ", ".join(map(str, filter(None, (group, tags))))
-        require(bool(found), "group" if group else "tags", wanted, "no sample is of these")
+        require(bool(found), "group", group or tags, "no sample is of these")
         return found
 
     def scores(self, policy: str, group: str | None = None, **tags: Any) -> Float[np.ndarray, " n"]:
@@ -414,8 +419,8 @@ class Evaluation:
             ValueError: for an unknown row or group, and for tags that no sample has.
         """
         records = self.of(policy, group, **tags)
-        parts = _by_group(records, [record.score for record in records])
-        mean, low, high = _mean_of(parts, (0, 1) if self.run.unit == "%" else None)
+        scores = [record.score for record in records]
+        mean, low, high = _mean_of(records, scores, (0, 1) if self.run.unit == "%" else None)
         return Cell(
             policy=policy,
             group="mean" if group is None else group,
@@ -446,9 +451,7 @@ class Evaluation:
         ones = [record for record in self.of(first, group) if record.id in others]
         require(bool(ones), "second", second, f"it has no sample in common with {first}")
         apart = np.asarray([record.score - others[record.id] for record in ones])
-        mean, low, high = _mean_of(
-            _by_group(ones, apart), (-1, 1) if self.run.unit == "%" else None
-        )
+        mean, low, high = _mean_of(ones, apart, (-1, 1) if self.run.unit == "%" else None)
         above, below = int((apart > 0).sum()), int((apart < 0).sum())
         return Difference(mean=mean, low=low, high=high, above=above, below=below, n=len(apart))
 
@@ -520,18 +523,10 @@ class Evaluation:
         return number(score, 1, 0.01) if self.run.unit == "%" else number(score, 4)
 
 
-def _by_group(records: Sequence[Record], values: Iterable[float]) -> list[Float[np.ndarray, " _"]]:
-    """List of arrays, one per group: `values`, of which each record has one, split by the records' groups."""
-    groups: dict[str, list[float]] = {}
-    for record, value in zip(records, values, strict=True):
-        groups.setdefault(record.group, []).append(value)
-    return [np.asarray(each, np.float64) for each in groups.values()]
-
-
 def _mean(values: Sequence[int | float | None]) -> float | None:
     """Mean of the values; None if any of them is None."""
     known = [value for value in values if value is not None]
-    return None if len(known) < len(values) else float(np.mean(known))
+    return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
 def number(value: int | float | None, digits: int, unit: int | float = 1.0) -> str:

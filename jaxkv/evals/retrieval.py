@@ -1,15 +1,37 @@
-"""The task `2stageretr`: a sum to work out, then its result to look up in a dictionary earlier in the prompt."""
+"""2StageRetr's prompts: the task `2stageretr`, a sum to work out and its result to look up in a dictionary before it.
+
+The task `visible`, on the same prompts, is the share of full attention on rows that a policy can see.
+"""
 
 import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Bool, Float
 
+from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv.evals.asking import QuestionTask
-from jaxkv.evals.task import Sample, task
+from jaxkv.analysis.keeping import paid
+from jaxkv.attention.filters import Asking, by_row
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.prefill import read_layers
+from jaxkv.engine.prefill_layer import LayerOut
+from jaxkv.engine.session import Session
+from jaxkv.engine.sparse import choose
+from jaxkv.engine.tokens import Choosable
+from jaxkv.evals.asking import QuestionTask, ids_of
+from jaxkv.evals.perplexity import feed
+from jaxkv.evals.task import How, Outcome, Sample, Task, task
+from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
+from jaxkv.policies.fitting import policy_for
+from jaxkv.policies.methods import FullKV
+from jaxkv.policies.policy import Method
+from jaxkv.policies.reading import WHOLE, Reading, tokens_read
+from jaxkv.policies.scorer import Needs
+from jaxkv.sharding.mesh import host
 
 COLOURS = tuple(
     "red blue green yellow purple orange pink brown black white gray gold silver cyan magenta lime teal navy "
@@ -77,3 +99,143 @@ class TwoStage(QuestionTask):
     def score(self, sample: Sample, prediction: str) -> float:
         """1 if the colour occurs in the prediction, in any case and also inside a word; else 0."""
         return float(sample.answers[0].lower() in prediction.lower())
+
+
+@task("visible")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Visible(Task):
+    """Task on 2StageRetr's prompts: share of full attention's probability on rows that a policy can see.
+
+    The tokens that full attention draws are fed to every policy, so that the share can be measured even with a model
+    that answers wrongly.
+
+    Attributes:
+        count: number of samples, with dictionaries of all sizes.
+        steps: number of answer tokens, from the first on, at which attention is measured.
+        seed: seed of the questions.
+    """
+
+    asks = False
+
+    count: int = 8
+    steps: int = 16
+    seed: int = 0
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require_least(1, "count", "steps")
+
+    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+        """Makes a list of `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
+        # Small dictionaries and large ones, however few there are.
+        sizes = SIZES[:: max(1, len(SIZES) // self.count)]
+        cases = TwoStage(count=self.count, sizes=sizes, seed=self.seed).samples(params)
+        return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
+
+    def run(
+        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+    ) -> list[Outcome]:
+        """One `Outcome` per sample: full attention's share on rows that the policy can see, mean and by token."""
+        prompts = [sum(ids_of(params.tokenizer, sample, raw=how.raw), []) for sample in samples]
+        drawn = generate(
+            params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False
+        ).tokens
+        out = []
+        for ids, tokens in zip(prompts, drawn, strict=True):
+            answer = np.asarray(tokens).tolist()
+            found, rows = visible_attention(params, policy, ids, answer, key=how.seed)
+            score, figures = float(found.mean()), {"visible": found.tolist()}
+            out.append(Outcome(score=score, figures=figures, tokens=len(ids), rows=rows))
+        return out
+
+
+@settled
+def visible_attention(
+    params: LanguageModel,
+    policy: Method,
+    prompt: Sequence[int],
+    answer: Sequence[int],
+    *,
+    key: int = 0,
+) -> tuple[Float[np.ndarray, " n"], float]:
+    """Array of full attention's share on rows that a policy can see, per answer token, and mean rows kept (or read).
+
+    Args:
+        params: from `jaxkv.load`.
+        policy: the compression; one that chooses which rows it reads is given full attention's queries.
+        prompt: token ids.
+        answer: the n token ids that follow.
+        key: seed of a policy that draws.
+
+    Returns:
+        The share at each token of the answer, averaged over layers and query heads; and the prompt's rows kept, or
+        read, per kv head and layer, averaged.
+
+    Raises:
+        ValueError: for no tokens; for a policy that chooses pages, or drops rows and chooses among the others; on a
+            mesh.
+    """
+    require(len(answer) >= 1, "answer", answer, "give at least 1 token")
+    config, remedy = params.config, "give a model whose layers all attend to the whole prompt"
+    require(not any(config.windows), "model", params.name, f"some layers have windows: {remedy}")
+    require(params.axes is None, "mesh", "given", "attention is measured on one device")
+    policy = policy_for(policy, config, params.filter_layers, dtype=params.dtype)
+    parts, whole, steps = policy.parts(), [*prompt, *answer], len(answer)
+    slots, reading = bucket(len(whole)), parts.reading(config.windows, bucket(len(prompt)))
+    remedy = "give a policy that drops rows, or chooses in filter layers, without pages"
+    fits = not (reading.page or (reading.filters and parts.drops))
+    require(fits, "policy", type(policy).__name__, remedy)
+    now, position = len(prompt) + np.arange(steps), np.arange(slots)
+    below = now if reading.include_generated else np.full(steps, len(prompt))
+    causal = np.tile((position <= now[:, None])[:, None], (1, config.kv_heads, 1))
+    session = Session(params, policy, key=key)
+    held = _held(session, prompt, answer, slots) if parts.drops else None
+    tokens = jnp.asarray([whole + [0] * (slots - len(whole))], jnp.int32)
+    length, chosen = jnp.asarray([len(whole)], jnp.int32), dict[int, np.ndarray]()
+    shares, rows, needs = [], [], Needs(queries=steps + reading.window - 1)
+    for index, out in enumerate(read_layers(params.flat, tokens, length, needs=needs)):
+        seen = causal if held is None else held[:, index]
+        if index in reading.filters:
+            budget = int(tokens_read(parts.read, np.asarray([len(prompt)]), config.windows)[0])
+            each = zip(range(steps), now.tolist(), below.tolist(), strict=True)
+            chosen[index] = np.stack([_choose(reading, out, budget, *at) for at in each])
+        source = reading.sources[index]
+        if source != WHOLE:
+            seen = causal & (chosen[source] | (position >= below[:, None]))[:, None]
+        q, positions = out.q[..., -steps:, :], out.q_positions[:, -steps:]
+        sets = jnp.moveaxis(jnp.asarray(seen), 0, -1)[None]
+        every = np.asarray(paid(q, out.k, positions, sets, axes=None))[0]
+        shares.append(np.diagonal(every, axis1=2, axis2=3).mean(axis=(0, 1)))
+        rows.append(seen[0, :, : len(prompt)].sum(axis=-1).mean())
+    return np.stack(shares).astype(np.float64).mean(axis=0), float(np.mean(rows))
+
+
+def _held(
+    session: Session, prompt: Sequence[int], answer: Sequence[int], slots: int
+) -> Bool[np.ndarray, "n L K S"]:
+    """Runs prompt and answer; mask [n, L, K, S] of rows in the cache at each of n answer tokens."""
+    masks = []
+    cache = session.prefill(list(prompt), new=len(answer))
+    for step, token in enumerate(answer):
+        masks.append(cache.holds(0, slots))
+        masks[-1][..., len(prompt) + step] = True
+        if step + 1 < len(answer):
+            cache = feed(session, cache, [token], donate=True)
+    return np.stack(masks)
+
+
+def _choose(
+    reading: Reading, out: LayerOut, budget: int, step: int, now: int, below: int
+) -> Bool[np.ndarray, " S"]:
+    """Mask [S] of the rows that a filter layer chooses, by full attention's queries, for one token of the answer."""
+    # The newest query first, as weights go by age.
+    window = slice(step, step + reading.window)
+    q, at = out.q[:, :, :, window][:, :, :, ::-1], out.q_positions[:, window][:, ::-1]
+    weights = jnp.asarray(reading.selector.weights(reading.window))[None]
+    k, end = out.k.reshape(1, -1, out.k.shape[-1]), jnp.asarray([below], jnp.int32)
+    scores = by_row(Asking(q=q, positions=at, weights=weights), k, end, None)
+    candidates = Choosable(end, jnp.asarray([budget], jnp.int32))
+    found = choose(scores, candidates, reading, now=jnp.asarray([now], jnp.int32))
+    mask = np.zeros(out.k.shape[2], bool)
+    mask[host(found.positions)[0, : int(found.count[0])]] = True
+    return mask

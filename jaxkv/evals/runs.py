@@ -1,7 +1,6 @@
 """`evaluate`: runs every policy over every sample of a task, and appends a line for each to the evaluation's folder."""
 
 import dataclasses
-import difflib
 import hashlib
 import importlib.metadata
 import math
@@ -85,8 +84,6 @@ def evaluate(
     params, task, how = as_model(params, mesh), as_task(task), How() if how is None else how
     rows = as_rows(params, policies)
     folder = require_folder(out)
-    remedy = "give shards of it to processes of their own: shard=(i, n)"
-    require(jax.process_count() == 1, "processes", jax.process_count(), remedy)
     require_how(task, how)
     samples = _samples(params, task)
     batch = checks.whole("batch", batch)
@@ -151,10 +148,11 @@ def _fill(
     Errors have a note that names the batch.
     """
     todo = [(name, part) for name in job.policies for part in batches]
-    shown = sys.stderr.isatty() if progress is None else progress
+    # None shows it only on a terminal.
+    disable = None if progress is None else not progress
     # If stderr is a file, few lines.
     interval = 0.1 if sys.stderr.isatty() else 30.0
-    bar = tqdm(todo, job.run.task, unit=" batches", disable=not shown, mininterval=interval)
+    bar = tqdm(todo, job.run.task, unit=" batches", disable=disable, mininterval=interval)
     before = None
     for name, part in bar:
         bar.set_postfix_str(name, refresh=False)
@@ -176,16 +174,14 @@ def _fill(
 
 def _outcomes(job: _Job, policy: Method, batch: Sequence[Sample]) -> list[Outcome]:
     """List of a batch's outcomes; a policy that draws random numbers runs sample by sample, each with its seed."""
-    if policy.parts().draws:
-        outcomes = []
-        for one in batch:
-            own = dataclasses.replace(job.how, seed=_seed(job, policy, one))
-            outcomes += job.task.run(job.params, policy, [one], own)
-        return outcomes
     # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
     more = min(job.run.batch, job.run.samples) - len(batch)
-    padded = [*batch, *[batch[-1]] * more]
-    return job.task.run(job.params, policy, padded, job.how)[: len(batch)]
+    parts = [[one] for one in batch] if policy.parts().draws else [[*batch, *[batch[-1]] * more]]
+    outcomes = []
+    for part in parts:
+        how = dataclasses.replace(job.how, seed=_seed(job, policy, part[0]))
+        outcomes += job.task.run(job.params, policy, part, how)
+    return outcomes[: len(batch)]
 
 
 def _seed(job: _Job, policy: Method, sample: Sample) -> int:
@@ -226,8 +222,7 @@ def _samples(params: LanguageModel, task: Task) -> list[Sample]:
 
 def _digest(samples: Sequence[Sample]) -> str:
     """Text of 16 hexadecimal digits: the beginning of the SHA-256 of all samples."""
-    fields = [{**vars(sample), "tags": dict(sample.tags)} for sample in samples]
-    return hashlib.sha256(dumped(fields)).hexdigest()[:16]
+    return hashlib.sha256(dumped([vars(sample) for sample in samples])).hexdigest()[:16]
 
 
 def _devices(params: LanguageModel) -> str:
@@ -277,9 +272,7 @@ def as_task(task: Task | str) -> Task:
     """Returns `task` itself, or the task of that name with default settings; ValueError if there is no such task."""
     if isinstance(task, Task):
         return task
-    near = difflib.get_close_matches(str(task), TASKS, n=2)
-    meant = f"; did you mean {' or '.join(near)}?" if near else ""
-    require(task in TASKS, "task", task, f"no such task; known tasks: {', '.join(TASKS)}{meant}")
+    require(task in TASKS, "task", task, f"no such task; known tasks: {', '.join(TASKS)}")
     return TASKS[task]()
 
 

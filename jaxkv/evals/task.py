@@ -10,9 +10,6 @@ from jaxkv._errors import require
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Method
 
-# A random key is made of 32 bits.
-_SEEDS = 2**32
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
@@ -39,10 +36,6 @@ class Sample:
     prefix: str = ""
     raw: bool = False
     tags: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    def __post_init__(self):
-        checks.normalise(self)
-        require(bool(self.context), "context", "", "a sample has at least one character of it")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -81,9 +74,6 @@ class How:
     agnostic: bool = False
     raw: bool = False
     seed: int = 0
-
-    def __post_init__(self):
-        checks.field(self, "seed", checks.whole, least=0, most=_SEEDS - 1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from jaxkv.serving.errors import ClientGone, Refused
 from jaxkv.serving.requests import result_of
 from jaxkv.serving.schemas import DocumentBody, Kept
 from jaxkv.serving.service import Record, Served
-from jaxkv.text.pieces import pieces_of
+from jaxkv.text.shown import pieces_of
 
 routes = APIRouter(prefix="/v1/documents")
 

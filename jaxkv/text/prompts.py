@@ -132,10 +132,11 @@ def _refuse(given: Any) -> NoReturn:
 
 def _listed(given: Any) -> str | list[Any]:
     """A prompt, or several, as a plain str or list: arrays and other sequences become lists; refuses other values."""
-    given = given.tolist() if hasattr(given, "tolist") else given
+    if hasattr(given, "tolist") and not isinstance(given, memoryview):
+        given = given.tolist()
     if isinstance(given, str):
         return str.__str__(given)
-    if isinstance(given, (bytes, bytearray)) or not isinstance(given, Sequence):
+    if isinstance(given, (bytes, bytearray, memoryview)) or not isinstance(given, Sequence):
         _refuse(given)
     return list(given)
 

@@ -1,4 +1,4 @@
-"""`Shown`: text shaded by how much of each token a cache keeps, for notebooks and terminals."""
+"""`pieces_of`: the text of each token of a prompt; `Shown`: text shaded by how much of each token a cache keeps."""
 
 import dataclasses
 import html
@@ -9,6 +9,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
+
+from jaxkv.text.tokenizer import StreamDecoder, Text
 
 # Escape sequences in a document would steer the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
@@ -84,3 +86,24 @@ def _marked(text: str, share: float) -> str:
         else "s"
     )
     return f"<{shade} title='{share:.0%} of the kv heads'>{html.escape(text)}</{shade.split()[0]}>"
+
+
+class Pieces(NamedTuple):
+    """Texts of tokens, one each, and the indices of the special ones among them."""
+
+    texts: list[str]
+    special: list[int]
+
+
+def pieces_of(ids: Iterable[int], text: Text) -> Pieces:
+    """Text of each token; an empty one for a token whose character ends in a later one, a name for a special token."""
+    decoder, texts, special = StreamDecoder(text), list[str](), list[int]()
+    for at, each in enumerate(ids):
+        piece = decoder.push([each])
+        if not piece and not text.decode([each]):  # a special token, such as the first of all
+            piece = text.decode([each], skip_special=False)
+            special.append(at)
+        texts.append(piece)
+    if texts:
+        texts[-1] += decoder.flush()
+    return Pieces(texts, special)

@@ -99,11 +99,9 @@ class Text:
                 after = self.turns.between
         except ValueError:
             return tuple(dict.fromkeys(self._ends))
-        first = next(
-            iter(self._tokenizer.encode(after.lstrip(), add_special_tokens=False).ids), None
-        )
-        added = self._tokenizer.get_added_tokens_decoder().get(first)
-        own = [] if first is None or added is None or not added.special else [first]
+        added = self._tokenizer.get_added_tokens_decoder()
+        first = self._tokenizer.encode(after.lstrip(), add_special_tokens=False).ids[:1]
+        own = [each for each in first if each in added and added[each].special]
         return tuple(dict.fromkeys([*self._ends, *own]))
 
     @classmethod
@@ -329,25 +327,22 @@ class StreamDecoder:
     def push(self, ids: Iterable[int]) -> str:
         """Adds token ids and returns all text not yet returned; "" while its last character lacks bytes."""
         self._pending += [int(each) for each in ids]
-        added = self._added()
-        held = len(added) - len(added.rstrip(_REPLACEMENT))
-        return "" if 0 < held <= _LONGEST_HELD else self._release(added)
+        return self._released(whole=False)
 
     def flush(self) -> str:
         """Ends the stream and returns the text held back, with replacement characters for incomplete characters."""
-        added = self._release(self._added())
+        added = self._released(whole=True)
         self._context = []
         return added
 
-    def _added(self) -> str:
-        """Text of the ids not yet returned as text, decoded after the ids before them."""
+    def _released(self, *, whole: bool) -> str:
+        """Text of the pending ids, which become the context; "" if its last character lacks bytes, unless `whole`."""
         before = self._text.decode(self._context)
-        return self._text.decode(self._context + self._pending)[len(before) :]
-
-    def _release(self, added: str) -> str:
-        """Returns `added`, and unless it is empty marks the pending ids as returned: they become the context."""
-        if added:
-            self._context, self._pending = self._pending, []
+        added = self._text.decode(self._context + self._pending)[len(before) :]
+        held = len(added) - len(added.rstrip(_REPLACEMENT))
+        if not added or (0 < held <= _LONGEST_HELD and not whole):
+            return ""
+        self._context, self._pending = self._pending, []
         return added
 
 
@@ -396,13 +391,7 @@ def _load_tokenizer(folder: Path) -> Any:
             loaded: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=False
             )
-        tokenizer = getattr(loaded, "backend_tokenizer", None)
-        require(
-            tokenizer is not None,
-            "tokenizer",
-            str(folder),
-            "no fast tokenizer; save it with a tokenizer.json",
-        )
+            tokenizer = loaded.backend_tokenizer
     # Files may carry truncation and padding settings of a training run.
     tokenizer.no_truncation()
     tokenizer.no_padding()

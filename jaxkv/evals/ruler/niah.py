@@ -85,8 +85,8 @@ class Needles(Recipe):
     def draw(self, size: int, rng: Generator) -> Draw:
         """Draws a `Draw`: needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
         count = max(self.keys, self.queries)
-        keys = self._texts(self.key_kind, rng, count)
-        flat = self._texts(self.value_kind, rng, count * self.values)
+        keys = getattr(self.wording, self.key_kind)(rng, count)
+        flat = getattr(self.wording, self.value_kind)(rng, count * self.values)
         values = [tuple(flat[at : at + self.values]) for at in range(0, len(flat), self.values)]
         pairs = [(key, value) for key, mine in zip(keys, values, strict=True) for value in mine]
         haystack = self._haystack(size, rng, keys)
@@ -119,10 +119,6 @@ class Needles(Recipe):
             depth=sum(right) / len(right) / max(1, len(draw.haystack)),
         )
 
-    def _texts(self, kind: str, rng: Generator, count: int) -> list[str]:
-        """Draws `count` texts of a kind, a method of the wording."""
-        return getattr(self.wording, kind)(rng, count)
-
     def _haystack(self, size: int, rng: Generator, keys: list[str]) -> list[str]:
         """List of the haystack's texts: sentences of an essay, lines of noise, or needles with other keys."""
         if self.haystack == "essay":
@@ -132,9 +128,9 @@ class Needles(Recipe):
         others: list[str] = []
         while len(others) < size:
             # A key that is asked for has no second value.
-            more = self._texts(self.key_kind, rng, size + len(keys))
+            more = getattr(self.wording, self.key_kind)(rng, size + len(keys))
             others += [key for key in more if key not in keys]
-        values = self._texts(self.value_kind, rng, size)
+        values = getattr(self.wording, self.value_kind)(rng, size)
         return [
             NEEDLE.format(kind=self.value_kind, key=key, value=value)
             for key, value in zip(others[:size], values, strict=True)

@@ -10,6 +10,7 @@ from numpy.random import Generator
 
 from jaxkv._errors import refusal, require
 from jaxkv.evals.ruler.recipe import Prompt, Recipe
+from jaxkv.evals.texts import text_of_file
 
 # RULER's, scripts/data/synthetic/{qa,constants}.py.
 _ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
@@ -113,7 +114,7 @@ def read(folder: str | None, name: str) -> DataSet:
             f"data={folder!r}: {name} asks questions of a file: put {address} there as {file}"
         )
     try:
-        content = json.loads(path.read_text("utf-8-sig"))
+        content = json.loads(text_of_file(path))
         return _squad(content) if name == "qa_1" else _hotpot(content)
     except (KeyError, TypeError, ValueError):
         remedy = f"not the format of {address}: download it again"
