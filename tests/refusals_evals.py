@@ -104,13 +104,6 @@ TASKS = [
         (Quest(dense_layers=1), "^policy="),
     ),
     *calls(
-        "visible attention",
-        (
-            lambda: visible_attention(tiny.tiny(CONFIG), SnapKV(budget=12, window=4), TEXTS[0], []),
-            "^answer=",
-        ),
-    ),
-    *calls(
         "LongBench and InfiniteBench",
         (lambda: LongBench(tasks=("lsht",)), "^tasks="),
         (lambda: LongBench(longest=1), "^longest="),

@@ -57,9 +57,7 @@ _TASK = "task "
 
 def _shard(text: str) -> tuple[int, int]:
     """Pair of a shard's index and the number of shards, parsed from text such as 0/4; ValueError for other text."""
-    first, slash, count = text.partition("/")
-    if not slash:
-        raise ValueError("give I/N, such as 0/4 for the first of four parts")
+    first, _, count = text.partition("/")
     return whole(first, least=0, most=whole(count) - 1), whole(count)
 
 
@@ -187,7 +185,7 @@ class Tasks:
 def task_from(cls: type[Task], options: argparse.Namespace) -> Task:
     """Task with the settings that the parsed options give, the run's seed among them."""
     seed = made(Run, options).seed
-    seeded = seed is not None and any(field.name == "seed" for field in dataclasses.fields(cls))
+    seeded = seed is not None and hasattr(cls, "seed")
     return made(cls, options, _TASK, **({"seed": seed} if seeded else {}))
 
 

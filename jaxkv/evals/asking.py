@@ -69,10 +69,8 @@ def ids_of(text: Text, sample: Sample, *, raw: bool = False) -> tuple[list[int],
         )
     context = rendered([user(sample.context)], text, turn=Turn.START, close=False)
     asked = rendered([user(question)], text, turn=Turn.USER, close=True, parted=False)
-    first, second = (
-        text.encode(x, bos=False, shielded=True) for x in (context, asked + sample.prefix)
-    )
-    return first, second
+    encode = partial(text.encode, bos=False, shielded=True)
+    return encode(context), encode(asked + sample.prefix)
 
 
 def asked(

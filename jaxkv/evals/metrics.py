@@ -22,7 +22,7 @@ _CHINESE = (
 )
 _CHINESE_TOO = str.maketrans("", "", string.punctuation + _CHINESE)
 _MARKS = "\n:\"'.,?!{}"
-_LETTERS = "ABCD"
+LETTERS = "ABCD"
 # 3.5, 17,000 and 1.2.3 are one number each; 1,2,3 are three.
 _NUMBER = re.compile(r"\d+(?:,\d{3}(?!\d))*(?:\.\d+)*")
 PARAGRAPH = re.compile(r"Paragraph (\d+)")
@@ -274,7 +274,7 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
     said = prediction.strip()
     if not said:
         return 0.0
-    if said[0] in _LETTERS:
+    if said[0] in LETTERS:
         return float(said[0] in answers)
     if said in answers:
         return 1.0
@@ -283,7 +283,7 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
     if behind is not None:
         return float(behind.startswith(tuple(answers)))
     # "AB" is a part of "ABCD" and taken for a letter, as in the official function.
-    return float(next((word for word in said.split() if word in _LETTERS), "") in answers)
+    return float(next((word for word in said.split() if word in LETTERS), "") in answers)
 
 
 def _behind(said: str, prefixes: Sequence[str]) -> str | None:

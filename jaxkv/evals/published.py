@@ -19,7 +19,6 @@ from jaxkv.loading import LanguageModel
 # Cut texts, joined and tokenized again, may take a few tokens more than their parts.
 _SPARE = 16
 _LEAST = 64
-_OPTIONS = "ABCD"
 
 
 @functools.cache
@@ -219,7 +218,7 @@ class InfiniteBench(StoredTask):
     def fields_of(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
         """Dict {placeholder: text} for the prompt template from a row: question, options, call."""
         fields = super().fields_of(name, row)
-        options = zip(_OPTIONS, row.get("options") or (), strict=False)
+        options = zip(metrics.LETTERS, row.get("options") or (), strict=False)
         fields |= {f"OPTION_{letter}": str(each) for letter, each in options}
         if name == "code_run":
             call, function = re.findall(r"((func_[0-9]+)\(\-?[0-9]+\))", row["input"])[0]
@@ -234,7 +233,7 @@ class InfiniteBench(StoredTask):
         right, part = row["answer"], table(self.benchmark)[name]
         several = right if isinstance(right, list) else [right]
         if part.get("choice") and len(several) != 2:
-            several = [several[0], _OPTIONS[row["options"].index(several[0])]]
+            several = [several[0], metrics.LETTERS[row["options"].index(several[0])]]
         if name == "math_calc":
             return (json.dumps(several[0] if isinstance(several[0], list) else several),)
         if part.get("number"):

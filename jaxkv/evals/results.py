@@ -233,8 +233,8 @@ class Cell:
     low: float | None
     high: float | None
     tokens: float
-    rows: float | None = None
-    nbytes: float | None = None
+    rows: float | None
+    nbytes: float | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -273,7 +273,6 @@ def interval(
     """
     from scipy import stats  # imported late: it takes longer than all of jaxkv's own files
 
-    scores = np.asarray(scores, np.float64)
     n, mean = len(scores), float(scores.mean())
     if bounds and (scores == mean).all():
         # Of n samples none differs: others may, by as much as can be, as many as Wilson's interval allows.

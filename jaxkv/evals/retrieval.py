@@ -172,10 +172,9 @@ def visible_attention(
         read, per kv head and layer, averaged.
 
     Raises:
-        ValueError: for no tokens; for a policy that chooses pages, or drops rows and chooses among the others; on a
+        ValueError: for a policy that chooses pages, or drops rows and chooses among the others; on a
             mesh.
     """
-    require(len(answer) >= 1, "answer", answer, "give at least 1 token")
     config, remedy = params.config, "give a model whose layers all attend to the whole prompt"
     require(not any(config.windows), "model", params.name, f"some layers have windows: {remedy}")
     require(params.axes is None, "mesh", "given", "attention is measured on one device")

@@ -28,7 +28,6 @@ class Controls:
         self._tokenizer = tokenizer
         decoder = tokenizer.get_added_tokens_decoder()
         self._special = {index: token for index, token in sorted(decoder.items()) if token.special}
-        self._contents = [token.content for token in self._special.values()]
 
     def shielded(self, value: Any) -> Any:
         """Text, or texts within mappings and lists, with special tokens replaced by private-use characters."""
@@ -68,14 +67,12 @@ class Controls:
     @functools.cached_property
     def spellings(self) -> dict[str, str]:
         """Each special token as text, by its content; parted where the model's vocabulary would join it."""
-        found = {
-            each: self._apart.encode(each, add_special_tokens=False).ids for each in self._contents
-        }
+        contents = [token.content for token in self._special.values()]
+        found = {each: self._apart.encode(each, add_special_tokens=False).ids for each in contents}
         joined = {each for each, ids in found.items() if not self._special.keys().isdisjoint(ids)}
         parting = _name(_WRITTEN, len(self._special))
         return {
-            each: each[:1] + parting + each[1:] if each in joined else each
-            for each in self._contents
+            each: each[:1] + parting + each[1:] if each in joined else each for each in contents
         }
 
     def _replaced(self, text: str, first: int) -> str:

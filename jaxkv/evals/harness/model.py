@@ -172,9 +172,8 @@ class JaxKVLM(TemplateLM):
 
     def _windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
         """Splits a text's ids into a list of (context, continuation) that fit the model; each id is scored once."""
-        windows = get_rolling_token_windows(
-            ids, self.prefix_token_id, self.max_length, context_len=1
-        )
+        first, most = self.prefix_token_id, self.max_length
+        windows = get_rolling_token_windows(ids, first, most, context_len=1)
         return list(map(make_disjoint_window, windows))
 
     def _loglikelihood_tokens(

@@ -16,6 +16,8 @@ _PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
     "value {value}, they are: "
 )
+# Of a chain: one is assigned the value, four the one before.
+_VARIABLES = 5
 TEMPLATES = (_OPENING, _QUESTION, _PREFIX, "VAR =")
 
 
@@ -40,17 +42,15 @@ class Chains(Recipe):
     """Recipe of RULER's variable tracking: prompts that hide one chain of assignments in lines of noise.
 
     Attributes:
-        hops: number of assignments of one variable to another.
         shot: haystack size of the solved example that comes first; 0 for no example.
     """
 
-    hops: int = 4
     shot: int = 0
 
     @property
     def least(self) -> int:
         """Smallest haystack size: the number of assignments, each of which needs a place of its own."""
-        return self.hops + 1
+        return _VARIABLES
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt`: one chain hidden in `size` lines of noise, after a solved example if `shot` is set."""
@@ -59,8 +59,8 @@ class Chains(Recipe):
 
     def draw(self, size: int, rng: Generator, *, short: bool = False) -> Chain:
         """Draws a `Chain`: variable names (`short` ones for a solved example), the number assigned to them, places."""
-        names = self.wording.variables(rng, self.hops + 1, short=short)
-        places = sorted(rng.permutation(size)[: self.hops + 1].tolist())
+        names = self.wording.variables(rng, _VARIABLES, short=short)
+        places = sorted(rng.permutation(size)[:_VARIABLES].tolist())
         return Chain(tuple(names), self.wording.amount(rng), tuple(places), size)
 
     def write(self, chain: Chain, shot: Chain | None = None) -> Prompt:
@@ -69,7 +69,7 @@ class Chains(Recipe):
         if shot is not None:
             example = self.write(shot)
             front = f"{example.text}{example.target}\n\n"
-        prefix = _PREFIX.format(count=self.hops + 1, value=chain.value)
+        prefix = _PREFIX.format(count=_VARIABLES, value=chain.value)
         return Prompt(
             context=front + _OPENING + self._hide(chain),
             question=_QUESTION.format(value=chain.value),

@@ -23,6 +23,8 @@ _FREQUENT = (
     "What are the three most frequently appeared words in the above coded text?",
     " Answer: According to the coded text above, the three most frequently appeared words are:",
 )
+# Common ones, as the question says.
+_WORDS = 10
 TEMPLATES = (*_COMMON, *_FREQUENT)
 # The most frequent word of coded texts: noise, not an answer.
 DOTS = "..."
@@ -44,19 +46,17 @@ class Common(Recipe):
     Attributes:
         often: occurrences of each common word.
         seldom: occurrences of each other word.
-        words: number of common words.
         shot: (distinct words, `often`, `seldom`) of a solved example; None for no example.
     """
 
     often: int = 30
     seldom: int = 3
-    words: int = 10
     shot: tuple[int, int, int] | None = None
 
     @property
     def least(self) -> int:
         """Smallest number of distinct words in a list: the common words and one other."""
-        return self.words + 1
+        return _WORDS + 1
 
     @property
     def most(self) -> int | float:
@@ -71,7 +71,7 @@ class Common(Recipe):
     def draw(self, size: int, often: int, seldom: int, rng: Generator) -> Listed:
         """Draws a shuffled `Listed` of `size` distinct words: common ones `often` times, the others `seldom` times."""
         drawn = self.wording.plain(rng, size)
-        common, others = drawn[: self.words], drawn[self.words :]
+        common, others = drawn[:_WORDS], drawn[_WORDS:]
         entries = common * often + others * seldom
         return Listed(
             tuple(common), tuple(entries[each] for each in rng.permutation(len(entries)).tolist())
