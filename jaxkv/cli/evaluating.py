@@ -185,8 +185,8 @@ class Tasks:
 def task_from(cls: type[Task], options: argparse.Namespace) -> Task:
     """Task with the settings that the parsed options give, the run's seed among them."""
     seed = made(Run, options).seed
-    seeded = seed is not None and hasattr(cls, "seed")
-    return made(cls, options, _TASK, **({"seed": seed} if seeded else {}))
+    more = {} if seed is None or not hasattr(cls, "seed") else {"seed": seed}
+    return made(cls, options, _TASK, **more)
 
 
 def _run(cls: type[Task], options: argparse.Namespace) -> None:
