@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from jaxkv._checks import UnseenQuestionWarning
     from jaxkv.attention import Implementation
     from jaxkv.cache import KVCache
-    from jaxkv.cache.rows import Rows, append, attend
     from jaxkv.cache.saved import load_cache
     from jaxkv.engine.plan import PrefillPlan
     from jaxkv.engine.results import Completion, Generation, Stats, Stream
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
         RequestStats,
     )
     from jaxkv.sharding.resharding import reshard
-    from jaxkv.transform import compress, compress_layers
+    from jaxkv.transform.compressing import compress, compress_layers
+    from jaxkv.transform.state import CompressedKV
 
 # Where each public name comes from; type checkers read the same above, and a test holds the two lists equal.
 _HOMES = {
@@ -66,11 +66,11 @@ _HOMES = {
     ),
     "jaxkv.sharding.resharding": "reshard",
     "jaxkv.engine.results": "Completion Generation Stats Stream",
-    "jaxkv.cache.rows": "Rows append attend",
     "jaxkv.engine.sampling": "Sampling",
     "jaxkv.cache.saved": "load_cache",
     "jaxkv.serving": "Document Engine EngineClosed EngineStats QueueFull Request RequestStats",
-    "jaxkv.transform": "compress compress_layers",
+    "jaxkv.transform.compressing": "compress compress_layers",
+    "jaxkv.transform.state": "CompressedKV",
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names.split()}
 __all__ = sorted(_MODULES)

@@ -201,7 +201,7 @@ def call(policy=SNAP, **changed):
 
 @functools.cache
 def rows():
-    return call(room=4)
+    return call(headroom=4)
 
 
 def on_rows(use):
@@ -223,7 +223,7 @@ ARRAYS = [
                     {"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": None},
                     "queries=None: .*all S queries",
                 ),
-                ({"policy": SnapKV(budget=16, window=8, every=4)}, "policy=SnapKV.*every"),
+                ({"policy": SnapKV(budget=16, window=8, every=4)}, "policy=SnapKV.*every 4"),
                 ({"policy": PyramidKV(budget=16)}, "layers=None"),
                 ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
                 ({"policy": SnapKV(budget=0.1, window=8, min_budget="raise")}, "budget=0.1"),
@@ -231,27 +231,27 @@ ARRAYS = [
                 ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': give floating-point"),
                 ({"length": jnp.asarray([64, 65])}, r"length=\[64, 65\]: there are 64 tokens"),
                 ({"length": jnp.asarray([64.0, 3.0])}, r"length='float32\[2\]'"),
-                ({"room": -1}, "room=-1"),
+                ({"headroom": -1}, "headroom=-1"),
             )
         ),
         (
             {"k": jnp.full((2, 2, 64, 8), jnp.nan), "policy": KNorm(budget=8), "layer": 2},
-            "^scores='NaN': .*layer 2",
+            r"^scores='NaN': .*layers \[2\]",
         ),
     ),
     *door(
         "append",
         on_rows,
         (
-            lambda rows, k, v, q: jaxkv.append(rows, k[:, :1], v[:, :1]),
-            r"^k=\[2, 1, 2, 8\]: these rows take",
+            lambda rows, k, v, q: rows.append(k[:, :1], v[:, :1]),
+            r"^k=\[2, 1, 2, 8\]: this state takes",
         ),
         (
-            lambda rows, k, v, q: jaxkv.append(rows, *(x.astype(jnp.bfloat16) for x in (k, v))),
+            lambda rows, k, v, q: rows.append(*(x.astype(jnp.bfloat16) for x in (k, v))),
             "^k='bfloat16': ",
         ),
         (
-            lambda rows, k, v, q: jaxkv.append(rows, k, v, count=jnp.asarray([3, 0])),
+            lambda rows, k, v, q: rows.append(k, v, count=jnp.asarray([3, 0])),
             r"^count=\[3, 0\]",
         ),
     ),
@@ -259,15 +259,17 @@ ARRAYS = [
         "attend",
         on_rows,
         (
-            lambda rows, k, v, q: jaxkv.attend(q, rows, layer=1),
-            "^layer=1: these rows hold layers 0 to 0",
+            lambda rows, k, v, q: rows.attend(q, layer=1),
+            "^layer=1: this state holds layers 0 to 0",
         ),
-        (lambda rows, k, v, q: jaxkv.attend(q[:1], rows), r"^q=\[1, 6, 2, 8\]: "),
-        (
-            lambda rows, k, v, q: jaxkv.attend(rows, q),
-            TypeError,
-            r"^rows=.*: give the Rows of .*: attend\(q, rows\)",
-        ),
+        (lambda rows, k, v, q: rows.attend(q[:1]), r"^q=\[1, 6, 2, 8\]: "),
+    ),
+    *door(
+        "step",
+        on_rows,
+        (lambda rows, k, v, q: rows.step(q[:1], k, v), r"^q=\[1, 6, 2, 8\]: "),
+        (lambda rows, k, v, q: rows.step(q[:, :, :1], k, v), r"^q=.*: k has 2 tokens"),
+        (lambda rows, k, v, q: rows.step(q, k[:, :1], v[:, :1]), r"^k=\[2, 1, 2, 8\]: "),
     ),
     *door(
         "compress_layers",

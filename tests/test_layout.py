@@ -48,7 +48,6 @@ LAYERS = (
     "jaxkv.engine.plan",
     "jaxkv.arguments",
     "jaxkv.engine",
-    "jaxkv.cache.rows",
     "jaxkv.transform",
     "jaxkv.sharding.resharding",
     "jaxkv.cache.saved",

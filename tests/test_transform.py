@@ -24,10 +24,8 @@ def refusal(row: Row) -> str | None:
     """What the message says where a row of the table is refused."""
     if row.rolling:
         return "RoPE"
-    if row.evicts:
-        return "prompt only"
-    if row.name in ("omnikv", "quest"):
-        return "what is read"
+    if row.name == "omnikv":
+        return "what others read"
     names = ("capkv", "compactor", "kvzip", "qfilters")
     more = row.name in names or any(
         each in row.name for each in ("expected", "critical", "defensive")
@@ -97,7 +95,7 @@ def test_keeps_what_prefill_keeps(name, budget, layers):
     cache, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(0, LENGTHS), policy)
     k, v, q = layers
     rows = jaxkv.compress_layers(
-        k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=3
+        k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, headroom=3
     )
     assert kept(rows) == tiny.kept(cache)
     for ours, theirs in zip(segments(rows), tiny.segments(cache), strict=True):
@@ -109,10 +107,15 @@ def test_keeps_what_prefill_keeps(name, budget, layers):
     if parts.layout.one_pool or parts.nested:
         return
     for layer in range(GQA.layers):
-        options = {"layer": layer, "layers": GQA.layers, "length": jnp.asarray(LENGTHS), "room": 3}
+        options = {
+            "layer": layer,
+            "layers": GQA.layers,
+            "length": jnp.asarray(LENGTHS),
+            "headroom": 3,
+        }
         alone = jaxkv.compress(k[layer], v[layer], queries=q[layer], policy=policy, **options)
         assert kept(alone) == [kept(rows)[layer]]
-        assert alone.k[0].shape == rows.k[layer].shape
+        assert alone.pool().k.shape == rows.pool(layer).k.shape
 
 
 @pytest.mark.parametrize(

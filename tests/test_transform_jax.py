@@ -17,6 +17,7 @@ from transforming import (
     SNAP,
     WINDOW,
     attended,
+    batched,
     draw,
     kept,
     one_step,
@@ -34,12 +35,12 @@ def test_new_tokens_attend_to_what_was_kept(policy, tokens):
     k, v, q = draw()
     new_k, new_v, new_q = draw(1)
     rows = jaxkv.compress(
-        k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=2 * tokens
+        k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, headroom=2 * tokens
     )
     for step in range(2):
         part = slice(step * tokens, (step + 1) * tokens)
-        rows = jaxkv.append(rows, new_k[:, :, part], new_v[:, :, part])
-        out = jaxkv.attend(new_q[:, :, part], rows)
+        rows = rows.append(new_k[:, :, part], new_v[:, :, part])
+        out = rows.attend(new_q[:, :, part])
         np.testing.assert_allclose(out, attended(new_q[:, :, part], rows, last=tokens), atol=2e-5)
     np.testing.assert_array_equal(rows.seen[0], np.asarray(LENGTHS) + 2 * tokens)
     for _, row, head, _, _, pos in segments(rows):
@@ -51,46 +52,46 @@ def test_layers_share_a_pool(policy=AdaKV(base=ENTROPY)):  # noqa: B008  a value
     arrays, new = [draw(layer) for layer in range(3)], [draw(layer + 9) for layer in range(3)]
     k, v, q = (list(each) for each in zip(*arrays, strict=True))
     rows = jaxkv.compress_layers(
-        k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, room=4
+        k, v, queries=q, length=jnp.asarray(LENGTHS), policy=policy, headroom=4
     )
-    assert [leaf.shape for leaf in rows.k] == [(2, 2 * 3 * (16 + 4), 8)]
+    assert [pool.k.shape for pool in rows.pools] == [(2, 2 * 3 * (16 + 4), 8)]
     before = kept(rows)
     for step in range(4):
         for layer, (new_k, new_v, new_q) in enumerate(new):
             part = slice(step, step + 1)
-            rows = jaxkv.append(rows, new_k[:, :, part], new_v[:, :, part], layer=layer)
-            out = jaxkv.attend(new_q[:, :, part], rows, layer=layer)
+            rows = rows.append(new_k[:, :, part], new_v[:, :, part], layer=layer)
+            out = rows.attend(new_q[:, :, part], layer=layer)
             np.testing.assert_allclose(
                 out, attended(new_q[:, :, part], rows, layer=layer), atol=2e-5
             )
     for layer, row, head in np.ndindex(3, 2, 2):
         grown = [*before[layer][row][head], *range(LENGTHS[row], LENGTHS[row] + 4)]
         assert kept(rows)[layer][row][head] == rows.positions(layer)[row][head].tolist() == grown
-    with pytest.raises(ValueError, match="layer=3: these rows hold layers 0 to 2"):
+    with pytest.raises(ValueError, match="layer=3: this state holds layers 0 to 2"):
         rows.positions(3)
 
 
 def test_everything_kept_is_full_attention():
     k, v, q = draw(slots=SLOTS + 1)
     policy = AdaKV(base=SnapKV(budget=SLOTS, window=WINDOW))
-    rows = jaxkv.compress(k[:, :, :-1], v[:, :, :-1], queries=q[:, :, :-1], policy=policy, room=1)
-    rows = jaxkv.append(rows, k[:, :, -1:], v[:, :, -1:])
+    rows = jaxkv.compress(
+        k[:, :, :-1], v[:, :, :-1], queries=q[:, :, :-1], policy=policy, headroom=1
+    )
+    rows = rows.append(k[:, :, -1:], v[:, :, -1:])
     for row in range(2):
         whole, _ = o.causal_attention(q[row], k[row], v[row])
-        np.testing.assert_allclose(
-            jaxkv.attend(q[:, :, -1:], rows)[row, :, 0], whole[:, -1], atol=2e-5
-        )
+        np.testing.assert_allclose(rows.attend(q[:, :, -1:])[row, :, 0], whole[:, -1], atol=2e-5)
 
 
 def test_padded_tokens_stay_out():
     k, v, q = draw()
     new_k, new_v, new_q = (each[:, :, :4] for each in draw(1))
-    start = jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=ADA, room=4)
+    start = jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=ADA, headroom=4)
     count = jnp.asarray([4, 2])
     poison = lambda each: each.at[1, :, 2:].set(jnp.nan)  # noqa: E731
-    rows = jaxkv.append(start, poison(new_k), poison(new_v), count=count)
-    out = jaxkv.attend(new_q, rows, count=count)
-    short = jaxkv.append(start, new_k[:, :, :2], new_v[:, :, :2])
+    rows = start.append(poison(new_k), poison(new_v), count=count)
+    out = rows.attend(new_q, count=count)
+    short = start.append(new_k[:, :, :2], new_v[:, :, :2])
     np.testing.assert_allclose(
         out[1, :, :2], attended(new_q[:, :, :2], short, last=2)[1], atol=2e-5
     )
@@ -102,14 +103,12 @@ def test_padded_tokens_stay_out():
 @pytest.mark.parametrize("policy", [SNAP, ADA], ids=["equal", "ragged"])
 def test_tokens_without_room_are_refused_or_left_out(policy):
     k, v, q = draw()
-    rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray([64, 60]), policy=policy, room=2)
-    rows = jaxkv.append(rows, k[:, :, :1], v[:, :, :1])
-    message = (
-        "^k='[0-9]+ tokens': [0-9]+ more than there is room for: give jaxkv.compress a larger room"
-    )
+    rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray([64, 60]), policy=policy, headroom=2)
+    rows = rows.append(k[:, :, :1], v[:, :, :1])
+    message = "^k='[0-9]+ tokens': [0-9]+ more than there is room for: give jaxkv.compress a larger headroom"
     with pytest.raises(ValueError, match=message):
-        jaxkv.append(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
-    after = jax.jit(jaxkv.append)(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
+        rows.append(9 + k[:, :, :40], 9 + v[:, :, :40])
+    after = jax.jit(jaxkv.CompressedKV.append)(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
     free = np.asarray(rows.free())
     for before, (*at, keys, _, pos) in zip(segments(rows), segments(after), strict=True):
         assert at == list(before[:3])
@@ -151,7 +150,8 @@ def test_vmap_is_a_loop(policy=ADA):
     stacked = [jnp.stack(each) for each in zip(*arrays, strict=True)]
     lengths = jnp.asarray([[50, 37], [64, 20]])
     one = lambda *given: one_step(*given, policy=policy)  # noqa: E731
-    rows, out = jax.jit(jax.vmap(one))(*stacked, lengths)
+    with batched():
+        rows, out = jax.jit(jax.vmap(one))(*stacked, lengths)
     for index, given in enumerate(arrays):
         alone, mine = one(*given, lengths[index])
         assert kept(jax.tree.map(lambda leaf: leaf[index], rows)) == kept(alone)  # noqa: B023
@@ -168,9 +168,9 @@ def test_gradients_reach_the_kept_rows_and_stop_at_the_choice(policy, dtype):
     weights = jnp.asarray(np.random.default_rng(2).standard_normal(new_q.shape), jnp.float32)
 
     def ours(k, v, q, new_k, new_v, new_q):
-        rows = jaxkv.compress(k, v, queries=q, length=length, policy=policy, room=2)
-        rows = jaxkv.append(rows, new_k, new_v)
-        return (jaxkv.attend(new_q, rows).astype(jnp.float32) * weights).sum()
+        rows = jaxkv.compress(k, v, queries=q, length=length, policy=policy, headroom=2)
+        rows = rows.append(new_k, new_v)
+        return (rows.attend(new_q).astype(jnp.float32) * weights).sum()
 
     given = (k, v, q, new_k, new_v, new_q)
     mask = np.zeros((2, 2, SLOTS + 2), bool)
@@ -221,7 +221,7 @@ def test_sequences_and_kv_heads_can_lie_on_several_devices(policy, checked, part
 
     def one(k, v, q, length):
         rows, out = one_step(k, v, q, length, policy=policy)
-        return rows.pos[0], rows.k[0], rows.v[0], out
+        return rows.pool().pos, rows.pool().k, rows.pool().v, out
 
     length = jnp.asarray(LENGTHS)
     specs = {
@@ -239,7 +239,7 @@ def test_sixteen_bits(policy=ADA):
     rows, out = jax.jit(one_step, static_argnames=("policy",))(
         *arrays, jnp.asarray(LENGTHS), policy=policy
     )
-    assert out.dtype == rows.k[0].dtype == jnp.bfloat16
+    assert out.dtype == rows.pool().k.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         np.asarray(out, np.float64), attended(arrays[2][:, :, :1], rows), atol=0.03
     )
@@ -257,18 +257,18 @@ def test_a_process_may_have_chosen_64_bits():
 @pytest.mark.usefixtures("as_users_call")
 def test_more_queries_than_the_last_rows_have_positions_are_refused():
     k, v, q = draw()
-    rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=ADA, room=4)
-    rows = jaxkv.append(rows, *(each[:, :, :2] for each in draw(seed=1)[:2]))
+    rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray(LENGTHS), policy=ADA, headroom=4)
+    rows = rows.append(*(each[:, :, :2] for each in draw(seed=1)[:2]))
     held = 2 + WINDOW
     many = q[:, :, : held + 6]
     with pytest.raises(ValueError, match=f"q={held + 6} tokens: of sequence 0 "):
-        jaxkv.attend(many, rows)
+        rows.attend(many)
     with pytest.raises(ValueError, match=f"q={held + 6} tokens: of sequence 1 "):
-        jaxkv.attend(many, rows, count=jnp.asarray([held, held + 6]))
+        rows.attend(many, count=jnp.asarray([held, held + 6]))
     # No more than that is right, whether `append` put them there or the window kept them, and so are fewer of some.
     few = many[:, :, :held]
-    np.testing.assert_allclose(jaxkv.attend(few, rows), attended(few, rows, last=held), atol=2e-5)
-    out = jaxkv.attend(many, rows, count=jnp.asarray([held, 1]))
+    np.testing.assert_allclose(rows.attend(few), attended(few, rows, last=held), atol=2e-5)
+    out = rows.attend(many, count=jnp.asarray([held, 1]))
     np.testing.assert_allclose(out[0, :, :held], attended(few, rows, last=held)[0], atol=2e-5)
     np.testing.assert_allclose(out[1, :, 0], attended(few[:, :, :1], rows)[1, :, 0], atol=2e-5)
 
@@ -277,26 +277,26 @@ def test_more_queries_than_the_last_rows_have_positions_are_refused():
 def test_queries_of_tokens_that_were_appended_one_by_one_and_of_sequences_that_took_no_part():
     k, v, _ = draw()
     new_k, new_v, new_q = (each[:, :, :4] for each in draw(seed=1))
-    start = jaxkv.compress(k, v, length=jnp.asarray(LENGTHS), policy=KNorm(budget=16), room=4)
+    start = jaxkv.compress(k, v, length=jnp.asarray(LENGTHS), policy=KNorm(budget=16), headroom=4)
     rows = start
     for at in range(4):
         one = slice(at, at + 1)
-        rows = jaxkv.append(rows, new_k[:, :, one], new_v[:, :, one], count=jnp.asarray([1, 0]))
-    out = jaxkv.attend(new_q, rows, count=jnp.asarray([4, 0]))
+        rows = rows.append(new_k[:, :, one], new_v[:, :, one], count=jnp.asarray([1, 0]))
+    out = rows.attend(new_q, count=jnp.asarray([4, 0]))
     np.testing.assert_allclose(out[0], attended(new_q, rows, last=4)[0], atol=2e-5)
     with pytest.raises(ValueError, match="q=4 tokens: of sequence 1 "):
-        jaxkv.attend(new_q, rows, count=jnp.asarray([0, 4]))
+        rows.attend(new_q, count=jnp.asarray([0, 4]))
     # Of what found no room no row tells, and none is asked for.
-    full = jax.jit(lambda *new: jaxkv.append(start, *new))(
+    full = jax.jit(lambda *new: start.append(*new))(
         *(jnp.tile(each, (1, 1, 2, 1)) for each in (new_k, new_v))
     )
     both = jnp.tile(new_q, (1, 1, 2, 1))
-    np.testing.assert_allclose(jaxkv.attend(both, full), attended(both, full, last=8), atol=2e-5)
+    np.testing.assert_allclose(full.attend(both), attended(both, full, last=8), atol=2e-5)
     # It is counted, also where it comes again.
     assert (
         full.left_out.tolist() == [[4, 4]] and not start.left_out.any() and not rows.left_out.any()
     )
-    again = jax.jit(jaxkv.append)(full, new_k, new_v, count=jnp.asarray([0, 3]))
+    again = jax.jit(jaxkv.CompressedKV.append)(full, new_k, new_v, count=jnp.asarray([0, 3]))
     assert again.left_out.tolist() == [[4, 7]] and again.seen.tolist() == [
         [LENGTHS[0] + 8, LENGTHS[1] + 11]
     ]

@@ -49,7 +49,7 @@ def test_attention_by_an_oracle(window, sunk, cap, tokens):
     given = {
         "queries": of_prompt[2],
         "length": np.asarray(LENGTHS),
-        "room": NEW,
+        "headroom": NEW,
         "window": window,
         "softcap": cap,
     }
@@ -61,8 +61,8 @@ def test_attention_by_an_oracle(window, sunk, cap, tokens):
             assert rows.positions()[row][0].tolist() == list(range(length - held, length))
     for first in range(0, NEW, tokens):
         new = slice(SLOTS + first, SLOTS + first + tokens)
-        rows = jaxkv.append(rows, k[:, :, new], v[:, :, new])
-        out = np.asarray(jaxkv.attend(q[:, :, new], rows))
+        rows = rows.append(k[:, :, new], v[:, :, new])
+        out = np.asarray(rows.attend(q[:, :, new]))
         for row, head, at in np.ndindex(2, HEADS * GROUP, tokens):
             kv, pos = head // GROUP, rows.positions()[row][head // GROUP]
             start, length = (
@@ -133,7 +133,7 @@ def test_layers_with_and_without(policy):
             policy=policy,
             queries=q,
             length=length,
-            room=3,
+            headroom=3,
             windows=windows,
             sink_logits=sinks,
         )
@@ -152,9 +152,8 @@ def test_layers_with_and_without(policy):
     assert [each.tolist() for row in found.positions(1) for each in row] == [
         list(range(n - 6, n)) for n in LENGTHS for _ in range(HEADS)
     ]
-    out = jaxkv.attend(
-        q[1][:, :, -1:], jaxkv.append(found, k[1][:, :, -1:], v[1][:, :, -1:], layer=1), layer=1
-    )
+    found = found.append(k[1][:, :, -1:], v[1][:, :, -1:], layer=1)
+    out = found.attend(q[1][:, :, -1:], layer=1)
     assert out.shape == (2, HEADS * GROUP, 1, DIM)
 
 
@@ -166,7 +165,7 @@ def test_what_is_refused():
         ({"softcap": 0.0}, r"softcap=0\.0: give a positive, finite number"),
         (
             {"sink_logits": sinks[0][:4]},
-            r"sink_logits=\[4\]: give one number for each of 6 query heads",
+            r"sink_logits=\[4\]: give one number for each query head, .*H = 6",
         ),
         ({"sink_logits": np.arange(6)}, r"sink_logits='int32\[6\]': give floating-point numbers"),
     ):

@@ -1,6 +1,9 @@
 """What tests of the transform share: random arrays, and looks into the rows that come out."""
 
+import contextlib
+
 import jax.numpy as jnp
+import jaxtyping
 import numpy as np
 
 import jaxkv
@@ -26,17 +29,17 @@ def draw(seed=0, *, batch=2, heads=2, group=3, slots=SLOTS, dim=8, dtype=jnp.flo
     return k, v, 1.5 * q
 
 
-def segments(rows: jaxkv.Rows):
+def segments(rows: jaxkv.CompressedKV):
     """Every segment as `(layer, sequence, head, k, v, pos)` of its rows."""
     start, length = np.asarray(rows.start), np.asarray(rows.length)
     for at in np.ndindex(*start.shape):
         layer, row, _ = at
-        index = rows.layout.pool_of(layer)
+        pool = rows.pool(layer)
         span = slice(start[at], start[at] + length[at])
-        yield *at, *(np.asarray(leaf[index])[row, span] for leaf in (rows.k, rows.v, rows.pos))
+        yield *at, *(np.asarray(leaf)[row, span] for leaf in (pool.k, pool.v, pool.pos))
 
 
-def kept(rows: jaxkv.Rows) -> list:
+def kept(rows: jaxkv.CompressedKV) -> list:
     """Positions by layer, sequence and head."""
     layers, batch, heads = rows.start.shape
     out = [[[None] * heads for _ in range(batch)] for _ in range(layers)]
@@ -45,7 +48,7 @@ def kept(rows: jaxkv.Rows) -> list:
     return out
 
 
-def attended(q, rows: jaxkv.Rows, *, last: int = 1, layer: int = 0) -> np.ndarray:
+def attended(q, rows: jaxkv.CompressedKV, *, last: int = 1, layer: int = 0) -> np.ndarray:
     """Float64 attention of the last queries `[B, H, N, D]` over a layer's rows, each over those that come no later."""
     q = np.asarray(q, np.float64)
     batch, heads, _, dim = q.shape
@@ -62,6 +65,16 @@ def attended(q, rows: jaxkv.Rows, *, last: int = 1, layer: int = 0) -> np.ndarra
 
 def one_step(k, v, q, length, *, policy):
     """One compression, one token, one attention."""
-    rows = jaxkv.compress(k, v, queries=q, length=length, policy=policy, room=1)
-    rows = jaxkv.append(rows, k[:, :, :1], v[:, :, :1])
-    return rows, jaxkv.attend(q[:, :, :1], rows)
+    rows = jaxkv.compress(k, v, queries=q, length=length, policy=policy, headroom=1)
+    rows = rows.append(k[:, :, :1], v[:, :, :1])
+    return rows, rows.attend(q[:, :, :1])
+
+
+@contextlib.contextmanager
+def batched():
+    """A batch of states has one more axis than a state's annotations say, which only tests check."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    try:
+        yield
+    finally:
+        jaxtyping.config.update("jaxtyping_disable", False)

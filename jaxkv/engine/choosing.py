@@ -118,16 +118,17 @@ def limits_of(
     usual: Int[Array, "L B K"],
     axes: Axes | None,
     windows: Windows,
+    of: slice = slice(None),
 ) -> Int[Array, "L B K"]:
     """Row limits `[L, B, K]` of segments: `usual`, or if budgets fix limits per head, the larger of that and `kept`.
 
-    `windows` are `ModelConfig.windows`: segments of layers that have one grow without an end.
+    `windows` are `ModelConfig.windows`: segments of layers that have one grow without an end. `of` are the layers.
     """
     own_of = heads.limits()
     if own_of is None:
         return usual
     near = np.asarray([width is not None for width in windows])
-    whole = jnp.asarray(np.where(near[:, None], ENDLESS, own_of), jnp.int32)[:, None]
+    whole = jnp.asarray(np.where(near[:, None], ENDLESS, own_of)[of], jnp.int32)[:, None]
     return jnp.maximum(kept, own(whole, "K", 2, axes) if inside() else whole)
 
 

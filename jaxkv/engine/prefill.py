@@ -152,13 +152,7 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
             room=room,
             implementation=prompts.implementation,
         )
-    limit, state = jnp.copy(made.length), None
-    if parts.ongoing.compresses:
-        limit, state = _going_on(prompts, made)
-    elif not parts.read.everything:
-        reads = prompts.numbers.reads
-        assert reads is not None
-        state = reading_state(prompts.length, reads, made.length, tuple(prompts.rings))
+    limit, state = first_state(prompts, made, tuple(prompts.rings))
     seen = jnp.copy(prompts.length)
     centre = jnp.stack(prompts.centres) if prompts.centres else None
     tables = Tables(
@@ -338,36 +332,49 @@ class Prompts(PromptSource):
         return ~jnp.stack([*self.nans, jnp.zeros((), bool)]).any()
 
 
-def _going_on(prompts: Prompts, made: Compressed) -> tuple[Int[Array, "L B K"], State]:
+def first_state(
+    source: PromptSource, made: Compressed, rings: tuple[Float[Array, "B K G R D"], ...] = ()
+) -> tuple[Int[Array, "L B K"], State | None]:
+    """Row limits of segments behind prompts, and what the policy remembers; None if it compresses prompts only.
+
+    A limit is the number of rows kept, where the policy does not go on compressing.
+    """
+    parts = source.parts
+    if parts.ongoing.compresses:
+        return _going_on(source, made, rings)
+    if parts.read.everything:
+        return jnp.copy(made.length), None
+    reads = source.numbers.reads
+    assert reads is not None
+    return jnp.copy(made.length), reading_state(source.length, reads, made.length, rings)
+
+
+def _going_on(
+    source: PromptSource, made: Compressed, rings: tuple[Float[Array, "B K G R D"], ...]
+) -> tuple[Int[Array, "L B K"], State]:
     """Pair for policies that evict or recompress after the prompt: row limits `[L, B, K]` of segments, first `State`.
 
     A limit is the number of rows kept; the budget if the prompt is shorter and there is no threshold; a number never
     reached for layers that grow without end; or what head budgets with limits of their own say.
     """
-    parts, lengths, numbers, rows = (
-        prompts.parts,
-        prompts.lengths,
-        prompts.numbers,
-        prompts.kept_rows,
-    )
+    parts, lengths, numbers = source.parts, source.lengths, source.numbers
+    of = slice(source.indices[0], source.indices[-1] + 1)
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
-    assert rows is not None and prompts.recents is not None
     short = numbers.most > lengths
-    targets = xp.where(short, numbers.most, rows)
-    recent = xp.where(short, parts.recents(targets, lengths, numbers.forced), prompts.recents)
+    targets = xp.where(short, numbers.most, source.kept_rows[of])
+    recent = xp.where(short, parts.recents(targets, lengths, numbers.forced), source.recents[of])
     state = State(
-        prompt=prompts.length,
+        prompt=source.length,
         budget=jnp.asarray(numbers.most, jnp.int32),
         recent=jnp.asarray(recent, jnp.int32),
         tau=made.tau,
-        rings=tuple(prompts.rings),
+        rings=rings,
     )
-    per_layer = xp.where(parts.unlimited(prompts.windows)[:, None], endless, targets)
+    per_layer = xp.where(parts.unlimited(source.windows)[of, None], endless, targets)
     limit = jnp.asarray(xp.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
     if parts.heads.uniform:
         return limit, state
     short = short & (parts.threshold is None)
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
-    return limits_of(
-        parts.heads, kept, jnp.where(grown, limit, kept), prompts.axes, prompts.windows
-    ), state
+    usual = jnp.where(grown, limit, kept)
+    return limits_of(parts.heads, kept, usual, source.axes, source.windows, of), state

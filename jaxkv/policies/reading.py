@@ -149,6 +149,11 @@ class Reads:
         return False
 
     @property
+    def by_layer(self) -> bool:
+        """True if each layer chooses for itself what it reads, of entries that stay on the device."""
+        return self.everything
+
+    @property
     def rolling(self) -> bool:
         """True if positions are those within the cache: keys are stored before RoPE and rotated on read."""
         return False

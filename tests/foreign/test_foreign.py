@@ -79,12 +79,16 @@ def test_a_quarter_keeps_the_rows_of_the_oracle(book, name):
             for head in range(2):
                 start, length = (int(each[0, row, head]) for each in (held.start, held.length))
                 span = slice(start, start + length)
-                assert np.asarray(held.pos[0])[row, span].tolist() == kept[layer][head]
+                assert np.asarray(held.pool().pos)[row, span].tolist() == kept[layer][head]
                 np.testing.assert_allclose(
-                    np.asarray(held.k[0])[row, span], ks[layer][head][kept[layer][head]], atol=1e-5
+                    np.asarray(held.pool().k)[row, span],
+                    ks[layer][head][kept[layer][head]],
+                    atol=1e-5,
                 )
                 np.testing.assert_allclose(
-                    np.asarray(held.v[0])[row, span], vs[layer][head][kept[layer][head]], atol=1e-5
+                    np.asarray(held.pool().v)[row, span],
+                    vs[layer][head][kept[layer][head]],
+                    atol=1e-5,
                 )
                 by_head.append(length)
     assert (len(set(by_head)) > 2) == (name == "adakv")

@@ -93,7 +93,7 @@ def prefill(model, tokens, length, policy):
         q, k, v = queries_keys_values(block, x, jnp.zeros(len(length), jnp.int32))
         given = {"window": window_of(block), "softcap": block.attention.logit_soft_cap}
         rows.append(
-            jaxkv.compress(k, v, queries=q, length=length, policy=policy, room=NEW, **given)
+            jaxkv.compress(k, v, queries=q, length=length, policy=policy, headroom=NEW, **given)
         )
         x = block(x, padding_mask=padding)
     return rows, logits(model, jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)[:, 0])
@@ -111,8 +111,8 @@ def run(weights, tokens, length, *, model, policy):
             x = embedded(model, token[:, None])
             for block, held in zip(model.backbone.transformer_layers, rows, strict=True):
                 q, k, v = queries_keys_values(block, x, held.seen[0])
-                after.append(jaxkv.append(held, k, v))
-                x = finish(block, x, jaxkv.attend(q, after[-1]))
+                after.append(held.append(k, v))
+                x = finish(block, x, after[-1].attend(q))
             return (after, logits(model, x[:, 0])), token
 
         _, drawn = jax.lax.scan(step, (begun, first), length=NEW)

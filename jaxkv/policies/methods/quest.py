@@ -1,6 +1,7 @@
 """Quest: every row is kept; each kv head reads the pages of rows whose keys promise it the largest logits."""
 
 import dataclasses
+from typing import ClassVar
 
 import numpy as np
 from jaxtyping import Int
@@ -24,6 +25,8 @@ class PagedReads(Reads):
 
     Fields are those of `Quest`.
     """
+
+    by_layer: ClassVar[bool] = True
 
     page: int
     dense_layers: int

@@ -1,14 +1,14 @@
 """`compress`: compresses keys and values of models outside jaxkv. Pure functions, usable under any `jit`.
 
 ```
-rows = jaxkv.compress(k, v, queries=q, length=length, policy=AdaKV(budget=256), room=64)     # once, behind the prompt
-rows = jaxkv.append(rows, k_new, v_new)                                                      # each token
-out = jaxkv.attend(q_new, rows)
+state = jaxkv.compress(k, v, queries=q, length=length, policy=AdaKV(budget=256), headroom=64)  # behind the prompt
+state, out = state.step(q_new, k_new, v_new)                                                   # each token
 ```
-Shapes follow from S, the policy and the room: data moves where segments begin and end, so one compilation serves all
-lengths. The engine compresses each layer, here as in prefill; this file checks arguments and looks up sizes.
+Shapes follow from S, the policy and the headroom: data moves where segments begin and end, so one compilation serves
+all lengths. The engine compresses each layer, here as in prefill; this file checks arguments and looks up sizes.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -25,22 +25,12 @@ from jaxkv._errors import require
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation, Shaping, backend_of
 from jaxkv.cache.packing import Unpacked
-from jaxkv.cache.rows import (
-    Rows,
-    as_counts,
-    as_floats,
-    as_grouped,
-    as_keys_values,
-    as_sinks,
-    known,
-    order_hint,
-    shown,
-)
-from jaxkv.cache.stores import Dense
 from jaxkv.engine.choosing import Candidates
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.layer_sources import PromptSource
 from jaxkv.engine.lengths import ByLength, by_length
+from jaxkv.engine.pages import with_bounds
+from jaxkv.engine.prefill import first_state
 from jaxkv.engine.walks import finished
 from jaxkv.models.config import Windows
 from jaxkv.models.values import positive
@@ -50,6 +40,16 @@ from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Method
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Extras, Observed, Scorer
+from jaxkv.transform.arrays import (
+    as_counts,
+    as_grouped,
+    as_keys_values,
+    as_sinks,
+    known,
+    order_hint,
+    shown,
+)
+from jaxkv.transform.state import CompressedKV
 
 
 @settled
@@ -60,15 +60,15 @@ def compress(
     policy: Method | type[Method] | str,
     queries: ArrayLike | None = None,
     length: ArrayLike | None = None,
-    room: int = 0,
+    headroom: int = 0,
     layer: int = 0,
     layers: int | None = None,
     window: int | None = None,
     sink_logits: ArrayLike | None = None,
     softcap: float | None = None,
     key: PRNGKeyArray | int | None = None,
-) -> Rows:
-    """Compresses one layer's keys and values by a policy; returns the kept rows as `Rows`.
+) -> CompressedKV:
+    """Compresses one layer's keys and values by a policy; returns the kept entries as `CompressedKV`.
 
     Pure: it runs under `jit` (with a traced `length`), `vmap` and `grad`; gradients reach the kept keys and values, and
     stop at the choice (policies that merge have none in reverse). Under `shard_map` the axis of sequences may be split,
@@ -86,7 +86,7 @@ def compress(
             those of each sequence's last w tokens, for policies that observe a window of them, or those of all S
             tokens. Policies that do not look at attention leave them unread.
         length: `i32[B]` tokens of each sequence, S by default.
-        room: tokens that will be appended at most.
+        headroom: tokens that will be added at most.
         layer: index of this layer, for policies whose budget, scores or draws differ by layer.
         layers: L of the model, for policies whose budget or scores do.
         window: number of last tokens, its own included, that a token of this layer attends to; None for all. The last
@@ -97,7 +97,7 @@ def compress(
         key: random key or seed, for policies that draw; 0 by default.
 
     Returns:
-        One layer's rows.
+        One layer's entries, to which `step` adds tokens.
 
     Raises:
         ValueError: naming the argument that is missing or does not fit.
@@ -108,7 +108,8 @@ def compress(
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
     remedy = f"{name} keeps other rows in other layers: give layer= and layers=, or all layers to jaxkv.compress_layers"
-    same = isinstance(parts.layers, UniformLayers) and parts.scorer.model_layers is None
+    uniform = isinstance(parts.layers, UniformLayers) and parts.read.everything
+    same = uniform and parts.scorer.model_layers is None
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
         layers = whole("layers", layers, "give how many layers the model has")
@@ -116,7 +117,9 @@ def compress(
     layer = whole("layer", layer, f"give the layer's index{below}", least=0)
     require(layers is None or layer < layers, "layer", layer, f"give the layer's index{below}")
     given = _Layer(k, v, queries, _as_window(window), sink_logits, _as_softcap(softcap))
-    return _compressed([given], parts, length, room, key, first=layer, layers=layers or layer + 1)
+    return _compressed(
+        [given], parts, length, headroom, key, first=layer, layers=layers or layer + 1
+    )
 
 
 @settled
@@ -127,13 +130,13 @@ def compress_layers(
     policy: Method | type[Method] | str,
     queries: Sequence[ArrayLike] | None = None,
     length: ArrayLike | None = None,
-    room: int = 0,
+    headroom: int = 0,
     windows: Sequence[int | None] | None = None,
     sink_logits: Sequence[ArrayLike | None] | None = None,
     softcap: float | None = None,
     key: PRNGKeyArray | int | None = None,
-) -> Rows:
-    """Compresses all layers' keys and values by a policy, as `Rows`; for budgets that depend on several layers.
+) -> CompressedKV:
+    """Compresses all layers' keys and values by a policy, as `CompressedKV`; for budgets that depend on several layers.
 
     If budgets depend on all layers' scores, all layers share one pool.
 
@@ -143,14 +146,14 @@ def compress_layers(
         policy: as for `compress`.
         queries: each layer's queries.
         length: as for `compress`.
-        room: as for `compress`.
+        headroom: as for `compress`.
         windows: each layer's window, as for `compress`; the budget is spread over the layers without one.
         sink_logits: each layer's, as for `compress`.
         softcap: of all layers, as for `compress`.
         key: as for `compress`.
 
     Returns:
-        All layers' rows; `append` and `attend` take the layer's index.
+        All layers' entries; `step`, `append` and `attend` take the layer's index.
 
     Raises:
         ValueError: naming the argument that is missing or does not fit.
@@ -173,7 +176,7 @@ def compress_layers(
     parts, widths = _as_taken(policy).composed, tuple(each.window for each in given)
     if any(widths):
         parts.require_fits_windows(widths)
-    return _compressed(given, parts, length, room, key, first=0, layers=layers)
+    return _compressed(given, parts, length, headroom, key, first=0, layers=layers)
 
 
 class _Layer(NamedTuple):
@@ -198,7 +201,9 @@ def _as_softcap(given: Any) -> float | None:
 
 
 @lru_cache(maxsize=256)
-def _tables(parts: Parts, windows: Windows, slots: int) -> tuple[tuple[int, ...], ByLength]:
+def _tables(
+    parts: Parts, windows: Windows, slots: int, headroom: int
+) -> tuple[tuple[int, ...], ByLength]:
     """Rows per kv head of each layer at most, of a shared pool in all; numbers for every length from 0 to `slots`."""
     lengths, layers = np.arange(1, slots + 1), windows.count(None)
     # What a window holds stays, whatever the policy.
@@ -207,9 +212,16 @@ def _tables(parts: Parts, windows: Windows, slots: int) -> tuple[tuple[int, ...]
         bound = parts.among(windows).layers.bound
         reach = bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
         near = sum(min(slots, width or 0) for width in windows)
-        capacity = (min(int(reach.max()), layers * slots) + near,)
+        most = min(int(reach.max()), layers * slots) + near
+        capacity = (most + len(windows) * headroom,)
     else:
-        capacity = tuple(told.rows.max(axis=1).tolist())
+        needed = told.rows + headroom
+        if parts.ongoing.compresses and layers:
+            # A token joins before another entry goes.
+            beyond = np.maximum(told.rows, told.most) + 1
+            endless = parts.unlimited(windows)[:, None]
+            needed = np.where(endless, needed, np.minimum(needed, beyond))
+        capacity = tuple(needed.max(axis=1).tolist())
         capacity = (sum(capacity),) if parts.layout.one_pool else capacity
 
     def from_none(counts: Any) -> Int[np.ndarray, "..."]:
@@ -228,20 +240,20 @@ class _Given(PromptSource):
         parts: Parts,
         length: Any,
         *,
-        room: int,
+        headroom: int,
         key: PRNGKeyArray,
         first: int,
         layers: int,
     ):
         """Validates the keys, values and queries of the layers from `first` on, and looks up their row counts."""
-        self.given, self.room, self.key, self.first = given, room, key, first
+        self.given, self.key, self.first = given, key, first
         self.like = as_keys_values(*given[0][:2])[0]
         batch, heads, slots, _ = self.like.shape
         lengths: Any = as_counts("length", length, batch, slots, order_hint(self.like))
         widths = tuple(each.window for each in given)
         # One layer alone stands for all layers of its kind.
         windows = widths if len(given) == layers else widths * layers
-        self.capacity, tables = _tables(parts, windows, slots)
+        self.capacity, tables = _tables(parts, windows, slots, headroom)
         if known(lengths):
             # Budgets can only be validated if lengths are known, not while tracing.
             lengths = np.asarray(lengths, np.int64)
@@ -312,44 +324,60 @@ class _Given(PromptSource):
             softcap=given.softcap,
         )
 
+    def shaping(self, given: _Layer) -> Shaping:
+        """What a layer does to the logits of its attention."""
+        sinks = as_sinks(given.sink_logits, self.like.shape[1])
+        return Shaping(softcap=given.softcap, sink_logits=sinks)
+
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """Number of rows to allocate in a pool of a group of layers: the most that any length keeps, plus the room."""
-        return self.like.shape[1] * (self.capacity[group[0]] + len(group) * self.room)
+        """Size P in rows of a group's pool: the most that any length keeps and gains."""
+        return self.like.shape[1] * self.capacity[group[0]]
 
 
 def _compressed(
     layers_given: list[_Layer],
     parts: Parts,
     length: Any,
-    room: Any,
+    headroom: Any,
     key: Any,
     *,
     first: int,
     layers: int,
-) -> Rows:
-    """`Rows` of the layers from `first` on, compressed by the engine."""
-    room = whole("room", room, "give how many tokens will be appended, 0 or more", least=0)
+) -> CompressedKV:
+    """The layers from `first` on, compressed by the engine."""
+    remedy = "give how many tokens will be added, 0 or more"
+    headroom = whole("headroom", headroom, remedy, least=0)
     key = as_key(0 if key is None else key)
+    remedy = "its budget spans layers, and goes on while tokens are added: use jaxkv.generate"
+    spans = parts.layout.one_pool and parts.ongoing.compresses
+    require(not spans, "policy", parts.described(), remedy)
     made_for = parts.scorer.model_layers
     remedy = f"the policy was made for a model of {made_for} layers"
     require(made_for in (None, layers), "layers", layers, remedy)
-    given = _Given(layers_given, parts, length, room=room, key=key, first=first, layers=layers)
+    given = _Given(
+        layers_given, parts, length, headroom=headroom, key=key, first=first, layers=layers
+    )
     made = finished(compress_all(given, parts, key=key))
     if known(*given.nans):
         given.require_ordered()
+    limit, state = first_state(given, made)
+    reading = parts.reading(given.windows, given.like.shape[2])
+    sources = reading.sources[first : first + len(layers_given)]
+    mine = dataclasses.replace(reading, sources=sources)
     seen = jnp.broadcast_to(given.length, (len(layers_given), len(given.length)))
-    return Rows(
-        k=tuple(pool.k for pool in made.pools),
-        v=tuple(pool.v for pool in made.pools),
-        pos=tuple(pool.pos for pool in made.pools),
+    return CompressedKV(
+        pools=with_bounds(made.pools, made.length, mine, None),
         start=made.start,
         length=made.length,
+        limit=limit,
         seen=seen,
         left_out=jnp.zeros_like(seen),
-        sink_logits=tuple(as_floats("sink_logits", each.sink_logits) for each in layers_given),
-        layout=parts.layout,
-        windows=tuple(each.window for each in layers_given),
-        softcap=layers_given[0].softcap,
+        state=state,
+        shapings=tuple(given.shaping(each) for each in layers_given),
+        parts=parts,
+        windows=given.windows,
+        first=first,
+        padded_len=given.like.shape[2],
     )
 
 
@@ -363,30 +391,25 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
     """Validates a policy for `compress` and returns it; ValueError if it needs more than prompt K, V and Q."""
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.composed
-    needs = parts.needs
     for refused, remedy in (
         (
             isinstance(parts.budget, Bytes),
             "bytes are those of a whole model's cache: give rows, or a share",
         ),
         (
-            not parts.read.everything,
-            f"{name} chooses what is read while tokens are drawn, and here all rows are: use jaxkv.generate",
+            not parts.read.by_layer,
+            f"{name} chooses in one layer what others read, or offloads it: use jaxkv.generate",
+        ),
+        (
+            parts.every,
+            f"it compresses again every {parts.every} tokens: leave every out, or use jaxkv.generate",
         ),
         (
             parts.rolling,
             "it stores keys before RoPE, and here they come after it: leave rolling positions out",
         ),
         (
-            parts.ongoing.compresses,
-            "it compresses while tokens are drawn, and here a prompt only: give SnapKV, or every=None",
-        ),
-        (
-            parts.store is not Dense,
-            f"rows come out as plain arrays, not as {parts.store.__name__}: leave store out",
-        ),
-        (
-            set(needs.extras) - {"sums"},
+            set(parts.needs.extras) - {"sums"},
             f"{name} looks at more than keys, values and queries: use KeyDiff, or jaxkv.generate",
         ),
     ):

@@ -1,0 +1,384 @@
+"""`CompressedKV`: compressed entries of layers of any model; what a new token adds, reads, and evicts.
+
+```
+state = jaxkv.compress(k, v, queries=q, length=length, policy=H2O(budget=256), headroom=64)
+state, out = state.step(q_new, k_new, v_new)
+```
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from jaxkv._checks import brief, settled, whole
+from jaxkv._errors import require
+from jaxkv.attention import Shaping
+from jaxkv.attention.steps import NewRows
+from jaxkv.attention.xla import Reach, Walk, over_pool
+from jaxkv.cache import State, Tables
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.bookkeeping import faded, segments_of
+from jaxkv.engine.evict import Eviction, evict
+from jaxkv.engine.layers.binding import bound
+from jaxkv.engine.layers.step import Step
+from jaxkv.engine.layers.terms import Terms
+from jaxkv.engine.segments import heads_of, in_window
+from jaxkv.engine.sparse import new_tokens
+from jaxkv.engine.tokens import Token
+from jaxkv.models.config import Windows
+from jaxkv.policies.parts import Parts
+from jaxkv.policies.phases import Append
+from jaxkv.transform.arrays import as_counts, as_grouped, as_keys_values, known, shown
+
+
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["pools", "start", "length", "limit", "seen", "left_out", "state", "shapings"],
+    meta_fields=["parts", "windows", "first", "padded_len"],
+)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CompressedKV:
+    """Immutable pytree of the compressed entries of one or several layers, made by `compress`.
+
+    Attributes:
+        pools: each layer's keys, values and positions; a single pool where layers share one (`layout.one_pool`).
+        start: `i32[L, B, K]` first row of each segment.
+        length: `i32[L, B, K]` entries in each segment.
+        limit: `i32[L, B, K]` the policy's target size of each segment, kept by policies that go on compressing.
+        seen: `i32[L, B]` tokens each sequence has had, and so the next position; layers differ while a token is on its
+            way.
+        left_out: `i32[L, B]` tokens for which there was no headroom while numbers were traced: 0 in a cache that lacks
+            nothing. Look at it after a `jit`.
+        state: what the policy remembers while tokens are added; None if it compresses the prompt only.
+        shapings: what each layer does to the logits of its attention.
+        parts: of the policy.
+        windows: number of last tokens that tokens of each of the model's layers attend to; None for all.
+        first: index in the model of the first layer held.
+        padded_len: S, tokens of the padded prompts.
+    """
+
+    pools: tuple[Pool, ...]
+    start: Array
+    length: Array
+    limit: Array
+    seen: Array
+    left_out: Array
+    state: State | None
+    shapings: tuple[Shaping, ...]
+    parts: Parts
+    windows: Windows
+    first: int
+    padded_len: int
+
+    def __repr__(self) -> str:
+        pools = ", ".join(dict.fromkeys(map(_brief, self.pools)))
+        numbers = f"seen={_numbers(self.seen)}, left_out={_numbers(self.left_out)}"
+        layers = getattr(self.start, "shape", "?")[0]
+        return (
+            f"CompressedKV({layers} layers, k and v {pools}, {numbers}, {self.terms.layout.value})"
+        )
+
+    @property
+    def terms(self) -> Terms:
+        """Static config on which new tokens join and read the entries."""
+        reading = self.parts.reading(self.windows, self.padded_len)
+        return Terms(layout=self.parts.layout, reading=reading, ongoing=self.parts.ongoing)
+
+    def pool(self, layer: int = 0) -> Pool:
+        """The `Pool` (keys, values and positions) that holds a layer's segments.
+
+        Args:
+            layer: index among the layers held.
+
+        Returns:
+            Its keys, values and positions.
+        """
+        return self.pools[self.terms.layout.pool_of(layer)]
+
+    def free(self, layer: int = 0) -> Int[Array, " B"]:
+        """Number of tokens that can still be appended to a layer, `[B]`: the smallest number over its kv heads.
+
+        Args:
+            layer: index among the layers held.
+
+        Returns:
+            Places, the smallest number over the heads.
+        """
+        sizes = [pool.rows for pool in self.pools]
+        return self.terms.layout.free(self.start, self.length, sizes)[layer].min(axis=1)
+
+    def positions(self, layer: int = 0) -> list[list[Int[np.ndarray, " n"]]]:
+        """Original positions of a layer's entries on the host: by sequence and kv head, in the order of the pool.
+
+        Args:
+            layer: index among the layers held.
+
+        Returns:
+            A list for each sequence, with an i32 array of length `length[layer, b, h]` for each kv head.
+        """
+        layer = self._held_layer(layer)
+        pos, starts, lengths = (
+            np.asarray(each)
+            for each in (self.pool(layer).pos, self.start[layer], self.length[layer])
+        )
+        return [
+            [held[start : start + length] for start, length in zip(*each, strict=True)]
+            for held, *each in zip(pos, starts, lengths, strict=True)
+        ]
+
+    @settled
+    def step(
+        self,
+        q: ArrayLike,
+        k: ArrayLike,
+        v: ArrayLike,
+        *,
+        count: ArrayLike | None = None,
+        layer: int = 0,
+    ) -> tuple["CompressedKV", Array]:
+        """Adds new tokens to a layer: appends, attends, scores, and evicts what the policy evicts.
+
+        Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map`. Logits are scaled by 1 / sqrt(D); a
+        model that scales by s multiplies its queries by s * sqrt(D).
+
+        Args:
+            q: `[B, H, N, D]` queries after RoPE at their own positions, which `seen` counts.
+            k: `[B, K, N, D]` keys after RoPE.
+            v: `[B, K, N, D]` values.
+            count: `i32[B]` tokens of the N that each sequence has, the others being padding; all by default. Sequences
+                of no token stay as they are.
+            layer: index among the layers held.
+
+        Returns:
+            The new state, and attention output `[B, H, N, D]` in q's dtype, causal among the N; anything finite for
+            padding. Where numbers are traced, tokens for which there is no headroom are not appended and counted in
+            `left_out`; their positions count as seen.
+
+        Raises:
+            ValueError: if arrays do not fit, for several tokens at once where each evicts, or, where numbers are known,
+                if there is no headroom.
+        """
+        layer = self._held_layer(layer)
+        new, written = self._joining(k, v, count, layer)
+        q = as_grouped("q", q, *self.start.shape[1:], new.k)
+        tokens, terms = q.shape[3], self.terms
+        require(q.shape[3] == new.k.shape[2], "q", shown(q), f"k has {new.k.shape[2]} tokens")
+        tables = self._tables(layer)
+        window = self.windows[self.first + layer]
+        (pool,) = faded((self.pool(layer),), new.count, terms)
+        rows = bound(
+            terms,
+            pool,
+            self.start[layer],
+            self.length[layer],
+            shaping=self._shaping(layer, q),
+            window=window,
+        )
+        token = Token(q=q, k=new.k, v=new.v, stored=new.k).widened(pool.dtype)
+        step = Step(new=new_tokens(terms, tables, new.count, tokens))
+        made = rows.attended(token, step)
+        after = self._with(layer, made.layer.pool, new.count, written)
+        if terms.ongoing.evicts and window is None:
+            after = after._evicted(layer, heads_of(made.out, len(written)))
+        out = made.out.reshape(*made.out.shape[:1], -1, *made.out.shape[3:])
+        return after, out.astype(q.dtype)
+
+    @settled
+    def append(
+        self, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0
+    ) -> "CompressedKV":
+        """Appends new tokens' keys and values to a layer: the first half of `step`, of policies that evict nothing.
+
+        Args:
+            k: `[B, K, N, D]` keys after RoPE at their own positions, which `seen` counts.
+            v: `[B, K, N, D]` values.
+            count: `i32[B]` tokens of the N that each sequence has, the others being padding; all by default.
+            layer: index among the layers held.
+
+        Returns:
+            The state with these behind the others; tokens without headroom as in `step`.
+
+        Raises:
+            ValueError: if arrays do not fit, for a policy that evicts or chooses what is read, or, where numbers are
+                known, if there is no headroom.
+        """
+        layer = self._held_layer(layer)
+        self._require_plain("append")
+        new, written = self._joining(k, v, count, layer)
+        return self._with(layer, self.pool(layer).appended(new), new.count, written)
+
+    @settled
+    def attend(self, q: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Array:
+        """Attention of the last N appended tokens' queries over a layer, causal among the N: the second half of `step`.
+
+        Reverse-mode gradients are supported, except if layers share a pool or a kv head has 48 query heads or more:
+        there a loop walks the segments, with as many steps as the longest needs.
+
+        Args:
+            q: `[B, H, N, D]` queries after RoPE of the last N tokens, whose entries are the last N of each segment:
+                `append` has put them there, at once or one by one. Where numbers are traced this is not looked at, and
+                an output counts entries of later tokens where it does not hold.
+            count: `i32[B]` tokens of the N that each sequence has, as given to `append`; all by default.
+            layer: index among the layers held.
+
+        Returns:
+            `[B, H, N, D]` in q's dtype; anything finite for padding.
+
+        Raises:
+            ValueError: if shapes do not fit, for a policy that evicts or chooses what is read, or, where numbers are
+                known, if there are more queries of a sequence than its last entries have positions in a line.
+        """
+        layer = self._held_layer(layer)
+        self._require_plain("attend")
+        pool, start, length = self.pool(layer), self.start[layer], self.length[layer]
+        batch, heads = start.shape
+        grouped = as_grouped("q", q, batch, heads, pool.k)
+        tokens = grouped.shape[3]
+        written = as_counts("count", count, batch, tokens)
+        # Entries are only appended: later tokens are at the end of each segment, unless there was no room for them.
+        last = jnp.take_along_axis(pool.pos, jnp.maximum(start + length - 1, 0), axis=1)
+        last = jnp.where(length > 0, last, -1).max(axis=1)
+        taken = jnp.clip(last + 1 - (self.seen[layer] - written), 0, written)
+        after = jnp.maximum(taken - 1 - jnp.arange(tokens, dtype=jnp.int32)[:, None], 0)
+        if tokens > 1 and known(pool.pos, start, length, taken):
+            _require_last(pool.pos, start, length, last, taken)
+        window, shaping = self.windows[self.first + layer], self._shaping(layer, grouped)
+        # What a window leaves of segments begins at no stride.
+        walk = self.terms.layout.walk if window is None else Walk.WINDOWS
+
+        def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
+            """Output of the queries of one token, behind which `after` later ones are appended."""
+            lies = in_window(start, jnp.maximum(length - after[:, None], 0), window)
+            reach = Reach(start=lies[0], length=lies[1], walk=walk)
+            return shaping.joined(*over_pool(q, pool.k, pool.v, reach, shaping.softcap))[0]
+
+        if tokens == 1:
+            out = one(grouped[:, :, :, 0], after[0])[:, :, :, None]
+        else:
+            out = jax.vmap(one, in_axes=(3, 0), out_axes=3)(grouped, after)
+        return out.reshape(batch, -1, tokens, out.shape[-1])
+
+    def _joining(
+        self, k: ArrayLike, v: ArrayLike, count: ArrayLike | None, layer: int
+    ) -> tuple[NewRows, Int[Array, " B"]]:
+        """New tokens' entries, as many of each sequence as there is headroom for; and numbers of its tokens."""
+        k, v = as_keys_values(k, v)
+        batch, heads = self.start.shape[1:]
+        held, tokens = self.pool(layer).k, k.shape[2]
+        fits = (*k.shape[:2], k.shape[3]) == (batch, heads, held.shape[2])
+        remedy = f"this state takes [B, K, N, D] = {[batch, heads, 'N', held.shape[2]]}"
+        require(fits, "k", list(k.shape), remedy)
+        remedy = f"this state is {held.dtype}: give keys and values of it"
+        require(k.dtype == held.dtype, "k", str(k.dtype), remedy)
+        single = tokens == 1 or isinstance(self.parts.after, Append)
+        remedy = "its policy goes on compressing after each: give one at a time"
+        require(single, "k", f"{tokens} tokens", remedy)
+        written, free = as_counts("count", count, batch, tokens), self.free(layer)
+        if known(written, free):
+            short = int(np.max(np.asarray(written) - np.asarray(free)))
+            remedy = f"{short} more than there is room for: give jaxkv.compress a larger headroom"
+            require(short <= 0, "k", f"{tokens} tokens", remedy)
+        positions = self.seen[layer][:, None] + jnp.arange(tokens, dtype=jnp.int32)
+        end, taken = self.start[layer] + self.length[layer], jnp.clip(free, 0, written)
+        return NewRows(k=k, v=v, positions=positions, count=taken, end=end), written
+
+    def _shaping(self, layer: int, q: Float[Array, "B K G N D"]) -> Shaping:
+        """What a layer does to its logits; ValueError where its sink logits are of other query heads."""
+        shaping, (_, heads, group, _, _) = self.shapings[layer], q.shape
+        sinks = shaping.sink_logits
+        fits = sinks is None or sinks.shape == (heads, group)
+        remedy = (
+            f"the state has sink logits of {getattr(sinks, 'size', 0)} query heads: give as many"
+        )
+        require(fits, "q", f"{heads * group} query heads", remedy)
+        return shaping
+
+    def _with(
+        self, layer: int, pool: Pool, taken: Int[Array, " B"], written: Int[Array, " B"]
+    ) -> "CompressedKV":
+        """State with a layer's pool, to which `taken` of `written` tokens were appended."""
+        return dataclasses.replace(
+            self._with_pool(layer, pool),
+            length=self.length.at[layer].add(taken[:, None]),
+            seen=self.seen.at[layer].add(written),
+            left_out=self.left_out.at[layer].add(written - taken),
+        )
+
+    def _with_pool(self, layer: int, pool: Pool) -> "CompressedKV":
+        """State with another pool of a layer."""
+        at = self.terms.layout.pool_of(layer)
+        return dataclasses.replace(self, pools=(*self.pools[:at], pool, *self.pools[at + 1 :]))
+
+    def _tables(self, layer: int) -> Tables:
+        """Tables of the layers held, with the tokens that one of them has seen."""
+        return Tables(
+            start=self.start,
+            length=self.length,
+            limit=self.limit,
+            seen=self.seen[layer],
+            state=self.state,
+        )
+
+    def _evicted(self, layer: int, attended: Float[Array, "B K"]) -> "CompressedKV":
+        """State without the entry of lowest rank of each of a layer's segments that is over its limit."""
+        pool, heads = self.pool(layer), self.start.shape[2]
+        how = Eviction(terms=self.terms, heads=heads, dtype=pool.dtype)
+        pool, left = evict(pool, segments_of(self._tables(layer), layer), attended, how)
+        state = self.state
+        if state is not None and state.tau is not None:
+            state = dataclasses.replace(state, tau=state.tau.at[layer].set(left.tau))
+        length = self.length.at[layer].set(left.length)
+        return dataclasses.replace(self._with_pool(layer, pool), length=length, state=state)
+
+    def _require_plain(self, half: str) -> None:
+        """Raises ValueError unless tokens are only appended, and read all entries."""
+        plain = isinstance(self.parts.after, Append) and self.parts.read.everything
+        remedy = f"its policy evicts, or chooses what is read, in one step: use step, not {half}"
+        require(plain, "state", brief(self.parts), remedy)
+
+    def _held_layer(self, layer: Any) -> int:
+        """Validates a layer's index among the layers held, and returns it as an int."""
+        layers = self.start.shape[0]
+        remedy = f"this state holds layers 0 to {layers - 1}"
+        layer = whole("layer", layer, remedy, least=0)
+        require(layer < layers, "layer", layer, remedy)
+        return layer
+
+
+def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: Array) -> None:
+    """Raises ValueError unless the last `taken` rows of each segment have consecutive positions up to `last`."""
+    behind = np.arange(int(taken.max(initial=0)))
+    row = np.asarray(start + length - 1)[..., None] - behind
+    found = np.take_along_axis(np.asarray(pos)[:, None], np.maximum(row, 0), axis=2)
+    right = (behind < np.asarray(length)[..., None]) & (
+        found == np.asarray(last)[:, None, None] - behind
+    )
+    wrong = (~right & (behind < np.asarray(taken)[:, None, None])).any(axis=1)
+    if wrong.any():
+        at = int(wrong.any(axis=1).argmax())
+        held = int(wrong[at].argmax())
+        remedy = f"of sequence {at} the last rows of each kv head are the last {held} positions: give that many queries"
+        raise ValueError(
+            f"q={int(taken[at])} tokens: {remedy}, or count= where sequences have fewer than others"
+        )
+
+
+def _brief(pool: Pool) -> str:
+    """Text of the dtype and shape of a pool's keys; the type's name of what is no array."""
+    leaf = jax.tree.leaves(pool)[0] if jax.tree.leaves(pool) else pool
+    return shown(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
+
+
+def _numbers(array: Any) -> str:
+    """Text of a small array's numbers on one line; its type's name where these cannot be read or are too many."""
+    readable = isinstance(array, (jax.Array, np.ndarray)) and known(array) and array.size <= 16
+    if readable and isinstance(array, jax.Array):
+        # Of arrays that a call was given to keep, and of those on other hosts, nothing can be read.
+        readable = not array.is_deleted() and array.is_fully_addressable
+    return str(np.asarray(array).tolist()) if readable else type(array).__name__

@@ -1,0 +1,179 @@
+"""`CompressedKV.step` in no model: every token against the oracles' plain loops in float64, under the caller's jit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import oracles as o
+import pytest
+from stepping import DIM, HEADS, LENGTHS, draw
+from test_eviction import CASES
+from transforming import attended, batched
+
+import jaxkv
+from jaxkv import H2O, AdaKV, Quest, SnapKV
+
+NEW = 24
+
+
+def queries(a):
+    """`[B, K, G, n, D]` as the transform takes them: `[B, H, n, D]`."""
+    return jnp.asarray(a.reshape(len(a), -1, *a.shape[3:]))
+
+
+def compressed(drawn, policy, **options):
+    k, v, length = jnp.asarray(drawn.k), jnp.asarray(drawn.v), jnp.asarray(LENGTHS)
+    return jaxkv.compress(
+        k, v, queries=queries(drawn.q), length=length, policy=policy, headroom=NEW, **options
+    )
+
+
+def steps(state, drawn):
+    """States and outputs after each token."""
+    q, k, v = queries(drawn.q_new), jnp.asarray(drawn.k_new), jnp.asarray(drawn.v_new)
+    step = jax.jit(
+        lambda state, at: state.step(*(each[:, :, at][:, :, None] for each in (q, k, v)))
+    )
+    for at in range(NEW):
+        state, out = step(state, at)
+        yield state, np.asarray(out)[:, :, 0]
+
+
+def agrees(case, seed, budget) -> bool:
+    """Asserts equality with the oracle at every step; False where its choices are too narrow to tell."""
+    make, sinks, accumulate, share, merge = CASES[case]
+    drawn, expected = draw(seed, 2, like=0.7), []
+    for row, n in enumerate(LENGTHS):
+        *new, q, k, v = drawn.of(row, n)
+        recent = max(1, int((budget - sinks) * share))
+        given = (*new, *(each[:, :NEW] for each in (q, k, v)))
+        rule = {"rows": budget, "sinks": sinks, "recent": recent}
+        prefill, after, gap = o.simulate(*given, **rule, accumulate=accumulate, merge=merge)
+        if gap < o.MIN_GAP:
+            return False
+        expected.append(after)
+    for at, (state, out) in enumerate(steps(compressed(drawn, make(budget=budget)), drawn)):
+        for row in range(len(LENGTHS)):
+            positions = [sorted(head.tolist()) for head in state.positions()[row]]
+            assert positions == [sorted(head) for head in expected[row][at]["positions"]], at
+            np.testing.assert_allclose(
+                out[row].reshape(-1, DIM), expected[row][at]["out"], atol=1e-5
+            )
+        assert not np.asarray(state.left_out).any()
+    return True
+
+
+@pytest.mark.parametrize("case", ["h2o", "roco", "tova", "fading", "norm", "halving", "d2o-both"])
+def test_every_token_agrees_with_the_oracle(case):
+    assert any(agrees(case, seed, 16) for seed in range(3))
+
+
+def test_eviction_begins_when_the_budget_is_reached():
+    assert any(agrees("h2o", seed, 40) for seed in range(3))
+
+
+def test_a_state_takes_no_more_memory_than_budget_and_one_token():
+    drawn = draw(0, 2)
+    state = compressed(drawn, H2O(budget=16))
+    assert state.pool().rows == HEADS * 17
+    assert compressed(drawn, H2O(budget=44)).pool().rows == HEADS * 45
+
+
+def test_tokens_read_the_pages_of_the_oracle():
+    drawn, policy = draw(1, 2), Quest(budget=16, page=4)
+    state, gaps = compressed(drawn, policy, layer=2, layers=4), []
+    for at, (_, out) in enumerate(steps(state, drawn)):
+        for row, n in enumerate(LENGTHS):
+            _, k, v, q_new, k_new, v_new = drawn.of(row, n)
+            held = [
+                np.concatenate([a, b[:, : at + 1]], axis=1) for a, b in ((k, k_new), (v, v_new))
+            ]
+            rows, gap = o.quest_rows(q_new[:, at], held[0], budget=16, page=4)
+            gaps.append(gap)
+            if gap > o.MIN_GAP:
+                wanted = o.attention_over(q_new[:, at], *held, rows)
+                np.testing.assert_allclose(out[row], wanted, atol=1e-5)
+    assert np.mean(np.asarray(gaps) > o.MIN_GAP) > 0.9
+
+
+def test_policies_that_append_take_several_tokens_at_once():
+    drawn = draw(2, 3)
+    state = compressed(drawn, AdaKV(base=SnapKV(budget=16, window=4)))
+    q, k, v = (each[:, :, :5] for each in (queries(drawn.q_new), drawn.k_new, drawn.v_new))
+    count = jnp.asarray([5, 3])
+    after, out = state.step(q, jnp.asarray(k), jnp.asarray(v), count=count)
+    halves = state.append(jnp.asarray(k), jnp.asarray(v), count=count)
+    assert after.length.tolist() == halves.length.tolist()
+    np.testing.assert_allclose(out[0], halves.attend(q, count=count)[0], atol=2e-5)
+    np.testing.assert_allclose(out[0], attended(q, after, last=5)[0], atol=2e-5)
+    np.testing.assert_allclose(out[1, :, :3], halves.attend(q, count=count)[1, :, :3], atol=2e-5)
+
+
+def test_a_sequence_of_no_token_stays_as_it_is():
+    drawn = draw(3, 2)
+    state = compressed(drawn, H2O(budget=16))
+    one = [each[:, :, :1] for each in (queries(drawn.q_new), drawn.k_new, drawn.v_new)]
+    after, _ = jax.jit(lambda *new: state.step(*new, count=jnp.asarray([1, 0])))(
+        *map(jnp.asarray, one)
+    )
+    both, _ = state.step(*map(jnp.asarray, one))
+    assert [each.tolist() for each in after.positions()[1]] == [
+        each.tolist() for each in state.positions()[1]
+    ]
+    assert after.seen.tolist() == [[LENGTHS[0] + 1, LENGTHS[1]]]
+    for mine, its in zip(after.positions()[0], both.positions()[0], strict=True):
+        assert mine.tolist() == its.tolist()
+
+
+def test_a_layer_with_a_window_reads_it_alone():
+    drawn, policy = draw(4, 2), H2O(budget=16)
+    windowed = compressed(drawn, policy, window=6, layers=2, layer=0)
+    for at, (state, out) in enumerate(steps(windowed, drawn)):
+        assert not np.asarray(state.left_out).any()
+        for row, n in enumerate(LENGTHS):
+            _, k, v, q_new, k_new, v_new = drawn.of(row, n)
+            held = [
+                np.concatenate([a, b[:, : at + 1]], axis=1) for a, b in ((k, k_new), (v, v_new))
+            ]
+            last = [list(range(n + at + 1 - 6, n + at + 1))] * HEADS
+            np.testing.assert_allclose(
+                out[row], o.attention_over(q_new[:, at], *held, last), atol=1e-5
+            )
+
+
+def test_what_a_step_cannot_honour_is_rejected_by_name():
+    drawn = draw(5, 2)
+    several = [each[:, :, :2] for each in (queries(drawn.q_new), drawn.k_new, drawn.v_new)]
+    state = compressed(drawn, H2O(budget=16))
+    with pytest.raises(ValueError, match="^k='2 tokens': .*one at a time"):
+        state.step(*map(jnp.asarray, several))
+    for half in (
+        lambda: state.append(*map(jnp.asarray, several[1:])),
+        lambda: state.attend(several[0]),
+    ):
+        with pytest.raises(ValueError, match="^state=.*use step"):
+            half()
+    with pytest.raises(ValueError, match="^layers=None"):
+        compressed(drawn, Quest(budget=16, page=4))
+
+
+def test_it_runs_under_vmap_and_scan():
+    drawn, policy = draw(6, 2), H2O(budget=16)
+    q, k, v = queries(drawn.q_new), jnp.asarray(drawn.k_new), jnp.asarray(drawn.v_new)
+    *_, (one_by_one, out) = steps(compressed(drawn, policy), drawn)
+
+    def whole(k_old, v_old, q_old, length, new):
+        state = jaxkv.compress(
+            *(each[None] for each in (k_old, v_old)),
+            queries=q_old[None],
+            length=length[None],
+            policy=policy,
+            headroom=NEW,
+        )
+        by_token = jax.tree.map(lambda a: jnp.moveaxis(a[:, :NEW], 1, 0)[:, None, :, None], new)
+        return jax.lax.scan(lambda state, token: state.step(*token), state, by_token)
+
+    old = (jnp.asarray(drawn.k), jnp.asarray(drawn.v), queries(drawn.q), jnp.asarray(LENGTHS))
+    with batched():
+        state, outs = jax.jit(jax.vmap(whole))(*old, (q, k, v))
+    np.testing.assert_allclose(outs[:, -1, 0, :, 0], out, atol=1e-5)
+    np.testing.assert_array_equal(state.length[:, 0, 0], one_by_one.length[0])
