@@ -69,7 +69,8 @@ def test_attention_by_an_oracle(window, sunk, cap, tokens):
                 int(np.asarray(each)[0, row, kv]) for each in (rows.start, rows.length)
             )
             held = tuple(
-                np.asarray(each[0])[row, start : start + length] for each in (rows.k, rows.v)
+                np.asarray(each)[row, start : start + length]
+                for each in (rows.pool().k, rows.pool().v)
             )
             one = None if sinks is None else sinks[head]
             want = oracle(

@@ -20,15 +20,15 @@ from jaxkv._checks import brief, settled, whole
 from jaxkv._errors import require
 from jaxkv.attention import Shaping
 from jaxkv.attention.steps import NewRows
-from jaxkv.attention.xla import Reach, Walk, over_pool
 from jaxkv.cache import State, Tables
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import faded, segments_of
 from jaxkv.engine.evict import Eviction, evict
 from jaxkv.engine.layers.binding import bound
+from jaxkv.engine.layers.dense import DenseLayer
 from jaxkv.engine.layers.step import Step
 from jaxkv.engine.layers.terms import Terms
-from jaxkv.engine.segments import heads_of, in_window
+from jaxkv.engine.segments import heads_of
 from jaxkv.engine.sparse import new_tokens
 from jaxkv.engine.tokens import Token
 from jaxkv.models.config import Windows
@@ -77,12 +77,9 @@ class CompressedKV:
     padded_len: int
 
     def __repr__(self) -> str:
-        pools = ", ".join(dict.fromkeys(map(_brief, self.pools)))
         numbers = f"seen={_numbers(self.seen)}, left_out={_numbers(self.left_out)}"
         layers = getattr(self.start, "shape", "?")[0]
-        return (
-            f"CompressedKV({layers} layers, k and v {pools}, {numbers}, {self.terms.layout.value})"
-        )
+        return f"CompressedKV({layers} layers, {numbers}, {self.terms.layout.value})"
 
     @property
     def terms(self) -> Terms:
@@ -100,6 +97,10 @@ class CompressedKV:
             Its keys, values and positions.
         """
         return self.pools[self.terms.layout.pool_of(layer)]
+
+    def window(self, layer: int) -> int | None:
+        """Number of last tokens that tokens of a layer attend to; None for all."""
+        return self.windows[self.first + layer]
 
     def free(self, layer: int = 0) -> Int[Array, " B"]:
         """Number of tokens that can still be appended to a layer, `[B]`: the smallest number over its kv heads.
@@ -166,25 +167,18 @@ class CompressedKV:
         """
         layer = self._held_layer(layer)
         new, written = self._joining(k, v, count, layer)
-        q = as_grouped("q", q, *self.start.shape[1:], new.k)
+        batch, heads = self.start.shape[1:]
+        q = as_grouped("q", q, batch, heads, new.k)
         tokens, terms = q.shape[3], self.terms
         require(q.shape[3] == new.k.shape[2], "q", shown(q), f"k has {new.k.shape[2]} tokens")
         tables = self._tables(layer)
-        window = self.windows[self.first + layer]
         (pool,) = faded((self.pool(layer),), new.count, terms)
-        rows = bound(
-            terms,
-            pool,
-            self.start[layer],
-            self.length[layer],
-            shaping=self._shaping(layer, q),
-            window=window,
-        )
+        rows = self._rows(layer, pool, self.length[layer], q)
         token = Token(q=q, k=new.k, v=new.v, stored=new.k).widened(pool.dtype)
         step = Step(new=new_tokens(terms, tables, new.count, tokens))
         made = rows.attended(token, step)
         after = self._with(layer, made.layer.pool, new.count, written)
-        if terms.ongoing.evicts and window is None:
+        if terms.ongoing.evicts and self.window(layer) is None:
             after = after._evicted(layer, heads_of(made.out, len(written)))
         out = made.out.reshape(*made.out.shape[:1], -1, *made.out.shape[3:])
         return after, out.astype(q.dtype)
@@ -248,15 +242,12 @@ class CompressedKV:
         after = jnp.maximum(taken - 1 - jnp.arange(tokens, dtype=jnp.int32)[:, None], 0)
         if tokens > 1 and known(pool.pos, start, length, taken):
             _require_last(pool.pos, start, length, last, taken)
-        window, shaping = self.windows[self.first + layer], self._shaping(layer, grouped)
-        # What a window leaves of segments begins at no stride.
-        walk = self.terms.layout.walk if window is None else Walk.WINDOWS
 
         def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
             """Output of the queries of one token, behind which `after` later ones are appended."""
-            lies = in_window(start, jnp.maximum(length - after[:, None], 0), window)
-            reach = Reach(start=lies[0], length=lies[1], walk=walk)
-            return shaping.joined(*over_pool(q, pool.k, pool.v, reach, shaping.softcap))[0]
+            rows = self._rows(layer, pool, jnp.maximum(length - after[:, None], 0), grouped)
+            reach, attend = rows.reach(rows.length), self.terms.backend.attend
+            return attend(q, pool.store, reach, shaping=rows.shaping)[0]
 
         if tokens == 1:
             out = one(grouped[:, :, :, 0], after[0])[:, :, :, None]
@@ -288,16 +279,19 @@ class CompressedKV:
         end, taken = self.start[layer] + self.length[layer], jnp.clip(free, 0, written)
         return NewRows(k=k, v=v, positions=positions, count=taken, end=end), written
 
-    def _shaping(self, layer: int, q: Float[Array, "B K G N D"]) -> Shaping:
-        """What a layer does to its logits; ValueError where its sink logits are of other query heads."""
+    def _rows(
+        self, layer: int, pool: Pool, length: Int[Array, "B K"], q: Float[Array, "B K G N D"]
+    ) -> DenseLayer:
+        """View of a layer's entries; ValueError where its sink logits are of other query heads than q's."""
         shaping, (_, heads, group, _, _) = self.shapings[layer], q.shape
         sinks = shaping.sink_logits
-        fits = sinks is None or sinks.shape == (heads, group)
         remedy = (
             f"the state has sink logits of {getattr(sinks, 'size', 0)} query heads: give as many"
         )
+        fits = sinks is None or sinks.shape == (heads, group)
         require(fits, "q", f"{heads * group} query heads", remedy)
-        return shaping
+        given = (self.terms, pool, self.start[layer], length)
+        return bound(*given, shaping=shaping, window=self.window(layer))
 
     def _with(
         self, layer: int, pool: Pool, taken: Int[Array, " B"], written: Int[Array, " B"]
@@ -367,12 +361,6 @@ def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: A
         raise ValueError(
             f"q={int(taken[at])} tokens: {remedy}, or count= where sequences have fewer than others"
         )
-
-
-def _brief(pool: Pool) -> str:
-    """Text of the dtype and shape of a pool's keys; the type's name of what is no array."""
-    leaf = jax.tree.leaves(pool)[0] if jax.tree.leaves(pool) else pool
-    return shown(leaf) if hasattr(leaf, "dtype") else type(leaf).__name__
 
 
 def _numbers(array: Any) -> str:
