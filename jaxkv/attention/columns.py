@@ -15,10 +15,16 @@ from jaxkv.attention.xla import (
     WALK_BLOCK,
     Reach,
     Walk,
+    begun,
+    block_rows,
     capped,
+    finished,
+    head_logits,
     inside_segments,
     logit_divisor,
+    pool_logits,
     rows_dot,
+    running,
     scale_queries,
     softmax,
     walk_block,
@@ -189,29 +195,13 @@ def pool_sums(
 
     R folds the group and the tokens; `lse` is +inf for queries that do not count. Logits are `xla.capped`.
     """
-    batch, heads, _, dim = q.shape
     scaled = scale_queries(q)
+    if reach.walk is Walk.WINDOWS:
+        return _walk_sums(scaled, k, lse, reach, score, weight, softcap)
     # The same product as in `xla.over_pool`: with the same queries the compiler computes it once.
-    match reach.walk:
-        case Walk.STRIDES:
-            keys = k.reshape(batch, heads, -1, dim)
-            logits = lax.dot_general(
-                scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-            )
-            logits = capped(logits, softcap)
-            inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < reach.length[..., None]
-            return score + weight * _summed(logits, lse, inside).reshape(score.shape)
-        case Walk.WHOLE:
-            flat = scaled.reshape(batch, -1, dim)
-            logits = lax.dot_general(
-                flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
-            )
-            logits = capped(logits.reshape(batch, heads, -1, k.shape[1]), softcap)
-            row = jnp.arange(k.shape[1], dtype=jnp.int32)
-            inside = inside_segments(row, reach.start, reach.length)
-            return score + weight * _summed(logits, lse, inside).sum(axis=1)
-        case Walk.WINDOWS:
-            return _walk_sums(scaled, k, lse, reach, score, weight, softcap)
+    received = _summed(*pool_logits(scaled, k, reach, softcap), lse)
+    strides = reach.walk is Walk.STRIDES
+    return score + weight * (received.reshape(score.shape) if strides else received.sum(axis=1))
 
 
 def walk_scored(
@@ -227,8 +217,8 @@ def walk_scored(
 
     Queries are not scaled. Segments have at most `reach.widest` rows.
     """
-    (batch, heads, group, _), start, length = q.shape, reach.start, reach.length
-    block = walk_block(k, heads)
+    group, start, length = q.shape[2], reach.start, reach.length
+    block = walk_block(k, q.shape[1])
     scaled = scale_queries(q)
     assert reach.widest is not None
     first, width = span(start, k.shape[1], reach.widest)
@@ -236,45 +226,22 @@ def walk_scored(
     inside = inside_segments(row, start, length)
 
     def step(index, carry):
-        """Loop body over blocks of rows: updated softmax maximum, sum, output, stored logits."""
-        maximum, total, acc, held = carry
+        """Loop body over blocks of rows: running softmax, and all logits."""
+        softmax, held = carry
         keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
-        mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)[:, :, None]
-        every = lax.dot_general(
-            scaled, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-        )
-        logits = jnp.where(mine, capped(every, shaping.softcap), MASKED)
+        mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)
+        logits = capped(head_logits(scaled, keys), shaping.softcap)
+        logits = jnp.where(mine[:, :, None], logits, MASKED)
         held = lax.dynamic_update_slice_in_dim(held, logits, index * block, axis=3)
-        top = jnp.maximum(maximum, logits.max(axis=-1))
-        weights = jnp.where(mine, jnp.exp(logits - top[..., None]), 0.0)
-        shrink = jnp.exp(maximum - top)
-        part = lax.dot_general(
-            weights.astype(v.dtype),
-            values,
-            (((3,), (2,)), ((0, 1), (0, 1))),
-            preferred_element_type=jnp.float32,
-        )
-        return (
-            top,
-            total * shrink + weights.sum(axis=-1),
-            acc * shrink[..., None] + part,
-            held,
-        )
+        return running(softmax, logits, mine, values), held
 
-    shape = (batch, heads, group)
-    carry = (
-        jnp.full(shape, MASKED, jnp.float32),
-        jnp.zeros(shape, jnp.float32),
-        jnp.zeros(q.shape, jnp.float32),
-        jnp.full((*shape, width), MASKED, jnp.float32),
-    )
+    carry = begun(q), jnp.full((*q.shape[:3], width), MASKED, jnp.float32)
     trips = ((start - first + length).max() + block - 1) // block
-    maximum, total, acc, held = lax.fori_loop(0, trips, step, carry)
-    lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
-    out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
-    out, lse = shaping.joined(out, lse)
+    softmax, held = lax.fori_loop(0, trips, step, carry)
+    out, lse = finished(softmax)
+    out, lse = shaping.joined(out.astype(q.dtype), lse)
     lse = jnp.where(counts[:, None, None], lse, jnp.inf)
-    received = _summed(held, lse, held[:, :, 0] > MASKED) / group
+    received = _summed(held, held[:, :, 0] > MASKED, lse) / group
     return out, add_windows(score, first, received)
 
 
@@ -294,7 +261,7 @@ def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "
     return jnp.minimum(start, rows - width), width
 
 
-def _summed(logits, lse, inside):
+def _summed(logits, inside, lse):
     """Attention `f32[B, K, n]` that each row receives, exp(logits - lse) summed over queries; 0 outside of segments."""
     weights = jnp.exp(logits - lse[..., None])
     return jnp.where(inside, weights.sum(axis=2), 0.0)
@@ -302,24 +269,15 @@ def _summed(logits, lse, inside):
 
 def _walk_sums(q, k, lse, reach, score, weight, softcap):
     """Row scores `f32[B, P]` plus `weight` times the attention of queries, with segments read block by block."""
-    start, length = reach.start, reach.length
-    block = walk_block(k, start.shape[1])
-    offsets = jnp.arange(block, dtype=jnp.int32)
+    block = walk_block(k, q.shape[1])
 
     def step(index, score):
         """Loop body: scores `f32[B, P]` with the attention over one more block of each segment added."""
-        begin = start + index * block
-        clamped = jnp.clip(begin, 0, k.shape[1] - block)
-        row = clamped[..., None] + offsets
-        inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
-        keys = windows(k, clamped, block)
-        logits = lax.dot_general(
-            q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-        )
-        mine = capped(logits, softcap)
-        return add_windows(score, clamped, weight * _summed(mine, lse, inside))
+        begin, _, inside = block_rows(reach.start, reach.length, index, block, k.shape[1])
+        logits = capped(head_logits(q, windows(k, begin, block)), softcap)
+        return add_windows(score, begin, weight * _summed(logits, inside, lse))
 
-    return lax.fori_loop(0, (length.max() + block - 1) // block, step, score)
+    return lax.fori_loop(0, (reach.length.max() + block - 1) // block, step, score)
 
 
 def add_windows(

@@ -8,7 +8,14 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.xla import MASKED, capped, exact_einsum, inside_segments, scale_queries
+from jaxkv.attention.xla import (
+    MASKED,
+    capped,
+    exact_einsum,
+    head_logits,
+    inside_segments,
+    scale_queries,
+)
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.mesh import Axes
 
@@ -54,10 +61,7 @@ def by_row(
 
     def against(part: Array, first: Array | int) -> tuple[Array, Array]:
         """Logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and mask of keys each query sees."""
-        logits = lax.dot_general(
-            queries, part, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-        )
-        logits = capped(logits, asked.shaping.softcap)
+        logits = capped(head_logits(queries, part), asked.shaping.softcap)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
         return logits.reshape(batch, heads, group, window, -1), seen[:, None, None]

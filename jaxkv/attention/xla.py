@@ -211,29 +211,59 @@ def over_pool(
     Logits are `capped`.
     """
     scaled = scale_queries(q)
-    match Walk.WINDOWS if q.shape[2] >= _MANY_QUERIES else reach.walk:
-        case Walk.STRIDES:
-            out, lse = _equal(scaled, k, v, reach, softcap)
-        case Walk.WHOLE:
-            # K times the needed arithmetic in one well-shaped product: at equal bytes it beats walking the segments in
-            # blocks for K = 3 (0.6x), and is within a fifth of it for K = 8 and 32.
-            out, lse = masked_product(scaled, k, v, reach, softcap)
-        case Walk.WINDOWS:
-            out, lse = by_windows(scaled, k, v, reach, softcap)
-    return out.astype(q.dtype), lse
+    if q.shape[2] >= _MANY_QUERIES or reach.walk is Walk.WINDOWS:
+        out, lse = by_windows(scaled, k, v, reach, softcap)
+        return out.astype(q.dtype), lse
+    logits, inside = pool_logits(scaled, k, reach, softcap)
+    weights, total, lse = _softmax(logits, inside[:, :, None])
+    batch, heads, rows, dim = q.shape
+    if reach.walk is Walk.STRIDES:
+        out = _weighted(weights.astype(v.dtype), v.reshape(batch, heads, -1, dim))
+    else:
+        # K times the needed arithmetic in one well-shaped product: at equal bytes it beats walking the segments in
+        # blocks for K = 3 (0.6x), and is within a fifth of it for K = 8 and 32.
+        flat = weights.reshape(batch, heads * rows, -1).astype(v.dtype)
+        out = lax.dot_general(
+            flat, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
+        ).reshape(q.shape)
+    return (out / total[..., None]).astype(q.dtype), lse
 
 
-def _equal(q, k, v, reach, softcap):
-    """Attention over segments of equal capacity, by one batched product: float32 output and log-sum-exp."""
-    batch, heads = q.shape[:2]
-    keys = k.reshape(batch, heads, -1, k.shape[-1])
-    values = v.reshape(keys.shape)
+def pool_logits(
+    q: Float[Array, "B K R D"], k: Float[Array, "B P D"], reach: Reach, softcap: float | None
+) -> tuple[Float[Array, "B K R n"], Bool[Array, "B K n"]]:
+    """Capped logits of scaled queries on the rows of segments at strides, else on all rows; mask of rows inside."""
+    batch, heads, rows, dim = q.shape
+    if reach.walk is Walk.STRIDES:
+        keys = k.reshape(batch, heads, -1, dim)
+        inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < reach.length[..., None]
+        return capped(head_logits(q, keys), softcap), inside
     logits = lax.dot_general(
+        q.reshape(batch, heads * rows, dim),
+        k,
+        (((2,), (2,)), ((0,), (0,))),
+        preferred_element_type=jnp.float32,
+    )
+    inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), reach.start, reach.length)
+    return capped(logits.reshape(batch, heads, rows, -1), softcap), inside
+
+
+def head_logits(
+    q: Float[Array, "B K R D"], keys: Float[Array, "B K n D"]
+) -> Float[Array, "B K R n"]:
+    """Float32 products of each head's queries and keys."""
+    return lax.dot_general(
         q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
-    inside = jnp.arange(keys.shape[2], dtype=jnp.int32) < reach.length[..., None]
-    weights, total, lse = _softmax(capped(logits, softcap), inside[:, :, None])
-    return _weighted(weights.astype(v.dtype), values) / total[..., None], lse
+
+
+def head_sums(
+    weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]
+) -> Float[Array, "B K R D"]:
+    """Float32 sums of each head's values by weights."""
+    return lax.dot_general(
+        weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
+    )
 
 
 def _weighted(
@@ -243,9 +273,7 @@ def _weighted(
     batch, heads, rows, count = weights.shape
     chunk = next((size for size in _SPLIT_CHUNKS if count % size == 0), count)
     if count < _SPLIT_FROM or chunk == count:
-        return lax.dot_general(
-            weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-        )
+        return head_sums(weights, values)
     # A CPU computes a product of few rows and a long contraction on one core; as a batch of short ones, on all: twice
     # as fast on two cores for 8 sequences of 4160 rows (0.8x the time for one sequence).
     weights = weights.reshape(batch, heads, rows, -1, chunk)
@@ -256,29 +284,6 @@ def _weighted(
     return parts.sum(axis=2)
 
 
-def masked_product(
-    q: Float[Array, "B K R D"],
-    k: Float[Array, "B P D"],
-    v: Float[Array, "B P D"],
-    reach: Reach,
-    softcap: float | None = None,
-) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of scaled queries by one product with all pool rows, masked to segments: float32 output and lse."""
-    batch, heads, rows, dim = q.shape
-    flat = q.reshape(batch, heads * rows, dim)
-    logits = lax.dot_general(
-        flat, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )
-    inside = inside_segments(jnp.arange(k.shape[1], dtype=jnp.int32), reach.start, reach.length)
-    logits = capped(logits.reshape(batch, heads, rows, -1), softcap)
-    weights, total, lse = _softmax(logits, inside[:, :, None])
-    weights = weights.reshape(batch, heads * rows, -1).astype(v.dtype)
-    out = lax.dot_general(
-        weights, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
-    )
-    return out.reshape(batch, heads, rows, dim) / total[..., None], lse
-
-
 def by_windows(
     q: Float[Array, "B K R D"],
     k: Float[Array, "B P D"],
@@ -287,43 +292,65 @@ def by_windows(
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Attention of scaled queries over each segment, block by block, not over all P rows: float32 output and lse."""
-    (batch, heads, rows, _), start, length = q.shape, reach.start, reach.length
-    block = walk_block(k, heads)
+    block = walk_block(k, q.shape[1])
     block = block if reach.widest is None else min(block, reach.widest)
-    offsets = jnp.arange(block, dtype=jnp.int32)
 
     def step(index, carry):
-        """Loop body: softmax maximum and sum, and unnormalised output, after one more block of each segment."""
-        maximum, total, acc = carry
-        begin = start + index * block
-        clamped = jnp.clip(begin, 0, k.shape[1] - block)
-        keys, values = windows(k, clamped, block), windows(v, clamped, block)
-        row = clamped[..., None] + offsets
-        inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
-        logits = lax.dot_general(
-            q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-        )
-        logits = jnp.where(inside[:, :, None], capped(logits, softcap), MASKED)
-        top = jnp.maximum(maximum, logits.max(axis=-1))
-        weights = jnp.where(inside[:, :, None], jnp.exp(logits - top[..., None]), 0.0)
-        shrink = jnp.exp(maximum - top)
-        total = total * shrink + weights.sum(axis=-1)
-        weights = weights.astype(v.dtype)
-        part = lax.dot_general(
-            weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
-        )
-        return top, total, acc * shrink[..., None] + part
+        """Loop body: running softmax after one more block of each segment."""
+        begin, _, inside = block_rows(reach.start, reach.length, index, block, k.shape[1])
+        keys, values = windows(k, begin, block), windows(v, begin, block)
+        logits = capped(head_logits(q, keys), softcap)
+        return running(carry, jnp.where(inside[:, :, None], logits, MASKED), inside, values)
 
-    shape = (batch, heads, rows)
-    carry = (
+    trips = (reach.length.max() + block - 1) // block
+    return finished(lax.fori_loop(0, trips, step, begun(q)))
+
+
+# Running maximum and sum of a softmax, and unnormalised output.
+Running = tuple[Float[Array, "B K R"], Float[Array, "B K R"], Float[Array, "B K R D"]]
+
+
+def begun(q: Float[Array, "B K R D"]) -> Running:
+    """Running softmax over no rows."""
+    shape = q.shape[:3]
+    return (
         jnp.full(shape, MASKED, jnp.float32),
         jnp.zeros(shape, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    trips = (length.max() + block - 1) // block
-    maximum, total, acc = lax.fori_loop(0, trips, step, carry)
+
+
+def running(
+    carry: Running,
+    logits: Float[Array, "B K R n"],
+    inside: Bool[Array, "B K n"],
+    values: Float[Array, "B K n D"],
+) -> Running:
+    """Running softmax after more rows, of which those not `inside` have masked logits."""
+    maximum, total, acc = carry
+    top = jnp.maximum(maximum, logits.max(axis=-1))
+    weights = jnp.where(inside[:, :, None], jnp.exp(logits - top[..., None]), 0.0)
+    shrink = jnp.exp(maximum - top)
+    total = total * shrink + weights.sum(axis=-1)
+    return top, total, acc * shrink[..., None] + head_sums(weights.astype(values.dtype), values)
+
+
+def finished(carry: Running) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+    """Output and log-sum-exp of a running softmax."""
+    maximum, total, acc = carry
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
     return acc / jnp.maximum(total, 1e-30)[..., None], lse
+
+
+def block_rows(
+    start: Int[Array, "B K"], length: Int[Array, "B K"], index: Any, block: int, rows: int
+) -> tuple[Int[Array, "B K"], Int[Array, "B K n"], Bool[Array, "B K n"]]:
+    """First row, rows, and mask of those inside, of block `index` of each segment; the last begins within the pool."""
+    begin = start + index * block
+    clamped = jnp.clip(begin, 0, rows - block)
+    row = clamped[..., None] + jnp.arange(block, dtype=jnp.int32)
+    inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
+    return clamped, row, inside
 
 
 def windows(

@@ -151,11 +151,26 @@ def decode(
     # On a mesh, sequences that fill up its groups have ended, too.
     many = draw.done.shape[0] * (flat.axes.size("B") if flat.axes is not None and inside() else 1)
     idle = many - 1 if idle is None else idle
-    if loader is not None:
-        given = flat, cache, draw, int(steps), loader
-        return _decode_staged(*given, spec=spec, sampling=sampling, size=size, idle=idle)
-    arguments = loop_arguments(flat, cache, draw, steps, sampling, idle, spec=spec)
-    return _loop(*arguments, spec=spec, size=size)
+    if loader is None:
+        arguments = loop_arguments(flat, cache, draw, steps, sampling, idle, spec=spec)
+        return _loop(*arguments, spec=spec, size=size)
+    there = next(iter(cache.tables.seen.devices()))
+    draw = settle_down(draw, flat.axes) if flat.axes else jax.device_put(draw, there)
+    out, ran, ended = np.full((len(draw.done), size), -1, np.int32), 0, host(draw.done)
+    if steps == 0:
+        # A step that counts no token.
+        new = next_tokens(draw, cache.tables.seen, argument(sampling), axes=flat.axes)
+        loader, none = dataclasses.replace(loader, traffic=Traffic()), new.fed * 0
+        logits, cache = extend(flat, cache, new.token[:, None], none, spec=spec, loader=loader)
+        jax.block_until_ready(logits)
+    while ran < int(steps) and ended.sum() <= idle:
+        new = next_tokens(draw, cache.tables.seen, argument(sampling), axes=flat.axes)
+        logits, cache = extend(flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader)
+        draw = draw.after(logits, new.done)
+        # Copied to the host only now, while the device runs the step.
+        out[:, ran], ended = host(new.shown), host(new.done)
+        ran += 1
+    return cache, draw, jnp.asarray(out), jnp.int32(ran)
 
 
 def loop_arguments(
@@ -207,43 +222,3 @@ def _loop(
     begun = jnp.int32(0), Cache(pools=pools, tables=tables), draw, out
     index, cache, draw, out = lax.while_loop(going, body, begun)
     return cache, draw, out, index
-
-
-def _decode_staged(
-    flat: Flat,
-    cache: Cache,
-    draw: Draw,
-    steps: int,
-    loader: Loader,
-    *,
-    spec: Spec,
-    sampling: Sampler,
-    size: int,
-    idle: int,
-) -> tuple[Cache, Draw, Int[Array, "B size"], Int[Array, ""]]:
-    """`decode` by a Python loop over steps, for rows in host memory; same results; `steps` = 0 only compiles.
-
-    For that it runs one step that counts no token.
-    """
-    batch, axes = draw.done.shape[0], spec.axes
-    draw = (
-        settle_down(draw, axes)
-        if axes
-        else jax.device_put(draw, next(iter(cache.tables.seen.devices())))
-    )
-    out, ran, ended = np.full((batch, size), -1, np.int32), 0, host(draw.done)
-    if steps == 0:
-        new = next_tokens(draw, cache.tables.seen, argument(sampling), axes=axes)
-        uncounted = dataclasses.replace(loader, traffic=Traffic())
-        logits, cache = extend(
-            flat, cache, new.token[:, None], new.fed * 0, spec=spec, loader=uncounted
-        )
-        jax.block_until_ready(logits)
-    while ran < steps and ended.sum() <= idle:
-        new = next_tokens(draw, cache.tables.seen, argument(sampling), axes=axes)
-        logits, cache = extend(flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader)
-        draw = draw.after(logits, new.done)
-        # Copied to the host only now, while the device runs the step.
-        out[:, ran], ended = host(new.shown), host(new.done)
-        ran += 1
-    return cache, draw, jnp.asarray(out), jnp.int32(ran)

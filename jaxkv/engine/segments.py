@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxkv.attention.xla import Walk, inside_segments, windows
+from jaxkv.attention.xla import Walk, block_rows, inside_segments, windows
 
 
 @jax.tree_util.register_dataclass
@@ -97,14 +97,10 @@ def fold(
             )
         case Walk.WINDOWS:
             block = min(block, pool_rows)
-            offset = jnp.arange(block, dtype=jnp.int32)
 
             def step(index, carry):
-                begin = start + index * block
-                clamped = jnp.clip(begin, 0, pool_rows - block)
-                row = clamped[..., None] + offset
-                inside = (row >= begin[..., None]) & (row < (start + length)[..., None])
-                return body(carry, row, inside, *(windows(leaf, clamped, block) for leaf in leaves))
+                begin, row, inside = block_rows(start, length, index, block, pool_rows)
+                return body(carry, row, inside, *(windows(leaf, begin, block) for leaf in leaves))
 
             return lax.fori_loop(0, (length.max() + block - 1) // block, step, carry)
 

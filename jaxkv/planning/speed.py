@@ -83,14 +83,13 @@ def unmeasured(setting: Setting) -> str:
     parts, config = setting.policy.composed, setting.config
     reading = parts.reading(config.windows, bucket(setting.context))
     several = setting.sequences > 1 or config.experts is not None
-    measured = {"rows", "bytes"}.issuperset(parts.store.kernels)
     reasons = {
         "rates are those of GPUs": not isinstance(setting.gpu, Accelerator),
         "attention within windows has not been measured": any(config.windows),
         "rows come from another machine's memory": bool(reading.offloaded),
         "each step converts weights in 4 bits": setting.weights == "int4" and several,
         "each step decodes these rows": not parts.read_as_stored(config.head_dim),
-        "attention over rows of this store has not been measured": not measured,
+        "attention over rows in 4 bits has not been measured": "nibbles" in parts.store.kernels,
     }
     return next((why for why, found in reasons.items() if found), "")
 
