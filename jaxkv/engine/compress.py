@@ -61,11 +61,8 @@ def compress(
     packed, sizes, whole = list[Pool](), list[int](), True
     taus, below, tally, under_way = list[Array](), None, Tally(), deque[Pool]()
     for group in layout.groups(source.indices):
-        masks, with_scores, more = yield from _chosen(source, group, parts, below, due)
-        tally, below = (
-            tally.plus(more),
-            masks[-1][:, 0] if parts.nested and with_scores[-1] else below,
-        )
+        masks, with_scores, more, below = yield from _chosen(source, group, parts, below, due)
+        tally = tally.plus(more)
         kept = _counted(masks)
         size, pool, start = source.pool_rows(group, kept), None, None
         wide = size
@@ -144,11 +141,12 @@ def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
 
 def _chosen(
     source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
-) -> Walk[tuple[list[Array], list[bool], Tally]]:
-    """Generator: scores a group's layers, yields 1 after each; returns masks of rows to keep, scored layers, `Tally`.
+) -> Walk[tuple[list[Array], list[bool], Tally, Array | None]]:
+    """Generator: scores a group's layers, yields 1 after each; returns masks to keep, scored layers, `Tally`, `below`.
 
     Layers without scores, such as those with windows, keep their candidates and compete with no other.
-    `below` are the positions that the layer below kept, of which a nested policy chooses.
+    `below` are the positions that the layer below kept, of which a nested policy chooses; what is returned is for the
+    layer above.
     """
     seen = list[Candidates]()
     for index in group:
@@ -165,23 +163,19 @@ def _chosen(
             [next(best) if layer.scores is not None else layer.inside for layer in seen],
             with_scores,
             choice.tally,
+            below,
         )
     masks, tally = list[Array](), Tally()
     for at, index in enumerate(group):
         # Free a layer's scores as soon as its rows have been chosen.
-        one, heads, axes, of = (
-            [seen.pop(0)],
-            parts.heads,
-            source.axes,
-            source.windows[:index].count(None),
-        )
+        one, of = [seen.pop(0)], source.windows[:index].count(None)
+        heads, axes = parts.heads, source.axes
         choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=of)
         masks += choice.masks
-        tally, below = (
-            tally.plus(choice.tally),
-            masks[-1][:, 0] if parts.nested and with_scores[at] else below,
-        )
-    return masks, with_scores, tally
+        tally = tally.plus(choice.tally)
+        if parts.nested and with_scores[at]:
+            below = masks[-1][:, 0]
+    return masks, with_scores, tally, below
 
 
 def merged(
@@ -198,6 +192,7 @@ def merged(
     Sequences that are not `due`, by default none, stay as they are. A merger whose results do not have the rows' shape
     and dtype is refused with a TypeError.
     """
+    rows = with_thresholds(rows, merge, axes)
     # Arrays that mergers do not read stay out of the compiled program.
     read = rows._replace(score=None, positions=None)
     k, v, tau = _merged(read, kept, key, due, merge=merge, axes=axes)
@@ -230,8 +225,6 @@ def _merged(
     """Compiled `merged`: all keys and values after merging dropped rows into kept ones, and thresholds or None."""
     k, v, tau = rows.k, rows.v, rows.tau
     inside = jnp.broadcast_to(rows.inside, kept.shape)
-    if tau is None and merge.thresholds:
-        tau = jnp.full((*k.shape[:2], merge.thresholds), UNSET, jnp.float32)
     mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass
     given = merge.merge(k, v, kept, inside, mass, tau, key, **axes_for(merge, axes))
     name = f"{type(merge).__name__}.merge"

@@ -7,10 +7,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import checked
-from jaxkv.policies.attended import of_group
 from jaxkv.policies.layers import LayerBudgets
-from jaxkv.policies.scorer import Observed, Scorer
-from jaxkv.sharding.collectives import anywhere, gathered, total
+from jaxkv.policies.scorer import GroupReduce, Observed, Scorer
+from jaxkv.sharding.collectives import (
+    anywhere,
+    gathered,
+    mean_of_devices,
+    most_of_devices,
+    total,
+)
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 
@@ -67,9 +72,9 @@ def scored(
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
     """Calls a scorer on one layer; returns scores of rows and the mass (such as attention) that it observed."""
     shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
-    mass = of_group(
-        checked(scorer, "observe", scorer.observe(seen), shape, named),
-        scorer,
-        axes,
-    )
+    mass = checked(scorer, "observe", scorer.observe(seen), shape, named)
+    # Scorers that read no query heads observe the same on all devices.
+    if scorer.needs.query_heads:
+        largest = GroupReduce(scorer.group) is GroupReduce.MAX
+        mass = (most_of_devices if largest else mean_of_devices)(mass, "G", axes)
     return checked(scorer, "scores", scorer.scores(mass, seen.length), shape, named), mass

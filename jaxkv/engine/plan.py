@@ -191,10 +191,8 @@ def buffer_rows(
     of it by layers' weights, where it weighs less than the rows of all layers but one. Mergers and second passes over
     the prompt need all of these, and `windows`, those of the model's layers, leave few to hold.
     """
-    needs_all, layers = (
-        parts.merge is not None or parts.needs.replay is not None or any(windows),
-        len(windows),
-    )
+    needs_all = parts.merge is not None or parts.needs.replay is not None or any(windows)
+    layers = len(windows)
     if needs_all or not (parts.narrows or parts.layers.joint and bounded(parts.heads, stretches)):
         return None
     mine = layers * (heads // stretches)

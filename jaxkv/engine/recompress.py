@@ -88,10 +88,8 @@ def recompress(
     now = place(due(cache), "B", flat.axes)
     made = finished(compress(held, parts, key=key, room=held.room, due=now))
     target = limits_of(parts.heads, made.length, made.length, flat.axes, flat.config.windows)
-    again = (
-        now[:, None]
-        & ~np.asarray([width is not None for width in flat.config.windows])[:, None, None]
-    )
+    whole = np.asarray([width is None for width in flat.config.windows])
+    again = now[:, None] & whole[:, None, None]
     if parts.heads.uniform:
         wants = namespace(held.kept_rows).broadcast_to(held.kept_rows[..., None], target.shape)
         target = place(wants, "L B K", flat.axes, jnp.int32)

@@ -265,17 +265,14 @@ class Session:
         """
         self._require_same("extend", ids, cache=cache, new=new, chunk=chunk, donate=donate)
         chunk = None if chunk is None else whole("chunk", chunk, "read at least 1 token at a time")
-        encoded, flat, decode = (
-            self.encoded(ids, cache),
-            self.params.flat,
-            self.implementations.decode,
-        )
+        encoded, flat = self.encoded(ids, cache), self.params.flat
         self._check(encoded.lengths, new, cache)
         batch, longest = len(encoded.ids), int(encoded.lengths.max())
         with self.clocks.prefill:
             if not donate or cache.batch != batch or cache.free().min() < longest:
                 cache = forked(cache, batch, max(SHORT, longest), new)
-            cache = self.on_top(cache, encoded, spec_for(flat, cache, decode), chunk)
+            spec = spec_for(flat, cache, self.implementations.decode)
+            cache = self.on_top(cache, encoded, spec, chunk)
             logits = cache.logits
             cache = dataclasses.replace(cache, extended=cache.extended or chunk != 1)
             if new and self.policy.composed.ongoing.compresses:

@@ -298,10 +298,8 @@ class Slots:
         """
         require(until in ("any", "all"), "until", until, "give 'any' or 'all'")
         steps = whole("steps", steps, "draw at least 1 token")
-        idle, parts = (
-            self.count - 1 if until == "all" else int(self.done.sum()),
-            [np.zeros((self.count, 0), np.int32)],
-        )
+        idle = self.count - 1 if until == "all" else int(self.done.sum())
+        parts = [np.zeros((self.count, 0), np.int32)]
         while steps and self.done.sum() <= idle:
             parts.append(self._run(steps, idle))
             steps -= parts[-1].shape[1]

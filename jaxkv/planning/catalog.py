@@ -85,11 +85,8 @@ def catalog() -> dict[str, Entry]:
     ):
         if file.name.endswith(".json"):
             given = json.loads(file.read_text("utf-8"))
-            name, raw, aliases = (
-                file.name.removesuffix(".json"),
-                given.pop("config"),
-                tuple(given.pop("aliases")),
-            )
+            name = file.name.removesuffix(".json")
+            raw, aliases = given.pop("config"), tuple(given.pop("aliases"))
             found[name] = Entry(name=name, raw=raw, aliases=aliases, **given)
     return found
 

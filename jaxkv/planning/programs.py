@@ -151,10 +151,8 @@ def traced_loop(work: Work) -> tuple[Any, tuple[Pool, ...]]:
     flat, cache = work.flat, work.prefill.cache
     spec = spec_for(flat, cache, work.implementation)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
-    done, eos = (
-        jax.ShapeDtypeStruct((work.batch,), bool),
-        jax.ShapeDtypeStruct((1,), jnp.int32),
-    )
+    done = jax.ShapeDtypeStruct((work.batch,), bool)
+    eos = jax.ShapeDtypeStruct((1,), jnp.int32)
     draw = jax.eval_shape(
         loop.draw_of, logits, done, jax.eval_shape(lambda: jax.random.key(0)), eos
     )

@@ -14,8 +14,6 @@ from jaxkv.attention import backend_of
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.rank import ByAttention, Rank
 from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Scorer, Scores
-from jaxkv.sharding.collectives import mean_of_devices, most_of_devices
-from jaxkv.sharding.mesh import Axes
 
 
 class PoolOrder(enum.Enum):
@@ -239,15 +237,6 @@ class WindowAttention(WindowScorer):
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Scores `[B, K, S]`: observations pooled over neighbours; unchanged (pooled before) with `PoolOrder.FIRST`."""
         return observed if self.order is PoolOrder.FIRST else super().scores(observed, length)
-
-
-def of_group(observed: Scores, scorer: Scorer, axes: Axes | None) -> Scores:
-    """Observations `[B, K, S]`, mean or max over devices that share a kv head; unchanged if no query heads are read."""
-    if not scorer.needs.query_heads:
-        # Scorers that read no query heads observe the same on all devices.
-        return observed
-    largest = GroupReduce(scorer.group) is GroupReduce.MAX
-    return (most_of_devices if largest else mean_of_devices)(observed, "G", axes)
 
 
 def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:

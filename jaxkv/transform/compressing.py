@@ -159,20 +159,14 @@ def compress_layers(
         ValueError: naming the argument that is missing or does not fit.
     """
     layers = len(k)
-    every = {"v": v, "queries": queries, "windows": windows, "sink_logits": sink_logits}
-    for field, of_layers in every.items():
-        count = layers if of_layers is None else len(of_layers)
-        require(
-            layers > 0 and count == layers,
-            field,
-            f"{count} layers",
-            f"give as many as there are of k: {layers}",
-        )
-    beside = [
-        [None] * layers if given is None else given for given in (queries, windows, sink_logits)
-    ]
-    cap, each = _as_softcap(softcap), zip(k, v, *beside, strict=True)
-    given = [_Layer(k, v, q, _as_window(width), sinks, cap) for k, v, q, width, sinks in each]
+    of_layers = {"v": v, "queries": queries, "windows": windows, "sink_logits": sink_logits}
+    every: Any = [k]
+    for name, each in of_layers.items():
+        every.append([None] * layers if each is None else each)
+        remedy = f"give as many as there are of k: {layers}"
+        require(0 < layers == len(every[-1]), name, f"{len(every[-1])} layers", remedy)
+    cap, each_layer = _as_softcap(softcap), zip(*every, strict=True)
+    given = [_Layer(k, v, q, _as_window(width), sinks, cap) for k, v, q, width, sinks in each_layer]
     parts, widths = _as_taken(policy).composed, tuple(each.window for each in given)
     if any(widths):
         parts.require_fits_windows(widths)
