@@ -64,7 +64,7 @@ class Way:
         )
         self.cache, self.away = cache, ()
         reading = cache.policy.parts().reading(cache.config.windows, needed.slots)
-        if reading is not None and reading.offloaded:
+        if reading.offloaded:
             self.cache, self.away = banked(cache, reading, needed), reading.offloaded
         # Pools of offloaded layers are this way's own; the others are everybody's.
         self.own = {layer: self.cache.pools[layer] for layer in self.away}
