@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_kernels import DTYPES, attend_oracle, draw, wide
 
-from jaxkv.attention import Implementation, backend_of
+from jaxkv.attention import Implementation, Shaping, backend_of
 from pallas_kernels.tpu import decode, prefill
 
 # One head ten times longer than the others and over several blocks, heads without rows, segments of one tile; the
@@ -73,7 +73,7 @@ def test_what_it_takes():
     assert not decode.takes(48, jnp.float16)
 
 
-@pytest.mark.parametrize("masking", [{}, {"softcap": 3.0, "window": 100}])
+@pytest.mark.parametrize("masking", [{}, {"shaping": Shaping(softcap=3.0), "window": 100}])
 def test_prompts_are_prefilled_by_splash_attention(masking, monkeypatch):
     """Right padding needs no mask; log-sum-exp, capped logits and windows as XLA has them, in float32.
 
