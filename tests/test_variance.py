@@ -134,7 +134,8 @@ def test_water_filling_beats_an_even_split(layers, total):
     """D2O's appendix A.9: for information H (1 - exp(-k S)) the optimum under a total, cut at 0, is never worse than
     the same for all. That is a statement about this optimum; the softmax of variances is another split."""
     heights, rates = zip(*layers, strict=True)
-    low, high = -60.0, 60.0
+    # Two layers of the highest rate take 2,000 only at logarithms far below.
+    low, high = -1000.0, 60.0
     sizes = lambda log: [max(0.0, (np.log(h * k) - log) / k) for h, k in layers]  # noqa: E731
     for _ in range(200):
         middle = (low + high) / 2
