@@ -223,7 +223,6 @@ ARRAYS = [
                     {"policy": jaxkv.H2O(budget=16, mode="prefill"), "queries": None},
                     "queries=None: .*all S queries",
                 ),
-                ({"policy": SnapKV(budget=16, window=8, every=4)}, "policy=SnapKV.*every 4"),
                 ({"policy": PyramidKV(budget=16)}, "layers=None"),
                 ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
                 ({"policy": SnapKV(budget=0.1, window=8, min_budget="raise")}, "budget=0.1"),

@@ -1,6 +1,7 @@
 """Statistics of queries rotated as they would be after a text, value norms of rows, and one choice over all layers."""
 
 import dataclasses
+from functools import partial
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxkv
 from jaxkv.cache.packing import Unpacked
-from jaxkv.engine import choosing, moments, recompress
+from jaxkv.engine import choosing, moments, prefill_layer, recompress
 from jaxkv.models.rope import angles, inverse_frequencies, rotate
 from jaxkv.models.values import LongRope, YarnRope
 from jaxkv.policies import (
@@ -119,16 +120,8 @@ def test_a_text_no_longer_than_its_sinks_has_no_moments_and_keeps_its_rows():
 
 
 def test_norms_are_summed_over_the_heads_that_hold_the_position():
-    model, policy = tiny.tiny(GQA), jaxkv.DefensiveKV(budget=20, window=8, every=2)
-    parts, slots, heads = policy.parts(), 12, GQA.kv_heads
-    static = recompress._Static(
-        graphs=model.flat.graphs,
-        ongoing=parts.ongoing,
-        scorer=parts.scorer,
-        heads=parts.heads,
-        layout=parts.layout,
-        slots=slots,
-    )
+    model = tiny.tiny(GQA)
+    slots, heads, block = 12, GQA.kv_heads, model.flat.graphs.block(model.flat.blocks[0])
     rng, counts = np.random.default_rng(0), [[12, 5], [7, 9]]
     last = np.iinfo(np.int32).max
     held = [[np.sort(rng.permutation(16)[:count]) for count in row] for row in counts]
@@ -143,9 +136,8 @@ def test_norms_are_summed_over_the_heads_that_hold_the_position():
         jnp.asarray(positions < last),
         positions=jnp.asarray(positions),
     )
-    norms, totals = (
-        np.asarray(a) for a in recompress._value_norms(model.flat.blocks[0], rows, static)
-    )
+    norms_of = partial(prefill_layer.value_norms, block)
+    norms, totals = (np.asarray(a) for a in recompress._value_norms(norms_of, rows, None))
     weight = np.asarray(
         model.flat.graphs.block(model.flat.blocks[0]).attention.out[...], np.float64
     )

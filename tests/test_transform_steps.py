@@ -12,7 +12,7 @@ from test_eviction import CASES, SHARED, check_rows
 from transforming import attended, batched
 
 import jaxkv
-from jaxkv import H2O, AdaKV, Quest, SnapKV
+from jaxkv import H2O, AdaKV, KNorm, Quest, SnapKV
 
 NEW = 24
 
@@ -180,3 +180,41 @@ def test_it_runs_under_vmap_and_scan():
         state, outs = jax.jit(jax.vmap(whole))(*old, (q, k, v))
     np.testing.assert_allclose(outs[:, -1, 0, :, 0], out, atol=1e-5)
     np.testing.assert_array_equal(state.length[:, 0, 0], one_by_one.length[0])
+
+
+@pytest.mark.parametrize(
+    "make", [KNorm, lambda **of: AdaKV(base=KNorm(**of), alpha=0.0)], ids=["equal", "ragged"]
+)
+def test_every_few_tokens_the_state_is_compressed_again(make):
+    drawn, policy = draw(7, 2), make(budget=16, every=5)
+    state = compressed(drawn, policy)
+    # Room for the budget, and for what comes until the next compression.
+    assert state.pool().rows <= HEADS * (16 + 5)
+    kept = [[head.tolist() for head in row] for row in state.positions()]
+    for at, (after, _) in enumerate(steps(state, drawn)):
+        for row, n in enumerate(LENGTHS):
+            keys = np.concatenate([drawn.k[row][:, :n], drawn.k_new[row]], axis=1)
+            norms = np.linalg.norm(keys.astype(np.float64), axis=-1)
+            kept[row] = [[*head, n + at] for head in kept[row]]
+            if (at + 1) % 5 == 0:
+                order = sorted(
+                    (norms[head, position], head, position)
+                    for head, held in enumerate(kept[row])
+                    for position in held
+                )
+                if isinstance(policy, AdaKV):
+                    kept[row] = shared(order)
+                else:
+                    kept[row] = [
+                        sorted([p for _, mine, p in order if mine == head][:16])
+                        for head in range(HEADS)
+                    ]
+            found = [sorted(head.tolist()) for head in after.positions()[row]]
+            assert found == kept[row], (at, row)
+        assert not np.asarray(after.left_out).any()
+
+
+def shared(order):
+    """Positions that heads keep of a budget for which they compete."""
+    best = order[: HEADS * 16]
+    return [sorted(p for _, mine, p in best if mine == head) for head in range(HEADS)]

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import is_traced, namespace
+from jaxkv.attention import Shaping
 from jaxkv.cache import KVCache, Tables
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
@@ -26,7 +28,9 @@ from jaxkv.engine.observing import scored
 from jaxkv.engine.prefill_layer import value_norms
 from jaxkv.engine.segments import Segments
 from jaxkv.engine.walks import finished
+from jaxkv.models.config import Windows
 from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.models.values import LayerSpec
 from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.rank import Anew, ranked
@@ -34,6 +38,9 @@ from jaxkv.policies.scorer import Extras, Observed, Scorer
 from jaxkv.sharding.collectives import gathered, most_of_devices, own
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, place, settle_down
+
+# L1 norms `[B, K, S]` of values `[B, K, S, D]` behind the output projection.
+Norms = Callable[[Float[Array, "B K S D"]], Float[Array, "B K S"]]
 
 
 def beyond(cache: KVCache) -> Any:
@@ -108,42 +115,59 @@ def recompress(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Static:
-    """Static config of programs that read one layer's rows: graphs, policy parts, layout, most rows of a segment."""
+class HeldStatic:
+    """Static config of what reads a held layer's rows again: policy parts, layout, most rows of a segment.
 
-    graphs: Graphs
+    Attributes:
+        ongoing: what the policy does after the prompt.
+        scorer: what scores rows anew where no rank does.
+        heads: how a layer's rows are shared by its heads.
+        layout: of the pools.
+        slots: most rows of a segment.
+        spec: of the layer.
+        axes: of the mesh that programs run on; None off a mesh.
+    """
+
     ongoing: Ongoing
     scorer: Scorer
     heads: HeadBudgets
     layout: Layout
     slots: int
+    spec: LayerSpec
+    axes: Axes | None = None
 
-    @property
-    def axes(self) -> Axes | None:
-        """Axes of the mesh that the programs run on; None off a mesh."""
-        return self.graphs.axes
+    @classmethod
+    def of(cls, parts: Parts, **given: Any) -> "HeldStatic":
+        """Config of a policy's parts and the other fields."""
+        mine: dict[str, Any] = {
+            "ongoing": parts.ongoing,
+            "scorer": parts.scorer,
+            "heads": parts.heads,
+        }
+        return cls(**mine, layout=parts.layout, **given)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Layer:
-    """Arrays of one layer for a program: pool, ring of last queries, tables of all layers, layer index, random key."""
+class HeldLayer:
+    """Arrays of one held layer: pool, ring of last queries, tables, its indices in these and the model, random key."""
 
     pool: Pool
     tables: Tables
     ring: Float[Array, "B K G R D"] | None
+    row: Int[Array, ""]
     layer: Int[Array, ""]
     key: PRNGKeyArray
 
     @property
     def segments(self) -> Segments:
         """`Segments` (start, length, limit, ...) of this layer, taken from the tables of all layers."""
-        return segments_of(self.tables.of_layers(self.layer[None]), 0)
+        return segments_of(self.tables.of_layers(self.row[None]), 0)
 
     @property
     def centre(self) -> Float[Array, "B K D"] | None:
         """Vector taken off this layer's keys before they were transformed; None if rows are as they are."""
-        return None if self.tables.centre is None else self.tables.centre[self.layer]
+        return None if self.tables.centre is None else self.tables.centre[self.row]
 
 
 class _Held(Source):
@@ -162,7 +186,9 @@ class _Held(Source):
         assert state is not None
         self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
         self.indices, self.axes = range(len(room)), flat.axes
-        self.kept_rows, self.recents = _counts(parts, cache)
+        self.kept_rows, self.recents = counts_again(
+            parts, cache.tables, flat.config.windows, flat.axes
+        )
         self.windows, self.dtype = flat.config.windows, cache.pools[0].dtype
         self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(state, rings=()))
         if fixed is None:
@@ -170,25 +196,18 @@ class _Held(Source):
             # Rows that the text, or a segment, could hold: content never changes this number, and growth rarely.
             heads = cache.start.shape[2] // cache.stretches
             slots = min(bucket(int(host(cache.seen).max())), cache.layout.widest(most, heads))
-        self.static = _Static(
-            graphs=flat.graphs,
-            ongoing=parts.ongoing,
-            scorer=parts.scorer,
-            heads=parts.heads,
-            layout=cache.layout,
-            slots=slots if fixed is None else fixed.slots,
-        )
+        self.parts, self.slots = parts, slots if fixed is None else fixed.slots
 
     def candidates(self, index: int) -> Candidates:
         """Returns one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or its scorer."""
-        return _candidates(self.flat.blocks[index], self._layer(index), static=self._static(index))
+        return _candidates(self.flat.blocks[index], self._layer(index), **self._static(index))
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """Size P in rows of the new pool, room included: the policy's target, or a bucket of the rows `kept`."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.pool_of(group[0])]
         part = slice(group[0], group[-1] + 1)
-        stretches, capacity = self.cache.stretches, capacity_of(self.static.heads)
+        stretches, capacity = self.cache.stretches, capacity_of(self.parts.heads)
         heads = kept.shape[2] // stretches
 
         def share(rows: int) -> int:
@@ -205,24 +224,25 @@ class _Held(Source):
 
     def rows(self, index: int) -> Unpacked:
         """One layer's keys, values, positions and scores as `Unpacked` rows, gathered from the pool."""
-        rows = _unpacked(self.flat.blocks[index], self._layer(index), static=self._static(index))
+        rows = _unpacked(self.flat.blocks[index], self._layer(index), **self._static(index))
         # What a merger makes of rows is rounded to the model's dtype, too.
-        return (
-            rows if self.static.ongoing.merge is None else rows.widened(jnp.dtype(self.cache.dtype))
-        )
+        return rows if self.parts.merge is None else rows.widened(jnp.dtype(self.cache.dtype))
 
-    def _static(self, index: int) -> _Static:
-        """Static config (`_Static`) of the programs that read layer `index`."""
-        return dataclasses.replace(self.static, graphs=self.flat.graphs_of(index))
+    def _static(self, index: int) -> dict[str, Any]:
+        """Static arguments of the programs that read layer `index`."""
+        graphs = self.flat.graphs_of(index)
+        given = {"slots": self.slots, "spec": graphs.spec, "axes": self.axes}
+        return {"graphs": graphs, "static": HeldStatic.of(self.parts, **given)}
 
-    def _layer(self, index: int) -> _Layer:
-        """Arrays (`_Layer`) of layer `index`: pool, tables, ring of last queries, random key."""
+    def _layer(self, index: int) -> HeldLayer:
+        """Arrays of layer `index`: pool, tables, ring of last queries, random key."""
         cache, state, windows = self.cache, self.cache.state, self.flat.config.windows
         rings = () if windows[index] or state is None else state.rings
-        return _Layer(
+        return HeldLayer(
             pool=cache.pools[cache.layout.pool_of(index)],
             tables=self.tables,
             ring=rings[windows[:index].count(None)] if rings else None,
+            row=jnp.int32(index),
             layer=jnp.int32(index),
             key=self.key,
         )
@@ -233,20 +253,22 @@ def _numbers(table: Array) -> Any:
     return table if is_traced(table) else host(table).astype(np.int64)
 
 
-def _counts(parts: Parts, cache: KVCache) -> tuple[Any, Any]:
+def counts_again(
+    parts: Parts, tables: Tables, windows: Windows, axes: Axes | None = None
+) -> tuple[Any, Any]:
     """Pair `[L, B]`: rows to keep per kv head, and most recent rows that stay among them.
 
     Rows are the mean of a layer's limits, or the budget schedule's for the text; of window layers their windows'.
     """
-    windows, state, seen = cache.config.windows, cache.state, _numbers(cache.seen)
+    state, seen = tables.state, _numbers(tables.seen)
     assert state is not None
-    limit = _numbers(cache.limit)[np.asarray([width is None for width in windows])]
-    forced, xp = parts.keep.counts(seen, _numbers(state.prompt)), namespace(limit)
+    forced, xp = parts.keep.counts(seen, _numbers(state.prompt)), namespace(seen)
     by_limits = parts.evicts and parts.heads.limits() is None
     # Segments under a threshold may hold fewer rows than their budget.
     if by_limits or (parts.layers.from_scores and parts.threshold is None):
+        limit = _numbers(tables.limit)[np.asarray([width is None for width in windows])]
         # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.
-        of_all = gathered(limit, "K", 2, cache.axes) if is_traced(limit) else limit
+        of_all = gathered(limit, "K", 2, axes) if is_traced(limit) else limit
         over = (0, 2) if parts.layers.joint else (2,)
         rows = of_all.sum(axis=over, dtype=of_all.dtype) // math.prod(of_all.shape[i] for i in over)
         rows = xp.broadcast_to(rows, of_all.shape[:2])
@@ -263,7 +285,7 @@ def _counts(parts: Parts, cache: KVCache) -> tuple[Any, Any]:
     return rows, xp.minimum(_numbers(state.recent), left)
 
 
-def _taken(layer: _Layer, static: _Static) -> Unpacked:
+def taken(layer: HeldLayer, static: HeldStatic) -> Unpacked:
     """One layer's rows gathered from its segments as `Unpacked`, in order of position, padded to a segment's slots."""
     pool, segments = layer.pool, layer.segments
     batch, heads = segments.start.shape
@@ -293,29 +315,49 @@ def _taken(layer: _Layer, static: _Static) -> Unpacked:
     )
 
 
-def _plain(rows: Unpacked, layer: _Layer) -> Unpacked:
+def _plain(rows: Unpacked, layer: HeldLayer) -> Unpacked:
     """Rows with the keys and values that transformed ones were made of; rows that are as they are unchanged."""
     if layer.centre is None:
         return rows
     return rows._replace(k=keys_of(rows.k, layer.centre), v=transformed(rows.v))
 
 
-@program(static=("static",), on="static")
-def _unpacked(leaves: Leaves, layer: _Layer, *, static: _Static) -> Unpacked:
+@program(static=("graphs", "static"), on="static")
+def _unpacked(leaves: Leaves, layer: HeldLayer, *, graphs: Graphs, static: HeldStatic) -> Unpacked:
     """Compiled: one layer's rows to pack, as `Unpacked`; with new attention mass if the merger compares no rows."""
-    rows, merge = _taken(layer, static), static.ongoing.merge
+    block = graphs.block(leaves)
+    return rows_again(layer, static, block.shaping, partial(value_norms, block))
+
+
+@program(static=("graphs", "static"), on="static")
+def _candidates(
+    leaves: Leaves, layer: HeldLayer, *, graphs: Graphs, static: HeldStatic
+) -> Candidates:
+    """Compiled: one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer."""
+    block = graphs.block(leaves)
+    return candidates_again(layer, static, block.shaping, partial(value_norms, block))
+
+
+def rows_again(
+    layer: HeldLayer, static: HeldStatic, shaping: Shaping, norms_of: Norms | None = None
+) -> Unpacked:
+    """One layer's rows to pack, as `Unpacked`; with new attention mass if the merger compares no rows."""
+    rows, merge = taken(layer, static), static.ongoing.merge
     if merge is None or merge.compares:
         return rows
-    return rows._replace(mass=_observed(leaves, layer, _plain(rows, layer), static)[1])
+    mass = _observed(layer, _plain(rows, layer), static, shaping, norms_of)[1]
+    return rows._replace(mass=mass)
 
 
-@program(static=("static",), on="static")
-def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates:
-    """Compiled: one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer.
+def candidates_again(
+    layer: HeldLayer, static: HeldStatic, shaping: Shaping, norms_of: Norms | None = None
+) -> Candidates:
+    """One layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer.
 
-    Of a window layer the rows within the window stay, without scores.
+    Of a window layer the rows within the window stay, without scores. `norms_of` are of values, for policies that need
+    them.
     """
-    rows, ongoing, window = _taken(layer, static), static.ongoing, static.graphs.spec.window
+    rows, ongoing, window = taken(layer, static), static.ongoing, static.spec.window
     pos, segments = rows.positions, layer.segments
     assert pos is not None
     found = Candidates(
@@ -329,18 +371,21 @@ def _candidates(leaves: Leaves, layer: _Layer, *, static: _Static) -> Candidates
         return last_rows(found, window)
     rows = _plain(rows, layer)
     if isinstance(ongoing.rank, Anew):
-        scores, _ = _observed(leaves, layer, rows, static)
+        scores, _ = _observed(layer, rows, static, shaping, norms_of)
     else:
         score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
         scores = ranked(ongoing.rank, score, segments.seen[:, None, None] - pos)
-    block, needed = static.graphs.block(leaves), static.heads.needs_norms
-    return dataclasses.replace(
-        found, scores=scores, norms=value_norms(block, rows.v) if needed else None
-    )
+    if norms_of is None or not static.heads.needs_norms:
+        return dataclasses.replace(found, scores=scores)
+    return dataclasses.replace(found, scores=scores, norms=norms_of(rows.v))
 
 
 def _observed(
-    leaves: Leaves, layer: _Layer, rows: Unpacked, static: _Static
+    layer: HeldLayer,
+    rows: Unpacked,
+    static: HeldStatic,
+    shaping: Shaping,
+    norms_of: Norms | None,
 ) -> tuple[Array, Array]:
     """Pair `f32[B, K, S]` for one layer's rows: new scores and attention mass, computed from the remembered queries."""
     segments, scorer, centre = layer.segments, static.scorer, layer.centre
@@ -348,8 +393,8 @@ def _observed(
     batch, heads = segments.length.shape
     needs, extras = scorer.needs, Extras()
     window = needs.queries
-    if needs.norms:
-        extras["norms"], extras["norm_totals"] = _value_norms(leaves, rows, static)
+    if needs.norms and norms_of is not None:
+        extras["norms"], extras["norm_totals"] = _value_norms(norms_of, rows, static.axes)
     if layer.ring is None:
         q = jnp.zeros((batch, heads, 1, 0, k.shape[-1]), k.dtype)
     else:
@@ -360,9 +405,9 @@ def _observed(
         remembered = remembered if centre is None else transformed(remembered)
         q = remembered.astype(k.dtype)
         if needs.moments is not None:
-            rope = static.graphs.spec.rope
+            rope = static.spec.rope
             extras["moments"] = last_moments(remembered, segments.seen, rope, needs.moments)
-    sinks = static.graphs.block(leaves).sink_logits
+    sinks = shaping.sink_logits
     # If heads hold different numbers of rows, each head is a sequence of its own for the scorer.
     fold = not static.heads.uniform
 
@@ -381,7 +426,7 @@ def _observed(
         key=layer.key,
         extras=jax.tree.map(flat, extras),
         sink_logits=None if sinks is None else flat(jnp.broadcast_to(sinks, (batch, *sinks.shape))),
-        softcap=static.graphs.spec.softcap,
+        softcap=shaping.softcap,
         axes=None if fold else static.axes,
         group_axes=static.axes,
     )
@@ -389,10 +434,10 @@ def _observed(
     return scores.reshape(k.shape[:3]), mass.reshape(k.shape[:3])
 
 
-def _value_norms(leaves: Leaves, rows: Unpacked, static: _Static) -> tuple[Array, Array]:
+def _value_norms(norms_of: Norms, rows: Unpacked, axes: Axes | None) -> tuple[Array, Array]:
     """Pair `[B, K, S]`: L1 norms of projected values, and their sums over all kv heads that hold the same position."""
     assert rows.positions is not None
-    norms, axes = value_norms(static.graphs.block(leaves), rows.v), static.axes
+    norms = norms_of(rows.v)
     of_all = gathered(jnp.where(rows.inside, norms, 0.0), "K", 1, axes)
     where = gathered(rows.positions, "K", 1, axes)
     batch, heads, slots = of_all.shape

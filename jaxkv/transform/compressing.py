@@ -28,9 +28,10 @@ from jaxkv.cache.packing import Unpacked
 from jaxkv.engine.choosing import Candidates
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.layer_sources import PromptSource
-from jaxkv.engine.lengths import ByLength, by_length
+from jaxkv.engine.lengths import ByLength, by_length, ring_rows
 from jaxkv.engine.pages import with_bounds
 from jaxkv.engine.prefill import first_state
+from jaxkv.engine.rings import ring_of
 from jaxkv.engine.walks import finished
 from jaxkv.models.config import Windows
 from jaxkv.models.values import positive
@@ -211,8 +212,8 @@ def _tables(
     else:
         needed = told.rows + headroom
         if parts.ongoing.compresses and layers:
-            # A token joins before another entry goes.
-            beyond = np.maximum(told.rows, told.most) + 1
+            # A token joins before another entry goes, or as many as come before the next compression.
+            beyond = np.maximum(told.rows, told.most) + (parts.every or 1)
             endless = parts.unlimited(windows)[:, None]
             needed = np.where(endless, needed, np.minimum(needed, beyond))
         capacity = tuple(needed.max(axis=1).tolist())
@@ -241,6 +242,7 @@ class _Given(PromptSource):
     ):
         """Validates the keys, values and queries of the layers from `first` on, and looks up their row counts."""
         self.given, self.key, self.first = given, key, first
+        self.rings = list[Array]()
         self.like = as_keys_values(*given[0][:2])[0]
         batch, heads, slots, _ = self.like.shape
         lengths: Any = as_counts("length", length, batch, slots, order_hint(self.like))
@@ -278,6 +280,10 @@ class _Given(PromptSource):
         if not parts.drops or given.window is not None:
             return self.unchosen(index, rows)
         seen = lax.stop_gradient(self._observed(index, parts.scorer, k, v))
+        if parts.ongoing.queries:
+            rows_of_ring = ring_rows(parts.ongoing.queries)
+            ring = ring_of(seen.q, self.length, rows=rows_of_ring, transforms=False, axes=None)
+            self.rings.append(ring)
         if parts.merge is not None:
             rows = rows._replace(k=_finite(k, self.length), v=_finite(v, self.length))
         return self.scored(index, rows, seen)
@@ -354,7 +360,7 @@ def _compressed(
     made = finished(compress_all(given, parts, key=key))
     if known(*given.nans):
         given.require_ordered()
-    limit, state = first_state(given, made)
+    limit, state = first_state(given, made, tuple(given.rings))
     reading = parts.reading(given.windows, given.like.shape[2])
     sources = reading.sources[first : first + len(layers_given)]
     mine = dataclasses.replace(reading, sources=sources)
@@ -368,6 +374,7 @@ def _compressed(
         left_out=jnp.zeros_like(seen),
         state=state,
         shapings=tuple(given.shaping(each) for each in layers_given),
+        key=key,
         parts=parts,
         windows=given.windows,
         first=first,
@@ -393,10 +400,6 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
         (
             not parts.read.by_layer,
             f"{name} chooses in one layer what others read, or offloads it: use jaxkv.generate",
-        ),
-        (
-            parts.every,
-            f"it compresses again every {parts.every} tokens: leave every out, or use jaxkv.generate",
         ),
         (
             parts.rolling,

@@ -7,31 +7,46 @@ state, out = state.step(q_new, k_new, v_new)
 """
 
 import dataclasses
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import brief, settled, whole
 from jaxkv._errors import require
 from jaxkv.attention import Shaping
 from jaxkv.attention.steps import NewRows
 from jaxkv.cache import State, Tables
+from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import faded, segments_of
+from jaxkv.engine.choosing import Candidates, limits_of
+from jaxkv.engine.compress import compress
 from jaxkv.engine.evict import Eviction, evict
+from jaxkv.engine.layer_sources import Source
 from jaxkv.engine.layers.binding import bound
 from jaxkv.engine.layers.dense import DenseLayer
 from jaxkv.engine.layers.step import Step
 from jaxkv.engine.layers.terms import Terms
+from jaxkv.engine.recompress import (
+    HeldLayer,
+    HeldStatic,
+    candidates_again,
+    counts_again,
+    rows_again,
+)
 from jaxkv.engine.segments import heads_of
 from jaxkv.engine.sparse import new_tokens
-from jaxkv.engine.tokens import Token
+from jaxkv.engine.tokens import NewTokens, Token, remembered
+from jaxkv.engine.walks import finished
 from jaxkv.models.config import Windows
+from jaxkv.models.values import LayerSpec
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import Append
 from jaxkv.transform.arrays import as_counts, as_grouped, as_keys_values, known, shown
@@ -39,7 +54,17 @@ from jaxkv.transform.arrays import as_counts, as_grouped, as_keys_values, known,
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["pools", "start", "length", "limit", "seen", "left_out", "state", "shapings"],
+    data_fields=[
+        "pools",
+        "start",
+        "length",
+        "limit",
+        "seen",
+        "left_out",
+        "state",
+        "shapings",
+        "key",
+    ],
     meta_fields=["parts", "windows", "first", "padded_len"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,6 +82,7 @@ class CompressedKV:
             nothing. Look at it after a `jit`.
         state: what the policy remembers while tokens are added; None if it compresses the prompt only.
         shapings: what each layer does to the logits of its attention.
+        key: random key of policies that draw when they compress again.
         parts: of the policy.
         windows: number of last tokens that tokens of each of the model's layers attend to; None for all.
         first: index in the model of the first layer held.
@@ -71,6 +97,7 @@ class CompressedKV:
     left_out: Array
     state: State | None
     shapings: tuple[Shaping, ...]
+    key: PRNGKeyArray
     parts: Parts
     windows: Windows
     first: int
@@ -143,7 +170,7 @@ class CompressedKV:
         count: ArrayLike | None = None,
         layer: int = 0,
     ) -> tuple["CompressedKV", Array]:
-        """Adds new tokens to a layer: appends, attends, scores, and evicts what the policy evicts.
+        """Adds new tokens to a layer: appends, attends, scores, and evicts or compresses again as the policy says.
 
         Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map`. Logits are scaled by 1 / sqrt(D); a
         model that scales by s multiplies its queries by s * sqrt(D).
@@ -178,8 +205,12 @@ class CompressedKV:
         step = Step(new=new_tokens(terms, tables, new.count, tokens))
         made = rows.attended(token, step)
         after = self._with(layer, made.layer.pool, new.count, written)
-        if terms.ongoing.evicts and self.window(layer) is None:
-            after = after._evicted(layer, heads_of(made.out, len(written)))
+        if self.window(layer) is None:
+            after = after._remembering(layer, token, step.new)
+            if terms.ongoing.evicts:
+                after = after._evicted(layer, heads_of(made.out, len(written)))
+            if self.parts.every:
+                after = after._recompressed(layer, self.parts.every)
         out = made.out.reshape(*made.out.shape[:1], -1, *made.out.shape[3:])
         return after, out.astype(q.dtype)
 
@@ -330,6 +361,45 @@ class CompressedKV:
         length = self.length.at[layer].set(left.length)
         return dataclasses.replace(self._with_pool(layer, pool), length=length, state=state)
 
+    def _remembering(self, layer: int, token: Token, new: NewTokens) -> "CompressedKV":
+        """State whose buffer of a layer's last queries, if it has one, holds the new tokens' queries."""
+        state = self.state
+        if state is None or not state.rings:
+            return self
+        rings, at = [*state.rings], self._ring_of(layer)
+        rings[at] = remembered(rings[at], token.q, new)
+        return dataclasses.replace(self, state=dataclasses.replace(state, rings=tuple(rings)))
+
+    def _ring_of(self, layer: int) -> int:
+        """Index of a layer's buffer of last queries: layers with a window have none."""
+        return self.windows[self.first : self.first + layer].count(None)
+
+    def _recompressed(self, layer: int, every: int) -> "CompressedKV":
+        """State with a layer compressed again in sequences that have `every` entries beyond their limit."""
+        due = (self.length[layer] - self.limit[layer]).max(axis=1) >= every
+        again = partial(CompressedKV._compressed_again, layer=layer)
+        return lax.cond(due.any(), again, lambda state, _: state, self, due)
+
+    def _compressed_again(self, due: Bool[Array, " B"], layer: int) -> "CompressedKV":
+        """State with a layer's sequences that are `due` compressed again, over all that they hold."""
+        held = HeldAgain(self, layer)
+        made = finished(compress(held, self.parts, key=self.key, due=due))
+        (pool,), parts, at = made.pools, self.parts, self.first + layer
+        rows = jnp.broadcast_to(jnp.asarray(held.kept_rows)[at, :, None], made.length.shape)
+        usual = made.length if not parts.heads.uniform else rows
+        of = slice(at, at + 1)
+        target = limits_of(parts.heads, made.length, usual, None, self.windows, of)[0]
+        state = self.state
+        if state is not None and state.tau is not None and made.tau is not None:
+            state = dataclasses.replace(state, tau=state.tau.at[layer].set(made.tau[0]))
+        return dataclasses.replace(
+            self._with_pool(layer, pool),
+            start=self.start.at[layer].set(made.start[0]),
+            length=self.length.at[layer].set(made.length[0]),
+            limit=self.limit.at[layer].set(jnp.where(due[:, None], target, self.limit[layer])),
+            state=state,
+        )
+
     def _require_plain(self, half: str) -> None:
         """Raises ValueError unless tokens are only appended, and read all entries."""
         plain = isinstance(self.parts.after, Append) and self.parts.read.everything
@@ -343,6 +413,53 @@ class CompressedKV:
         layer = whole("layer", layer, remedy, least=0)
         require(layer < layers, "layer", layer, remedy)
         return layer
+
+
+class HeldAgain(Source):
+    """Source of one layer of a state, to compress it again."""
+
+    def __init__(self, held: CompressedKV, layer: int):
+        """Counts entries to keep, and gathers what programs read of the layer."""
+        parts, pool, state = held.parts, held.pool(layer), held.state
+        assert state is not None
+        of, at = slice(layer, layer + 1), held.first + layer
+        mine = dataclasses.replace(
+            state,
+            recent=state.recent[of],
+            tau=None if state.tau is None else state.tau[of],
+            rings=(),
+        )
+        tables = Tables(
+            start=held.start[of],
+            length=held.length[of],
+            limit=held.limit[of],
+            seen=held.seen[layer],
+            state=mine,
+        )
+        self.indices, self.windows, self.size, self.parts = (at,), held.windows, pool.rows, parts
+        self.kept_rows, self.recents = counts_again(parts, tables, held.windows)
+        self.static = HeldStatic.of(parts, slots=pool.rows, spec=LayerSpec())
+        self.shaping = held.shapings[layer]
+        self.layer = HeldLayer(
+            pool=pool,
+            tables=tables,
+            ring=state.rings[held._ring_of(layer)] if state.rings else None,
+            row=jnp.int32(0),
+            layer=jnp.int32(at),
+            key=held.key,
+        )
+
+    def candidates(self, index: int) -> Candidates:
+        """`Candidates` of the layer: scores by the policy's rank, or by its scorer from the last queries."""
+        return candidates_again(self.layer, self.static, self.shaping)
+
+    def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
+        """Size P in rows of the layer's pool, which does not change."""
+        return self.size
+
+    def rows(self, index: int) -> Unpacked:
+        """The layer's entries, in order of position."""
+        return rows_again(self.layer, self.static, self.shaping)
 
 
 def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: Array) -> None:

@@ -23,6 +23,8 @@ POLICIES = {
     "adakv-h2o": AdaKV(base=H2O(budget=16)),
     "quest": Quest(budget=16, page=4, dense_layers=1),
     "snapkv": SnapKV(budget=16, window=8),
+    "snapkv-every": SnapKV(budget=16, window=8, every=4),
+    "adakv-every": AdaKV(base=SnapKV(budget=16, window=8, every=4)),
 }
 
 
