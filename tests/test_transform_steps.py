@@ -54,7 +54,7 @@ def agrees(case, seed, budget) -> bool:
             return False
         expected.append(after)
     for at, (state, out) in enumerate(steps(compressed(drawn, make(budget=budget)), drawn)):
-        tau = None if state.state.tau is None else state.state.tau[0]
+        tau = None if state.tables[0].state.tau is None else state.tables[0].state.tau[0]
         segments = SimpleNamespace(start=state.start[0], length=state.length[0], tau=tau)
         check_rows(state.pool(), segments, [each[at] for each in expected], accumulate, merge)
         for row in range(len(LENGTHS)):
@@ -179,7 +179,7 @@ def test_it_runs_under_vmap_and_scan():
     with batched():
         state, outs = jax.jit(jax.vmap(whole))(*old, (q, k, v))
     np.testing.assert_allclose(outs[:, -1, 0, :, 0], out, atol=1e-5)
-    np.testing.assert_array_equal(state.length[:, 0, 0], one_by_one.length[0])
+    np.testing.assert_array_equal(state.tables[0].length[:, 0, 0], one_by_one.length[0])
 
 
 @pytest.mark.parametrize(

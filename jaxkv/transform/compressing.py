@@ -24,6 +24,7 @@ from jaxkv._checks import settled, whole
 from jaxkv._errors import require
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation, Shaping, backend_of
+from jaxkv.cache import Tables
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine.choosing import Candidates
 from jaxkv.engine.compress import compress as compress_all
@@ -360,21 +361,26 @@ def _compressed(
     made = finished(compress_all(given, parts, key=key))
     if known(*given.nans):
         given.require_ordered()
-    limit, state = first_state(given, made, tuple(given.rings))
+    limit, state = first_state(given, made)
     reading = parts.reading(given.windows, given.like.shape[2])
-    sources = reading.sources[first : first + len(layers_given)]
-    mine = dataclasses.replace(reading, sources=sources)
-    seen = jnp.broadcast_to(given.length, (len(layers_given), len(given.length)))
+    mine = dataclasses.replace(reading, sources=reading.sources[first : first + len(made.start)])
+    tables = Tables(
+        start=made.start, length=made.length, limit=limit, seen=given.length, state=state
+    )
+    rings, held = iter(given.rings), list[Tables]()
+    for layer, each in enumerate(layers_given):
+        own = tables.of_layers(jnp.asarray([layer]))
+        if given.rings and own.state is not None and each.window is None:
+            own = dataclasses.replace(
+                own, state=dataclasses.replace(own.state, rings=(next(rings),))
+            )
+        held.append(own)
     return CompressedKV(
         pools=with_bounds(made.pools, made.length, mine, None),
-        start=made.start,
-        length=made.length,
-        limit=limit,
-        seen=seen,
-        left_out=jnp.zeros_like(seen),
-        state=state,
+        tables=tuple(held),
+        left_out=jnp.zeros((len(held), len(given.length)), jnp.int32),
         shapings=tuple(given.shaping(each) for each in layers_given),
-        key=key,
+        key=key if parts.every else None,
         parts=parts,
         windows=given.windows,
         first=first,

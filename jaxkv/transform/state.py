@@ -22,7 +22,7 @@ from jaxkv._checks import brief, settled, whole
 from jaxkv._errors import require
 from jaxkv.attention import Shaping
 from jaxkv.attention.steps import NewRows
-from jaxkv.cache import State, Tables
+from jaxkv.cache import Tables
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import faded, segments_of
@@ -54,17 +54,7 @@ from jaxkv.transform.arrays import as_counts, as_grouped, as_keys_values, known,
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=[
-        "pools",
-        "start",
-        "length",
-        "limit",
-        "seen",
-        "left_out",
-        "state",
-        "shapings",
-        "key",
-    ],
+    data_fields=["pools", "tables", "left_out", "shapings", "key"],
     meta_fields=["parts", "windows", "first", "padded_len"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -73,16 +63,12 @@ class CompressedKV:
 
     Attributes:
         pools: each layer's keys, values and positions; a single pool where layers share one (`layout.one_pool`).
-        start: `i32[L, B, K]` first row of each segment.
-        length: `i32[L, B, K]` entries in each segment.
-        limit: `i32[L, B, K]` the policy's target size of each segment, kept by policies that go on compressing.
-        seen: `i32[L, B]` tokens each sequence has had, and so the next position; layers differ while a token is on its
-            way.
+        tables: of each layer held: first row, length and target size of its segments, tokens that its sequences have
+            had, and what the policy remembers.
         left_out: `i32[L, B]` tokens for which there was no headroom while numbers were traced: 0 in a cache that lacks
             nothing. Look at it after a `jit`.
-        state: what the policy remembers while tokens are added; None if it compresses the prompt only.
         shapings: what each layer does to the logits of its attention.
-        key: random key of policies that draw when they compress again.
+        key: random key of a policy that compresses again; None for others.
         parts: of the policy.
         windows: number of last tokens that tokens of each of the model's layers attend to; None for all.
         first: index in the model of the first layer held.
@@ -90,23 +76,32 @@ class CompressedKV:
     """
 
     pools: tuple[Pool, ...]
-    start: Array
-    length: Array
-    limit: Array
-    seen: Array
+    tables: tuple[Tables, ...]
     left_out: Array
-    state: State | None
     shapings: tuple[Shaping, ...]
-    key: PRNGKeyArray
+    key: PRNGKeyArray | None
     parts: Parts
     windows: Windows
     first: int
     padded_len: int
 
     def __repr__(self) -> str:
-        numbers = f"seen={_numbers(self.seen)}, left_out={_numbers(self.left_out)}"
-        layers = getattr(self.start, "shape", "?")[0]
-        return f"CompressedKV({layers} layers, {numbers}, {self.terms.layout.value})"
+        return f"CompressedKV({len(self.tables)} layers, {brief(self.parts)}, {self.terms.layout.value})"
+
+    @property
+    def start(self) -> Int[Array, "L B K"]:
+        """First row of each segment, `i32[L, B, K]`."""
+        return jnp.concatenate([each.start for each in self.tables])
+
+    @property
+    def length(self) -> Int[Array, "L B K"]:
+        """Entries in each segment, `i32[L, B, K]`."""
+        return jnp.concatenate([each.length for each in self.tables])
+
+    @property
+    def seen(self) -> Int[Array, "L B"]:
+        """Tokens that each sequence has had, `i32[L, B]`, and so the next position; layers differ within a step."""
+        return jnp.stack([each.seen for each in self.tables])
 
     @property
     def terms(self) -> Terms:
@@ -151,10 +146,9 @@ class CompressedKV:
             A list for each sequence, with an i32 array of length `length[layer, b, h]` for each kv head.
         """
         layer = self._held_layer(layer)
-        pos, starts, lengths = (
-            np.asarray(each)
-            for each in (self.pool(layer).pos, self.start[layer], self.length[layer])
-        )
+        tables = self.tables[layer]
+        found = (self.pool(layer).pos, tables.start[0], tables.length[0])
+        pos, starts, lengths = map(np.asarray, found)
         return [
             [held[start : start + length] for start, length in zip(*each, strict=True)]
             for held, *each in zip(pos, starts, lengths, strict=True)
@@ -194,15 +188,13 @@ class CompressedKV:
         """
         layer = self._held_layer(layer)
         new, written = self._joining(k, v, count, layer)
-        batch, heads = self.start.shape[1:]
-        q = as_grouped("q", q, batch, heads, new.k)
+        q = as_grouped("q", q, new.k.shape[0], new.k.shape[1], new.k)
         tokens, terms = q.shape[3], self.terms
         require(q.shape[3] == new.k.shape[2], "q", shown(q), f"k has {new.k.shape[2]} tokens")
-        tables = self._tables(layer)
         (pool,) = faded((self.pool(layer),), new.count, terms)
-        rows = self._rows(layer, pool, self.length[layer], q)
+        rows = self._rows(layer, pool, self.tables[layer].length[0], q)
         token = Token(q=q, k=new.k, v=new.v, stored=new.k).widened(pool.dtype)
-        step = Step(new=new_tokens(terms, tables, new.count, tokens))
+        step = Step(new=new_tokens(terms, self.tables[layer], new.count, tokens))
         made = rows.attended(token, step)
         after = self._with(layer, made.layer.pool, new.count, written)
         if self.window(layer) is None:
@@ -261,7 +253,8 @@ class CompressedKV:
         """
         layer = self._held_layer(layer)
         self._require_plain("attend")
-        pool, start, length = self.pool(layer), self.start[layer], self.length[layer]
+        pool, tables = self.pool(layer), self.tables[layer]
+        start, length = tables.start[0], tables.length[0]
         batch, heads = start.shape
         grouped = as_grouped("q", q, batch, heads, pool.k)
         tokens = grouped.shape[3]
@@ -269,7 +262,7 @@ class CompressedKV:
         # Entries are only appended: later tokens are at the end of each segment, unless there was no room for them.
         last = jnp.take_along_axis(pool.pos, jnp.maximum(start + length - 1, 0), axis=1)
         last = jnp.where(length > 0, last, -1).max(axis=1)
-        taken = jnp.clip(last + 1 - (self.seen[layer] - written), 0, written)
+        taken = jnp.clip(last + 1 - (tables.seen - written), 0, written)
         after = jnp.maximum(taken - 1 - jnp.arange(tokens, dtype=jnp.int32)[:, None], 0)
         if tokens > 1 and known(pool.pos, start, length, taken):
             _require_last(pool.pos, start, length, last, taken)
@@ -291,7 +284,8 @@ class CompressedKV:
     ) -> tuple[NewRows, Int[Array, " B"]]:
         """New tokens' entries, as many of each sequence as there is headroom for; and numbers of its tokens."""
         k, v = as_keys_values(k, v)
-        batch, heads = self.start.shape[1:]
+        tables = self.tables[layer]
+        _, batch, heads = tables.start.shape
         held, tokens = self.pool(layer).k, k.shape[2]
         fits = (*k.shape[:2], k.shape[3]) == (batch, heads, held.shape[2])
         remedy = f"this state takes [B, K, N, D] = {[batch, heads, 'N', held.shape[2]]}"
@@ -306,8 +300,8 @@ class CompressedKV:
             short = int(np.max(np.asarray(written) - np.asarray(free)))
             remedy = f"{short} more than there is room for: give jaxkv.compress a larger headroom"
             require(short <= 0, "k", f"{tokens} tokens", remedy)
-        positions = self.seen[layer][:, None] + jnp.arange(tokens, dtype=jnp.int32)
-        end, taken = self.start[layer] + self.length[layer], jnp.clip(free, 0, written)
+        positions = tables.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
+        end, taken = tables.start[0] + tables.length[0], jnp.clip(free, 0, written)
         return NewRows(k=k, v=v, positions=positions, count=taken, end=end), written
 
     def _rows(
@@ -321,83 +315,69 @@ class CompressedKV:
         )
         fits = sinks is None or sinks.shape == (heads, group)
         require(fits, "q", f"{heads * group} query heads", remedy)
-        given = (self.terms, pool, self.start[layer], length)
+        given = (self.terms, pool, self.tables[layer].start[0], length)
         return bound(*given, shaping=shaping, window=self.window(layer))
 
     def _with(
         self, layer: int, pool: Pool, taken: Int[Array, " B"], written: Int[Array, " B"]
     ) -> "CompressedKV":
         """State with a layer's pool, to which `taken` of `written` tokens were appended."""
-        return dataclasses.replace(
-            self._with_pool(layer, pool),
-            length=self.length.at[layer].add(taken[:, None]),
-            seen=self.seen.at[layer].add(written),
-            left_out=self.left_out.at[layer].add(written - taken),
-        )
+        tables = self.tables[layer]
+        length, seen = tables.length + taken[:, None], tables.seen + written
+        after = self._updated(layer, pool, length=length, seen=seen)
+        left_out = self.left_out.at[layer].add(written - taken)
+        return dataclasses.replace(after, left_out=left_out)
 
-    def _with_pool(self, layer: int, pool: Pool) -> "CompressedKV":
-        """State with another pool of a layer."""
-        at = self.terms.layout.pool_of(layer)
-        return dataclasses.replace(self, pools=(*self.pools[:at], pool, *self.pools[at + 1 :]))
-
-    def _tables(self, layer: int) -> Tables:
-        """Tables of the layers held, with the tokens that one of them has seen."""
-        return Tables(
-            start=self.start,
-            length=self.length,
-            limit=self.limit,
-            seen=self.seen[layer],
-            state=self.state,
-        )
+    def _updated(
+        self, layer: int, pool: Pool | None = None, state: dict[str, Any] | None = None, **of: Any
+    ) -> "CompressedKV":
+        """State with another pool of a layer, and other tables and policy's state of it by name."""
+        tables, at = self.tables[layer], self.terms.layout.pool_of(layer)
+        if state and tables.state is not None:
+            of["state"] = dataclasses.replace(tables.state, **state)
+        pools, every = [*self.pools], [*self.tables]
+        pools[at] = pools[at] if pool is None else pool
+        every[layer] = dataclasses.replace(tables, **of)
+        return dataclasses.replace(self, pools=tuple(pools), tables=tuple(every))
 
     def _evicted(self, layer: int, attended: Float[Array, "B K"]) -> "CompressedKV":
         """State without the entry of lowest rank of each of a layer's segments that is over its limit."""
-        pool, heads = self.pool(layer), self.start.shape[2]
-        how = Eviction(terms=self.terms, heads=heads, dtype=pool.dtype)
-        pool, left = evict(pool, segments_of(self._tables(layer), layer), attended, how)
-        state = self.state
-        if state is not None and state.tau is not None:
-            state = dataclasses.replace(state, tau=state.tau.at[layer].set(left.tau))
-        length = self.length.at[layer].set(left.length)
-        return dataclasses.replace(self._with_pool(layer, pool), length=length, state=state)
+        pool, segments = self.pool(layer), segments_of(self.tables[layer], 0)
+        how = Eviction(terms=self.terms, heads=attended.shape[1], dtype=pool.dtype)
+        pool, left = evict(pool, segments, attended, how)
+        tau = None if left.tau is None else left.tau[None]
+        return self._updated(layer, pool, {"tau": tau}, length=left.length[None])
 
     def _remembering(self, layer: int, token: Token, new: NewTokens) -> "CompressedKV":
         """State whose buffer of a layer's last queries, if it has one, holds the new tokens' queries."""
-        state = self.state
+        state = self.tables[layer].state
         if state is None or not state.rings:
             return self
-        rings, at = [*state.rings], self._ring_of(layer)
-        rings[at] = remembered(rings[at], token.q, new)
-        return dataclasses.replace(self, state=dataclasses.replace(state, rings=tuple(rings)))
-
-    def _ring_of(self, layer: int) -> int:
-        """Index of a layer's buffer of last queries: layers with a window have none."""
-        return self.windows[self.first : self.first + layer].count(None)
+        return self._updated(layer, state={"rings": (remembered(state.rings[0], token.q, new),)})
 
     def _recompressed(self, layer: int, every: int) -> "CompressedKV":
         """State with a layer compressed again in sequences that have `every` entries beyond their limit."""
-        due = (self.length[layer] - self.limit[layer]).max(axis=1) >= every
+        tables = self.tables[layer]
+        due = (tables.length - tables.limit).max(axis=(0, 2)) >= every
         again = partial(CompressedKV._compressed_again, layer=layer)
         return lax.cond(due.any(), again, lambda state, _: state, self, due)
 
     def _compressed_again(self, due: Bool[Array, " B"], layer: int) -> "CompressedKV":
         """State with a layer's sequences that are `due` compressed again, over all that they hold."""
-        held = HeldAgain(self, layer)
-        made = finished(compress(held, self.parts, key=self.key, due=due))
-        (pool,), parts, at = made.pools, self.parts, self.first + layer
-        rows = jnp.broadcast_to(jnp.asarray(held.kept_rows)[at, :, None], made.length.shape)
-        usual = made.length if not parts.heads.uniform else rows
-        of = slice(at, at + 1)
-        target = limits_of(parts.heads, made.length, usual, None, self.windows, of)[0]
-        state = self.state
-        if state is not None and state.tau is not None and made.tau is not None:
-            state = dataclasses.replace(state, tau=state.tau.at[layer].set(made.tau[0]))
-        return dataclasses.replace(
-            self._with_pool(layer, pool),
-            start=self.start.at[layer].set(made.start[0]),
-            length=self.length.at[layer].set(made.length[0]),
-            limit=self.limit.at[layer].set(jnp.where(due[:, None], target, self.limit[layer])),
-            state=state,
+        held, parts, tables = HeldAgain(self, layer), self.parts, self.tables[layer]
+        made = finished(compress(held, parts, key=held.layer.key, due=due))
+        at, usual = self.first + layer, made.length
+        if parts.heads.uniform:
+            usual = jnp.broadcast_to(held.kept_rows[at : at + 1, :, None], usual.shape)
+        of = (self.windows, slice(at, at + 1))
+        target = limits_of(parts.heads, made.length, usual, None, *of)
+        return self._updated(
+            layer,
+            made.pools[0],
+            {"tau": made.tau},
+            start=made.start,
+            length=made.length,
+            limit=jnp.where(due[:, None], target, tables.limit),
         )
 
     def _require_plain(self, half: str) -> None:
@@ -408,7 +388,7 @@ class CompressedKV:
 
     def _held_layer(self, layer: Any) -> int:
         """Validates a layer's index among the layers held, and returns it as an int."""
-        layers = self.start.shape[0]
+        layers = len(self.tables)
         remedy = f"this state holds layers 0 to {layers - 1}"
         layer = whole("layer", layer, remedy, least=0)
         require(layer < layers, "layer", layer, remedy)
@@ -420,30 +400,17 @@ class HeldAgain(Source):
 
     def __init__(self, held: CompressedKV, layer: int):
         """Counts entries to keep, and gathers what programs read of the layer."""
-        parts, pool, state = held.parts, held.pool(layer), held.state
-        assert state is not None
-        of, at = slice(layer, layer + 1), held.first + layer
-        mine = dataclasses.replace(
-            state,
-            recent=state.recent[of],
-            tau=None if state.tau is None else state.tau[of],
-            rings=(),
-        )
-        tables = Tables(
-            start=held.start[of],
-            length=held.length[of],
-            limit=held.limit[of],
-            seen=held.seen[layer],
-            state=mine,
-        )
+        parts, pool, tables = held.parts, held.pool(layer), held.tables[layer]
+        assert tables.state is not None and held.key is not None
+        rings, at = tables.state.rings, held.first + layer
         self.indices, self.windows, self.size, self.parts = (at,), held.windows, pool.rows, parts
         self.kept_rows, self.recents = counts_again(parts, tables, held.windows)
         self.static = HeldStatic.of(parts, slots=pool.rows, spec=LayerSpec())
         self.shaping = held.shapings[layer]
         self.layer = HeldLayer(
             pool=pool,
-            tables=tables,
-            ring=state.rings[held._ring_of(layer)] if state.rings else None,
+            tables=dataclasses.replace(tables, state=dataclasses.replace(tables.state, rings=())),
+            ring=rings[0] if rings else None,
             row=jnp.int32(0),
             layer=jnp.int32(at),
             key=held.key,
@@ -478,12 +445,3 @@ def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: A
         raise ValueError(
             f"q={int(taken[at])} tokens: {remedy}, or count= where sequences have fewer than others"
         )
-
-
-def _numbers(array: Any) -> str:
-    """Text of a small array's numbers on one line; its type's name where these cannot be read or are too many."""
-    readable = isinstance(array, (jax.Array, np.ndarray)) and known(array) and array.size <= 16
-    if readable and isinstance(array, jax.Array):
-        # Of arrays that a call was given to keep, and of those on other hosts, nothing can be read.
-        readable = not array.is_deleted() and array.is_fully_addressable
-    return str(np.asarray(array).tolist()) if readable else type(array).__name__
