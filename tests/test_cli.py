@@ -141,7 +141,7 @@ def test_bad_prompt_files(capsys, monkeypatch, tmp_path, content):
     file = tmp_path / "bad.txt"
     file.write_bytes(content)
     message = refused(capsys, "generate", "--prompt-file", str(file), "--question", "Why?")
-    assert ("not UTF-8" if content.startswith(b"\xff") else "give --prompt TEXT") in message
+    assert ("not UTF-8" if content.startswith(b"\xff") else "it is empty") in message
 
 
 def test_no_command_and_unknown_models(capsys, monkeypatch):

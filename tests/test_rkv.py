@@ -6,7 +6,6 @@ import numpy as np
 import oracles as o
 import pytest
 
-import jaxkv
 from jaxkv import RKV
 from jaxkv.policies import Observed
 from jaxkv.policies.methods import rkv
@@ -118,9 +117,3 @@ def test_cosines_of_all_pairs_are_never_in_memory_at_once():
     )
     # A quarter of what all of them would take.
     assert used < slots**2
-
-
-def test_users_arrays_have_no_answer_to_compress_again():
-    q, k = drawn((30, 19))
-    with pytest.raises(ValueError, match=r"policy=RKV\(.*every=None"):
-        jaxkv.compress(k, k, queries=q.reshape(2, -1, 30, DIM), policy=RKV(budget=20))

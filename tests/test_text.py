@@ -207,7 +207,7 @@ def test_corrupt_tokenizer(tmp_path, content):
 def test_text_that_the_tokenizer_fails_on(hostile):
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
-    with pytest.raises(ValueError, match="tokenizer='odd-model'"):
+    with pytest.raises(ValueError, match="prompt='...': the tokenizer cannot"):
         Text(tokenizer, origin="odd-model").encode(hostile, bos=False)
 
 

@@ -25,7 +25,10 @@ class Unwritten(Exception):
 
 
 def prepare_streams() -> None:
-    """Lets stdout escape characters that its encoding lacks, unless the user has chosen something else."""
+    """Opens standard streams that are closed on nothing; lets stdout escape characters that its encoding lacks."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))
     out: Any = sys.stdout
     if getattr(out, "errors", "") in ("strict", "surrogateescape"):
         out.reconfigure(errors="backslashreplace")
@@ -88,6 +91,7 @@ def read_text(name: str, flag: str) -> str:
     except UnicodeDecodeError as error:
         said = f"{error.reason} at byte {error.start}"
         raise ValueError(f"{flag}={name}: not UTF-8 text ({said})") from None
+    require(bool(text.strip()), flag, name, "it is empty: give a text")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -106,10 +110,12 @@ class Output:
         """Raises ValueError if it cannot be written or is one of the files `inputs`."""
         if self.name == "-":
             return
-        path = Path(self.name).expanduser()
-        # Of a file that is not there yet, its folder; a folder itself is no place.
-        place = path if path.exists() else path.resolve().parent
-        fits = os.access(place, os.W_OK) and place.is_dir() != path.exists()
+        path = Path(os.path.expanduser(self.name))
+        # A regular file is replaced in its folder; a folder itself is no place.
+        folder = path.resolve().parent
+        place = path if path.exists() and not path.is_file() else folder
+        fits = os.access(place, os.W_OK) and folder.is_dir() and not path.is_dir()
+        fits = fits and (place is path or not path.exists() or os.access(path, os.W_OK))
         remedy = "give a file that can be written, in a folder that is there"
         require(fits, self.flag, self.name, remedy)
         files = [each for each in map(os.path.expanduser, inputs) if os.path.isfile(each)]
@@ -121,7 +127,7 @@ class Output:
         # Here, for `jaxkv --help` does without numpy.
         from jaxkv.checkpoints.whole_files import write_whole
 
-        path = Path(self.name).expanduser()
+        path = Path(os.path.expanduser(self.name))
         try:
             if self.name == "-":
                 sys.stdout.buffer.write(data)

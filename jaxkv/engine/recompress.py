@@ -43,6 +43,11 @@ from jaxkv.sharding.mesh import Axes, host, place, settle_down
 Norms = Callable[[Float[Array, "B K S D"]], Float[Array, "B K S"]]
 
 
+def no_norms(v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
+    """Raises TypeError: of a model outside jaxkv no output projection is known."""
+    raise TypeError("norms of values: the model's output projection is not known here")
+
+
 def beyond(cache: KVCache) -> Any:
     """Number of rows `[B]` by which each sequence's fullest segment exceeds its limit; negative while there is room."""
     if is_traced(cache.length):
@@ -339,7 +344,7 @@ def _candidates(
 
 
 def rows_again(
-    layer: HeldLayer, static: HeldStatic, shaping: Shaping, norms_of: Norms | None = None
+    layer: HeldLayer, static: HeldStatic, shaping: Shaping, norms_of: Norms = no_norms
 ) -> Unpacked:
     """One layer's rows to pack, as `Unpacked`; with new attention mass if the merger compares no rows."""
     rows, merge = taken(layer, static), static.ongoing.merge
@@ -350,7 +355,7 @@ def rows_again(
 
 
 def candidates_again(
-    layer: HeldLayer, static: HeldStatic, shaping: Shaping, norms_of: Norms | None = None
+    layer: HeldLayer, static: HeldStatic, shaping: Shaping, norms_of: Norms = no_norms
 ) -> Candidates:
     """One layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer.
 
@@ -375,9 +380,8 @@ def candidates_again(
     else:
         score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
         scores = ranked(ongoing.rank, score, segments.seen[:, None, None] - pos)
-    if norms_of is None or not static.heads.needs_norms:
-        return dataclasses.replace(found, scores=scores)
-    return dataclasses.replace(found, scores=scores, norms=norms_of(rows.v))
+    needed = static.heads.needs_norms
+    return dataclasses.replace(found, scores=scores, norms=norms_of(rows.v) if needed else None)
 
 
 def _observed(
@@ -385,7 +389,7 @@ def _observed(
     rows: Unpacked,
     static: HeldStatic,
     shaping: Shaping,
-    norms_of: Norms | None,
+    norms_of: Norms,
 ) -> tuple[Array, Array]:
     """Pair `f32[B, K, S]` for one layer's rows: new scores and attention mass, computed from the remembered queries."""
     segments, scorer, centre = layer.segments, static.scorer, layer.centre
@@ -393,7 +397,7 @@ def _observed(
     batch, heads = segments.length.shape
     needs, extras = scorer.needs, Extras()
     window = needs.queries
-    if needs.norms and norms_of is not None:
+    if needs.norms:
         extras["norms"], extras["norm_totals"] = _value_norms(norms_of, rows, static.axes)
     if layer.ring is None:
         q = jnp.zeros((batch, heads, 1, 0, k.shape[-1]), k.dtype)

@@ -83,7 +83,10 @@ class StoredTask(QuestionTask):
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Tuple of the right answers in a row of benchmark part `name`, as texts that the part's metric takes."""
-        return tuple(row["answers"])
+        answers = row["answers"]
+        if isinstance(answers, str):
+            raise TypeError("answers are a text, not a list")
+        return tuple(answers)
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
         """Dict {field: text} for the prompt template of benchmark part `name`, from a row; without the context."""

@@ -283,9 +283,10 @@ def interval(
         return float(found.low), float(found.high)
     if n == 1:
         return None
-    low, high = stats.t.interval(0.95, n - 1, loc=mean, scale=stats.sem(scores))
+    # Not by `interval`, which has none around equal scores.
+    half = stats.t.ppf(0.975, n - 1) * stats.sem(scores)
     least, most = bounds or (-np.inf, np.inf)
-    return float(max(least, low)), float(min(most, high))
+    return float(max(least, mean - half)), float(min(most, mean + half))
 
 
 def _mean_of(

@@ -224,7 +224,8 @@ class Text:
 
     def _encoding(self) -> contextlib.AbstractContextManager[None]:
         """Context manager of what encodes a user's text."""
-        return _guarded(self._origin, "it cannot encode this text", "give another, or token ids")
+        remedy = "give other text, or token ids"
+        return _guarded("...", "the tokenizer cannot encode it", remedy, name="prompt")
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids, by default with special tokens left out."""
@@ -403,8 +404,9 @@ def _guarded(
     origin: Path | str,
     problem: str = "it cannot be read",
     remedy: str = "copy or download it again",
+    name: str = "tokenizer",
 ) -> Iterator[None]:
-    """Context manager that turns any tokenizer library error into a ValueError that names the tokenizer."""
+    """Context manager that turns any tokenizer library error into a ValueError that names the tokenizer, or `name`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
@@ -412,4 +414,4 @@ def _guarded(
     # Rust raises plain Exception, and BaseException where it panics.
     except BaseException as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"tokenizer={str(origin)!r}: {problem} ({first}); {remedy}") from error
+        raise ValueError(f"{name}={str(origin)!r}: {problem} ({first}); {remedy}") from error
