@@ -245,8 +245,10 @@ def test_what_no_store_can_be_is_refused(as_users_call):
     with pytest.raises(ValueError, match="elements share a scale in 4 bits"):
         jaxkv.Session(narrow, jaxkv.KNorm(budget=8, store="int4")).prefill([[1] * 20])
     k = jnp.zeros((1, 2, 32, 8))
-    with pytest.raises(ValueError, match="plain arrays, not as Int8"):
-        jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int8"))
+    with pytest.raises(ValueError, match="policy=KNorm.*transformed rows"):
+        jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int4"))
+    held = jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int8"))
+    assert isinstance(held.pool().store, Int8)
 
 
 def test_the_page_says_what_a_row_takes():

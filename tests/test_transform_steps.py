@@ -218,3 +218,36 @@ def shared(order):
     """Positions that heads keep of a budget for which they compete."""
     best = order[: HEADS * 16]
     return [sorted(p for _, mine, p in best if mine == head) for head in range(HEADS)]
+
+
+@pytest.mark.parametrize("policy", [H2O(budget=12), Quest(budget=12, page=4)], ids=["h2o", "quest"])
+def test_a_sequence_may_begin_without_a_token(policy):
+    """It grows to the budget, and reads its pages, as any other."""
+    drawn, none = draw(8, 2), {"layer": 2, "layers": 4}
+    k, v = jnp.asarray(drawn.k), jnp.asarray(drawn.v)
+    begun = jaxkv.compress(
+        k,
+        v,
+        queries=queries(drawn.q),
+        length=jnp.asarray([LENGTHS[0], 0]),
+        policy=policy,
+        headroom=NEW,
+        **none,
+    )
+    for at, (state, out) in enumerate(steps(begun, drawn)):
+        held = [each.tolist() for each in state.positions(0)[1]]
+        assert len(held[0]) == min(at + 1, 12) or isinstance(policy, Quest)
+        if at < 12:
+            _, _, _, q_new, k_new, v_new = drawn.of(1, 1)
+            rows = [list(range(at + 1))] * HEADS
+            wanted = o.attention_over(q_new[:, at], k_new[:, : at + 1], v_new[:, : at + 1], rows)
+            np.testing.assert_allclose(out[1], wanted, atol=1e-5)
+
+
+def test_many_tokens_at_once_are_as_many_halves():
+    rng, policy = np.random.default_rng(0), SnapKV(budget=16, window=4)
+    new = [jnp.asarray(rng.standard_normal((2, h, 257, DIM)), jnp.float32) for h in (4, 2, 2)]
+    old = [jnp.asarray(rng.standard_normal((2, h, 30, DIM)), jnp.float32) for h in (4, 2, 2)]
+    state = jaxkv.compress(*old[1:], queries=old[0], policy=policy, headroom=257)
+    _, out = state.step(*new)
+    np.testing.assert_allclose(out, state.append(*new[1:]).attend(new[0]), atol=2e-5)

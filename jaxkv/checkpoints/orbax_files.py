@@ -64,8 +64,8 @@ WEIGHTS = Kind(
 )
 CACHE = Kind(
     format="jaxkv cache",
-    # From version 3 on, a cache says its model's dtype, and keys and values are saved in it.
-    version=3,
+    # From version 4 on, counts of moved and cut entries are one record.
+    version=4,
     listed=ARRAYS,
     one="array",
     writer="KVCache.save",

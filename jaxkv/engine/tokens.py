@@ -123,9 +123,10 @@ def in_blocks(
 
     if size == tokens:
         return one(q)
-    parts = jnp.moveaxis(q.reshape(batch, heads, group, -1, size, dim), 3, 0)
-    out, lse = lax.map(one, parts)
-    return jnp.moveaxis(out, 0, 3).reshape(q.shape), jnp.moveaxis(lse, 0, 3).reshape(q.shape[:-1])
+    wide = jnp.pad(q, (*((0, 0),) * 3, (0, -tokens % size), (0, 0))) if tokens % size else q
+    parts = jnp.moveaxis(wide.reshape(batch, heads, group, -1, size, dim), 3, 0)
+    out, lse = (jnp.moveaxis(each, 0, 3) for each in lax.map(one, parts))
+    return out.reshape(wide.shape)[:, :, :, :tokens], lse.reshape(wide.shape[:-1])[..., :tokens]
 
 
 def first_scores(token: Token, ongoing: Ongoing) -> Float[Array, "B K N"] | None:

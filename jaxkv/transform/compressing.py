@@ -224,7 +224,13 @@ def _tables(
         """Table indexed by length, with a 0 for length 0 added at the front; int32."""
         return np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)
 
-    return capacity, jax.tree.map(from_none, told)
+    table = jax.tree.map(from_none, told)
+    # A sequence without a token grows as one of a token does.
+    first = {"most": table.most, "reads": table.reads}
+    grown = {
+        name: jax.tree.map(lambda of: np.append(of[1:2], of[1:]), of) for name, of in first.items()
+    }
+    return capacity, dataclasses.replace(table, **grown)
 
 
 class _Given(PromptSource):
@@ -406,6 +412,10 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
         (
             not parts.read.by_layer,
             f"{name} chooses in one layer what others read, or offloads it: use jaxkv.generate",
+        ),
+        (
+            parts.store.transformed,
+            f"{parts.store.__name__} holds transformed rows, and here they are as they come: give int8",
         ),
         (
             parts.rolling,

@@ -49,7 +49,7 @@ from jaxkv.models.config import Windows
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import Append
-from jaxkv.transform.arrays import as_counts, as_grouped, as_keys_values, known, shown
+from jaxkv.transform.arrays import as_counts, as_grouped, as_keys_values, known
 
 
 @partial(
@@ -166,8 +166,9 @@ class CompressedKV:
     ) -> tuple["CompressedKV", Array]:
         """Adds new tokens to a layer: appends, attends, scores, and evicts or compresses again as the policy says.
 
-        Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map`. Logits are scaled by 1 / sqrt(D); a
-        model that scales by s multiplies its queries by s * sqrt(D).
+        Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map` (with `check_vma=False` for several
+        tokens, windows and pages). Reverse-mode gradients are supported for one token at a time that reads all entries.
+        Logits are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D).
 
         Args:
             q: `[B, H, N, D]` queries after RoPE at their own positions, which `seen` counts.
@@ -188,9 +189,9 @@ class CompressedKV:
         """
         layer = self._held_layer(layer)
         new, written = self._joining(k, v, count, layer)
-        q = as_grouped("q", q, new.k.shape[0], new.k.shape[1], new.k)
-        tokens, terms = q.shape[3], self.terms
-        require(q.shape[3] == new.k.shape[2], "q", shown(q), f"k has {new.k.shape[2]} tokens")
+        batch, heads, tokens, _ = new.k.shape
+        q, terms = as_grouped("q", q, batch, heads, new.k), self.terms
+        require(q.shape[3] == tokens, "q", f"{q.shape[3]} tokens", f"k has {tokens}: give as many")
         (pool,) = faded((self.pool(layer),), new.count, terms)
         rows = self._rows(layer, pool, self.tables[layer].length[0], q)
         token = Token(q=q, k=new.k, v=new.v, stored=new.k).widened(pool.dtype)
