@@ -139,8 +139,11 @@ class Task(abc.ABC):
         return []
 
 
-# Registered tasks by name; the decorator `task` adds to it.
-TASKS: dict[str, type[Task]] = {}
+class Tasks(dict[str, type[Task]]):
+    """Dict {name: registered task class}; the decorator `task` adds to it."""
+
+
+TASKS = Tasks()
 _Task = TypeVar("_Task", bound=type[Task])
 
 
