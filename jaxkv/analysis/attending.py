@@ -1,4 +1,4 @@
-"""What attention looks like: how evenly it is spread, how few keys hold it, which layers share it.
+"""Statistics of a model's attention: how evenly it is spread, how few keys hold it, which layers share it.
 
 `density` is D2O's figures 1 and 4, `retained` Ada-KV's figures 1a and 11, `similarity` OmniKV's figures 1a and 8;
 `filter_layers` finds the layers that choose best for others.

@@ -1,4 +1,4 @@
-"""What policies keep of texts: entries by layer and head, attention recalled, and loss of attention's outputs.
+"""Measures of what policies keep: entries by layer and head, attention recalled, loss of attention's outputs.
 
 `budgets` counts entries; `recall` is PyramidKV's figure 8; `eviction_loss` is Ada-KV's figure 2 and theorem 3.1.
 """

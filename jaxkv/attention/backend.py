@@ -37,7 +37,7 @@ class Setting(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """What a backend is made for: facts by which programs take one form or another.
+    """Record of a backend's abilities, by which programs take one form or another.
 
     Attributes:
         at_once: True if `prefill` takes all sequences of a batch in one call; else prompt by prompt, in blocks of
@@ -307,7 +307,7 @@ class Backend(abc.ABC):
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Any]:
-        """As `append_and_attend`, and rows' scores take in the attention that they receive; output, pool.
+        """Appends a token's row, attends, and adds attention received to rows' scores; returns output, pool.
 
         Args:
             q: rotated queries.

@@ -1,4 +1,4 @@
-"""What a decode step hands to a backend beside queries and pools: new rows, and what fused kernels need."""
+"""Records that a decode step hands to a backend beside queries and pools: new rows, inputs of fused kernels."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -35,16 +35,16 @@ class Gathered(NamedTuple):
 
     @property
     def kernels(self) -> tuple[str, str]:
-        """As `Store.kernels`: they are as they are."""
+        """Names of kernels for gathered rows, which are unencoded; compare `Store.kernels`."""
         return "rows", "rows"
 
     @property
     def held(self) -> tuple[Array, Array]:
-        """As `Store.held`."""
+        """Pair of keys and values `[B, n, D]` as kernels take them; compare `Store.held`."""
         return self.view()
 
     def view(self) -> tuple[Array, Array]:
-        """As `Store.view`."""
+        """Pair of keys and values `[B, n, D]`; compare `Store.view`."""
         return self.k, self.v
 
 
@@ -65,7 +65,7 @@ class Unrotated(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Which rows each program of a fused kernel reads, of all layers; and of one layer that reads chosen rows, these.
+    """Work table of a fused kernel: rows that each program reads, of all layers; and the chosen rows of one layer.
 
     Attributes:
         chunks: from `Backend.deal`; None where steps are not fused.

@@ -51,7 +51,7 @@ class Walk(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reach:
-    """Which rows of a pool's segments queries attend to, and how these are read.
+    """Rows of a pool's segments that queries attend to, and the way in which they are read.
 
     Attributes:
         start: first row of each segment that is read.

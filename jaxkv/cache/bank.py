@@ -46,7 +46,7 @@ class Bank:
         return self if all(there) else self.moved(None, axes)
 
     def widened(self, dtype: jnp.dtype, axes: Axes | None) -> "Bank":
-        """The same rows in another dtype, in pinned host memory; itself if they have it."""
+        """Copy of the bank in another dtype, in pinned host memory; itself if it has that dtype."""
         if dtype == self.rows[0].dtype:
             return self
         rows = tuple(waiting(host(each).astype(dtype), axes) for each in self.rows)

@@ -158,14 +158,14 @@ class KVCache:
         return dataclasses.replace(self, arrays=self.arrays.updated(pools=pools, **tables))
 
     def widened(self, dtype: Any) -> "KVCache":
-        """The same cache, with its entries in another dtype."""
+        """Copy of the cache with its entries in another dtype."""
         dtype, bank = jnp.dtype(dtype), self.bank
         cache = self.updated(pools=tuple(pool.widened(dtype) for pool in self.pools))
         bank = None if bank is None else bank.widened(dtype, self.axes)
         return dataclasses.replace(cache, bank=bank)
 
     def held_here(self) -> "KVCache":
-        """The same cache, with its entries in the dtype in which its devices hold them."""
+        """Copy of the cache with its entries in the dtype in which its devices hold them."""
         platform = jax.default_backend() if self.axes is None else self.axes.platform
         return self.widened(held_dtype(self.dtype, platform))
 

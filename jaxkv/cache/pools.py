@@ -47,7 +47,7 @@ class Pool:
         return self.store.dtype
 
     def widened(self, dtype: jnp.dtype) -> "Pool":
-        """The same rows, with keys and values in another dtype, and bounds of pages; itself if they have it."""
+        """Copy of the pool with keys, values and page bounds in another dtype; itself if it has that dtype."""
         if dtype == self.dtype:
             return self
         bounds = jax.tree.map(lambda leaf: leaf.astype(dtype), self.bounds)

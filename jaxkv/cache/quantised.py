@@ -197,7 +197,7 @@ class Quantised(Store):
         return dataclasses.replace(self, k=keys, v=values)
 
     def widened(self, dtype: jnp.dtype) -> "Store":
-        """The same codes, decoded to another dtype."""
+        """Store of the same codes, decoded to another dtype."""
         return dataclasses.replace(self, wide=jnp.dtype(dtype).name)
 
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:

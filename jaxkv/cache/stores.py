@@ -73,7 +73,7 @@ class Store(abc.ABC):
         """Dtype of the keys and values that `view` returns: the model's."""
 
     def widened(self, dtype: jnp.dtype) -> "Store":
-        """The same store, whose `view` returns rows in another dtype.
+        """Copy of the store whose `view` returns rows in another dtype.
 
         Args:
             dtype: that of the store returned.

@@ -389,7 +389,7 @@ class Spelled:
         return set(flags_of(policy_class(self.name)))
 
     def over(self, shared: dict[str, Any]) -> "Spelled":
-        """This policy with those options of `shared` that it has and does not say itself."""
+        """Adds to a policy's options those of `shared` that it has and does not say itself."""
         theirs = {flag: words for flag, words in shared.items() if flag in self.flags}
         return dataclasses.replace(self, given=theirs | self.given)
 

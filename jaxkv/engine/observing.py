@@ -1,4 +1,4 @@
-"""What a scorer makes of a layer: scores of its rows, the mass behind them, the layer's claim on a shared budget."""
+"""Scores of one layer's rows, the attention mass behind them, and the layer's claim on a shared budget."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from jaxkv.sharding.mesh import Axes
 
 
 class Scored(NamedTuple):
-    """What a scorer makes of a layer's rows: `scores`, and the observed `mass` (such as attention) behind them.
+    """Scores of a layer's rows, and the observed `mass` (such as attention) behind them.
 
     `claim` is the layer's on a budget that layers share, None unless budgets follow from claims; `first` ranks rows
     that a two-stage scorer takes first, S for others, None for one stage; `nan` is True if a score is NaN, padding left

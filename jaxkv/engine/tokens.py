@@ -176,7 +176,7 @@ class StepAngles(NamedTuple):
 
     @property
     def turning(self) -> Callable[[Array], Array] | None:
-        """What turns keys as they are read; None where pools hold them rotated."""
+        """Function that rotates keys `[B, P, D]` (RoPE) as they are read; None where pools hold them rotated."""
         return None if self.rows is None else partial(rolled, by=self.rows)
 
 

@@ -94,7 +94,7 @@ class Block(nnx.Module):
 
     @property
     def shaping(self) -> Shaping:
-        """What the block's attention does to its logits."""
+        """`Shaping` of the block's attention logits: cap and sink logits."""
         return Shaping(softcap=self.spec.softcap, sink_logits=self.sink_logits)
 
     def queries(self, normed: Hidden, by: Angles) -> Float[Array, "B K G N D"]:

@@ -170,7 +170,7 @@ class WindowScorer(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """What `observe` reads: the last `window` queries."""
+        """`Needs` of the scorer: the last `window` queries."""
         return Needs(queries=self.window)
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:

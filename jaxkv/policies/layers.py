@@ -22,7 +22,7 @@ Reals = Any
 
 
 class Division(NamedTuple):
-    """What is divided among layers: the rows of N prompts.
+    """Rows of N prompts that are divided among layers.
 
     Attributes:
         budget: `[N]` rows per kv head and layer on average, forced ones included.

@@ -138,7 +138,7 @@ class Parts:
 
     @property
     def scorer(self) -> Scorer:
-        """Which rows matter; asks for nothing, and is not called, where all rows are kept."""
+        """Scorer of rows; asks for nothing, and is not called, where all rows are kept."""
         return self.select.scorer
 
     @property
@@ -148,17 +148,17 @@ class Parts:
 
     @property
     def keep(self) -> Keep:
-        """Which rows stay whatever their score."""
+        """Rows that are kept whatever their score, as `Keep`."""
         return self.select.keep
 
     @property
     def layers(self) -> LayerBudgets:
-        """How the budget spreads over layers."""
+        """Division of the budget among layers."""
         return self.select.layers
 
     @property
     def heads(self) -> HeadBudgets:
-        """How a layer's budget spreads over its kv heads."""
+        """Division of a layer's budget among its kv heads."""
         return self.select.heads
 
     @property

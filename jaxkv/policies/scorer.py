@@ -176,7 +176,7 @@ class Needs:
 
 
 class Extras(TypedDict, total=False):
-    """What `Needs` can ask for beside queries, by its names: shapes, by which arrays are placed on a mesh."""
+    """Extras by their names in `Needs`, with shapes, by which arrays are placed on a mesh."""
 
     sums: Float[Array, "B K G S"]
     norms: Float[Array, "B K S"]
@@ -232,7 +232,7 @@ class Observed:
     group_axes: Axes | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """What was asked for by this name of `Needs`; AttributeError if it was not, or no cache remembers it."""
+        """Extra of this name in `Needs`; AttributeError if it was not asked for, or no cache remembers it."""
         extras: Any = self.__dict__.get("extras", {})
         if name not in extras:
             there = f"give the scorer needs = Needs({name}=...); a cache compressed again has less"
@@ -267,7 +267,7 @@ class Observed:
 
     @property
     def shaping(self) -> Shaping:
-        """What the layer's attention does to its logits, for each sequence."""
+        """`Shaping` of the layer's attention logits, for each sequence."""
         return Shaping(softcap=self.softcap, sink_logits=self.sink_logits)
 
 
@@ -302,7 +302,7 @@ class Scorer:
 
     @property
     def needs(self) -> Needs:
-        """What `observe` reads of a layer beside keys and values: the last queries, say; nothing by default."""
+        """Inputs that `observe` reads beside keys and values, such as last queries, as `Needs`; none by default."""
         return Needs()
 
     @property

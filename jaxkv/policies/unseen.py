@@ -86,7 +86,7 @@ class FutureAttention(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """What `observe` reads: moments of queries; caches remember the last queries for the next compression."""
+        """`Needs` of the scorer: moments of queries, and last queries for the next compression."""
         moments = FutureQueries(
             skip=self.sinks, positions=self.positions, covariance=self.covariance
         )
@@ -164,7 +164,7 @@ class WorstAttention(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """What `observe` reads: the last `window` queries, and norms of values."""
+        """`Needs` of the scorer: the last `window` queries, and norms of values."""
         return Needs(queries=self.window, norms=True)
 
     def observe(self, seen: Observed) -> Scores:
@@ -273,7 +273,7 @@ class GateScores(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """What `observe` reads: hidden states, and the gate's weights; nothing without a gate."""
+        """`Needs` of the scorer: hidden states, and the gate's weights; nothing without a gate."""
         return Needs(hidden=self.gate is not None, gate=self.gate)
 
     @property

@@ -332,7 +332,7 @@ class _Given(PromptSource):
         )
 
     def shaping(self, given: _Layer) -> Shaping:
-        """What a layer does to the logits of its attention."""
+        """`Shaping` of a layer's attention logits: cap and sink logits `[K, G]`."""
         sinks = as_sinks(given.sink_logits, self.like.shape[1])
         return Shaping(softcap=given.softcap, sink_logits=sinks)
 

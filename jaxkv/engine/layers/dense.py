@@ -51,7 +51,7 @@ class DenseLayer:
         return self.reaching(self.start, length, self.terms.layout.walk)
 
     def reaching(self, start: Int[Array, "B K"], length: Int[Array, "B K"], walk: Walk) -> Reach:
-        """These rows of the pool."""
+        """`Reach` of segments from pool row `start` on, `length` rows each, read as `walk` says."""
         return Reach(
             start=start,
             length=length,

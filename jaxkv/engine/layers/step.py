@@ -1,4 +1,4 @@
-"""What goes from layer to layer within a decode step: new tokens, a filter's choice, work tables of fused kernels."""
+"""Records that a decode step hands from layer to layer: new tokens, a filter's choice, a fused kernel's work table."""
 
 import dataclasses
 from typing import Any, NamedTuple

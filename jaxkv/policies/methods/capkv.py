@@ -42,7 +42,7 @@ class ValueCapacity(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """What `observe` reads: the mean query after the text; caches remember the last queries for the next one."""
+        """`Needs` of the scorer: the mean query after the text, and last queries for the next compression."""
         moments = FutureQueries(skip=self.sinks, covariance=False)
         return Needs(queries=self.remembered, moments=moments)
 

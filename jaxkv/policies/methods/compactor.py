@@ -34,7 +34,7 @@ class BlockAndLeverage(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """What `observe` reads: attention within blocks, and keys before RoPE."""
+        """`Needs` of the scorer: attention within blocks, and keys before RoPE."""
         return Needs(blocks=self.blocks, unrotated=True)
 
     @property

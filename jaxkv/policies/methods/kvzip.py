@@ -27,7 +27,7 @@ class ReplayAttention(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """What `observe` reads: the attention of a second pass over the prompt."""
+        """`Needs` of the scorer: the attention of a second pass over the prompt."""
         return Needs(replay=self.replay)
 
     def observe(self, seen: Observed) -> Scores:

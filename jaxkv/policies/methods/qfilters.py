@@ -57,7 +57,7 @@ class FilteredKeys(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """What `observe` reads: moments of the prompt's queries; nothing with given filters."""
+        """`Needs` of the scorer: moments of the prompt's queries; nothing with given filters."""
         return Needs(moments=FutureQueries() if self.filters is None else None)
 
     def observe(self, seen: Observed) -> Scores:

@@ -76,7 +76,7 @@ class Recency(Position):
 
     @property
     def needs(self) -> Needs:
-        """What layer budgets read: the last `window` queries."""
+        """`Needs` of the layer budgets: the last `window` queries."""
         return Needs(queries=self.window)
 
 
