@@ -259,7 +259,7 @@ ARRAYS = [
         on_rows,
         (
             lambda rows, k, v, q: rows.attend(q, layer=1),
-            "^layer=1: this state holds layers 0 to 0",
+            "^layer=1: give an index from 0 to 0",
         ),
         (lambda rows, k, v, q: rows.attend(q[:1]), r"^q=\[1, 6, 2, 8\]: "),
     ),

@@ -74,25 +74,13 @@ def as_grouped(
     return q.reshape(batch, heads, -1, *q.shape[2:])
 
 
-def as_floats(field: str, given: Any) -> Float[Array, "..."] | None:
-    """Validates numbers of a floating dtype and returns them as a JAX array, or None; ValueError for others."""
+def as_sinks(given: Any, heads: int, group: int | None = None) -> Float[Array, "K G"] | None:
+    """Validates sink logits `[H]` of K kv heads' groups and returns them as `[K, G]`, or None; else ValueError."""
     if given is None:
         return None
     array = jnp.asarray(given)
-    require(
-        jnp.issubdtype(array.dtype, jnp.floating),
-        field,
-        shown(array),
-        "give floating-point numbers",
-    )
-    return array
-
-
-def as_sinks(given: Any, heads: int, group: int | None = None) -> Float[Array, "K G"] | None:
-    """Validates sink logits `[H]` of K kv heads' groups and returns them as `[K, G]`, or None; else ValueError."""
-    array = as_floats("sink_logits", given)
-    if array is None:
-        return None
+    floats = jnp.issubdtype(array.dtype, jnp.floating)
+    require(floats, "sink_logits", shown(array), "give floating-point numbers")
     wanted = f"a multiple of {heads}" if group is None else heads * group
     fits = array.ndim == 1 and array.size % heads == 0 and group in (None, array.size // heads)
     remedy = f"give one number for each query head, f[H], H = {wanted}"

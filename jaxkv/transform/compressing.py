@@ -11,7 +11,7 @@ all lengths. The engine compresses each layer, here as in prefill; this file che
 import dataclasses
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import settled, whole
+from jaxkv._checks import index, optional, settled, whole
 from jaxkv._errors import require
 from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation, Shaping, backend_of
@@ -115,10 +115,9 @@ def compress(
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
         layers = whole("layers", layers, "give how many layers the model has")
-    below = "" if layers is None else f", below layers={layers}"
-    layer = whole("layer", layer, f"give the layer's index{below}", least=0)
-    require(layers is None or layer < layers, "layer", layer, f"give the layer's index{below}")
-    given = _Layer(k, v, queries, _as_window(window), sink_logits, _as_softcap(softcap))
+        layer = index("layer", layer, layers)
+    layer = whole("layer", layer, "give the layer's index", least=0)
+    given = _Layer(k, v, queries, window, sink_logits, softcap)
     return _compressed(
         [given], parts, length, headroom, key, first=layer, layers=layers or layer + 1
     )
@@ -167,15 +166,15 @@ def compress_layers(
         every.append([None] * layers if each is None else each)
         remedy = f"give as many as there are of k: {layers}"
         require(0 < layers == len(every[-1]), name, f"{len(every[-1])} layers", remedy)
-    cap, each_layer = _as_softcap(softcap), zip(*every, strict=True)
-    given = [_Layer(k, v, q, _as_window(width), sinks, cap) for k, v, q, width, sinks in each_layer]
+    given = [_Layer(*each, softcap) for each in zip(*every, strict=True)]
     parts, widths = _as_taken(policy).composed, tuple(each.window for each in given)
     if any(widths):
         parts.require_fits_windows(widths)
     return _compressed(given, parts, length, headroom, key, first=0, layers=layers)
 
 
-class _Layer(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Layer:
     """A user's arrays of one layer: keys, values, maybe queries; the layer's window, sink logits and cap of logits."""
 
     k: Any
@@ -185,15 +184,9 @@ class _Layer(NamedTuple):
     sink_logits: Any
     softcap: float | None
 
-
-def _as_window(given: Any) -> int | None:
-    """Validates a window's number of tokens, or None; ValueError below 1."""
-    return None if given is None else whole("window", given, "give 1 or more tokens, or None")
-
-
-def _as_softcap(given: Any) -> float | None:
-    """Validates a cap of logits, or None; ValueError unless it is positive and finite."""
-    return None if given is None else positive("softcap", given)
+    def __post_init__(self) -> None:
+        optional(self, "window", whole, "give 1 or more tokens, or None")
+        optional(self, "softcap", positive)
 
 
 @lru_cache(maxsize=256)
@@ -250,7 +243,7 @@ class _Given(PromptSource):
         """Validates the keys, values and queries of the layers from `first` on, and looks up their row counts."""
         self.given, self.key, self.first = given, key, first
         self.rings = list[Array]()
-        self.like = as_keys_values(*given[0][:2])[0]
+        self.like = as_keys_values(given[0].k, given[0].v)[0]
         batch, heads, slots, _ = self.like.shape
         lengths: Any = as_counts("length", length, batch, slots, order_hint(self.like))
         widths = tuple(each.window for each in given)

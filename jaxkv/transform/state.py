@@ -18,7 +18,7 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import brief, settled, whole
+from jaxkv._checks import brief, index, settled
 from jaxkv._errors import require
 from jaxkv.attention import Shaping
 from jaxkv.attention.steps import NewRows
@@ -145,7 +145,7 @@ class CompressedKV:
         Returns:
             A list for each sequence, with an i32 array of length `length[layer, b, h]` for each kv head.
         """
-        layer = self._held_layer(layer)
+        layer = index("layer", layer, len(self.tables))
         tables = self.tables[layer]
         found = (self.pool(layer).pos, tables.start[0], tables.length[0])
         pos, starts, lengths = map(np.asarray, found)
@@ -187,7 +187,7 @@ class CompressedKV:
             ValueError: if arrays do not fit, for several tokens at once where each evicts, or, where numbers are known,
                 if there is no headroom.
         """
-        layer = self._held_layer(layer)
+        layer = index("layer", layer, len(self.tables))
         new, written = self._joining(k, v, count, layer)
         batch, heads, tokens, _ = new.k.shape
         q, terms = as_grouped("q", q, batch, heads, new.k), self.terms
@@ -226,7 +226,7 @@ class CompressedKV:
             ValueError: if arrays do not fit, for a policy that evicts or chooses what is read, or, where numbers are
                 known, if there is no headroom.
         """
-        layer = self._held_layer(layer)
+        layer = index("layer", layer, len(self.tables))
         self._require_plain("append")
         new, written = self._joining(k, v, count, layer)
         return self._with(layer, self.pool(layer).appended(new), new.count, written)
@@ -252,7 +252,7 @@ class CompressedKV:
             ValueError: if shapes do not fit, for a policy that evicts or chooses what is read, or, where numbers are
                 known, if there are more queries of a sequence than its last entries have positions in a line.
         """
-        layer = self._held_layer(layer)
+        layer = index("layer", layer, len(self.tables))
         self._require_plain("attend")
         pool, tables = self.pool(layer), self.tables[layer]
         start, length = tables.start[0], tables.length[0]
@@ -387,14 +387,6 @@ class CompressedKV:
         remedy = f"its policy evicts, or chooses what is read, in one step: use step, not {half}"
         require(plain, "state", brief(self.parts), remedy)
 
-    def _held_layer(self, layer: Any) -> int:
-        """Validates a layer's index among the layers held, and returns it as an int."""
-        layers = len(self.tables)
-        remedy = f"this state holds layers 0 to {layers - 1}"
-        layer = whole("layer", layer, remedy, least=0)
-        require(layer < layers, "layer", layer, remedy)
-        return layer
-
 
 class HeldAgain(Source):
     """Source of one layer of a state, to compress it again."""
@@ -431,18 +423,11 @@ class HeldAgain(Source):
 
 
 def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: Array) -> None:
-    """Raises ValueError unless the last `taken` rows of each segment have consecutive positions up to `last`."""
-    behind = np.arange(int(taken.max(initial=0)))
-    row = np.asarray(start + length - 1)[..., None] - behind
-    found = np.take_along_axis(np.asarray(pos)[:, None], np.maximum(row, 0), axis=2)
-    right = (behind < np.asarray(length)[..., None]) & (
-        found == np.asarray(last)[:, None, None] - behind
-    )
-    wrong = (~right & (behind < np.asarray(taken)[:, None, None])).any(axis=1)
-    if wrong.any():
-        at = int(wrong.any(axis=1).argmax())
-        held = int(wrong[at].argmax())
-        remedy = f"of sequence {at} the last rows of each kv head are the last {held} positions: give that many queries"
-        raise ValueError(
-            f"q={int(taken[at])} tokens: {remedy}, or count= where sequences have fewer than others"
-        )
+    """Raises ValueError unless the last `taken` entries of each segment have the positions up to `last`."""
+    # Entries are in order of position: the first of them tells.
+    first = jnp.take_along_axis(pos, jnp.maximum(start + length - taken[:, None], 0), axis=1)
+    right = (length >= taken[:, None]) & (first == (last + 1 - taken)[:, None])
+    wrong = np.asarray((taken > 0) & ~right.all(axis=1))
+    at = int(wrong.argmax())
+    remedy = f"of sequence {at} a kv head has not kept as many last positions: give fewer queries, or count="
+    require(not wrong.any(), "q", f"{taken[at]} tokens", remedy)
