@@ -166,7 +166,9 @@ def compress_layers(
         every.append([None] * layers if each is None else each)
         remedy = f"give as many as there are of k: {layers}"
         require(0 < layers == len(every[-1]), name, f"{len(every[-1])} layers", remedy)
-    given = [_Layer(*each, softcap=softcap) for each in zip(*every, strict=True)]
+    given = [
+        _Layer(k, v, q, width, sinks, softcap) for k, v, q, width, sinks in zip(*every, strict=True)
+    ]
     parts, widths = _as_taken(policy).composed, tuple(each.window for each in given)
     if any(widths):
         parts.require_fits_windows(widths)
