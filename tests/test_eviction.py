@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from stepping import DIM, HEADS, LENGTHS, draw, follow, held, one_step, prefilled, terms_of
 
 from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
+from jaxkv.cache import Dense, Pool
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import dense_pool
 from jaxkv.engine import evict as evicting
 from jaxkv.engine.evict import Eviction, evict
 from jaxkv.engine.segments import Segments
@@ -199,7 +199,9 @@ def test_among_equals_the_latest_goes(drawn):
     around = 0 if layout is Layout.EQUAL else 5
     leaf = lambda a, none: jnp.asarray(np.pad(a.reshape(-1), around, constant_values=none)[None])  # noqa: E731
     zeros = jnp.zeros((1, HEADS * rows + 2 * around, DIM))
-    pool = dense_pool(zeros, zeros, leaf(pos.astype(np.int32), 0), leaf(scores, -1))
+    pool = Pool(
+        store=Dense(k=zeros, v=zeros), pos=leaf(pos.astype(np.int32), 0), score=leaf(scores, -1)
+    )
     one = jnp.ones((1,), jnp.int32)
     segments = Segments(
         start=(jnp.arange(HEADS, dtype=jnp.int32) * rows + around)[None],

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.steps import NewRows
 from jaxkv.cache.pages import PageBounds
-from jaxkv.cache.stores import Dense, Store, put_cells
+from jaxkv.cache.stores import Store, put_cells
 
 
 @jax.tree_util.register_dataclass
@@ -90,16 +90,6 @@ class Pool:
         return jnp.where(real[:, None], new.end[..., None] + offset, self.rows).reshape(
             len(new.end), -1
         )
-
-
-def dense_pool(
-    k: Float[Array, "B P D"],
-    v: Float[Array, "B P D"],
-    pos: Int[Array, "B P"],
-    score: Float[Array, "B P"] | None = None,
-) -> Pool:
-    """Makes a `Pool` that holds the given keys and values unencoded, with their positions and scores."""
-    return Pool(store=Dense.of(k, v), pos=pos, score=score)
 
 
 def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:

@@ -62,39 +62,21 @@ def _give_up(pool: Pool, copy: Pool) -> None:
         leaf.delete()
 
 
-def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
-    """Copy of a cache whose window layers hold their windows' rows alone, in pools of P = `rows`; old pools deleted.
-
-    `rows` has one size for each layer (on a mesh, of a device's part); layers without a window stay as they are.
-    """
-    pools, start, length = list(cache.pools), cache.start, cache.length
-    for layer, (size, width) in enumerate(zip(rows, cache.config.windows, strict=True)):
-        if width is None:
-            continue
-        one = slice(layer, layer + 1)
-        held = jnp.minimum(length[one], width)
-        first, given = start[one] + length[one] - held, pools[layer]
-        pools[layer], placed = _repacked(
-            given, first, held, layout=cache.layout, rows=size, room=(0,), axes=cache.axes
-        )
-        start, length = start.at[one].set(placed), length.at[one].set(held)
-        _give_up(given, pools[layer])
-    return settle_down(cache.updated(pools=tuple(pools), start=start, length=length), cache.axes)
-
-
 def repack(
     cache: KVCache,
     *,
     room: int | Int[np.ndarray, " L"],
     batch: int | None = None,
     release: bool = False,
+    sizes: tuple[int, ...] | None = None,
 ) -> KVCache:
     """Copy of a cache with `room` more free rows per segment; `batch` repeats its sequence, `release` frees old pools.
 
     `room` is one number, or one per layer; segments of window layers keep the rows of their windows alone, and have at
     least as many free rows. `batch` repeats a cache of one sequence that many times, and on a mesh pads to whole
     groups; ValueError if the cache holds several. `release` gives up the cache: its pools are deleted one by one, so
-    that both never exist whole, and those without more `room` are the new cache's.
+    that both never exist whole, and those without more `room` are the new cache's. `sizes` are P of window layers' new
+    pools (on a mesh, of a device's part), one for each layer, in place of what their `room` asks for.
     """
     copies, padding = 0, cache.padding
     if batch is not None and batch != cache.batch:
@@ -125,7 +107,8 @@ def repack(
     for pool, group in zip(cache.pools, cache.layout.groups(range(layers)), strict=True):
         of = slice(group[0], group[-1] + 1)
         room_of, widths = tuple(rooms[of].tolist()), cache.config.windows[of]
-        if release and not copies and not any(room_of):
+        stays = not any(room_of) if sizes is None else not any(widths)
+        if release and not copies and stays:
             # Pools that stay as they are belong to the new cache.
             pools.append(pool)
             placed.append(start[of])
@@ -137,7 +120,10 @@ def repack(
             )
             held = jnp.minimum(held, most[:, None, None])
             first, lengths = first + length[of] - held, lengths.at[of].set(held)
-            rows = max(pool.rows, _rows_for(host(held), cache) + heads * sum(room_of))
+            if sizes is None:
+                rows = max(pool.rows, _rows_for(host(held), cache) + heads * sum(room_of))
+            else:
+                rows = sizes[group[0]] * cache.stretches
         copied, first = _repacked(
             jax.tree.map(repeat, pool),  # a user's store need not name its axes
             first,
@@ -155,3 +141,11 @@ def repack(
         pools=tuple(pools), start=jnp.concatenate(placed), length=lengths
     )
     return dataclasses.replace(settle_down(copy, cache.axes), bank=cache.bank)
+
+
+def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
+    """Copy of a cache whose window layers hold their windows' rows alone, in pools of P = `rows`; old pools deleted.
+
+    `rows` has one size for each layer (on a mesh, of a device's part); layers without a window stay as they are.
+    """
+    return repack(cache, room=0, release=True, sizes=rows)

@@ -5,7 +5,7 @@ What remains of it is the largest attention that each row received, from which a
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +14,12 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv import attention
 from jaxkv._errors import require
-from jaxkv.attention import Implementation, Shaping, backend_of
+from jaxkv.attention import Implementation, backend_of
 from jaxkv.attention.steps import Gathered
-from jaxkv.attention.xla import Reach, exact_einsum, masked
+from jaxkv.attention.xla import Reach, exact_einsum
 from jaxkv.engine.ends import embed
+from jaxkv.engine.layers.sliding_window import over_window
 from jaxkv.engine.prefill_layer import LayerOut
-from jaxkv.engine.segments import window_mask
 from jaxkv.engine.walks import Walk
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
@@ -208,7 +208,10 @@ def _layer_again(
         q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
         k, v = put(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put(v, new, (0, 0, at, 0))
         if window is not None:
-            out = _within_window(q, k, v, rows, length, at, window=window, shaping=shaping)
+            given = (q, (k, v), count, (keys.reshape(pool), values.reshape(pool)), reach)
+            out = over_window(
+                *given, size=min(window, slots), window=window, shaping=shaping, first=at
+            )
             return put(x, block.finish(part, out), (0, at, 0)), k, v, most
         out, lse = lax.map(lambda a: near(a[0], a[1], a[2], at), (q, k, v))
         own, own_lse = shaping.joined(out, lse)
@@ -224,38 +227,6 @@ def _layer_again(
     x, _, _, most = lax.fori_loop(0, (count.max() + size - 1) // size, step, carry)
     new = jnp.maximum(_rows_from(peaks, begin, chunk), most[..., few:])
     return x, lax.dynamic_update_slice_in_dim(peaks, new, begin, axis=2)
-
-
-def _within_window(
-    q: Float[Array, "B K G n D"],
-    k: Float[Array, "B K N D"],
-    v: Float[Array, "B K N D"],
-    rows: tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]],
-    length: Int[Array, " B"],
-    at: Int[Array, ""],
-    *,
-    window: int,
-    shaping: Shaping,
-) -> Float[Array, "B K G n D"]:
-    """Attention of n tokens from index `at` on to the last `window` of a prompt's `rows` and of the tokens' own."""
-    older, tokens = min(window, rows[0].shape[2]), k.shape[2]
-    seen = window_mask(at, q.shape[3], older, tokens, window)
-
-    def of_sequence(given: tuple[Any, ...]) -> Float[Array, "K G n D"]:
-        q, k, v, keys, values, length = given
-        back = jnp.arange(-older, tokens, dtype=jnp.int32)
-        last = jnp.maximum(length + back[:older], 0)
-
-        def of_head(given: tuple[Any, ...]) -> Float[Array, "G n D"]:
-            q, k, v, keys, values, shape = given
-            keys, values = (
-                jnp.concatenate([old[last], new]) for old, new in ((keys, k), (values, v))
-            )
-            return masked(q, keys, values, seen & (back >= -length), shape)
-
-        return lax.map(of_head, (q, k, v, keys, values, shaping))
-
-    return lax.map(of_sequence, (q, k, v, *rows, length))
 
 
 def _rows_from(

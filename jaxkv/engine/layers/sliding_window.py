@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxkv.attention import Shaping
 from jaxkv.attention.steps import NewRows
 from jaxkv.attention.xla import Reach, Walk, masked
 from jaxkv.engine.layers.dense import DenseLayer
@@ -27,32 +28,46 @@ class SlidingWindowLayer(DenseLayer):
 
     def several(self, token: Token, new: NewRows, step: Step) -> Attended:
         """Several tokens: each attends to the last rows up to its own; then their rows."""
-        out = self._each(token, new.count)
+        rows, size = self.pool.store.view(), min(self.window, self.pool.rows)
+        given = (token.q, (token.k, token.v), new.count, rows, self.reach(self.length))
+        out = over_window(*given, size=size, window=self.window, shaping=self.shaping)
         return Attended(out, self.with_pool(self.pool.appended(new)))
 
-    def _each(self, token: Token, count: Int[Array, " B"]) -> Float[Array, "B K G N D"]:
-        """Attention of N new tokens, the first `count` of them real, to the last rows up to their own."""
-        q, (k, v), tokens = token.q, self.pool.store.view(), token.q.shape[3]
-        start, length = in_window(self.start, self.length, self.window)
-        size = min(self.window, k.shape[1])
-        offset = jnp.arange(size, dtype=jnp.int32)
-        index = jnp.arange(-size, tokens, dtype=jnp.int32)
-        seen = window_mask(0, tokens, size, tokens, self.window)
-        rows = jnp.clip((start + length)[..., None] + offset - size, 0, k.shape[1] - 1)
 
-        def of_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Array:
-            """Output `[G, N, D]` of one kv head of one sequence."""
-            q, k_new, v_new, at, held, shaping = given
-            keys, values = (
-                jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new))
-            )
-            there = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
-            return masked(q, keys, values, seen & there, shaping)
+def over_window(
+    q: Float[Array, "B K G n D"],
+    new: tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]],
+    count: Int[Array, " B"],
+    rows: tuple[Float[Array, "B P D"], Float[Array, "B P D"]],
+    reach: Reach,
+    *,
+    size: int,
+    window: int,
+    shaping: Shaping,
+    first: Any = 0,
+) -> Float[Array, "B K G n D"]:
+    """Attention of n queries to the last `window` tokens up to their own: rows of segments, then new keys and values.
 
-        def of_sequence(given: tuple[Array, ...]) -> Array:
-            """Output `[K, G, N, D]` of one sequence, kv head by kv head."""
-            q, k_new, v_new, at, held, real, k, v = given
-            heads = (q, k_new, v_new, at, held, self.shaping)
-            return lax.map(lambda each: of_head(each, real, k, v), heads)
+    `count` of the N new tokens are real, and the queries are those of n of them from index `first` on. Of each segment
+    the last `size` rows are read, which are at most as many as the window.
+    """
+    (k, v), tokens = rows, new[0].shape[2]
+    offset = jnp.arange(size, dtype=jnp.int32)
+    index = jnp.arange(-size, tokens, dtype=jnp.int32)
+    seen = window_mask(first, q.shape[3], size, tokens, window)
+    last = jnp.clip((reach.start + reach.length)[..., None] + offset - size, 0, k.shape[1] - 1)
 
-        return lax.map(of_sequence, (q, token.k, token.v, rows, length, count, k, v))
+    def of_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Array:
+        """Output `[G, n, D]` of one kv head of one sequence."""
+        q, k_new, v_new, at, held, shape = given
+        keys, values = (jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new)))
+        there = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
+        return masked(q, keys, values, seen & there, shape)
+
+    def of_sequence(given: tuple[Array, ...]) -> Array:
+        """Output `[K, G, n, D]` of one sequence, kv head by kv head."""
+        q, k_new, v_new, at, held, real, k, v = given
+        heads = (q, k_new, v_new, at, held, shaping)
+        return lax.map(lambda each: of_head(each, real, k, v), heads)
+
+    return lax.map(of_sequence, (q, *new, last, reach.length, count, k, v))
