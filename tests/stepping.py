@@ -136,7 +136,7 @@ def terms_of(policy: Method, layout: Layout, widest: int | None = None) -> Terms
 def attended(terms: Terms, token: Token, pool: Pool, segments: Segments, new: NewTokens):
     """Attention of new tokens, and the pool with their rows and all scores."""
     made = bound(terms, pool, segments.start, segments.length).attended(token, Step(new=new))
-    return made.out, made.layer.pool
+    return made.out, made.pool
 
 
 def one_step(terms: Terms, token: Token, pool: Pool, segments: Segments, count):

@@ -189,7 +189,7 @@ def pool_sums(
     score: Float[Array, "B P"],
     *,
     weight: float,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> Float[Array, "B P"]:
     """Scores `f32[B, P]` of pool rows plus `weight` times the attention received from R queries with known log-sum-exp.
 
@@ -211,7 +211,7 @@ def walk_scored(
     reach: Reach,
     score: Float[Array, "B P"],
     counts: Bool[Array, " B"],
-    shaping: Shaping = PLAIN,
+    shaping: Shaping,
 ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
     """Attention of one token over a shared pool, read once; returns output, and row scores plus attention.
 

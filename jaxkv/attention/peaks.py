@@ -16,7 +16,7 @@ def chunk_peaks(
     inside: Bool[Array, "B m"],
     weights: tuple[Float[Array, "B N"], Float[Array, "B K G m"]] | None = None,
     *,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> Float[Array, "B K m"]:
     """Largest attention `f32[B, K, m]` that each of m rows receives, over N queries and a kv head's query heads.
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxkv.attention.shaping import PLAIN, Shaping
+from jaxkv.attention.shaping import Shaping
 
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
@@ -175,7 +175,7 @@ def masked(
     k: Float[Array, "m D"],
     v: Float[Array, "m D"],
     seen: Bool[Array, "N m"],
-    shaping: Shaping = PLAIN,
+    shaping: Shaping,
 ) -> Float[Array, "G N D"]:
     """Attention of one kv head's queries to the keys in mask `seen`, in q's dtype; finite for queries that see none."""
     logits = exact_einsum("gnd,md->gnm", scale_queries(q), k, preferred_element_type=jnp.float32)
@@ -289,7 +289,7 @@ def by_windows(
     k: Float[Array, "B P D"],
     v: Float[Array, "B P D"],
     reach: Reach,
-    softcap: float | None = None,
+    softcap: float | None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Attention of scaled queries over each segment, block by block, not over all P rows: float32 output and lse."""
     block = walk_block(k, q.shape[1])

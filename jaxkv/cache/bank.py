@@ -38,7 +38,7 @@ class Bank:
         """Bytes of host memory that the bank's rows take."""
         return sum(each.nbytes for each in self.rows)
 
-    def put_back(self, axes: Axes | None = None) -> "Bank":
+    def put_back(self, axes: Axes | None) -> "Bank":
         """Bank with all arrays in pinned host memory: the same object if they are there already, else a copy."""
         there = [
             isinstance(rows, jax.Array) and rows.sharding.memory_kind == _HOST for rows in self.rows
@@ -91,7 +91,7 @@ def committed(tree: Any) -> Any:
 
 
 def put_away(
-    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], axes: Axes | None = None
+    k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], axes: Axes | None
 ) -> Float[Array, "B S 2 K D"]:
     """Starts copying a layer's keys and values to host memory; returns the array `[B, S, 2, K, D]` without waiting."""
     rows = _by_token(k, v, axes=axes)

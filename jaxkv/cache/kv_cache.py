@@ -29,6 +29,7 @@ from jaxkv.cache.arrays import Cache, State, Tables, Tally
 from jaxkv.cache.bank import Bank, host_of
 from jaxkv.cache.disk import write_cache
 from jaxkv.cache.layout import Layout
+from jaxkv.cache.pages import sized
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import held_dtype
 from jaxkv.models.config import ModelConfig
@@ -399,21 +400,21 @@ def laid_out(
     of = np.minimum(np.arange(-(-batch // groups) * groups), batch - 1)
     first, length = cache.first_rows[:, of], cache.kept[:, of]
     layers, count, heads = length.shape
-    start, sources, pages = np.empty_like(first), [], []
+    start, sizes, pages = np.empty_like(first), [], []
     for index, group in enumerate(layout.groups(range(layers))):
         part = slice(group[0], group[-1] + 1)
         # Each device's part of a pool is laid out as a pool of its own.
         apart = length[part].reshape(len(group), -1, heads // stretches)
         each = int(layout.takes(apart).max()) if rows is None else rows[index]
         start[part] = layout.place(apart, each).reshape(length[part].shape)
-        source = np.full((count, stretches * each), -1)
-        for layer, row, head in np.ndindex(*length[part].shape):
-            taken = np.arange(int(length[part][layer, row, head]))
-            begin = start[part][layer, row, head] + head * stretches // heads * each
-            source[row, begin + taken] = first[part][layer, row, head] + taken
-        sources.append(source)
+        sizes.append(stretches * each)
         bounds = cache.pools[index].bounds
-        pages.append(0 if bounds is None else -(-(stretches * each // heads) // bounds.page))
+        pages.append(0 if bounds is None else -(-(sizes[-1] // heads) // bounds.page))
+    sources = [np.full((count, size), -1) for size in sizes]
+    begin = layout.in_pools(start, sizes, stretches)
+    for at in np.ndindex(*length.shape):
+        taken = np.arange(int(length[at]))
+        sources[layout.pool_of(at[0])][at[1], begin[at] + taken] = first[at] + taken
     made = dataclasses.replace(cache, axes=axes, padding=count - batch, bank=None)
     leaves = [
         put(_relocated(path, letters.split(), leaf, of, sources, start, pages), letters)
@@ -445,8 +446,7 @@ def _relocated(
     taken = host(leaf).take(of, axis=letters.index("B"))
     pool = next((part.idx for part in path if isinstance(part, SequenceKey)), 0)
     if GetAttrKey("bounds") in path:
-        taken = taken[:, :, : pages[pool]]
-        return np.pad(taken, ((0, 0), (0, 0), (0, pages[pool] - taken.shape[2]), (0, 0)))
+        return sized(taken, pages[pool])
     if "P" not in letters:
         return taken
     source = sources[pool]

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._checks import namespace
+from jaxkv.cache.layout import Numbers
 from jaxkv.cache.stores import Store, put_cells
 from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
@@ -39,12 +41,8 @@ class PageBounds:
     def with_room(self, each: int) -> "PageBounds":
         """`PageBounds` resized to the pages of segments of `each` rows: adds zero pages, or cuts off the last ones."""
         pages = -(-each // self.page)
-
-        def sized(leaf: Array) -> Array:
-            leaf = leaf[:, :, :pages]
-            return jnp.pad(leaf, ((0, 0), (0, 0), (0, pages - leaf.shape[2]), (0, 0)))
-
-        return dataclasses.replace(self, low=sized(self.low), high=sized(self.high))
+        low, high = (sized(leaf, pages) for leaf in (self.low, self.high))
+        return dataclasses.replace(self, low=low, high=high)
 
     def renewed(
         self,
@@ -74,6 +72,13 @@ class PageBounds:
 
         low, high = _extremes(keys, held, self.page)
         return dataclasses.replace(self, low=put(self.low, low), high=put(self.high, high))
+
+
+def sized(leaf: Numbers, pages: int) -> Numbers:
+    """Minima or maxima `[B, K, n, D]` of so many pages: cut off at the end, or with zeros behind."""
+    leaf = leaf[:, :, :pages]
+    more = ((0, 0), (0, 0), (0, pages - leaf.shape[2]), (0, 0))
+    return namespace(leaf).pad(leaf, more)
 
 
 def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array, "B K n"]:

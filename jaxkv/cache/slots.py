@@ -58,14 +58,8 @@ def spread(one: Any, *, slots: int, axes: Axes | None = None) -> Any:
     """Compiled: makes the arrays of a batch of `slots` slots by repeating the first sequence (on a mesh, per group)."""
     each = slots if axes is None else slots // axes.size("B")
     leaves, tree = jax.tree.flatten(one)
-    alone = [
-        lax.slice_in_dim(leaf, 0, 1, axis=axis)
+    out = [
+        jnp.repeat(lax.slice_in_dim(leaf, 0, 1, axis=axis), each, axis=axis)
         for axis, leaf in zip(_batch_axes(one), leaves, strict=True)
     ]
-    return jax.tree.unflatten(
-        tree,
-        [
-            jnp.repeat(leaf, each, axis=axis)
-            for axis, leaf in zip(_batch_axes(one), alone, strict=True)
-        ],
-    )
+    return jax.tree.unflatten(tree, out)

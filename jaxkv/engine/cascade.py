@@ -47,7 +47,7 @@ class Survivors:
 
 
 def cascaded(
-    source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, " L"] | None = None
+    source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, " L"]
 ) -> Walk[Compressed]:
     """Generator: compresses layers under one budget via a buffer of `rows` rows; yields progress, returns `Compressed`.
 
@@ -84,7 +84,7 @@ def cascaded(
     del joined
     kept, cut = counted(mask, tally.cut, layers=layers, axes=axes)
     size = source.pool_rows(indices, kept)
-    behind = None if room is None else tuple(room.tolist())
+    behind = tuple(room.tolist())
     start = placed(kept, layout=parts.layout, rows=size, room=behind, axes=axes)
     batch, dim = len(mask), buffer.k.shape[-1]
     pool = empty_pool(
@@ -204,7 +204,7 @@ def pack_chosen(
     mask: Bool[Array, "B J S"],
     start: Int[Array, "n B K"],
     *,
-    axes: Axes | None = None,
+    axes: Axes | None,
 ) -> Pool:
     """Compiled: writes the buffer's rows in `mask` to their segments of the shared pool (donated); returns the pool."""
     batch, heads, slots = mask.shape

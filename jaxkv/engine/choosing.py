@@ -82,7 +82,7 @@ def _last_rows(rows: Candidates, window: int) -> Candidates:
 
 
 def within_window(
-    rows: Unpacked, layer: Candidates, window: int | None, *, cut: bool, axes: Axes | None = None
+    rows: Unpacked, layer: Candidates, window: int | None, *, cut: bool, axes: Axes | None
 ) -> tuple[Unpacked, Candidates]:
     """Rows and `Candidates` of a prompt whose last `window` rows stay; with `cut` the others are gone already."""
     if not (window and cut):
@@ -213,13 +213,11 @@ def _choose(
         mask = jnp.where(due[:, None, None], mask, mine)
         moved = None if moved is None else jnp.where(due, moved, 0)
         cut = None if cut is None else jnp.where(due[:, None], cut, 0)
-    if len(layers) == 1:
-        return Choice((mask,), Tally(moved=moved, cut=cut))
-    batch, _, slots = mask.shape
-    return Choice(
-        tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0)),
-        Tally(moved=moved, cut=cut),
-    )
+    masks = (mask,)
+    if len(layers) > 1:
+        batch, _, slots = mask.shape
+        masks = tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0))
+    return Choice(masks, Tally(moved=moved, cut=cut))
 
 
 def surviving(

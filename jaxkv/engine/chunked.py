@@ -15,7 +15,7 @@ from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.decode import extend, read_on_top
 from jaxkv.engine.lengths import ring_rows
 from jaxkv.engine.plan import PrefillPlan
-from jaxkv.engine.spec import Spec, reading_state
+from jaxkv.engine.spec import reading_state, specialise
 from jaxkv.engine.walks import Walk
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.policy import Method
@@ -37,18 +37,14 @@ def prefill(
     Yields each chunk's share of the layers. Each chunk chooses `prefill_ratio` tokens for each of its own tokens, and
     all its queries weigh the same (OmniKV, appendix D.10).
     """
-    read, reading = policy.composed.read, policy.composed.reading(flat.config.windows, needed.slots)
+    read = policy.composed.read
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
     chunk = min(read.prefill_chunk, needed.slots)
     width = min(needed.slots, max(1, int(read.prefill_ratio * chunk)))
-    spec = Spec(
-        graphs=flat.graphs,
-        config=flat.config,
-        layout=policy.composed.layout,
-        rolling=False,
-        reading=dataclasses.replace(reading, width=width, offloaded=(), several=True),
-        implementation=implementation,
-    )
+    spec = specialise(flat, policy.composed, slots=needed.slots, implementation=implementation)
+    reading = spec.reading
+    chunks = dataclasses.replace(reading, width=width, offloaded=(), several=True)
+    spec = dataclasses.replace(spec, reading=chunks, fused=False)
     cache, longest = (
         _empty(flat, lengths, policy, needed, reading, chunk=chunk),
         int(np.max(lengths)),

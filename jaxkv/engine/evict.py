@@ -132,17 +132,16 @@ def evict(
     `attended` is any number of each head's attention output, which orders the writes behind attention; NaN keeps a
     segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.)
     """
-    backend = how.terms.backend
+    backend, ongoing = how.terms.backend, how.terms.ongoing
     fused = pool.store.read_by(backend.can.evicts, 0)
     # One kernel finds and drops the row if heads evict independently and nothing is merged.
-    ongoing = how.terms.ongoing
     if fused and ongoing.rank.in_kernels and ongoing.merge is None and not ongoing.one_set:
         return _evict_by_kernel(pool, segments, ongoing, backend)
     victim = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & (victim >= 0), attended)
     last = segments.start + segments.length - 1
     # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
-    if how.terms.ongoing.merge is None and fused:
+    if ongoing.merge is None and fused:
         k, v, pos, score = backend.replace_rows(
             pool.k, pool.v, pool.pos, pool.score, victim, last, over
         )
@@ -150,7 +149,7 @@ def evict(
         return pool, dataclasses.replace(segments, length=segments.length - over.astype(jnp.int32))
     newest = _rows_at(pool, last)
     writes = _Writes(over, segments.tau, {"k": newest.k, "v": newest.v}, {})
-    if how.terms.ongoing.merge is not None:
+    if ongoing.merge is not None:
         writes = _merging_dropped(pool, segments, how, victim, last, writes)
     length = segments.length - writes.over.astype(jnp.int32)
     segments = dataclasses.replace(segments, length=length, tau=writes.tau)

@@ -79,7 +79,7 @@ def transformed_rows(
     v: Float[Array, "B K S D"],
     centre: Float[Array, "B K D"],
     *,
-    axes: Axes | None = None,
+    axes: Axes | None,
 ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]:
     """Compiled: a layer's keys by `stored_keys`, and values transformed, before they are packed."""
     return stored_keys(k, centre), transformed(v)

@@ -167,7 +167,7 @@ def plan_prefill(
 
 
 def pools_for(
-    parts: Parts, config: ModelConfig, slots: int, room: tuple[int, ...], stretches: int = 1
+    parts: Parts, config: ModelConfig, slots: int, room: tuple[int, ...], stretches: int
 ) -> tuple[int, ...]:
     """Tuple of pool sizes P in rows for any prompt of bucket `slots` plus `room[l]` free rows per segment of layer l.
 
@@ -183,7 +183,7 @@ def buffer_rows(
     slots: int,
     windows: Windows,
     heads: int,
-    stretches: int = 1,
+    stretches: int,
 ) -> int | None:
     """Rows of the buffer of candidates in a prefill whose layers share one budget; None if no buffer is used.
 

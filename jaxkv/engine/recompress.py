@@ -84,7 +84,7 @@ def recompress(
     cache: KVCache,
     *,
     key: PRNGKeyArray,
-    room: int | Int[np.ndarray, " L"] = 0,
+    room: int | Int[np.ndarray, " L"],
     fixed: Fixed | None = None,
 ) -> KVCache:
     """Copy of a cache whose policy compresses sequences over their row limits again; others copied, `cache` unchanged.
@@ -144,12 +144,13 @@ class HeldStatic:
     @classmethod
     def of(cls, parts: Parts, **given: Any) -> "HeldStatic":
         """Config of a policy's parts and the other fields."""
-        mine: dict[str, Any] = {
-            "ongoing": parts.ongoing,
-            "scorer": parts.scorer,
-            "heads": parts.heads,
-        }
-        return cls(**mine, layout=parts.layout, **given)
+        return cls(
+            ongoing=parts.ongoing,
+            scorer=parts.scorer,
+            heads=parts.heads,
+            layout=parts.layout,
+            **given,
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -236,8 +237,8 @@ class _Held(Source):
     def _static(self, index: int) -> dict[str, Any]:
         """Static arguments of the programs that read layer `index`."""
         graphs = self.flat.graphs_of(index)
-        given = {"slots": self.slots, "spec": graphs.spec, "axes": self.axes}
-        return {"graphs": graphs, "static": HeldStatic.of(self.parts, **given)}
+        static = HeldStatic.of(self.parts, slots=self.slots, spec=graphs.spec, axes=self.axes)
+        return {"graphs": graphs, "static": static}
 
     def _layer(self, index: int) -> HeldLayer:
         """Arrays of layer `index`: pool, tables, ring of last queries, random key."""

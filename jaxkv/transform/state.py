@@ -197,7 +197,7 @@ class CompressedKV:
         token = Token(q=q, k=new.k, v=new.v, stored=new.k).widened(pool.dtype)
         step = Step(new=new_tokens(terms, self.tables[layer], new.count, tokens))
         made = rows.attended(token, step)
-        after = self._with(layer, made.layer.pool, new.count, written)
+        after = self._with(layer, made.pool, new.count, written)
         if self.window(layer) is None:
             after = after._remembering(layer, token, step.new)
             if terms.ongoing.evicts:

@@ -75,31 +75,28 @@ def run_blocks(
     for index, block in enumerate(blocks):
         at = spec.layout.pool_of(index)
         mine = bind(index, block, ran.pools[at])
-        stream, after, step, out = run_block(block, spec, ran.stream, mine, step)
-        ran.pools[at] = after.rows.pool
-        ran = Ran(stream, ran.pools, [*ran.rings, after.ring], [*ran.out, out])
+        stream, ran.pools[at], ring, step, out = run_block(block, spec, ran.stream, mine, step)
+        ran = Ran(stream, ran.pools, [*ran.rings, ring], [*ran.out, out])
     return ran
 
 
 def run_block(
     block: Block, spec: Spec, stream: Stream, mine: Bound, step: Step
-) -> tuple[Stream, Bound, Step, Float[Array, "B K"]]:
-    """Runs one block over the step's tokens: hidden states, the layer after it, a filter's choice, output numbers."""
+) -> tuple[Stream, Pool, Ring | None, Step, Float[Array, "B K"]]:
+    """Runs one block over the step's tokens: hidden states, pool, ring, step with a filter's choice, output numbers."""
     new, ring, rows = step.new, mine.ring, mine.rows
     x, normed = attention_input(block, stream, spec)
     token = _projected(block, spec, normed, mine, step)
     if ring is not None:
         ring = remembered(ring, token.q, new)
     made = rows.attended(token, step)
-    rows = made.layer
     if mine.asks is not None:
         # Read the pool after its update: a reader of the pool before it would cost a copy.
-        asked = (rows.pool, rows.start, mine.asks, token.q, ring, new, rows.shaping)
+        asked = (made.pool, rows.start, mine.asks, token.q, ring, new, rows.shaping)
         step = dataclasses.replace(step, chosen=chosen_at(spec, *asked))
     out = made.out if mine.centre is None else transformed(made.out)
     stream = block_output(block, x, out, spec)
-    after = dataclasses.replace(mine, rows=rows, ring=ring)
-    return stream, after, step, heads_of(made.out, len(new.count))
+    return stream, made.pool, ring, step, heads_of(made.out, len(new.count))
 
 
 def _projected(

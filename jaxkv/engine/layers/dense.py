@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -93,7 +93,7 @@ class DenseLayer:
             scored=self.scored,
             shaping=self.shaping,
         )
-        return Attended(out[..., None, :], self.with_pool(pool))
+        return Attended(out[..., None, :], pool)
 
     def several(self, token: Token, new: NewRows, step: Step) -> Attended:
         """Several tokens: attention to older rows and to one another, merged by log-sum-exp, then their rows."""
@@ -102,14 +102,16 @@ class DenseLayer:
         own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
         own = self.shaping.joined(*own)
         pool, new = self.with_scores(token, new, older, own)
-        out, after = attention.merge(*older, *own), self.with_pool(pool.appended(new))
-        return Attended(out, after)
+        return Attended(attention.merge(*older, *own), pool.appended(new))
 
     def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
         """Attention of several tokens to the rows from before the step."""
-        reach, shaping = self.reach(self.length), self.shaping.without_sinks
-        attend = partial(self.terms.backend.attend, shaping=shaping)
-        return in_blocks(lambda part: attend(part, self.pool.store, reach), q)
+        return self.read(q, self.pool.store, self.reach(self.length))
+
+    def read(self, q: Float[Array, "B K G N D"], store: Any, reach: Reach) -> Read:
+        """Attention to what is reached of a store's rows, or of gathered ones; sink logits take no part yet."""
+        attend = partial(self.terms.backend.attend, shaping=self.shaping.without_sinks)
+        return in_blocks(lambda part: attend(part, store, reach), q)
 
     def with_scores(
         self, token: Token, new: NewRows, older: Read, own: Read
@@ -127,13 +129,7 @@ class DenseLayer:
         k: Float[Array, "B n D"],
         v: Float[Array, "B n D"],
         count: Int[Array, "B K"],
-        shaping: Shaping,
     ) -> Read:
         """Attention to the first `count` of each head's gathered rows."""
-        store, reach = Gathered(k, v), Reach.of_heads(count, k.shape[1] // count.shape[1])
-        attend = self.terms.backend.attend
-        return in_blocks(lambda part: attend(part, store, reach, shaping=shaping), q)
-
-    def with_pool(self, pool: Pool) -> "DenseLayer":
-        """The layer over another pool."""
-        return dataclasses.replace(self, pool=pool)
+        reach = Reach.of_heads(count, k.shape[1] // count.shape[1])
+        return self.read(q, Gathered(k, v), reach)

@@ -38,7 +38,7 @@ class FilteredLayer(DenseLayer):
         assert step.chosen is not None
         rows, count = self.places(step.chosen)
         gathered = self.terms.backend.gathered(self.pool.k, self.pool.v, rows)
-        return self.over(q, *gathered, count, self.shaping.without_sinks)
+        return self.over(q, *gathered, count)
 
     def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
         """Attention of several tokens, which choose among all rows from before the step."""
@@ -68,7 +68,7 @@ class OffloadedLayer(FilteredLayer):
         append = partial(self.terms.backend.append_and_attend, shaping=self.shaping)
         out, lse, pool = append(q, new, self.pool, reach)
         read = attention.merge(*self.chosen(token.q, step), out[..., None, :], lse[..., None])
-        return Attended(read, self.with_pool(pool))
+        return Attended(read, pool)
 
     def chosen(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
         """Attention to the chosen rows, as they were loaded."""
@@ -77,7 +77,7 @@ class OffloadedLayer(FilteredLayer):
         both = (self.loaded[:, :, each] for each in (0, 1))
         k, v = (jnp.swapaxes(each, 1, 2).reshape(batch, -1, dim) for each in both)
         count = jnp.broadcast_to(step.chosen.count[:, None], self.start.shape)
-        return self.over(q, k, v, count, self.shaping.without_sinks)
+        return self.over(q, k, v, count)
 
     def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
         """Attention of several tokens to rows from before the step: loaded ones, and those on the device."""

@@ -62,8 +62,8 @@ class PagedLayer(DenseLayer):
             layer = dataclasses.replace(self, pages=pages)
         made = super(PagedLayer, layer).attended(token, step)
         out = heads_of(made.out, len(step.new.count))
-        pool = with_new_rows(made.layer.pool, self.start, self.length, step.new, out)
-        return Attended(made.out, self.with_pool(pool))
+        pool = with_new_rows(made.pool, self.start, self.length, step.new, out)
+        return Attended(made.out, pool)
 
     def chosen_pages(self, q: Float[Array, "B K G D"], budget: Int[Array, " B"]) -> PageRows:
         """Chooses per kv head the full pages of largest q.k bound for one new token, within a budget (Quest).

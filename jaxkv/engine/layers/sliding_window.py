@@ -31,7 +31,7 @@ class SlidingWindowLayer(DenseLayer):
         rows, size = self.pool.store.view(), min(self.window, self.pool.rows)
         given = (token.q, (token.k, token.v), new.count, rows, self.reach(self.length))
         out = over_window(*given, size=size, window=self.window, shaping=self.shaping)
-        return Attended(out, self.with_pool(self.pool.appended(new)))
+        return Attended(out, self.pool.appended(new))
 
 
 def over_window(

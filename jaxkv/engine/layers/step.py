@@ -1,14 +1,14 @@
 """Records that a decode step hands from layer to layer: new tokens, a filter's choice, a fused kernel's work table."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
 from jaxkv.attention.steps import Work
-from jaxkv.cache import Cache
+from jaxkv.cache import Cache, Pool
 from jaxkv.engine.pages import full_pages, rest_from
 from jaxkv.engine.segments import in_window
 from jaxkv.engine.sparse import Chosen, rest_of
@@ -37,10 +37,10 @@ class Step:
 
 
 class Attended(NamedTuple):
-    """New tokens' attention, undefined in padding sequences, and the layer with their rows in its pool."""
+    """New tokens' attention, undefined in padding sequences, and the layer's pool with their rows."""
 
     out: Float[Array, "M K G N D"]
-    layer: Any
+    pool: Pool
 
 
 def work_table(cache: Cache, spec: Spec, new: NewTokens) -> Work | None:
