@@ -401,12 +401,12 @@ def laid_out(
     first, length = cache.first_rows[:, of], cache.kept[:, of]
     layers, count, heads = length.shape
     start, sizes, pages = np.empty_like(first), [], []
-    for index, group in enumerate(layout.groups(range(layers))):
-        part = slice(group[0], group[-1] + 1)
+    for index, part in enumerate(layout.parts(layers)):
+        held = length[part]
         # Each device's part of a pool is laid out as a pool of its own.
-        apart = length[part].reshape(len(group), -1, heads // stretches)
+        apart = held.reshape(len(held), -1, heads // stretches)
         each = int(layout.takes(apart).max()) if rows is None else rows[index]
-        start[part] = layout.place(apart, each).reshape(length[part].shape)
+        start[part] = layout.place(apart, each).reshape(held.shape)
         sizes.append(stretches * each)
         bounds = cache.pools[index].bounds
         pages.append(0 if bounds is None else -(-(sizes[-1] // heads) // bounds.page))

@@ -48,6 +48,10 @@ class Layout(enum.Enum):
         """Splits layer indices by the pool they use: list with one sequence of all layers, or with one per layer."""
         return [layers] if self.one_pool else [layers[at : at + 1] for at in range(len(layers))]
 
+    def parts(self, layers: int) -> list[slice]:
+        """Slices of consecutive layers whose rows share a pool, one for each pool."""
+        return [slice(group[0], group[-1] + 1) for group in self.groups(range(layers))]
+
     def widest(self, rows: int, heads: int) -> int:
         """Most rows that one segment can have in a pool of `rows` rows: an even part of them if EQUAL, else all."""
         return rows // heads if self is Layout.EQUAL else rows
@@ -56,6 +60,10 @@ class Layout(enum.Enum):
         """Fewest pool rows, numpy `[B]`, that hold all segments of each sequence in n layers, given their lengths."""
         each = length.max(axis=2) * length.shape[2] if self is Layout.EQUAL else length.sum(axis=2)
         return each.sum(axis=0)
+
+    def fullest(self, length: Int[np.ndarray, "n B K"], heads: int) -> int:
+        """Rows that the fullest device's part of a pool takes, where each device has `heads` of the K heads."""
+        return int(self.takes(length.reshape(len(length), -1, heads)).max())
 
     def place(
         self,
@@ -95,8 +103,7 @@ class Layout(enum.Enum):
         xp: Any = jnp if isinstance(start, Array) else np
         heads = start.shape[2]
         ends = []
-        for rows, group in zip(pools, self.groups(range(len(start))), strict=True):
-            of = slice(group[0], group[-1] + 1)
+        for rows, of in zip(pools, self.parts(len(start)), strict=True):
             first = by_sequence(start[of])
             following = xp.concatenate([first[:, 1:], xp.full_like(first[:, :1], rows)], axis=1)
             ends.append(by_layer(following, heads))

@@ -48,13 +48,6 @@ def _repacked(
     return Pool(store=pool.store.take(source, real), pos=pos, score=score, bounds=bounds), placed
 
 
-def _rows_for(length: Int[np.ndarray, "n B K"], cache: KVCache) -> int:
-    """Fewest rows of a pool, equal parts on all devices, that hold segments of these lengths in n layers."""
-    layers, _, heads = length.shape
-    each = length.reshape(layers, -1, heads // cache.stretches)
-    return cache.stretches * int(cache.layout.takes(each).max())
-
-
 def _give_up(pool: Pool, copy: Pool) -> None:
     """Deletes a pool's arrays once its `copy` is there."""
     jax.block_until_ready(copy)
@@ -103,9 +96,8 @@ def repack(
     start, length = rest.start, rest.length
     layers, _, heads = start.shape
     rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
-    pools, placed, lengths = [], [], length
-    for pool, group in zip(cache.pools, cache.layout.groups(range(layers)), strict=True):
-        of = slice(group[0], group[-1] + 1)
+    pools, placed, lengths, stretches = [], [], length, cache.stretches
+    for pool, of in zip(cache.pools, cache.layout.parts(layers), strict=True):
         room_of, widths = tuple(rooms[of].tolist()), cache.config.windows[of]
         stays = not any(room_of) if sizes is None else not any(widths)
         if release and not copies and stays:
@@ -121,15 +113,16 @@ def repack(
             held = jnp.minimum(held, most[:, None, None])
             first, lengths = first + length[of] - held, lengths.at[of].set(held)
             if sizes is None:
-                rows = max(pool.rows, _rows_for(host(held), cache) + heads * sum(room_of))
+                least = cache.layout.fullest(host(held), heads // stretches)
+                rows = max(pool.rows, stretches * least + heads * sum(room_of))
             else:
-                rows = sizes[group[0]] * cache.stretches
+                rows = stretches * sizes[of.start]
         copied, first = _repacked(
             jax.tree.map(repeat, pool),  # a user's store need not name its axes
             first,
             held,
             layout=cache.layout,
-            rows=rows // cache.stretches,
+            rows=rows // stretches,
             room=room_of,
             axes=cache.axes,
         )

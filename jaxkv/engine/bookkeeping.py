@@ -42,9 +42,8 @@ def within_limits(cache: Cache, outs: list[Array], spec: Spec) -> Cache:
     layers, _, heads = tables.start.shape
     assert tables.state is not None
     how = Eviction(terms=spec, heads=heads, dtype=spec.dtype)
-    parts = [slice(group[0], group[-1] + 1) for group in spec.layout.groups(range(layers))]
     pools, lengths, taus = [], [], []
-    for pool, part in zip(cache.pools, parts, strict=True):
+    for pool, part in zip(cache.pools, spec.layout.parts(layers), strict=True):
         if spec.config.windows[part.start] is not None and not spec.layout.one_pool:
             # A window layer's own pool has no limit and no scores; in a shared pool its limit is never reached.
             pools.append(pool)

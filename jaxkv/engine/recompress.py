@@ -220,10 +220,10 @@ class _Held(Source):
             """Largest number of rows that one device's heads may hold when their even share is `rows`."""
             return min(most_rows(capacity, rows), stretches * rows)
 
-        length, takes = host(kept).astype(np.int64), self.cache.layout.takes
-        rows = share(-(-int(takes(length).max()) // stretches))
+        length, layout = host(kept).astype(np.int64), self.cache.layout
+        rows = share(-(-int(layout.takes(length).max()) // stretches))
         # A sequence that is not due may hold more than that if the cache was made on another mesh.
-        rows = max(rows, int(takes(length.reshape(len(length), -1, heads)).max()))
+        rows = max(rows, layout.fullest(length, heads))
         target = share(int(heads * self.kept_rows[part].sum(axis=0).max()))
         size = heads * bucket(-(-rows // heads))
         return (min(target, size) if rows <= target else size) + heads * int(self.room[part].sum())

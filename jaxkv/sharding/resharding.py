@@ -62,13 +62,13 @@ def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape
     mine, out = heads // stretches, list[int]()
-    for pool, group in zip(cache.pools, layout.groups(range(layers)), strict=True):
+    for pool, part in zip(cache.pools, layout.parts(layers), strict=True):
         if layout is Layout.EQUAL:
             out.append(mine * (pool.rows // heads))
             continue
-        length = kept[group[0] : group[-1] + 1]
+        length = kept[part]
         most = int(layout.takes(length).max())
         share = min(most_rows(capacity, -(-most // stretches)), most)
-        fullest = int(layout.takes(length.reshape(len(length), -1, mine)).max())
+        fullest = layout.fullest(length, mine)
         out.append(share if fullest <= share else mine * bucket(-(-fullest // mine)))
     return out
