@@ -213,11 +213,11 @@ def _choose(
         mask = jnp.where(due[:, None, None], mask, mine)
         moved = None if moved is None else jnp.where(due, moved, 0)
         cut = None if cut is None else jnp.where(due[:, None], cut, 0)
-    masks = (mask,)
+    masks = [mask]
     if len(layers) > 1:
         batch, _, slots = mask.shape
-        masks = tuple(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0))
-    return Choice(masks, Tally(moved=moved, cut=cut))
+        masks = list(jnp.moveaxis(mask.reshape(batch, -1, len(layers), slots), 2, 0))
+    return Choice(tuple(masks), Tally(moved=moved, cut=cut))
 
 
 def surviving(
