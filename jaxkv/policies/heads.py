@@ -126,38 +126,31 @@ def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _ByKeys(HeadBudgets):
-    """Base of head budgets that choose rows by sort keys of scores: subclasses set `uniform` or override `_pick`."""
-
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of K * base candidates that `_pick` chooses by score; by mean score for shared positions."""
-        if shares_positions(self):
-            rows = rows._replace(scores=_mean_of_heads(rows.scores))
-        return self._pick(rows.keys, rows)
-
-    def _pick(self, keys: UInt[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of the `base` rows with the largest sort keys in each head."""
-        return top(keys, rows.base[:, None])
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class UniformHeads(_ByKeys):
+class UniformHeads(HeadBudgets):
     """Head budgets under which every kv head keeps the same number of rows: those of its own highest scores."""
 
     order = Order.OWN
     uniform = True
 
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of the `base` candidates of highest scores in each head."""
+        return top(rows.keys, rows.base[:, None])
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SharedHeads(_ByKeys):
+class SharedHeads(HeadBudgets):
     """Head budgets under which a layer's kv heads keep the same positions: those of highest mean score over heads."""
 
     order = Order.MEAN
     uniform = True
 
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of the `base` candidates of highest mean score, the same in each head."""
+        return UniformHeads().choose(rows._replace(scores=_mean_of_heads(rows.scores)))
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Uneven(_ByKeys):
+class _Uneven(HeadBudgets):
     """Base of head budgets whose kv heads compete for rows: `alpha` is sure to a head, `capacity` limits a device."""
 
     alpha: float = 0.2
@@ -185,8 +178,9 @@ class AdaptiveHeads(_Uneven):
 
     order = Order.COMMON
 
-    def _pick(self, keys: UInt[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of each head's best rows, as many as `targets` gives for its share of the top K * base."""
+        keys = rows.keys
         batch, heads, slots = keys.shape
         winners = top(keys.reshape(batch, heads * slots), heads * rows.base).reshape(keys.shape)
         return top(keys, self.targets(count(winners), rows.base))
@@ -249,8 +243,9 @@ class ProtectedHeads(_Uneven):
 
     order = Order.COMMON
 
-    def _pick(self, keys: UInt[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of K * base rows: each head's `floor` best, then the best others of all heads together."""
+        keys = rows.keys
         batch, heads, slots = keys.shape
         safe = top(keys, self.floor(rows.base, rows.forced)[:, None])
         rest = only(keys, ~safe).reshape(batch, heads * slots)
@@ -297,14 +292,6 @@ class HeadsAround(HeadBudgets):
         """Copy around the inner `budgets` of the layers without a window alone."""
         return dataclasses.replace(self, budgets=self.budgets.among(windows))
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of rows to keep: what the inner `budgets` choose, as `_changed` changes it."""
-        return self._changed(self.budgets.choose(rows), rows)
-
-    def _changed(self, chosen: Bool[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of rows to keep, from the mask of those that the inner `budgets` choose."""
-        raise NotImplementedError
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStageHeads(HeadsAround):
@@ -340,22 +327,22 @@ class TwoStageHeads(HeadsAround):
         """True if the inner `budgets` give every kv head the same number of rows."""
         return self.budgets.uniform
 
-    def _changed(self, chosen: Bool[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]`, as many rows per head as chosen: `first` by score, others by score * norm."""
-        return self.staged(rows, count(chosen))
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]`, in each head as many rows as `budgets` choose: `first` by score, others by score * norm."""
+        return self.staged(rows, count(self.budgets.choose(rows)))
 
     def staged(self, rows: ScoredRows, each: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of `each` rows per head: the share `first` by score, others by score times value norm."""
         scores, candidates, forced = rows.scores, rows.candidates, rows.forced[:, None]
         assert rows.norms is not None
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
-        safe = _part(share, each + forced) - forced
+        safe = jnp.clip(_part(share, each + forced) - forced, 0, each)
         weighted = (scores + jnp.float32(self.epsilon)) * rows.norms
         if shares_positions(self.budgets):
             scores, weighted = (_mean_of_heads(each) for each in (scores, weighted))
-        chosen = top(keys_of(scores, candidates), jnp.clip(safe, 0, each))
+        chosen = top(keys_of(scores, candidates), safe)
         rest = keys_of(weighted, candidates & ~chosen)
-        return chosen | top(rest, each - jnp.clip(safe, 0, each))
+        return chosen | top(rest, each - safe)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -385,9 +372,9 @@ class ThresholdHeads(HeadsAround):
         """True if the inner `budgets` read the norms of values."""
         return self.budgets.needs_norms
 
-    def _changed(self, chosen: Bool[Array, "B K S"], rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of the chosen rows whose scores are at least the threshold."""
-        return self.above(chosen, rows)[0]
+    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
+        """Mask `[B, K, S]` of the rows that the inner `budgets` choose, of scores that are at least the threshold."""
+        return self.above(self.budgets.choose(rows), rows)[0]
 
     def above(
         self, chosen: Bool[Array, "B K S"], rows: ScoredRows
