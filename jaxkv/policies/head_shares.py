@@ -11,7 +11,7 @@ from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, Windows
 from jaxkv.policies.head_scores import as_head_scores
 from jaxkv.policies.heads import HeadBudgets, ScoredRows
-from jaxkv.policies.layers import Division, LayerBudgets, Table, round_remainders, round_to_sum
+from jaxkv.policies.layers import Division, LayerBudgets, Table, round_remainders
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.topk import count, top
 
@@ -85,9 +85,7 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
     def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]`: the forced rows, and the layer's share of all other rows of the budget."""
         self.require_sizes(layers=of.layers)
-        rest, shares = of.layers * of.base, of.xp.asarray(self.shares().sum(axis=1)[:, None])
-        wanted = shares * rest.astype(of.xp.float64)
-        return of.forced + round_to_sum(wanted, rest, of.length - of.forced)
+        return of.divided(of.xp.asarray(self.shares().sum(axis=1)[:, None]))
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
         """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base rows."""

@@ -48,7 +48,13 @@ class Division(NamedTuple):
     @property
     def base(self) -> Counts:
         """Rows `[N]` per kv head and layer on average that are not forced."""
-        return self.xp.asarray(self.budget, self.xp.int64) - self.forced
+        return self.budget - self.forced
+
+    def divided(self, shares: Reals) -> Table:
+        """Rows per kv head `[L, N]`: forced rows, and L times `base` in proportion to `shares` `[L, N]`, of sum 1."""
+        total = self.layers * self.base
+        wanted = shares * total.astype(self.xp.float64)
+        return self.forced + round_to_sum(wanted, total, self.length - self.forced)
 
 
 class LayerBudgets:
@@ -199,8 +205,7 @@ class UniformLayers(LayerBudgets):
 
     def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]`: the budget, in every layer."""
-        budget = of.xp.asarray(of.budget, of.xp.int64)
-        return of.xp.broadcast_to(budget, (of.layers, *np.shape(budget)))
+        return of.xp.broadcast_to(of.budget, (of.layers, *np.shape(of.budget)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -246,12 +251,10 @@ class _Decreasing(_WithBeta):
 
     def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]` of N prompts: forced rows, and L times the budget's rest split by `shape`."""
-        xp, base, layers = of.xp, of.base, of.layers
+        xp, layers = of.xp, of.layers
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
-        shape = self.shape(base.astype(xp.float64), depth)
-        total = xp.maximum(shape.sum(axis=0), 1e-300)
-        wanted = shape * ((layers * base).astype(xp.float64) / total)
-        return of.forced + round_to_sum(wanted, layers * base, of.length - of.forced)
+        shape = self.shape(of.base.astype(xp.float64), depth)
+        return of.divided(shape / xp.maximum(shape.sum(axis=0), 1e-300))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -318,9 +321,7 @@ class FromScores(LayerBudgets):
 
     def rows(self, of: Division) -> Table:
         """Rows per kv head `[L, N]` of N prompts: forced rows, and L times the budget's rest split by `weights`."""
-        total = of.layers * of.base
-        wanted = self._share(of.weights) * total.astype(of.xp.float64)
-        return of.forced + round_to_sum(wanted, total, of.length - of.forced)
+        return of.divided(self._share(of.weights))
 
     def at_most(self, of: Division) -> Table:
         """Upper bound `[n, N]` of the rows that `rows` gives the lowest n layers, whatever later layers' weights are.

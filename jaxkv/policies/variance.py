@@ -126,7 +126,7 @@ class VarianceLayers(LayerBudgets):
         """Number of rows per kv head `[L, N]` by the layers' variances; a prompt's length if the budget holds all."""
         stat = finite(of.weights)
         xp = namespace(stat)
-        budget, length, forced = (xp.asarray(each, xp.int64) for each in of[:3])
+        budget, length, forced = of[:3]
         # Prompts within their budget stay whole: numbers in their place go through the arithmetic of the others.
         fits = budget >= length
         two = xp.full_like(length, 2)
@@ -271,9 +271,7 @@ class OfficialVarianceLayers(VarianceLayers):
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table:
         """Number `[L, N]` of most recent rows that each layer keeps of each prompt, by the variances F."""
-        stat = finite(weights)
-        xp = namespace(stat)
-        return self.sizes(xp.asarray(budget, xp.int64), xp.asarray(length, xp.int64), stat)[1]
+        return self.sizes(budget, length, finite(weights))[1]
 
     def bound(self, budget: Counts, length: Counts, forced: Counts, *, layers: int) -> Counts:
         """Upper bound `[N]` of rows summed over layers: the budget, minimum rows, and the prompts of dense layers."""

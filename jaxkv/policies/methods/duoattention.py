@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxkv._checks import ENDLESS, field, namespace, real, whole
+from jaxkv._checks import ENDLESS, field, real, whole
 from jaxkv._errors import require
 from jaxkv.models.config import Windows
 from jaxkv.policies.head_scores import as_pattern
@@ -79,11 +79,10 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
     def rows(self, of: Division) -> Table:
         """Mean rows per kv head `[L, N]`, rounded up, whatever the budget; ValueError for another number of layers."""
         self.require_sizes(layers=of.layers)
-        xp, heads = namespace(of.length), self.heads
-        length = xp.asarray(of.length, xp.int64)
-        few = xp.minimum(length, xp.maximum(xp.asarray(of.forced, xp.int64), self.reach))
+        xp, heads = of.xp, self.heads
+        few = xp.minimum(of.length, xp.maximum(of.forced, self.reach))
         full = xp.asarray(self.retrieval.sum(axis=1, keepdims=True), xp.int64)
-        return -(-(full * length + (heads - full) * few) // heads)
+        return -(-(full * of.length + (heads - full) * few) // heads)
 
     def average(self, length: Counts, forced: Counts) -> Counts:
         """Mean rows per kv head `[N]` of each prompt over all layers and heads, rounded up."""

@@ -58,7 +58,7 @@ class LazyLayers(LayerBudgets):
         """Rows per kv head `[L, N]`: all in layers of largest weight while the budget lasts, else the forced rows."""
         xp, order = of.xp, of.xp.argsort(-finite(of.weights), axis=0, stable=True)
         rank = xp.argsort(order, axis=0, stable=True)
-        beside = xp.asarray(of.length, xp.int64) - of.forced
+        beside = of.length - of.forced
         return of.forced + xp.clip(of.layers * of.base - rank * beside, 0, beside)
 
 
