@@ -199,7 +199,7 @@ class Reads:
         Returns:
             The numbers; by default all of them.
         """
-        return np.asarray(lengths, np.int64)
+        return lengths
 
     def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
         """Returns `Reading`, the static config of which rows each layer reads, for prompts padded to `slots`.
@@ -407,7 +407,6 @@ class FilteredReads(Reads):
         References:
             OmniKV, section 5: Mem% = whole + share * (1 - whole).
         """
-        lengths = np.asarray(lengths, np.int64)
         if isinstance(self.budget, Tokens):
             wanted = np.full_like(lengths, self.budget.value)
         else:
@@ -480,4 +479,4 @@ def tokens_read(
 ) -> Int[np.ndarray, " B"]:
     """Integers `[B]`: number of each prompt's tokens that a sparse layer reads per step, from `ModelConfig.windows`."""
     mine = read.among(windows)
-    return np.asarray(mine.tokens(lengths, windows.count(None)), np.int64)
+    return mine.tokens(np.asarray(lengths, np.int64), windows.count(None))

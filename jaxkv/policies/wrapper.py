@@ -143,16 +143,14 @@ class Wrapper(_Built):
 class Reader(_Built):
     """Base class of policies that read a few rows at each token: of all rows, or of those that a policy `base` keeps.
 
-    A subclass makes its `reads`. Its budget is one of rows read.
+    A subclass names its reads, `read_by`. Its budget is one of rows read.
 
     Attributes:
         base: a policy (or its name or class) that compresses the prompt first, and then appends.
     """
 
-    @property
-    def reads(self) -> Reads:
-        """Config of which rows layers read while decoding; subclasses override it."""
-        raise NotImplementedError
+    # Made of this policy's fields.
+    read_by: ClassVar[type[Reads]]
 
     def _check(self) -> None:
         base = self.inner
@@ -162,11 +160,11 @@ class Reader(_Built):
         check_shared(self, base, "it drops nothing: give it to the base, if any", but=own)
 
     def parts(self) -> Parts:
-        """Returns the base's `Parts` (or keep-all `Parts`) with `reads`."""
+        """Returns the base's `Parts` (or keep-all `Parts`) with reads of this policy's fields."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
         remedy = "tokens are chosen of rows that stay where they are: give a policy without rolling positions"
         require(not base.rolling, "base", self.base, remedy)
-        return base.replace(read=self.reads)
+        return base.replace(read=self.part(self.read_by, budget=self.budget))
 
 
 def _require_drops(base: Method) -> None:

@@ -53,6 +53,8 @@ class OmniKV(Reader):
 
     paper = "OmniKV, ICLR 2025"
 
+    read_by = FilteredReads
+
     def _check(self) -> None:
         super()._check()
         generated, remedy = (
@@ -61,11 +63,6 @@ class OmniKV(Reader):
         )
         once = self.inner is None or not generated
         require(once, "include_generated", generated, remedy)
-
-    @property
-    def reads(self) -> FilteredReads:
-        """Makes `FilteredReads`, the config of which rows layers read while decoding, of this policy's fields."""
-        return self.part(FilteredReads, budget=self.budget)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
         """Returns this policy, filter layers set to `found` if it has none, base adapted; ValueError without any."""

@@ -56,7 +56,7 @@ class PagedReads(Reads):
         Returns:
             The budget in rows, or the share's whole number of each prompt; at least three pages of rows.
         """
-        lengths, budget = np.asarray(lengths, np.int64), self.budget
+        budget = self.budget
         if isinstance(budget, Tokens):
             return np.full_like(lengths, budget.value)
         assert isinstance(budget, Share)
@@ -105,14 +105,11 @@ class Quest(Reader):
 
     paper = "Quest, arXiv:2406.10774"
 
+    read_by = PagedReads
+
     def _check(self) -> None:
         super()._check()
         if self.inner is not None:
             equal = self.inner.composed.layout is Layout.EQUAL
             remedy = "heads of unequal rows, and layers whose rows depend on the text, have no pages: give SnapKV, say"
             require(equal, "base", self.inner, remedy)
-
-    @property
-    def reads(self) -> PagedReads:
-        """Makes `PagedReads`, the config of reading pages of rows while decoding, of this policy's fields."""
-        return self.part(PagedReads, budget=self.budget)
