@@ -108,15 +108,15 @@ def store_class(store: str | type[Store]) -> type[Store]:
     return STORES[store] if isinstance(store, str) else store
 
 
-def as_spans(given: Any) -> tuple[Span, ...]:
+def as_spans(name: str, given: Any) -> tuple[Span, ...]:
     """Returns spans of positions as a tuple of `(start, stop)` pairs of ints; raises ValueError for anything else."""
     remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
     spans = []
-    require(np.iterable(given), "protect", given, remedy)
+    require(np.iterable(given), name, given, remedy)
     for pair in given:
-        edges = [*map(plain, several("protect", pair, remedy))]
+        edges = [*map(plain, several(name, pair, remedy))]
         fits = len(edges) == 2 and all(is_whole(edge, -math.inf) for edge in edges)
-        require(fits, "protect", given, remedy)
+        require(fits, name, given, remedy)
         # Cut to the range of positions, int32, so that the device can hold them.
         start, stop = (max(-FARTHEST, min(edge, FARTHEST)) for edge in edges)
         spans.append((start, stop))

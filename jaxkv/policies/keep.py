@@ -5,7 +5,6 @@ import operator
 from functools import reduce
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
@@ -37,7 +36,7 @@ class Keep:
             "give the share of a layer's rows, between 0 and 1; a number of last tokens is window="
         )
         field(self, "recent", real, remedy, high=1.0)
-        object.__setattr__(self, "protect", as_spans(self.protect))
+        field(self, "protect", as_spans)
 
     def mask(self, lengths: Any, slots: int) -> Any:
         """Mask `[B, S]` of a prompt's rows that are always kept; does not include the share `recent`.
@@ -49,9 +48,9 @@ class Keep:
         Returns:
             `bool[B, S]`, of numpy or JAX as the lengths are.
         """
-        traced = isinstance(lengths, jax.Array)
-        length = lengths[:, None] if traced else np.asarray(lengths)[:, None]
-        position = jnp.arange(slots, dtype=jnp.int32) if traced else np.arange(slots)
+        xp = namespace(lengths)
+        length = xp.asarray(lengths)[:, None]
+        position = xp.arange(slots, dtype=xp.int32)
         return _inside(position, self._spans(length, length)) & (position < length)
 
     def counts(self, lengths: Any, prompts: Any = None) -> Any:
@@ -94,13 +93,12 @@ class Keep:
 
     def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
         """List of spans `(first, last + 1)` always kept: sinks, the window if `length` is given, protected spans."""
-        least = jnp.minimum if isinstance(prompt, jax.Array) else np.minimum
         spans: list[tuple[Any, Any]] = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
             first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
             # Spans are of the prompt: tokens drawn after a short prompt are no part of them.
-            spans.append((first, last if stop < 0 else least(last, prompt)))
+            spans.append((first, last if stop < 0 else namespace(prompt).minimum(last, prompt)))
         return spans
 
 

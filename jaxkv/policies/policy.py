@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, ClassVar, TypeVar
 
-from jaxkv._checks import as_real, brief, instance, normalise, static
+from jaxkv._checks import as_real, brief, field, instance, normalise, static
 from jaxkv._errors import require
 from jaxkv.cache.stores import Store
 from jaxkv.policies.checks import Budget, Share, Span, as_budget, as_spans, as_store, store_class
@@ -72,7 +72,7 @@ class Method:
             object.__setattr__(self, "budget", share.value)
         known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
         require(known, "min_budget", self.min_budget, "give 'raise' or 'clamp'")
-        object.__setattr__(self, "protect", as_spans(self.protect))
+        field(self, "protect", as_spans)
         object.__setattr__(self, "store", as_store(self.store))
         self._check()
         remedy = "return Parts(...), or self.compose(scorer=...)"
@@ -179,12 +179,15 @@ class BudgetMethod(Method):
     @property
     def stays(self) -> Keep:
         """Rows that always stay: the first `sinks` and the last `window` tokens, where the policy has such fields."""
-        names = {"sinks", "window"} & vars(self).keys()
-        return Keep(**{name: getattr(self, name) for name in names})
+        return self.part(Keep, protect=(), recent=0.0)
+
+    def scoring(self) -> Scorer:
+        """Scorer of this policy's fields, of the class `scored_by`; overridden where the scorer has other fields."""
+        return self.part(self.scored_by)
 
     def observed(self, **parts: Any) -> Parts:
         """Returns `Parts` with this policy's scorer, and the rows that it keeps anyway; `parts` gives other fields."""
-        usual: dict[str, Any] = {"scorer": self.part(self.scored_by), "keep": self.stays}
+        usual: dict[str, Any] = {"scorer": self.scoring(), "keep": self.stays}
         return self.compose(**(usual | parts))
 
     def parts(self) -> Parts:

@@ -10,7 +10,6 @@ from jaxtyping import Array, Float
 
 from jaxkv._checks import field, real, whole
 from jaxkv.policies.folding import unit
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer, Scores
@@ -105,9 +104,7 @@ class CAPKV(BudgetMethod):
         field(self, "tau", real, "give a number from 0 to 1000", high=1000.0)
         field(self, "remembered", whole, "remember at least 1 query")
 
-    def parts(self) -> Parts:
-        """Config `Parts`: scores by the weighted leverage of rows' values; sinks always stay."""
-        # A cache that is not compressed again remembers nothing.
+    def scoring(self) -> ValueCapacity:
+        """Scorer by the weighted leverage of rows' values, which remembers queries if the cache is compressed again."""
         remembered = 0 if self.every is None else self.remembered
-        scorer = self.part(ValueCapacity, remembered=remembered)
-        return self.compose(scorer=scorer, keep=self.stays)
+        return self.part(ValueCapacity, remembered=remembered)

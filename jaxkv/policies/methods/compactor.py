@@ -8,7 +8,6 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import field, flag, optional, real, whole
 from jaxkv.policies.attended import AvgPool
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import BlockAttention, Needs, Observed, Scorer, Scores
@@ -126,13 +125,12 @@ class Compactor(BudgetMethod):
         field(self, "published", flag)
         optional(self, "blending", real, "give 0 or a small weight, or None", high=1e30)
 
-    def parts(self) -> Parts:
-        """Config `Parts`: scores by block attention and key leverage; first and last tokens always stay."""
+    def scoring(self) -> BlockAndLeverage:
+        """Scorer by block attention and key leverage of the tokens between the first and last ones, which stay."""
         keep = self.stays
         asked = BlockAttention(
             size=self.block, first=keep.sinks, last=keep.window, zeros=self.published
         )
         usual = 1 - self.budget if isinstance(self.budget, float) else 0.35
         weight = usual if self.blending is None else self.blending
-        scorer = self.part(BlockAndLeverage, blocks=asked, blending=weight)
-        return self.compose(scorer=scorer, keep=keep)
+        return self.part(BlockAndLeverage, blocks=asked, blending=weight)

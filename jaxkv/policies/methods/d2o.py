@@ -5,7 +5,6 @@ from typing import Any
 
 from jaxkv._checks import alike, field, flag
 from jaxkv._errors import require
-from jaxkv.policies.attended import CumulativeAttention
 from jaxkv.policies.folding import Decision, Merge, Scope, Weights
 from jaxkv.policies.layers import LayerBudgets
 from jaxkv.policies.merger import Merger
@@ -65,4 +64,4 @@ class D2O(HeavyMethod):
         """Returns `Parts` of cumulative attention, layer budgets and merging; published settings if `official`."""
         of = _OFFICIAL if self.official else vars(self)
         layers, merge = of["allocation"], of["merge"]
-        return self.attended(CumulativeAttention(), recent=of["recent"], layers=layers, merge=merge)
+        return self.attended(recent=of["recent"], layers=layers, merge=merge)

@@ -3,7 +3,6 @@
 import dataclasses
 
 from jaxkv._checks import field, whole
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import FutureAttention
@@ -44,9 +43,7 @@ class ExpectedAttention(BudgetMethod):
         field(self, "future", whole, "average over at least 1 position")
         field(self, "remembered", whole, "remember at least 1 query")
 
-    def parts(self) -> Parts:
-        """Config `Parts`: scores by expected attention, times value norm if `value_norms`; sinks always stay."""
-        # A cache that is not compressed again remembers nothing.
+    def scoring(self) -> FutureAttention:
+        """Scorer by expected attention, which remembers queries if the cache is compressed again."""
         remembered = 0 if self.every is None else self.remembered
-        scorer = self.part(FutureAttention, positions=self.future, remembered=remembered)
-        return self.compose(scorer=scorer, keep=self.stays)
+        return self.part(FutureAttention, positions=self.future, remembered=remembered)

@@ -11,7 +11,6 @@ from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Scorer
 
 
 class Mode(enum.Enum):
@@ -36,8 +35,9 @@ class _Streaming(BudgetMethod):
     def _check(self) -> None:
         field(self, "mode", choice, Mode)
 
-    def attended(self, scorer: Scorer, *, recent: float = 0.0, **parts: Any) -> Parts:
-        """Returns `Parts` with this scorer; keeps sinks and newest token; streaming evicts by the scorer's rank."""
+    def attended(self, *, recent: float = 0.0, **parts: Any) -> Parts:
+        """Returns `Parts` that keep sinks and the newest token; streaming evicts by the scorer's rank."""
+        scorer = self.scoring()
         keep = Keep(sinks=self.sinks, window=1, recent=recent)
         evict = scorer.rank if self.mode is Mode.STREAMING else None
         return self.compose(scorer=scorer, keep=keep, evict=evict, **parts)
@@ -53,13 +53,15 @@ class HeavyMethod(_Streaming):
 
     recent: float = 0.5
 
+    scored_by = CumulativeAttention
+
     def _check(self) -> None:
         field(self, "recent", real, "give a share between 0 and 1", high=1.0)
         super()._check()
 
     def parts(self) -> Parts:
         """Returns `Parts`: scores by cumulative attention; last tokens get the share `recent` of what sinks leave."""
-        return self.attended(CumulativeAttention(), recent=self.recent)
+        return self.attended(recent=self.recent)
 
 
 @register
@@ -87,9 +89,9 @@ class RoCo(HeavyMethod):
 
     paper = "RoCo, arXiv:2402.06262"
 
-    def parts(self) -> Parts:
-        """Config `Parts`: scores by mean attention per query that could see the row."""
-        return self.attended(CumulativeAttention(mean=True), recent=self.recent)
+    def scoring(self) -> CumulativeAttention:
+        """Scorer by mean attention per query that could see the row."""
+        return CumulativeAttention(mean=True)
 
 
 @register
@@ -108,12 +110,12 @@ class TOVA(_Streaming):
 
     paper = "TOVA, arXiv:2401.06104"
 
+    scored_by = LastAttention
+
     def _check(self) -> None:
         field(self, "per_head", flag)
         super()._check()
 
     def parts(self) -> Parts:
         """Config `Parts`: scores by the last token's attention; heads keep the same rows unless `per_head`."""
-        return self.attended(
-            LastAttention(), heads=UniformHeads() if self.per_head else SharedHeads()
-        )
+        return self.attended(heads=UniformHeads() if self.per_head else SharedHeads())

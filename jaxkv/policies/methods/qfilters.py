@@ -11,7 +11,6 @@ from jaxkv._errors import require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.of_model import FileArrays, NamedTensors
-from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer, Scores
@@ -44,32 +43,32 @@ class FilteredKeys(Scorer):
     """QFilters' scorer: minus the dot product of a row's key and its head's filter vector.
 
     Attributes:
-        filters: the model's filters; None finds them in each prompt: minus the first right singular vector of its
+        q_filters: the model's filters; None finds them in each prompt: minus the first right singular vector of its
             queries, all query heads of a kv head together, as if rotated to positions after it; on the mean's side.
     """
 
-    filters: HeadFilters | None = None
+    q_filters: HeadFilters | None = None
 
     @property
     def model_layers(self) -> int | None:
         """Number of layers of the model that the filters belong to; None without filters."""
-        return None if self.filters is None else self.filters.layers
+        return None if self.q_filters is None else self.q_filters.layers
 
     @property
     def needs(self) -> Needs:
         """`Needs` of the scorer: moments of the prompt's queries; nothing with given filters."""
-        return Needs(moments=FutureQueries() if self.filters is None else None)
+        return Needs(moments=FutureQueries() if self.q_filters is None else None)
 
     def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: minus the dot product of key and head's filter; ValueError for filters of other sizes."""
         (_, heads, _, dim), axes = seen.k.shape, seen.axes
-        if self.filters is None:
+        if self.q_filters is None:
             mine = -_main_direction(seen)
         else:
-            self.filters.require_sizes(
+            self.q_filters.require_sizes(
                 heads=heads if axes is None else heads * axes.size("K"), dim=dim
             )
-            mine = own(jnp.asarray(self.filters.arrays)[seen.layer], "K", 0, axes)[None]
+            mine = own(jnp.asarray(self.q_filters.arrays)[seen.layer], "K", 0, axes)[None]
         keys = seen.k.astype(jnp.float32)
         return -jnp.einsum(
             "bksd,bkd->bks",
@@ -80,10 +79,10 @@ class FilteredKeys(Scorer):
 
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError if given filters have other sizes than the model; passes without filters."""
-        if self.filters is not None:
-            self.filters.require_fits(config)
+        if self.q_filters is not None:
+            self.q_filters.require_fits(config)
             remedy = "a file has channels in the checkpoint's order, in which this model's are not loaded: leave it out"
-            require(config.channels is None, "q_filters", self.filters, remedy)
+            require(config.channels is None, "q_filters", self.q_filters, remedy)
 
 
 def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
@@ -119,6 +118,8 @@ class QFilters(BudgetMethod):
 
     paper = "Q-Filters, arXiv:2503.02812"
 
+    scored_by = FilteredKeys
+
     def _check(self) -> None:
         require(
             self.every is None,
@@ -127,8 +128,3 @@ class QFilters(BudgetMethod):
             "filters are compared with keys of prompts: leave it out",
         )
         optional(self, "q_filters", HeadFilters.read)
-
-    def parts(self) -> Parts:
-        """Returns `Parts` that score rows by minus the dot product of their key and their head's filter vector."""
-        filters = self.q_filters if isinstance(self.q_filters, HeadFilters) else None
-        return self.compose(scorer=FilteredKeys(filters=filters))
