@@ -98,7 +98,7 @@ class Merge(Merger):
     @property
     def thresholds(self) -> int:
         """Number of running thresholds per kv head: 2 with `Metric.BOTH`, else 1."""
-        return 2 if self.metric is Metric.BOTH else 1
+        return len(self.compares)
 
     @property
     def needs_equal_heads(self) -> bool:

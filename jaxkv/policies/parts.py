@@ -364,7 +364,7 @@ class Parts:
         """
         xp, window = namespace(rows), self.keep.window
         left = xp.maximum(rows - (forced - window), 0)
-        if weights is not None and budget is not None and self.keep.recent:
+        if weights is not None and self.keep.recent:
             own = self.layers.recents(budget, length, weights)
             if own is not None:
                 return xp.clip(own, window, xp.maximum(left, window))

@@ -261,9 +261,14 @@ class Observed:
 
     def between(self, first: int = 0, last: int = 0) -> Bool[Array, "B 1 S"]:
         """Mask of the rows of each sequence but its `first` first and its `last` last ones, and padding."""
-        index = jnp.arange(self.k.shape[2], dtype=jnp.int32)
+        index = self.index
         inside = index < (self.length - last)[:, None, None]
         return inside & (index >= first) if first else inside
+
+    @property
+    def index(self) -> Int[Array, " S"]:
+        """Positions `i32[S]` of the rows."""
+        return jnp.arange(self.k.shape[2], dtype=jnp.int32)
 
     @property
     def shaping(self) -> Shaping:

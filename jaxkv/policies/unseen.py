@@ -169,7 +169,7 @@ class WorstAttention(Scorer):
 
     def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: largest pooled attention of any window query, times value norm's share over kv heads."""
-        pool, index = AvgPool(self.kernel), jnp.arange(seen.k.shape[2], dtype=jnp.int32)
+        pool, index = AvgPool(self.kernel), seen.index
 
         def worst(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             before = index < position[-1] + 1 - self.window
@@ -191,7 +191,7 @@ class WorstAttention(Scorer):
     def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
         """Int32 ranks `[B, K, S]`, 0 for the most attention, of rows that the first stage keeps; S for other rows."""
         slots, before = seen.k.shape[2], (seen.length - self.window)[:, None, None]
-        column = jnp.arange(slots, dtype=jnp.int32)
+        column = seen.index
         mean = seen.window_mass(lambda p, at: mean_over_window(p, at).mean(axis=0))
         paid = mean_of_devices(mean, "G", seen.group_axes)
         paid = jnp.where(column < before, paid, 0.0)

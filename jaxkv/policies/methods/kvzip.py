@@ -32,7 +32,7 @@ class ReplayAttention(Scorer):
 
     def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: largest attention that a row received in the second pass over the prompt; 1 for sinks."""
-        sink = jnp.arange(seen.replay.shape[-1], dtype=jnp.int32) < self.replay.sinks
+        sink = seen.index < self.replay.sinks
         return jnp.where(sink, jnp.float32(1.0), seen.replay)
 
 

@@ -40,14 +40,14 @@ class LagInformation(Scorer):
     cross_scoring: bool = False
 
     def __post_init__(self) -> None:
-        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
+        # `sinks` are checked where `Keep` is made of them.
         field(self, "lag", whole, "compare partitions of at least 1 row")
         field(self, "cross_scoring", flag)
 
     def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: rank / `lag` or softmax of a row's spread in its partition; 1 to 2: sinks, last rows."""
         slots, lag = seen.k.shape[2], self.lag
-        index, length = jnp.arange(slots, dtype=jnp.int32), seen.length[:, None, None]
+        index, length = seen.index, seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
         recent = jnp.broadcast_to(recent, seen.k.shape[:3])
         scored = (slots - self.sinks) // lag - 1

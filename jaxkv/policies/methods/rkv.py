@@ -57,8 +57,7 @@ class Redundancy(WindowScorer):
 
     def observe(self, seen: Observed) -> Scores:
         """Scores `[B, K, S]`: weighted attention minus weighted redundancy, for rows before the window; else 0."""
-        batch, heads, slots = seen.k.shape[:3]
-        column = jnp.arange(slots, dtype=jnp.int32)
+        (batch, heads), column = seen.k.shape[:2], seen.index
         before = seen.between(last=self.window)
         # The softmax is taken of the largest logits of all query heads, also where devices share them.
         logits = most_of_devices(attention.group_logits(seen.q, seen.k), "G", seen.group_axes)
