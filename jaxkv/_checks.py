@@ -7,7 +7,6 @@ value is a ValueError, something of a wrong kind a TypeError.
 import contextlib
 import dataclasses
 import enum
-import inspect
 import itertools
 import math
 import sys
@@ -103,10 +102,11 @@ def shortened(text: str, most: int = 60) -> str:
 
 
 def overrides(cls: type, declared: str) -> bool:
-    """True if a class, or a mixin of it, has methods ahead of the class that declares the attribute `declared`."""
-    ahead = itertools.takewhile(lambda each: declared not in vars(each), cls.__mro__)
+    """True if a class, or a mixin of it, changes methods or classes that the one that declares `declared` has."""
+    ahead = list(itertools.takewhile(lambda each: declared not in vars(each), cls.__mro__))
     names = [each for of in ahead for each in vars(of) if each[:2] != "__"]
-    return any(inspect.isroutine(getattr(cls, each)) for each in names)
+    known = [each for each in names if hasattr(cls.__mro__[len(ahead)], each)]
+    return any(callable(getattr(cls, each)) for each in known)
 
 
 def is_traced(value: Any) -> bool:

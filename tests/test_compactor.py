@@ -45,7 +45,6 @@ def observed(dtype, n, scale=1.0, padding=5):
     sums = jnp.asarray(rng.uniform(0, 2, (HEADS, GROUP, n)), jnp.float32)
     pad = lambda a: jnp.pad(a, ((0, 0), (0, padding), (0, 0)), constant_values=np.nan)[None]  # noqa: E731
     return Observed(
-        q=jnp.zeros((1, HEADS, GROUP, 0, DIM), dtype),
         q_positions=jnp.zeros((1, 0), jnp.int32),
         k=pad(k),
         v=pad(v),

@@ -79,7 +79,13 @@ def test_a_window_is_scored_by_a_kernel_where_cudnn_prefills():
     positions = jnp.arange(8, dtype=jnp.int32)[None] + jnp.array([[52], [25]], jnp.int32)
 
     def observe(q, k):
-        seen = {"q": q, "k": k, "v": k, "q_positions": positions, "length": positions[:, -1] + 1}
+        seen = {
+            "extras": {"queries": q},
+            "k": k,
+            "v": k,
+            "q_positions": positions,
+            "length": positions[:, -1] + 1,
+        }
         seen |= {"layer": jnp.int32(0), "key": jax.random.key(0)}
         return WindowAttention(window=8).observe(
             Observed(**seen, implementation=Implementation.CUDNN)

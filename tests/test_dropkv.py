@@ -17,7 +17,7 @@ def scores(q, k, v):
     n = k.shape[1]
     at = np.arange(n - WINDOW, n)
     seen = Observed(
-        q=q[None, :, :, np.maximum(at, 0)],
+        extras={"queries": q[None, :, :, np.maximum(at, 0)]},
         q_positions=jnp.asarray(at[None], jnp.int32),
         k=jnp.pad(k, ((0, 0), (0, PADDING), (0, 0)), constant_values=3)[None],
         v=jnp.pad(v, ((0, 0), (0, PADDING), (0, 0)), constant_values=np.nan)[None],

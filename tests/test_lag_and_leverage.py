@@ -32,7 +32,6 @@ def observed(policy, k, v, lengths, mean=None):
     """The scorer's observations of one layer of keys and values `[B, K, S, D]`."""
     scorer, (batch, heads, _, dim) = policy.parts().scorer, k.shape
     seen = Observed(
-        q=jnp.zeros((batch, heads, 2, 0, dim)),
         q_positions=jnp.zeros((batch, 0), jnp.int32),
         k=jnp.asarray(k),
         v=jnp.asarray(v),

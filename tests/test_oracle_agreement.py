@@ -66,14 +66,14 @@ class _Drawn(layer_sources.Source):
         at = np.maximum(positions, 0)[:, None, None, :, None]
         k = self.k[index]
         seen = Observed(
-            q=jnp.asarray(np.take_along_axis(self.q[index], at, axis=3)),
             q_positions=jnp.asarray(positions, jnp.int32),
             k=jnp.asarray(k),
             v=jnp.asarray(k),
             length=self.length,
             layer=jnp.int32(index),
             key=jax.random.key(0),
-            extras=self.extras(index),
+            extras=self.extras(index)
+            | {"queries": jnp.asarray(np.take_along_axis(self.q[index], at, axis=3))},
         )
         norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_norms else None
         of = {"scorer": parts.scorer, "layers": parts.layers}

@@ -21,7 +21,9 @@ def layer(q, k, lengths):
         jnp.where(inside, k, np.nan), ((0, 0), (0, 0), (0, PADDING), (0, 0)), constant_values=np.nan
     )
     return Observed(
-        q=jnp.take_along_axis(q, np.maximum(at, 0)[:, None, None, :, None], axis=3),
+        extras={
+            "queries": jnp.take_along_axis(q, np.maximum(at, 0)[:, None, None, :, None], axis=3)
+        },
         q_positions=jnp.asarray(at, jnp.int32),
         k=k,
         v=k,
@@ -98,7 +100,7 @@ def test_cosines_of_all_pairs_are_never_in_memory_at_once():
 
     def observe(q, k, positions, length):
         seen = Observed(
-            q=q,
+            extras={"queries": q},
             q_positions=positions,
             k=k,
             v=k,

@@ -56,7 +56,7 @@ class Loudest(Scorer):
     together: bool = False
 
     def observe(self, seen):
-        logits = jnp.einsum("bkgwd,bksd->bkgs", seen.q, seen.k)
+        logits = jnp.einsum("bkgwd,bksd->bkgs", seen.queries, seen.k)
         inside = jnp.arange(logits.shape[-1]) < seen.length[:, None, None, None]
         most = jax.nn.softmax(jnp.where(inside, logits, -1e30)).max(axis=2)
         if not self.together:

@@ -107,7 +107,6 @@ def test_the_statistic_agrees_with_the_oracle(kind):
     nothing = jnp.zeros((1, 2, 40), jnp.float32), jnp.zeros((1, 1, 40), bool)
     keys = jnp.zeros((1, 2, 40, 8), jnp.float32)
     seen = Observed(
-        q=jnp.zeros((1, 2, 2, 0, 8), jnp.float32),
         q_positions=jnp.zeros((1, 0), jnp.int32),
         k=keys,
         v=keys,

@@ -4,6 +4,7 @@ A row is rounded when it is written, with scales of its own, and never again: ga
 move its codes. Attention reads rows that were decoded where they are used.
 """
 
+import abc
 import dataclasses
 import math
 from functools import partial, reduce
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxkv._errors import require
-from jaxkv.cache.stores import Dense, Store, put_cells
+from jaxkv.cache.stores import Store, put_cells
 
 # Scales and least values are float16. The largest number keeps the largest code, by less than half a code, so that
 # decoded vectors have the same codes and scales again.
@@ -36,9 +37,33 @@ def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Arr
     return jnp.round(jnp.where(wide == 0, 0.0, values / jnp.where(wide == 0, 1.0, wide)))
 
 
+class Encoding(abc.ABC):
+    """Base of quantised vectors: a registered dataclass of arrays `[B, P, ...]`.
+
+    Attributes:
+        bits: of a code.
+    """
+
+    bits: ClassVar[int]
+
+    @classmethod
+    @abc.abstractmethod
+    def of(cls, rows: Float[Array, "B P D"]) -> "Encoding":
+        """Quantises vectors."""
+
+    @classmethod
+    @abc.abstractmethod
+    def size(cls, dim: int) -> int:
+        """Bytes that one encoded vector of `dim` elements takes."""
+
+    @abc.abstractmethod
+    def decoded(self) -> Float[Array, "B P D"]:
+        """Dequantised vectors, `f32[B, P, D]`."""
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bytes:
+class Bytes(Encoding):
     """Vectors quantised to signed 8-bit integers: codes `i8[B, P, D]` and one float16 scale per vector.
 
     Attributes:
@@ -47,7 +72,7 @@ class Bytes:
         bits: of a code.
     """
 
-    bits: ClassVar[int] = 8
+    bits = 8
     code: Int[Array, "B P D"]
     scale: Float[Array, "B P"]
 
@@ -71,7 +96,7 @@ class Bytes:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Nibbles:
+class Nibbles(Encoding):
     """Vectors quantised to 4 bits an element, with a float16 scale and least value per group of elements.
 
     The n groups have 32 elements each, or fewer where 32 does not divide D. Words hold numbers from 0 to 15, the first
@@ -85,7 +110,7 @@ class Nibbles:
         bits: of a code.
     """
 
-    bits: ClassVar[int] = 4
+    bits = 4
     code: UInt[Array, "B P w"]
     scale: Float[Array, "B P n"]
     least: Float[Array, "B P n"]
@@ -146,7 +171,7 @@ def _shared(dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quantised(Store):
-    """Base class of stores with quantised keys and values; subclasses set the encoding (`Bytes`, `Nibbles`) of each.
+    """Base class of stores with quantised keys and values; subclasses set the `Encoding` of each, and `kernels`.
 
     Attributes:
         keys: class of encoded keys.
@@ -156,11 +181,11 @@ class Quantised(Store):
         wide: name of the dtype in which `view` returns rows: the model's, on a CPU float32.
     """
 
-    keys: ClassVar[type[Bytes] | type[Nibbles]]
-    values: ClassVar[type[Bytes] | type[Nibbles]]
+    keys: ClassVar[type[Encoding]]
+    values: ClassVar[type[Encoding]]
 
-    k: Bytes | Nibbles
-    v: Bytes | Nibbles
+    k: Encoding
+    v: Encoding
     wide: str
 
     @classmethod
@@ -258,6 +283,3 @@ class Mixed(Quantised):
     kernels = ("bytes", "nibbles")
     columns = _COLUMNS
     transformed = True
-
-
-STORES: dict[str, type[Store]] = {"dense": Dense, "int8": Int8, "int4": Int4, "mixed": Mixed}

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from jaxkv._checks import overrides
+
 
 def held_dtype(dtype: Any, platform: str) -> jnp.dtype:
     """Dtype in which a cache on a platform holds the entries of a model of `dtype`: on a CPU always float32.
@@ -35,6 +37,12 @@ class Store(abc.ABC):
     kernels: ClassVar[tuple[str, ...]] = ()
     columns: ClassVar[int] = 1
     transformed: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """A class that changes how rows are held says itself which kernels read them."""
+        super().__init_subclass__(**options)
+        if overrides(cls, "kernels"):
+            cls.kernels = ()
 
     @classmethod
     def read_by(cls, kernels: Set[str], dim: int) -> bool:

@@ -49,7 +49,7 @@ class Computing(Loaded):
     """Option of how a model computes.
 
     Attributes:
-        implementation: what computes attention: auto, xla, pallas, cudnn, mosaic or tpu.
+        implementation: what computes attention; auto is the fastest that the device runs.
     """
 
     implementation: Implementation = Implementation.AUTO

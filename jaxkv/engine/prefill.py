@@ -277,10 +277,11 @@ class Prompts(PromptSource):
         flat, needs = self.flat, self.parts.scorer.needs
         asked, first = ("sums", *needs.extras), out.q.shape[3] - needs.queries
         extras: Any = {name: each for name, each in out.extras.items() if name in asked}
+        if needs.queries:
+            extras["queries"] = out.q[..., first:, :]
         if needs.gate is not None:
             extras["gate"] = gate_weights(flat, needs.gate, index)
         return Observed(
-            q=out.q[..., first:, :],
             q_positions=out.q_positions[:, first:],
             k=out.k,
             v=out.v,

@@ -400,15 +400,13 @@ def _observed(
     window = needs.queries
     if needs.norms:
         extras["norms"], extras["norm_totals"] = _value_norms(norms_of, rows, static.axes)
-    if layer.ring is None:
-        q = jnp.zeros((batch, heads, 1, 0, k.shape[-1]), k.dtype)
-    else:
+    if layer.ring is not None:
         position = (segments.seen - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
         slot = position % layer.ring.shape[3]
         remembered = jnp.take_along_axis(layer.ring, slot[:, None, None, :, None], axis=3)
         # The transform is its own inverse.
         remembered = remembered if centre is None else transformed(remembered)
-        q = remembered.astype(k.dtype)
+        extras["queries"] = remembered.astype(k.dtype)
         if needs.moments is not None:
             rope = static.spec.rope
             extras["moments"] = last_moments(remembered, segments.seen, rope, needs.moments)
@@ -422,7 +420,6 @@ def _observed(
 
     length = segments.length.reshape(-1) if fold else segments.length[:, 0]
     seen = Observed(
-        q=flat(q),
         q_positions=(length - window)[:, None] + jnp.arange(window, dtype=jnp.int32),
         k=flat(k),
         v=flat(rows.v),

@@ -205,7 +205,7 @@ class WindowAttention(WindowScorer):
     def observe(self, seen: Observed) -> Scores:
         """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            window_mean, of = backend_of(seen.implementation).window_mean, (seen.q, seen.k)
+            window_mean, of = backend_of(seen.implementation).window_mean, (seen.queries, seen.k)
             return window_mean(*of, seen.q_positions, seen.length, shaping=seen.shaping)
         return self.reduced(seen, mean_over_window)
 

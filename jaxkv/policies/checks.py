@@ -11,7 +11,7 @@ from jaxtyping import Int
 
 from jaxkv._checks import ENDLESS, FARTHEST, is_whole, plain, real, several, share_of, whole
 from jaxkv._errors import refusal, require
-from jaxkv.cache.quantised import STORES
+from jaxkv.cache.named_stores import STORES
 from jaxkv.cache.stores import Store
 
 Span = tuple[int, int]

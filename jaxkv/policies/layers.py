@@ -82,7 +82,7 @@ class LayerBudgets:
 
     @property
     def needs_queries(self) -> bool:
-        """True if `of_heads` reads `seen.q`, the last queries: scorers that read none are then rejected."""
+        """True if `of_heads` reads `seen.queries`, the last ones: scorers that read none are then rejected."""
         return False
 
     @property

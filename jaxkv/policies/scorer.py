@@ -139,7 +139,7 @@ class Needs:
     """Config of what a scorer reads beside keys and values; `Observed` has it as an attribute of the same name.
 
     Attributes:
-        queries: w, the number of each sequence's last queries that are read (`seen.q`).
+        queries: w, for `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; 0 for none.
         sums: `f32[B, K, G, S]` attention that each key receives from all queries.
         norms: `f32[B, K, S]` L1 norms of values seen through the output projection, mean of the group; beside them
             `seen.norm_totals`, `f32[B, K | 1, S]`, their sum over all kv heads that hold the row's position.
@@ -165,8 +165,8 @@ class Needs:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Names of what is asked for beside queries, each a key of `Observed.extras`."""
-        names = (each.name for each in dataclasses.fields(self) if each.name != "queries")
+        """Names of what is asked for, each a key of `Observed.extras`."""
+        names = (each.name for each in dataclasses.fields(self))
         return tuple(name for name in names if getattr(self, name))
 
     @property
@@ -178,6 +178,7 @@ class Needs:
 class Extras(TypedDict, total=False):
     """Extras by their names in `Needs`, with shapes, by which arrays are placed on a mesh."""
 
+    queries: Float[Array, "B K G w D"]
     sums: Float[Array, "B K G S"]
     norms: Float[Array, "B K S"]
     norm_totals: Float[Array, "B #K S"]  # noqa: F821
@@ -192,7 +193,7 @@ class Extras(TypedDict, total=False):
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=[
-        *("q", "q_positions", "k", "v", "length", "layer", "key", "extras", "sink_logits"),
+        *("q_positions", "k", "v", "length", "layer", "key", "extras", "sink_logits"),
     ],
     meta_fields=["softcap", "implementation", "axes", "group_axes"],
 )
@@ -201,14 +202,14 @@ class Observed:
     """Pytree input of `Scorer.observe`: one layer of right-padded prompts, and what the scorer's `Needs` asked for.
 
     Attributes:
-        q: `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; w is `Needs.queries`.
-        q_positions: `i32[B, w]` their positions; negative where the prompt is shorter than w.
+        q_positions: `i32[B, w]` positions of the last w tokens, w being `Needs.queries`; negative where a prompt is
+            shorter.
         k: `[B, K, S, D]` rotated keys.
         v: `[B, K, S, D]` values.
         length: `i32[B]` tokens of each sequence.
         layer: `i32[]` index of the layer.
         key: random key of this call, if the scorer draws numbers.
-        extras: what else was asked for, by the names of `Needs`; `seen.sums` reads `seen.extras["sums"]`.
+        extras: what was asked for, by the names of `Needs`; `seen.sums` reads `seen.extras["sums"]`.
         sink_logits: `[B, K, G]` learned logits that take part in the layer's softmax without a value; None for none.
         softcap: c, if the layer's attention has c * tanh(logits / c) in place of its logits; None if not.
         implementation: of attention: `Implementation.XLA` or a kernel library.
@@ -217,7 +218,6 @@ class Observed:
         group_axes: mesh axes whose devices share the query heads of a kv head, also where `axes` is None.
     """
 
-    q: Float[Array, "B K G w D"]
     q_positions: Int[Array, "B w"]
     k: Float[Array, "B K S D"]
     v: Float[Array, "B K S D"]
@@ -251,7 +251,7 @@ class Observed:
             The statistic.
         """
         return attention.window_mass(
-            self.q,
+            self.queries,
             self.k,
             self.q_positions,
             reduce,

@@ -284,7 +284,9 @@ class _Given(PromptSource):
         seen = lax.stop_gradient(self._observed(index, parts.scorer, k, v))
         if parts.ongoing.queries:
             rows_of_ring = ring_rows(parts.ongoing.queries)
-            ring = ring_of(seen.q, self.length, rows=rows_of_ring, transforms=False, axes=None)
+            ring = ring_of(
+                seen.queries, self.length, rows=rows_of_ring, transforms=False, axes=None
+            )
             self.rings.append(ring)
         if parts.merge is not None:
             rows = rows._replace(k=_finite(k, self.length), v=_finite(v, self.length))
@@ -292,10 +294,9 @@ class _Given(PromptSource):
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
         """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""
-        queries, length, (batch, heads, slots, dim) = scorer.needs.queries, self.length, k.shape
+        queries, length, (batch, heads, slots, _) = scorer.needs.queries, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
         given, sinks, extras = self.given[index - self.first], None, Extras()
-        q = jnp.zeros((batch, heads, 1, 0, dim), k.dtype)
         if queries or self.parts.needs.sums:
             q = _queries(given.queries, k, self.parts)
             sinks = as_sinks(given.sink_logits, heads, q.shape[2])
@@ -312,9 +313,9 @@ class _Given(PromptSource):
                 at = jnp.maximum(positions, 0)[:, None, None, :, None]
                 q = jnp.take_along_axis(q, at, axis=3)
             q = q[..., q.shape[3] - queries :, :]
-            q = jnp.where(positions[:, None, None, :, None] >= 0, q, 0)
+            if queries:
+                extras["queries"] = jnp.where(positions[:, None, None, :, None] >= 0, q, 0)
         return Observed(
-            q=q,
             q_positions=positions,
             k=k,
             v=v,
@@ -417,7 +418,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
             "it stores keys before RoPE, and here they come after it: leave rolling positions out",
         ),
         (
-            set(parts.needs.extras) - {"sums"},
+            set(parts.needs.extras) - {"queries", "sums"},
             f"{name} looks at more than keys, values and queries: use KeyDiff, or jaxkv.generate",
         ),
     ):

@@ -60,7 +60,7 @@ class Redundancy(WindowScorer):
         (batch, heads), column = seen.k.shape[:2], seen.index
         before = seen.between(last=self.window)
         # The softmax is taken of the largest logits of all query heads, also where devices share them.
-        logits = most_of_devices(attention.group_logits(seen.q, seen.k), "G", seen.group_axes)
+        logits = most_of_devices(attention.group_logits(seen.queries, seen.k), "G", seen.group_axes)
         paid = _softmax(logits, before[:, :, None]).mean(axis=2)
 
         def head(inputs: tuple[Array, Array]) -> Float[Array, " S"]:

@@ -1,0 +1,6 @@
+"""Stores by the names that policies take: a new store is a file of its own, and a line here."""
+
+from jaxkv.cache.quantised import Int4, Int8, Mixed
+from jaxkv.cache.stores import Dense, Store
+
+STORES: dict[str, type[Store]] = {"dense": Dense, "int8": Int8, "int4": Int4, "mixed": Mixed}
