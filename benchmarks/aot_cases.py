@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import jaxkv
 import pallas_kernels
 from benchmarks import shapes
-from jaxkv.cache.quantised import STORES
+from jaxkv.cache.named_stores import STORES
 from jaxkv.planning.named import accelerator_named
 from jaxkv.planning.setting import Setting
 from pallas_kernels import mosaic

@@ -15,7 +15,7 @@ from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.attention.kernels import rows_of
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.quantised import STORES
+from jaxkv.cache.named_stores import STORES
 from pallas_kernels.codes import itemsize_of
 
 # Estimates by which the number of calls goes: bytes and operations per second of a Hopper device.
