@@ -32,7 +32,7 @@ from jax.experimental import topologies
 from benchmarks import hlo, ptxas
 from benchmarks.aot_cases import Kernel, arguments, cases
 from jaxkv.planning.named import accelerator_named
-from jaxkv.planning.programs import prefill_calls, traced_loop
+from jaxkv.planning.traced_programs import prefill_calls, traced_loop
 from jaxkv.planning.worker import compiled_program, on_devices
 
 # Kernels by the beginnings of their names. JAX's splash attention spills on TPUs, and may.

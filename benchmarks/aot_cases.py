@@ -11,7 +11,7 @@ import pallas_kernels
 from benchmarks import shapes
 from jaxkv.cache.named_stores import STORES
 from jaxkv.planning.named import accelerator_named
-from jaxkv.planning.setting import Setting
+from jaxkv.planning.setting import Workload
 from pallas_kernels import mosaic
 from pallas_kernels.codes import itemsize_of
 
@@ -77,7 +77,7 @@ class Kernel:
 class Program:
     """A decode loop of a Llama 3 under a policy, or a layer of its prefill, for so many devices of a kind."""
 
-    policy: jaxkv.policies.Policy
+    policy: jaxkv.policies.CustomPolicy
     device: str
     model: str = "8B"
     gpus: int = 1
@@ -95,7 +95,7 @@ class Program:
     @property
     def setting(self):
         """What is planned for."""
-        return Setting(
+        return Workload(
             model=self.model,
             config=MODELS[self.model](layers=self.layers),
             policy=self.policy,
@@ -288,7 +288,7 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
     programs = pallas_kernels.programs(dim=heads.dim, itemsize=itemsize_of(*rows, dtype))
 
     def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *more):
-        chunks = pallas_kernels.deal(start, length, programs=programs)
+        chunks = pallas_kernels.work_table(start, length, programs=programs)
         if kind == "_picked":
             options = {"picks": pallas_kernels.Picks(*more, start)}
         elif store:

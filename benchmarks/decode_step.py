@@ -5,7 +5,7 @@
 
 All policies live in one process and take turns, some steps each, round after round: what a busy machine adds comes
 upon all of them. A ratio is taken within a round; the figure is the median of the rounds' ratios. SnapKV forgets its
-rows after each turn, so that it does not grow, and has no more spare rows than a turn takes; `generate` gives it, and
+rows after each turn, so that it does not grow, and has no more spare places than a turn takes; `generate` gives it, and
 reads, up to 256.
 """
 
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import jaxkv
 from benchmarks import record
-from jaxkv import enable_compilation_cache
 from jaxkv.engine.lengths import bucket
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies import UniformLayers
 
 MODEL = "smollm2-135m-instruct"
@@ -28,7 +28,7 @@ POLICIES = {
     "H2O": lambda budget: jaxkv.H2O(budget=budget),
     "D2O": lambda budget: jaxkv.D2O(budget=budget),
     "D2O-no-merging": lambda budget: jaxkv.D2O(budget=budget, merge=None),
-    "D2O-no-layers": lambda budget: jaxkv.D2O(budget=budget, allocation=UniformLayers()),
+    "D2O-no-layers": lambda budget: jaxkv.D2O(budget=budget, layers=UniformLayers()),
 }
 # Of a policy's step, what another one does without: (policy, what is left of it).
 SHARES = {
@@ -41,7 +41,7 @@ SHARES = {
 
 
 class Cell:
-    """One policy's cache, and where drawing stands."""
+    """One policy's cache, and where sampling stands."""
 
     def __init__(self, model, policy, ids, steps):
         """Prefills."""
@@ -50,17 +50,17 @@ class Cell:
         self.rows = float(self.cache.kept.mean())
 
     def run(self, steps):
-        """Draws some tokens; returns seconds."""
+        """Samples some tokens; returns seconds."""
         logits = self.cache.logits
-        drawing = self.session.drawing(self.cache, new=self.size)
+        drawing = self.session.decode_loop(self.cache, new=self.size)
         begin = time.perf_counter()
         if steps:
-            drawn = drawing.draw(steps)
+            drawn = drawing.sample(steps)
             assert drawn.shape[1] == steps, "it had no room"
         seconds = time.perf_counter() - begin
         self.cache = cache = drawing.close()
         if not self.session.policy.parts().evicts:
-            # The next turn draws the same tokens anew.
+            # The next turn samples the same tokens anew.
             seen, length = cache.seen - steps, cache.length - steps
             self.cache = dataclasses.replace(cache.updated(length=length, seen=seen), logits=logits)
         return seconds
@@ -136,7 +136,7 @@ def main():
     if min(options.prompt, options.budget, options.rounds, options.steps, *options.batch) < 1:
         parser.error("--batch, --prompt, --budget, --rounds and --steps are 1 or more")
     if options.prompt < options.budget:
-        # Segments below their budget have no spare rows here.
+        # Segments below their budget have no spare places here.
         parser.error("--prompt must not be shorter than --budget")
     enable_compilation_cache()
     model = jaxkv.load(MODEL, options.dtype)

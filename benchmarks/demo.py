@@ -62,7 +62,7 @@ def ask_many(model) -> None:
     for policy in (jaxkv.FullKV(), jaxkv.DefensiveKV(budget=SHARE), jaxkv.SnapKV(budget=SHARE)):
         with warnings.catch_warnings():
             # SnapKV looks at the report's end, and says so: here that is what is shown.
-            warnings.simplefilter("ignore", jaxkv.UnseenQuestionWarning)
+            warnings.simplefilter("ignore", jaxkv.policies.UnseenQuestionWarning)
             cache = jaxkv.prefill(model, report, policy=policy)
         told = [
             jaxkv.generate(model, each, cache=cache, max_new_tokens=24).text for each in QUESTIONS
@@ -85,7 +85,7 @@ def main() -> None:
 
     say("importing jaxkv ...")
     import jaxkv
-    from jaxkv import enable_compilation_cache
+    from jaxkv.machine.compilation import enable_compilation_cache
 
     enable_compilation_cache()
     say(f"loading {MODEL} (fetched once, 93 MB) ...")
@@ -93,7 +93,7 @@ def main() -> None:
     prompt = DOCUMENT.read_text("utf-8").strip() + "\n\n" + options.question
     say(f"ready after {time.perf_counter() - START:.0f} s; each row reads the whole document anew")
 
-    runs: list[tuple[str, int | None, jaxkv.Policy]] = [("FullKV", None, jaxkv.FullKV())]
+    runs: list[tuple[str, int | None, jaxkv.CustomPolicy]] = [("FullKV", None, jaxkv.FullKV())]
     for policy in (jaxkv.SnapKV, jaxkv.PyramidKV, jaxkv.AdaKV):
         runs += [(policy.__name__, budget, policy(budget=budget)) for budget in BUDGETS]
 

@@ -3,7 +3,7 @@
     python -m benchmarks.gate_tiny --out DIR
 
 `jaxkv fit-gate` fits on RULER's contexts of one seed, the questions are those of another: ten minutes on two cores.
-Windows are of 8 tokens, so that the policies differ by their scores alone. The table is printed and lies in DIR.
+SlidingWindows are of 8 tokens, so that the policies differ by their scores alone. The table is printed and is in DIR.
 """
 
 import argparse

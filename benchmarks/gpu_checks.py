@@ -8,9 +8,9 @@ import pallas_kernels
 from benchmarks.gpu_kernels import coded
 from benchmarks.gpu_timing import INTERPRET, random
 from jaxkv.attention import Implementation, backend_of, capability_of
-from jaxkv.attention.backend import Setting
+from jaxkv.attention.backend import DeviceTraits
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.quantised import Nibbles
+from jaxkv.cache.quantised import Int4Vectors
 from pallas_kernels import mosaic
 
 # Largest difference as a share of the largest value.
@@ -21,9 +21,9 @@ def wide(array):
     """An array, or the rows that codes stand for, as float64 on the host."""
     if isinstance(array, pallas_kernels.Coded):
         return wide(array.code) * wide(array.scale)[..., None]
-    if isinstance(array, pallas_kernels.Nibbles):
+    if isinstance(array, pallas_kernels.Int4Vectors):
         return np.asarray(
-            Nibbles(code=array.code, scale=array.scale, least=array.least).decoded(), np.float64
+            Int4Vectors(code=array.code, scale=array.scale, least=array.least).decoded(), np.float64
         )
     return np.asarray(array.astype(jnp.float32), np.float64)
 
@@ -98,7 +98,7 @@ def token(case, dtype, *, store=None):
     length = (
         share / share.sum(axis=1, keepdims=True) * heads * rows * [[1.0], [0.7], [0.4]]
     ).astype(np.int32)
-    # A free row behind each segment.
+    # A free place behind each segment.
     start = (np.cumsum(length + 1, axis=1) - length - 1).astype(np.int32)
     pool = heads * (rows + 1)
     k, v = (random(10 + i, (3, pool, dim), dtype) for i in (0, 1))
@@ -110,8 +110,10 @@ def token(case, dtype, *, store=None):
     angle, counts = np.linspace(0, 3, 3 * dim // 2).reshape(3, -1), np.asarray([1, 1, 0], np.int32)
     positions, score = np.asarray([rows, rows, rows], np.int32), random(14, (3, pool), jnp.float32)
     pos, begin = jnp.zeros((3, pool), jnp.int32), random(15, (3, heads), jnp.float32)
-    dealt = {"programs": 8 if INTERPRET else 264, "block": 16}
-    chunks = pallas_kernels.deal(jnp.asarray(start)[None], jnp.asarray(length)[None], **dealt)
+    scheduled = {"programs": 8 if INTERPRET else 264, "block": 16}
+    chunks = pallas_kernels.work_table(
+        jnp.asarray(start)[None], jnp.asarray(length)[None], **scheduled
+    )
     new = (
         jnp.cos(angle).astype(jnp.float32),
         jnp.sin(angle).astype(jnp.float32),
@@ -198,7 +200,7 @@ def flash(case, dtype):
     out, lse = pallas_kernels.flash(q, k, v, zero, length, interpret=INTERPRET)
     sums = pallas_kernels.column_sums(q, k, lse, zero, length, interpret=INTERPRET)
     ours = {"flash": out, "flash lse": lse, "column sums": sums}
-    setting = Setting("gpu", dtype, dim, capability_of(jax.devices()[0]))
+    setting = DeviceTraits("gpu", dtype, dim, capability_of(jax.devices()[0]))
     if not INTERPRET and backend_of(Implementation.MOSAIC).suits(setting):
         ours |= dict(
             zip(("mosaic", "mosaic lse"), mosaic.flash(q, k, v, zero, length), strict=True)

@@ -73,13 +73,13 @@ def end_to_end(case):
     found["cache_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
     clocks.append(Clock())
     with clocks[-1]:
-        drawing = session.drawing(cache, new=new)
-        drawing.draw(steps)
+        drawing = session.decode_loop(cache, new=new)
+        drawing.sample(steps)
     found["compile_seconds"] = sum(clock.compile_seconds for clock in clocks)
     seconds = []
     for _ in range(calls):
         begin = time.perf_counter()
-        drawn = drawing.draw(steps)
+        drawn = drawing.sample(steps)
         # It gives tokens to the host, as users want them.
         seconds.append((time.perf_counter() - begin) / drawn.shape[1])
     found |= {"step": median(seconds), "steps_per_call": steps, "decode_holds": held()}

@@ -167,7 +167,7 @@ def _dealt(start, length, case, pool, dtype):
     programs = pallas_kernels.programs(
         dim=case["dim"], itemsize=itemsize_of(*pool, dtype), interpret=INTERPRET
     )
-    return pallas_kernels.deal(start[None], length[None], programs=programs)
+    return pallas_kernels.work_table(start[None], length[None], programs=programs)
 
 
 def decode(case):

@@ -143,7 +143,7 @@ class Rows:
 
 
 def load(path):
-    """The rows of a file, for whoever only reads; a half-written last line is left out."""
+    """The rows of a file, for those who only reads; a half-written last line is left out."""
     try:
         whole = Path(path).read_bytes()
     except OSError as error:

@@ -73,7 +73,7 @@ def main():
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     threading.Thread(target=_watch, args=(os.getppid(),), daemon=True).start()
-    from jaxkv import enable_compilation_cache
+    from jaxkv.machine.compilation import enable_compilation_cache
 
     if folder := os.environ.get("JAXKV_BENCH_CACHE"):
         enable_compilation_cache(folder)

@@ -30,10 +30,10 @@ def policy_of(request):
         case "snapkv":
             return jaxkv.SnapKV(**snap)
         case "pyramidkv":
-            return jaxkv.PyramidKV(**snap, allocation=KVPressLayers(beta=float(request["beta"])))
+            return jaxkv.PyramidKV(**snap, layers=KVPressLayers(beta=float(request["beta"])))
         case "adakv":
             return jaxkv.AdaKV(
-                base=jaxkv.SnapKV(**snap), safeguard=ProtectedHeads(alpha=request["alpha"])
+                base=jaxkv.SnapKV(**snap), heads=ProtectedHeads(alpha=request["alpha"])
             )
         case "streaming":
             return jaxkv.StreamingLLM(budget=budget, sinks=request["sinks"])
@@ -48,7 +48,7 @@ class Cell:
     def __init__(self, model, request):
         """Reads the prompts and plans."""
         self.model, self.steps = model, request["new_tokens"]
-        self.room = bucket(self.steps + 1)  # As jaxkv.generate gives.
+        self.headroom = bucket(self.steps + 1)  # As jaxkv.generate gives.
         self.ids = np.load(request["prompt_ids"])
         self.policy = policy_of(request)
         self.session, lengths = (
@@ -56,7 +56,7 @@ class Cell:
             [self.ids.shape[1]] * len(self.ids),
         )
         self.plan = plan_prefill(
-            model.config, self.policy, lengths, dtype=model.dtype, room=self.room
+            model.config, self.policy, lengths, dtype=model.dtype, headroom=self.headroom
         )
 
     def warm(self):
@@ -67,7 +67,7 @@ class Cell:
 
     def run(self):
         """One run, as `workers.measured` takes it; the loop is timed whole."""
-        model, room = self.model, self.room
+        model, headroom = self.model, self.headroom
         begin = time.perf_counter()
         cache = self.session.prefill(self.ids, needed=self.plan)
         first = np.asarray(jnp.argmax(cache.logits, axis=-1))
@@ -77,19 +77,19 @@ class Cell:
             len(self.ids)
             * kept.shape[0]
             * kept.shape[2]
-            * room
+            * headroom
             * model.config.head_dim
             * 2
             * model.cache_dtype.itemsize
         )
         stored = sum(pool.k.nbytes + pool.v.nbytes for pool in cache.pools) - spare
-        drawing = self.session.drawing(cache, new=self.room)
+        drawing = self.session.decode_loop(cache, new=self.headroom)
         del cache
-        # The loop draws first and runs the token after. Its first step compiles, and makes the pages of its code and of
+        # The loop samples first and runs the token after. Its first step compiles, and makes the pages of its code and of
         # its scratch present, which takes as long as several steps: it runs before the clock starts, once per cell.
-        drawn, begin = [drawing.draw(1)], time.perf_counter()
+        drawn, begin = [drawing.sample(1)], time.perf_counter()
         while sum(part.shape[1] for part in drawn) < self.steps:
-            drawn.append(drawing.draw(self.steps - sum(part.shape[1] for part in drawn)))
+            drawn.append(drawing.sample(self.steps - sum(part.shape[1] for part in drawn)))
         step_seconds = (time.perf_counter() - begin) / (self.steps - 1)
         after = drawing.close()
         drawn.append(np.asarray(jnp.argmax(after.logits, axis=-1))[:, None])

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import jaxkv
 from benchmarks import record
-from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, StreamingLLM, enable_compilation_cache
+from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV, StreamingLLM
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
 
 NEEDLES = Path(__file__).parents[1] / "tests" / "golden" / "parity" / "needle1024.json"
@@ -40,10 +41,10 @@ def like_the_peer(budget):
         f"snap32k13@{budget}": snap(13),
         f"snap32k21@{budget}": snap(21),
         f"pyr20w8k13@{budget}": PyramidKV(
-            budget=budget, window=8, pooling=AvgPool(13), allocation=KVPressLayers(beta=20.0)
+            budget=budget, window=8, pooling=AvgPool(13), layers=KVPressLayers(beta=20.0)
         ),
-        f"ada32@{budget}": AdaKV(base=snap(5), safeguard=ProtectedHeads(alpha=0.2)),
-        f"ada32k13@{budget}": AdaKV(base=snap(13), safeguard=ProtectedHeads(alpha=0.2)),
+        f"ada32@{budget}": AdaKV(base=snap(5), heads=ProtectedHeads(alpha=0.2)),
+        f"ada32k13@{budget}": AdaKV(base=snap(13), heads=ProtectedHeads(alpha=0.2)),
         f"stream@{budget}": StreamingLLM(budget=budget),
     }
 

@@ -17,10 +17,10 @@ import numpy as np
 import jaxkv
 from benchmarks import orders_tiny, record
 from benchmarks.needle import unseen
-from jaxkv import enable_compilation_cache
 from jaxkv.evals import How
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.results import interval
+from jaxkv.machine.compilation import enable_compilation_cache
 
 BUDGETS = (0.25, 0.5, 64, 128)
 FULL = "full cache"

@@ -6,7 +6,7 @@
 
 One prefill under full attention serves all: rows are the same, only who reads them differs. All ways of reading live in
 one process and take turns of some steps, round after round; a ratio is taken within a round, the figure is the rounds'
-median. Steps are drawn and taken back, so that no cache grows.
+median. Steps are sampled and taken back, so that no cache grows.
 """
 
 import argparse
@@ -21,13 +21,13 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv import enable_compilation_cache
-from jaxkv.cache.bank import committed
-from jaxkv.engine import loop as looping
-from jaxkv.engine.chunked import banked
+from jaxkv.cache.host_store import committed
+from jaxkv.engine import token_loop as looping
+from jaxkv.engine.chunked import to_host_store
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.spec import reading_state, spec_for
-from jaxkv.policies.reading import tokens_read
+from jaxkv.machine.compilation import enable_compilation_cache
+from jaxkv.policies.reads import tokens_read
 
 MODEL = "smollm2-135m-instruct"
 ROOM = 64
@@ -37,7 +37,7 @@ def cache_of(model, batch, tokens):
     """A full cache of random prompts with room for a turn, and the logits behind it."""
     ids = np.random.default_rng(0).integers(5, model.config.vocab, (batch, tokens)).astype(np.int32)
     needed = plan_prefill(
-        model.config, jaxkv.FullKV(), [tokens] * batch, dtype=model.dtype, room=ROOM
+        model.config, jaxkv.FullKV(), [tokens] * batch, dtype=model.dtype, headroom=ROOM
     )
     cache = jaxkv.Session(model).prefill(ids, needed=needed)
     # Pools that have met rows from host memory are bound to their device: all are from the beginning, so that no way
@@ -47,7 +47,7 @@ def cache_of(model, batch, tokens):
 
 def read_by(cache, policy):
     """The same cache, as if this policy had prefilled it."""
-    reads = tokens_read(policy.parts().read, np.asarray(cache.seen), cache.config.windows)
+    reads = tokens_read(policy.parts().read, np.asarray(cache.seen), cache.config.sliding_windows)
     state = committed(reading_state(cache.seen, reads, cache.length))
     return dataclasses.replace(cache.updated(state=state), policy=policy)
 
@@ -63,9 +63,9 @@ class Way:
             jaxkv.Session(model, cache.policy),
         )
         self.cache, self.away = cache, ()
-        reading = cache.policy.parts().reading(cache.config.windows, needed.slots)
+        reading = cache.policy.parts().reading(cache.config.sliding_windows, needed.padded_len)
         if reading.offloaded:
-            self.cache, self.away = banked(cache, reading, needed), reading.offloaded
+            self.cache, self.away = to_host_store(cache, reading, needed), reading.offloaded
         # Pools of offloaded layers are this way's own; the others are everybody's.
         self.own = {layer: self.cache.pools[layer] for layer in self.away}
         self.cache = self.cache.updated(pools=())
@@ -77,13 +77,13 @@ class Way:
         )
 
     def run(self, pools, steps):
-        """Draws and takes back; returns pools and seconds."""
-        drawing = self.session.drawing(self.over(pools), new=self.size)
+        """Samples and takes back; returns pools and seconds."""
+        drawing = self.session.decode_loop(self.over(pools), new=self.size)
         begin = time.perf_counter()
         if steps:
-            drawing.draw(steps)
+            drawing.sample(steps)
         seconds = time.perf_counter() - begin
-        # The tables are those of before: rows drawn lie behind them, where the next ones go.
+        # The tables are those of before: rows sampled lie behind them, where the next ones go.
         after = drawing.close().pools
         self.own = {layer: after[layer] for layer in self.away}
         return tuple(
@@ -92,11 +92,11 @@ class Way:
 
     def bytes_accessed(self, pools):
         """What the compiled loop says it reads and writes, its body counted once; None if it is staged."""
-        if self.cache.bank is not None:
+        if self.cache.host_store is not None:
             return None
         flat, cache = self.session.params.flat, self.over(pools)
         spec, none = spec_for(flat, cache), jnp.asarray((-2,), jnp.int32)
-        draw = looping.draw_of(
+        draw = looping.first_sampling_state(
             cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none
         )
         given = looping.loop_arguments(

@@ -17,10 +17,10 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv import enable_compilation_cache
 from jaxkv.evals import How, Ruler, Task, TwoStage
 from jaxkv.evals.needle import Needle
 from jaxkv.evals.results import interval
+from jaxkv.machine.compilation import enable_compilation_cache
 
 MODEL = "tiny-retrieval"
 BATCH = 25
@@ -78,7 +78,9 @@ def orders(count: int) -> list[Order]:
     ]
 
 
-def scores(params: jaxkv.LanguageModel, policy: jaxkv.Policy, task: Task, how: How) -> list[float]:
+def scores(
+    params: jaxkv.LanguageModel, policy: jaxkv.CustomPolicy, task: Task, how: How
+) -> list[float]:
     """A task's samples under a policy."""
     samples, found = task.samples(params), []
     for first in range(0, len(samples), BATCH):
@@ -123,7 +125,7 @@ def main() -> None:
     )
     cells, lines = results.setdefault("cells", {}), []
 
-    def cell(task: Task, policy: jaxkv.Policy, agnostic: bool) -> list[float]:
+    def cell(task: Task, policy: jaxkv.CustomPolicy, agnostic: bool) -> list[float]:
         title = f"{task!r} {policy!r} {'agnostic' if agnostic else 'aware'}"
         if title not in cells:
             cells[title] = scores(params, policy, task, How(agnostic=agnostic))

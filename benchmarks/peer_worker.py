@@ -75,7 +75,7 @@ def load(path, dtype):
     return model
 
 
-def kept_rows(model, cache, policy):
+def kept_entries(model, cache, policy):
     """Returns the rows that count after the prefill, per layer: the mean over batch rows and key/value heads."""
     kept = []
     for layer, cached in zip(model.model.layers, cache.layers, strict=True):
@@ -103,7 +103,7 @@ def run_once(model, ids, press, policy, new_tokens):
     tokens = [token[:, 0].tolist()]
     prefill = time.perf_counter() - start
 
-    kept = kept_rows(model, cache, policy)
+    kept = kept_entries(model, cache, policy)
     cache_bytes = sum(
         x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values)
     )

@@ -32,7 +32,7 @@ def ptxas() -> str | None:
 
 
 def kernels(folder: str | Path, architecture: str, assembler: str) -> list[Kernel]:
-    """Assembles the PTX files in `folder` with ptxas; returns a list of `Kernel`; RuntimeError if it refuses one."""
+    """Assembles the PTX files in `folder` with ptxas; returns a list of `Kernel`; RuntimeError if it rejects one."""
     found = list[Kernel]()
     for path in sorted(glob.glob(f"{folder}/**/*.ptx", recursive=True)):
         # XLA also dumps empty files for the remainders of modules that it split.

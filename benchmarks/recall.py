@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 
 import jaxkv
 from benchmarks import record
-from jaxkv import AdaKV, PyramidKV, SnapKV, analysis, enable_compilation_cache
+from jaxkv import AdaKV, PyramidKV, SnapKV, analysis
+from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies import OfficialLayers
 
 DOCUMENTS = record.ROOT / "jaxkv" / "evals" / "data" / "documents.json.gz"
@@ -30,7 +31,7 @@ PUBLISHED = "PyramidKV, published rounding"
 POLICIES = {
     "SnapKV": SnapKV(window=WINDOW),
     "PyramidKV": PyramidKV(window=WINDOW),
-    PUBLISHED: PyramidKV(window=WINDOW, allocation=OfficialLayers()),
+    PUBLISHED: PyramidKV(window=WINDOW, layers=OfficialLayers()),
     "AdaKV": AdaKV(base=SnapKV(window=WINDOW)),
 }
 ALLOCATIONS = {"uniform": SnapKV(), "safeguarded": AdaKV(), "adaptive": AdaKV(alpha=0.0)}
@@ -208,7 +209,7 @@ def told(results):
 
 
 def main():
-    """Looks, draws, saves and prints."""
+    """Looks, samples, saves and prints."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

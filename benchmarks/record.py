@@ -35,7 +35,7 @@ def add(path, title, found):
 
 
 def resume(path, settings):
-    """What an earlier run with the same settings has saved; other settings are refused, not mixed."""
+    """What an earlier run with the same settings has saved; other settings are rejected, not mixed."""
     if not path.exists():
         return {"settings": settings}
     found = json.loads(path.read_text())

@@ -5,8 +5,8 @@
 A round answers the same 32 requests (300 to 1,500 tokens, 32 to 200 new, SmolLM2 in float32, greedy, all there from
 the beginning) by every contestant in turn; programs are compiled before. The peer is transformers' continuous batching
 (`generate_batch`) with as many sequences at a time as the engine has slots. `jaxkv serve` is asked by as many clients
-as there are requests, which read streams over HTTP. The last part has one request draw while
-a prompt of 4,096 tokens arrives, with tokens drawn between its layers and without.
+as there are requests, which read streams over HTTP. The last part has one request sample while
+a prompt of 4,096 tokens arrives, with tokens sampled between its layers and without.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def by_peer(worker, prompts, new):
 
 
 def pauses(model, interleaved):
-    """Longest pause of a request that draws while a prompt of 4,096 tokens arrives, and seconds of that prefill."""
+    """Longest pause of a request that samples while a prompt of 4,096 tokens arrives, and seconds of that prefill."""
     import jaxkv
 
     (prompt, *_), _ = workload()
@@ -198,8 +198,8 @@ def table(results):
 def main():
     """Runs all rounds and writes both files."""
     import jaxkv
-    from jaxkv import enable_compilation_cache
     from jaxkv.checkpoints import fetch
+    from jaxkv.machine.compilation import enable_compilation_cache
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

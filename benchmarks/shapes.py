@@ -60,7 +60,7 @@ def llama_3_8b(layers=32):
 
 
 def llama_3_70b(layers=80):
-    """The config of Llama 3.1 70B, likewise."""
+    """The config of Llama 3.1 70B, as well."""
     return llama(layers=layers, embed=8192, hidden=28672, heads=64)
 
 

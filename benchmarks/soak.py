@@ -3,7 +3,7 @@
     python -m benchmarks.soak
 
 Policies, budgets of every type, lengths, batches, questions, forks, streams that are closed early and calls that are
-interrupted, drawn at random from a seed. Every kind is met once while programs are being compiled; from then on the
+interrupted, sampled at random from a seed. Every kind is met once while programs are being compiled; from then on the
 process must not grow.
 """
 
@@ -43,14 +43,14 @@ POLICIES = {
         budget=budget, window=8, merge=Merge(), min_budget="clamp"
     ),
     "pyramidkv": lambda budget: jaxkv.PyramidKV(
-        budget=budget, allocation=LinearLayers(beta=4), min_budget="clamp"
+        budget=budget, layers=LinearLayers(beta=4), min_budget="clamp"
     ),
     "adakv": lambda budget: jaxkv.AdaKV(
         base=jaxkv.SnapKV(budget=budget, window=8, min_budget="clamp")
     ),
     "adakv-every": lambda budget: jaxkv.AdaKV(base=jaxkv.KNorm(budget=budget, every=16)),
     "adakv-variance": lambda budget: jaxkv.AdaKV(
-        base=jaxkv.SnapKV(budget=budget, window=8, allocation=VarianceLayers(), min_budget="clamp")
+        base=jaxkv.SnapKV(budget=budget, window=8, layers=VarianceLayers(), min_budget="clamp")
     ),
     "criticalkv": lambda budget: jaxkv.CriticalKV(
         base=jaxkv.SnapKV(budget=budget, window=8, min_budget="clamp")
@@ -107,7 +107,7 @@ def ids(seed, lengths):
 
 
 def policy_of(call):
-    """The policy, its budget of the type that was drawn."""
+    """The policy, its budget of the type that was sampled."""
     return POLICIES[call["policy"]]((BUDGETS | SHARES)[call["kind"]](call["budget"]))
 
 

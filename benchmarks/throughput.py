@@ -20,8 +20,8 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record, shapes
-from jaxkv import enable_compilation_cache
 from jaxkv.engine.plan import plan_prefill
+from jaxkv.machine.compilation import enable_compilation_cache
 
 MODEL = "smollm2-135m-instruct"
 SETTINGS = ((64, 256), (128, 512), (256, 1024), (512, 2048))
@@ -41,9 +41,9 @@ def policy_of(name, prompt):
 
 def cache_bytes(model, policy, batch, prompt, new):
     """What the cache weighs in the end: FullKV's with all new rows, an evicting one's with its spare row."""
-    room = 1 if policy.parts().evicts else new
+    headroom = 1 if policy.parts().evicts else new
     return plan_prefill(
-        model.config, policy, [prompt] * batch, dtype=model.dtype, room=room
+        model.config, policy, [prompt] * batch, dtype=model.dtype, headroom=headroom
     ).cache_bytes
 
 

@@ -97,14 +97,14 @@ def texts_of(rng: np.random.Generator, tokenizer: Any, stage: Stage) -> Texts:
 def _text(
     rng: np.random.Generator, tokenizer: Any, name: str, stage: Stage
 ) -> tuple[list[int], list[int]]:
-    room = int(stage.length * rng.uniform(*stage.share))
+    headroom = int(stage.length * rng.uniform(*stage.share))
     while True:
-        text, asked = lessons.LESSONS[name](rng, max(room, 16))
+        text, asked = lessons.LESSONS[name](rng, max(headroom, 16))
         ids = [1, *tokenizer.encode(text).ids]
         # With room for one question at least.
         if len(ids) < stage.length - 24:
             break
-        room = int(room * 0.8)
+        headroom = int(headroom * 0.8)
     marks, count, misses = [0] * len(ids), 0, 0
     while misses < 2:
         question, told = next(asked)
@@ -191,7 +191,7 @@ def accuracy(texts: Texts, right: np.ndarray, names: list[str]) -> dict[str, tup
 
 
 class Run:
-    """A training run, as it lies in its folder."""
+    """A training run, as it is in its folder."""
 
     def __init__(self, folder: Path):
         """Begins, or goes on where the folder's state was saved."""

@@ -27,7 +27,7 @@ PAGES = (
     "notebooks/*.ipynb",
 )
 _MARKDOWN = MarkdownIt("commonmark").enable("table")
-# Some hosts refuse what does not say that it is a browser, which is no fault of the link.
+# Some hosts reject what does not say that it is a browser, which is no fault of the link.
 _REFUSED = {401, 403, 405, 429, 503}
 
 

@@ -19,7 +19,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "docs")]
 import commands  # noqa: E402
 
 from jaxkv.policies import methods  # noqa: E402
-from jaxkv.policies.policy import Method  # noqa: E402
+from jaxkv.policies.policy import Policy  # noqa: E402
 from jaxkv.policies.registry import POLICIES  # noqa: E402
 
 INIT, TOP = ROOT / "jaxkv/policies/methods/__init__.py", ROOT / "jaxkv/__init__.py"
@@ -38,7 +38,7 @@ Written by docs/make_lists.py from the files beside this one: a new policy needs
 '''
 
 
-def found() -> dict[str, type[Method]]:
+def found() -> dict[str, type[Policy]]:
     """Classes of the shipped policies by class name, in the order of the table in docs/policies.md; others behind."""
     for module in pkgutil.iter_modules(methods.__path__):
         importlib.import_module(f"{methods.__name__}.{module.name}")

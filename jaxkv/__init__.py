@@ -9,66 +9,48 @@ import threading
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from jaxkv._checks import UnseenQuestionWarning
-    from jaxkv.attention import Implementation
     from jaxkv.cache import KVCache
     from jaxkv.cache.saved import load_cache
-    from jaxkv.engine.plan import PrefillPlan
-    from jaxkv.engine.results import Completion, Generation, Stats, Stream
+    from jaxkv.engine.generation_results import Generation
     from jaxkv.engine.sampling import Sampling
     from jaxkv.engine.session import Session
-    from jaxkv.evals import evaluate, report
+    from jaxkv.evals import evaluate
     from jaxkv.exporting import export
     from jaxkv.generation import generate, prefill
     from jaxkv.loading import LanguageModel, load
-    from jaxkv.machine.compilation import enable_compilation_cache
     from jaxkv.models.config import ModelConfig
     from jaxkv.planning.planner import plan
-    from jaxkv.planning.plans import Plan
-    from jaxkv.policies import Keep, Merge, Method, Policy, VarianceLayers, register
+    from jaxkv.policies import CustomPolicy, Policy
     from jaxkv.policies.methods import *  # noqa: F403
-    from jaxkv.serving import (
-        Document,
-        Engine,
-        EngineClosed,
-        EngineStats,
-        QueueFull,
-        Request,
-        RequestStats,
-    )
+    from jaxkv.serving import Engine
     from jaxkv.sharding.resharding import reshard
     from jaxkv.transform.compressing import compress, compress_layers
     from jaxkv.transform.state import CompressedKV
 
 # Where each public name comes from; type checkers read the same above, and a test holds the two lists equal.
 _HOMES = {
-    "jaxkv._checks": "UnseenQuestionWarning",
-    "jaxkv.attention": "Implementation",
     "jaxkv.cache": "KVCache",
-    "jaxkv.machine.compilation": "enable_compilation_cache",
-    "jaxkv.engine.plan": "PrefillPlan",
+    "jaxkv.cache.saved": "load_cache",
+    "jaxkv.engine.generation_results": "Generation",
+    "jaxkv.engine.sampling": "Sampling",
     "jaxkv.engine.session": "Session",
-    "jaxkv.evals": "evaluate report",
+    "jaxkv.evals": "evaluate",
     "jaxkv.exporting": "export",
     "jaxkv.generation": "generate prefill",
     "jaxkv.loading": "LanguageModel load",
     "jaxkv.models.config": "ModelConfig",
     "jaxkv.planning.planner": "plan",
-    "jaxkv.planning.plans": "Plan",
-    "jaxkv.policies": "Keep Merge Method Policy VarianceLayers register",
+    "jaxkv.policies": "CustomPolicy Policy",
     # Written by docs/make_lists.py.
     "jaxkv.policies.methods": (
         "AdaKV BrutalOffload CAKE CAPKV CaM ChunkKV Compactor CriticalKV "
         "CurDKV D2O DefensiveKV DropKV DuoAttention ExpectedAttention FastKVzip FullKV "
         "GlobalBudget H2O HeadKV KNorm KVzap KVzip KeyDiff LUKV "
         "LagKV LayerDefensiveKV LocalWindow OmniKV PyramidInfer PyramidKV QFilters Quest "
-        "RKV Random RoCo SimLayerKV SnapKV StreamingLLM TOVA"
+        "RKV RandomKV RoCo SimLayerKV SnapKV StreamingLLM TOVA"
     ),
+    "jaxkv.serving": "Engine",
     "jaxkv.sharding.resharding": "reshard",
-    "jaxkv.engine.results": "Completion Generation Stats Stream",
-    "jaxkv.engine.sampling": "Sampling",
-    "jaxkv.cache.saved": "load_cache",
-    "jaxkv.serving": "Document Engine EngineClosed EngineStats QueueFull Request RequestStats",
     "jaxkv.transform.compressing": "compress compress_layers",
     "jaxkv.transform.state": "CompressedKV",
 }

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 
 # Positions are int32. ENDLESS is half of the range, so that adding to a limit does not overflow.
 FARTHEST = 2**31 - 1
@@ -140,7 +140,7 @@ def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
 
 
 def share_of(rows: Any, share: float) -> Any:
-    """Exact floor(rows * share) of each integer in `rows`, for a share in [0, 1] taken as the decimal it prints as."""
+    """Exact floor(entries * share) of each integer in `rows`, for a share in [0, 1] taken as the decimal it prints as."""
     whole, _, digits = f"{Decimal(repr(share)):f}".partition(".")
     # Digit by digit from the last: floors of floors are exact, and no number leaves 32 bits.
     part = rows * 0
@@ -165,7 +165,7 @@ def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int 
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; True and 2.0 are refused.
+        value: what was given; True and 2.0 are rejected.
         remedy: what to give instead; by default the range.
         least: the smallest integer that is accepted.
         most: the largest one; by default the largest position, 2**31 - 1.
@@ -197,11 +197,11 @@ def real(
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; bools, text and NaN are refused.
+        value: what was given; bools, text and NaN are rejected.
         remedy: what to give instead; by default the range.
         low: the smallest number that is accepted.
         high: the largest one.
-        open_low: True refuses `low` itself.
+        open_low: True rejects `low` itself.
 
     Returns:
         The float.
@@ -263,7 +263,7 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; text, bytes and classes are refused.
+        value: what was given; text, bytes and classes are rejected.
         remedy: what to give instead.
 
     Returns:
@@ -307,7 +307,7 @@ def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; classes are refused, which have a protocol's attributes themselves.
+        value: what was given; classes are rejected, which have a protocol's attributes themselves.
         kind: the class, protocol, or union of these.
         remedy: what to give instead.
 
@@ -318,7 +318,7 @@ def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
         TypeError: for anything else.
     """
     if isinstance(value, type) or not isinstance(value, kind):
-        raise TypeError(str(refusal(name, value, remedy)))
+        raise TypeError(str(invalid(name, value, remedy)))
     return value
 
 
@@ -339,7 +339,7 @@ def static(name: str, value: Any) -> Any:
         hash(value)
     except TypeError as error:
         remedy = f"{error}: make it a frozen dataclass of numbers and tuples"
-        raise TypeError(str(refusal(name, value, remedy))) from None
+        raise TypeError(str(invalid(name, value, remedy))) from None
     return value
 
 
@@ -408,7 +408,7 @@ def _no_mesh() -> AbstractContextManager[Any]:
         return nullcontext()
     try:
         return jax.set_mesh(None)
-    except ValueError:  # JAX' refusal while a program is traced
+    except ValueError:  # JAX' rejection while a program is traced
         return nullcontext()
 
 

@@ -14,13 +14,13 @@ from jaxkv._checks import UnseenQuestionWarning, plain, warn_once
 from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
 from jaxkv.cache import KVCache
-from jaxkv.cache.bank import committed
+from jaxkv.cache.host_store import committed
 from jaxkv.engine.lengths import by_length
 from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, is_greedy
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
 from jaxkv.models.config import ModelConfig
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import Axes, host, settle_down
 from jaxkv.text.prompts import Encoded
 
@@ -40,7 +40,7 @@ def as_model(params: Any, mesh: Any = None) -> LanguageModel:
 def as_cache(cache: Any) -> KVCache | None:
     """Validates a `KVCache` or None and returns it, with numpy arrays moved to the device; TypeError for other values.
 
-    A cache of numpy arrays is put on the device. Anything but a `KVCache` is refused by a TypeError.
+    A cache of numpy arrays is put on the device. Anything but a `KVCache` is rejected by a TypeError.
     """
     if cache is None:
         return None
@@ -53,24 +53,28 @@ def as_cache(cache: Any) -> KVCache | None:
         raise TypeError(f"cache={type(cache).__name__}: {where}")
     cache.require_arrays()
     lies = Axes.of(cache.seen)
-    remedy = f"its arrays lie on {getattr(lies, 'mesh', None)}: give jaxkv.reshard(cache, None) the cache as it was"
+    remedy = f"its arrays are on {getattr(lies, 'mesh', None)}: give jaxkv.reshard(cache, None) the cache as it was"
     require(lies is None or cache.axes is not None, "cache.axes", cache.axes, remedy)
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
         return (
             cache
-            if cache.bank is None
-            else dataclasses.replace(cache, bank=cache.bank.put_back(cache.axes))
+            if cache.host_store is None
+            else dataclasses.replace(cache, host_store=cache.host_store.put_back(cache.axes))
         )
     return on_device(cache)
 
 
 def on_device(cache: KVCache) -> KVCache:
-    """Cache with its arrays moved to the device, as prefill leaves it, and offloaded rows (`bank`) to the host."""
-    bank = None if cache.bank is None else cache.bank.put_back(cache.axes)
+    """Cache with its arrays moved to the device, as prefill leaves it, and offloaded entries (`host_store`) to the host."""
+    host_store = None if cache.host_store is None else cache.host_store.put_back(cache.axes)
     device = settle_down(
-        jax.tree.map(jnp.asarray, dataclasses.replace(cache, bank=None)), cache.axes
+        jax.tree.map(jnp.asarray, dataclasses.replace(cache, host_store=None)), cache.axes
     )
-    return device if bank is None else dataclasses.replace(committed(device), bank=bank)
+    return (
+        device
+        if host_store is None
+        else dataclasses.replace(committed(device), host_store=host_store)
+    )
 
 
 def as_sampling(given: Any, **numbers: Any) -> Sampler:
@@ -109,7 +113,7 @@ def as_stops(given: Any) -> tuple[str, ...]:
 def as_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
     """JAX random key from a key, an older `PRNGKey` array or a 32-bit seed, None for None; TypeError for others.
 
-    Longer seeds, whose upper bits JAX would drop, are refused with a ValueError. The seed may come by that name.
+    Longer seeds, whose upper bits JAX would drop, are rejected with a ValueError. The seed may come by that name.
     """
     if seed is not None:
         if given is not None:
@@ -130,7 +134,7 @@ def as_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
     number = plain(given)
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"key={type(given).__name__}: {remedy}")
-    require(0 <= number < _SEEDS, "key", number, f"a seed lies in [0, {_SEEDS})")
+    require(0 <= number < _SEEDS, "key", number, f"a seed is in [0, {_SEEDS})")
     return jax.random.key(number)
 
 
@@ -155,11 +159,11 @@ def as_progress(given: Any) -> bool | None:
     return None if given is None else _checks.flag("progress", given)
 
 
-def require_drawable(
+def require_sampling(
     params: LanguageModel, sampling: Sampler, key: PRNGKeyArray | None, stops: tuple[str, ...]
 ) -> None:
-    """Raises ValueError for a sampler that draws at random without a key, and stop strings without a tokenizer."""
-    remedy = f"{sampling} draws at random: give key=jax.random.key(0), or seed=0"
+    """Raises ValueError for a sampler that samples at random without a key, and stop strings without a tokenizer."""
+    remedy = f"{sampling} samples at random: give key=jax.random.key(0), or seed=0"
     require(is_greedy(sampling) or key is not None, "key", key, remedy)
     shown = stops[0] if len(stops) == 1 else stops
     require(
@@ -170,7 +174,7 @@ def require_drawable(
     )
 
 
-def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -> None:
+def require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
     """Raises ValueError for a cache of another model, mesh or policy; policy None accepts the cache's own."""
     remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"
     require(policy is None or policy.composed == cache.policy.composed, "policy", policy, remedy)
@@ -183,15 +187,13 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Method | None) -
     )
     theirs, mine = (None if axes is None else axes.mesh for axes in (cache.axes, params.axes))
     where, mesh = ("one device", None) if mine is None else (mine, "mesh")
-    remedy = (
-        f"the model lies on {where}: give jaxkv.reshard(cache, {mesh}), or prefill with this one"
-    )
+    remedy = f"the model is on {where}: give jaxkv.reshard(cache, {mesh}), or prefill with this one"
     require(theirs == mine, "cache", theirs, remedy)
 
 
 def require_fits(
     config: ModelConfig,
-    policy: Method,
+    policy: Policy,
     lengths: Int[np.ndarray, " B"],
     new: int,
     cache: KVCache | None,
@@ -209,10 +211,10 @@ def require_fits(
     require(total <= limit, "prompt", f"{total} tokens, {new} new ones included", remedy)
 
 
-def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"]) -> None:
-    """Warns, once per process and policy class, if documents lose rows before a question is seen.
+def warn_unseen(policy: Policy, encoded: Encoded, budget: Int[np.ndarray, " B"]) -> None:
+    """Warns, once per process and policy class, if documents lose entries before a question is seen.
 
-    Only for policies that score rows by the attention of the document's end. `budget` is in rows per kv head.
+    Only for policies that score entries by the attention of the document's end. `budget` is in entries per kv head.
     """
     scorer = policy.composed.scorer
     lost = (encoded.lengths > budget) & np.asarray(encoded.unclosed)
@@ -229,12 +231,12 @@ def warn_unseen(policy: Method, encoded: Encoded, budget: Int[np.ndarray, " B"])
 
 
 def _require_places(
-    config: ModelConfig, policy: Method, lengths: np.ndarray, new: int, cache: KVCache | None
+    config: ModelConfig, policy: Policy, lengths: np.ndarray, new: int, cache: KVCache | None
 ) -> None:
-    """Raises ValueError if a policy with rolling positions would hold more rows than the model has positions."""
+    """Raises ValueError if a policy with rolling positions would hold more entries than the model has positions."""
     limit, parts = config.max_positions, policy.composed
     if cache is None:
-        read, numbers = int(lengths.max()), by_length(parts, lengths, config.windows)
+        read, numbers = int(lengths.max()), by_length(parts, lengths, config.sliding_windows)
         assert numbers.rows is not None
         now, target = int(numbers.rows.max()), int(numbers.most.max())
     else:
@@ -244,5 +246,5 @@ def _require_places(
     require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
     every = parts.every
     most = now + new if every is None else min(now + new, target + every)
-    remedy = f"{most} rows would be kept and the model was made for {limit}: lower it, or give every=64 to the policy"
+    remedy = f"{most} entries would be kept and the model was made for {limit}: lower it, or give every=64 to the policy"
     require(most <= limit, "max_new_tokens", new, remedy)

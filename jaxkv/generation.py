@@ -15,17 +15,17 @@ from jaxkv import _checks, arguments
 from jaxkv._checks import settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
-from jaxkv.engine.drawing import Drawing
+from jaxkv.engine.decode_loop import DecodeLoop
+from jaxkv.engine.generation_results import Answers, Completion, Generation, Stats, Stream
 from jaxkv.engine.lengths import LOOK
-from jaxkv.engine.results import Answers, Completion, Generation, Stats, Stream
+from jaxkv.engine.progress import run_to_end
 from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.session import Session
-from jaxkv.engine.walks import finished
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
 from jaxkv.machine.compilation import tell_if_slow
-from jaxkv.policies.fitting import policy_for
-from jaxkv.policies.policy import Method
+from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded, Prompt, encode
 
@@ -35,7 +35,7 @@ def prefill(
     params: LanguageModel,
     prompt: Prompt,
     *,
-    policy: Method | type[Method] | str | None = None,
+    policy: Policy | type[Policy] | str | None = None,
     raw: bool = False,
     key: PRNGKeyArray | int | None = None,
     mesh: Mesh | None = None,
@@ -45,20 +45,20 @@ def prefill(
     """Prefills one or more prompts into a compressed `KVCache`, which questions can then be asked on many times.
 
     A text prompt leaves the user's turn open: `generate(params, question, cache=cache)` closes it. A policy that scores
-    rows by the attention of the prompt's end (SnapKV, PyramidKV, TOVA) cannot know the question: it warns, once.
+    entries by the attention of the prompt's end (SnapKV, PyramidKV, TOVA) cannot know the question: it warns, once.
 
     Args:
         params: from `jaxkv.load`.
         prompt: text, chat messages, token ids, or a list of such prompts.
-        policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every row.
+        policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every entry.
         raw: True if the text is plain text, not a user's message.
-        key: random key or seed, for policies that draw.
+        key: random key or seed, for policies that use random numbers.
         mesh: devices with the axes "data" and "model" to run on; the model is moved there once. None for where it is.
         implementation: the implementation of attention; by default the fastest one for these devices.
         progress: True for a progress bar on stderr; by default if stderr is a terminal.
 
     Returns:
-        A cache without room for new rows. It is immutable: questions do not change it.
+        A cache without room for new entries. It is immutable: questions do not change it.
 
     Raises:
         ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
@@ -66,7 +66,7 @@ def prefill(
         MemoryError: naming the plan's bytes, if they are not there.
 
     Warns:
-        UnseenQuestionWarning: for text of which such a policy drops rows, once per process and policy class.
+        UnseenQuestionWarning: for text of which such a policy drops entries, once per process and policy class.
     """
     hosts.require_same(
         "jaxkv.prefill",
@@ -114,7 +114,7 @@ class _AnswerOptions(_SamplingNumbers, total=False):
 class _Options(_AnswerOptions, total=False):
     """Types of the keyword arguments that all overloads of `generate` share."""
 
-    policy: Method | type[Method] | str | None
+    policy: Policy | type[Policy] | str | None
     cache: KVCache | None
     raw: bool
     stream_interval: int | np.integer
@@ -144,7 +144,7 @@ def generate(
     params: LanguageModel,
     prompt: Prompt,
     *,
-    policy: Method | type[Method] | str | None = None,
+    policy: Policy | type[Policy] | str | None = None,
     cache: KVCache | None = None,
     max_new_tokens: int | np.integer = 128,
     sampling: Sampler | None = None,
@@ -169,22 +169,22 @@ def generate(
         params: from `jaxkv.load`.
         prompt: text, chat messages, token ids, or a list of such prompts; with a cache, what follows its text. After
             `prefill` of a text a question follows behind a blank line, unless it begins with a line break or is ids.
-        policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every row. With a
+        policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every entry. With a
             cache it is the cache's policy.
         cache: from `prefill` or an earlier `generate`; it is not changed. One sequence serves many prompts.
-        max_new_tokens: largest number of tokens to draw.
-        sampling: how tokens are drawn, a `Sampling` or a callable of logits and keys; the likeliest tokens if None.
+        max_new_tokens: largest number of tokens to sample.
+        sampling: how tokens are sampled, a `Sampling` or a callable of logits and keys; the likeliest tokens if None.
         temperature: of a `Sampling`, given here instead.
         top_k: of a `Sampling`.
         top_p: of a `Sampling`.
         min_p: of a `Sampling`.
         seed: `key` as a number.
         stop: strings that end an answer. They are left out of its text, but stay in its tokens and in the cache: a
-            policy that has dropped rows for them cannot restore those.
+            policy that has dropped entries for them cannot restore those.
         stop_at_eos: True to end at the model's end-of-answer tokens.
-        key: random key or seed for sampling and for policies that draw; needed if sampling is not greedy.
+        key: random key or seed for sampling and for policies that use random numbers; needed if sampling is not greedy.
         raw: True if the text is plain text, not a user's message.
-        stream: True to return a `Stream` that yields the text of each token as it is drawn.
+        stream: True to return a `Stream` that yields the text of each token as it is sampled.
         stream_interval: number of tokens whose text a `Stream` yields at once.
         mesh: devices with the axes "data" and "model" to run on; the model is moved there once. None for where it is.
         implementation: the implementation of attention; by default the fastest one for these devices.
@@ -220,7 +220,7 @@ def generate(
         implementation=implementation,
     )
     params, cache = arguments.as_model(params, mesh), arguments.as_cache(cache)
-    max_new_tokens = _checks.whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
+    max_new_tokens = _checks.whole("max_new_tokens", max_new_tokens, "sample at least 1 token")
     interval = _checks.whole(
         "stream_interval", stream_interval, "yield the text of at least 1 token at a time"
     )
@@ -232,7 +232,7 @@ def generate(
     stop_at_eos = _checks.flag("stop_at_eos", stop_at_eos)
     implementation = arguments.as_implementation(implementation)
     progress = arguments.as_progress(progress)
-    arguments.require_drawable(params, sampling, key, stops)
+    arguments.require_sampling(params, sampling, key, stops)
     turn = Turn.START if cache is None else cache.turn
     if cache is not None:
         policy = (
@@ -245,7 +245,7 @@ def generate(
     session = Session(params, policy, implementation=implementation, key=key)
     encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
     arguments.require_fits(params.config, session.policy, encoded.lengths, max_new_tokens, cache)
-    call = Call(
+    call = GenerateCall(
         session=session,
         encoded=encoded,
         cache=cache,
@@ -259,11 +259,11 @@ def generate(
     pieces = answered(call)
     if stream:
         return Stream(pieces, encoded.single)
-    return finished(pieces)
+    return run_to_end(pieces)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class GenerateCall:
     """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
 
     `interval` is the number of tokens after each of which new text is yielded; None yields no text.
@@ -292,16 +292,18 @@ def bar(progress: bool | None, total: int, title: str) -> tqdm:
     )
 
 
-def answered(call: Call) -> Generator[list[str], None, Generation]:
+def answered(call: GenerateCall) -> Generator[list[str], None, Generation]:
     """Generator that runs one `generate` call: yields new texts if requested, returns the `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
     cache, sizes = _read(call)
     eos = params.ends if call.stop_at_eos else ()
-    drawing = session.drawing(cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos)
+    decode_loop = session.decode_loop(
+        cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos
+    )
     answers = Answers(params.text, len(encoded.ids), call.stops)
-    yield from _drawn(call, drawing, answers)
+    yield from _sampled(call, decode_loop, answers)
     with session.clocks.decode:
-        cache = drawing.close()
+        cache = decode_loop.close()
         jax.block_until_ready(cache.pools)
     cache = session.compress_again(cache)
     closing = answers.flush()
@@ -317,11 +319,11 @@ def answered(call: Call) -> Generator[list[str], None, Generation]:
     return Generation(
         **fields,
         cache=dataclasses.replace(cache, turn=encoded.turn, logits=None),
-        stats=_stats(call, cache, sizes, answers, drawing),
+        stats=_stats(call, cache, sizes, answers, decode_loop),
     )
 
 
-def _read(call: Call) -> tuple[KVCache, dict[str, Any]]:
+def _read(call: GenerateCall) -> tuple[KVCache, dict[str, Any]]:
     """Prefills the prompts, or reads them on top of the given cache; returns the cache and its sizes for `Stats`."""
     session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
@@ -331,7 +333,7 @@ def _read(call: Call) -> tuple[KVCache, dict[str, Any]]:
     needed = session.plan(encoded.lengths, new)
     with bar(call.progress, session.params.config.layers, "prefill") as shown:
         cache = session.prefill(encoded, new=new, needed=needed, tick=shown.update)
-    spare = len(cache.seen) * cache.room_nbytes(needed.room)
+    spare = len(cache.seen) * cache.headroom_nbytes(needed.headroom)
     return cache, _sizes(cache, cache.nbytes - spare)
 
 
@@ -341,37 +343,43 @@ def _sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
     return entries | {"cache_bytes": weighs, "kept": float(np.mean(cache.kept))}
 
 
-def _drawn(call: Call, drawing: Drawing, answers: Answers) -> Generator[list[str], None, None]:
-    """Generator that draws tokens until all sequences have ended; yields each sequence's new text if requested."""
+def _sampled(
+    call: GenerateCall, decode_loop: DecodeLoop, answers: Answers
+) -> Generator[list[str], None, None]:
+    """Generator that samples tokens until all sequences have ended; yields each sequence's new text if requested."""
     axes = call.session.params.axes
     with bar(call.progress, call.max_new_tokens, "decode") as shown:
-        # Only one of several processes shows the bar, but all must draw blocks of the same size.
+        # Only one of several processes shows the bar, but all must sample blocks of the same size.
         look = (
             bool(call.stops) or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
         )
-        # Rows after a stop string are rolled back; with eviction or rescoring that is impossible: one token per block.
-        pace = 1 if call.stops and drawing.final else LOOK if look else drawing.size
-        interval = call.interval or drawing.left
+        # Entries after a stop string are rolled back; with eviction or rescoring that is impossible: one token per block.
+        pace = 1 if call.stops and decode_loop.final else LOOK if look else decode_loop.size
+        interval = call.interval or decode_loop.left
         ended, wanted = False, interval
-        while drawing.left and not ended:
+        while decode_loop.left and not ended:
             with call.session.clocks.decode:
-                drawn = drawing.draw(min(drawing.left, pace, wanted))
-                drawing.take_back(answers.take(drawn))
-                drawing.end(answers.stopped)
-                ended = bool(drawing.done.all())
-            shown.update(drawn.shape[1])
-            wanted -= drawn.shape[1]
-            if call.interval is not None and (ended or not drawing.left or wanted < 1):
+                sampled = decode_loop.sample(min(decode_loop.left, pace, wanted))
+                decode_loop.take_back(answers.take(sampled))
+                decode_loop.end(answers.stopped)
+                ended = bool(decode_loop.done.all())
+            shown.update(sampled.shape[1])
+            wanted -= sampled.shape[1]
+            if call.interval is not None and (ended or not decode_loop.left or wanted < 1):
                 yield answers.fresh()
             wanted = wanted or interval
 
 
 def _stats(
-    call: Call, cache: KVCache, sizes: dict[str, Any], answers: Answers, drawing: Drawing
+    call: GenerateCall,
+    cache: KVCache,
+    sizes: dict[str, Any],
+    answers: Answers,
+    decode_loop: DecodeLoop,
 ) -> Stats:
     """`Stats` of one `generate` call, from its clocks, cache sizes and transfers; logs slow compilation once."""
     session, given = call.session, call.cache
-    clocks, reading = session.clocks, drawing.reading
+    clocks, reading = session.clocks, decode_loop.reading
     moved, cut = _tallied(cache)
     tell_if_slow(clocks.compile_seconds)
     if given is not None:
@@ -389,14 +397,14 @@ def _stats(
         allocated_bytes=cache.nbytes,
         attention=str(session.implementations),
         layout=cache.layout.value,
-        decode_steps=call.max_new_tokens - drawing.left,
+        decode_steps=call.max_new_tokens - decode_loop.left,
         host_bytes=cache.host_nbytes,
-        transfers=session.drawn.transfers,
-        transferred_bytes=session.drawn.bytes,
-        loaded_bytes=session.read.bytes,
+        transfers=session.decode_traffic.transfers,
+        transferred_bytes=session.decode_traffic.bytes,
+        loaded_bytes=session.question_traffic.bytes,
         filter_layers=reading.filters,
-        moved_rows=moved,
-        cut_rows=cut,
+        moved_entries=moved,
+        evicted_above_threshold=cut,
         raised_budgets=0
         if given is not None
         else session.policy.composed.raised(call.encoded.lengths),
@@ -404,7 +412,7 @@ def _stats(
 
 
 def _tallied(cache: KVCache) -> tuple[int, int]:
-    """Counts (moved, cut) over all sequences: rows that `capacity` moved to other devices, rows that the budget cut."""
+    """Counts (moved, cut) over all sequences: entries that `capacity` moved to other devices, entries that the budget cut."""
     moved, cut = (
         0 if each is None else int(host(each)[: cache.batch].sum())
         for each in (cache.tally.moved, cache.tally.cut)

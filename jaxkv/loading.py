@@ -1,4 +1,4 @@
-"""`load`: from a name or path to a `LanguageModel`; every tensor of the checkpoint is used, or refused by name."""
+"""`load`: from a name or path to a `LanguageModel`; every tensor of the checkpoint is used, or rejected by name."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv._checks import plain, settled
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.cache import KVCache, Turn
 from jaxkv.cache.stores import held_dtype
 from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
@@ -24,7 +24,7 @@ from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.machine import hosts, memory
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, Flat, named_parameters
-from jaxkv.models.sources import Source, sources_of
+from jaxkv.models.sources import TensorSource, sources_of
 from jaxkv.models.values import as_weights
 from jaxkv.models.weights import read, read_codes
 from jaxkv.sharding.mesh import Axes, put
@@ -83,7 +83,7 @@ class LanguageModel(nnx.Module):
         """The tokenizer; ValueError for a checkpoint without one."""
         if self.text is None:
             remedy = "the checkpoint has no tokenizer: give token ids where they are taken"
-            raise refusal("params", self.name, remedy)
+            raise invalid("params", self.name, remedy)
         return self.text
 
     @property
@@ -295,7 +295,7 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
             _check_same(
                 *(checkpoint.stored[name] for name in (sources["embedding"][0].name, _HEAD))
             )
-        _check_room({path: each.get_value() for path, each in parameters.items()}, mesh)
+        _check_headroom({path: each.get_value() for path, each in parameters.items()}, mesh)
         for path, of in sources.items():
             parts = [(source, checkpoint.stored[source.name]) for source in of]
             beside = _beside(path, parameters)
@@ -319,7 +319,7 @@ def _beside(path: str, parameters: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
+def _check_headroom(parameters: dict[str, Any], mesh: Mesh | None) -> None:
     """Raises MemoryError if the parameters do not fit on their devices, before any tensor is read."""
     if mesh is None:
         total = sum(math.prod(each.shape) * each.dtype.itemsize for each in parameters.values())
@@ -336,7 +336,7 @@ def _check_room(parameters: dict[str, Any], mesh: Mesh | None) -> None:
         memory.check_bytes(share, "a device's part of the model", device, remedy=remedy)
 
 
-def _check_finite(parameters: dict[tuple[Source, ...], jax.Array]) -> None:
+def _check_finite(parameters: dict[tuple[TensorSource, ...], jax.Array]) -> None:
     """Raises ValueError, naming the tensors, if parameters contain NaN or infinity."""
     # All computations are dispatched before the first result is awaited.
     finite = {
@@ -379,7 +379,7 @@ def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
     require(config.layers <= len(held), "num_hidden_layers", config.layers, remedy)
 
 
-def _check_stored(source: Source, tensor: StoredTensor) -> None:
+def _check_stored(source: TensorSource, tensor: StoredTensor) -> None:
     """Raises ValueError if a stored tensor is not floating point or has another shape than the config requires."""
     remedy = "weights are floating point; load the unquantised ones, or a GGUF"
     require(
@@ -425,7 +425,7 @@ def _fingerprint(decoder: Decoder) -> str:
 
 
 def _unusual(value: Any) -> str:
-    """Text of a dataclass's fields that differ from their defaults, of its parts likewise; `repr` of other values.
+    """Text of a dataclass's fields that differ from their defaults, of its parts as well; `repr` of other values.
 
     A field that a later version adds, and that this model does not set, leaves it as it is.
     """

@@ -16,18 +16,18 @@ from flax import nnx
 
 from jaxkv._checks import brief, settled, shortened
 from jaxkv.cache import KVCache
+from jaxkv.engine.generation_results import Generation
 from jaxkv.engine.hadamard import keys_of, transformed
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
-from jaxkv.engine.results import Generation
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
 from jaxkv.policies.checks import Tokens
-from jaxkv.policies.fitting import policy_for
+from jaxkv.policies.model_policy import policy_for
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import host
 
 _NEW = 12
@@ -124,7 +124,7 @@ def tiny_model(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Given(Method):
+class _Given(Policy):
     """Policy whose `parts()` are those given to it, so that tests can replace one part of a policy."""
 
     made: Parts = Parts()
@@ -138,7 +138,7 @@ class _Given(Method):
 class _Case:
     """A policy under test with a model and two prompts; its prefill plan and cache are computed once."""
 
-    policy: Method
+    policy: Policy
     model: LanguageModel
     prompts: tuple[list[int], ...]
 
@@ -163,14 +163,14 @@ class _Case:
         return self.prefilled(self.prompts)
 
     def prefilled(
-        self, prompts: Sequence[list[int]], policy: Method | None = None, *, key: int = 0
+        self, prompts: Sequence[list[int]], policy: Policy | None = None, *, key: int = 0
     ) -> KVCache:
         """Compressed `KVCache` of some prompts, by the policy under test or another one."""
         return prefill(
             self.model, list(prompts), policy=policy or self.policy, key=key, progress=False
         )
 
-    def drawn(self, policy: Method) -> Generation:
+    def drawn(self, policy: Policy) -> Generation:
         """`Generation` of 12 tokens after both prompts, with a policy."""
         prompts = [list(prompt) for prompt in self.prompts]
         return generate(
@@ -185,18 +185,18 @@ class _Case:
 
 
 def check_policy(
-    policy: Method | type[Method] | str, *, model: LanguageModel | None = None, seed: int = 0
+    policy: Policy | type[Policy] | str, *, model: LanguageModel | None = None, seed: int = 0
 ) -> None:
     """Checks that a policy has the properties that every jaxkv policy must have; AssertionError if not.
 
-    Kept rows are the prompt's own, in order and each once; sinks, window and protected spans are kept; the number of
-    rows and the cache's bytes are those of the plan; neither other sequences in the batch nor padding change a
-    sequence's kept rows; a budget of the whole prompt changes no token; another random key changes nothing, unless a
-    part declares that it draws; during decoding the cache grows as the policy declares; and equal policies make equal
+    Kept entries are the prompt's own, in order and each once; sinks, window and protected spans are kept; the number of
+    entries and the cache's bytes are those of the plan; neither other sequences in the batch nor padding change a
+    sequence's kept entries; a budget of the whole prompt changes no token; another random key changes nothing, unless a
+    part declares that it samples; during decoding the cache grows as the policy declares; and equal policies make equal
     caches.
 
     Args:
-        policy: a policy, or its name or class. Prompts are longer than a budget in rows, so that rows are dropped.
+        policy: a policy, or its name or class. Prompts are longer than a budget in entries, so that entries are dropped.
         model: any small model; `tiny_model()` by default.
         seed: of the prompts.
 
@@ -207,7 +207,7 @@ def check_policy(
     policy = policy_for(policy, model.config, model.filter_layers, dtype=model.dtype)
     budget, rng = policy.composed.budget, np.random.default_rng(seed)
     longest = max(2 * budget.value + 1, 24) if isinstance(budget, Tokens) else 97
-    # Alone, the shorter prompt is padded to a smaller bucket, and it still has rows to drop.
+    # Alone, the shorter prompt is padded to a smaller bucket, and it still has entries to drop.
     lengths = (longest, bucket(longest) // 2)
     prompts = tuple(rng.integers(0, model.config.vocab, length).tolist() for length in lengths)
     case = _Case(policy, model, prompts)
@@ -222,7 +222,7 @@ def _require(holds: Any, about: str, *where: object) -> None:
 
 
 def _rows_are_the_prompts(case: _Case) -> None:
-    """Asserts that kept rows are equal to the prompt's own rows, in ascending order without repeats."""
+    """Asserts that kept entries are equal to the prompt's own entries, in ascending order without repeats."""
     # Rounded as the policy's store rounds them.
     everything = _Given(made=Parts(store=case.parts.store))
     whole = {part[:3]: part for part in segments(case.prefilled(case.prompts, everything))}
@@ -231,14 +231,16 @@ def _rows_are_the_prompts(case: _Case) -> None:
         where = f"layer {part.layer}, sequence {part.sequence}, head {part.head}"
         _require(
             len(part.pos) == 0 or (np.diff(part.pos) > 0).all(),
-            "kept rows lie in order, each once",
+            "kept entries are in order, each once",
             where,
         )
         inside = len(part.pos) == 0 or (
             part.pos[0] >= 0 and part.pos[-1] < case.lengths[part.sequence]
         )
-        _require(inside, "kept rows are rows of the prompt", where)
-        _require(np.isfinite(part.k).all() and np.isfinite(part.v).all(), "rows are finite", where)
+        _require(inside, "kept entries are entries of the prompt", where)
+        _require(
+            np.isfinite(part.k).all() and np.isfinite(part.v).all(), "entries are finite", where
+        )
         same = whole[part[:3]]
         for name, mine, its in (("keys", part.k, same.k), ("values", part.v, same.v)):
             if not merges and not (rolls and name == "keys"):
@@ -247,7 +249,7 @@ def _rows_are_the_prompts(case: _Case) -> None:
 
 
 def _what_must_stay_stays(case: _Case) -> None:
-    """Asserts that every segment keeps the rows that the policy must keep: sinks, window, protected spans."""
+    """Asserts that every segment keeps the entries that the policy must keep: sinks, window, protected spans."""
     keep = case.parts.keep
     mask = keep.mask(np.asarray(case.lengths), max(case.lengths))
     for part in segments(case.cache):
@@ -261,11 +263,11 @@ def _what_must_stay_stays(case: _Case) -> None:
 
 
 def _as_many_as_planned(case: _Case) -> None:
-    """Asserts that the number of kept rows and the cache's bytes equal the prefill plan's."""
+    """Asserts that the number of kept entries and the cache's bytes equal the prefill plan's."""
     kept, needed = case.cache.kept.sum(axis=2), case.needed
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
-        # Rows that differ between heads by themselves have a mean that is rounded up.
+        # Entries that differ between heads by themselves have a mean that is rounded up.
         spare = case.model.config.kv_heads - 1 if case.parts.layers.sets_rows else 0
         fits = ((kept <= wanted) & (kept >= wanted - spare)).all()
         _require(fits, "each layer keeps what the plan says", f"{kept.tolist()}, {wanted.tolist()}")
@@ -294,10 +296,10 @@ def _neighbours_change_nothing(case: _Case) -> None:
 
 
 def _draws_are_said(case: _Case) -> None:
-    """Asserts that another random key changes no kept row, unless the policy declares that it draws."""
-    if case.parts.draws:
+    """Asserts that another random key changes no kept entry, unless the policy declares that it samples."""
+    if case.parts.uses_key:
         return
-    remedy = "another random key changes what is kept: a scorer or merger that draws has a property `draws`, True"
+    remedy = "another random key changes what is kept: a scorer or merger that samples has a property `draws`, True"
     for mine, other in zip(
         segments(case.cache), segments(case.prefilled(case.prompts, key=1)), strict=True
     ):
@@ -327,18 +329,20 @@ def _it_grows_as_it_says(case: _Case) -> None:
     if parts.evicts:
         _require(
             (beyond <= 0).all(),
-            "no segment holds more than its limit while rows go one by one",
+            "no segment holds more than its limit while entries go one by one",
             beyond.max(),
         )
     elif parts.every is not None:
         _require(
             (beyond < parts.every).all(),
-            "no segment grows by `every` rows beyond its limit",
+            "no segment grows by `every` entries beyond its limit",
             beyond.max(),
         )
     else:
         _require(
-            (grown == new[None, :, None]).all(), "a row is added for each new token", grown.tolist()
+            (grown == new[None, :, None]).all(),
+            "an entry is added for each new token",
+            grown.tolist(),
         )
     for part in segments(after):
         distinct = len(set(part.pos.tolist())) == len(part.pos)
@@ -350,11 +354,11 @@ def _it_grows_as_it_says(case: _Case) -> None:
 
 
 def _equal_policies_are_equal(case: _Case) -> None:
-    """Asserts that a copy of the policy is equal to it, has the same hash, and keeps the same rows."""
+    """Asserts that a copy of the policy is equal to it, has the same hash, and keeps the same entries."""
     same = dataclasses.replace(case.policy)
     _require(same == case.policy and hash(same) == hash(case.policy), "a policy equals its copy")
     alike = case.prefilled(case.prompts, same).holds(0, _LONGEST) == case.cache.holds(0, _LONGEST)
-    _require(alike.all(), "and keeps the same rows")
+    _require(alike.all(), "and keeps the same entries")
 
 
 _CHECKS: tuple[Callable[[_Case], None], ...] = (

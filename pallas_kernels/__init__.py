@@ -3,7 +3,7 @@
 They take and return arrays and know no caches, policies or models; `jaxkv.attention` calls them.
 """
 
-from pallas_kernels.chunks import Chunks, deal
+from pallas_kernels.chunks import Chunks, work_table
 from pallas_kernels.codes import Coded, Nibbles
 from pallas_kernels.decode import Scores, attend, decode_token
 from pallas_kernels.gather import compact
@@ -26,7 +26,7 @@ __all__ = [
     "attend",
     "column_sums",
     "compact",
-    "deal",
+    "work_table",
     "decode_token",
     "evict_rows",
     "flash",

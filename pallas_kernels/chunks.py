@@ -1,4 +1,4 @@
-"""`deal`: the table of rows that each program of decode attention reads, for all layers, from lengths on the device.
+"""`work_table`: the table of rows that each program of decode attention reads, for all layers, from lengths on the device.
 
 Segments are cut into chunks, and program w takes the w-th, whichever segment it belongs to: one long head fills the
 device as well as many equal ones do. The chunk size is chosen per layer from its actual lengths, so that all programs
@@ -47,7 +47,7 @@ def most(programs: int, segments: int) -> int:
     return programs + 2 * segments + min(programs, 2 * segments)
 
 
-def deal(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64) -> Chunks:
+def work_table(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64) -> Chunks:
     """Table of all layers' pool rows, as `Chunks`: even parts, one for each program of a decode kernel.
 
     Args:

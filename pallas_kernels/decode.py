@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chunks import Chunks, deal
+from pallas_kernels.chunks import Chunks, work_table
 from pallas_kernels.codes import Rows, itemsize_of
 from pallas_kernels.merging import add_mass, merge
 from pallas_kernels.rows import How, Logits, Picks, Token, pass_rows
@@ -100,7 +100,7 @@ def attend(
         together = programs(dim=q.shape[3], itemsize=itemsize, interpret=interpret)
         # Each tile of many queries has programs of its own.
         each = max(1, together // -(-q.shape[2] // tile))
-        chunks, layer = deal(start[None], length[None], programs=each, block=tiles.chunk), 0
+        chunks, layer = work_table(start[None], length[None], programs=each, block=tiles.chunk), 0
     logits = None if scores is None else scores.logits(start[None])
     how = How(tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret, softcap=softcap)
     passed = pass_rows(q, k, v, chunks, layer, token=None, logits=logits, how=how)

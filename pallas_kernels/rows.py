@@ -79,14 +79,14 @@ class Picks(NamedTuple):
 
     Attributes:
         rows: `i32[B, k, T]` picked rows, counted from a segment's first; k is K, or 1 for all heads alike.
-        dealt: `i32[B]` number of the T picks that chunks have been dealt for; the rows of `rest` follow them.
+        scheduled: `i32[B]` number of the T picks that chunks have been dealt for; the rows of `rest` follow them.
         held: `i32[B, k]` number of those picks that are real.
         rest: `i32[L, B, K]` row from which on all are read, counted likewise.
         start: `i32[L, B, K]` first row of each segment.
     """
 
     rows: jax.Array
-    dealt: jax.Array
+    scheduled: jax.Array
     held: jax.Array
     rest: jax.Array
     start: jax.Array
@@ -264,7 +264,7 @@ def pass_rows(
     if logits is not None and logits.widest is not None:
         inputs["start"] = by_segment(logits.start)
     if picks is not None:
-        tables = {"picks": picks.rows, "dealt": picks.dealt, "held": picks.held}
+        tables = {"picks": picks.rows, "scheduled": picks.scheduled, "held": picks.held}
         inputs |= {name: whole(each) for name, each in tables.items()}
         inputs |= {"rest": by_segment(picks.rest), "start": by_segment(picks.start)}
     found = call(
@@ -322,7 +322,7 @@ def _places(refs, picks, segment, sequence, heads):
         return lambda row, inside=None: row, lambda row: True
     alike, most = picks.rows.shape[1] == 1, picks.rows.shape[2]
     head = jnp.int32(0) if alike else segment - sequence * heads
-    count, held = load(refs.dealt.at[sequence]), load(refs.held.at[sequence, head])
+    count, held = load(refs.scheduled.at[sequence]), load(refs.held.at[sequence, head])
     start, rest = (load(ref.at[refs.layer[...], segment]) for ref in (refs.start, refs.rest))
 
     def lies(row, inside=True):

@@ -10,7 +10,7 @@ import pytest
 from jaxkv import cli
 from jaxkv.cli import evaluating, generating, models
 from jaxkv.cli.options import made
-from jaxkv.engine.results import Generation, Stats
+from jaxkv.engine.generation_results import Generation, Stats
 from jaxkv.evals import TASKS
 from jaxkv.loading import LanguageModel
 
@@ -44,7 +44,7 @@ def generation(text: str = ANSWER) -> Generation:
 
 
 class Pieces:
-    """A stream of the answer's letters."""
+    """A stream of the answer's logical axes."""
 
     def __init__(self, given: list[str]):
         self.result, self._given = generation(), given
@@ -99,4 +99,4 @@ def read(words):
         return made(getattr(importlib.import_module(f"jaxkv.cli.{file}"), cls), options)
     if words[1] in TASKS:
         evaluating.task_from(TASKS[words[1]], options)
-        return made(evaluating.Run, options)
+        return made(evaluating.RunOptions, options)

@@ -1,6 +1,6 @@
 """Random requests to an `Engine` of 8 slots: each as alone.
 
-Prompts, numbers of tokens, samplers, cancellations and questions on documents are drawn at random.
+Prompts, numbers of tokens, samplers, cancellations and questions on documents are sampled at random.
 """
 
 import contextlib

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 import jaxkv
 from jaxkv.evals import How, Outcome, QuestionTask, Sample, Task, evaluate
 from jaxkv.loading import LanguageModel
-from jaxkv.policies import Method
+from jaxkv.policies import Policy
 from jaxkv.text.tokenizer import Text
 
 POLICIES = {
@@ -39,7 +39,7 @@ class Words(QuestionTask):
 
     Attributes:
         count: texts.
-        seed: of the draws.
+        seed: of the samples.
     """
 
     count: int = 6
@@ -105,11 +105,11 @@ class Told(Task):
         ]
 
     def run(
-        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         return [self.outcome(policy, sample, how) for sample in samples]
 
-    def outcome(self, policy: Method, sample: Sample, how: How) -> Outcome:
+    def outcome(self, policy: Policy, sample: Sample, how: How) -> Outcome:
         # Of the fields that policies had first: what tests look at does not change with those that came later.
         said = f"{sample.id}{policy!r}{how.agnostic}".replace(", store='dense'", "")
         drawn = hashlib.sha256(said.encode()).digest()

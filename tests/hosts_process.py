@@ -139,18 +139,18 @@ def refused(rank, folder):
 
 
 def drawing(rank, dies, model, ids):
-    """Draws on; one of them is killed meanwhile, or has an error of its own."""
+    """Samples on; one of them is killed meanwhile, or has an error of its own."""
     import jaxkv
 
     session = jaxkv.Session(model, policy_of("adakv"))
-    cache, _ = session.draw(session.prefill(ids, new=NEW), NEW)
+    cache, _ = session.sample(session.prefill(ids, new=NEW), NEW)
     say("drawing", "", time.time())
     if rank == 1 and dies == "killed":
         threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     if rank == 1 and dies == "raises":
         raise LookupError("a mistake of one process")
     for _ in range(10_000):
-        session.draw(cache, NEW)
+        session.sample(cache, NEW)
 
 
 def say(kind, what, value):

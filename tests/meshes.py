@@ -14,7 +14,7 @@ import tiny
 from policy_table import BY_NAME, TABLE
 
 import jaxkv
-from jaxkv.engine.growth import first_room
+from jaxkv.engine.headroom import first_headroom
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.sharding import mesh as placing
 
@@ -43,11 +43,9 @@ def roomy(name: str, **options):
     policy = BY_NAME[name].make(BUDGET, **options)
     if not hasattr(policy, "capacity"):
         return policy
-    if getattr(policy, "safeguard", None) is None:
+    if getattr(policy, "heads", None) is None:
         return dataclasses.replace(policy, capacity=8.0)
-    return dataclasses.replace(
-        policy, safeguard=dataclasses.replace(policy.safeguard, capacity=8.0)
-    )
+    return dataclasses.replace(policy, heads=dataclasses.replace(policy.heads, capacity=8.0))
 
 
 def positions(cache):
@@ -69,7 +67,7 @@ KINDS = one_of_each(TABLE)
 
 
 class Ran(NamedTuple):
-    """Tokens drawn, and what was kept behind the prompts and behind the answers."""
+    """Tokens sampled, and what was kept behind the prompts and behind the answers."""
 
     tokens: list
     prompts: dict
@@ -79,25 +77,27 @@ class Ran(NamedTuple):
 def check_planned(session, cache) -> None:
     """What the first device holds of a cache weighs what was planned for one device of such a mesh."""
     axes_of, config = session.params.axes, session.params.config
-    room = first_room(session.policy.parts(), config.windows, np.asarray(LENGTHS), NEW)
+    headroom = first_headroom(
+        session.policy.parts(), config.sliding_windows, np.asarray(LENGTHS), NEW
+    )
     mesh = None if axes_of is None else axes_of.mesh
     planned = plan_prefill(
-        config, session.policy, LENGTHS, dtype=session.params.dtype, room=room, mesh=mesh
+        config, session.policy, LENGTHS, dtype=session.params.dtype, headroom=headroom, mesh=mesh
     )
     leaves = jax.tree.leaves(
-        dataclasses.replace(cache, bank=None, logits=None, tally=type(cache.tally)())
+        dataclasses.replace(cache, host_store=None, logits=None, tally=type(cache.tally)())
     )
     assert sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves) == planned.cache_bytes
     waiting = (
         0
-        if cache.bank is None
-        else sum(each.addressable_shards[0].data.nbytes for each in cache.bank.rows)
+        if cache.host_store is None
+        else sum(each.addressable_shards[0].data.nbytes for each in cache.host_store.rows)
     )
     assert waiting == planned.host_bytes
 
 
 def ran(model, policy, *, asks: bool = False) -> Ran:
-    """Prompts are read, questions on top of them, and tokens drawn; notes what arrays have to move on a mesh."""
+    """Prompts are read, questions on top of them, and tokens sampled; notes what arrays have to move on a mesh."""
     with mock.patch.object(placing, "put", watched):
         session = jaxkv.Session(model, policy, key=3)
         cache = session.prefill(prompts(5, LENGTHS), new=NEW)
@@ -105,7 +105,7 @@ def ran(model, policy, *, asks: bool = False) -> Ran:
         kept = positions(cache)
         if asks:
             cache = session.extend(cache, prompts(6, QUESTIONS), new=NEW)
-        cache, tokens = session.draw(cache, NEW, donate=True)
+        cache, tokens = session.sample(cache, NEW, donate=True)
     return Ran(tokens.tolist(), kept, positions(cache))
 
 

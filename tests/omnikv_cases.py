@@ -1,4 +1,4 @@
-"""A tiny model with filter layers, and short ways to feed it tokens, whichever memory its rows lie in."""
+"""A tiny model with filter layers, and short ways to feed it tokens, whichever memory its rows are in."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def omni(budget=12, **options):
 def feed(model, cache, tokens, *, session=None):
     """Logits `[steps, B, V]` of tokens `[steps][B]` on top of a copy of the cache, and the copy."""
     session = jaxkv.Session(model, cache.policy) if session is None else session
-    copy, out = repack(cache, room=len(tokens)), []
+    copy, out = repack(cache, headroom=len(tokens)), []
     for each in tokens:
         copy = session.extend(copy, [[token] for token in each], chunk=1, donate=True)
         out.append(np.asarray(copy.logits))

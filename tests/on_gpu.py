@@ -24,7 +24,7 @@ def compile_kernels() -> None:
         function = getattr(pallas_kernels, name)
         if not isinstance(function, type):
             setattr(pallas_kernels, name, _compiled(function))
-    jaxkv.attention.kernels.Interpreted.interpret = False
+    jaxkv.attention.kernels.InterpretedKernels.interpret = False
 
 
 def _compiled(function):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from table_oracles import Oracle
 
-from jaxkv import Method
+from jaxkv import Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Row:
     """
 
     name: str
-    make: Callable[..., Method]
+    make: Callable[..., Policy]
     oracle: Oracle
     sinks: int = 0
     window: int = 0
@@ -44,6 +44,6 @@ class Row:
     merges: bool = False
     like: str = ""
 
-    def policy(self, budget: int | float) -> Method:
+    def policy(self, budget: int | float) -> Policy:
         """The policy at this budget; ratios that come out too small are raised to what must stay."""
         return self.make(budget, min_budget="clamp" if isinstance(budget, float) else "raise")

@@ -18,31 +18,28 @@ from jaxkv import (
     Compactor,
     CriticalKV,
     CurDKV,
+    CustomPolicy,
     DefensiveKV,
     DropKV,
     ExpectedAttention,
     FullKV,
     GlobalBudget,
-    Keep,
     KeyDiff,
     KNorm,
     KVzip,
     LagKV,
     LayerDefensiveKV,
     LocalWindow,
-    Merge,
     OmniKV,
-    Policy,
     PyramidInfer,
     PyramidKV,
     QFilters,
     Quest,
-    Random,
+    RandomKV,
     RoCo,
     SimLayerKV,
     SnapKV,
     StreamingLLM,
-    VarianceLayers,
 )
 from jaxkv.policies import (
     AdaptiveHeads,
@@ -52,14 +49,17 @@ from jaxkv.policies import (
     GeometricLayers,
     GiniLayers,
     GroupReduce,
+    Keep,
     KeyDifference,
     KVPressLayers,
     LinearLayers,
+    Merge,
     NoPool,
     OfficialLayers,
     PoolOrder,
     ProtectedHeads,
     ThresholdHeads,
+    VarianceLayers,
 )
 
 SPANS = ((2, 5), (-14, -11))
@@ -71,9 +71,9 @@ def _snap(**options):
     return lambda budget, **kw: SnapKV(budget=budget, window=WINDOW, **options, **kw)
 
 
-def _pyramid(allocation, **options):
+def _pyramid(layers, **options):
     return lambda budget, **kw: PyramidKV(
-        budget=budget, window=WINDOW, allocation=allocation, **options, **kw
+        budget=budget, window=WINDOW, layers=layers, **options, **kw
     )
 
 
@@ -81,10 +81,10 @@ def _ada(base, **options):
     return lambda budget, **kw: AdaKV(base=base(budget, **kw), **options)
 
 
-def _pyramid_row(name, allocation, *, beta=20, **flags):
+def _pyramid_row(name, layers, *, beta=20, **flags):
     return Row(
         name=f"pyramidkv-{name}",
-        make=_pyramid(allocation),
+        make=_pyramid(layers),
         oracle=t.window(oracle=o.pyramidkv, shape=name, beta=beta),
         window=WINDOW,
         level=False,
@@ -135,7 +135,7 @@ TABLE = (
     ),
     Row(
         name="random",
-        make=lambda budget, **kw: Random(budget=budget, **kw),
+        make=lambda budget, **kw: RandomKV(budget=budget, **kw),
         oracle=t.each(t.random),
     ),
     Row(name="snapkv", make=_snap(), oracle=t.window(), window=WINDOW),
@@ -190,7 +190,7 @@ TABLE = (
     ),
     Row(
         name="adakv-alpha0",
-        make=_ada(_snap(pooling=NoPool()), safeguard=AdaptiveHeads(alpha=0.0)),
+        make=_ada(_snap(pooling=NoPool()), heads=AdaptiveHeads(alpha=0.0)),
         oracle=t.window(oracle=o.adakv, alpha=0.0, pool=None),
         window=WINDOW,
         uniform=False,
@@ -220,7 +220,7 @@ TABLE = (
     ),
     Row(
         name="adakv-protected",
-        make=_ada(_snap(pooling=AvgPool(5)), safeguard=ProtectedHeads()),
+        make=_ada(_snap(pooling=AvgPool(5)), heads=ProtectedHeads()),
         oracle=t.window(oracle=o.adakv, ada="protect", pool="avg", kernel=5),
         window=WINDOW,
         uniform=False,
@@ -285,7 +285,7 @@ TABLE += (
     Row(
         name="d2o-raw",
         make=lambda budget, **kw: D2O(
-            budget=budget, merge=None, allocation=VarianceLayers(statistic="raw"), **kw
+            budget=budget, merge=None, layers=VarianceLayers(statistic="raw"), **kw
         ),
         oracle=t.d2o("raw"),
         sinks=4,
@@ -304,7 +304,7 @@ TABLE += (
     ),
     Row(
         name="adakv-variance",
-        make=_ada(_snap(allocation=VarianceLayers(), merge=Merge())),
+        make=_ada(_snap(layers=VarianceLayers(), merge=Merge())),
         oracle=t.ada_variance,
         window=WINDOW,
         uniform=False,
@@ -386,7 +386,7 @@ TABLE += (
     ),
     Row(
         name="threshold",
-        make=lambda budget, **kw: Policy(
+        make=lambda budget, **kw: CustomPolicy(
             budget=budget,
             scorer=KeyDifference(),
             keep=Keep(sinks=2, window=WINDOW),

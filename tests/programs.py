@@ -61,7 +61,7 @@ def cases() -> Iterator[tuple[str, Callable[[], Any]]]:
     from jaxkv.models.config import LayerSpec
 
     plain = tiny.tiny(tiny.TWO_LAYERS)
-    kinds = (LayerSpec(), LayerSpec(window=16))
+    kinds = (LayerSpec(), LayerSpec(sliding_window=16))
     windowed = tiny.tiny(dataclasses.replace(tiny.TWO_LAYERS, layers=3, kinds=kinds))
     options = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
     for row in policy_table.TABLE:

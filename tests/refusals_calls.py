@@ -1,4 +1,4 @@
-"""Refusals of calls: what prefill, generate, sessions, samplers and plan_prefill say of prompts and options."""
+"""Rejections of calls: what prefill, generate, sessions, samplers and plan_prefill say of prompts and options."""
 
 import dataclasses
 import functools
@@ -97,7 +97,7 @@ CALLS = [
             "prompt=bytes",
         ),
         (np.asarray(5), TypeError, "prompt=int"),
-        (np.asarray([2**63 + 5], np.uint64), "token ids lie in"),
+        (np.asarray([2**63 + 5], np.uint64), "token ids are in"),
         (
             "half \ud83d a face",
             "^prompt=.*cannot encode",
@@ -175,14 +175,14 @@ SESSIONS = [
         "a session",
         lambda call: call(*prefilled()),
         (
-            lambda session, cache: session.draw(dataclasses.replace(cache, logits=None), 3),
+            lambda session, cache: session.sample(dataclasses.replace(cache, logits=None), 3),
             "without logits",
         ),
-        (lambda session, cache: Session(session.params).draw(cache, 3), "policy=FullKV"),
+        (lambda session, cache: Session(session.params).sample(cache, 3), "policy=FullKV"),
         (lambda session, cache: other().extend(cache, MORE), "another model"),
-        (lambda session, cache: session.draw(cache, 512), "the model was made for 512"),
+        (lambda session, cache: session.sample(cache, 512), "the model was made for 512"),
         (lambda session, cache: session.extend(cache, [*MORE, [1]]), "3 prompts"),
-        (lambda session, cache: session.draw(cache, 0), "steps=0"),
+        (lambda session, cache: session.sample(cache, 0), "steps=0"),
     ),
     *door(
         "a session's chunks",
@@ -205,7 +205,7 @@ def rows():
 
 
 def on_rows(use):
-    """With rows, and k, v and q of two more tokens."""
+    """With entries, and k, v and q of two more tokens."""
     return use(rows(), *(each[:, :, :2] for each in draw(1)))
 
 

@@ -1,4 +1,4 @@
-"""Refusals of evaluations and analyses: of tasks' settings, of samples, runs and shards, of texts and figures."""
+"""Rejections of evaluations and analyses: of tasks' settings, of samples, runs and shards, of texts and figures."""
 
 import dataclasses
 
@@ -62,7 +62,7 @@ RUNS = [
         ({"task": TWICE}, "^samples="),
     ),
     *calls(
-        "rows of names and budgets",
+        "entries of names and budgets",
         (lambda: at_budgets(["snapkv"], [8]), "^budget="),
         (lambda: at_budgets(["snapkv"]), "^budgets="),
     ),
@@ -170,7 +170,7 @@ ANALYSES = [
         "an analysis of other models",
         (
             lambda: density(
-                tiny.tiny(dataclasses.replace(CONFIG, kinds=(LayerSpec(window=8),))), TEXTS
+                tiny.tiny(dataclasses.replace(CONFIG, kinds=(LayerSpec(sliding_window=8),))), TEXTS
             ),
             "params=",
         ),

@@ -1,4 +1,4 @@
-"""Refusals of models: configs of every family, names, dtypes and meshes that a model is loaded with."""
+"""Rejections of models: configs of every family, names, dtypes and meshes that a model is loaded with."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ import jaxkv
 from jaxkv.checkpoints import GgufTokenizer, fetch, manifest
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import LayerSpec
-from jaxkv.sharding import sizes
+from jaxkv.sharding import mesh_argument
 from jaxkv.sharding.parameters import model_mesh
 
 MODELS = GOLDEN / "models"
@@ -158,7 +158,7 @@ MESHES = [
     ),
     *door(
         "a mesh of the command line",
-        lambda given: sizes.mesh_of(*given),
+        lambda given: mesh_argument.mesh_of(*given),
         (("4x4",), "there are 8 devices here"),
         (("4x4", "cpu"), "there are 8 CPU devices here"),
         # XLA's CPU dies of so many.

@@ -1,4 +1,4 @@
-"""Refusals of policies that users write: their classes, and scorers, ranks and mergers that give something else."""
+"""Rejections of policies that users write: their classes, and scorers, ranks and mergers that give something else."""
 
 import dataclasses
 from functools import partial
@@ -8,16 +8,7 @@ from refusing import calls, door, options
 from test_user_policies import policy_of
 
 import jaxkv
-from jaxkv import (
-    H2O,
-    DuoAttention,
-    Keep,
-    KVzap,
-    Method,
-    Policy,
-    SnapKV,
-    VarianceLayers,
-)
+from jaxkv import H2O, CustomPolicy, DuoAttention, KVzap, Policy, SnapKV
 from jaxkv.policies import (
     AdaptiveHeads,
     BlockAttention,
@@ -25,6 +16,7 @@ from jaxkv.policies import (
     CumulativeAttention,
     EntropyLayers,
     Joined,
+    Keep,
     KeyNorm,
     LoadedReads,
     Merged,
@@ -39,6 +31,7 @@ from jaxkv.policies import (
     TwoStageHeads,
     UniformHeads,
     ValueMerge,
+    VarianceLayers,
     Wrapper,
 )
 
@@ -92,7 +85,7 @@ class Odd(Rank):
 
 @dataclasses.dataclass(frozen=True)
 class Strange(Merger):
-    """A merger likewise."""
+    """A merger as well."""
 
     all: object = None
     one: object = None
@@ -116,7 +109,7 @@ def twice(self, index, cosine, dropped, nearest, goes, tau):
 
 
 def evicting(rank, merge=None):
-    policy = Policy(budget=20, scorer=CumulativeAttention(), evict=rank, merge=merge)
+    policy = CustomPolicy(budget=20, scorer=CumulativeAttention(), evict=rank, merge=merge)
     return jaxkv.generate(
         tiny.tiny(GQA),
         tiny.prompts(1, (40, 25)),
@@ -221,9 +214,9 @@ OWN = [
         lambda parts: parts.replace(heads=HIGH),
         (Parts(), TypeError, "heads"),
         (H2O(budget=9).parts(), "threshold="),
-        (SnapKV(budget=64, allocation=VarianceLayers()).parts(), "threshold="),
+        (SnapKV(budget=64, layers=VarianceLayers()).parts(), "threshold="),
     ),
-    *options(Policy, {"layers": EntropyLayers()}),
+    *options(CustomPolicy, {"layers": EntropyLayers()}),
     *options(
         partial(Select, budget=9, scorer=KeyNorm()),
         {"heads": KINDS},
@@ -233,8 +226,8 @@ OWN = [
     *door(
         "a user's class",
         lambda cls: cls(budget=20),
-        (derived("Nothing", Method), TypeError, "Nothing: .*`parts`"),
-        (derived("Less", Method, parts=lambda self: 3), TypeError, "parts=3"),
+        (derived("Nothing", Policy), TypeError, "Nothing: .*`parts`"),
+        (derived("Less", Policy, parts=lambda self: 3), TypeError, "parts=3"),
     ),
     *calls(
         "a user's wrapper",

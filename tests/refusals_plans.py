@@ -1,4 +1,4 @@
-"""Refusals of plans for GPUs, and of exports."""
+"""Rejections of plans for GPUs, and of exports."""
 
 from unittest import mock
 

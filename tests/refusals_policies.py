@@ -1,4 +1,4 @@
-"""Refusals of policies: what constructors of the methods say of their options, and every door of a policy's name.
+"""Rejections of policies: what constructors of the methods say of their options, and every door of a policy's name.
 
 Policies and parts that users write are in refusals_parts.py.
 """
@@ -23,6 +23,7 @@ from jaxkv import (
     Compactor,
     CriticalKV,
     CurDKV,
+    CustomPolicy,
     DefensiveKV,
     ExpectedAttention,
     FullKV,
@@ -30,8 +31,6 @@ from jaxkv import (
     KVzap,
     KVzip,
     LagKV,
-    Merge,
-    Method,
     OmniKV,
     Policy,
     PyramidInfer,
@@ -51,12 +50,13 @@ from jaxkv.policies import (
     KeyDifference,
     LinearLayers,
     MaxPool,
+    Merge,
     ProtectedHeads,
     VarianceLayers,
 )
 
 GQA = tiny.MODELS["gqa3"]
-Wants = dataclasses.make_dataclass("Wants", ["rows"], bases=(Method,), frozen=True, kw_only=True)
+Wants = dataclasses.make_dataclass("Wants", ["rows"], bases=(Policy,), frozen=True, kw_only=True)
 ROLLING = StreamingLLM(budget=40, rolling_positions=True)
 OFFICIAL = partial(D2O, official=True)
 # What no call takes as a policy, and no wrapper as its base.
@@ -68,7 +68,7 @@ ROWS = [
         "a policy",
         (lambda: SnapKV(256), TypeError, "positional"),
         (lambda: SnapKV(compression_ratio=0.9), TypeError, r"compression_ratio: .*budget=0\.1"),
-        (lambda: SnapKV(allocation=LinearLayers), TypeError, "layers="),
+        (lambda: SnapKV(layers=LinearLayers), TypeError, "layers="),
         (lambda: AdaKV(base=ROLLING), "rolling="),
         (lambda: GlobalBudget(base=ROLLING), "rolling="),
         (lambda: StreamingLLM(slide=True, rolling_positions=True), "after="),
@@ -96,13 +96,13 @@ ROWS = [
         {"base": AdaKV(budget=64)},
         {"base": TOVA()},
         {"budget": 64, "base": SnapKV(budget=16, window=4)},
-        {"alpha": 0.5, "safeguard": ProtectedHeads()},
+        {"alpha": 0.5, "heads": ProtectedHeads()},
     ),
     *options(FullKV, {"budget": 16}, {"every": 5}, {"merge": Merge()}),
     *options(H2O, {"every": 5}, {"mode": "both"}),
     *options(TOVA, {"per_head": "no"}),
     *options(StreamingLLM, {"merge": Merge(), "rolling_positions": True}),
-    *options(PyramidInfer, {"every": 5}, {"allocation": VarianceLayers()}),
+    *options(PyramidInfer, {"every": 5}, {"layers": VarianceLayers()}),
     *options(CaM, {"merge": Merge()}),
     *options(Merge, {"metric": "norm"}, {"threshold": float("nan")}),
     *options(VarianceLayers, {"statistic": "std"}, {"dense_layers": (1.5,)}),
@@ -135,7 +135,7 @@ ROWS = [
         {"base": PyramidInfer()},
     ),
     *options(
-        partial(Policy, budget=9),
+        partial(CustomPolicy, budget=9),
         {"every": 4, "scorer": FutureAttention(sinks=0, positions=8)},
         {"layers": GlobalLayers(), "scorer": KeyDifference()},
     ),

@@ -1,4 +1,4 @@
-"""Rows of the table of refusals: a door of the library, what is given to it, the error that comes and what it says."""
+"""Rows of the table of rejections: a door of the library, what is given to it, the error that comes and what it says."""
 
 import functools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Row(NamedTuple):
-    """One refusal. It is called in an empty folder, as users call: without the hook that checks annotations."""
+    """One rejection. It is called in an empty folder, as users call: without the hook that checks annotations."""
 
     door: str
     call: Callable[[], Any]
@@ -15,7 +15,7 @@ class Row(NamedTuple):
 
 
 def door(name: str, call: Callable[[Any], Any], *rows: tuple) -> list[Row]:
-    """Rows `(bad, told)`, or `(bad, kind, told)` where the error is no ValueError; `call` takes what is bad."""
+    """Entries `(bad, told)`, or `(bad, kind, told)` where the error is no ValueError; `call` takes what is bad."""
     return [
         Row(name, functools.partial(call, bad), *(kind or [ValueError]), told)
         for bad, *kind, told in rows
@@ -23,12 +23,12 @@ def door(name: str, call: Callable[[Any], Any], *rows: tuple) -> list[Row]:
 
 
 def calls(name: str, *rows: tuple) -> list[Row]:
-    """The same where every row is a call of its own: `(call, told)`, or `(call, kind, told)`."""
+    """The same where every entry is a call of its own: `(call, told)`, or `(call, kind, told)`."""
     return [Row(name, call, *(kind or [ValueError]), told) for call, *kind, told in rows]
 
 
 def options(make: Callable[..., Any], *bad: dict[str, Any], kind: Any = ValueError) -> list[Row]:
-    """Rows of keyword arguments that a class refuses by the name of the first of them."""
+    """Entries of keyword arguments that a class rejects by the name of the first of them."""
     name = getattr(make, "func", make).__name__
     return [
         Row(name, functools.partial(make, **each), kind, f"{next(iter(each))}=") for each in bad

@@ -50,9 +50,9 @@ def archive(path: str) -> dict[str, np.ndarray]:
 def prefill(
     model: LanguageModel,
     ids: list,
-    policy: jaxkv.Policy | None = None,
+    policy: jaxkv.CustomPolicy | None = None,
     *,
-    room: int = 0,
+    headroom: int = 0,
     slots: int | None = None,
 ) -> tuple[KVCache, np.ndarray]:
     """Cache and logits `[B, V]` of the last tokens. `slots` replaces the bucket, and with it the query blocks."""
@@ -62,7 +62,7 @@ def prefill(
         session.policy,
         [len(each) for each in ids],
         dtype=model.dtype,
-        room=room,
+        headroom=headroom,
         mesh=model.flat.mesh,
     )
     cache = session.prefill(
@@ -79,7 +79,10 @@ def extend(
     Returns each row's logits at the last token of every chunk, `[chunks, V]`, and the copy.
     """
     session, longest = jaxkv.Session(model, cache.policy), max(len(each) for each in ids)
-    copy, seen = repack(cache, room=-(-longest // chunk) * chunk, batch=len(ids)), [[] for _ in ids]
+    copy, seen = (
+        repack(cache, headroom=-(-longest // chunk) * chunk, batch=len(ids)),
+        [[] for _ in ids],
+    )
     for first in range(0, longest, chunk):
         part = [each[first : first + chunk] for each in ids]
         # Some may have come to their end: as encoded prompts, which may be empty.
@@ -98,7 +101,7 @@ def by_prefixes(model: LanguageModel, ids: list) -> list[np.ndarray]:
 
 
 def by_tokens(
-    model: LanguageModel, ids: list, policy: jaxkv.Policy | None = None
+    model: LanguageModel, ids: list, policy: jaxkv.CustomPolicy | None = None
 ) -> list[np.ndarray]:
     """Logits `[S, V]` at every position of every row: the first token prefilled, the others decoded one by one."""
     # In the bucket of the whole prompts, whose programs other tests need anyway.
@@ -110,20 +113,20 @@ def by_tokens(
 
 
 def greedy(model: LanguageModel, cache: KVCache, steps: int) -> np.ndarray:
-    """Tokens `[B, steps]` drawn on top of the cache."""
-    return jaxkv.Session(model, cache.policy).draw(cache, steps)[1]
+    """Tokens `[B, steps]` sampled on top of the cache."""
+    return jaxkv.Session(model, cache.policy).sample(cache, steps)[1]
 
 
 def greedy_after_one(
     model: LanguageModel, cache: KVCache, steps: int
 ) -> tuple[np.ndarray, list[int]]:
-    """One sequence's logits after the first token drawn, and all tokens; one program draws both times.
+    """One sequence's logits after the first token sampled, and all tokens; one program samples both times.
 
     The cache is given up: a copy would take a program for each size of pools.
     """
     session = jaxkv.Session(model, cache.policy)
-    after, first = session.draw(cache, 1, new=steps, donate=True)
-    _, rest = session.draw(after, steps - 1, new=steps, donate=True)
+    after, first = session.sample(cache, 1, new=steps, donate=True)
+    _, rest = session.sample(after, steps - 1, new=steps, donate=True)
     return np.asarray(after.logits)[0], [*first[0].tolist(), *rest[0].tolist()]
 
 

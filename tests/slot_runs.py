@@ -21,7 +21,7 @@ SAMPLERS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Asked:
-    """One request: a prompt, tokens to draw, how, with which seed, and ids that end it."""
+    """One request: a prompt, tokens to sample, how, with which seed, and ids that end it."""
 
     prompt: list
     new: int
@@ -31,7 +31,7 @@ class Asked:
 
 
 def requests(seed, count, *, vocab=64, sampled=False, shortest=17):
-    """Random requests, about half of which come to an end token; sampled ones draw in turn by each of the samplers."""
+    """Random requests, about half of which come to an end token; sampled ones sample in turn by each of the samplers."""
     rng = np.random.default_rng(seed)
     return [
         Asked(
@@ -50,7 +50,7 @@ def alone(model, policy, asked):
     """The tokens of a request by itself."""
     session = jaxkv.Session(model, policy, key=asked.seed)
     cache = session.prefill(asked.prompt, new=NEW)
-    tokens = session.draw(
+    tokens = session.sample(
         cache, asked.new, new=NEW, sampling=asked.sampling, eos=asked.eos, donate=True
     )[1][0]
     return tokens[tokens >= 0].tolist()

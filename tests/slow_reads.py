@@ -52,7 +52,7 @@ class Slow:
         self.ends, self.rows = flat.graphs.ends(flat.ends), [[] for _ in layers]
 
     def read(self, tokens, how):
-        """The logits behind tokens that are read `"whole"`, `"one"` by one as drawn ones are, or as a `"chunk"`."""
+        """The logits behind tokens that are read `"whole"`, `"one"` by one as sampled ones are, or as a `"chunk"`."""
         config, first = self.model.config, len(self.rows[0])
         stands = jnp.arange(first, first + len(tokens))[None]
         x, chosen = self.ends.embed(jnp.asarray([tokens])), {}
@@ -81,7 +81,7 @@ class Slow:
         return [each for each in [*mine, *range(self.prompt, last + 1)] if each <= last]
 
     def choose(self, layer, first, how):
-        """The positions that a filter chooses among those before `first`, or, for drawn tokens, among the prompt's."""
+        """The positions that a filter chooses among those before `first`, or, for sampled tokens, among the prompt's."""
         below = first if how == "chunk" or self.generated else self.prompt
         asking = (
             range(first, len(self.rows[layer]))
@@ -108,7 +108,7 @@ class Slow:
 
     def attended(self, layer, at, first, how, chosen):
         """Attention output `[H, D]` of the token at a position."""
-        config, window = self.model.config, self.model.config.windows[layer]
+        config, window = self.model.config, self.model.config.sliding_windows[layer]
         heads, query = range(config.kv_heads), self.rows[layer][at][0]
         seen = [self.held(layer, head, at) for head in heads]
         if window is not None:

@@ -9,18 +9,18 @@ import oracles as o
 import test_oracle_agreement as agreement
 from jax import lax
 
-from jaxkv import TOVA, Method
+from jaxkv import TOVA, Policy
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked, empty_pool, pack_shared
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import faded
-from jaxkv.engine.choosing import choose, of_prompt
 from jaxkv.engine.compress import merged
 from jaxkv.engine.evict import Eviction, evict
 from jaxkv.engine.layers.binding import bound
 from jaxkv.engine.layers.step import Step
 from jaxkv.engine.layers.terms import Terms
 from jaxkv.engine.segments import Segments
+from jaxkv.engine.selection import choose, of_prompt
 from jaxkv.engine.tokens import NewTokens, Token
 from jaxkv.policies import KeyNorm
 
@@ -68,15 +68,15 @@ def draw(seed, group, *, sharp=1.5, like=0.0):
     )
 
 
-def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
+def prefilled(policy: Policy, drawn: Drawn, lengths, layout: Layout):
     """The layer's pool after the prompt, its segments and thresholds, put together from the library's pieces.
 
     A shared pool holds rows of other layers before and behind this one's, which nothing may touch.
     """
     lengths = np.asarray(lengths)
     parts = policy.parts()
-    forced = parts.keep.mask(lengths, SLOTS)
-    anyway = forced.sum(axis=1)
+    always_kept = parts.keep.mask(lengths, SLOTS)
+    anyway = always_kept.sum(axis=1)
     rows = parts.budgets(lengths, anyway)[None]
     limit = parts.may_hold(rows[0])
     recent = parts.recents(rows, lengths, anyway)[0]
@@ -97,7 +97,7 @@ def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
         mass = -jnp.sqrt((jnp.asarray(drawn.k) ** 2).sum(axis=-1))
     scores = parts.scorer.scores(mass, length)
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
-    layer = of_prompt(scores, jnp.asarray(forced), length)
+    layer = of_prompt(scores, jnp.asarray(always_kept), length)
     mask = choose([layer], count, last, heads=parts.heads).masks[0]
     taken = Unpacked(
         jnp.asarray(drawn.k), jnp.asarray(drawn.v), layer.inside, score=mass, mass=mass
@@ -126,7 +126,7 @@ def prefilled(policy: Method, drawn: Drawn, lengths, layout: Layout):
     return pool, segments
 
 
-def terms_of(policy: Method, layout: Layout, widest: int | None = None) -> Terms:
+def terms_of(policy: Policy, layout: Layout, widest: int | None = None) -> Terms:
     """Static config of the layer's rows."""
     parts = policy.parts()
     reading = parts.reading((None,), SLOTS)
@@ -151,7 +151,7 @@ def one_step(terms: Terms, token: Token, pool: Pool, segments: Segments, count):
     return out, *evict(pool, now, out[:, :, 0, 0, 0], how)
 
 
-def follow(policy: Method, drawn: Drawn, lengths, layout: Layout, *, widest=None):
+def follow(policy: Policy, drawn: Drawn, lengths, layout: Layout, *, widest=None):
     """Every step's pool, segments and output; the prompt's first, without output."""
     pool, segments = prefilled(policy, drawn, lengths, layout)
     terms = terms_of(policy, layout, widest)

@@ -33,7 +33,7 @@ def ada_knorm(layer, q, k, budget):
 
 
 def random(layer, q, k, budget):
-    # The draws are the library's promise: by key, layer, position and head; which of them win is worked out here.
+    # The samples are the library's promise: by key, layer, position and head; which of them win is worked out here.
     heads, n, _ = k.shape
     key = jax.random.fold_in(jax.random.key(0), layer)
     draws = np.stack(
@@ -57,10 +57,10 @@ def heavy(sinks=0, share=0.5, mean=False, ada=False):
         scores = o.cumulative_scores(q, k)
         if mean:
             scores = scores / (n - np.arange(n))
-        forced = o.forced_positions(n, sinks, recent(rows, sinks, share), ())
+        always_kept = o.forced_positions(n, sinks, recent(rows, sinks, share), ())
         if ada:
-            return o.ada_select(scores, rows, forced, n)
-        picked = [o.top_select(row, rows, forced, n) for row in scores]
+            return o.ada_select(scores, rows, always_kept, n)
+        picked = [o.top_select(row, rows, always_kept, n) for row in scores]
         return [kept for kept, _ in picked], min(gap for _, gap in picked)
 
     return each(select)
@@ -75,8 +75,8 @@ def d2o(kind):
         rows, margin = o.variance_rows(stats, n, budget, kind, len(o.forced_positions(n, 4, 1, ())))
         kept, gap = [], margin / n
         for q, k, r in zip(qs, ks, rows, strict=True):
-            forced = o.forced_positions(n, 4, recent(r, 4, 0.25), ())
-            picked = [o.top_select(row, r, forced, n) for row in o.cumulative_scores(q, k)]
+            always_kept = o.forced_positions(n, 4, recent(r, 4, 0.25), ())
+            picked = [o.top_select(row, r, always_kept, n) for row in o.cumulative_scores(q, k)]
             kept.append([positions for positions, _ in picked])
             gap = min(gap, *(own for _, own in picked))
         return kept, gap
@@ -87,10 +87,12 @@ def d2o(kind):
 def ada_variance(qs, ks, budget):
     n = ks[0].shape[1]
     stats = [o.layer_statistic(q, k, "headnorm") for q, k in zip(qs, ks, strict=True)]
-    forced = o.forced_positions(n, 0, WINDOW, ())
-    rows, margin = o.variance_rows(stats, n, budget, "headnorm", len(forced))
+    always_kept = o.forced_positions(n, 0, WINDOW, ())
+    rows, margin = o.variance_rows(stats, n, budget, "headnorm", len(always_kept))
     picked = [
-        o.ada_select(o.window_scores(q, k, WINDOW, 7, "max", "mean", "mean_first"), r, forced, n)
+        o.ada_select(
+            o.window_scores(q, k, WINDOW, 7, "max", "mean", "mean_first"), r, always_kept, n
+        )
         for q, k, r in zip(qs, ks, rows, strict=True)
     ]
     return [kept for kept, _ in picked], min(margin / n, *(gap for _, gap in picked))
@@ -112,31 +114,31 @@ def critical_norms(k):
 def critical(ada=False):
     def select(layer, q, k, budget):
         n = k.shape[1]
-        rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+        rows, always_kept = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
         scores = o.window_scores(q, k, WINDOW, 7, "max", "mean", "mean_first")
         budgets, gap = [rows] * len(k), np.inf
         if ada:
-            kept, gap = o.ada_select(scores, rows, forced, n)
+            kept, gap = o.ada_select(scores, rows, always_kept, n)
             budgets = [len(head) for head in kept]
-        kept, own = o.critical_select(scores, critical_norms(k), budgets, forced, n)
+        kept, own = o.critical_select(scores, critical_norms(k), budgets, always_kept, n)
         return kept, min(gap, own)
 
     return each(select)
 
 
-def _together(scores, norms, rows, forced, below):
+def _together(scores, norms, rows, always_kept, below):
     """CriticalKV where heads keep the same rows, all of them among `below`: each stage goes by the mean over heads."""
     first = [
-        float(np.mean([head[j] for head in scores])) if j not in forced else 0.0 for j in below
+        float(np.mean([head[j] for head in scores])) if j not in always_kept else 0.0 for j in below
     ]
     pairs = list(zip(scores, norms, strict=True))
     both = [
         float(np.mean([(head[j] + 1e-4) * norm[j] for head, norm in pairs]))
-        if j not in forced
+        if j not in always_kept
         else 0.0
         for j in below
     ]
-    must = [at for at, j in enumerate(below) if j in forced]
+    must = [at for at, j in enumerate(below) if j in always_kept]
     safe, gap = o.top_select(first, rows // 2, must, len(below))
     chosen, own = o.top_select(both, rows, safe, len(below))
     return [below[at] for at in chosen], min(gap, own)
@@ -154,12 +156,12 @@ def critical_pyramid_infer(qs, ks, budget):
     n, heads = ks[0].shape[1], len(ks[0])
     if o.resolve_budget(budget, n) >= n:
         return [o.full(heads, n)[0] for _ in ks], np.inf
-    forced = set(o.forced_positions(n, 0, WINDOW, ()))
-    counts, _ = o.layer_rows("linear", n, budget, len(ks), len(forced), 20)
+    always_kept = set(o.forced_positions(n, 0, WINDOW, ()))
+    counts, _ = o.layer_rows("linear", n, budget, len(ks), len(always_kept), 20)
     below, kept, gap = list(range(n)), [], np.inf
     for q, k, rows in zip(qs, ks, counts, strict=True):
         scores = o.window_scores(q, k, WINDOW, pool=None)
-        below, own = _together(scores, critical_norms(k), int(rows), forced, below)
+        below, own = _together(scores, critical_norms(k), int(rows), always_kept, below)
         kept.append([below] * heads)
         gap = min(gap, own)
     return kept, gap
@@ -168,9 +170,9 @@ def critical_pyramid_infer(qs, ks, budget):
 def critical_streaming(layer, q, k, budget):
     n, heads = k.shape[1], len(k)
     scores = np.broadcast_to(np.arange(n, dtype=np.float64), (heads, n))
-    forced = o.forced_positions(n, 2, 1, ())
+    always_kept = o.forced_positions(n, 2, 1, ())
     return o.critical_select(
-        scores, critical_norms(k), [o.resolve_budget(budget, n)] * heads, forced, n
+        scores, critical_norms(k), [o.resolve_budget(budget, n)] * heads, always_kept, n
     )
 
 
@@ -182,15 +184,15 @@ def keydiff(layer, q, k, budget):
 
 def threshold_keydiff(layer, q, k, budget):
     n = k.shape[1]
-    rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 2, WINDOW, ())
-    picked = [o.threshold_select([row], rows, -0.1, forced, n) for row in o.keydiff_scores(k)]
+    rows, always_kept = o.resolve_budget(budget, n), o.forced_positions(n, 2, WINDOW, ())
+    picked = [o.threshold_select([row], rows, -0.1, always_kept, n) for row in o.keydiff_scores(k)]
     return [kept for (kept,), _, _ in picked], min(gap for _, gap, _ in picked)
 
 
 def _behind_sinks(scores, budget, n, gap=np.inf):
     """Each head's best rows by `scores`, behind four sinks that stay; the smaller of `gap` and that at the cuts."""
-    forced = o.forced_positions(n, 4, 0, ())
-    picked = [o.top_select(row, o.resolve_budget(budget, n), forced, n) for row in scores]
+    always_kept = o.forced_positions(n, 4, 0, ())
+    picked = [o.top_select(row, o.resolve_budget(budget, n), always_kept, n) for row in scores]
     return [kept for kept, _ in picked], min(gap, *(own for _, own in picked))
 
 
@@ -241,11 +243,11 @@ def expected(ada=False, **options):
 
     def select(layer, q, k, budget):
         n = k.shape[1]
-        rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 4, 0, ())
+        rows, always_kept = o.resolve_budget(budget, n), o.forced_positions(n, 4, 0, ())
         scores = o.expected_scores(prompt_moments(q), k, k, **options)
         if ada:
-            return o.ada_select(scores, rows, forced, n)
-        picked = [o.top_select(row, rows, forced, n) for row in scores]
+            return o.ada_select(scores, rows, always_kept, n)
+        picked = [o.top_select(row, rows, always_kept, n) for row in scores]
         return [kept for kept, _ in picked], min(gap for _, gap in picked)
 
     return each(select)
@@ -256,7 +258,7 @@ def defensive(over_layers=False, stage=None):
 
     def oracle(qs, ks, budget):
         n = ks[0].shape[1]
-        rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+        rows, always_kept = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
         scores = [
             o.defensive_scores(q, k, critical_norms(k), WINDOW) for q, k in zip(qs, ks, strict=True)
         ]
@@ -267,11 +269,11 @@ def defensive(over_layers=False, stage=None):
                 gap = min(gap, own)
                 for head, places in zip(each, marked, strict=True):
                     # All of them are kept: which comes first does not matter.
-                    head[places[: max(rows - len(forced), 0)]] = 1e9
+                    head[places[: max(rows - len(always_kept), 0)]] = 1e9
         if over_layers:
-            kept, own = o.global_select(scores, rows, forced, n)
+            kept, own = o.global_select(scores, rows, always_kept, n)
             return kept, min(gap, own)
-        picked = [o.ada_select(each, rows, forced, n, 0.0) for each in scores]
+        picked = [o.ada_select(each, rows, always_kept, n, 0.0) for each in scores]
         return [kept for kept, _ in picked], min(gap, *(own for _, own in picked))
 
     return oracle
@@ -279,30 +281,32 @@ def defensive(over_layers=False, stage=None):
 
 def dropkv(layer, q, k, budget):
     n = k.shape[1]
-    rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
-    picked = [o.top_select(row, rows, forced, n) for row in o.dropkv_scores(q, k, k, WINDOW)]
+    rows, always_kept = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+    picked = [o.top_select(row, rows, always_kept, n) for row in o.dropkv_scores(q, k, k, WINDOW)]
     return [kept for kept, _ in picked], min(gap for _, gap in picked)
 
 
 def rkv(layer, q, k, budget):
     n = k.shape[1]
-    rows, forced = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
+    rows, always_kept = o.resolve_budget(budget, n), o.forced_positions(n, 0, WINDOW, ())
     scores, gap = o.rkv_scores(q, k, WINDOW)
-    picked = [o.top_select(row, rows, forced, n) for row in scores]
+    picked = [o.top_select(row, rows, always_kept, n) for row in scores]
     return [kept for kept, _ in picked], min(gap, *(own for _, own in picked))
 
 
 def chunkkv(layer, q, k, budget):
     n = k.shape[1]
-    forced = o.forced_positions(n, 2, WINDOW, ())
-    return o.chunk_select(o.window_scores(q, k, WINDOW), o.resolve_budget(budget, n), forced, n, 5)
+    always_kept = o.forced_positions(n, 2, WINDOW, ())
+    return o.chunk_select(
+        o.window_scores(q, k, WINDOW), o.resolve_budget(budget, n), always_kept, n, 5
+    )
 
 
 def chunkkv_entropy(layer, q, k, budget):
     n = k.shape[1]
-    forced = o.forced_positions(n, 0, WINDOW, ())
+    always_kept = o.forced_positions(n, 0, WINDOW, ())
     scores = o.window_scores(q, k, WINDOW, pool=None)
-    return o.gated_chunk_select(scores, o.resolve_budget(budget, n), forced, n, 5, 2)
+    return o.gated_chunk_select(scores, o.resolve_budget(budget, n), always_kept, n, 5, 2)
 
 
 def compactor(layer, q, k, budget):
@@ -340,9 +344,9 @@ def kvzip(qs, ks, budget):
 def global_heavy(qs, ks, budget):
     n = ks[0].shape[1]
     rows = o.resolve_budget(budget, n)
-    forced = o.forced_positions(n, 0, recent(rows, 0, 0.5), ())
+    always_kept = o.forced_positions(n, 0, recent(rows, 0, 0.5), ())
     return o.global_select(
-        [o.cumulative_scores(q, k) for q, k in zip(qs, ks, strict=True)], rows, forced, n
+        [o.cumulative_scores(q, k) for q, k in zip(qs, ks, strict=True)], rows, always_kept, n
     )
 
 

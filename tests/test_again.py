@@ -17,17 +17,24 @@ from jaxkv import (
     CriticalKV,
     GlobalBudget,
     LayerDefensiveKV,
-    Merge,
     PyramidKV,
     SnapKV,
     StreamingLLM,
-    VarianceLayers,
 )
 from jaxkv.cache import repack
 from jaxkv.engine.plan import widest
 from jaxkv.engine.recompress import beyond, due
 from jaxkv.engine.spec import spec_for
-from jaxkv.policies import KeyNorm, LinearLayers, Merged, Merger, UniformLayers, Wrapper
+from jaxkv.policies import (
+    KeyNorm,
+    LinearLayers,
+    Merge,
+    Merged,
+    Merger,
+    UniformLayers,
+    VarianceLayers,
+    Wrapper,
+)
 
 GQA = tiny.TWO_LAYERS
 ROWS, EVERY = 24, 8
@@ -44,11 +51,11 @@ POLICIES = {
     "capkv": CAPKV(budget=ROWS, every=EVERY),
     "layerdefensive": LayerDefensiveKV(budget=ROWS, window=8, every=EVERY),
 }
-# Rows that go one by one while drawing, and many at once behind a question.
+# Rows that go one by one while sampling, and many at once behind a question.
 EVICTING = {
     "h2o-sinks": H2O(budget=ROWS, sinks=2, recent=0.25, protect=((4, 6),)),
     "globalbudget-h2o": GlobalBudget(base=H2O(budget=ROWS)),
-    "d2o": D2O(budget=ROWS, allocation=UniformLayers()),
+    "d2o": D2O(budget=ROWS, layers=UniformLayers()),
 }
 # Sequences that reach the point together, though their prompts differ.
 LENGTHS = (20, 13)
@@ -85,7 +92,7 @@ def feed(model, cache, tokens, *, chunk):
     """Tokens `[B, N]` on top of a copy with room for them, in chunks; evicting policies take one at a time."""
     needed = tokens.shape[1] + 1
     # Room for some calls at once: another size of pools is another program.
-    copy = repack(cache, room=0 if cache.free().min() >= needed else max(needed, EVERY + 2))
+    copy = repack(cache, headroom=0 if cache.free().min() >= needed else max(needed, EVERY + 2))
     return jaxkv.Session(model, cache.policy).extend(copy, tokens, chunk=chunk, donate=True)
 
 
@@ -138,8 +145,10 @@ def test_a_question_is_cut_back_as_a_prompt_would_be(name):
 
 def test_recent_rows_of_a_prompt_below_its_budget_fit_every_layer():
     """Half of the budget is more than a schedule gives its top layers."""
-    keep = jaxkv.Keep(recent=0.5)
-    policy = jaxkv.Policy(budget=16, scorer=KeyNorm(), keep=keep, layers=LinearLayers(), every=4)
+    keep = jaxkv.policies.Keep(recent=0.5)
+    policy = jaxkv.CustomPolicy(
+        budget=16, scorer=KeyNorm(), keep=keep, layers=LinearLayers(), every=4
+    )
     session = jaxkv.Session(tiny.tiny(tiny.TWO_LAYERS), policy)
     grown = session.extend(session.prefill(tiny.prompts(5, (20, 3))), tiny.prompts(6, (17, 17)))
     after = session.compress_again(grown)
@@ -149,7 +158,7 @@ def test_recent_rows_of_a_prompt_below_its_budget_fit_every_layer():
 
 def test_layers_ranked_by_scores_hold_what_always_stays_once_a_short_prompt_has_grown():
     """Layers' budgets are those of the prompt, here 3 rows each: fewer than the window."""
-    policy = SnapKV(budget=1.0, window=8, every=4, allocation=VarianceLayers())
+    policy = SnapKV(budget=1.0, window=8, every=4, layers=VarianceLayers())
     out = jaxkv.generate(
         tiny.tiny(GQA),
         tiny.prompts(5, (40, 3)),
@@ -175,7 +184,7 @@ class Counting(Merger):
 
 
 def test_a_merger_learns_nothing_of_sequences_that_are_not_due():
-    policy = jaxkv.Policy(budget=12, scorer=KeyNorm(), merge=Counting(), every=5)
+    policy = jaxkv.CustomPolicy(budget=12, scorer=KeyNorm(), merge=Counting(), every=5)
     session = jaxkv.Session(tiny.tiny(GQA), policy)
     grown = session.extend(session.prefill(tiny.prompts(5, (40, 4))), tiny.prompts(6, (5, 5)))
     assert due(grown).tolist() == [True, False]
@@ -214,7 +223,7 @@ def test_a_cache_never_exceeds_its_budget_and_n(name):
     "policy",
     [
         D2O(budget=ROWS, official=True),
-        AdaKV(base=SnapKV(budget=ROWS, window=8, allocation=VarianceLayers(), every=EVERY)),
+        AdaKV(base=SnapKV(budget=ROWS, window=8, layers=VarianceLayers(), every=EVERY)),
     ],
     ids=lambda policy: f"{type(policy).__name__}",
 )
@@ -241,8 +250,8 @@ def test_generate_over_turns(policy):
 
 def test_no_bound_is_taken_for_segments_that_a_later_choice_may_fill():
     """With one budget over layers and heads a segment may come to hold more rows than its prompt had."""
-    assert widest(POLICIES["layerdefensive"].parts(), 64, GQA.windows) is None
-    assert widest(EVICTING["globalbudget-h2o"].parts(), 64, GQA.windows) == 65
+    assert widest(POLICIES["layerdefensive"].parts(), 64, GQA.sliding_windows) is None
+    assert widest(EVICTING["globalbudget-h2o"].parts(), 64, GQA.sliding_windows) == 65
 
 
 def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():
@@ -275,7 +284,7 @@ def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():
     ids=lambda policy: type(policy).__name__,
 )
 def test_spans_end_with_the_prompt(policy):
-    """One that reaches further protects the prompt's rows up to there, and nothing that is drawn."""
+    """One that reaches further protects the prompt's rows up to there, and nothing that is sampled."""
     model, prompt = tiny.tiny(GQA), tiny.prompts(1, [30])[0]
     spans = [range(*slice(*span).indices(len(prompt))) for span in policy.protect]
     out = jaxkv.generate(model, prompt, policy=policy, max_new_tokens=40, stop_at_eos=False)
@@ -285,7 +294,7 @@ def test_spans_end_with_the_prompt(policy):
     )
     assert all({*span} <= {*head} for span in spans for head in heads)
     assert out.cache.kept.mean() <= 40 + 8 and max(map(max, heads)) == seen - 1
-    assert any(not {*range(30, 38)} <= {*head} for head in heads), "the first that were drawn"
+    assert any(not {*range(30, 38)} <= {*head} for head in heads), "the first that were sampled"
 
 
 def test_layers_of_a_pyramid_hold_their_protected_rows_again_and_again():
@@ -319,9 +328,9 @@ def test_what_segments_hold_after_a_question_stays_below_the_bound_compiled_in(p
         bound = spec_for(model.flat, cache).widest
         question = session.extend(cache, tiny.prompts(9 - seed, (90, 70)))
         assert spec_for(model.flat, question).widest is None, (
-            "rows have been added, and none has gone for them"
+            "entries have been added, and none has gone for them"
         )
-        cache, _ = session.draw(session.extend(cache, tiny.prompts(9 - seed, (90, 70)), new=4), 2)
+        cache, _ = session.sample(session.extend(cache, tiny.prompts(9 - seed, (90, 70)), new=4), 2)
         found, holds = spec_for(model.flat, cache).widest, int(cache.kept.max())
         assert holds < bound if found is not None else holds >= bound
         beyond_it |= holds >= bound

@@ -23,7 +23,7 @@ from jaxkv import (
     CriticalKV,
     FullKV,
     PyramidKV,
-    Random,
+    RandomKV,
     SnapKV,
     analysis,
     checkpoints,
@@ -33,7 +33,7 @@ from jaxkv.cli import main, models
 from jaxkv.evals import COLOURS, TwoStage
 from jaxkv.evals.retrieval import visible_attention
 from jaxkv.models.values import LayerSpec
-from jaxkv.policies.reading import WHOLE, sources, whole_layers
+from jaxkv.policies.reads import WHOLE, sources, whole_layers
 from jaxkv.policies.wrapper import with_budget
 
 DEEP = tiny.shape(layers=6, kv_heads=2, group=2, dim=16)
@@ -178,7 +178,7 @@ def test_a_model_on_a_mesh():
 def test_layers_with_a_window_are_left_out():
     """Of a model whose windows hide nothing: what the same layers are in a model without windows."""
     model, whole = tiny.tiny(DEEP), (1, 3, 5)
-    kinds = (LayerSpec(window=4096), LayerSpec())
+    kinds = (LayerSpec(sliding_window=4096), LayerSpec())
     windowed = tiny.tiny(dataclasses.replace(DEEP, kinds=kinds))
     one, two = (analysis.similarity(each, TEXTS, queries=4) for each in (model, windowed))
     np.testing.assert_allclose(two, one[np.ix_(whole, whole)], rtol=1e-4, atol=1e-6)
@@ -204,7 +204,7 @@ def test_filter_layers_are_the_best_of_all_sets(m, adjacent, most):
 
 
 def test_a_policy_that_draws_takes_a_seed_or_a_key():
-    of = {"policies": [Random()], "budgets": [8], "following": 4}
+    of = {"policies": [RandomKV()], "budgets": [8], "following": 4}
     keys = (3, jax.random.key(3), 4)
     one, two, other = (
         analysis.recall(tiny.tiny(CONFIG), TEXTS, **of, key=key).recall for key in keys

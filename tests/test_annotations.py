@@ -54,7 +54,7 @@ WRONG = {
 
 def test_what_fits_passes():
     assert scale(jnp.ones((3, 2)), 2, b=jnp.ones((1, 2))).shape == (3, 2)
-    assert scale(a=jnp.ones((4, 2)), by=2).shape == (4, 2)  # letters are of one call
+    assert scale(a=jnp.ones((4, 2)), by=2).shape == (4, 2)  # logical axes are of one call
     assert Pair.twice(jnp.ones(2)).name == ""
 
 

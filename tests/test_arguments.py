@@ -82,14 +82,14 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
     size = f"{out.cache.nbytes / 1e6:.2f} MB"
     wanted = f"SnapKV(budget=16, window=4)|2 sequences|{seen.min()} to {seen.max()} tokens|{size}|turn: answer"
     assert all(each in shown for each in wanted.split("|")) and str(out.cache) == shown
-    assert re.search(r"\d+ to \d+ rows in each of 3 x 2 heads", shown), shown
+    assert re.search(r"\d+ to \d+ entries in each of 3 x 2 heads", shown), shown
     assert repr(out) == f"Generation(2 answers, 24 tokens; {shown})"
     one = jaxkv.generate(model, DOC, **DRAWING)
     assert repr(one).startswith(f"Generation(text={one.text!r}, 12 tokens; KVCache(")
     for value in (one, out.cache, out.stats, dataclasses.replace(one, text="x" * 500)):
         assert "\n" not in repr(value) and len(repr(value)) < 300, repr(value)
     plan = plan_prefill(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
-    assert "2 prompts in 64 slots; 16 to 16 rows per kv head" in repr(plan)
+    assert "2 prompts in 64 slots; 16 to 16 entries per kv head" in repr(plan)
     assert "tokens/s" in repr(out.stats)
     mixed = jaxkv.prefill(model, [DOC, [5, 6, 7]])
     assert "turn: user, raw" in repr(mixed)
@@ -103,7 +103,7 @@ def test_a_cache_prints_whatever_its_leaves_are():
         jaxkv.prefill(tiny.tiny(GQA), [[1, 2]], policy="knorm")
     )
     assert seen[0].startswith("KVCache(KNorm(); 1 sequence; ")
-    shapes = jax.eval_shape(lambda cache: cache, dataclasses.replace(cache, bank=None))
+    shapes = jax.eval_shape(lambda cache: cache, dataclasses.replace(cache, host_store=None))
     deleted = jax.tree.map(jnp.copy, cache)
     for leaf in jax.tree.leaves(deleted):
         leaf.delete()
@@ -148,7 +148,7 @@ def test_a_cache_goes_to_numpy_and_back(policy):
             out.cache.host_nbytes == expected.cache.host_nbytes
             and out.stats.transfers == expected.stats.transfers
         )
-        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(out.cache.bank)}
+        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(out.cache.host_store)}
         assert kinds <= {"pinned_host"}
     for old, new in zip(before, jax.tree.leaves(host), strict=True):
         np.testing.assert_array_equal(old, new)

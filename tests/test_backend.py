@@ -14,7 +14,7 @@ from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.attention.xla_backend import Xla
 
 FUSED = {
-    "steps": ("deal", "decode_token", "add_norm"),
+    "steps": ("work_table", "decode_token", "add_norm"),
     "evicts": ("evict_rows", "replace_rows"),
 }
 
@@ -99,7 +99,7 @@ def test_the_required_functions_are_enough(name):
         kept = tiny.kept(cache)
         if name == "d2o":
             cache = session.extend(cache, tiny.prompts(2, [7, 3]))
-        cache, drawn = session.draw(cache, 5)
+        cache, drawn = session.sample(cache, 5)
         found.append((kept, [list(map(int, row)) for row in np.asarray(drawn)]))
     assert str(session.implementations) == "plain"
     assert found[0] == found[1]
@@ -117,12 +117,12 @@ def test_a_backend_says_what_it_has(implementation):
 
 @pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv", "quest", "snapkv, int8"])
 def test_fused_steps_have_an_oracle(name):
-    """Steps of one token through `decode_token` and `add_norm` in XLA draw the tokens of separate operations."""
+    """Steps of one token through `decode_token` and `add_norm` in XLA sample the tokens of separate operations."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
     found = []
     for each in ("xla", FUSED_XLA):
         session = jaxkv.Session(model, POLICIES[name], implementation=each)
-        cache, drawn = session.draw(session.prefill(ids), 6)
+        cache, drawn = session.sample(session.prefill(ids), 6)
         found.append((tiny.kept(cache), [list(map(int, row)) for row in np.asarray(drawn)]))
     assert found[0] == found[1]
 

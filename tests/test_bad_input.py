@@ -132,11 +132,11 @@ def test_weights_too_large_for_the_dtype(tmp_path):
 def test_a_ratio_below_the_window_names_the_prompt(model):
     rows = [ids(60), ids(34, 1), ids(8, 2)]
     policy = jaxkv.SnapKV(budget=0.25, window=8, min_budget="raise")
-    with refused(r"budget=0\.25: prompt 2 \(8 tokens\) keeps 2 rows"):
+    with refused(r"budget=0\.25: prompt 2 \(8 tokens\) keeps 2 entries"):
         jaxkv.prefill(model, rows, policy=policy)
     policy = jaxkv.SnapKV(budget=0.25, window=8)
     out = jaxkv.generate(model, rows, policy=policy, max_new_tokens=1)
-    # With the row of the token drawn.
+    # With the row of the token sampled.
     wanted = np.asarray([16, 9, 9])[:, None]
     np.testing.assert_array_equal(out.cache.kept, np.broadcast_to(wanted, out.cache.kept.shape))
     # The prompt of 34 tokens keeps 8 by its share.
@@ -146,7 +146,7 @@ def test_a_ratio_below_the_window_names_the_prompt(model):
 def test_protected_spans_beyond_the_budget(model):
     given = {"window": 4, "protect": ((0, 8), (5, 18)), "min_budget": "raise"}
     for budget in (16, 0.4):
-        with refused(f"budget={budget}: prompt 0 .* keeps 16 rows, .*protected spans take 22"):
+        with refused(f"budget={budget}: prompt 0 .* keeps 16 entries, .*protected spans take 22"):
             jaxkv.prefill(model, ids(40), policy=jaxkv.SnapKV(budget=budget, **given))
 
 

@@ -1,4 +1,4 @@
-"""`jaxkv batch`: answers as `generate`'s, lines that are no requests, runs that go on, files that are refused."""
+"""`jaxkv batch`: answers as `generate`'s, lines that are no requests, runs that go on, files that are rejected."""
 
 import json
 
@@ -8,7 +8,7 @@ from cli_runs import refused
 
 import jaxkv
 from jaxkv import cli
-from jaxkv.serving import batch_answers, recipe
+from jaxkv.serving import batch_answers, engine_config
 from jaxkv.serving.batch_lines import lines_of
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
@@ -30,15 +30,15 @@ def chat(name, text=lettered.DOC, **body):
 @pytest.fixture
 def asked(monkeypatch):
     """Lets the command find the tiny model; gives the custom_ids of the lines that are begun."""
-    begun, reply = [], batch_answers.Batch._reply
+    begun, reply = [], batch_answers.BatchRunner._reply
 
     def noted(self, line):
         begun.append(line.custom_id)
         return reply(self, line)
 
-    monkeypatch.setattr(batch_answers.Batch, "_reply", noted)
-    monkeypatch.setattr(recipe, "enable_compilation_cache", lambda: None)
-    monkeypatch.setattr(recipe, "load", lambda name, **_: lettered.tiny())
+    monkeypatch.setattr(batch_answers.BatchRunner, "_reply", noted)
+    monkeypatch.setattr(engine_config, "enable_compilation_cache", lambda: None)
+    monkeypatch.setattr(engine_config, "load", lambda name, **_: lettered.tiny())
     return begun
 
 
@@ -109,7 +109,7 @@ def test_lines_are_answered_in_their_order_and_bad_ones_have_errors(files, asked
 
 
 def test_a_run_that_was_ended_goes_on(files, asked, monkeypatch, capsys):
-    """Draws without a seed are the same again, what is answered is not asked again, half a line is."""
+    """Samples without a seed are the same again, what is answered is not asked again, half a line is."""
     lines = [chat(f"r{at}", temperature=1, top_p=0.9) for at in range(6)]
     written(files[0], lines)
     whole = [content(each) for each in run(files)]
@@ -124,7 +124,7 @@ def test_a_run_that_was_ended_goes_on(files, asked, monkeypatch, capsys):
         raise OSError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_answers.Batch, "answer", failing)
+        patch.setattr(batch_answers.BatchRunner, "answer", failing)
         assert cli.main(["batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *POLICY]) == 2
     assert partial.exists() and not files[1].exists()
     asked.clear()

@@ -11,7 +11,7 @@ from policy_table import TABLE
 import jaxkv
 from jaxkv.cli import main
 from jaxkv.policies.checks import Bytes, bytes_of
-from jaxkv.policies.fitting import policy_for
+from jaxkv.policies.model_policy import policy_for
 from jaxkv.policies.wrapper import with_budget
 
 CONFIG = tiny.MODELS["gqa3"]

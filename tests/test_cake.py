@@ -15,7 +15,7 @@ from jaxkv.policies import PreferenceLayers
 @pytest.mark.parametrize(("tau1", "tau2", "gamma"), ((1.6, 0.6, 200.0), (0.5, 2.0, 0.0)))
 def test_kept_rows_are_the_oracles(group, tau1, tau2, gamma):
     options = {
-        "allocation": PreferenceLayers(tau1=tau1, tau2=tau2),
+        "layers": PreferenceLayers(tau1=tau1, tau2=tau2),
         "gamma": gamma,
         "window": WINDOW,
     }

@@ -9,14 +9,14 @@ from meshes import mesh_of, model_of, positions, prompts
 
 import jaxkv
 from jaxkv.policies import AdaptiveHeads, EntropyLayers, ProtectedHeads, topk
-from jaxkv.policies.heads import ScoredRows, within_capacity
+from jaxkv.policies.head_budgets import ScoredRows, within_capacity
 
 BUDGET, WINDOW, LENGTHS = 24, 8, (61, 37)
 # Scores of what is no candidate.
 NONE = -1.0
 BASES = {
     "layer": jaxkv.SnapKV(budget=BUDGET, window=WINDOW),
-    "shared": jaxkv.PyramidKV(budget=BUDGET, window=WINDOW, allocation=EntropyLayers()),
+    "shared": jaxkv.PyramidKV(budget=BUDGET, window=WINDOW, layers=EntropyLayers()),
     "critical": jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=BUDGET, window=WINDOW)),
 }
 
@@ -81,8 +81,8 @@ def test_the_weakest_rows_of_full_devices_go_and_the_best_of_the_others_come(hea
         scores = np.floor(
             rng.random((2, 4, 30)) * levels * np.asarray([1.0, 0.9, 0.3, 0.5])[:, None]
         )
-        base, forced = np.asarray([9, 6]), np.asarray([2, 0])
-        given = [jnp.asarray(each, jnp.int32) for each in (base, forced)]
+        base, always_kept = np.asarray([9, 6]), np.asarray([2, 0])
+        given = [jnp.asarray(each, jnp.int32) for each in (base, always_kept)]
         rows = jnp.asarray(scores, jnp.float32), jnp.ones((2, 1, 30), bool)
         chosen = heads.choose(ScoredRows(*rows, *given))
         mine = 4 // devices
@@ -157,26 +157,27 @@ def test_compressed_again_within_the_capacity():
         for seed in (5, 17)
     )
     assert made.stats.compiled_programs > 0 and other.stats.compiled_programs == 0
-    assert 0 < made.stats.moved_rows != other.stats.moved_rows > 0
+    assert 0 < made.stats.moved_entries != other.stats.moved_entries > 0
     assert made.stats.allocated_bytes == other.stats.allocated_bytes
     cache = made.cache
-    assert (cache.kept.sum(axis=2) == 8 * BUDGET).all() and made.stats.moved_rows == int(
+    assert (cache.kept.sum(axis=2) == 8 * BUDGET).all() and made.stats.moved_entries == int(
         cache.tally.moved.sum()
     )
     assert per_device(cache, 4).max() == 1.125 * 2 * BUDGET
     again = jaxkv.generate(model_of(8), prompts(5, LENGTHS), **options)
-    assert again.stats.moved_rows == 0 and again.cache.tally.moved is None
+    assert again.stats.moved_entries == 0 and again.cache.tally.moved is None
     # What a prompt moved is not told once more of the answer on top of it.
     more = jaxkv.generate(
         model_of(8).on(mesh_of(2, 4)), prompts(9, (3, 5)), cache=cache, max_new_tokens=1
     )
-    assert more.stats.moved_rows == int(more.cache.tally.moved.sum()) - made.stats.moved_rows
+    assert more.stats.moved_entries == int(more.cache.tally.moved.sum()) - made.stats.moved_entries
     # One device moves none, and what others have moved stays known.
     here = jaxkv.generate(
         model_of(8), prompts(9, (3, 5)), cache=jaxkv.reshard(cache, None), max_new_tokens=1
     )
     assert (
-        here.stats.moved_rows == 0 and here.cache.tally.moved.tolist() == cache.tally.moved.tolist()
+        here.stats.moved_entries == 0
+        and here.cache.tally.moved.tolist() == cache.tally.moved.tolist()
     )
 
 

@@ -10,26 +10,27 @@ import tiny
 from meshes import mesh_of, prompts
 
 import jaxkv
-from jaxkv import CriticalKV, GlobalBudget, Keep, LayerDefensiveKV, Policy, SnapKV
+from jaxkv import CriticalKV, CustomPolicy, GlobalBudget, LayerDefensiveKV, SnapKV
 from jaxkv.engine import plan
 from jaxkv.policies import (
     AdaptiveHeads,
     ByAge,
     Division,
     EntropyLayers,
+    Keep,
     ProtectedHeads,
     TwoStageHeads,
     topk,
 )
 from jaxkv.policies.attended import WindowAttention
-from jaxkv.policies.heads import ScoredRows, most_rows, within_capacity
+from jaxkv.policies.head_budgets import ScoredRows, most_rows, within_capacity
 from jaxkv.policies.methods.cake import PreferenceLayers
 from jaxkv.policies.survivors import bounded, rounding_rows, survivors
 
 LENGTHS = (60, 9, 41)
 DEFENSIVE = LayerDefensiveKV(budget=16, window=8)
 SNAP = SnapKV(budget=16, window=4)
-ENTROPY = Policy(
+ENTROPY = CustomPolicy(
     budget=9,
     scorer=WindowAttention(window=4),
     layers=EntropyLayers(),
@@ -60,27 +61,32 @@ def test_no_row_of_the_choice_is_dropped_on_the_way(name, devices):
     scores = jnp.asarray(np.floor(rng.random((batch, count, slots)) * levels * strong), jnp.float32)
     norms = jnp.asarray(rng.random(scores.shape) + 0.1, jnp.float32)
     candidates = jnp.broadcast_to(jnp.arange(slots) < slots - 2, (batch, count, slots))
-    base, forced = jnp.asarray(rng.integers(0, 9, batch), jnp.int32), jnp.full(batch, 2, jnp.int32)
-    kept = heads.choose(ScoredRows(scores, candidates, base, forced, norms))
+    base, always_kept = (
+        jnp.asarray(rng.integers(0, 9, batch), jnp.int32),
+        jnp.full(batch, 2, jnp.int32),
+    )
+    kept = heads.choose(ScoredRows(scores, candidates, base, always_kept, norms))
     mine, most = count // devices, count * base
     if devices > 1:
         keys = jnp.where(candidates, topk.sortable(scores), jnp.uint32(0))
-        most = most_rows(heads.capacity, mine * (base + forced)) - mine * forced
-        kept, moved = within_capacity(kept, keys, heads.floor(base, forced), most, devices)
+        most = most_rows(heads.capacity, mine * (base + always_kept)) - mine * always_kept
+        kept, moved = within_capacity(kept, keys, heads.floor(base, always_kept), most, devices)
         assert (np.asarray(moved) > 0).any()
-    room = most + mine * rounding_rows(heads)
+    headroom = most + mine * rounding_rows(heads)
     dropped = 0
     for device in range(devices):
         of = slice(device * mine, (device + 1) * mine)
         for seen in range(1, layers + 1):
             there = jnp.tile(jnp.arange(layers) < seen, mine // layers)[:, None]
-            rows = ScoredRows(scores[:, of], candidates[:, of] & there, base, forced, norms[:, of])
-            alive = survivors(heads, rows, room)
+            rows = ScoredRows(
+                scores[:, of], candidates[:, of] & there, base, always_kept, norms[:, of]
+            )
+            alive = survivors(heads, rows, headroom)
             assert (
                 not (kept[:, of] & there & ~alive).any()
                 and not (alive & ~(candidates[:, of] & there)).any()
             )
-            assert (alive.sum(axis=(1, 2)) <= room).all()
+            assert (alive.sum(axis=(1, 2)) <= headroom).all()
             dropped += int((candidates[:, of] & there & ~alive).sum())
     assert dropped > 0
 
@@ -91,16 +97,16 @@ def test_no_layer_gets_more_rows_than_its_bound(layers):
     rng, count, prompts = np.random.default_rng(5), 6, 3000
     length = rng.integers(1, 60, prompts)
     budget = rng.integers(1, length + 1)
-    forced = rng.integers(0, budget + 1)
+    always_kept = rng.integers(0, budget + 1)
     weights = rng.random((count, prompts)) ** rng.choice([1, 4, 30], prompts) * (
         rng.random((count, prompts)) < 0.8
     )
     weights = np.log(weights + 1e-30) if isinstance(layers, PreferenceLayers) else weights
-    final = layers.rows(Division(budget, length, forced, count, weights=weights))
+    final = layers.rows(Division(budget, length, always_kept, count, weights=weights))
     assert (final.sum(axis=0) == count * budget).all()
     narrowed = 0
     for seen in range(1, count + 1):
-        most = layers.at_most(Division(budget, length, forced, count, weights=weights[:seen]))
+        most = layers.at_most(Division(budget, length, always_kept, count, weights=weights[:seen]))
         assert (final[:seen] <= most).all() and (most <= length).all()
         assert (most.sum(axis=0) <= count * (2 * budget + 1)).all()
         narrowed += (most < length).sum()

@@ -1,4 +1,4 @@
-"""Reading checkpoints: what comes back, and what is refused."""
+"""Reading checkpoints: what comes back, and what is rejected."""
 
 import json
 import subprocess
@@ -139,7 +139,7 @@ def test_json_that_is_not_what_it_should_be(tmp_path):
         2,
         [2],
         {},
-    ]  # the model's config refuses them by name
+    ]  # the model's config rejects them by name
     (folder / "model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": ["model.safetensors"]}})
     )
@@ -155,7 +155,7 @@ def test_missing_shard_and_tensor(tmp_path):
     with pytest.raises(ValueError, match=r"lacks \['d'\]"):
         open_checkpoint(folder)
     index.write_text(json.dumps({"weight_map": {**where, "d": "../outside.safetensors"}}))
-    with pytest.raises(ValueError, match="must lie in the folder"):
+    with pytest.raises(ValueError, match="must are in the folder"):
         open_checkpoint(folder)
     index.write_text(json.dumps({"weight_map": where}))
     (folder / "model-2.safetensors").unlink()

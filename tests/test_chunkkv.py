@@ -1,4 +1,4 @@
-"""Whole chunks of rows, the same in every head: the choice against its oracle, and what it refuses as a base."""
+"""Whole chunks of rows, the same in every head: the choice against its oracle, and what it rejects as a base."""
 
 import dataclasses
 
@@ -8,53 +8,53 @@ import oracles as o
 import pytest
 
 from jaxkv import ChunkKV, KNorm, SnapKV
-from jaxkv.engine import choosing
+from jaxkv.engine import selection
 from jaxkv.policies.methods.chunkkv import ChunkedHeads
 
 SLOTS = 64
 
 
-def library(scores, rows, forced, n, chunk, peaks=None):
+def library(scores, rows, always_kept, n, chunk, peaks=None):
     """Kept positions of one sequence, beside another of half its length, in slots with padding that ranks first."""
     padded = np.full((2, len(scores), SLOTS), 1e9)
     padded[:, :, :n] = scores
-    mask = jnp.asarray(np.isin(np.arange(SLOTS), forced)[None] & np.array([[True], [False]]))
+    mask = jnp.asarray(np.isin(np.arange(SLOTS), always_kept)[None] & np.array([[True], [False]]))
     length = jnp.asarray([n, n // 2], jnp.int32)
-    layer = choosing.of_prompt(jnp.asarray(padded, jnp.float32), mask, length)
+    layer = selection.of_prompt(jnp.asarray(padded, jnp.float32), mask, length)
     heads = ChunkedHeads(chunk=chunk, peaks=peaks)
-    chosen = choosing.choose([layer], jnp.asarray([rows, 1], jnp.int32), heads=heads).masks[0]
+    chosen = selection.choose([layer], jnp.asarray([rows, 1], jnp.int32), heads=heads).masks[0]
     assert (np.asarray(chosen)[1].sum(axis=-1) == 1).all()
     return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
 
 
 @pytest.mark.parametrize("levels", (3, 1000), ids=("tied", "apart"))
-@pytest.mark.parametrize("forced", ((), (0, 1, 2), (0, 12, 40, 41, 42)), ids=len)
+@pytest.mark.parametrize("always_kept", ((), (0, 1, 2), (0, 12, 40, 41, 42)), ids=len)
 @pytest.mark.parametrize("chunk", (4, 20, 100))
-def test_rows_are_those_of_the_oracle(levels, forced, chunk):
+def test_rows_are_those_of_the_oracle(levels, always_kept, chunk):
     rng, n = np.random.default_rng(chunk), 43
     # Sums of four whole numbers, and their means over chunks of a power of two, are exact.
     scores = rng.integers(-levels, levels, (4, n)).astype(np.float64)
-    for rows in (len(forced) + 1, 17, 30, n - 1, n):
-        expected, gap = o.chunk_select(scores, rows, list(forced), n, chunk)
+    for rows in (len(always_kept) + 1, 17, 30, n - 1, n):
+        expected, gap = o.chunk_select(scores, rows, list(always_kept), n, chunk)
         if chunk != 20 or gap > o.MIN_GAP:
-            assert library(scores, rows, forced, n, chunk) == expected
+            assert library(scores, rows, always_kept, n, chunk) == expected
         assert all(len(head) == rows for head in expected)
 
 
 @pytest.mark.parametrize("signed", (False, True))
-@pytest.mark.parametrize("forced", ((), (0, 12, 40, 41, 42)), ids=len)
-def test_uneven_chunks_keep_their_peaks(signed, forced):
+@pytest.mark.parametrize("always_kept", ((), (0, 12, 40, 41, 42)), ids=len)
+def test_uneven_chunks_keep_their_peaks(signed, always_kept):
     rng, n, chunk, peaks, sure, cut = np.random.default_rng(1), 43, 4, 2, 0, 0
-    for rows in (len(forced) + 1, 9, 17, 30, n - 1, n):
+    for rows in (len(always_kept) + 1, 9, 17, 30, n - 1, n):
         # Few large scores, as attention has.
         scores = rng.integers(1, 1000, (4, n)) ** 3 / 2.0**24 - 20 * signed
-        expected, gap = o.gated_chunk_select(scores, rows, list(forced), n, chunk, peaks)
+        expected, gap = o.gated_chunk_select(scores, rows, list(always_kept), n, chunk, peaks)
         assert all(len(head) == rows for head in expected)
         if gap > o.MIN_GAP:
-            assert library(scores, rows, forced, n, chunk, peaks) == expected
+            assert library(scores, rows, always_kept, n, chunk, peaks) == expected
             sure, cut = (
                 sure + 1,
-                cut + (expected != o.chunk_select(scores, rows, list(forced), n, chunk)[0]),
+                cut + (expected != o.chunk_select(scores, rows, list(always_kept), n, chunk)[0]),
             )
     assert sure > 3 and cut > 1
 

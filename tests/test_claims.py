@@ -43,18 +43,18 @@ def full(config, *lengths, times=1):
     return plan_prefill(config, jaxkv.FullKV(), lengths, dtype="float16", times=times).full_bytes
 
 
-def pyramid(capacity, *lengths, config=LLAMA_8B, allocation=LinearLayers(), window=8):  # noqa: B008  a frozen value
+def pyramid(capacity, *lengths, config=LLAMA_8B, layers=LinearLayers(), window=8):  # noqa: B008  a frozen value
     """Rows per kv head of each layer and prompt."""
-    policy = jaxkv.PyramidKV(budget=capacity, allocation=allocation, window=window)
+    policy = jaxkv.PyramidKV(budget=capacity, layers=layers, window=window)
     return plan_prefill(config, policy, lengths, dtype="float16").rows
 
 
-def spread(layers, budget, length, stats, forced=5):
+def spread(layers, budget, length, stats, always_kept=5):
     """Rows of each layer, of layer budgets by variance."""
     one = np.asarray
     weights = np.asarray(stats, np.float64)[:, None]
     of = {"layers": len(stats), "window": 1, "weights": weights}
-    return layers.rows(Division(one([budget]), one([length]), one([forced]), **of))[:, 0]
+    return layers.rows(Division(one([budget]), one([length]), one([always_kept]), **of))[:, 0]
 
 
 # --- PyramidKV -------------------------------------------------------------------------------------------------------
@@ -115,10 +115,10 @@ def test_p3_the_sum_is_exact_and_the_released_code_overshoots_it(layers, capacit
     assert (
         abs(ours[-1, 0] - 8 - base / 20) <= 1 and abs(ours[0, 0] - 8 - (2 * base - base / 20)) <= 1
     )
-    theirs = pyramid(capacity, 8192, config=config, allocation=OfficialLayers())[:, 0].tolist()
+    theirs = pyramid(capacity, 8192, config=config, layers=OfficialLayers())[:, 0].tolist()
     assert theirs == released(capacity, layers) and sum(theirs) / layers == average
     # kvpress: within half a row a layer of the budget; uniform where the top layer would be below the window.
-    kvpress = pyramid(capacity, 8192, config=config, allocation=KVPressLayers())[:, 0]
+    kvpress = pyramid(capacity, 8192, config=config, layers=KVPressLayers())[:, 0]
     assert abs(kvpress.mean() - capacity) <= 0.5
     assert (len(set(kvpress.tolist())) == 1) == (capacity / 20 < 8)
 
@@ -133,7 +133,7 @@ def test_p4_layers_get_fewer_rows_upwards_between_the_ends_unless_the_prompt_is_
     capacity, beta, layers, lengths
 ):
     config = dataclasses.replace(LLAMA_8B, layers=layers)
-    rows = pyramid(capacity, *lengths, config=config, allocation=LinearLayers(beta=beta)) - 8
+    rows = pyramid(capacity, *lengths, config=config, layers=LinearLayers(beta=beta)) - 8
     assert (np.diff(rows, axis=0) <= 0).all() and (
         rows.sum(axis=0) == layers * (capacity - 8)
     ).all()
@@ -211,7 +211,7 @@ def test_a6_budgets_of_heads_sum_to_the_layers_where_published_rounding_loses_so
 def test_a6_windows_are_taken_out_of_the_budget():
     policy, lengths = jaxkv.AdaKV(budget=256), (4096, 300)
     plan = plan_prefill(LLAMA_8B, policy, lengths)
-    assert plan.numbers.forced.tolist() == [32, 32] and (plan.rows == 256).all()
+    assert plan.numbers.always_kept.tolist() == [32, 32] and (plan.rows == 256).all()
     cache, *_ = tiny.run(
         tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(3, (60, 41)), jaxkv.AdaKV(budget=36)
     )
@@ -240,9 +240,9 @@ def test_a10_two_million_tokens_of_an_8b_model_are_256_gib():
 
 def test_d1_released_code_keeps_more_than_a_fifth():
     stats = np.random.default_rng(1).random(32)
-    for claims in (np.full(32, 0.5), stats):
-        assert spread(VarianceLayers(), 819, 4096, claims).sum() == 32 * 819
-        released = spread(OfficialVarianceLayers(), 819, 4096, claims).mean() / 4096
+    for layer_weights in (np.full(32, 0.5), stats):
+        assert spread(VarianceLayers(), 819, 4096, layer_weights).sum() == 32 * 819
+        released = spread(OfficialVarianceLayers(), 819, 4096, layer_weights).mean() / 4096
         assert released == pytest.approx((3 + 29 * 0.2) / 32, abs=0.003)
 
 
@@ -262,7 +262,7 @@ def test_d3_the_cache_stays_as_large_while_tokens_are_drawn():
     rows, nbytes = cache.kept, cache.nbytes
     assert (rows.sum(axis=(0, 2)) == budget * rows.shape[0] * rows.shape[2]).all()
     for step in range(1, 7):
-        cache, _ = session.draw(cache, 1, new=6, donate=True)
+        cache, _ = session.sample(cache, 1, new=6, donate=True)
         np.testing.assert_array_equal(cache.kept, rows)
         assert cache.nbytes == nbytes and cache.seen.tolist() == [n + step for n in lengths]
     # T sinks, and the newest of the M recent ones; N is what is left of each layer's rows.
@@ -294,12 +294,12 @@ def test_d4_weights_sum_to_one_where_the_printed_ones_do_not(seed, dropped):
         weights = values[row, 0, 0]
         assert weights.sum() == pytest.approx(1, abs=1e-5) and weights[0] >= weights.max() - 1e-6
         unit = (k[row, 0] / np.linalg.norm(k[row, 0], axis=-1, keepdims=True)).astype(np.float64)
-        claims = np.exp(unit[1 : number + 1] @ unit[0])
-        total = np.e + claims.sum()
-        expected = np.concatenate([[np.e], claims, np.zeros(5 - number)]) / total
+        layer_weights = np.exp(unit[1 : number + 1] @ unit[0])
+        total = np.e + layer_weights.sum()
+        expected = np.concatenate([[np.e], layer_weights, np.zeros(5 - number)]) / total
         np.testing.assert_allclose(weights, expected, atol=1e-5)
         # Equation 12 as printed has the sum in every dropped row's numerator.
-        printed = (np.e + number * claims.sum()) / total
+        printed = (np.e + number * layer_weights.sum()) / total
         assert printed > 1.1 if number > 1 else printed == pytest.approx(1)
 
 

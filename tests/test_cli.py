@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it refuses and how."""
+"""The command line: what it prints, what it rejects and how."""
 
 import importlib.metadata
 import json
@@ -65,8 +65,7 @@ def test_registry_holds_every_policy(capsys):
             row["name"] not in ("full", "brutaloffload", "duoattention")
         )
     assert (
-        rows[list(POLICIES).index("pyramidkv")]["defaults"]["allocation"]
-        == "LinearLayers(beta=20.0)"
+        rows[list(POLICIES).index("pyramidkv")]["defaults"]["layers"] == "LinearLayers(beta=20.0)"
     )
     assert cli.main(["policies"]) == 0
     text = capsys.readouterr().out
@@ -126,7 +125,7 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
         (["--output", "no/such/folder/x.json"], "--output='no/such/folder/x.json'"),
         (["--prompt-file", "no-such-file"], "--prompt-file=no-such-file: No such file"),
         (["--buget", "5"], "unrecognized arguments: --buget 5; did you mean --budget?"),
-        (["--compression-ratio=0.5"], "it is kvpress' share of rows removed: give --budget"),
+        (["--compression-ratio=0.5"], "it is kvpress' share of entries removed: give --budget"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(capsys, monkeypatch, arguments, message):
@@ -241,12 +240,12 @@ def test_generate_answers(capsys, monkeypatch, tmp_path):
     assert cli.main(REAL) == 0
     captured = capsys.readouterr()
     assert captured.out == record["text"] + "\n"
-    assert "24.0 rows per kv head" in captured.err
+    assert "24.0 entries per kv head" in captured.err
 
 
 _TWICE = """
 import sys, jax, jax.numpy as jnp
-from jaxkv import enable_compilation_cache
+from jaxkv.machine.compilation import enable_compilation_cache
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event))
 jax.jit(lambda x: x + 1)(jnp.ones(3))  # JAX has settled by now that there is no cache

@@ -1,4 +1,4 @@
-"""`jaxkv compress` and `jaxkv ask`: a document saved by one, asked by the other, as in Python; what they refuse."""
+"""`jaxkv compress` and `jaxkv ask`: a document saved by one, asked by the other, as in Python; what they reject."""
 
 import contextlib
 import io
@@ -34,12 +34,12 @@ def saved(model):
     asked = ["compress", str(model.parent / "text.txt"), "--out", str(out), "--model", str(model)]
     with contextlib.redirect_stderr(io.StringIO()) as told:
         assert cli.main([*asked, "--policy", "keydiff", "--budget", "20"]) == 0
-    assert all(each in told.getvalue() for each in ("20 of 45 rows", "KeyDiff(budget=20)"))
+    assert all(each in told.getvalue() for each in ("20 of 45 entries", "KeyDiff(budget=20)"))
     return out
 
 
 def test_answers_are_those_of_python(model, saved, capsys):
-    """Of several questions, and of a random draw; the cache is the one that `prefill` makes."""
+    """Of several questions, and of a random sample; the cache is the one that `prefill` makes."""
     params = jaxkv.load(model)
     cache = jaxkv.prefill(params, lettered.DOC, policy=jaxkv.KeyDiff(budget=20))
     expected = jaxkv.generate(params, list(QUESTIONS), cache=cache, max_new_tokens=9)

@@ -9,27 +9,14 @@ import cli_runs
 import pytest
 from cli_runs import refused
 
-from jaxkv import (
-    D2O,
-    H2O,
-    TOVA,
-    AdaKV,
-    FullKV,
-    KNorm,
-    KVzip,
-    Merge,
-    Method,
-    PyramidKV,
-    Quest,
-    SnapKV,
-    cli,
-)
+from jaxkv import D2O, H2O, TOVA, AdaKV, FullKV, KNorm, KVzip, Policy, PyramidKV, Quest, SnapKV, cli
 from jaxkv.cli import options
 from jaxkv.policies import (
     CriticalKV,
     GroupReduce,
     LinearLayers,
     MaxPool,
+    Merge,
     Mode,
     NoPool,
     OmniKV,
@@ -48,14 +35,14 @@ class Colour(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Throwaway(Method):
+class Throwaway(Policy):
     """A policy that is made up.
 
     Attributes:
         depth: how deep it goes,
             over two lines.
         quiet: whether it is 100% quiet.
-        seed: of its own draws.
+        seed: of its own samples.
 
     References:
         None: of this.
@@ -87,7 +74,7 @@ def throwaway(monkeypatch):
 def policy_of(monkeypatch):
     calls = cli_runs.answering(monkeypatch)
 
-    def run(*arguments: str) -> Method:
+    def run(*arguments: str) -> Policy:
         assert cli.main(["generate", "--prompt", "x", *arguments]) == 0
         return calls[-1]["policy"]
 
@@ -138,7 +125,7 @@ def test_help_names_the_few_policies_without_an_option(capsys):
     )
     assert (
         f'--min-budget TEXT all but {without}: "clamp" raises' in words
-        and "--page N quest: rows of a page" in words
+        and "--page N quest: entries of a page" in words
     )
 
 
@@ -158,7 +145,7 @@ def test_help_names_the_few_policies_without_an_option(capsys):
         ),
         (
             "--policy adakv --base pyramidkv --beta 14 --protect 1:3 --protect=-9:-4",
-            AdaKV(base=PyramidKV(allocation=LinearLayers(beta=14.0), protect=((1, 3), (-9, -4)))),
+            AdaKV(base=PyramidKV(layers=LinearLayers(beta=14.0), protect=((1, 3), (-9, -4)))),
         ),
         (
             "--policy omnikv --mem 0.3 --filters 1 3 --selector uniform --prefill-ratio 2",
@@ -193,8 +180,8 @@ def test_options_make_the_policy(policy_of, arguments, policy):
         ("--policy h2o --recent nan", "--recent=nan: give a finite number"),
         ("--policy omnikv --filters 1 x", "--filter-layers=1 x: give a whole number"),
         ("--policy adakv --beta 20", "--beta=20: adakv over snapkv has no such option"),
-        ("--policy adakv --base full", "give a policy that drops rows"),
-        ("--policy omnikv --base snapkv", "--base='snapkv': omnikv is not built on a policy"),
+        ("--policy adakv --base full", "give a policy that drops entries"),
+        ("--policy omnikv --base snapkv", "--base='snapkv': omnikv is not supported on a policy"),
         ("--protect 1:2", "--protect=1:2: full has no such option"),
         ("--policy cam --no-merge", "--no-merge: cam always folds"),
         ("--policy adakv --base pyramid", "did you mean pyramidkv or pyramidinfer?"),

@@ -1,4 +1,4 @@
-"""Compactor: attention within blocks through a model, in batches; robust leverage scores; what it refuses."""
+"""Compactor: attention within blocks through a model, in batches; robust leverage scores; what it rejects."""
 
 import jax
 import jax.numpy as jnp
@@ -69,10 +69,10 @@ def test_scores_are_those_of_the_formulas(dtype):
     part = slice(first, n - last)
     received = (sums.mean(axis=1) * np.linalg.norm(v, axis=-1))[:, part]
     expected = o.normalised(np.array([o.pool_columns(row, 3, "avg") for row in received]))
-    draws = np.asarray(
+    uses_key = np.asarray(
         jax.random.normal(jax.random.fold_in(seen.key, 2), (HEADS, DIM, 12)), np.float64
     )
-    leverage = [o.leverage_scores(raw[h, part], draws[h] / 12**0.5) for h in range(HEADS)]
+    leverage = [o.leverage_scores(raw[h, part], uses_key[h] / 12**0.5) for h in range(HEADS)]
     expected = expected + 0.5 * o.normalised(np.array(leverage))
     np.testing.assert_allclose(
         np.asarray(scorer.observe(seen))[0, :, part], expected, rtol=1e-4, atol=1e-4
@@ -100,7 +100,8 @@ def test_blending_follows_the_share_that_is_dropped():
         0.1,
     )
     assert (
-        Compactor(budget=64).parts().draws and not Compactor(budget=64, blending=0.0).parts().draws
+        Compactor(budget=64).parts().uses_key
+        and not Compactor(budget=64, blending=0.0).parts().uses_key
     )
 
 

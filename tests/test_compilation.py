@@ -28,7 +28,9 @@ def untold(monkeypatch):
 
 
 def test_long_compiling_is_told_once(untold, caplog, monkeypatch):
-    assert jaxkv.enable_compilation_cache is compilation.enable_compilation_cache
+    assert (
+        jaxkv.machine.compilation.enable_compilation_cache is compilation.enable_compilation_cache
+    )
     with caplog.at_level(logging.WARNING, "jaxkv"):
         compilation.tell_if_slow(10.0)
         assert not caplog.records
@@ -37,7 +39,10 @@ def test_long_compiling_is_told_once(untold, caplog, monkeypatch):
         for _ in range(2):
             jaxkv.generate(tiny.tiny(tiny.TWO_LAYERS), [1, 2, 3], max_new_tokens=1)
     (record,) = caplog.records
-    assert "jaxkv.enable_compilation_cache() before the first call" in record.getMessage()
+    assert (
+        "jaxkv.machine.compilation.enable_compilation_cache() before the first call"
+        in record.getMessage()
+    )
 
 
 def test_nothing_is_told_where_programs_are_kept(untold, caplog, tmp_path):
@@ -51,7 +56,9 @@ def test_the_folder_of_programs_stays_where_it_was(untold, as_users_call, tmp_pa
     monkeypatch.chdir(tmp_path)
     kept = {name: getattr(jax.config, name) for name in _CONFIG}
     try:
-        assert jaxkv.enable_compilation_cache("programs") == tmp_path / "programs"
+        assert (
+            jaxkv.machine.compilation.enable_compilation_cache("programs") == tmp_path / "programs"
+        )
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "programs")
     finally:
         for name, value in kept.items():
@@ -64,4 +71,4 @@ def test_the_folder_of_programs_stays_where_it_was(untold, as_users_call, tmp_pa
         (b"programs", TypeError, "path=b'programs': give a folder"),
     ):
         with pytest.raises(error, match=message):
-            jaxkv.enable_compilation_cache(path)
+            jaxkv.machine.compilation.enable_compilation_cache(path)

@@ -1,4 +1,4 @@
-"""A model's config: every key is honoured, changes nothing, or is refused by name; transformers knows the others."""
+"""A model's config: every key is honoured, changes nothing, or is rejected by name; transformers knows the others."""
 
 import copy
 import json

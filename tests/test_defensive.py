@@ -5,7 +5,7 @@ import oracles as o
 import pytest
 from test_oracle_agreement import _Drawn, draw_layers
 
-from jaxkv import DefensiveKV, Policy
+from jaxkv import CustomPolicy, DefensiveKV
 from jaxkv.policies import WorstAttention
 
 
@@ -16,7 +16,7 @@ def test_the_first_stage_takes_the_oracles_rows(stage):
         lengths = (48, 20 + seed) if seed else (48, 5)
         q, k = draw_layers(seed, 3, lengths)
         q = q * (1 + 3 * (seed % 3))  # from even to peaked attention
-        drawn = _Drawn(Policy(budget=9, scorer=scorer), q, k, np.asarray(lengths))
+        drawn = _Drawn(CustomPolicy(budget=9, scorer=scorer), q, k, np.asarray(lengths))
         ranks = np.asarray(drawn.candidates(1).first)
         for row, n in enumerate(lengths):
             of = (

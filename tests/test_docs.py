@@ -144,7 +144,7 @@ def test_commands_are_taken(name):
 
 @pytest.mark.parametrize("name", TEXTS)
 def test_values_between_backticks_can_be_made(name):
-    """`SnapKV(budget=256, every=64)` in a sentence or a line has fields that exist, and is not refused."""
+    """`SnapKV(budget=256, every=64)` in a sentence or a line has fields that exist, and is not rejected."""
     # What is written from docstrings names what is beside them, too.
     written = TEXTS[name].partition("<!-- Written by docs/make_lists.py")[0]
     for code in re.findall(

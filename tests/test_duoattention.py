@@ -1,4 +1,4 @@
-"""DuoAttention, whose pattern belongs to one model: prompts and answers against the oracle, meshes, slots, refusals."""
+"""DuoAttention, whose pattern belongs to one model: prompts and answers against the oracle, meshes, slots, rejections."""
 
 import json
 
@@ -13,7 +13,7 @@ from test_invariants import check_layout, check_rows
 
 import jaxkv
 from jaxkv import AdaKV, ChunkKV, DuoAttention
-from jaxkv.engine.growth import first_room
+from jaxkv.engine.headroom import first_headroom
 from jaxkv.engine.plan import plan_prefill
 
 SINKS, WINDOW = 3, 9
@@ -63,8 +63,8 @@ def test_rows_are_the_oracles_in_prompts_questions_and_answers(tmp_path):
     cache = session.prefill(tiny.prompts(3, lengths), new=new)
     assert held(cache) == expected(lengths)
     check_layout(cache, lengths)
-    room = first_room(policy.parts(), config.windows, np.asarray(lengths), new)
-    planned = plan_prefill(config, policy, lengths, room=room)
+    headroom = first_headroom(policy.parts(), config.sliding_windows, np.asarray(lengths), new)
+    planned = plan_prefill(config, policy, lengths, headroom=headroom)
     assert cache.nbytes == planned.cache_bytes
     of_layers, heads = cache.kept.sum(axis=2), config.kv_heads
     assert ((of_layers <= heads * planned.rows) & (of_layers > heads * (planned.rows - 1))).all()
@@ -74,10 +74,10 @@ def test_rows_are_the_oracles_in_prompts_questions_and_answers(tmp_path):
     cache.save(tmp_path / "cache")
     loaded = jaxkv.load_cache(tmp_path / "cache", model)
     assert loaded.policy == policy and held(loaded) == held(cache)
-    cache, _ = session.draw(cache, new, donate=True)
+    cache, _ = session.sample(cache, new, donate=True)
     seen = [int(n) for n in cache.seen]
     assert seen == [one + other + new for one, other in zip(lengths, asked, strict=True)]
-    # The last drawn token's row came last, and for it one went.
+    # The last sampled token's row came last, and for it one went.
     assert held(cache) == expected(seen)
 
 
@@ -85,7 +85,7 @@ def test_protected_spans_come_first():
     config = tiny.TWO_LAYERS
     policy = duo(config.layers, config.kv_heads, 1.0, protect=((10, 30),))
     session = jaxkv.Session(tiny.tiny(config), policy)
-    cache, _ = session.draw(session.prefill(tiny.prompts(5, (40,)), new=6), 6)
+    cache, _ = session.sample(session.prefill(tiny.prompts(5, (40,)), new=6), 6)
     assert all(
         set(head) >= {*range(SINKS), *range(10, 30)} for layer in held(cache)[0] for head in layer
     )

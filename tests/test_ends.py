@@ -44,7 +44,7 @@ def test_eos_ends_rows_separately(tmp_path, model):
         at = [index for index, token in enumerate(tokens.tolist()) if token in enders]
         want = tokens[: at[0] + 1] if at else tokens
         np.testing.assert_array_equal(out.tokens[row], want)
-        # What ended the answer was drawn, but is not in the cache: the next turn's text brings its own.
+        # What ended the answer was sampled, but is not in the cache: the next turn's text brings its own.
         assert int(out.cache.seen[row]) == len(rows[row]) + len(want) - bool(at)
     assert len(out.tokens[0]) <= 4 and len(out.tokens[1]) <= 7
     ended = ["stop" if tokens[-1] in enders else "length" for tokens in out.tokens]
@@ -59,7 +59,7 @@ def test_eos_ends_rows_separately(tmp_path, model):
 
 
 def expected_stop(model, tokens, stops):
-    """How many tokens are drawn and what text is left, by looking at every beginning."""
+    """How many tokens are sampled and what text is left, by looking at every beginning."""
     for count in range(1, len(tokens) + 1):
         text = shown(model, tokens[:count])
         found = [text.find(stop) for stop in stops if stop in text]
@@ -126,7 +126,7 @@ def test_behind_a_stop_the_cache_is_as_if_nothing_had_been_drawn(model):
     free = jaxkv.generate(model, prompt, policy=POLICY, stop_at_eos=False, max_new_tokens=16)
     stop = free.text[1:3]
     count, _ = expected_stop(model, free.tokens, [stop])
-    assert count < 8  # tokens are looked at in eights: some were drawn for nothing
+    assert count < 8  # tokens are looked at in eights: some were sampled for nothing
     out = jaxkv.generate(
         model, prompt, policy=POLICY, stop=stop, stop_at_eos=False, max_new_tokens=16
     )

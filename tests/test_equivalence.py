@@ -36,7 +36,7 @@ def everything(rows):
     return {
         Layout.EQUAL: SnapKV(budget=rows),
         Layout.RAGGED: AdaKV(budget=rows),
-        Layout.SHARED: PyramidKV(budget=rows, allocation=EntropyLayers()),
+        Layout.SHARED: PyramidKV(budget=rows, layers=EntropyLayers()),
     }
 
 

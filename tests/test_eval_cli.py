@@ -1,4 +1,4 @@
-"""`jaxkv eval`: options from tasks' fields, refusals before anything is loaded, tables, shards, pages."""
+"""`jaxkv eval`: options from tasks' fields, rejections before anything is loaded, tables, shards, pages."""
 
 import json
 import re
@@ -12,7 +12,7 @@ from evaluating import POLICIES, Told, words
 from jaxkv import AdaKV, KNorm, OmniKV, PyramidKV, SnapKV, cli
 from jaxkv.cli import evaluating as command
 from jaxkv.cli.options import made
-from jaxkv.evals import TASKS, Evaluation, page, runs
+from jaxkv.evals import TASKS, Evaluation, html_report, runs
 
 RUN = ("--policies", "full,knorm,streamingllm", "--budgets", "9", "--batch", "3")
 
@@ -22,7 +22,7 @@ def told(monkeypatch):
     """The task under the name `told`, over a tiny model that takes no time to load."""
     monkeypatch.setitem(TASKS, "told", Told)
     cli_runs.loading(monkeypatch, words())
-    for module in (runs, page):
+    for module in (runs, html_report):
         monkeypatch.setattr(module, "PLOTS_MISSING", True)
 
 
@@ -58,7 +58,7 @@ def test_fields_are_options(told, tmp_path):
     options = cli._parser().parse_args(["eval", "told", *RUN, "--out", "o", *given])
     expected = Told(count=3, sizes=(4, 5, 6), share=0.25, name="x", loud=True, seed=9, batch="y")
     assert command.task_from(Told, options) == expected
-    assert made(command.Run, options).batch == 3
+    assert made(command.RunOptions, options).batch == 3
     options = cli._parser().parse_args(["eval", "told", *RUN, "--out", "o"])
     assert command.task_from(Told, options) == Told()
     more = ["--seed", "9", "--question-agnostic", "--raw"]

@@ -15,9 +15,9 @@ from jaxkv.evals import (
     Evaluation,
     How,
     Sample,
-    asking,
     at_budgets,
     evaluate,
+    question_tasks,
     results,
     runs,
 )
@@ -28,7 +28,7 @@ FEW = {"few": jaxkv.KNorm(budget=9)}
 
 @pytest.fixture(autouse=True)
 def plain(monkeypatch):
-    """Nothing is drawn: a picture takes longer than everything else here."""
+    """Nothing is sampled: a picture takes longer than everything else here."""
     monkeypatch.setattr(runs, "PLOTS_MISSING", True)
 
 
@@ -48,7 +48,9 @@ def test_lines_are_what_the_model_says(tmp_path, agnostic):
     samples = task.samples(words())
     for name, policy in policies.items():
         parts = (samples[:3], samples[3:])
-        drawn = [each for part in parts for each in asking.asked(words(), policy, part, how)]
+        drawn = [
+            each for part in parts for each in question_tasks.asked(words(), policy, part, how)
+        ]
         said = [each.prediction for each in drawn]
         records = found.of(name)
         assert [record.prediction for record in records] == said
@@ -138,7 +140,7 @@ def test_what_cannot_be_judged_is_named_and_earlier_lines_stay(tmp_path, odd):
     assert (tmp_path / "out" / "results.jsonl").read_bytes().count(b"\n") == 4
 
 
-# --- refused --------------------------------------------------------------------------------------------------------
+# --- rejected --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -216,14 +218,14 @@ def test_shards_are_the_whole(tmp_path, whole):
         Evaluation.read(*parts, tmp_path / "whole")
 
 
-# --- draws of policies that draw --------------------------------------------------------------------------------------
+# --- samples of policies that use random numbers --------------------------------------------------------------------------------------
 
 
 def test_parts_say_whether_they_draw():
-    said = {name for name, row in BY_NAME.items() if row.policy(24).parts().draws}
+    said = {name for name, row in BY_NAME.items() if row.policy(24).parts().uses_key}
     drawn = ("random", "cam", "compactor")
     assert said == {name for name in BY_NAME if name.startswith(drawn) and "expected" not in name}
-    assert jaxkv.AdaKV(base=jaxkv.Random(budget=9)).parts().draws
+    assert jaxkv.AdaKV(base=jaxkv.RandomKV(budget=9)).parts().uses_key
 
 
 def test_every_sample_has_draws_of_its_own(tmp_path, monkeypatch):
@@ -234,7 +236,7 @@ def test_every_sample_has_draws_of_its_own(tmp_path, monkeypatch):
         return run(self, params, policy, samples, how)
 
     monkeypatch.setattr(Told, "run", seen)
-    drawing, other = jaxkv.Random(budget=9), jaxkv.KNorm(budget=9)
+    drawing, other = jaxkv.RandomKV(budget=9), jaxkv.KNorm(budget=9)
     told(tmp_path / "out", policies={"random": drawing, "knorm": other}, how=How(seed=3))
     seeds = {ids: seed for (policy, ids), seed in found.items() if policy == drawing}
     assert len(seeds) == len(set(seeds.values())) == 14 and 3 not in seeds.values()
@@ -243,7 +245,7 @@ def test_every_sample_has_draws_of_its_own(tmp_path, monkeypatch):
 
 
 def test_a_models_answers_under_chance_do_not_depend_on_the_batch(tmp_path):
-    policies = {"random@9": jaxkv.Random(budget=9)}
+    policies = {"random@9": jaxkv.RandomKV(budget=9)}
     one, other = (
         evaluate(words(), Words(count=2), policies, tmp_path / f"{n}", batch=n) for n in (1, 2)
     )
@@ -267,13 +269,13 @@ def test_what_is_asked_of_one_sample_changes_none_beside_it(agnostic):
             dataclasses.replace(three, context=longest),
         ]
     policy, how = jaxkv.StreamingLLM(budget=0.5), How(agnostic=agnostic, raw=True)
-    together = asking.asked(words(), policy, given, how)
-    assert together == [asking.asked(words(), policy, [each], how)[0] for each in given]
+    together = question_tasks.asked(words(), policy, given, how)
+    assert together == [question_tasks.asked(words(), policy, [each], how)[0] for each in given]
     # Of 20 and 21 words, and of the question's two where the policy sees them.
     assert [each.rows for each in together[:2]] == ([10, 10] if agnostic else [11, 11])
 
 
 def test_a_prefix_is_kept_from_the_policy_with_the_question():
     sample = Sample(id="0", group="g", context="w1 w2 w3", prefix=" w4", new_tokens=1)
-    context, question = asking.ids_of(words().text, sample)
+    context, question = question_tasks.ids_of(words().text, sample)
     assert (len(context), len(question)) == (3, 1)

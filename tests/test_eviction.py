@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stepping import DIM, HEADS, LENGTHS, draw, follow, held, one_step, prefilled, terms_of
 
-from jaxkv import D2O, H2O, TOVA, Keep, Merge, Policy, RoCo
+from jaxkv import D2O, H2O, TOVA, CustomPolicy, RoCo
 from jaxkv.cache import Dense, Pool
 from jaxkv.cache.layout import Layout
 from jaxkv.engine import evict as evicting
@@ -23,7 +23,9 @@ from jaxkv.policies import (
     ByAttention,
     CumulativeAttention,
     Joined,
+    Keep,
     KeyNorm,
+    Merge,
     Merged,
     Merger,
     Rank,
@@ -85,14 +87,14 @@ CASES = {
     "h2o-sinks": _case(partial(H2O, sinks=3, recent=0.25), 3, "sum", 0.25),
     "roco": _case(partial(RoCo), 0, "mean", 0.5),
     "tova": _case(partial(TOVA), 0, "last", 0.0),
-    "fading": _case(partial(Policy, evict=ByAttention(decay=0.8), **HEAVY), 0, 0.8, 0.5),
+    "fading": _case(partial(CustomPolicy, evict=ByAttention(decay=0.8), **HEAVY), 0, 0.8, 0.5),
     "norm": _case(
-        partial(Policy, scorer=KeyNorm(), keep=Keep(window=1), evict=ByNorm()), 0, "norm", 0.0
+        partial(CustomPolicy, scorer=KeyNorm(), keep=Keep(window=1), evict=ByNorm()), 0, "norm", 0.0
     ),
     "halving": _case(partial(H2O, merge=Halving()), 0, "sum", 0.5, o.halve_values),
     **{
         f"d2o-{name}": _case(
-            partial(D2O, merge=_merge(options), allocation=UniformLayers()),
+            partial(D2O, merge=_merge(options), layers=UniformLayers()),
             4,
             "sum",
             0.25,
@@ -239,7 +241,7 @@ def test_merge_weights_are_convex_and_the_kept_row_weighs_most(cosines, weights)
 
 
 def test_a_finished_sequence_keeps_its_rows():
-    drawn, policy = draw(1, 2), D2O(budget=16, allocation=UniformLayers())
+    drawn, policy = draw(1, 2), D2O(budget=16, layers=UniformLayers())
     pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
     spec = terms_of(policy, Layout.EQUAL)
     k = jnp.asarray(drawn.k_new[:, :, :1])

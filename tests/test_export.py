@@ -64,7 +64,7 @@ def asked(count: int = 3):
 
 @functools.cache
 def wanted(name: str, dtype: str = "float32"):
-    """What `generate` draws, for prompts and for questions on top of their cache."""
+    """What `generate` samples, for prompts and for questions on top of their cache."""
     model, policy, (prompts, questions) = tiny.tiny(MODEL, dtype=dtype), POLICIES[name], asked()
     answers = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=NEW)
     cache = jaxkv.prefill(model, prompts, policy=policy)
@@ -203,7 +203,7 @@ def test_programs_for_a_gpu_are_written_without_one(tmp_path):
         bytearray((folder / "programs" / said["programs"][0]["file"]).read_bytes())
     )
     assert read.platforms == ("cuda",) and read.nr_devices == 4
-    assert {each["kind"] for each in said["programs"]} == {"prompt", "draw.Greedy"}
+    assert {each["kind"] for each in said["programs"]} == {"prompt", "sample.Greedy"}
     with pytest.raises(ValueError, match=r"made for 4 devices of .'cuda'., here are 8 of cpu"):
         runtime.Model(folder)
 

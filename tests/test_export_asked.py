@@ -1,4 +1,4 @@
-"""An export's runtime.py takes and refuses what `generate` does: prompts, turns, numbers, positions, caches."""
+"""An export's runtime.py takes and rejects what `generate` does: prompts, turns, numbers, positions, caches."""
 
 import dataclasses
 import itertools
@@ -65,8 +65,8 @@ def answer(out):
     return tokens, out.text
 
 
-def refusal(call, *given, **options):
-    """The error that a call is refused with, one line that names a field; None if it is not refused."""
+def invalid(call, *given, **options):
+    """The error that a call is rejected with, one line that names a field; None if it is not rejected."""
     try:
         call(*given, **options)
     except (ValueError, TypeError) as error:
@@ -106,9 +106,9 @@ REFUSED = (
 
 @pytest.mark.parametrize("prompt", REFUSED, ids=lambda prompt: type(prompt).__name__)
 def test_prompts_that_generate_refuses(model, prompt, as_users_call):
-    assert refusal(jaxkv.generate, chat(), prompt, policy=POLICY, max_new_tokens=NEW)
-    told = str(refusal(model.generate, prompt, NEW))
-    assert told.startswith("prompt=") and str(refusal(model.read, prompt)) == told
+    assert invalid(jaxkv.generate, chat(), prompt, policy=POLICY, max_new_tokens=NEW)
+    told = str(invalid(model.generate, prompt, NEW))
+    assert told.startswith("prompt=") and str(invalid(model.read, prompt)) == told
 
 
 TALKS = {
@@ -119,7 +119,7 @@ TALKS = {
 
 
 # Turns are compared here: what the policy keeps is the same on both sides.
-@pytest.mark.filterwarnings("ignore::jaxkv.UnseenQuestionWarning")
+@pytest.mark.filterwarnings("ignore::jaxkv.policies.UnseenQuestionWarning")
 @pytest.mark.parametrize("talk", TALKS)
 def test_texts_on_a_cache_go_on_where_its_turns_stand(model, talk):
     """A cache of texts is in a chat, one of ids is not; what `read` leaves open, the question closes."""
@@ -145,8 +145,8 @@ def test_numbers_of_a_sampling_lie_where_they_do_in_jaxkv(model, name, as_users_
     for value in VALUES:
         if name == "top_k" and value == -1:
             continue  # vLLM's word for no cut, which is 0 here
-        refused = refusal(jaxkv.Sampling, **{name: value})
-        told = refusal(model.generate, [[1]], 1, sampling="Sampling", **{name: value})
+        refused = invalid(jaxkv.Sampling, **{name: value})
+        told = invalid(model.generate, [[1]], 1, sampling="Sampling", **{name: value})
         assert (refused is None) == (told is None), (value, refused, told)
         assert told is None or str(told).startswith(f"{name}=")
 
@@ -189,8 +189,8 @@ def test_nothing_is_drawn_past_the_models_positions(short):
     )
     for turn in itertools.count():
         questions = tiny.prompts(turn, (8, 3))
-        told = refusal(jaxkv.generate, model, questions, cache=theirs, max_new_tokens=8)
-        assert str(told) == str(refusal(short(policy).generate, questions, 8, cache=mine))
+        told = invalid(jaxkv.generate, model, questions, cache=theirs, max_new_tokens=8)
+        assert str(told) == str(invalid(short(policy).generate, questions, 8, cache=mine))
         if told:
             break
         theirs = jaxkv.generate(model, questions, cache=theirs, max_new_tokens=8, stop_at_eos=False)
@@ -200,17 +200,17 @@ def test_nothing_is_drawn_past_the_models_positions(short):
     assert turn == 4 and "111 tokens, 8 new ones included': the model was made for 96" in str(told)
     # By the rest of its positions, and not by one more.
     left = 96 - int(mine.arrays["cache.seen"].max())
-    assert short(policy).draw(mine, left, stop_at_eos=False)[0].shape == (2, left)
+    assert short(policy).sample(mine, left, stop_at_eos=False)[0].shape == (2, left)
     with pytest.raises(ValueError, match=f"'97 tokens, {left + 1} new ones included'"):
-        short(policy).draw(mine, left + 1)
+        short(policy).sample(mine, left + 1)
 
 
 def test_a_bucket_beyond_the_models_positions(short):
     """Prompts of 65 tokens are exported for 128."""
     model, prompt = short(jaxkv.FullKV(), lengths=65), tiny.prompts(1, (81, 30))
-    told = refusal(jaxkv.generate, tiny.tiny(SHORT), prompt, max_new_tokens=16)
-    assert told and str(told) == str(refusal(model.generate, prompt, 16))
-    assert str(refusal(model.read, [[1] * 97])).startswith("prompt='97 tokens, 0 new")
+    told = invalid(jaxkv.generate, tiny.tiny(SHORT), prompt, max_new_tokens=16)
+    assert told and str(told) == str(invalid(model.generate, prompt, 16))
+    assert str(invalid(model.read, [[1] * 97])).startswith("prompt='97 tokens, 0 new")
 
 
 def test_what_there_is_no_room_for(short):
@@ -218,18 +218,18 @@ def test_what_there_is_no_room_for(short):
     model = short(jaxkv.FullKV(), lengths=65)
     cache = model.read(tiny.prompts(1, (20, 9)))
     assert "at most 8: give fewer, or export with more question=" in str(
-        refusal(model.read, [[1] * 9] * 2, cache)
+        invalid(model.read, [[1] * 9] * 2, cache)
     )
-    cache = model.draw(cache, 20, stop_at_eos=False)[1]
+    cache = model.sample(cache, 20, stop_at_eos=False)[1]
     assert "at most 4: give fewer, or export with more new=" in str(
-        refusal(model.read, [[1] * 5] * 2, cache)
+        invalid(model.read, [[1] * 5] * 2, cache)
     )
     told = "max_new_tokens=5: there is room for 4: lower it, or export with new=5"
-    assert str(refusal(model.draw, cache, 5)) == told
+    assert str(invalid(model.sample, cache, 5)) == told
 
 
 def test_positions_that_are_places_within_the_cache(short, tmp_path):
-    """They end where the cache has as many rows: never, or the export is refused."""
+    """They end where the cache has as many rows: never, or the export is rejected."""
     rolling = {"budget": 16, "sinks": 2, "rolling_positions": True}
     policy, model = jaxkv.StreamingLLM(**rolling, every=4), tiny.tiny(SHORT)
     mine = short(policy, lengths=96).generate(tiny.prompts(1, (96, 50)), 16, stop_at_eos=False)
@@ -238,12 +238,12 @@ def test_positions_that_are_places_within_the_cache(short, tmp_path):
     )
     assert mine[0] == answer(theirs)[0] and int(mine[2].arrays["cache.seen"].max()) > 96
     told = "prompt='97 tokens, 0 new ones included': the model was made for 96"
-    assert str(refusal(short(policy, lengths=96).read, [[1] * 97])).startswith(told)
+    assert str(invalid(short(policy, lengths=96).read, [[1] * 97])).startswith(told)
     with pytest.raises(ValueError, match="lengths=97: a prompt: the model was made for 96"):
         jaxkv.export(model, tmp_path / "out", policy=policy, lengths=97)
     with pytest.raises(
         ValueError,
-        match="new=80: with question=8 up to 104 rows are kept and the model was made for 96",
+        match="new=80: with question=8 up to 104 entries are kept and the model was made for 96",
     ):
         jaxkv.export(
             model,
@@ -257,13 +257,17 @@ def test_positions_that_are_places_within_the_cache(short, tmp_path):
 
 
 def refused(model, cache):
-    """How each call that takes a cache refuses this one."""
-    calls = ((model.generate, [[1]], 2, cache), (model.read, [[1]], cache), (model.draw, cache, 2))
-    return [refusal(*call) for call in calls]
+    """How each call that takes a cache rejects this one."""
+    calls = (
+        (model.generate, [[1]], 2, cache),
+        (model.read, [[1]], cache),
+        (model.sample, cache, 2),
+    )
+    return [invalid(*call) for call in calls]
 
 
 def test_a_cache_of_another_export(short):
-    """Another policy, another bucket: refused with the folder that it came from."""
+    """Another policy, another bucket: rejected with the folder that it came from."""
     mine = short(jaxkv.FullKV(), lengths=65)
     for other in (short(jaxkv.H2O(budget=16)), short(jaxkv.FullKV(), lengths=30)):
         for told in refused(mine, other.read([[1, 2, 3]])):

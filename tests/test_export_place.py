@@ -19,7 +19,7 @@ def model():
 
 
 def seen(folder):
-    """All that lies in a folder, links as what they are."""
+    """All that is in a folder, links as what they are."""
     return {
         str(path.relative_to(folder)): os.readlink(path)
         if path.is_symlink()
@@ -30,7 +30,7 @@ def seen(folder):
 
 @pytest.fixture
 def no_programs(monkeypatch):
-    """What is refused is refused before minutes have gone into programs."""
+    """What is rejected is rejected before minutes have gone into programs."""
     monkeypatch.setattr(writing, "_programs", lambda *_: pytest.fail("programs are made already"))
 
 
@@ -130,10 +130,10 @@ def test_samplers_of_users(tmp_path):
     from jaxkv.exporting import runtime
 
     made = runtime.Model(jaxkv.export(model(), tmp_path / "out", sampling=(Last(), Beyond()), **OF))
-    with pytest.raises(ValueError, match=r"draw.Beyond: it gave an id outside of \[0, 64\)"):
+    with pytest.raises(ValueError, match=r"sample.Beyond: it gave an id outside of \[0, 64\)"):
         made.generate([[1, 2]], 3, sampling="Beyond")
     assert made.generate([[1, 2]], 3, sampling="Last")[0] == [[63, 63, 63]]
-    assert "draw.Last" in {
+    assert "sample.Last" in {
         each["kind"]
         for each in json.loads((tmp_path / "out" / "manifest.json").read_text())["programs"]
     }

@@ -239,7 +239,7 @@ EXPERT, ALL = (
         ("qwen3_moe_fused", ALL, lambda a: a[:-1], rf"{ALL}=\(7, 48, 48\): .*\(8, 48, 48\)"),
     ],
     ids=[
-        "a row less",
+        "an entry less",
         "a value's row less",
         "an expert less",
         "an expert of NaN",

@@ -107,7 +107,7 @@ def test_meshes(name, sums):
     for model in (of, of.on(mesh_of(2, 4))):
         session = jaxkv.Session(model, POLICIES["snapkv"])
         cache = session.prefill(prompts(5, LENGTHS[:2]), new=NEW)
-        asked, tokens = session.draw(cache, NEW)
+        asked, tokens = session.sample(cache, NEW)
         out.append((tokens.tolist(), positions(cache), positions(asked)))
     assert out[0] == out[1]
     # What a layer sends in a step: attention's and the MLP's sums, or both as one.
@@ -129,8 +129,8 @@ def test_filter_layers_are_looked_for():
 
 def test_16_bits():
     model, whole = running.golden_model("mixtral", "bfloat16"), running.golden_model("mixtral")
-    cache, logits = running.prefill(model, prompts(2, LENGTHS), room=4)
-    _, expected = running.prefill(whole, prompts(2, LENGTHS), room=4)
+    cache, logits = running.prefill(model, prompts(2, LENGTHS), headroom=4)
+    _, expected = running.prefill(whole, prompts(2, LENGTHS), headroom=4)
     assert cache.dtype == model.dtype == "bfloat16" and 2 * model.nbytes == whole.nbytes
     off = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
     assert off < 12 * 2.0**-8

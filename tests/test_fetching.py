@@ -83,7 +83,7 @@ def test_cache_that_cannot_be_written_is_told(cache, monkeypatch, tmp_path):
 
 @pytest.fixture
 def packaged(tmp_path, monkeypatch):
-    """A model that lies in the package."""
+    """A model that is in the package."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     files = {

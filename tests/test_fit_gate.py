@@ -7,7 +7,7 @@ from safetensors.numpy import load_file
 
 import jaxkv
 from jaxkv import KVzap, cli
-from jaxkv.analysis import fit_gate, fitting
+from jaxkv.analysis import fit_gate, gate_fitting
 from jaxkv.policies import KVzapGate
 from jaxkv.policies.scorer import Replay
 
@@ -41,7 +41,7 @@ def test_command_line_writes_the_gate(texts, tmp_path, capsys):
     params, tensors = jaxkv.load(MODEL), load_file(path)
     session, asked = jaxkv.Session(params), Replay(sinks=0, weighted=True)
     layers = [
-        fitting._observed(params, session.encoded(params.text.encode(text, bos=True)), asked)
+        gate_fitting._observed(params, session.encoded(params.text.encode(text, bos=True)), asked)
         for text in texts
     ]
     shares = []

@@ -1,4 +1,4 @@
-"""Trained gates, which belong to one model: the oracle, meshes, slots, saved caches, files that are refused."""
+"""Trained gates, which belong to one model: the oracle, meshes, slots, saved caches, files that are rejected."""
 
 import dataclasses
 import functools
@@ -96,13 +96,13 @@ def row_of(config):
 
 def check_kept(kept, scores, budget, n):
     """Kept rows [L][K] are the best of each head by the oracle's scores [L][K, n]."""
-    forced, rows = (
+    always_kept, rows = (
         o.forced_positions(n, 2, WINDOW, ()),
         max(o.resolve_budget(budget, n), min(n, 2 + WINDOW)),
     )
     for layer, of_heads in enumerate(scores):
         for head, own in enumerate(of_heads):
-            expected, gap = o.top_select(own, rows, forced, n)
+            expected, gap = o.top_select(own, rows, always_kept, n)
             assert gap > o.MIN_GAP
             assert kept[layer][head] == expected
 
@@ -125,9 +125,9 @@ def test_prefill_keeps_the_oracles_rows(width, budget):
         wide = GlobalBudget(base=policy, alpha=0.0)
         shared = tiny.kept(tiny.run(model, ids, wide)[0])
         for row, each in enumerate(ids):
-            n, forced = len(each), o.forced_positions(len(each), 2, WINDOW, ())
+            n, always_kept = len(each), o.forced_positions(len(each), 2, WINDOW, ())
             expected, gap = o.global_select(
-                scores[row], max(o.resolve_budget(budget, n), len(forced)), forced, n
+                scores[row], max(o.resolve_budget(budget, n), len(always_kept)), always_kept, n
             )
             assert gap > o.MIN_GAP
             assert [layer[row] for layer in shared] == expected
@@ -147,8 +147,8 @@ def test_fast_kvzip_keeps_the_oracles_rows():
         first = n - int(recent * n)
         for own in scores:
             own[:, first:] = 1.0
-        forced = [j for j in range(n) if j < 2 or j >= first]
-        expected, gap = o.global_select(scores, o.resolve_budget(0.6, n), forced, n)
+        always_kept = [j for j in range(n) if j < 2 or j >= first]
+        expected, gap = o.global_select(scores, o.resolve_budget(0.6, n), always_kept, n)
         assert gap > o.MIN_GAP
         assert [layer[row] for layer in kept] == expected
 
@@ -159,21 +159,21 @@ def kept_again(own, n, stops, budget, every):
     assert gap > o.MIN_GAP
     for seen in stops:
         there = sorted({*kept, *range(seen - every, seen)})
-        forced = [at for at, j in enumerate(there) if j < 2 or j >= seen - WINDOW]
-        best, gap = o.top_select(own[there], budget, forced, len(there))
+        always_kept = [at for at, j in enumerate(there) if j < 2 or j >= seen - WINDOW]
+        best, gap = o.top_select(own[there], budget, always_kept, len(there))
         assert gap > o.MIN_GAP
         kept = [there[at] for at in best]
     return kept
 
 
 def test_drawing_keeps_the_oracles_rows():
-    """Over 100 drawn tokens, in the first layer, whose hidden states do not follow from what was kept before."""
+    """Over 100 sampled tokens, in the first layer, whose hidden states do not follow from what was kept before."""
     config, budget, n, steps, every = tiny.TWO_LAYERS, 24, 40, 100, 16
     model, tensors, (ids,) = tiny.tiny(config), zap_tensors(config), tiny.prompts(6, (n,))
     session = jaxkv.Session(model, zap(config, budget=budget, every=every))
-    cache, drawn = session.draw(session.prefill([ids], new=steps), steps, new=steps)
+    cache, drawn = session.sample(session.prefill([ids], new=steps), steps, new=steps)
     scores = o.kvzap_scores(tensors, 0, hidden(model, 0, [*ids, *drawn[0].tolist()]))
-    # A cache is compressed before the next token is drawn.
+    # A cache is compressed before the next token is sampled.
     stops = range(n + every, n + steps, every)
     for head, own in enumerate(scores):
         found = [j for j in tiny.kept(cache)[0][0][head] if j < stops[-1]]
@@ -192,7 +192,7 @@ def test_new_tokens_of_all_layers_keep_the_oracles_rows():
     cache = session.prefill([text[:n]], new=every)
     for seen in range(n, n + steps):
         cache = session.compress_again(
-            session.extend(cache, [[text[seen]]], new=every, donate=True), room=every
+            session.extend(cache, [[text[seen]]], new=every, donate=True), headroom=every
         )
     stops = range(n + every, n + steps + 1, every)
     for layer, of_heads in enumerate(tiny.kept(cache)):

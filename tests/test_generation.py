@@ -205,7 +205,7 @@ def test_kept_and_full_count_entries_alone(model):
 
 
 def test_on_top_of_a_cache_statistics_are_the_given_caches(model):
-    with pytest.warns(jaxkv.UnseenQuestionWarning):
+    with pytest.warns(jaxkv.policies.UnseenQuestionWarning):
         cache = jaxkv.prefill(model, DOC, policy=POLICY)
     stats = jaxkv.generate(model, [" why?", " or?"], cache=cache, **DRAWING).stats
     assert stats.cache_bytes == cache.nbytes and stats.prompt_tokens == len("\n\n why?]=\n\n or?]=")

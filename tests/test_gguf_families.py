@@ -126,16 +126,16 @@ def test_configs_of_gemmas(tmp_path):
         gemma(tmp_path / "a.gguf", "gemma2", **dict.fromkeys(GEMMA2.keys() - NUMBERS.keys()))
     )
     assert (second.spec_of(0).softcap, second.logit_softcap, second.tied) == (50.0, 30.0, True)
-    assert second.windows == (12, None, 12) and second.spec_of(0).scale == 16**-0.5
+    assert second.sliding_windows == (12, None, 12) and second.spec_of(0).scale == 16**-0.5
     usual = {"context_length": 8192, "attention.sliding_window": None}
-    assert read(gemma(tmp_path / "b.gguf", "gemma2", **usual)).windows == (4096, None, 4096)
+    assert read(gemma(tmp_path / "b.gguf", "gemma2", **usual)).sliding_windows == (4096, None, 4096)
     for arch, layers in (("gemma2", 46), ("gemma3", 62)):
         assert (
             read(gemma(tmp_path / "c.gguf", arch, block_count=layers)).spec_of(0).scale == 12**-0.5
         )
     third = {"attention.sliding_window_pattern": None, "block_count": 13}
     config = read(gemma(tmp_path / "d.gguf", "gemma3", **third))
-    assert config.windows == ((12,) * 5 + (None,)) * 2 + (12,)
+    assert config.sliding_windows == ((12,) * 5 + (None,)) * 2 + (12,)
     assert config.logit_softcap is config.spec_of(0).softcap is None
     assert [config.spec_of(layer).rope for layer in (0, 5)] == [
         Rope(theta=10_000.0),
@@ -149,7 +149,7 @@ def test_configs_of_gemmas(tmp_path):
         "rope.scaling.type": "none",
     }
     config = read(gemma(tmp_path / "f.gguf", "gemma3", **capped))
-    assert config.windows == (None,) * 4 and config.logit_softcap == 30.0
+    assert config.sliding_windows == (None,) * 4 and config.logit_softcap == 30.0
     assert {config.spec_of(layer).rope for layer in range(4)} == {Rope(theta=1e6)}
 
 
@@ -303,7 +303,7 @@ def test_configs_of_gpt_oss(tmp_path):
     rope = YarnRope(theta=150_000.0, factor=4.0, original_max_position=32, truncate=False)
     assert config.experts == Experts(count=4, chosen=2, bias=True, limit=7.0)
     assert (
-        config.windows == (24, None) * 2
+        config.sliding_windows == (24, None) * 2
         and config.spec_of(0).rope == rope == config.spec_of(1).rope
     )
     assert (
@@ -315,7 +315,9 @@ def test_configs_of_gpt_oss(tmp_path):
     )
     plain = {"rope.scaling.type": None, "rope.scaling.factor": None}
     assert read(gpt_oss(tmp_path / "b.gguf", **plain)).spec_of(1).rope == Rope(theta=150_000.0)
-    assert read(gpt_oss(tmp_path / "c.gguf", **{PATTERN: [False, True, True, True]})).windows == (
+    assert read(
+        gpt_oss(tmp_path / "c.gguf", **{PATTERN: [False, True, True, True]})
+    ).sliding_windows == (
         None,
         24,
         24,

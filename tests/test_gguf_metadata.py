@@ -1,4 +1,4 @@
-"""GGUF files whose lengths and kinds are wrong: refused by name, in little time and memory."""
+"""GGUF files whose lengths and kinds are wrong: rejected by name, in little time and memory."""
 
 import os
 import struct
@@ -186,7 +186,7 @@ def test_windows_of_all_layers(tmp_path):
             tmp_path / f"{arch}.gguf", arch=arch, edit=lambda writer: writer.add_sliding_window(64)
         )
         read = ModelConfig.from_hf(open_checkpoint(path).config)
-        assert read.windows == (64,) * read.layers
+        assert read.sliding_windows == (64,) * read.layers
     path = write_gguf(tmp_path / "llama.gguf", edit=lambda writer: writer.add_sliding_window(64))
     with pytest.raises(ValueError, match="sliding_window=64: no llama has windows"):
         ModelConfig.from_hf(open_checkpoint(path).config)

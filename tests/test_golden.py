@@ -1,6 +1,6 @@
 """Logits and greedy tokens against transformers, for every family and for the real model.
 
-The golden files and the scripts that made them lie in `golden/`; nothing of this project took part in them.
+The golden files and the scripts that made them are in `golden/`; nothing of this project took part in them.
 """
 
 import dataclasses
@@ -84,7 +84,7 @@ def test_shards_give_the_logits_of_one_file():
 )
 def test_dtype_is_honoured(name, dtype, bits):
     model = running.golden_model(name, dtype)
-    cache, logits = running.prefill(model, rows(name), room=4)
+    cache, logits = running.prefill(model, rows(name), headroom=4)
     assert model.dtype == cache.dtype == dtype
     assert logits.dtype == np.float32
     assert 2 * model.nbytes == running.golden_model(name).nbytes
@@ -127,7 +127,7 @@ def test_smollm2_draws_the_tokens_of_transformers():
 
 
 def test_fingerprints_leave_out_what_is_at_its_default():
-    """Fields that a later version adds do not refuse the caches of this one."""
+    """Fields that a later version adds do not reject the caches of this one."""
     config = running.golden_model("llama_gqa").config
     text = loading._unusual(config)
     assert f"layers={config.layers}" in text and "softcap" not in text and "LayerSpec" not in text

@@ -43,8 +43,8 @@ def test_the_published_config():
     ):
         config = ModelConfig.from_hf(raw)
         assert config.experts == Experts(count=32, chosen=4, bias=True, limit=7.0)
-        assert config.kinds == (LayerSpec(rope=rope, window=128), LayerSpec(rope=rope))
-        assert config.windows == (128, None) * 12 and not config.alternates
+        assert config.kinds == (LayerSpec(rope=rope, sliding_window=128), LayerSpec(rope=rope))
+        assert config.sliding_windows == (128, None) * 12 and not config.alternates
         assert (
             config.sink_logits
             and config.qkv_bias
@@ -149,7 +149,7 @@ def test_a_mesh_gives_the_logits_of_one_device():
     assert bias.sharding.shard_shape(bias.shape) == (4, 2, 24)
     found = []
     for each in (many, one):
-        cache, logits = running.prefill(each, ROWS, room=1)
+        cache, logits = running.prefill(each, ROWS, headroom=1)
         found.append([logits, np.concatenate(running.extend(each, cache, [[7], [9]])[0])])
     for mine, theirs in zip(*found, strict=True):
         assert running.gap(mine, theirs) < 2e-5

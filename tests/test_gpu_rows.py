@@ -1,4 +1,4 @@
-"""Rows of a GPU's figures outlive kills, crashes and hangs; what cannot be used is refused by name."""
+"""Rows of a GPU's figures outlive kills, crashes and hangs; what cannot be used is rejected by name."""
 
 import importlib
 import json

@@ -11,8 +11,8 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv.engine import growth as rooms
-from jaxkv.engine.growth import MOST_AHEAD, room_for
+from jaxkv.engine import headroom as rooms
+from jaxkv.engine.headroom import MOST_AHEAD, headroom_for
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.machine.compilation import Clock
 from jaxkv.policies import LinearLayers
@@ -68,8 +68,10 @@ def test_a_long_answer_compiles_at_its_beginning(model, name):
     assert (events.programs - late) / (2000 - 256) <= 1 / 1000
     # What it holds is what was planned before the first token.
     lengths = [len(prompt)]
-    room = rooms.first_room(POLICIES[name].parts(), model.config.windows, np.asarray(lengths), 2000)
-    planned = plan_prefill(model.config, POLICIES[name], lengths, room=room)
+    headroom = rooms.first_headroom(
+        POLICIES[name].parts(), model.config.sliding_windows, np.asarray(lengths), 2000
+    )
+    planned = plan_prefill(model.config, POLICIES[name], lengths, headroom=headroom)
     assert stats.allocated_bytes <= planned.cache_bytes
 
 
@@ -176,19 +178,21 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
 
 def test_rooms_repeat_and_double():
     appending, one = jaxkv.SnapKV(budget=64).parts(), np.zeros(1, np.int64)
-    assert [int(room_for(appending, (None,), one, new)[0]) for new in (5, 17, 200, 300, 2000)] == [
+    assert [
+        int(headroom_for(appending, (None,), one, new)[0]) for new in (5, 17, 200, 300, 2000)
+    ] == [
         16,
         32,
         256,
         512,
         2048,
     ]
-    assert room_for(appending, (None,), one, 100_000)[0] == MOST_AHEAD
-    assert room_for(appending, (None,), one, 100_000, grown=6000)[0] == 6144
+    assert headroom_for(appending, (None,), one, 100_000)[0] == MOST_AHEAD
+    assert headroom_for(appending, (None,), one, 100_000, grown=6000)[0] == 6144
     # A row goes for each that comes: one spare row, and what is left to the limit.
-    assert room_for(jaxkv.H2O(budget=64).parts(), (None,), one, 2000)[0] == 1
-    assert room_for(jaxkv.H2O(budget=64).parts(), (None,), one + 40, 2000)[0] == 65
-    assert room_for(jaxkv.SnapKV(budget=64, every=50).parts(), (None,), one, 2000)[0] == 50
+    assert headroom_for(jaxkv.H2O(budget=64).parts(), (None,), one, 2000)[0] == 1
+    assert headroom_for(jaxkv.H2O(budget=64).parts(), (None,), one + 40, 2000)[0] == 65
+    assert headroom_for(jaxkv.SnapKV(budget=64, every=50).parts(), (None,), one, 2000)[0] == 50
 
 
 def test_ten_turns_meet_few_shapes(model):
@@ -231,7 +235,7 @@ def test_rolling_positions_go_beyond_what_the_model_was_made_for():
         == 40
     )
     with pytest.raises(
-        ValueError, match=r"max_new_tokens=41: 65 rows would be kept .* give every=64"
+        ValueError, match=r"max_new_tokens=41: 65 entries would be kept .* give every=64"
     ):
         jaxkv.generate(short, prompt, **(options | {"policy": endless, "max_new_tokens": 41}))
     with pytest.raises(ValueError, match="prompt='90 tokens, 40 new ones included'"):

@@ -114,7 +114,7 @@ def test_likelihoods_are_those_of_the_model(made):
 def test_choices_share_the_prefill_of_their_context_and_are_what_they_are_alone(
     made, name, monkeypatch
 ):
-    """They are read as answers are drawn: rows are dropped on the way, or chosen again."""
+    """They are read as answers are sampled: rows are dropped on the way, or chosen again."""
     lm = made(policy=name, **POLICIES[name], batch_size=2)
     ids, of = lm.tok_encode(CONTEXT), {"max_new_tokens": 6, "stop_at_eos": False}
     drawn = jaxkv.generate(lm.params, ids, policy=lm.policy, **of).tokens.tolist()

@@ -6,9 +6,9 @@ from meshes import mesh_of, model_of
 
 from benchmarks import hlo
 from jaxkv.sharding.collectives import gathered, total
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh
+from jaxkv.sharding.sharded_program import sharded_jit
 
 # As XLA writes it for GPUs, where what travels is begun and waited for apart.
 TEXT = """HloModule jit__loop, input_output_alias={ {0}: (1, {}, may-alias), {1}: (2, {}, must-alias) }, \
@@ -31,7 +31,7 @@ def test_text():
     assert hlo.shown(hlo.arrays_in("(f32[4,2]{1,0}, pred[])")) == "f32[4,2] pred[]"
 
 
-@program(static=("axes",), donate=("x",))
+@sharded_jit(static=("axes",), donate=("x",))
 def _scaled(
     x: Float[Array, "B V"], y: Float[Array, "B E"], *, axes: Axes | None
 ) -> Float[Array, "B V"]:

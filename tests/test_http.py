@@ -1,4 +1,4 @@
-"""OpenAI's HTTP interface to an engine: answers as `generate`'s, refusals in OpenAI's form, clients that go away."""
+"""OpenAI's HTTP interface to an engine: answers as `generate`'s, rejections in OpenAI's form, clients that go away."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from starlette.testclient import TestClient
 import jaxkv
 from jaxkv.engine.sampling import Sampling
 from jaxkv.serving.http import Application
-from jaxkv.serving.limits import Limits
+from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.server import Server
 
 POLICY = jaxkv.KNorm(budget=16)
@@ -36,7 +36,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def app(engine):
-    return Application({"tiny": engine}, limits=Limits(body_bytes=4000, answers=6))
+    return Application({"tiny": engine}, limits=RequestLimits(body_bytes=4000, answers=6))
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_chats_are_answered_as_generate_does(client):
         found = client.post(CHATS, json={"messages": messages, **GREEDY, **more}).json()
         assert found["object"] == "chat.completion"
         assert (
-            found["choices"][0]["message"].items() >= {"role": "assistant", "refusal": None}.items()
+            found["choices"][0]["message"].items() >= {"role": "assistant", "invalid": None}.items()
         )
         return found["choices"][0]["message"]["content"], found["choices"][0]["finish_reason"]
 
@@ -95,7 +95,7 @@ def test_chats_are_answered_as_generate_does(client):
 
 @pytest.mark.parametrize("seed", [7, 2**40 + 7])
 def test_draws_follow_the_seed(client, seed):
-    """One answer draws with the seed's key, several with keys folded from it."""
+    """One answer samples with the seed's key, several with keys folded from it."""
     key = jax.random.key(seed) if seed < 2**32 else jax.random.fold_in(jax.random.key(7), 2**8)
     body = {
         "messages": CHAT,
@@ -233,7 +233,7 @@ REFUSED = [
 
 
 def refused(client, path, body):
-    """The error of a body that is refused with status 400."""
+    """The error of a body that is rejected with status 400."""
     content = body if isinstance(body, bytes) else json.dumps(body)
     response = client.post(path, content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400, (body, response.text)
@@ -314,26 +314,26 @@ def test_pages_and_methods_that_are_not_there(client):
 
 
 def test_the_key_is_asked_for(engine):
-    client = TestClient(Application({"tiny": engine}, limits=Limits(api_key="sesame")))
+    client = TestClient(Application({"tiny": engine}, limits=RequestLimits(api_key="sesame")))
     for key, status in ((None, 401), ("open", 401), ("sesame\xfc", 401), ("sesame", 200)):
         headers = {} if key is None else {"Authorization": f"Bearer {key}".encode("latin-1")}
         for page in ("/v1/models", "/metrics"):
             assert client.get(page, headers=headers).status_code == status
         assert client.post(TEXTS, headers=headers, json={"prompt": "a"}).status_code == status
     assert client.get("/health").status_code == 200
-    assert "sesame" not in repr(Limits(api_key="sesame"))
+    assert "sesame" not in repr(RequestLimits(api_key="sesame"))
 
 
 def test_full_queues_deadlines_and_the_end(engine, app, client, monkeypatch):
     def full(*_, **__):
-        raise jaxkv.QueueFull("6 requests wait already")
+        raise jaxkv.serving.QueueFull("6 requests wait already")
 
     with monkeypatch.context() as patched:
         patched.setattr(engine, "submit", full)
         response = client.post(TEXTS, json={"prompt": "a"})
     assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
     assert 1 <= int(response.headers["retry-after"]) <= 60
-    hasty = TestClient(Application({"tiny": engine}, limits=Limits(seconds=1e-6)))
+    hasty = TestClient(Application({"tiny": engine}, limits=RequestLimits(seconds=1e-6)))
     assert hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40}).status_code == 504
     assert (
         hasty.post(DOCUMENTS, json={"text": "a"}).status_code == 504 and not engine.documents.all()

@@ -12,7 +12,7 @@ import tiny
 
 import jaxkv
 from jaxkv.attention import Implementation, Implementations, capability_of, choose
-from jaxkv.planning.programs import Work, abstract_model, traced_loop
+from jaxkv.planning.traced_programs import TraceInputs, abstract_model, traced_loop
 
 XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN
 INTERPRETED, MOSAIC = Implementation.INTERPRETED, Implementation.MOSAIC
@@ -160,7 +160,7 @@ def test_a_tpus_kernels_on_a_mesh():
 
 @on_a_cpu
 def test_layers_with_windows_on_a_tpu():
-    """Window layers, whose rows lie in rings, read and write them by the kernel."""
+    """Sliding-window layers, whose rows are in query buffers, read and write them by the kernel."""
     policy = jaxkv.SnapKV(budget=16, window=6)
     both(tiny.tiny(test_windows.SHAPE), test_windows.prompts(), policy, "tpu")
 
@@ -170,7 +170,7 @@ def test_a_tpus_programs_have_its_kernels():
     """A layer of a prompt in bfloat16 is prefilled by splash attention; a step appends and attends by a kernel."""
     flat = abstract_model(tiny.shape(layers=2, kv_heads=2, group=2, dim=128), "bfloat16")
     given = {"policy": jaxkv.SnapKV(budget=64, window=8), "batch": 2, "tokens": 256, "new": 16}
-    work = Work(flat=flat, implementation=TPU, **given)
+    work = TraceInputs(flat=flat, implementation=TPU, **given)
     layer = next(each for each in work.prefill.calls if each.name == "layer")
     with_kernels = [layer.traced, traced_loop(work)[0]]
     prefill, decode = (each.lower(lowering_platforms=("tpu",)).as_text() for each in with_kernels)
@@ -201,7 +201,7 @@ def test_kernels_answer_a_question_on_a_cache():
 
 
 def test_kernels_keep_rows_of_16_bits():
-    """Interpreted on a CPU: a prefill has the rows that they draw."""
+    """Interpreted on a CPU: a prefill has the rows that they sample."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16"), tiny.prompts(5, [7, 4])
     drawn = jaxkv.generate(model, ids, implementation="pallas", max_new_tokens=6, stop_at_eos=False)
     whole = [[*prompt, *answer] for prompt, answer in zip(ids, drawn.tokens, strict=True)]

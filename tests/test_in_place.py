@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv.engine import loop as looping
+from jaxkv.engine import token_loop as looping
 from jaxkv.engine.spec import spec_for
 
 LENGTHS = [37, 21]
@@ -35,11 +35,13 @@ def test_a_model_of_16_bits_appends_in_place():
 
 
 def compiled(model, policy):
-    """A pool of a short prompt's cache, and what XLA makes of the loop that draws on top of it."""
-    cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), policy, room=16)
+    """A pool of a short prompt's cache, and what XLA makes of the loop that samples on top of it."""
+    cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), policy, headroom=16)
     spec = spec_for(model.flat, cache)
     none = jnp.asarray([-2], jnp.int32)
-    draw = looping.draw_of(jnp.asarray(logits), jnp.zeros(2, bool), jax.random.key(0), none)
+    draw = looping.first_sampling_state(
+        jnp.asarray(logits), jnp.zeros(2, bool), jax.random.key(0), none
+    )
     given = looping.loop_arguments(
         model.flat, cache.arrays, draw, 4, jaxkv.Sampling(temperature=0), 0, spec=spec
     )

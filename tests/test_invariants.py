@@ -87,8 +87,8 @@ def check_totals(row: Row, cache, needed, lengths, budget):
     if row.level:
         assert (kept.sum(axis=2) == kept.sum(axis=2)[:1]).all()
     for index, n in enumerate(lengths):
-        forced = len(o.forced_positions(n, row.sinks, row.window, row.protect))
-        rows = n if row.keeps_all else max(o.resolve_budget(budget, n), forced)
+        always_kept = len(o.forced_positions(n, row.sinks, row.window, row.protect))
+        rows = n if row.keeps_all else max(o.resolve_budget(budget, n), always_kept)
         assert needed.budget[index] == rows
         if row.exact:
             assert kept[:, index].sum() == len(kept) * heads * rows
@@ -141,7 +141,7 @@ def check_alone(row: Row, model, seed, lengths, budget, steps=2):
             for index, name in enumerate(names)
         }
 
-    # Alone it lies in a smaller bucket: programs of its own, of which a few rows show enough.
+    # Alone it is in a smaller bucket: programs of its own, of which a few rows show enough.
     alone = (("b", "ab", "b"),) if row.name in ALONE else ()
     for name, beside, other in (("a", "ab", "ao"), ("b", "ab", "ob"), *alone):
         (kept, logits), (same_kept, same_logits) = result(beside)[name], result(other)[name]
@@ -168,7 +168,7 @@ def check_constant(row: Row, model, cache, lengths, steps=4):
     for step in range(1, steps + 1):
         # Room for a sequence below its budget comes once: another size of pools would be another program.
         _, cache = tiny.decode(
-            model, cache, [[5 + step] * len(lengths)], room=steps if step == 1 else 0
+            model, cache, [[5 + step] * len(lengths)], headroom=steps if step == 1 else 0
         )
         seen = np.asarray(lengths) + step
         check_layout(cache, seen, ordered=False)
@@ -295,12 +295,12 @@ def test_choosing_without_jit_is_choosing_with_it():
         assert agreement.library_kept(policy, q[:2], k[:2], (40, 21)) == compiled
 
 
-@pytest.mark.parametrize("allocation", (OfficialLayers(), EntropyLayers()))
-def test_what_must_stay_is_planned_for(allocation):
+@pytest.mark.parametrize("layers", (OfficialLayers(), EntropyLayers()))
+def test_what_must_stay_is_planned_for(layers):
     # The span is widest in the shortest prompts of the bucket, and wider than some layers' share of the budget.
     span, lengths = ((-30, 30),), (36, 34)
     policy = jaxkv.PyramidKV(
-        budget=0.25, window=8, sinks=3, allocation=allocation, min_budget="clamp", protect=span
+        budget=0.25, window=8, sinks=3, layers=layers, min_budget="clamp", protect=span
     )
     row = Row(
         name="span",

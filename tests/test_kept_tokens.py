@@ -37,7 +37,7 @@ def test_counts_and_positions_are_those_of_the_segments(name):
     model, ids = tiny.tiny(tiny.MODELS["gqa3"]), tiny.prompts(5, LENGTHS)
     session = jaxkv.Session(model, POLICIES[name])
     cache = session.prefill(ids, new=9)
-    later, _ = session.draw(cache, 9)
+    later, _ = session.sample(cache, 9)
     for each in (cache, later):
         counts = each.counts()
         assert [len(one) for one in counts] == np.asarray(each.seen).tolist()
@@ -56,7 +56,7 @@ def test_layers_of_a_window_are_left_out_unless_all_are():
     cache = jaxkv.prefill(
         tiny.tiny(windowed.SHAPE), windowed.prompts(), policy=jaxkv.SnapKV(budget=16, window=4)
     )
-    whole = [layer for layer, width in enumerate(windowed.SHAPE.windows) if width is None]
+    whole = [layer for layer, width in enumerate(windowed.SHAPE.sliding_windows) if width is None]
     assert cache.compressed_layers == whole and len(whole) < windowed.SHAPE.layers
     for mine, theirs in zip(cache.counts(), expected(cache, whole), strict=True):
         np.testing.assert_array_equal(mine, theirs)
@@ -77,10 +77,10 @@ def test_entries_in_host_memory_are_kept(policy):
     model, config = tiny.tiny(omnikv_cases.CONFIG), omnikv_cases.CONFIG
     ids = tiny.prompts(4, omnikv_cases.LENGTHS)
     cache = jaxkv.generate(model, ids, policy=policy, max_new_tokens=3, stop_at_eos=False).cache
-    assert cache.bank is not None
+    assert cache.host_store is not None
     for seen, counts in zip(np.asarray(cache.seen), cache.counts(), strict=True):
         assert counts.tolist() == [config.layers * config.kv_heads] * seen
-    last = cache.bank.layers[-1]
+    last = cache.host_store.layers[-1]
     assert [each.tolist() for each in cache.positions(last, 0)] == [
         [*range(seen)] for seen in np.asarray(cache.seen)
     ]

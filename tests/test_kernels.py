@@ -92,7 +92,7 @@ def check_attend(
 
 
 def inside_any(start, length, pool):
-    """Which rows lie in some segment."""
+    """Which rows are in some segment."""
     row = np.arange(pool)
     return ((row >= start[..., None]) & (row < (start + length)[..., None])).any(axis=1)
 

@@ -16,16 +16,16 @@ LENGTH = np.asarray([[[9, 20], [3, 0], [4, 5]], [[7, 70], [0, 33], [0, 17]]], np
 ROOM = 3
 
 
-def laid_out(length, room=ROOM):
+def laid_out(length, headroom=ROOM):
     """First rows, layer after layer and head after head, with room behind each; and the pool's rows."""
-    sizes = np.moveaxis(length, 0, 1).reshape(length.shape[1], -1) + room
+    sizes = np.moveaxis(length, 0, 1).reshape(length.shape[1], -1) + headroom
     start = (np.cumsum(sizes, axis=1) - sizes).reshape(length.shape[1], length.shape[0], -1)
     return np.moveaxis(start, 1, 0).astype(np.int32), int(sizes.sum(axis=1).max())
 
 
-def dealt(length, programs, block):
+def scheduled(length, programs, block):
     start, _ = laid_out(length)
-    chunks = pallas_kernels.deal(
+    chunks = pallas_kernels.work_table(
         jnp.asarray(start), jnp.asarray(length), programs=programs, block=block
     )
     return start, {name: np.asarray(getattr(chunks, name)) for name in chunks.__dataclass_fields__}
@@ -41,11 +41,11 @@ def test_chunks_cover_every_row_once(shape, programs, data):
     """Neighbours in order, one at least per segment, whole blocks but for the last, and nothing beside them."""
     rows = st.one_of(st.just(0), st.integers(0, 90), st.integers(0, 20_000))
     length = np.asarray(
-        data.draw(st.lists(rows, min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))),
+        data.sample(st.lists(rows, min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))),
         np.int32,
     )
     length = length.reshape(shape)
-    start, table = dealt(length, programs, 16)
+    start, table = scheduled(length, programs, 16)
     for layer in range(shape[0]):
         at = 0
         for segment, (begin, n) in enumerate(
@@ -71,14 +71,14 @@ def test_chunks_fill_the_device(batch, rows):
     """As many as there are programs, and none much longer than its share; one head is ten times longer than others."""
     length = np.full((1, batch, 8), rows, np.int32)
     length[..., 0] *= 10
-    chunks = dealt(length, 396, 64)[1]["rows"]
+    chunks = scheduled(length, 396, 64)[1]["rows"]
     assert chunks.max() < 1.2 * length.sum() / 396
     assert (chunks > 0).sum() <= 396 + 8 * batch
 
 
 def test_small_caches_have_small_chunks():
     """One sequence of 1024 rows a head keeps 128 programs busy."""
-    assert dealt(np.full((1, 1, 8), 1024, np.int32), 396, 64)[1]["rows"].max() == 64
+    assert scheduled(np.full((1, 1, 8), 1024, np.int32), 396, 64)[1]["rows"].max() == 64
 
 
 def turned(x, cos, sin):
@@ -101,7 +101,9 @@ def token_of(seed, dim, dtype, group, layer):
     angle = positions[:, None] * 100.0 ** (-np.arange(dim // 2) / dim)
     cos, sin = (jnp.asarray(part, jnp.float32) for part in (np.cos(angle), np.sin(angle)))
     pos = jnp.asarray(np.random.default_rng(seed).integers(0, 16, (batch, rows)), jnp.int32)
-    chunks = pallas_kernels.deal(jnp.asarray(start), jnp.asarray(LENGTH), programs=5, block=16)
+    chunks = pallas_kernels.work_table(
+        jnp.asarray(start), jnp.asarray(LENGTH), programs=5, block=16
+    )
     counts = jnp.asarray([1, 1, 0], jnp.int32)
     return q, kv, cos, sin, jnp.asarray(positions), counts, k, v, pos, jnp.asarray(start), chunks
 
@@ -270,7 +272,7 @@ def test_thousands_of_rows_in_codes_in_one_chunk(store):
     q, k, v = draw(9, (1, 1, 1, 64), (1, 8192, 64), (1, 8192, 64))
     k, v = (of(rows) for of, rows in zip(CODES[store], (k, v + 0.5), strict=True))
     of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8192, jnp.int32))
-    chunks = pallas_kernels.deal(of[0][None], of[1][None], programs=1, block=16)
+    chunks = pallas_kernels.work_table(of[0][None], of[1][None], programs=1, block=16)
     out, _ = pallas_kernels.attend(q * 0.1, k, v, *of, chunks=chunks, tiles=SMALL, interpret=True)
     want, _, _ = attend_oracle(
         q * 0.1, jnp.asarray(decoded(k)), jnp.asarray(decoded(v)), *map(np.asarray, of)
@@ -327,7 +329,7 @@ def test_a_token_attends_to_picked_rows(alike):
     for b, h in np.ndindex(3, heads):
         picks[b, h, : held[b, h]] = np.sort(rng.permutation(most[b, h])[: held[b, h]])
     virtual = dealt_for[:, None] + length[layer] - rest[layer]
-    chunks = pallas_kernels.deal(
+    chunks = pallas_kernels.work_table(
         jnp.asarray(np.stack([start[0], np.zeros_like(start[0])])),
         jnp.asarray(np.stack([length[0], virtual])),
         programs=7,

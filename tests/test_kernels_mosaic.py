@@ -42,7 +42,7 @@ def test_simulated(simulated, case):
 
 
 def test_refused(monkeypatch):
-    """What the kernel does not take is refused by name."""
+    """What the kernel does not take is rejected by name."""
     q, k = draw(0, (1, 1, 1, 16, 64), (1, 1, 16, 64))
     at = jnp.zeros((1,), jnp.int32)
     with pytest.raises(ValueError, match="float32"):

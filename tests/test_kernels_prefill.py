@@ -96,7 +96,7 @@ def test_flash_within_a_window(window, queries, first, length):
 
 
 def check_window(shape, first, length, dim, dtype, sinks=None):
-    """Three query heads of several queries fill no tile of 16 rows exactly; keys lie in several chunks."""
+    """Three query heads of several queries fill no tile of 16 rows exactly; keys are in several chunks."""
     batch, heads, group, window, slots = shape
     kind, tolerance = DTYPES[dtype]
     q, k = draw(5, (batch, heads, group, window, dim), (batch, heads, slots, dim), dtype=kind)

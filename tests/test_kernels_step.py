@@ -158,7 +158,7 @@ def test_evict_rows(scored):
 
 
 def test_the_lowest_in_one_reduction():
-    """As `_lowest` finds it, with ties, endless ranks and segments without a free row."""
+    """As `_lowest` finds it, with ties, endless ranks and segments without a free place."""
     rng = np.random.default_rng(3)
     rank = jnp.asarray(rng.choice([-np.inf, 0.0, 0.5, np.inf], size=(50, 3, 9)), jnp.float32)
     free = jnp.asarray(rng.random((50, 3, 9)) < 0.4)

@@ -7,7 +7,7 @@ import pytest
 from test_kernels import attend_oracle, draw, wide
 from test_kernels_tpu import COUNTS, LENGTH, START, compare, drawn, with_rows
 
-from jaxkv.cache.quantised import Bytes
+from jaxkv.cache.quantised import Int8Vectors
 from pallas_kernels.tpu import codes, decode
 
 # Head dims in one dtype or the other, groups of one to more than a register's sublanes, rows of a pool; of codes, whole
@@ -23,7 +23,7 @@ TABLES = (START, LENGTH, COUNTS)
 
 def encoded(pool):
     """Keys or values as `Store.held` has them, a pair of codes and scales."""
-    found = Bytes.of(pool)
+    found = Int8Vectors.of(pool)
     return found.code, found.scale
 
 

@@ -8,7 +8,7 @@ import tiny
 from meshes import mesh_of, model_of
 
 import jaxkv
-from jaxkv.engine import loop
+from jaxkv.engine import token_loop
 from jaxkv.engine.spec import Spec
 from jaxkv.models.decoder import Flat, named_parameters
 from jaxkv.models.rope import inverse_frequencies
@@ -54,8 +54,8 @@ def forward(model, ids):
         k, v = np.einsum("ne,tkde->tknd", normed, part("attention.kv"))
         k, scale = _turned(k, spec.rope), spec.scale or config.head_dim**-0.5
         seen = np.tri(len(x), dtype=bool)
-        if spec.window is not None:
-            seen &= ~np.tri(len(x), k=-spec.window, dtype=bool)
+        if spec.sliding_window is not None:
+            seen &= ~np.tri(len(x), k=-spec.sliding_window, dtype=bool)
         logits = capped(np.einsum("kgnd,kmd->kgnm", q, k) * scale, spec.softcap)
         logits = np.where(seen, logits, -np.inf)
         most = logits.max(axis=-1, keepdims=True)
@@ -81,7 +81,7 @@ def check_answers(model, policy=None):
         np.testing.assert_allclose(
             np.asarray(cache.logits)[row], forward(model, each)[0], atol=2e-4
         )
-    _, tokens = session.draw(cache, NEW)
+    _, tokens = session.sample(cache, NEW)
     for row, each in enumerate(ids):
         so_far = list(each)
         for token in tokens[row].tolist():
@@ -138,8 +138,8 @@ def test_alike_layers_share_programs():
 @pytest.mark.parametrize("where", (Flat, Spec), ids=("prefill", "decode"))
 def test_a_spec_of_another_layer_is_found(where, monkeypatch, request):
     # Programs compiled before the fault would hide it, those compiled with it outlive it.
-    loop._loop.clear_cache()
-    request.addfinalizer(loop._loop.clear_cache)
+    token_loop._loop.clear_cache()
+    request.addfinalizer(token_loop._loop.clear_cache)
     monkeypatch.setattr(
         where, "graphs_of", lambda self, layer: self.graphs.of(self.config.spec_of(layer + 1))
     )

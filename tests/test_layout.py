@@ -14,15 +14,15 @@ PACKAGES = ("pallas_kernels", "jaxkv")
 # A module imports from the lines above its own, and from its own package. A new module is a new line.
 LAYERS = (
     "pallas_kernels",
-    "jaxkv._drawing",
+    "jaxkv._plotting",
     "jaxkv._errors",
     "jaxkv.checkpoints",
     "jaxkv._checks",
     # Where arrays lie: every program asks.
-    "jaxkv.sharding.letters",
+    "jaxkv.sharding.logical_axes",
     "jaxkv.sharding.mesh",
     "jaxkv.sharding.record",
-    "jaxkv.sharding.door",
+    "jaxkv.sharding.sharded_program",
     "jaxkv.sharding.collectives",
     "jaxkv.attention",
     "jaxkv.machine",
@@ -41,7 +41,7 @@ LAYERS = (
     "jaxkv.engine.sampling",
     "jaxkv.models.weights",
     "jaxkv.loading",
-    # Sizes: arguments are refused by them.
+    # Sizes: arguments are rejected by them.
     "jaxkv.engine.hadamard",
     "jaxkv.engine.lengths",
     "jaxkv.engine.prefill_bytes",
@@ -52,7 +52,7 @@ LAYERS = (
     "jaxkv.sharding.resharding",
     "jaxkv.cache.saved",
     "jaxkv.exporting",
-    "jaxkv.engine.results",
+    "jaxkv.engine.generation_results",
     "jaxkv.generation",
     "jaxkv.serving",
     "jaxkv.testing",
@@ -80,7 +80,7 @@ MODULES = {module_of(path): path for path in sources(*PACKAGES)}
 
 
 def layer_of(module: str) -> str:
-    """The longest line that the module is, or lies in; the package jaxkv holds only its own __init__."""
+    """The longest line that the module is, or is in; the package jaxkv holds only its own __init__."""
     fits = [
         name
         for name in LAYERS

@@ -1,4 +1,4 @@
-"""LU-KV, whose curves belong to one model: the oracle, shares at the budget, a mesh, saved caches, refusals."""
+"""LU-KV, whose curves belong to one model: the oracle, shares at the budget, a mesh, saved caches, rejections."""
 
 import numpy as np
 import oracles as o

@@ -1,4 +1,4 @@
-"""No memory for what was asked: refused before anything is allocated, with the bytes and what to change."""
+"""No memory for what was asked: rejected before anything is allocated, with the bytes and what to change."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Mixtures of experts: the rows of a plain loop, none dropped whoever is chosen, and no more work than that."""
+"""Mixtures of experts: the rows of a plain loop, none dropped those who is chosen, and no more work than that."""
 
 import jax
 import jax.numpy as jnp

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import jaxkv
 from jaxkv.cache.packing import Unpacked
-from jaxkv.engine import choosing, moments, prefill_layer, recompress
+from jaxkv.engine import moments, prefill_layer, recompress, selection
 from jaxkv.models.rope import angles, inverse_frequencies, rotate
 from jaxkv.models.values import LongRope, YarnRope
 from jaxkv.policies import (
@@ -162,10 +162,10 @@ LAYERS, N = 3, 24
 
 def _candidates(scores):
     """Layers `[L, K, n]` of one sequence, of which the first and the last two rows stay anyway."""
-    forced = jnp.asarray(np.isin(np.arange(N), FORCED)[None])
+    always_kept = jnp.asarray(np.isin(np.arange(N), FORCED)[None])
     length = jnp.asarray([N], jnp.int32)
     return [
-        choosing.of_prompt(jnp.asarray(layer, jnp.float32)[None], forced, length)
+        selection.of_prompt(jnp.asarray(layer, jnp.float32)[None], always_kept, length)
         for layer in scores
     ]
 
@@ -180,7 +180,7 @@ def test_ties_go_to_the_lowest_head_then_layer_then_position(alpha, seed, levels
     scores = np.random.default_rng(seed).integers(-1, levels, (LAYERS, 2, N)).astype(np.float64)
     rows = jnp.asarray([base + len(FORCED)], jnp.int32)
     nothing = jnp.zeros((1,), jnp.int32)
-    chosen = choosing.choose(_candidates(scores), rows, nothing, heads=AdaptiveHeads(alpha=alpha))
+    chosen = selection.choose(_candidates(scores), rows, nothing, heads=AdaptiveHeads(alpha=alpha))
     expected, _ = o.global_select(scores, base + len(FORCED), list(FORCED), N, alpha)
     assert [
         [np.flatnonzero(head).tolist() for head in np.asarray(mask)[0]] for mask in chosen.masks
@@ -204,9 +204,7 @@ def test_a_layer_whose_rows_matter_more_takes_them_from_the_others():
 
 
 def test_a_base_with_its_own_heads_keeps_them():
-    base = jaxkv.AdaKV(
-        base=jaxkv.KeyDiff(budget=20), safeguard=ProtectedHeads(alpha=0.5, capacity=2.0)
-    )
+    base = jaxkv.AdaKV(base=jaxkv.KeyDiff(budget=20), heads=ProtectedHeads(alpha=0.5, capacity=2.0))
     assert jaxkv.GlobalBudget(base=base).parts().heads == ProtectedHeads(alpha=0.5, capacity=2.0)
     critical = jaxkv.GlobalBudget(base=jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=40)), alpha=0.25)
     assert critical.parts().heads == TwoStageHeads(budgets=AdaptiveHeads(alpha=0.25))

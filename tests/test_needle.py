@@ -26,10 +26,10 @@ MAKERS = {
     "snap32k13": lambda n: SnapKV(budget=n, window=32, pooling=AvgPool(13)),
     "snap32k21": lambda n: SnapKV(budget=n, window=32, pooling=AvgPool(21)),
     "pyr20w8k13": lambda n: PyramidKV(
-        budget=n, window=8, pooling=AvgPool(13), allocation=KVPressLayers(beta=20.0)
+        budget=n, window=8, pooling=AvgPool(13), layers=KVPressLayers(beta=20.0)
     ),
     "ada32k13": lambda n: AdaKV(
-        base=SnapKV(budget=n, window=32, pooling=AvgPool(13)), safeguard=ProtectedHeads(alpha=0.2)
+        base=SnapKV(budget=n, window=32, pooling=AvgPool(13)), heads=ProtectedHeads(alpha=0.2)
     ),
 }
 

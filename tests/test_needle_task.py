@@ -30,8 +30,8 @@ def test_a_grid(wording):
         hay = len(each.context) - opening
         # At the end of a sentence before its depth, of which the longest takes some of a short text.
         depth = (at - opening) / hay
-        room = 0.35 if each.tags["length"] == 256 else 0.12
-        assert depth <= each.tags["depth"] + 0.02 and depth >= each.tags["depth"] - room
+        headroom = 0.35 if each.tags["length"] == 256 else 0.12
+        assert depth <= each.tags["depth"] + 0.02 and depth >= each.tags["depth"] - headroom
         if each.tags["depth"] == 1:
             assert each.context[at:].count(".") == 1
         else:

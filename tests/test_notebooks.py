@@ -38,11 +38,11 @@ def cell(*texts, tags=()):
     return {"metadata": {"tags": list(tags)}, "outputs": out}
 
 
-STORED = "3 of 3 right, 12.50 MB, loss 0.021, 1,463 rows\n"
+STORED = "3 of 3 right, 12.50 MB, loss 0.021, 1,463 entries\n"
 
 
 def test_small_differences_are_none():
-    fresh = cell("3 of 3 right,  12.51 MB, loss 0.022, 1,463 rows\n")
+    fresh = cell("3 of 3 right,  12.51 MB, loss 0.022, 1,463 entries\n")
     assert not outputs.differences([cell(STORED)], [fresh])
 
 

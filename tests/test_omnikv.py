@@ -12,11 +12,11 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, both, feed, omni, walk
 
 import jaxkv
 from jaxkv import BrutalOffload, FullKV, OmniKV
-from jaxkv.cache import bank as banking
-from jaxkv.engine import staged
+from jaxkv.cache import host_store as banking
+from jaxkv.engine import offloaded_decode
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import Selector
-from jaxkv.policies.reading import WHOLE, sources, whole_layers
+from jaxkv.policies.reads import WHOLE, sources, whole_layers
 
 LLAMA_8B, YI, LLAMA_70B = ((2, 8, 18), 32), ((6, 11, 30), 48), ((4, 19, 41), 80)
 
@@ -86,7 +86,7 @@ def test_bytes_are_the_plans(offload):
         return
     spare = 24 * 2 * token
     assert rows == full // 4 + spare and needed.host_bytes == full * 3 // 4
-    kinds = {each.sharding.memory_kind for each in cache.bank.rows}
+    kinds = {each.sharding.memory_kind for each in cache.host_store.rows}
     assert kinds == {"pinned_host"}
     # The widest stage is the twelve layers above the last filter.
     assert needed.loaded_bytes == 12 * 2 * 16 * token
@@ -124,7 +124,7 @@ def test_offloading_changes_no_token():
 
 
 def test_offloading_changes_no_ending():
-    """A sequence ends before the other, tokens are drawn by chance, and the cache outgrows its first block."""
+    """A sequence ends before the other, tokens are sampled by chance, and the cache outgrows its first block."""
     ids, options = tiny.prompts(17, LENGTHS), {"max_new_tokens": 80, "key": jax.random.key(2)}
     options["sampling"] = jaxkv.Sampling(temperature=1.5)
     free = jaxkv.generate(
@@ -164,7 +164,7 @@ def test_questions_read_everything_and_forks_share_the_bank():
     )
     assert [each.tolist() for each in forked.tokens] == [each.tolist() for each in whole.tokens]
     assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)] == before
-    assert forked.cache.bank is cache.bank
+    assert forked.cache.host_store is cache.host_store
 
 
 # --- prompts in chunks -----------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_stats_report_transfers_and_bytes_of_a_step():
         assert (stats.decode_steps, stats.transfers_per_step) == (6, len(FILTERS))
         assert stats.transferred_bytes_per_step == 2 * 2 * 20 * token
     # A prompt on top of the cache reads the whole of both layers that wait.
-    slots = first.cache.bank.rows[0].shape[1]
+    slots = first.cache.host_store.rows[0].shape[1]
     assert (first.stats.loaded_bytes, again.stats.loaded_bytes) == (0, 2 * 2 * slots * token)
 
 
@@ -259,9 +259,9 @@ def test_no_program_of_a_step_holds_a_whole_sparse_layer(monkeypatch):
     model = tiny.tiny(config)
     cache, _, needed = tiny.run(model, tiny.prompts(15, (440, 400)), omni(8, offload=True))
     whole, seen, original = (
-        2 * 2 * needed.slots * config.kv_heads * config.head_dim * 4,
+        2 * 2 * needed.padded_len * config.kv_heads * config.head_dim * 4,
         [],
-        staged.run_stretch,
+        offloaded_decode.run_layer_group,
     )
 
     def compiling(pools, given, *rest, **static):
@@ -278,6 +278,6 @@ def test_no_program_of_a_step_holds_a_whole_sparse_layer(monkeypatch):
         seen.append((given.filter is not None, given.loaded is not None))
         return original(pools, given, *rest, **static)
 
-    monkeypatch.setattr(staged, "run_stretch", compiling)
+    monkeypatch.setattr(offloaded_decode, "run_layer_group", compiling)
     feed(model, cache, walk(1))
     assert seen == [(True, False), (False, False), (True, True), (False, False), (False, True)]

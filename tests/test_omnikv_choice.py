@@ -14,7 +14,7 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, feed, omni, walk
 import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
 from jaxkv.attention import filters
-from jaxkv.attention.filters import Asking, by_position, by_row
+from jaxkv.attention.filters import FilterQuery, by_position, by_row
 from jaxkv.engine import sparse
 from jaxkv.engine.sparse import Chosen, choose, rows_of
 from jaxkv.engine.tokens import Choosable
@@ -77,13 +77,13 @@ def record(monkeypatch):
 @pytest.fixture
 def asked(monkeypatch):
     """The new tokens' queries of every filter, in order."""
-    seen, original = [], sparse.asking
+    seen, original = [], sparse.filter_query
 
-    def asking(q, *rest):
+    def filter_query(q, *rest):
         jax.debug.callback(lambda a: seen.append(np.asarray(a)), q, ordered=True)
         return original(q, *rest)
 
-    monkeypatch.setattr(sparse, "asking", asking)
+    monkeypatch.setattr(sparse, "filter_query", filter_query)
     return seen
 
 
@@ -95,7 +95,7 @@ def test_chosen_sets_are_the_oracles(selector, offload, record, asked):
     jax.clear_caches()
     policy = omni(20, selector=selector, offload=offload)
     cache, _, _ = tiny.run(model, ids, policy)
-    rings = [np.asarray(ring) for ring in cache.state.rings]
+    query_buffers = [np.asarray(query_buffer) for query_buffer in cache.state.query_buffers]
     _, after = feed(model, cache, walk(steps))
     jax.effects_barrier()
     jax.clear_caches()
@@ -105,10 +105,10 @@ def test_chosen_sets_are_the_oracles(selector, offload, record, asked):
         for row, prompt in enumerate(LENGTHS):
             own = np.stack([keys[row, head] for head in range(CONFIG.kv_heads)])
             queries = {}
-            if rings:
-                size = rings[index].shape[3]
+            if query_buffers:
+                size = query_buffers[index].shape[3]
                 for position in range(max(0, prompt - 16), prompt):
-                    queries[position] = rings[index][row, :, :, position % size].reshape(
+                    queries[position] = query_buffers[index][row, :, :, position % size].reshape(
                         -1, CONFIG.head_dim
                     )
             for number in range(steps):
@@ -150,7 +150,7 @@ def test_chunks_choose_among_earlier_tokens_by_all_their_queries(record, asked):
 
 def test_ties_go_to_the_lowest_position():
     keys = jnp.zeros((1, 16, 4)).at[0, 5].set(1.0)
-    asked = Asking(
+    asked = FilterQuery(
         q=jnp.ones((1, 1, 1, 1, 4)),
         positions=jnp.asarray([[20]], jnp.int32),
         weights=jnp.ones((1, 1)),
@@ -183,7 +183,7 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     k = normal(2, heads * slots, 8)
     pos = jnp.tile(jnp.arange(slots, dtype=jnp.int32), (2, heads))
     now = jnp.asarray([60, 33], jnp.int32)
-    asked = Asking(
+    asked = FilterQuery(
         q=normal(2, heads, 3, window, 8),
         positions=now[:, None] - jnp.arange(window),
         weights=jnp.ones((2, window)),
@@ -192,13 +192,13 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     known, budget = jnp.asarray(candidates, jnp.int32), jnp.asarray([20, 20], jnp.int32)
     kept = jnp.broadcast_to(known[:, None], start.shape)
     reading = dataclasses.replace(
-        omni(20, selector="uniform").parts().reading((None,) * 7, slots), every_row=not evicted
+        omni(20, selector="uniform").parts().reading((None,) * 7, slots), every_entry=not evicted
     )
     out = []
 
     def scores():
         if evicted:
-            return by_position(asked, k, pos, start, kept, reading.slots, None)
+            return by_position(asked, k, pos, start, kept, reading.padded_len, None)
         return by_row(asked, k, known, None)
 
     # All at once; blocks of 20 and, for an evicted cache, of few queries; a block for every key.
@@ -221,7 +221,7 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
 BASES = {
     "adakv": AdaKV(base=SnapKV(budget=24, window=8)),
     "recents": D2O(budget=24, mode="prefill", official=True),
-    "shared": PyramidKV(budget=24, window=8, allocation=EntropyLayers()),
+    "shared": PyramidKV(budget=24, window=8, layers=EntropyLayers()),
 }
 
 

@@ -15,7 +15,7 @@ from table_oracles import critical_norms, replayed
 
 from jaxkv import attention
 from jaxkv.cache.packing import Unpacked
-from jaxkv.engine import choosing, compress, layer_sources, observing, walks
+from jaxkv.engine import compress, layer_sources, observing, progress, selection
 from jaxkv.policies import (
     AdaptiveHeads,
     Division,
@@ -45,7 +45,7 @@ def draw_layers(seed: int, group: int, lengths):
 
 
 @dataclasses.dataclass
-class _Drawn(layer_sources.Source):
+class _Drawn(layer_sources.LayerSource):
     """Layers of queries and keys, as `compress` takes them."""
 
     policy: object
@@ -55,10 +55,10 @@ class _Drawn(layer_sources.Source):
 
     def __post_init__(self):
         self.indices, self.parts = range(len(self.k)), self.policy.parts()
-        self.windows = (None,) * len(self.k)
+        self.sliding_windows = (None,) * len(self.k)
         self.length = jnp.asarray(self.lengths, jnp.int32)
-        self.forced = self.parts.keep.mask(self.lengths, SLOTS)
-        self.prompts = choosing.of_prompt(None, jnp.asarray(self.forced), self.length)
+        self.always_kept = self.parts.keep.mask(self.lengths, SLOTS)
+        self.prompts = selection.of_prompt(None, jnp.asarray(self.always_kept), self.length)
 
     def candidates(self, index):
         parts, window = self.parts, self.parts.scorer.needs.queries
@@ -77,7 +77,7 @@ class _Drawn(layer_sources.Source):
         )
         norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_norms else None
         of = {"scorer": parts.scorer, "layers": parts.layers}
-        found = observing.observe(seen, jnp.asarray(self.forced), **of)
+        found = observing.observe(seen, jnp.asarray(self.always_kept), **of)
         return dataclasses.replace(
             self.prompts, scores=found.scores, norms=norms, claim=found.claim, first=found.first
         )
@@ -120,12 +120,14 @@ class _Drawn(layer_sources.Source):
             sums[..., at] = attention.block_sums(q, k, inside)
         return jnp.asarray(sums)
 
-    def wanted(self, group, claims):
-        parts, lengths, forced = self.parts, self.lengths, self.forced.sum(axis=1)
-        weights = np.stack(claims) if parts.claims else None
+    def wanted(self, group, layer_weights):
+        parts, lengths, always_kept = self.parts, self.lengths, self.always_kept.sum(axis=1)
+        weights = np.stack(layer_weights) if parts.layer_weights else None
         of = {"layers": len(self.k), "window": parts.keep.window, "weights": weights}
-        rows = parts.layers.rows(Division(parts.budgets(lengths, forced), lengths, forced, **of))
-        recent = parts.recents(rows, lengths, forced, weights)
+        rows = parts.layers.rows(
+            Division(parts.budgets(lengths, always_kept), lengths, always_kept, **of)
+        )
+        recent = parts.recents(rows, lengths, always_kept, weights)
         return tuple(jnp.asarray(a[group[0] : group[-1] + 1], jnp.int32) for a in (rows, recent))
 
     def pool_rows(self, group, kept):
@@ -142,7 +144,7 @@ def library_kept(policy, q, k, lengths):
     if not parts.drops:
         return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
     parts = parts.replace(merge=None)
-    made = walks.finished(
+    made = progress.run_to_end(
         compress.compress(_Drawn(policy, q, k, lengths), parts, key=jax.random.key(0))
     )
     start, count = np.asarray(made.start), np.asarray(made.length)
@@ -225,15 +227,15 @@ def _tied_scores(seed, levels):
     return np.random.default_rng(seed).integers(-1, levels, (HEADS, N)).astype(np.float64)
 
 
-def library_choice(heads, scores, base, forced=FORCED):
+def library_choice(heads, scores, base, always_kept=FORCED):
     """Kept positions of one layer of one sequence, the forced ones included."""
-    mask = jnp.asarray(np.isin(np.arange(scores.shape[1]), forced)[None])
+    mask = jnp.asarray(np.isin(np.arange(scores.shape[1]), always_kept)[None])
     length, rows = (
         jnp.asarray([scores.shape[1]], jnp.int32),
-        jnp.asarray([base + len(forced)], jnp.int32),
+        jnp.asarray([base + len(always_kept)], jnp.int32),
     )
-    layer = choosing.of_prompt(jnp.asarray(scores, jnp.float32)[None], mask, length)
-    chosen = choosing.choose([layer], rows, heads=heads).masks[0]
+    layer = selection.of_prompt(jnp.asarray(scores, jnp.float32)[None], mask, length)
+    chosen = selection.choose([layer], rows, heads=heads).masks[0]
     return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
 
 
@@ -244,8 +246,8 @@ def check_ties(heads, oracle, seed, levels, base):
     assert library_choice(heads, scores, base) == expected
 
 
-def _uniform(scores, rows, forced, n):
-    return [o.top_select(row, rows, forced, n)[0] for row in scores], None
+def _uniform(scores, rows, always_kept, n):
+    return [o.top_select(row, rows, always_kept, n)[0] for row in scores], None
 
 
 @settings(max_examples=20)

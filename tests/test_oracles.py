@@ -179,10 +179,12 @@ def test_pyramid_by_hand():
 @pytest.mark.parametrize("layers", [1, 2, 5, 32])
 def test_budgets_are_conserved(shape, layers):
     rng = np.random.default_rng(layers)
-    for n, budget, forced in itertools.product((24, 65, 1000), (9, 24, 64, 0.5), (0, 8)):
-        rows, _ = o.layer_rows(shape, n, budget, layers, forced, weights=list(rng.random(layers)))
+    for n, budget, always_kept in itertools.product((24, 65, 1000), (9, 24, 64, 0.5), (0, 8)):
+        rows, _ = o.layer_rows(
+            shape, n, budget, layers, always_kept, weights=list(rng.random(layers))
+        )
         assert sum(rows) == layers * o.resolve_budget(budget, n)
-        assert all(forced <= r <= n for r in rows)
+        assert all(always_kept <= r <= n for r in rows)
         if shape in ("linear", "geometric", "exponential"):
             assert sorted(rows, reverse=True) == rows
     assert o.layer_rows(shape, 30, 4, 3, 8, weights=[1.0, 0.5, 2.0])[0] == [8, 8, 8]
@@ -270,7 +272,7 @@ def test_named_policies_are_compress():
 
 def test_ada_by_hand():
     scores = [[9, 8, 7, 6, 0], [5, 1, 1, 1, 0]]
-    # The best 4 all lie in head 0: f = (4, 0). alpha .2, base 2: targets 3.6 and .4, which round to 4 and 0.
+    # The best 4 all are in head 0: f = (4, 0). alpha .2, base 2: targets 3.6 and .4, which round to 4 and 0.
     assert o.global_counts(scores, 4, [4], 5) == ([4, 0], pytest.approx(1 / 6))
     assert o.ada_targets([4, 0], 2) == [Fraction(18, 5), Fraction(2, 5)]
     assert o.ada_select(scores, 3, [4], 5)[0] == [[0, 1, 2, 3, 4], [4]]
@@ -404,14 +406,14 @@ def test_recorded_pyramid_budgets(ratio, rows):
 
 @pytest.mark.parametrize("ratio", ["r0.75", "r0.9"])
 def test_recorded_selections(ratio):
-    forced = o.forced_positions(600, 0, 32)
+    always_kept = o.forced_positions(600, 0, 32)
     with np.load(PARITY) as data:
         for name in ("snap_w32_k5", "snap_w32_k7", "ada_snap_w32_k5_a0.2"):
             scores, kept = data[f"{name}_{ratio}__scores"], data[f"{name}_{ratio}__kept"]
             total = int(data[f"{name}_{ratio}__n_kept"][0].sum())
             for i, layer in enumerate((0, 10, 20, 29)):
                 if name.startswith("ada"):
-                    mine = o.protect_select(scores[i], total // 3, forced, 600, 0.2)[0]
+                    mine = o.protect_select(scores[i], total // 3, always_kept, 600, 0.2)[0]
                 else:
-                    mine = [o.top_select(row, total // 3, forced, 600)[0] for row in scores[i]]
+                    mine = [o.top_select(row, total // 3, always_kept, 600)[0] for row in scores[i]]
                 assert [list(np.flatnonzero(row)) for row in kept[layer]] == mine, (name, layer)

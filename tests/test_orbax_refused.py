@@ -1,4 +1,4 @@
-"""Folders of Orbax' that are not whole, or others', and targets that are taken: refused by name."""
+"""Folders of Orbax' that are not whole, or others', and targets that are taken: rejected by name."""
 
 import json
 import os

@@ -43,10 +43,10 @@ MAKERS = {
     "snap_w32_k7": lambda n: SnapKV(budget=n, window=32, pooling=AvgPool(7)),
     # The others of its pyramids came out even: layers of one size.
     "pyr_w8_k5_b5": lambda n: PyramidKV(
-        budget=n, window=8, pooling=AvgPool(5), allocation=KVPressLayers(beta=5.0)
+        budget=n, window=8, pooling=AvgPool(5), layers=KVPressLayers(beta=5.0)
     ),
     "ada_snap_w32_k5_a0.2": lambda n: AdaKV(
-        base=SnapKV(budget=n, window=32, pooling=AvgPool(5)), safeguard=ProtectedHeads(alpha=0.2)
+        base=SnapKV(budget=n, window=32, pooling=AvgPool(5)), heads=ProtectedHeads(alpha=0.2)
     ),
     "stream_s4": lambda n: StreamingLLM(budget=n, sinks=4),
 }
@@ -63,7 +63,7 @@ UNSEEN_MAKERS = {
     "expected_mean_only": lambda n: ExpectedAttention(budget=n, covariance=False),
     "expected_no_vnorm": lambda n: ExpectedAttention(budget=n, value_norms=False),
     "ada_expected_e0.01": lambda n: AdaKV(
-        base=ExpectedAttention(budget=n, epsilon=0.01), safeguard=ProtectedHeads(alpha=0.2)
+        base=ExpectedAttention(budget=n, epsilon=0.01), heads=ProtectedHeads(alpha=0.2)
     ),
     "keydiff": lambda n: KeyDiff(budget=n),
 }
@@ -75,7 +75,7 @@ CHUNK_MAKERS = {
         budget=n, sinks=0, window=0, blending=0.0, published=True
     ),
 }
-# Newer methods, likewise.
+# Newer methods, as well.
 METHOD_MAKERS = {
     "lagkv": lambda n: LagKV(budget=n),
     "cur": lambda n: CurDKV(budget=n),
@@ -123,7 +123,7 @@ def run(case):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layer_sources, "observe", recording)
         cache, logits = running.prefill(
-            model, [IDS], None if case == "full" else policy_of(case), room=NEW
+            model, [IDS], None if case == "full" else policy_of(case), headroom=NEW
         )
     kept = running.kept(cache, len(IDS))[:, 0]
     step1, tokens = running.greedy_after_one(model, cache, NEW)

@@ -29,7 +29,7 @@ from jaxkv.policies import (
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 EQUAL = jaxkv.SnapKV(budget=16, window=4)
 RAGGED = jaxkv.AdaKV(base=jaxkv.PyramidKV(budget=16, window=4, sinks=2))
-SHARED = jaxkv.PyramidKV(budget=16, window=4, allocation=EntropyLayers())
+SHARED = jaxkv.PyramidKV(budget=16, window=4, layers=EntropyLayers())
 POLICIES = {
     "ratio": dataclasses.replace(EQUAL, budget=0.3),
     "ada-pyramid": RAGGED,
@@ -78,7 +78,7 @@ def test_bytes_are_those_promised(name, lengths=(64, 38, 45)):
     plan = plan_prefill(config, policy, list(lengths))
     cache = jaxkv.prefill(model(), ids(*lengths), policy=policy)
     assert cache.nbytes == plan.cache_bytes <= plan.peak_bytes
-    assert plan.slots == 64 and policy.composed.layout is cache.layout
+    assert plan.padded_len == 64 and policy.composed.layout is cache.layout
     assert (
         plan.full_bytes == sum(lengths) * config.layers * config.kv_heads * 2 * config.head_dim * 4
     )
@@ -94,17 +94,17 @@ def test_dtype_and_room_are_counted():
     plan = plan_prefill(model().config, EQUAL, [60], dtype=model("bfloat16").cache_dtype)
     assert narrow.cache_bytes < plan.cache_bytes
     assert jaxkv.prefill(model("bfloat16"), ids(60), policy=EQUAL).nbytes == plan.cache_bytes
-    roomy = plan_prefill(model().config, EQUAL, [60], room=10)
-    copy = repack(jaxkv.prefill(model(), ids(60), policy=EQUAL), room=10)
+    roomy = plan_prefill(model().config, EQUAL, [60], headroom=10)
+    copy = repack(jaxkv.prefill(model(), ids(60), policy=EQUAL), headroom=10)
     assert copy.nbytes == roomy.cache_bytes
 
 
 def test_ratios_are_of_each_prompt():
     policy = jaxkv.SnapKV(budget=0.1, window=8)
     plan = plan_prefill(WIDE, policy, [600, 100, 1000])
-    assert plan.budget.tolist() == [60, 10, 100] and plan.numbers.forced.tolist() == [8, 8, 8]
+    assert plan.budget.tolist() == [60, 10, 100] and plan.numbers.always_kept.tolist() == [8, 8, 8]
     # Room for the longest prompt of the bucket: shapes repeat.
-    assert plan.capacity == (102,) * 7 and plan.slots == 1024
+    assert plan.capacity == (102,) * 7 and plan.padded_len == 1024
     assert plan_prefill(WIDE, dataclasses.replace(policy, budget=1.0), [600]).budget.tolist() == [
         600
     ]
@@ -114,11 +114,9 @@ PYRAMIDS = [LinearLayers(), GeometricLayers(), ExponentialLayers(), KVPressLayer
 
 
 @pytest.mark.parametrize("budget", [64, 0.1, 0.77], ids=str)
-@pytest.mark.parametrize(
-    "allocation", [*PYRAMIDS, OfficialLayers()], ids=lambda a: type(a).__name__
-)
-def test_capacity_holds_every_length_of_the_bucket(allocation, budget):
-    policy = jaxkv.PyramidKV(budget=budget, allocation=allocation)
+@pytest.mark.parametrize("layers", [*PYRAMIDS, OfficialLayers()], ids=lambda a: type(a).__name__)
+def test_capacity_holds_every_length_of_the_bucket(layers, budget):
+    policy = jaxkv.PyramidKV(budget=budget, layers=layers)
     protected = dataclasses.replace(policy, protect=((3, 9), (-20, -12)), min_budget="clamp")
     rng = np.random.default_rng(0)
     for each in (policy, protected) if budget != 0.1 else (protected,):
@@ -148,34 +146,36 @@ def test_repack(policy):
     layouts = {EQUAL: Layout.EQUAL, RAGGED: Layout.RAGGED, SHARED: Layout.SHARED}
     assert cache.layout is layouts[policy] and cache.free().min() == 0
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
-    row, room = 2 * cache.config.head_dim * 4 + 4, 5
-    grown = repack(cache, room=room)
+    row, headroom = 2 * cache.config.head_dim * 4 + 4, 5
+    grown = repack(cache, headroom=headroom)
     assert_same(grown, cache)
-    assert grown.free().min() >= room and grown.layout is cache.layout and grown.policy == policy
-    assert grown.nbytes == cache.nbytes + room * layers * batch * heads * row
+    assert (
+        grown.free().min() >= headroom and grown.layout is cache.layout and grown.policy == policy
+    )
+    assert grown.nbytes == cache.nbytes + headroom * layers * batch * heads * row
     np.testing.assert_array_equal(grown.limit, cache.limit)
     # No row where no segment is.
     filled = sum(int((np.asarray(pool.pos) >= 0).sum()) for pool in grown.pools)
     assert filled == int(cache.kept.sum())
     for old, new in zip(before, jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(old, new)
-    released = repack(grown, room=3, release=True)
+    released = repack(grown, headroom=3, release=True)
     assert_same(released, cache)
-    assert released.free().min() >= room + 3
+    assert released.free().min() >= headroom + 3
     assert all(leaf.is_deleted() for pool in grown.pools for leaf in jax.tree.leaves(pool))
 
 
 @pytest.mark.parametrize("policy", [EQUAL, RAGGED, SHARED], ids=["equal", "ragged", "shared"])
 def test_one_sequence_becomes_many(policy):
     one = jaxkv.prefill(model(), ids(60), policy=policy)
-    many = repack(one, room=5, batch=3)
+    many = repack(one, headroom=5, batch=3)
     assert many.batch == 3 and many.free().min() >= 5 and many.seen.tolist() == [60] * 3
     want = {(layer, head): rest for layer, _, head, *rest in segments(one)}
     for layer, _, head, *rest in segments(many):
         for x, y in zip(rest, want[layer, head], strict=True):
             np.testing.assert_array_equal(x, y)
     with pytest.raises(ValueError, match="^cache="):
-        repack(many, room=5, batch=2)
+        repack(many, headroom=5, batch=2)
 
 
 @pytest.mark.parametrize("share", [1 / 3, 0.1 + 0.2])

@@ -14,10 +14,10 @@ from jaxkv import checkpoints
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.catalog import Known, catalog, model_named, scaled
 from jaxkv.planning.gpus import gpus
+from jaxkv.planning.memory_sizes import sizes_of, weights_of
 from jaxkv.planning.named import accelerator_named, accelerators, accelerators_named
 from jaxkv.planning.planner import fits, largest_batch, largest_context, plan
-from jaxkv.planning.setting import Setting, tokens_of
-from jaxkv.planning.sizes import sizes_of, weights_of
+from jaxkv.planning.setting import Workload, tokens_of
 from jaxkv.planning.speed import estimate
 from jaxkv.planning.tpus import tpus
 from jaxkv.sharding.parameters import abstract_mesh
@@ -37,7 +37,7 @@ def setting(name="llama-3.1-70b", policy="full", gpus=8, gpu="h100", **options):
     config = model_named(name).config
     given = {"context": CONTEXT, "batch": 4, "gpu": accelerator_named(gpu), "gpus": gpus} | options
     policy = POLICIES[policy] if isinstance(policy, str) else policy
-    return Setting(model=name, config=config, policy=policy, **given)
+    return Workload(model=name, config=config, policy=policy, **given)
 
 
 @pytest.mark.parametrize("name", checkpoints.names())
@@ -75,11 +75,11 @@ def test_weights_of_a_device(parts):
 def by_hand(policy, batch, parts, new=256, context=CONTEXT):
     """A device's part of Llama 3.1 70B's cache: rows of keys, values and positions, and tables of segments."""
     layers, heads, dim = 80, 8, 128
-    mine, room = heads // min(parts, heads), {"h2o": 1, "d2o": 1}.get(policy, new)
+    mine, headroom = heads // min(parts, heads), {"h2o": 1, "d2o": 1}.get(policy, new)
     rows = context if policy in ("full", "omnikv") else 2048
     each = 2 * dim * 2 + 4 + 4 * (policy in ("h2o", "d2o"))
     share = 1.5 if policy == "adakv" and mine < heads else 1
-    pools = layers * mine * (int(rows * share) + room) * each
+    pools = layers * mine * (int(rows * share) + headroom) * each
     tables = 4 * (3 * layers * mine + 1)
     if policy in ("h2o", "d2o", "omnikv"):
         tables += 4 * (2 + layers + layers * mine * (policy != "h2o"))
@@ -197,7 +197,7 @@ def test_one_prompt_stands_for_all(policy):
     """What the engine plans for as many prompts of one length, however many."""
     mine = setting(policy=policy, gpus=16, data=2, batch=5)
     found, wanted = (
-        plan_prefill(mine.config, mine.policy, lengths, room=9, mesh=mine.mesh, times=times)
+        plan_prefill(mine.config, mine.policy, lengths, headroom=9, mesh=mine.mesh, times=times)
         for lengths, times in (([CONTEXT], 5), ([CONTEXT] * 5, 1))
     )
     names = {field.name for field in dataclasses.fields(found)} - {"rows", "numbers"}
@@ -312,7 +312,7 @@ def test_tpus_are_planned_for_as_gpus_are():
 
 
 def test_copies_in_other_tiles_are_counted():
-    """TPU7x: the weights again while tokens are drawn, and the hidden states of three loops in prefill; of 16 bits."""
+    """TPU7x: the weights again while tokens are sampled, and the hidden states of three loops in prefill; of 16 bits."""
     both = {}
     for dtype in ("bfloat16", "float32"):
         found = plan(

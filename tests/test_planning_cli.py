@@ -1,4 +1,4 @@
-"""`jaxkv plan`: what it prints, and what it refuses in one line."""
+"""`jaxkv plan`: what it prints, and what it rejects in one line."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is asked of the compiler: a prefill's programs and what lies beside them, as the engine really calls them."""
+"""What is asked of the compiler: a prefill's programs and what is beside them, as the engine really calls them."""
 
 import dataclasses
 import functools
@@ -13,11 +13,11 @@ from jaxkv.attention import Implementation
 from jaxkv.models.values import LayerSpec, NoRope
 from jaxkv.planning import compiled
 from jaxkv.planning.gpus import gpus
-from jaxkv.planning.programs import SMALL, Work, abstract_model
-from jaxkv.planning.setting import Setting
+from jaxkv.planning.setting import Workload
 from jaxkv.planning.tpus import tpus
-from jaxkv.sharding.door import Door
+from jaxkv.planning.traced_programs import SMALL, TraceInputs, abstract_model
 from jaxkv.sharding.record import weigh
+from jaxkv.sharding.sharded_program import ShardedProgram
 
 SHAPE = tiny.shape(layers=3, kv_heads=2, group=2, dim=8)
 BATCH, TOKENS, NEW, BUDGET = 2, 64, 8, 40
@@ -37,10 +37,10 @@ class Called:
     """Programs called: their names, the shapes that they are given, and the bytes that lie there besides."""
 
     def __init__(self, monkeypatch):
-        self.calls, self.run = list[tuple[str, list, int]](), Door.__call__
+        self.calls, self.run = list[tuple[str, list, int]](), ShardedProgram.__call__
         self.before = set(self.live())
         monkeypatch.setattr(
-            Door, "__call__", lambda door, *args, **more: self.called(door, args, more)
+            ShardedProgram, "__call__", lambda door, *args, **more: self.called(door, args, more)
         )
 
     @staticmethod
@@ -51,7 +51,7 @@ class Called:
         ]
         return {each.unsafe_buffer_pointer(): each.nbytes for each in lying}
 
-    def called(self, door: Door, args, more):
+    def called(self, door: ShardedProgram, args, more):
         there = {at: size for at, size in self.live().items() if at not in self.before}
         for leaf in jax.tree.leaves(args):
             if isinstance(leaf, jax.Array):
@@ -62,9 +62,11 @@ class Called:
         return self.run(door, *args, **more)
 
 
-def work_of(policy, shape=SHAPE) -> Work:
+def work_of(policy, shape=SHAPE) -> TraceInputs:
     given = {"policy": policy, "batch": BATCH, "tokens": TOKENS, "new": NEW}
-    return Work(flat=abstract_model(shape, "float32"), implementation=Implementation.XLA, **given)
+    return TraceInputs(
+        flat=abstract_model(shape, "float32"), implementation=Implementation.XLA, **given
+    )
 
 
 @functools.cache
@@ -82,7 +84,7 @@ def calls_of(name) -> list[tuple[str, list, int]]:
 
 
 def check_record(name):
-    """Every call of a real prefill is recorded, in order, with the same shapes; and what lies beside it."""
+    """Every call of a real prefill is recorded, in order, with the same shapes; and what is beside it."""
     work, happened = work_of(POLICIES[name]), calls_of(name)
     recorded, weights = work.prefill.calls, weigh((work.flat.ends, work.flat.blocks))
     assert len(recorded) == len(happened)
@@ -114,7 +116,7 @@ def test_layers_of_two_rotations_are_recorded():
 
 
 def test_what_is_missing_is_said(monkeypatch):
-    setting = Setting(
+    setting = Workload(
         model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=gpus()["h100"], context=TOKENS
     )
     monkeypatch.setattr(compiled.importlib.util, "find_spec", lambda name: None)
@@ -132,7 +134,7 @@ def test_what_is_missing_is_said(monkeypatch):
 def test_libtpu_is_opened_beside_another_process(monkeypatch, kind):
     """A plan for TPUs neither waits for libtpu's lock nor asks for a TPU; one for GPUs sets no such variable."""
     known = {**gpus(), **tpus()}
-    setting = Setting(
+    setting = Workload(
         model="tiny", config=SHAPE, policy=jaxkv.FullKV(), gpu=known[kind], context=TOKENS
     )
     asked = []

@@ -11,8 +11,8 @@ from jaxkv.models.values import Experts
 from jaxkv.planning import speed
 from jaxkv.planning.catalog import model_named
 from jaxkv.planning.gpus import gpus
-from jaxkv.planning.setting import Setting
-from jaxkv.planning.sizes import weights_of
+from jaxkv.planning.memory_sizes import weights_of
+from jaxkv.planning.setting import Workload
 from jaxkv.planning.speed import all_reduce, estimate, prefill_work
 
 CONFIG = model_named("llama-3.1-8b").config
@@ -26,11 +26,11 @@ WHOLE = {
 }
 
 
-def setting_of(policy: str, batch: int, context: int, **more) -> Setting:
+def setting_of(policy: str, batch: int, context: int, **more) -> Workload:
     options = {} if policy == "FullKV" else {"budget": 1024}
     given = {"gpu": gpus()["h200"], "new": 0, "config": CONFIG} | more
     method = getattr(jaxkv, policy)(**options)
-    return Setting(model="8b", policy=method, batch=batch, context=context, **given)
+    return Workload(model="8b", policy=method, batch=batch, context=context, **given)
 
 
 @pytest.mark.parametrize("name", WHOLE)
@@ -78,7 +78,7 @@ def test_work_of_policies():
 def test_what_is_split_over_gpus():
     one, four = (estimate(setting_of("SnapKV", 8, 32768, gpus=count)) for count in (1, 4))
     assert one.tokens < four.tokens < 4 * one.tokens and four.rows == pytest.approx(one.rows / 4)
-    # Groups that share nothing draw side by side.
+    # Groups that share nothing sample side by side.
     apart = estimate(setting_of("SnapKV", 8, 32768, gpus=4, data=4))
     assert apart.step == pytest.approx(estimate(setting_of("SnapKV", 2, 32768)).step)
     fast, slow = (setting_of("SnapKV", 1, 64, gpus=8, gpu=gpus()[each]) for each in ("h200", "l4"))

@@ -21,7 +21,7 @@ from jaxkv.policies import (
     VarianceLayers,
     WindowAttention,
 )
-from jaxkv.policies.reading import Selector
+from jaxkv.policies.reads import Selector
 
 GQA = tiny.MODELS["gqa3"]
 pytestmark = pytest.mark.usefixtures("as_users_call")
@@ -55,10 +55,10 @@ def test_every_other_number_is_plain_too():
         sinks=n(2),
         every=n(5),
         pooling=MaxPool(n(5)),
-        allocation=LinearLayers(beta=n(3)),
+        layers=LinearLayers(beta=n(3)),
     )
     assert policy == SnapKV(
-        budget=64, window=8, sinks=2, every=5, pooling=MaxPool(5), allocation=LinearLayers(beta=3)
+        budget=64, window=8, sinks=2, every=5, pooling=MaxPool(5), layers=LinearLayers(beta=3)
     )
     assert (
         SnapKV(protect=np.asarray([[0, 4]]))
@@ -74,8 +74,10 @@ def test_every_other_number_is_plain_too():
 
 
 def test_lengths_and_room_of_a_plan_may_be_numpys():
-    plan = plan_prefill(GQA, SnapKV(budget=0.5, window=8), [60, 40], room=3)
-    same = plan_prefill(GQA, SnapKV(budget=0.5, window=8), np.asarray([60, 40]), room=np.int64(3))
+    plan = plan_prefill(GQA, SnapKV(budget=0.5, window=8), [60, 40], headroom=3)
+    same = plan_prefill(
+        GQA, SnapKV(budget=0.5, window=8), np.asarray([60, 40]), headroom=np.int64(3)
+    )
     assert (
         same.cache_bytes == plan.cache_bytes
         and same.budget.tolist() == plan.budget.tolist() == [30, 20]
@@ -101,7 +103,7 @@ def test_numbers_beyond_any_text_mean_all_of_it():
 def test_prompts_shorter_than_the_window():
     """Queries before a prompt's beginning count nothing, whichever is done first: pooling or the mean over queries."""
     scorer = WindowAttention(window=8, order="first")
-    policy = jaxkv.Policy(scorer=scorer, keep=jaxkv.Keep(window=8), budget=12)
+    policy = jaxkv.CustomPolicy(scorer=scorer, keep=jaxkv.policies.Keep(window=8), budget=12)
     made = jaxkv.generate(
         tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, (5, 20)), policy=policy, max_new_tokens=2
     )

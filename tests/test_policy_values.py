@@ -18,8 +18,8 @@ from jaxkv import (
     CriticalKV,
     KNorm,
     LocalWindow,
-    Method,
     OmniKV,
+    Policy,
     SnapKV,
 )
 from jaxkv._checks import brief
@@ -67,7 +67,7 @@ class Parted(Scorer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mine(Method):
+class Mine(Policy):
     """A user's policy."""
 
     budget: int | float | None = 20
@@ -132,8 +132,8 @@ def other_values(policy, name):
         "every": [7],
         "merge": [Merge(), None],
         "base": [KNorm(budget=30), "snapkv", SnapKV],
-        "safeguard": [ProtectedHeads(), AdaptiveHeads(alpha=0.5), None],
-        "allocation": [LinearLayers(), VarianceLayers()],
+        "heads": [ProtectedHeads(), AdaptiveHeads(alpha=0.5), None],
+        "layers": [LinearLayers(), VarianceLayers()],
         "min_budget": ["clamp"],
         "store": ["int8", Int4],
         "pooling": [MaxPool(3)],
@@ -209,11 +209,11 @@ def test_two_ways_of_saying_one_thing():
             AdaKV(base="snapkv", budget=64),
             AdaKV(base=SnapKV, budget=64),
         ),
-        (AdaKV(alpha=0.5), AdaKV(safeguard=AdaptiveHeads(alpha=0.5))),
+        (AdaKV(alpha=0.5), AdaKV(heads=AdaptiveHeads(alpha=0.5))),
         (CriticalKV(budget=64), CriticalKV(base=SnapKV(budget=64), budget=64)),
         (
             D2O(official=True),
-            D2O(official=True, recent=0.5, merge=merge, allocation=OfficialVarianceLayers()),
+            D2O(official=True, recent=0.5, merge=merge, layers=OfficialVarianceLayers()),
         ),
         (CaM(), CaM(merge=ValueMerge())),
         (OmniKV(), OmniKV(budget=1024)),

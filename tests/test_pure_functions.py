@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked, cut, pack
 from jaxkv.policies import topk
-from jaxkv.policies.layers import round_to_sum
+from jaxkv.policies.layer_budgets import round_to_sum
 
 many = settings(max_examples=200)
 seeds = st.integers(0, 2**32 - 1)

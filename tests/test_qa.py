@@ -8,7 +8,7 @@ import eval_models
 import pytest
 
 import jaxkv
-from jaxkv.evals import TASKS, DocumentQuestions, How, asked, asking, evaluate, metrics
+from jaxkv.evals import TASKS, DocumentQuestions, How, asked, evaluate, metrics, question_tasks
 
 LONG, OTHER = "The mill stands by the river. " * 3, "Ada keeps bees on the roof. " * 4
 ROWS = [
@@ -82,7 +82,9 @@ def test_lines_become_questions(data):
 )
 def test_judges(judge, said, right, score):
     task = DocumentQuestions(data="none", judge=judge)
-    sample = asking.Sample(id="1", group="x", context="x", answers=("nothing like it", right))
+    sample = question_tasks.Sample(
+        id="1", group="x", context="x", answers=("nothing like it", right)
+    )
     assert task.score(sample, said) == pytest.approx(score)
 
 
@@ -112,7 +114,7 @@ def test_a_document_is_compressed_once_for_its_questions(data):
     samples = [*made[1:4], made[3]]
     how, policy = How(agnostic=True), jaxkv.SnapKV(budget=24, window=4)
     alone = [asked(model, policy, [each], how)[0] for each in samples]
-    with mock.patch.object(asking, "prefill", wraps=asking.prefill) as prefills:
+    with mock.patch.object(question_tasks, "prefill", wraps=question_tasks.prefill) as prefills:
         together = task.run(model, policy, samples, how)
     assert [len(call.args[1]) for call in prefills.call_args_list] == [2]
     assert [dataclasses.replace(each, score=0.0) for each in together] == alone

@@ -1,4 +1,4 @@
-"""QFilters, whose filters belong to one model: the oracle, meshes, files, refusals."""
+"""QFilters, whose filters belong to one model: the oracle, meshes, files, rejections."""
 
 import dataclasses
 
@@ -123,7 +123,7 @@ def test_arrays_of_other_layers_are_refused(as_users_call, written):
     for make, message in (
         (
             lambda: jaxkv.compress(k, k, policy=policy),
-            "layers=None: QFilters keeps other rows in other layers: give layer=",
+            "layers=None: QFilters keeps other entries in other layers: give layer=",
         ),
         (
             lambda: jaxkv.compress(k, k, policy=policy, layer=2, layers=3),

@@ -137,7 +137,7 @@ CASES = [(BY_NAME[name], [*KINDS][at % 3]) for at, name in enumerate(POOLS)]
 
 @pytest.mark.parametrize(("row", "store"), CASES, ids=lambda each: getattr(each, "name", each))
 def test_choices_are_made_before_rows_are_rounded(row, store):
-    """Rows are at the dense store's positions, in fewer bytes; answers are drawn."""
+    """Rows are at the dense store's positions, in fewer bytes; answers are sampled."""
     model, prompts = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(1, PROMPTS)
     dense = jaxkv.Session(model, row.make(24)).prefill(prompts)
     policy = (
@@ -155,7 +155,7 @@ def test_choices_are_made_before_rows_are_rounded(row, store):
         np.testing.assert_array_equal(pos, its_pos)
         for ours, theirs in ((k, its_k), (v, its_v)):
             assert np.abs(ours - theirs).max(initial=0) <= np.abs(theirs).max(initial=0) / 7
-    assert cache.row_bytes < dense.row_bytes and (session.draw(cache, 8)[1] >= 0).all()
+    assert cache.row_bytes < dense.row_bytes and (session.sample(cache, 8)[1] >= 0).all()
 
 
 def test_meshes_draw_the_same():
@@ -208,7 +208,7 @@ def test_compressing_again_rounds_no_row_twice():
     model = tiny.tiny(tiny.TWO_LAYERS)
     session = jaxkv.Session(model, jaxkv.KeyDiff(budget=24, every=8, store="int4"))
     first = session.prefill(tiny.prompts(3, PROMPTS), new=40)
-    last, _ = session.draw(first, 40)
+    last, _ = session.sample(first, 40)
     held, compared = {}, 0
     for cache in (first, last):
         for layer, pool in enumerate(cache.pools):
@@ -245,7 +245,7 @@ def test_what_no_store_can_be_is_refused(as_users_call):
     with pytest.raises(ValueError, match="elements share a scale in 4 bits"):
         jaxkv.Session(narrow, jaxkv.KNorm(budget=8, store="int4")).prefill([[1] * 20])
     k = jnp.zeros((1, 2, 32, 8))
-    with pytest.raises(ValueError, match="policy=KNorm.*transformed rows"):
+    with pytest.raises(ValueError, match="policy=KNorm.*transformed entries"):
         jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int4"))
     held = jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int8"))
     assert isinstance(held.pool().store, Int8)

@@ -1,4 +1,4 @@
-"""Quest: every row is kept, and drawn tokens read the pages whose keys bound their logits highest."""
+"""Quest: every row is kept, and sampled tokens read the pages whose keys bound their logits highest."""
 
 import re
 
@@ -16,8 +16,8 @@ import jaxkv
 from jaxkv import FullKV, PyramidKV, Quest, SnapKV
 from jaxkv.attention.filters import by_page
 from jaxkv.cache import repack
-from jaxkv.cache.pages import bounds_of, joined_rows
-from jaxkv.engine import loop
+from jaxkv.cache.page_bounds import bounds_of, joined_rows
+from jaxkv.engine import token_loop
 from jaxkv.engine.layers.paged import PagedLayer
 from jaxkv.engine.pages import full_pages
 from jaxkv.engine.plan import plan_prefill
@@ -126,11 +126,11 @@ def record(monkeypatch):
 
 @pytest.mark.parametrize("base", [None, SnapKV(budget=24, window=4)], ids=["full", "compressed"])
 def test_pages_and_attention_are_the_oracles(record, base):
-    """Each head's rows at every drawn token, by the keys that the cache holds in the end: rows never move."""
+    """Each head's rows at every sampled token, by the keys that the cache holds in the end: rows never move."""
     jax.clear_caches()
     budget, session = 14, jaxkv.Session(tiny.tiny(CONFIG), quest(14, base=base))
     cache = session.prefill(tiny.prompts(7, LENGTHS), new=NEW)
-    cache, _ = session.draw(cache, NEW, donate=True)
+    cache, _ = session.sample(cache, NEW, donate=True)
     jax.effects_barrier()
     jax.clear_caches()
     held_rows = {part[:3]: part for part in tiny.segments(cache)}
@@ -168,11 +168,11 @@ def test_a_budget_of_the_whole_text_gives_the_full_cache():
     model, ids, new = tiny.tiny(CONFIG), tiny.prompts(2, LENGTHS), 22
     steps = np.random.default_rng(3).integers(0, tiny.VOCAB, (new, 2)).tolist()
     full, logits, _ = tiny.run(model, ids, FullKV())
-    expected, _ = tiny.decode(model, full, steps, room=new)
+    expected, _ = tiny.decode(model, full, steps, headroom=new)
     for budget, same in ((82, True), (1.0, False)):
         cache, mine, _ = tiny.run(model, ids, quest(budget))
         assert running.gap(mine, logits) < 1e-5
-        found, _ = tiny.decode(model, cache, steps, room=new)
+        found, _ = tiny.decode(model, cache, steps, headroom=new)
         assert (
             running.gap(found, expected) < 1e-4
             if same
@@ -185,11 +185,11 @@ def test_questions_attend_to_every_row_and_the_answer_to_pages():
     ours, full = (jaxkv.Session(model, policy) for policy in (quest(12), FullKV()))
     caches = [each.extend(each.prefill(ids), question, new=NEW) for each in (ours, full)]
     assert running.gap(caches[0].logits, caches[1].logits) < 1e-4
-    # A token that is read alone, by `chunk=1`, reads pages, as a drawn one does.
-    token, out = ours.draw(caches[0], 1, new=NEW), ours.draw(caches[0], NEW)[1]
+    # A token that is read alone, by `chunk=1`, reads pages, as a sampled one does.
+    token, out = ours.sample(caches[0], 1, new=NEW), ours.sample(caches[0], NEW)[1]
     read = ours.extend(caches[0], token[1].tolist(), chunk=1)
-    np.testing.assert_array_equal(ours.draw(read, NEW - 1, new=NEW)[1], out[:, 1:])
-    assert out.tolist() != full.draw(caches[1], NEW)[1].tolist()
+    np.testing.assert_array_equal(ours.sample(read, NEW - 1, new=NEW)[1], out[:, 1:])
+    assert out.tolist() != full.sample(caches[1], NEW)[1].tolist()
 
 
 def bounds_are_those_of_all_rows(cache):
@@ -210,15 +210,15 @@ def test_bounds_follow_the_rows():
     bounds_are_those_of_all_rows(cache)
     cache = session.extend(cache, tiny.prompts(5, (9, 5)), new=NEW)
     bounds_are_those_of_all_rows(cache)
-    whole, tokens = session.draw(cache, NEW)
+    whole, tokens = session.sample(cache, NEW)
     bounds_are_those_of_all_rows(whole)
     for at in range(6):
-        cache, one = session.draw(cache, 1, new=NEW, donate=True)
+        cache, one = session.sample(cache, 1, new=NEW, donate=True)
         np.testing.assert_array_equal(one[:, 0], tokens[:, at])
     bounds_are_those_of_all_rows(cache)
-    cache = repack(cache, room=70)
+    cache = repack(cache, headroom=70)
     bounds_are_those_of_all_rows(cache)
-    np.testing.assert_array_equal(session.draw(cache, NEW - 6)[1], tokens[:, 6:])
+    np.testing.assert_array_equal(session.sample(cache, NEW - 6)[1], tokens[:, 6:])
 
 
 def test_no_token_reads_the_keys_of_all_pages():
@@ -226,8 +226,10 @@ def test_no_token_reads_the_keys_of_all_pages():
     model, policy = tiny.tiny(CONFIG), quest(12)
     cache = jaxkv.Session(model, policy).prefill(tiny.prompts(6, LENGTHS), new=NEW)
     spec = spec_for(model.flat, cache)
-    draw = loop.draw_of(cache.logits, jnp.zeros(2, bool), jax.random.key(0), jnp.asarray([-2]))
-    given = loop.loop_arguments(
+    draw = token_loop.first_sampling_state(
+        cache.logits, jnp.zeros(2, bool), jax.random.key(0), jnp.asarray([-2])
+    )
+    given = token_loop.loop_arguments(
         model.flat,
         cache.arrays,
         draw,
@@ -236,7 +238,7 @@ def test_no_token_reads_the_keys_of_all_pages():
         1,
         spec=spec,
     )
-    text = str(loop._loop.trace(*given, spec=spec, size=1).jaxpr)
+    text = str(token_loop._loop.trace(*given, spec=spec, size=1).jaxpr)
     reduced = re.findall(r"f32\[([\d,]+)\] = reduce_min", text)
     assert reduced == ["2,2,1,8"] * 2
 
@@ -244,12 +246,12 @@ def test_no_token_reads_the_keys_of_all_pages():
 def test_a_saved_cache_reads_the_same_pages(tmp_path):
     """In the middle of an answer."""
     session = jaxkv.Session(tiny.tiny(CONFIG), quest(0.3))
-    cache, _ = session.draw(session.prefill(tiny.prompts(6, LENGTHS), new=NEW), 7, new=NEW)
+    cache, _ = session.sample(session.prefill(tiny.prompts(6, LENGTHS), new=NEW), 7, new=NEW)
     cache.save(tmp_path / "cache")
     loaded = jaxkv.load_cache(tmp_path / "cache")
     assert loaded.policy == session.policy
     bounds_are_those_of_all_rows(loaded)
-    np.testing.assert_array_equal(session.draw(loaded, NEW)[1], session.draw(cache, NEW)[1])
+    np.testing.assert_array_equal(session.sample(loaded, NEW)[1], session.sample(cache, NEW)[1])
 
 
 def test_pages_are_the_same_on_all_devices():
@@ -267,7 +269,7 @@ def test_slots_answer_as_alone():
 def test_bounds_weigh_what_is_planned():
     """A minimum and a maximum for each page of the layers that choose, which the cache holds; a mesh divides them."""
     model, policy = tiny.tiny(CONFIG), quest()
-    cache, _, needed = tiny.run(model, tiny.prompts(8, LENGTHS), policy, room=24)
+    cache, _, needed = tiny.run(model, tiny.prompts(8, LENGTHS), policy, headroom=24)
     assert cache.nbytes == needed.cache_bytes
     size = sum(leaf.nbytes for pool in cache.pools for leaf in jax.tree.leaves(pool.bounds))
     assert size == 2 * 2 * (2 * -(-(64 + 24) // 4)) * 2 * 8 * 4
@@ -276,7 +278,7 @@ def test_bounds_weigh_what_is_planned():
             tiny.shape(layers=32, kv_heads=2, group=1, dim=8),
             quest(dense_layers=dense),
             [60] * 4,
-            room=2048,
+            headroom=2048,
         )
         for dense in (1, 31)
     ]
@@ -284,4 +286,4 @@ def test_bounds_weigh_what_is_planned():
         plans[0].cache_bytes - plans[1].cache_bytes
         == 30 * 4 * (2 * -(-(64 + 2048) // 4)) * 2 * 8 * 4
     )
-    assert cache.room_nbytes([8, 8, 8]) == 2 * (3 * 8 * (2 * 8 * 4 + 4) + 2 * 2 * 2 * 8 * 4)
+    assert cache.headroom_nbytes([8, 8, 8]) == 2 * (3 * 8 * (2 * 8 * 4 + 4) + 2 * 2 * 2 * 8 * 4)

@@ -1,4 +1,4 @@
-"""What is refused, and how clearly: every row of the table, by its door."""
+"""What is rejected, and how clearly: every row of the table, by its door."""
 
 import pytest
 import refusals_calls

@@ -12,12 +12,12 @@ from policy_table import REPEATED
 import jaxkv
 from jaxkv import GlobalBudget, KVzip
 from jaxkv.engine import replay
-from jaxkv.engine.ends import embed
+from jaxkv.engine.embedding import embed
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.prefill import run_layer
+from jaxkv.engine.progress import run_to_end
 from jaxkv.engine.tokens import angles_by_rope
-from jaxkv.engine.walks import finished
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.scorer import Needs, Replay
 
@@ -26,7 +26,7 @@ SINKS = 2
 # Tokens of the longest text in which a chunk is read again.
 MOST_AGAIN = 30
 # A window shorter than a chunk, and one longer than the shorter prompt.
-KINDS = (LayerSpec(window=7), LayerSpec(), LayerSpec(window=40), LayerSpec())
+KINDS = (LayerSpec(sliding_window=7), LayerSpec(), LayerSpec(sliding_window=40), LayerSpec())
 WINDOWS = dataclasses.replace(tiny.shape(layers=4, kv_heads=2, group=3, dim=16), kinds=KINDS)
 
 
@@ -39,7 +39,7 @@ def read(model, texts, needs):
     flat, x = model.flat, jnp.asarray([ids + [0] * (slots - len(ids)) for ids in texts], jnp.int32)
     x, tables = embed(flat.ends, x, graphs=flat.graphs), angles_by_rope(flat, slots)
     for index in range(len(flat.blocks)):
-        out = run_layer(flat, index, x, lengths, tables, needs, jaxkv.Implementation.XLA)
+        out = run_layer(flat, index, x, lengths, tables, needs, jaxkv.attention.Implementation.XLA)
         x = out.x
         yield out
 
@@ -56,7 +56,7 @@ def oracle(model, ids, *, weighted):
     texts = {name: REPEATED[name] for name in ("first", "following", "closing", "tail")}
     for begin, again in o.replay_ids(ids, REPEATED["chunk"], **texts):
         for index, out in enumerate(layers_of(model, ids + again, Needs(queries=MOST_AGAIN))):
-            if config.windows[index] is not None:
+            if config.sliding_windows[index] is not None:
                 continue
             q = out.q[0, :, :, MOST_AGAIN - len(again) :]
             k, v = (np.asarray(each, np.float64)[0, :, : n + len(again)] for each in (out.k, out.v))
@@ -97,11 +97,11 @@ def peaks_of(model, prompts, asked):
         dict(enumerate(layers)),
         padded,
         asked,
-        implementation=jaxkv.Implementation.XLA,
+        implementation=jaxkv.attention.Implementation.XLA,
         worth=1.0,
     )
     shares = []
-    found = finished(walk, shares.append)
+    found = run_to_end(walk, shares.append)
     assert sum(shares) == pytest.approx(1.0)
     return [[np.asarray(layer)[row, :, :n] for row, n in enumerate(lengths)] for layer in found]
 
@@ -114,7 +114,7 @@ def test_attention_of_the_second_pass_agrees_with_the_oracle(weighted):
     for row, ids in enumerate(prompts):
         expected = oracle(model, ids, weighted=weighted)
         for layer, each in enumerate(expected):
-            if model.config.windows[layer] is not None:
+            if model.config.sliding_windows[layer] is not None:
                 assert not found[layer][row].any()
                 continue
             assert (each[:, SINKS:] > 0).all()
@@ -165,7 +165,7 @@ def test_texts_need_a_tokenizer_and_ids_a_vocabulary(as_users_call):
     model = tiny.tiny(tiny.TWO_LAYERS)
     with pytest.raises(ValueError, match="first='.*no tokenizer: give token ids"):
         jaxkv.Session(model, KVzip(budget=16))
-    with pytest.raises(ValueError, match=r"closing=\(64,\): token ids lie in \[0, 64\)"):
+    with pytest.raises(ValueError, match=r"closing=\(64,\): token ids are in \[0, 64\)"):
         jaxkv.Session(model, KVzip(budget=16, **REPEATED | {"closing": (64,)}))
 
 

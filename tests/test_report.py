@@ -11,7 +11,7 @@ import pytest
 from evaluating import POLICIES, Told, Words, told, words
 
 import jaxkv
-from jaxkv.evals import Evaluation, evaluate, interval, kept, page, pictures, runs
+from jaxkv.evals import Evaluation, evaluate, html_report, interval, pictures, runs, token_shading
 from jaxkv.testing import segments
 
 HOSTILE = "</td></script><script>alert(1)</script><img src=x onerror=alert(2)> \"'&amp; $x^{$ \x00\x1b \u202e"
@@ -36,7 +36,7 @@ class Page(html.parser.HTMLParser):
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory):
-    """Drawn once: a line for each policy, a map, a curve."""
+    """Sampled once: a line for each policy, a map, a curve."""
     path = tmp_path_factory.mktemp("evaluations") / "out"
     told(path, Told(hostile=HOSTILE), policies=ROWS)
     return path
@@ -44,7 +44,7 @@ def out(tmp_path_factory):
 
 @pytest.fixture
 def plain(monkeypatch):
-    for module in (runs, page):
+    for module in (runs, html_report):
         monkeypatch.setattr(module, "PLOTS_MISSING", True)
 
 
@@ -147,7 +147,7 @@ def test_pictures_have_what_they_are_of(out):
 
 
 def test_the_page_has_it_all_and_runs_nothing_of_it(out, tmp_path):
-    path = jaxkv.report(out, samples=2, out=tmp_path / "page.html")
+    path = jaxkv.evals.report(out, samples=2, out=tmp_path / "page.html")
     seen = Page(path.read_text("utf-8"))
     assert path == tmp_path / "page.html"
     tags = {tag for tag, _ in seen.elements}
@@ -169,11 +169,11 @@ def test_a_page_of_several_folders_and_of_what_is_not_finished(tmp_path, plain):
     parts = [tmp_path / f"{at}" for at in range(2)]
     for at, part in enumerate(parts):
         told(part, shard=(at, 2))
-    one, both = (jaxkv.report(*parts[:n]).read_text("utf-8") for n in (1, 2))
+    one, both = (jaxkv.evals.report(*parts[:n]).read_text("utf-8") for n in (1, 2))
     assert "Not finished" in one and "Not finished" not in both and "<img" not in both
     for folder in (tmp_path, tmp_path / "none", parts[0] / "results.jsonl"):
         with pytest.raises(ValueError, match="^folder="):
-            jaxkv.report(folder)
+            jaxkv.evals.report(folder)
 
 
 # --- which tokens of one text are kept --------------------------------------------------------------------------------
@@ -202,19 +202,19 @@ def test_counts_are_those_of_the_cache_after_prefill(tmp_path, plain):
         ((pieces, said),) = held["ends"]
         assert said == counts.tolist() and "".join(pieces) == words().text.decode(ids)
         assert held["share"] == counts.sum() / (4 * len(ids))
-    text = jaxkv.report(tmp_path / "out").read_text("utf-8")
+    text = jaxkv.evals.report(tmp_path / "out").read_text("utf-8")
     assert text.count("drops nothing") == 1 and text.count("<mark") > 8
-    assert text.count("while it answers it drops further rows") == 1
+    assert text.count("while it answers it drops further entries") == 1
 
 
 def test_long_texts_lose_their_middle_and_say_so(monkeypatch):
-    monkeypatch.setattr(kept, "_EITHER_END", 4)
+    monkeypatch.setattr(token_shading, "_EITHER_END", 4)
     text = eval_models.text()
     # A special token, one character of two tokens, markup.
     ids = text.encode("<s>ö<b>and more", bos=True)
     counts = [4, 1, 2, *[1] * (len(ids) - 6), 0, 0, 3]
-    ends = kept.ends_of(ids, counts, text)
-    begin, end = page.shaded({"ends": ends, "heads": 4}).passages
+    ends = token_shading.ends_of(ids, counts, text)
+    begin, end = html_report.shaded({"ends": ends, "heads": 4}).passages
     assert begin == [("<s>", 4), ("ö", 1.5), ("<", 1)]
     assert "".join(each.text for each in end) == "more"
 

@@ -55,7 +55,9 @@ def remembered(cache):
     state = cache.state
     tables = [np.asarray(cache.limit)[:, :of], np.asarray(cache.seen)[:of]]
     if state is not None:
-        tables += [np.asarray(each)[:of] for each in (state.prompt, state.budget, *state.rings)]
+        tables += [
+            np.asarray(each)[:of] for each in (state.prompt, state.budget, *state.query_buffers)
+        ]
         tables += [
             np.asarray(each)[:, :of] for each in (state.recent, state.tau) if each is not None
         ]
@@ -113,7 +115,7 @@ def test_saved_on_a_mesh_and_loaded_on_another(tmp_path):
     for where in ("one", "4x2"):
         loaded = jaxkv.load_cache(tmp_path / "cache", mesh=place(where))
         assert rows(loaded) == rows(cache) and remembered(loaded) == remembered(cache)
-    # Where a model lies on a mesh, the cache comes there.
+    # Where a model is on a mesh, the cache comes there.
     there = jaxkv.load_cache(tmp_path / "cache", on("4x2"))
     assert jax.tree.structure(there) == jax.tree.structure(loaded) and rows(there) == rows(cache)
     # Or both go there, as `generate` takes them.

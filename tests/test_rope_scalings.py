@@ -135,7 +135,7 @@ def test_olmo3_scales_its_layers_without_windows():
         theta=500_000.0, factor=8.0, original_max_position=8192, attention_factor=1.2079441541679836
     )
     assert [config.spec_of(layer).rope for layer in range(32)] == [plain, plain, plain, yarn] * 8
-    assert config.windows == (4096, 4096, 4096, None) * 8
+    assert config.sliding_windows == (4096, 4096, 4096, None) * 8
 
 
 OURS = json.loads((running.GOLDEN / "models" / "olmo3_yarn" / "config.json").read_text("utf-8"))

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from jaxkv.evals import Ruler, ids_of
+from jaxkv.evals.ruler.document_qa import read
 from jaxkv.evals.ruler.niah import NEEDLE
-from jaxkv.evals.ruler.qa import read
-from jaxkv.evals.ruler.recipe import Cell, fit
-from jaxkv.evals.ruler.task import MADE, recipe_of
+from jaxkv.evals.ruler.recipe import PromptFactory, fit
+from jaxkv.evals.ruler.ruler_task import MADE, recipe_of
 from jaxkv.evals.ruler.wording import SMALL_WORDS, sentences, word_lists, wording_of
 from tests.ruler_cases import GOLDEN, count, model, pieces, small_vocabulary
 
@@ -31,11 +31,11 @@ NEEDLES = {
 LENGTH = 768
 
 
-def cell(name: str, wording: str, length: int = LENGTH) -> Cell:
+def cell(name: str, wording: str, length: int = LENGTH) -> PromptFactory:
     made = recipe_of(
         name, wording=wording_of(wording), length=length, count=count, data=str(GOLDEN)
     )
-    return Cell(made, length, count, fit(made, length, count))
+    return PromptFactory(made, length, count, fit(made, length, count))
 
 
 def is_uuid4(text: str) -> bool:
@@ -177,7 +177,7 @@ def test_the_small_wording_is_made_of_its_vocabulary():
             prompt = made.make(rng)
             seen |= set(pieces(prompt.text + prompt.target))
     assert seen <= known
-    # Nothing is in it that no prompt says, but for nouns not drawn.
+    # Nothing is in it that no prompt says, but for nouns not sampled.
     nouns = {*SMALL_WORDS, *(word.upper() for word in SMALL_WORDS)}
     assert known - seen <= nouns
 

@@ -9,9 +9,9 @@ import pytest
 
 from jaxkv.evals.ruler.chains import Chain
 from jaxkv.evals.ruler.counted import Listed
-from jaxkv.evals.ruler.niah import DEPTHS, NEEDLE, Draw, Needle, places_at
+from jaxkv.evals.ruler.niah import DEPTHS, NEEDLE, NeedlePrompt, PlacedNeedle, places_at
 from jaxkv.evals.ruler.recipe import fit
-from jaxkv.evals.ruler.task import (
+from jaxkv.evals.ruler.ruler_task import (
     NAMES,
     cleaned,
     recipe_of,
@@ -66,17 +66,19 @@ def test_needles(name):
     }
     assert len(pairs) == len(needles) == max(made.keys, made.queries) * made.values
     assert len(drawn["asked"]) == made.queries
-    stand = tuple(Needle(*pairs[told], place) for told, place in zip(needles, places, strict=True))
+    stand = tuple(
+        PlacedNeedle(*pairs[told], place) for told, place in zip(needles, places, strict=True)
+    )
     asked = tuple(drawn["keys"][each] for each in drawn["asked"])
     values = tuple(tuple(drawn["values"][each]) for each in drawn["asked"])
-    same(name, made.write(Draw(stand, asked, values, tuple(haystack))))
+    same(name, made.write(NeedlePrompt(stand, asked, values, tuple(haystack))))
 
 
 def test_variable_tracking():
     theirs = golden()["tasks"]["vt"]
     made, drawn = recipe("vt"), theirs["draws"]
     places, size = drawn["shot"]
-    # Size and places of the solved example are drawn; its names and value stand in the text.
+    # Size and places of the solved example are sampled; its names and value stand in the text.
     assert made.shot == size
     front = theirs["input"].split("\n\nMemorize")[0]
     names = tuple(front.split()[-5:])

@@ -1,4 +1,4 @@
-"""How tokens are drawn: what is cut away, how often the rest comes, keys; and the bars shown meanwhile."""
+"""How tokens are sampled: what is cut away, how often the rest comes, keys; and the bars shown meanwhile."""
 
 import dataclasses
 from pathlib import Path
@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.engine.sampling import GREEDY, argument, mixed
+from jaxkv.engine.sampling import GREEDY, argument, batch_sampling
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 PROMPT = np.random.default_rng(0).integers(3, 96, 46).tolist()
@@ -30,7 +30,7 @@ def softmax(logits):
 
 
 def numpy_cut(sampling, logits):
-    """Which tokens may be drawn, cut by cut, from the likeliest down; logits without ties."""
+    """Which tokens may be sampled, cut by cut, from the likeliest down; logits without ties."""
     allowed = np.zeros(logits.shape, bool)
     for row, values in enumerate(logits):
         order = list(np.argsort(-values))[: sampling.top_k or None]
@@ -56,8 +56,8 @@ def test_what_is_drawn_and_how_often(sampling):
     logits = np.random.default_rng(1).normal(scale=1.5, size=(4, 8)).astype(np.float32)
     allowed = numpy_cut(sampling, logits)
     # Probabilities are those at the temperature: the nucleus is the flattened distribution's.
-    cut = np.asarray(mixed([sampling]).cut(jnp.asarray(logits)))
-    np.testing.assert_array_equal(np.isfinite(cut), allowed)
+    masked = np.asarray(batch_sampling([sampling]).masked(jnp.asarray(logits)))
+    np.testing.assert_array_equal(np.isfinite(masked), allowed)
     assert allowed.any(axis=1).all()
     share = np.where(allowed, softmax(logits / sampling.temperature), 0)
     share /= share.sum(axis=1, keepdims=True)
@@ -85,7 +85,7 @@ def test_ties_at_the_cut_stay_together():
         Sampling(top_p=1e-300),
         Sampling(min_p=0.9),
     ):
-        kept = np.isfinite(np.asarray(mixed([sampling]).cut(logits)))[0]
+        kept = np.isfinite(np.asarray(batch_sampling([sampling]).masked(logits)))[0]
         assert kept.tolist() == [True, False, True, False, False]
 
 
@@ -97,14 +97,14 @@ def test_numbers_of_any_kind(as_users_call):
     logits = jnp.asarray([[0.0, 3.0, 1.0, 2.9]])
     # More than there are tokens.
     for k in (4, 99, 2**31 - 1):
-        assert np.isfinite(np.asarray(mixed([Sampling(top_k=k)]).cut(logits))).all()
+        assert np.isfinite(np.asarray(batch_sampling([Sampling(top_k=k)]).masked(logits))).all()
 
 
 def sampled_by(sampling, logits, keys):
     """Token ids by the sampler itself, compiled with its numbers as arguments, and as one of a batch's samplers."""
     yield sampling(logits, keys)
     yield DRAW(argument(sampling), logits, keys)
-    yield DRAW(mixed([sampling, *[GREEDY] * (len(keys) - 1)]), logits, keys)[:1]
+    yield DRAW(batch_sampling([sampling, *[GREEDY] * (len(keys) - 1)]), logits, keys)[:1]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-3, 1e300])
@@ -210,8 +210,8 @@ def test_a_sampler_of_ones_own(model):
 
         def __call__(self, logits, keys):
             least = jax.lax.top_k(logits, self.top_k)[0][:, -1:]
-            cut = jnp.where(logits >= least, logits, -jnp.inf)
-            return Sampling(temperature=self.temperature)(cut, keys)
+            masked = jnp.where(logits >= least, logits, -jnp.inf)
+            return Sampling(temperature=self.temperature)(masked, keys)
 
     options = {"key": jax.random.key(0), **DRAWING}
     for k in (1, 4):
@@ -222,7 +222,7 @@ def test_a_sampler_of_ones_own(model):
 
 
 def test_keys(model):
-    policy = jaxkv.Random(budget=16)
+    policy = jaxkv.RandomKV(budget=16)
     caches = [
         jaxkv.prefill(model, PROMPT, policy=policy, key=jax.random.key(seed)) for seed in (3, 3, 4)
     ]
@@ -243,7 +243,7 @@ def test_keys(model):
         model, PROMPT, sampling=Sampling(top_k=1), key=jax.random.key(7), **DRAWING
     ).tokens
     np.testing.assert_array_equal(greedy, only)
-    # Sequences of a batch draw on their own.
+    # Sequences of a batch sample on their own.
     rows = jaxkv.generate(
         model, [PROMPT] * 3, sampling=hot, key=jax.random.key(0), **DRAWING
     ).tokens

@@ -1,4 +1,4 @@
-"""Caches on disk: what comes back, in which process, and what is refused."""
+"""Caches on disk: what comes back, in which process, and what is rejected."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ import tiny
 from policy_table import TABLE
 
 import jaxkv
-from jaxkv import D2O, AdaKV, BrutalOffload, OmniKV, Policy, SnapKV, StreamingLLM
+from jaxkv import D2O, AdaKV, BrutalOffload, CustomPolicy, OmniKV, SnapKV, StreamingLLM
 from jaxkv.cache.encoding import decode, encode
 from jaxkv.policies import Scorer
 
@@ -135,12 +135,14 @@ def test_a_fresh_process_answers_with_the_same_tokens(tmp_path):
 
 @pytest.mark.usefixtures("as_users_call")
 def test_a_users_policy(tmp_path, monkeypatch):
-    policy = Policy(budget=20, scorer=Late(weight=2.0))
+    policy = CustomPolicy(budget=20, scorer=Late(weight=2.0))
     _, cache, path = saved(tmp_path, policy)
     assert_same(jaxkv.load_cache(path), cache)
-    assert_same(jaxkv.load_cache(path, policy=Policy(budget=20, scorer=Late(weight=2.0))), cache)
+    assert_same(
+        jaxkv.load_cache(path, policy=CustomPolicy(budget=20, scorer=Late(weight=2.0))), cache
+    )
     remedy = "another one compressed the cache: leave it out, or give that one"
-    for other in (Policy(budget=20, scorer=Late()), "snapkv"):
+    for other in (CustomPolicy(budget=20, scorer=Late()), "snapkv"):
         with pytest.raises(ValueError, match=remedy):
             jaxkv.load_cache(path, policy=other)
     with pytest.raises(TypeError, match="policy=int: give a policy such as"):
@@ -174,11 +176,13 @@ def test_policies_that_no_text_says(tmp_path):
         how: object = len
 
     model = tiny.tiny(CONFIG)
-    cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=Policy(budget=20, scorer=Odd()))
+    cache = jaxkv.prefill(
+        model, tiny.prompts(1, (40,)), policy=CustomPolicy(budget=20, scorer=Odd())
+    )
     with pytest.raises(ValueError, match=r"policy\.scorer\.how="):
         cache.save(tmp_path / "cache")
     # Numbers in arrays would come back as nothing at all.
-    policy = Policy(budget=20, scorer=Learned(weight=np.ones(512, np.float32)))
+    policy = CustomPolicy(budget=20, scorer=Learned(weight=np.ones(512, np.float32)))
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,)), policy=policy)
     with pytest.raises(ValueError, match=r"policy\.scorer\.weight="):
         cache.save(tmp_path / "cache")
@@ -202,7 +206,7 @@ def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
         decode({"enum": "jaxkv.cache:Turn", "member": "NOON"}, lambda name: None)
 
 
-# --- what is refused ------------------------------------------------------------------------------------------------
+# --- what is rejected ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("as_users_call")
@@ -262,7 +266,7 @@ def test_caches_whose_arrays_were_given_up(tmp_path):
         cache.save(tmp_path / "other")
 
 
-# An array of a saved cache, by where it lies in the cache.
+# An array of a saved cache, by where it is in the cache.
 SEEN = "arrays.tables.seen"
 
 

@@ -17,15 +17,15 @@ import test_session
 import tiny
 from policy_table import BY_NAME
 
-from jaxkv import H2O, AdaKV, Merge, attention
+from jaxkv import H2O, AdaKV, attention
 from jaxkv.attention import columns
 from jaxkv.cache import Dense, KVCache, packing
 from jaxkv.cache.layout import Layout
-from jaxkv.engine import choosing, compress, drawing, evict, observing, prefill, slots
+from jaxkv.engine import compress, decode_loop, evict, observing, prefill, selection, slots
 from jaxkv.engine.layers.terms import Terms
-from jaxkv.policies import AdaptiveHeads, GroupReduce, heads, layers, parts
+from jaxkv.policies import AdaptiveHeads, GroupReduce, Merge, head_budgets, layer_budgets, parts
 from jaxkv.policies.attended import WindowAttention
-from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.methods.snapkv import WindowPolicy
 from jaxkv.sharding.record import Recorder
 
 SEEDS = range(3)
@@ -62,17 +62,17 @@ def ties():
 
 
 def highest_first(patch):
-    real = heads.top
-    patch.setattr(heads, "top", lambda keys, count: real(keys[..., ::-1], count)[..., ::-1])
+    real = head_budgets.top
+    patch.setattr(head_budgets, "top", lambda keys, count: real(keys[..., ::-1], count)[..., ::-1])
 
 
 def window_not_forced(patch):
-    real = WindowMethod.observed
+    real = WindowPolicy.observed
 
     def observed(self, **options):
         return real(self, **options).replace(keep=parts.Keep(sinks=self.sinks))
 
-    patch.setattr(WindowMethod, "observed", observed)
+    patch.setattr(WindowPolicy, "observed", observed)
 
 
 def window_sees_the_future(patch):
@@ -106,7 +106,7 @@ def heads_rounded_down(patch):
 
 def layers_rounded_down(patch):
     patch.setattr(
-        layers,
+        layer_budgets,
         "round_to_sum",
         lambda values, total, most: np.clip(np.floor(values), 0, most).astype(np.int64),
     )
@@ -133,8 +133,8 @@ def positions_from_length(patch):
 def segments_one_row_early(patch):
     real = Layout.place
 
-    def place(self, length, rows, room=None):
-        start = real(self, length, rows, room)
+    def place(self, length, rows, headroom=None):
+        start = real(self, length, rows, headroom)
         return start - (start > 0).astype(jnp.int32)
 
     patch.setattr(Layout, "place", place)
@@ -176,16 +176,18 @@ def a_wrapper_loses_the_window(patch):
 
 
 def stale_logits(patch):
-    begin = drawing.Drawing.__init__
+    begin = decode_loop.DecodeLoop.__init__
 
     def first(self, flat, cache, **options):
         begin(self, flat, cache, **options)
         self._first = cache.logits
 
-    real = drawing.Drawing.close
-    patch.setattr(drawing.Drawing, "__init__", first)
+    real = decode_loop.DecodeLoop.close
+    patch.setattr(decode_loop.DecodeLoop, "__init__", first)
     patch.setattr(
-        drawing.Drawing, "close", lambda self: dataclasses.replace(real(self), logits=self._first)
+        decode_loop.DecodeLoop,
+        "close",
+        lambda self: dataclasses.replace(real(self), logits=self._first),
     )
 
 
@@ -292,7 +294,7 @@ def _id(case):
 
 def forget_programs():
     """The programs the faults are in: compiled before a fault they would hide it, compiled with it outlive it."""
-    for compiled in (observing.observe, choosing._choose, packing.pack, packing.pack_shared):
+    for compiled in (observing.observe, selection._choose, packing.pack, packing.pack_shared):
         compiled.clear_cache()
 
 

@@ -1,4 +1,4 @@
-"""`jaxkv serve` as a process of its own: what it prints, answers, and does at SIGTERM; options that it refuses."""
+"""`jaxkv serve` as a process of its own: what it prints, answers, and does at SIGTERM; options that it rejects."""
 
 import concurrent.futures
 import logging
@@ -27,7 +27,7 @@ def folder(tmp_path):
 
 
 def test_running_requests_are_answered_after_sigterm(folder):
-    """A queue of streams when the signal comes: all are answered, a new request is refused, and the process ends."""
+    """A queue of streams when the signal comes: all are answered, a new request is rejected, and the process ends."""
     with started(folder, "--also", "full") as (process, address, lines):
         options = {"base_url": address, "timeout": 60, "trust_env": False}
         options["headers"] = {"Authorization": "Bearer sesame"}

@@ -27,9 +27,9 @@ from jaxkv.machine.compilation import Clock
 from jaxkv.policies import Wrapper
 from jaxkv.policies.wrapper import with_budget
 from jaxkv.serving.compiling import COMPUTING
-from jaxkv.serving.documents import Documents
+from jaxkv.serving.document_store import DocumentStore
 from jaxkv.serving.scheduler import Scheduler
-from jaxkv.serving.work import Work
+from jaxkv.serving.work import RequestWork
 from jaxkv.text.prompts import encode
 
 # It does not go by the end of a document, of which `prefill` would warn.
@@ -136,7 +136,7 @@ def work_of(prompt, new, eos=(), *, offline=False):
     encoded = encode(prompt, None, model().config, close=True)
     given = dict.fromkeys(("key", "policy", "deadline", "text"))
     given |= {"stops": (), "eos": eos, "offline": offline}
-    return Work(encoded=encoded, new=new, sampling=Sampling(temperature=0), **given)
+    return RequestWork(encoded=encoded, new=new, sampling=Sampling(temperature=0), **given)
 
 
 @pytest.fixture
@@ -145,13 +145,15 @@ def scheduler(tmp_path):
     slots = runs.made(model(), BY_NAME["snapkv"].policy(20), count=1)
     return Scheduler(
         slots,
-        Documents(model(), slots.session.policy, shape=slots.shape, most_bytes=0, folder=tmp_path),
+        DocumentStore(
+            model(), slots.session.policy, shape=slots.shape, most_bytes=0, folder=tmp_path
+        ),
         ahead=3,
     )
 
 
 def test_requests_wait_compressed_with_their_first_token_told(scheduler):
-    """While the first draws, the others are prefilled and their first token is drawn; one needs no slot at all."""
+    """While the first samples, the others are prefilled and their first token is sampled; one needs no slot at all."""
     given = [dataclasses.replace(asked, eos=()) for asked in runs.requests(7, 4)]
     tokens = [
         runs.alone(model(), scheduler.slots.session.policy, dataclasses.replace(asked, seed=0))
@@ -180,7 +182,7 @@ def test_requests_wait_compressed_with_their_first_token_told(scheduler):
 
 @pytest.mark.parametrize("offline", [False, True])
 def test_tokens_are_drawn_between_the_layers_of_a_prompt(scheduler, offline):
-    """A request goes on drawing while another prompt is prefilled; the prompt is first if nobody waits for tokens."""
+    """A request goes on sampling while another prompt is prefilled; the prompt is first if nobody waits for tokens."""
     long, short = work_of(list(range(10)), 24, offline=offline), work_of(list(range(60)), 2)
     scheduler.waiting.append(long)
     while not long.answers.tokens[0]:
@@ -350,7 +352,7 @@ def test_models_may_have_many_end_tokens():
 
 
 def test_one_request_fails_alone(letters):
-    """A sequence that is refused on the way is nobody else's business."""
+    """A sequence that is rejected on the way is nobody else's business."""
     short, long = ids(6, 9)[0], ids(6, 70)[0]
     before = letters.submit(short, max_new_tokens=30, stop_at_eos=False)
     with pytest.raises(ValueError, match="prompt="):
@@ -360,7 +362,7 @@ def test_one_request_fails_alone(letters):
     letters.documents.remove(document.id)
     after = letters.submit(short, max_new_tokens=30, stop_at_eos=False)
     assert before.result().text == after.result().text
-    # Removed in time or not: an answer or a refusal, never a hang.
+    # Removed in time or not: an answer or a rejection, never a hang.
     error = gone.future.exception(timeout=60)
     assert error is None or "there is none of this id" in str(error)
 
@@ -368,7 +370,7 @@ def test_one_request_fails_alone(letters):
 def test_deadlines_cancellation_and_full_queues(letters):
     long = {"max_new_tokens": 40, "stop_at_eos": False}
     requests = [letters.submit(DOC, **long) for _ in range(4)]
-    with pytest.raises(jaxkv.QueueFull):
+    with pytest.raises(jaxkv.serving.QueueFull):
         for _ in range(200):
             requests.append(letters.submit(DOC, **long))
     assert letters.stats.refused == 1
@@ -494,7 +496,7 @@ def test_several_answers_are_queued_together_or_not_at_all(letters):
         requests = [letters.submit(DOC, max_new_tokens=2)]
         under_way(letters, 0)
         requests += [letters.submit(DOC, max_new_tokens=2) for _ in range(2)]
-        with pytest.raises(jaxkv.QueueFull):
+        with pytest.raises(jaxkv.serving.QueueFull):
             letters.submit(DOC, key=[0, 1, 2])
         assert letters.stats.waiting == 2
         first = letters.submit(DOC, key=[0, 1], max_new_tokens=2)

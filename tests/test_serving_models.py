@@ -15,9 +15,9 @@ from starlette.testclient import TestClient
 
 import jaxkv
 from jaxkv.cli.serving import engines, further_policies
-from jaxkv.serving import room
+from jaxkv.serving import slot_memory
 from jaxkv.serving.http import Application
-from jaxkv.serving.limits import Limits
+from jaxkv.serving.limits import RequestLimits
 from jaxkv.text.shown import pieces_of
 
 POLICY = jaxkv.KNorm(budget=16)
@@ -34,7 +34,7 @@ def client():
         jaxkv.Engine(lettered.tiny(), policy=POLICY, **OPTIONS) as small,
         jaxkv.Engine(lettered.tiny(), **OPTIONS) as full,
     ):
-        yield TestClient(Application({"tiny": small, "tiny:full": full}, limits=Limits()))
+        yield TestClient(Application({"tiny": small, "tiny:full": full}, limits=RequestLimits()))
 
 
 def engine(client, name="tiny"):
@@ -156,7 +156,7 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path):
     with jaxkv.Engine(lettered.tiny(), **made, **OPTIONS) as engine:
         (other,) = engine.documents.all()
         assert other.id in given[1] and other.id != name
-        # One whose cache cannot be read is refused without the server's path.
+        # One whose cache cannot be read is rejected without the server's path.
         (tmp_path / other.id / "jaxkv.json").write_text("{")
         client = TestClient(Application({"tiny": engine}))
         response = client.post(CHATS, json={**QUESTION, "document": other.id})
@@ -225,7 +225,9 @@ class Page(html.parser.HTMLParser):
 
 
 def test_the_page_runs_its_own_script_alone(client):
-    locked = TestClient(Application({"tiny": engine(client)}, limits=Limits(api_key="sesame")))
+    locked = TestClient(
+        Application({"tiny": engine(client)}, limits=RequestLimits(api_key="sesame"))
+    )
     response = locked.get("/")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
     assert response.headers["x-content-type-options"] == "nosniff"
@@ -275,18 +277,20 @@ def test_each_policy_keeps_documents_in_a_folder_of_its_own(tmp_path):
     assert [path.stem for path in tmp_path.glob("*.json")] == [ids["tiny"]]
     assert [path.stem for path in (tmp_path / "full").glob("*.json")] == [ids["tiny:full"]]
     for each in made.values():
-        with pytest.raises(jaxkv.EngineClosed):
+        with pytest.raises(jaxkv.serving.EngineClosed):
             each.submit(DOC)
 
 
 def test_engines_share_the_free_memory(client, monkeypatch):
-    monkeypatch.setattr(room.memory, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(slot_memory.memory, "available_bytes", lambda device: 1000)
     device = jax.devices()[0]
-    assert room.share_of_next(2, promised=0, device=device) == 0.5
-    assert room.share_of_next(1, promised=250, device=device) == 0.75
+    assert slot_memory.share_of_next(2, promised=0, device=device) == 0.5
+    assert slot_memory.share_of_next(1, promised=250, device=device) == 0.75
     session = engine(client, "tiny:full").session
     limits = {"max_prompt": 64, "max_new_tokens": 16, "max_question": 16}
-    monkeypatch.setattr(room.memory, "available_bytes", lambda device: 3_000_000)
-    whole, half = (room.slots_that_fit(session, **limits, share=share) for share in (1.0, 0.5))
+    monkeypatch.setattr(slot_memory.memory, "available_bytes", lambda device: 3_000_000)
+    whole, half = (
+        slot_memory.slots_that_fit(session, **limits, share=share) for share in (1.0, 0.5)
+    )
     assert 1 <= half < whole / 1.5 and whole < 64
     np.testing.assert_allclose(whole, 2 * half, atol=8)

@@ -8,7 +8,7 @@ import jaxkv
 from jaxkv.arguments import as_model
 from jaxkv.engine.slots import Slots
 from jaxkv.machine import memory
-from jaxkv.serving import room
+from jaxkv.serving import slot_memory
 
 LIMITS = {"max_prompt": 64, "max_new_tokens": 16, "max_question": 0}
 
@@ -22,14 +22,14 @@ def allocated(session, count):
 
 def test_slots_from_memory(monkeypatch):
     session = jaxkv.Session(lettered.tiny(), jaxkv.KNorm(budget=16))
-    assert room.slots_that_fit(session, **LIMITS) == 64
+    assert slot_memory.slots_that_fit(session, **LIMITS) == 64
     one = allocated(session, 1)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 20 * one)
-    count = room.slots_that_fit(session, **LIMITS)
+    count = slot_memory.slots_that_fit(session, **LIMITS)
     assert 3 <= count <= 16
     monkeypatch.setattr(memory, "machine_bytes", lambda: one // 2)
     with pytest.raises(MemoryError, match="one slot, its queue and a prefill needs"):
-        room.slots_that_fit(session, **LIMITS)
+        slot_memory.slots_that_fit(session, **LIMITS)
 
 
 def test_slots_from_memory_on_a_mesh(monkeypatch):
@@ -39,10 +39,10 @@ def test_slots_from_memory_on_a_mesh(monkeypatch):
     )
     pair = allocated(session, 2)
     monkeypatch.setattr(memory, "machine_bytes", lambda: 40 * pair)
-    count = room.slots_that_fit(session, **LIMITS)
+    count = slot_memory.slots_that_fit(session, **LIMITS)
     # Every array of the slots has one part for each of them.
-    held = (count // 2 + room.ahead_of(count)) * pair
+    held = (count // 2 + slot_memory.ahead_of(count)) * pair
     assert count % 2 == 0 and 0.45 < held / (40 * pair) < 0.9
     monkeypatch.setattr(memory, "machine_bytes", lambda: pair // 2)
     with pytest.raises(MemoryError, match="one slot, its queue and a prefill needs"):
-        room.slots_that_fit(session, **LIMITS)
+        slot_memory.slots_that_fit(session, **LIMITS)

@@ -34,11 +34,11 @@ def test_its_pieces_give_what_generate_gives(name):
     session = Session(model, policy)
     prompt = session.prefill(IDS, new=12)
     before = leaves(prompt)
-    answered, tokens = session.draw(prompt, 12)
+    answered, tokens = session.sample(prompt, 12)
     np.testing.assert_array_equal(tokens, np.stack(first.tokens))
     assert leaves(prompt) == before
     asked = session.extend(session.compress_again(answered), MORE, new=6)
-    _, tokens = session.draw(asked, 6)
+    _, tokens = session.sample(asked, 6)
     np.testing.assert_array_equal(tokens, np.stack(second.tokens))
     assert np.asarray(answered.seen).tolist() == [37 + 12, 21 + 12]
 
@@ -46,9 +46,9 @@ def test_its_pieces_give_what_generate_gives(name):
 def test_draws_go_on_where_the_last_one_ended():
     session = Session(tiny.tiny(GQA), FullKV())
     cache = session.prefill(IDS)
-    _, whole = session.draw(cache, 12)
-    some, first = session.draw(cache, 5, new=12)
-    _, rest = session.draw(some, 7, new=12, donate=True)
+    _, whole = session.sample(cache, 12)
+    some, first = session.sample(cache, 5, new=12)
+    _, rest = session.sample(some, 7, new=12, donate=True)
     np.testing.assert_array_equal(np.concatenate([first, rest], axis=1), whole)
     assert all(pool.k.is_deleted() for pool in some.pools) and not any(
         pool.k.is_deleted() for pool in cache.pools
@@ -112,14 +112,14 @@ def test_what_was_read_without_room_is_cut_back_before_tokens_are_drawn(policy, 
     cache = session.prefill(IDS, new=8)
     grown = session.extend(cache, more, donate=donate)
     assert (grown.kept > np.asarray(grown.limit)).any()
-    drawn, tokens = session.draw(grown, 12, donate=donate)
+    drawn, tokens = session.sample(grown, 12, donate=donate)
     apart(drawn)
     assert (drawn.kept <= np.asarray(drawn.limit)).all()
     ready = session.extend(session.prefill(IDS, new=8), more, new=12)
-    np.testing.assert_array_equal(tokens, session.draw(ready, 12, donate=donate)[1])
+    np.testing.assert_array_equal(tokens, session.sample(ready, 12, donate=donate)[1])
     one = session.extend(session.prefill(IDS, new=8), [[3], [4]], donate=True)
     for _ in range(3):
-        one, _ = session.draw(one, 1, donate=True)
+        one, _ = session.sample(one, 1, donate=True)
         apart(one)
 
 
@@ -129,10 +129,10 @@ def test_what_was_read_without_room_is_cut_back_before_tokens_are_drawn(policy, 
 def test_logits_behind_an_end_are_those_of_the_last_row(policy):
     session = Session(tiny.tiny(GQA), policy)
     cache = session.prefill(IDS)
-    _, free = session.draw(cache, 8)
+    _, free = session.sample(cache, 8)
     only_first = [token for token in free[0].tolist() if token not in free[1].tolist()]
-    assert only_first, "both sequences draw the same tokens: give other prompts"
-    ended, tokens = session.draw(cache, 8, eos=only_first[:1])
+    assert only_first, "both sequences sample the same tokens: give other prompts"
+    ended, tokens = session.sample(cache, 8, eos=only_first[:1])
     stop = free[0].tolist().index(only_first[0])
     assert tokens[0].tolist() == [*free[0, : stop + 1].tolist(), *[-1] * (7 - stop)]
     np.testing.assert_array_equal(tokens[1], free[1])
@@ -151,7 +151,7 @@ def test_samples_need_a_key():
     plain, keyed, hot = Session(model), Session(model, key=3), jaxkv.Sampling(temperature=2.0)
     cache = plain.prefill(IDS)
     with pytest.raises(ValueError, match="key=None"):
-        plain.draw(cache, 4, sampling=hot)
-    same = [keyed.draw(cache, 12, sampling=hot)[1] for _ in range(2)]
+        plain.sample(cache, 4, sampling=hot)
+    same = [keyed.sample(cache, 12, sampling=hot)[1] for _ in range(2)]
     np.testing.assert_array_equal(*same)
-    np.testing.assert_array_equal(plain.draw(cache, 12, sampling=hot, key=3)[1], same[0])
+    np.testing.assert_array_equal(plain.sample(cache, 12, sampling=hot, key=3)[1], same[0])

@@ -14,7 +14,7 @@ ROWS = {"streaming-rolling": {}, "d2o": HOT}
 
 @pytest.mark.parametrize("name", ROWS)
 def test_64_bits_and_ranks(name):
-    """The likeliest tokens on top of rolling positions, and tokens drawn as a stream on top of merged rows."""
+    """The likeliest tokens on top of rolling positions, and tokens sampled as a stream on top of merged rows."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, (60, 37))
     policy = BY_NAME[name].policy(20)
 

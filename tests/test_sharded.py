@@ -1,4 +1,4 @@
-"""Models on a mesh of eight devices: the tokens and the kept rows of a single device, or a refusal by name."""
+"""Models on a mesh of eight devices: the tokens and the kept rows of a single device, or a rejection by name."""
 
 import copy
 import dataclasses
@@ -13,12 +13,12 @@ from meshes import BUDGET, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
 from jaxkv.attention import Implementation
-from jaxkv.engine.ends import embed
+from jaxkv.engine.embedding import embed
 from jaxkv.models import decoder
 from jaxkv.sharding.collectives import total
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, place
 from jaxkv.sharding.parameters import model_mesh
+from jaxkv.sharding.sharded_program import sharded_jit
 from jaxkv.testing import tiny_model
 
 NEW = 10
@@ -56,11 +56,11 @@ def test_sequences_end_apart():
     ids = prompts(5, LENGTHS)
     options = {"policy": jaxkv.SnapKV(budget=BUDGET, window=8), "progress": False}
     session, both = jaxkv.Session(of, options["policy"]), []
-    # Ends the first sequence early, and the second one only if it draws the same.
-    end = int(session.draw(session.prefill(ids, new=NEW), NEW)[1][0, 2])
+    # Ends the first sequence early, and the second one only if it samples the same.
+    end = int(session.sample(session.prefill(ids, new=NEW), NEW)[1][0, 2])
     for model in (of, of.on(mesh_of(2, 4))):
         session = jaxkv.Session(model, options["policy"])
-        cache, tokens = session.draw(session.prefill(ids, new=NEW), NEW, eos=(end,))
+        cache, tokens = session.sample(session.prefill(ids, new=NEW), NEW, eos=(end,))
         both.append((tokens.tolist(), np.asarray(cache.seen).tolist(), positions(cache)))
     assert both[0] == both[1]
     assert (np.asarray(both[0][0][0]) == -1).any()
@@ -75,7 +75,7 @@ def test_a_model_is_moved_once():
 
 
 def test_parameters_that_are_replaced_go_where_their_parts_are_looked_for():
-    """By arrays that lie on one device, or whole on every one."""
+    """By arrays that are on one device, or whole on every one."""
     policy, alone = roomy("snapkv"), tiny_model(model_of(4).config, seed=4)
     moved = alone.on(mesh_of(2, 4))
     whole = jax.sharding.NamedSharding(moved.axes.mesh, jax.sharding.PartitionSpec())
@@ -105,7 +105,7 @@ def test_a_cache_is_copied_and_pickled():
     ):
         make(platform, [[[0], [99]]])
     with pytest.raises(
-        ValueError, match=r"cache\.axes=None: its arrays lie on Mesh.*the cache as it was"
+        ValueError, match=r"cache\.axes=None: its arrays are on Mesh.*the cache as it was"
     ):
         jaxkv.generate(of, ids, cache=dataclasses.replace(cache, axes=None), progress=False)
 
@@ -125,7 +125,7 @@ def test_letters():
         axes.spec("B K", (3, 4))
 
 
-@program(static=("axes",), donate=("x",))
+@sharded_jit(static=("axes",), donate=("x",))
 def _shares(x: Float[Array, "B V"], *, axes: Axes | None) -> Float[Array, "B V"]:
     return x / total(x.sum(axis=1, keepdims=True), axes)
 
@@ -176,9 +176,9 @@ def test_a_cache_stays_on_its_mesh():
     for model in (of, of.on(mesh_of(1, 4))):
         with pytest.raises(
             ValueError,
-            match=r"cache=Mesh.*the model lies on.*give jaxkv\.reshard\(cache, .*or prefill",
+            match=r"cache=Mesh.*the model is on.*give jaxkv\.reshard\(cache, .*or prefill",
         ):
             jaxkv.generate(model, ids, cache=there, progress=False)
     turned = jax.sharding.Mesh(mesh_of(2, 4).devices[::-1], ("data", "model"))
-    with pytest.raises(ValueError, match=r"the model lies on Mesh.*: give"):
+    with pytest.raises(ValueError, match=r"the model is on Mesh.*: give"):
         jaxkv.generate(of, ids, cache=there, mesh=turned, progress=False)

@@ -5,7 +5,7 @@ import pytest
 from meshes import BUDGET, NEW, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
-from jaxkv.engine.growth import steps_that_fit
+from jaxkv.engine.headroom import steps_that_fit
 
 OPTIONS = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
 LENGTHS = (61, 23, 37)
@@ -56,17 +56,17 @@ def test_one_cache_for_three_questions():
 
 
 def test_ends_and_draws_of_a_filled_batch():
-    """Sequences that have ended, and random draws: each sequence's keys are those of its own place."""
+    """Sequences that have ended, and random samples: each sequence's keys are those of its own place."""
     ids, sampling = prompts(6, LENGTHS), jaxkv.Sampling(temperature=0.9)
     out = []
     for model in models():
         session = jaxkv.Session(model, jaxkv.SnapKV(budget=BUDGET, window=8))
         cache = session.prefill(ids, new=NEW)
-        free, drawn = session.draw(cache, NEW, sampling=sampling, key=11)
-        end = int(session.draw(cache, NEW)[1][0, 2])
-        ended, greedy = session.draw(cache, NEW, eos=(end,))
-        drawing = session.drawing(free, new=NEW)
-        drawing.draw(4)
+        free, drawn = session.sample(cache, NEW, sampling=sampling, key=11)
+        end = int(session.sample(cache, NEW)[1][0, 2])
+        ended, greedy = session.sample(cache, NEW, eos=(end,))
+        drawing = session.decode_loop(free, new=NEW)
+        drawing.sample(4)
         drawing.end(np.asarray([True, False, False]))
         drawing.take_back(np.asarray([2, 0, 0]))
         back = drawing.close()
@@ -88,9 +88,9 @@ def test_what_fills_the_groups_stands_still():
     fit = []
     for model in models():
         session = jaxkv.Session(model, roomy("snapkv", every=4))
-        cache, _ = session.draw(session.prefill(prompts(5, (50,)), new=3), 3)
+        cache, _ = session.sample(session.prefill(prompts(5, (50,)), new=3), 3)
         asked = session.extend(cache, prompts(6, (5, 19, 8)))
-        fit.append(steps_that_fit(session.compress_again(asked, room=4)))
+        fit.append(steps_that_fit(session.compress_again(asked, headroom=4)))
     assert fit == [4, 4]
 
 

@@ -26,7 +26,7 @@ def model(where):
 
 def waits(cache):
     """What waits of the sequences that are asked."""
-    return np.stack([np.asarray(each)[: cache.batch] for each in cache.bank.rows])
+    return np.stack([np.asarray(each)[: cache.batch] for each in cache.host_store.rows])
 
 
 def told(made):
@@ -51,7 +51,7 @@ def test_answers_are_those_of_one_device(name):
     assert out[0][:2] == out[1][:2]
     # A device's sums round as they come.
     np.testing.assert_allclose(out[0][2], out[1][2], atol=1e-4)
-    for rows in made.cache.bank.rows:
+    for rows in made.cache.host_store.rows:
         assert rows.sharding.memory_kind == "pinned_host" and rows.is_fully_addressable
         assert rows.sharding.shard_shape(rows.shape) == (2, 64, 2, 1, 8)
     assert made.stats.transferred_bytes > 0
@@ -64,7 +64,7 @@ def test_one_document_for_many_questions():
         out.append(told(jaxkv.generate(on, QUESTIONS, cache=cache, **OPTIONS)))
     assert out[0] == out[1]
     # One copy of the document beside each device's heads serves all questions.
-    assert cache.bank.rows[0].shape[0] == 2
+    assert cache.host_store.rows[0].shape[0] == 2
 
 
 @pytest.mark.parametrize("before, after", [(None, MESH), (MESH, None)])
@@ -78,4 +78,4 @@ def test_a_cache_moves_with_what_waits(tmp_path, before, after):
     loaded = jaxkv.load_cache(tmp_path / "cache", model(after))
     for each in (moved, loaded):
         assert told(jaxkv.generate(model(after), QUESTIONS, cache=each, **OPTIONS)) == told(here)
-        assert all(rows.sharding.memory_kind == "pinned_host" for rows in each.bank.rows)
+        assert all(rows.sharding.memory_kind == "pinned_host" for rows in each.host_store.rows)

@@ -10,13 +10,15 @@ import pytest
 from meshes import BUDGET, LENGTHS, NEW, QUESTIONS, mesh_of, model_of, prompts, ran
 
 import jaxkv
-from jaxkv import D2O, Keep, Merge, Method, OmniKV, Policy
+from jaxkv import D2O, CustomPolicy, OmniKV, Policy
 from jaxkv.policies import (
     ByAttention,
     CumulativeAttention,
     HeadBudgets,
     Joined,
+    Keep,
     KeyNorm,
+    Merge,
     Merged,
     Merger,
     Needs,
@@ -119,14 +121,14 @@ HEAVY = {"budget": BUDGET, "scorer": CumulativeAttention(), "keep": Keep(sinks=1
 @pytest.mark.parametrize(
     "policy",
     [
-        Policy(budget=BUDGET, scorer=Loudest(together=True), heads=Greedy(), every=3),
-        Policy(
+        CustomPolicy(budget=BUDGET, scorer=Loudest(together=True), heads=Greedy(), every=3),
+        CustomPolicy(
             budget=BUDGET,
             scorer=WindowAttention(window=8, group="max"),
             heads=Lowest(),
             keep=Keep(window=8),
         ),
-        Policy(**HEAVY, evict=Fading(), merge=Halving()),
+        CustomPolicy(**HEAVY, evict=Fading(), merge=Halving()),
     ],
     ids=["scorer", "heads", "merger"],
 )
@@ -139,7 +141,7 @@ def test_parts_of_users(policy):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Filtered(Method):
+class Filtered(Policy):
     """Rows are dropped, and others not read."""
 
     def parts(self):
@@ -156,7 +158,7 @@ def test_filters_choose_among_kept_rows():
 
 
 def test_filters_choose_for_questions():
-    """For chunks of a prompt, several tokens on top, then one at a time; rings lie where their heads do."""
+    """For chunks of a prompt, several tokens on top, then one at a time; query buffers lie where their heads do."""
     choice = {"selector": "exponential", "window": 5, "include_generated": True}
     chunks = {"prefill_ratio": 1.0, "prefill_chunk": 16}
     policy = OmniKV(budget=BUDGET, filter_layers=(0,), adjacent=0, **choice, **chunks)
@@ -164,9 +166,14 @@ def test_filters_choose_for_questions():
     for model in (model_of(2), model_of(2).on(mesh_of(2, 4))):
         session = jaxkv.Session(model, policy)
         cache = session.prefill(prompts(5, LENGTHS))
-        (ring,) = cache.state.rings
+        (query_buffer,) = cache.state.query_buffers
         cache = session.extend(cache, prompts(6, QUESTIONS), new=NEW)
-        cache, tokens = session.draw(cache, NEW)
+        cache, tokens = session.sample(cache, NEW)
         out.append((tokens.tolist(), np.asarray(cache.seen).tolist()))
     assert out[0] == out[1]
-    assert ring.sharding.shard_shape(ring.shape) == (len(LENGTHS) // 2, 1, 1, *ring.shape[3:])
+    assert query_buffer.sharding.shard_shape(query_buffer.shape) == (
+        len(LENGTHS) // 2,
+        1,
+        1,
+        *query_buffer.shape[3:],
+    )

@@ -94,7 +94,7 @@ def compiled():
 
 
 def fits(shape, letters, config):
-    """Whether a shape may be that of an array of these letters."""
+    """Whether a shape may be that of an array of these logical axes."""
     exact, names = {"E": config.embed, "V": config.vocab}, letters.split()
     # No pool of a device has as many rows as that, and no row's numbers one after the other are as few.
     most = exact | {"R": 480, "B": 8, "K": 4, "J": 4 * LAYERS, "G": 2, "w": BUDGET, "n": 128}
@@ -116,7 +116,9 @@ def test_no_keys_or_values_travel(compiled):
             assert allowed, f"{each.name} sends {shape} by {kind}"
             seen.add((each.name, kind))
     names = {each.name for each in compiled}
-    assert set(TRAVELS) | {"pack", "pack_shared", "placed", "ring_of", "logits_of"} <= names
+    assert (
+        set(TRAVELS) | {"pack", "pack_shared", "placed", "fill_query_buffer", "logits_of"} <= names
+    )
     # The table says no more than what was met.
     assert {(name, kind) for name, kinds in TRAVELS.items() for kind in kinds} == seen
 

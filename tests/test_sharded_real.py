@@ -21,7 +21,7 @@ POLICIES = {
 
 @functools.cache
 def answers(name, mesh=None):
-    """Tokens drawn after three prompts of unequal length, and the positions that each segment holds behind them."""
+    """Tokens sampled after three prompts of unequal length, and the positions that each segment holds behind them."""
     ids = running.archive("parity/p600.npz")["input_ids"].tolist()
     made = jaxkv.generate(
         running.lowest_layers(LAYERS),

@@ -23,7 +23,7 @@ POLICIES = {
     "offloaded": jaxkv.OmniKV(filter_layers=(0,), adjacent=0, budget=12, offload=True),
     "quest": jaxkv.Quest(budget=16, page=4, dense_layers=1),
     "int8": jaxkv.SnapKV(budget=16, window=8, store="int8"),
-    "merged again": jaxkv.SnapKV(budget=16, window=8, every=2, merge=jaxkv.Merge()),
+    "merged again": jaxkv.SnapKV(budget=16, window=8, every=2, merge=jaxkv.policies.Merge()),
 }
 
 
@@ -53,7 +53,7 @@ def test_decoding_is_close_to_float32():
     for model in narrow_and_wide():
         session = jaxkv.Session(model, POLICIES["offloaded"])
         cache = session.prefill(tiny.prompts(1, LENGTHS), new=6)
-        after, text = session.draw(cache, 6, sampling=_Noise(), key=0)
+        after, text = session.sample(cache, 6, sampling=_Noise(), key=0)
         results.append(np.asarray(after.logits))
         texts.append(text)
     np.testing.assert_array_equal(*texts)
@@ -67,7 +67,7 @@ def test_entries_are_rounded_counted_and_saved_in_16_bits(tmp_path, name):
     plan = session.planned(np.asarray(LENGTHS), 4)
     cache = session.prefill(tiny.prompts(1, LENGTHS), needed=plan)
     assert cache.nbytes == plan.cache_bytes and cache.host_nbytes == plan.host_bytes
-    cache, _ = session.draw(cache, 4)
+    cache, _ = session.sample(cache, 4)
     assert cache.dtype == "bfloat16" and {pool.dtype.name for pool in cache.pools} == {"float32"}
     # As a GPU holds it, and back.
     narrow = cache.widened(cache.dtype)

@@ -1,4 +1,4 @@
-"""Sequences in slots: each gets the tokens that it gets alone, whoever is beside it, and nothing is compiled."""
+"""Sequences in slots: each gets the tokens that it gets alone, those who is beside it, and nothing is compiled."""
 
 import dataclasses
 
@@ -13,8 +13,8 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
+from jaxkv.engine.progress import run_to_end
 from jaxkv.engine.slots import PARTS
-from jaxkv.engine.walks import finished
 
 BUDGET = 20
 
@@ -113,11 +113,11 @@ def test_questions_on_one_document():
     assert clock.programs == 0
     for slot, question in enumerate(questions):
         cache = session.extend(session.prefill(prompt), question, new=12)
-        assert session.draw(cache, 12)[1][0].tolist() == tokens[slot].tolist()
+        assert session.sample(cache, 12)[1][0].tolist() == tokens[slot].tolist()
 
 
 def test_a_second_question_needs_room_of_its_own():
-    """Rows that do not fit would lie in the next segment: refused, under policies that only append."""
+    """Rows that do not fit would are in the next segment: rejected, under policies that only append."""
     slots = runs.made(model(), jaxkv.FullKV(), max_question=16)
     cache, question = slots.prefill(tiny.prompts(7, [60])[0]), tiny.prompts(8, [16])[0]
     with pytest.raises(ValueError, match="read one question on top of a prompt"):
@@ -142,7 +142,7 @@ def test_a_length_is_compiled_once_it_is_asked_for():
         (True, 64),
     ]
     for question, size in list(slots.uncompiled):
-        finished(slots.compiling(question, size))
+        run_to_end(slots.compiling(question, size))
     given = runs.requests(3, 6)
     assert runs.answered(slots, given)[1] == 0
 

@@ -245,7 +245,7 @@ def test_choices_and_peaks_by_an_oracle(monkeypatch):
         normal(1, 1, 2, 40, 16),
         jnp.arange(36, 40, dtype=jnp.int32)[None],
     )
-    asked = filters.Asking(q=q, positions=at, weights=jnp.ones((1, 4)), shaping=CAPPED)
+    asked = filters.FilterQuery(q=q, positions=at, weights=jnp.ones((1, 4)), shaping=CAPPED)
     shares, queries, keys = np.zeros((2, 3, 4, 40)), np.asarray(q), np.asarray(k)
     for head, group, query in np.ndindex(2, 3, 4):
         rows = slice(0, 36 + query + 1)
@@ -286,7 +286,7 @@ def test_choices_and_peaks_by_an_oracle(monkeypatch):
 
 @BOTH
 def test_texts_by_an_oracle(change):
-    """Prompts, questions of several tokens on top of them, and drawn tokens, past a window."""
+    """Prompts, questions of several tokens on top of them, and sampled tokens, past a window."""
     model, rng, texts = tiny.tiny(WINDOWS[change]), np.random.default_rng(1), prompts()
     session = jaxkv.Session(model, jaxkv.FullKV())
     cache, lengths = session.prefill(texts, new=3), [(3, 11, 1), (1, 1, 9)]
@@ -298,7 +298,7 @@ def test_texts_by_an_oracle(change):
         if not lengths:
             break
         asked = [rng.integers(3, tiny.VOCAB, n).tolist() for n in lengths.pop()]
-        cache, drawn = session.draw(session.extend(cache, asked, new=3), 3)
+        cache, drawn = session.sample(session.extend(cache, asked, new=3), 3)
         texts = [
             text + more + new for text, more, new in zip(texts, asked, drawn.tolist(), strict=True)
         ]

@@ -7,7 +7,7 @@ import tiny
 
 import jaxkv
 from jaxkv.attention import Implementation
-from jaxkv.planning.programs import Work, abstract_model, prefill_calls
+from jaxkv.planning.traced_programs import TraceInputs, abstract_model, prefill_calls
 from jaxkv.planning.worker import compiled_program
 from jaxkv.sharding.record import weigh
 
@@ -20,7 +20,7 @@ def test_the_peak_of_a_prefill(policy, as_users_call):
     """Within a tenth of what is alive while the upper layers run, temporaries of their programs included."""
     flat = abstract_model(SHAPE, "float32")
     asked = {"batch": 2, "tokens": 2000, "new": 8, "implementation": Implementation.XLA}
-    work = Work(flat=flat, policy=policy, **asked)
+    work = TraceInputs(flat=flat, policy=policy, **asked)
     weights = weigh((flat.ends, flat.blocks))
     peaks = [
         compiled_program(call.name, call.traced, platform="cpu", beside=call.beside)[0].peak

@@ -71,7 +71,7 @@ def test_rows_take_half_the_bytes_and_are_decoded_in_programs_alone():
         session = jaxkv.Session(model, policy)
         cache = session.prefill(prompts, new=8)
         sizes.append(cache.nbytes)
-        tokens.append(session.draw(cache, 8)[1])
+        tokens.append(session.sample(cache, 8)[1])
     rows = sum(pool.rows for pool in cache.pools) * 2
     assert sizes[0] - sizes[1] == rows * 2 * 8 * (4 - 2)
     assert np.array_equal(*tokens)

@@ -1,4 +1,4 @@
-"""Settings of tasks and the files that they read, of every odd kind: made plain, or refused by name."""
+"""Settings of tasks and the files that they read, of every odd kind: made plain, or rejected by name."""
 
 import dataclasses
 import json

@@ -34,7 +34,7 @@ def test_a_failure_names_the_template_and_leaves_it_usable():
     )
     with pytest.raises(
         ValueError,
-        match=r"messages=\['user'\]: the chat template of odd-model refuses .*ZeroDivision",
+        match=r"messages=\['user'\]: the chat template of odd-model rejects .*ZeroDivision",
     ):
         text.chat(conversation("Hi"), generation_prompt=True)
     assert text.chat(conversation("Hi", "Ho"), generation_prompt=True) == "1.0"

@@ -7,7 +7,7 @@ import pytest
 import tiny
 from policy_table import BY_NAME
 
-from jaxkv import AdaKV, OmniKV, Policy, SnapKV
+from jaxkv import AdaKV, CustomPolicy, OmniKV, SnapKV
 from jaxkv.policies import (
     KeyNorm,
     Merged,
@@ -69,19 +69,19 @@ class DrawsInSilence(Uniform01):
     """It looks at the key, and says that it does not."""
 
     @property
-    def draws(self):
+    def uses_key(self):
         return False
 
 
 @pytest.mark.parametrize(
     "policy, message",
     [
-        (Policy(budget=24, scorer=DrawsInSilence()), "another random key"),
-        (Policy(budget=24, scorer=LooksAtMates()), "another sequence beside it"),
-        (Policy(budget=24, scorer=LooksAtPadding()), "padding"),
-        (Policy(budget=24, scorer=KeyNorm(), merge=Infinite()), "rows are finite"),
+        (CustomPolicy(budget=24, scorer=DrawsInSilence()), "another random key"),
+        (CustomPolicy(budget=24, scorer=LooksAtMates()), "another sequence beside it"),
+        (CustomPolicy(budget=24, scorer=LooksAtPadding()), "padding"),
+        (CustomPolicy(budget=24, scorer=KeyNorm(), merge=Infinite()), "entries are finite"),
     ],
-    ids=["draws", "mates", "padding", "infinite"],
+    ids=["uses_key", "mates", "padding", "infinite"],
 )
 def test_a_broken_promise_is_named(policy, message):
     with pytest.raises(AssertionError, match=message):

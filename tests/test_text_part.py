@@ -1,4 +1,4 @@
-"""Checkpoints of models that also take images: their text models are loaded, planned, converted; all else refused."""
+"""Checkpoints of models that also take images: their text models are loaded, planned, converted; all else rejected."""
 
 import json
 import shutil
@@ -41,7 +41,7 @@ def logits(model):
 
 
 def test_newer_names_of_tensors_are_known(tmp_path):
-    """transformers 5 calls the text model's tensors `model.language_model.`, and the others likewise."""
+    """transformers 5 calls the text model's tensors `model.language_model.`, and the others as well."""
 
     def newer(name):
         return (
@@ -83,7 +83,7 @@ def test_keys_beside_the_text_models_hold(tmp_path):
     )
     assert (config.heads, config.kv_heads, config.head_dim, config.vocab) == (8, 4, 256, 262_208)
     assert (config.eos, config.max_positions, config.tied) == ((1, 106), 131_072, True)
-    assert [layer for layer, width in enumerate(config.windows) if width is None] == [
+    assert [layer for layer, width in enumerate(config.sliding_windows) if width is None] == [
         5,
         11,
         17,

@@ -57,7 +57,7 @@ def test_prefill_keeps_the_oracles_rows_and_counts_those_cut(over_layers):
         )
         np.testing.assert_array_equal(cut[row], left.sum(axis=0))
         fewer += sum(len(head) < min(n, BUDGET) for head in expected)
-    # Both happen: heads with room left, and heads without room for rows above the threshold.
+    # Both happen: heads with room left, and heads without headroom above the threshold.
     assert fewer > 0 and cut.sum() > 0 and (over_layers or not cut[-1].any())
 
 
@@ -76,8 +76,8 @@ def test_fast_kvzip_keeps_the_oracles_rows():
         ]
         for own in heads:
             own[first:] = 1.0
-        forced = [j for j in range(n) if j < 2 or j >= first]
-        expected, gap, left = o.threshold_select(heads, rows, tau, forced, n)
+        always_kept = [j for j in range(n) if j < 2 or j >= first]
+        expected, gap, left = o.threshold_select(heads, rows, tau, always_kept, n)
         assert gap > o.MIN_GAP and cut[row].sum() == sum(left)
         assert [head for layer in kept for head in layer[row]] == expected
     assert cut.sum() > 0
@@ -88,7 +88,7 @@ def test_drawing_keeps_the_oracles_rows():
     config, n, steps, every = tiny.TWO_LAYERS, 18, 60, 16
     model, tensors, (ids,) = tiny.tiny(config), gates.zap_tensors(config), tiny.prompts(6, (n,))
     session = jaxkv.Session(model, zap(config, every=every))
-    cache, drawn = session.draw(session.prefill([ids], new=steps), steps, new=steps)
+    cache, drawn = session.sample(session.prefill([ids], new=steps), steps, new=steps)
     scores = o.kvzap_scores(tensors, 0, hidden(model, 0, [*ids, *drawn[0].tolist()]))
     stops, found = range(n + every, n + steps, every), tiny.kept(cache)[0][0]
     for head, own in enumerate(scores):
@@ -119,21 +119,25 @@ def test_results_tell_what_the_budget_cut():
     model, ids = tiny.tiny(CONFIG), tiny.prompts(3, LENGTHS)
     drawn = {"max_new_tokens": 12, "stop_at_eos": False}
     first = jaxkv.generate(model, ids, policy=zap(every=4), **drawn)
-    assert first.stats.cut_rows == int(first.cache.tally.cut[: len(ids)].sum()) > 0
+    assert first.stats.evicted_above_threshold == int(first.cache.tally.cut[: len(ids)].sum()) > 0
     # What was cut before is not told once more of the answer on top.
     again = jaxkv.generate(model, [[1, 2, 3]] * 3, cache=first.cache, **drawn)
     assert (
-        again.stats.cut_rows == int(again.cache.tally.cut[: len(ids)].sum()) - first.stats.cut_rows
+        again.stats.evicted_above_threshold
+        == int(again.cache.tally.cut[: len(ids)].sum()) - first.stats.evicted_above_threshold
     )
     # Each sequence on top of one cache has what that one had cut.
     one = jaxkv.Session(model, zap(every=4)).prefill(ids[:1])
     thrice = jaxkv.generate(model, [[1, 2, 3]] * 3, cache=one, **drawn)
     had = 3 * int(one.tally.cut.sum())
-    assert thrice.stats.cut_rows == int(thrice.cache.tally.cut[:3].sum()) - had and had > 0
+    assert (
+        thrice.stats.evicted_above_threshold == int(thrice.cache.tally.cut[:3].sum()) - had
+        and had > 0
+    )
 
 
 def test_a_threshold_that_no_row_reaches():
-    """Segments without a row are read, asked and compressed again like others; a low threshold changes nothing."""
+    """Segments without a row are read, asked and recompressed like others; a low threshold changes nothing."""
     config = tiny.TWO_LAYERS
     model, ids = tiny.tiny(config), tiny.prompts(3, LENGTHS[:2])
     drawn = {"max_new_tokens": 9, "stop_at_eos": False}
@@ -144,7 +148,7 @@ def test_a_threshold_that_no_row_reaches():
 
     none = jaxkv.generate(model, ids, policy=policy(1e30), **drawn)
     assert int(none.cache.kept.max()) <= 3
-    assert none.stats.cut_rows == 0 and none.cache.tally.cut is not None
+    assert none.stats.evicted_above_threshold == 0 and none.cache.tally.cut is not None
     assert np.isfinite(
         np.asarray(none.cache.logits if none.cache.logits is not None else 0.0)
     ).all()
@@ -192,7 +196,7 @@ def test_saved_caches_know_what_was_cut(tmp_path):
 def test_a_score_equal_to_the_threshold_stays():
     scores = jnp.asarray([[[0.5, 0.25, 0.75, 0.5]]], jnp.float32)
     none = jnp.zeros(1, jnp.int32)
-    rows = ScoredRows(scores, jnp.ones((1, 1, 4), bool), base=none, forced=none)
+    rows = ScoredRows(scores, jnp.ones((1, 1, 4), bool), base=none, always_kept=none)
     chosen, cut = ThresholdHeads(threshold=0.5).above(
         jnp.asarray([[[True, True, False, False]]]), rows
     )

@@ -13,15 +13,15 @@ from policy_table import BY_NAME, SPANS, TABLE
 from transforming import LENGTHS, SLOTS, SNAP, WINDOW, draw, kept, segments
 
 import jaxkv
-from jaxkv import FullKV, Random, SnapKV
+from jaxkv import FullKV, RandomKV, SnapKV
 from jaxkv.engine import prefill as prefilling
 from jaxkv.policies.scorer import Needs
 
 GQA = tiny.TWO_LAYERS
 
 
-def refusal(row: Row) -> str | None:
-    """What the message says where a row of the table is refused."""
+def invalid(row: Row) -> str | None:
+    """What the message says where a row of the table is rejected."""
     if row.rolling:
         return "RoPE"
     if row.name == "omnikv":
@@ -45,7 +45,7 @@ TAKEN = (
     "pyramidinfer",
     "chunkkv",
 )
-REFUSED = {refusal(row): row for row in TABLE if refusal(row) is not None}
+REFUSED = {invalid(row): row for row in TABLE if invalid(row) is not None}
 
 
 def poisoned(array, lengths=LENGTHS):
@@ -59,22 +59,26 @@ def layers():
     """Keys, values and queries of every layer of a tiny model over two prompts, padding poisoned."""
     model, ids = tiny.tiny(GQA), tiny.prompts(0, LENGTHS)
     cache, _, needed = tiny.run(model, ids, FullKV())
-    tokens = np.zeros((2, needed.slots), np.int32)
+    tokens = np.zeros((2, needed.padded_len), np.int32)
     for row, each in enumerate(ids):
         tokens[row, : len(each)] = each
     length = jnp.asarray(LENGTHS, jnp.int32)
     read = prefilling.read_layers(
-        model.flat, jnp.asarray(tokens), length, needs=Needs(queries=needed.slots)
+        model.flat, jnp.asarray(tokens), length, needs=Needs(queries=needed.padded_len)
     )
     out = []
     for pool, shown in zip(cache.pools, read, strict=True):
         k, v = (
-            leaf.reshape(2, GQA.kv_heads, needed.slots, GQA.head_dim) for leaf in (pool.k, pool.v)
+            leaf.reshape(2, GQA.kv_heads, needed.padded_len, GQA.head_dim)
+            for leaf in (pool.k, pool.v)
         )
-        q = shown.q.reshape(2, GQA.heads, needed.slots, GQA.head_dim)
+        q = shown.q.reshape(2, GQA.heads, needed.padded_len, GQA.head_dim)
         # They come with the last one last: each sequence's first one to the front.
         q = jnp.stack(
-            [jnp.roll(each, n - needed.slots, axis=1) for each, n in zip(q, LENGTHS, strict=True)]
+            [
+                jnp.roll(each, n - needed.padded_len, axis=1)
+                for each, n in zip(q, LENGTHS, strict=True)
+            ]
         )
         out.append([poisoned(each) for each in (k, v, q)])
     return [list(each) for each in zip(*out, strict=True)]
@@ -151,7 +155,7 @@ def test_a_window_of_queries_does_as_well_as_all():
 
 def test_draws_follow_the_key():
     k, v, _ = draw()
-    policy = Random(budget=16)
+    policy = RandomKV(budget=16)
     rows = [
         kept(jaxkv.compress(k, v, policy=policy, key=key)) for key in (None, jax.random.key(0), 1)
     ]
@@ -169,5 +173,5 @@ def test_traced_budgets_are_exact_for_every_length(budget):
     rows = jax.jit(lambda n: jaxkv.compress(k, v, queries=q, length=n, policy=policy))(lengths)
     first, last = policy.parts().keep.sinks, policy.parts().keep.window
     for n, length in enumerate(np.asarray(rows.length)[0, :, 0].tolist()):
-        forced = len(o.forced_positions(n, first, last, policy.protect)) if n else 0
-        assert length == (max(o.resolve_budget(budget, n), forced) if n else 0), n
+        always_kept = len(o.forced_positions(n, first, last, policy.protect)) if n else 0
+        assert length == (max(o.resolve_budget(budget, n), always_kept) if n else 0), n

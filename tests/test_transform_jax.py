@@ -25,7 +25,8 @@ from transforming import (
 )
 
 import jaxkv
-from jaxkv import AdaKV, KNorm, Merge, SnapKV
+from jaxkv import AdaKV, KNorm, SnapKV
+from jaxkv.policies import Merge
 
 # --- what is done with rows ------------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ def test_jit_gives_the_same_and_one_compilation_serves_all_lengths():
 
 
 def test_budgets_from_scores_are_the_same_in_a_trace():
-    base = SnapKV(budget=16, window=4, allocation=jaxkv.VarianceLayers(), merge=Merge())
+    base = SnapKV(budget=16, window=4, layers=jaxkv.policies.VarianceLayers(), merge=Merge())
     policy = AdaKV(base=base)
     k, v, q = (list(each) for each in zip(*[draw(layer) for layer in range(2)], strict=True))
     run = lambda length: jaxkv.compress_layers(k, v, queries=q, length=length, policy=policy)  # noqa: E731

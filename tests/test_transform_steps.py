@@ -129,7 +129,7 @@ def test_a_sequence_of_no_token_stays_as_it_is():
 
 def test_a_layer_with_a_window_reads_it_alone():
     drawn, policy = draw(4, 2), H2O(budget=16)
-    windowed = compressed(drawn, policy, window=6, layers=2, layer=0)
+    windowed = compressed(drawn, policy, sliding_window=6, layers=2, layer=0)
     for at, (state, out) in enumerate(steps(windowed, drawn)):
         assert not np.asarray(state.left_out).any()
         for row, n in enumerate(LENGTHS):

@@ -1,4 +1,4 @@
-"""`compress` of layers with windows and with sink logits: attention by an oracle, what is kept, what is refused."""
+"""`compress` of layers with windows and with sink logits: attention by an oracle, what is kept, what is rejected."""
 
 import functools
 import math
@@ -50,7 +50,7 @@ def test_attention_by_an_oracle(window, sunk, cap, tokens):
         "queries": of_prompt[2],
         "length": np.asarray(LENGTHS),
         "headroom": NEW,
-        "window": window,
+        "sliding_window": window,
         "softcap": cap,
     }
     rows = jaxkv.compress(*of_prompt[:2], policy=policy, sink_logits=sinks, **given)
@@ -120,7 +120,7 @@ def test_sinks_enter_scores():
     ids=["pyramidkv", "globalbudget"],
 )
 def test_layers_with_and_without(policy):
-    """Windows hold their last rows, the others what they hold in a model of these alone; under jit as without."""
+    """SlidingWindows hold their last rows, the others what they hold in a model of these alone; under jit as without."""
     k, v, q, sinks = (
         [each[:, :, :SLOTS] if each.ndim == 4 else each for each in pair]
         for pair in zip(*(arrays(s) for s in range(3)), strict=True)
@@ -135,7 +135,7 @@ def test_layers_with_and_without(policy):
             queries=q,
             length=length,
             headroom=3,
-            windows=windows,
+            sliding_windows=windows,
             sink_logits=sinks,
         )
 
@@ -162,7 +162,7 @@ def test_what_is_refused():
     k, v, q, sinks = ([each[:, :, :SLOTS] if each.ndim == 4 else each] * 2 for each in arrays())
     policy = jaxkv.SnapKV(budget=12, window=4)
     for given, told in (
-        ({"window": 0}, "window=0: give 1 or more tokens, or None"),
+        ({"sliding_window": 0}, "sliding_window=0: give 1 or more tokens, or None"),
         ({"softcap": 0.0}, r"softcap=0\.0: give a positive, finite number"),
         (
             {"sink_logits": sinks[0][:4]},
@@ -172,10 +172,12 @@ def test_what_is_refused():
     ):
         with pytest.raises(ValueError, match=told):
             jaxkv.compress(k[0], v[0], policy=policy, queries=q[0], **given)
-    with pytest.raises(ValueError, match="windows='1 layers': give as many as there are of k: 2"):
-        jaxkv.compress_layers(k, v, policy=policy, queries=q, windows=[6])
+    with pytest.raises(
+        ValueError, match="sliding_windows='1 layers': give as many as there are of k: 2"
+    ):
+        jaxkv.compress_layers(k, v, policy=policy, queries=q, sliding_windows=[6])
     with pytest.raises(
         ValueError, match="scores='of 1 layers': all are 0 in the layers without a window"
     ):
         scores = jaxkv.HeadKV(scores=((1.0, 2.0), (0.0, 0.0)), budget=12, window=4)
-        jaxkv.compress_layers(k, v, policy=scores, queries=q, windows=[6, None])
+        jaxkv.compress_layers(k, v, policy=scores, queries=q, sliding_windows=[6, None])

@@ -39,7 +39,7 @@ def drawn(model, policy):
     first = np.asarray(cache.logits)
     asked = session.extend(cache, tiny.prompts(2, QUESTIONS), new=NEW)
     second = np.asarray(asked.logits)
-    last, tokens = session.draw(asked, NEW)
+    last, tokens = session.sample(asked, NEW)
     return cache, last, tokens.tolist(), (first, second, np.asarray(last.logits))
 
 
@@ -94,7 +94,7 @@ def stored(row, given):
 
 
 def test_windows_read_the_same():
-    """Models with window layers: rows of these layers are transformed as well."""
+    """Models with sliding-window layers: rows of these layers are transformed as well."""
     policy = jaxkv.H2O(budget=24)
     compare(tiny.tiny(SHAPE), policy, dataclasses.replace(policy, store=Whole))
 

@@ -11,8 +11,8 @@ import pytest
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv import H2O, AdaKV, Policy, PyramidKV, SnapKV, UnseenQuestionWarning
-from jaxkv.policies import KeyNorm, Needs, Scorer, WindowAttention
+from jaxkv import H2O, AdaKV, CustomPolicy, PyramidKV, SnapKV
+from jaxkv.policies import KeyNorm, Needs, Scorer, UnseenQuestionWarning, WindowAttention
 
 DOCUMENT = "the quick brown fox jumps over the lazy dog and over the cat"
 SMALL = {"budget": 16, "window": 4}
@@ -73,7 +73,7 @@ def test_nothing_is_said_where_nothing_is_dropped(chatting):
     )
     assert not told(chatting, prompt=["short", "shorter"], policy=SnapKV(**SMALL))
     assert told(chatting, prompt=["x", DOCUMENT], policy=SnapKV(budget=whole - 1)), (
-        "one row of one of two prompts"
+        "one entry of one of two prompts"
     )
 
 
@@ -103,8 +103,8 @@ def test_a_prompt_with_its_question_is_no_such_document(chatting):
 
 
 def test_a_scorer_says_itself_whether_it_looks_at_the_end(chatting):
-    assert not told(chatting, policy=Policy(budget=16, scorer=WorstCase()))
-    assert told(chatting, policy=Policy(budget=16, scorer=WorstCase(looks_at_end=True)))
+    assert not told(chatting, policy=CustomPolicy(budget=16, scorer=WorstCase()))
+    assert told(chatting, policy=CustomPolicy(budget=16, scorer=WorstCase(looks_at_end=True)))
     assert WindowAttention().looks_at_end and not KeyNorm().looks_at_end
 
 

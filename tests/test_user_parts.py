@@ -41,7 +41,8 @@ def torn(mass):
 def test_scores_that_are_not_numbers_are_refused():
     for wrap in (lambda p: p, lambda p: CriticalKV(base=p), lambda p: AdaKV(base=p)):
         with pytest.raises(
-            ValueError, match=r"scores='NaN': Given\(.* gave rows of layers \[0, 1, 2\] what is not"
+            ValueError,
+            match=r"scores='NaN': Given\(.* gave entries of layers \[0, 1, 2\] what is not",
         ):
             prefilled(Given(torn), wrap=wrap)
     # Padding may hold anything.
@@ -136,7 +137,10 @@ def test_a_mixin_takes_what_a_base_declares():
 
 
 def test_heads_that_differ_by_layer_are_cut_beside_windows():
-    policy, kinds = policy_of(KeyNorm(), heads=OfThree()), (LayerSpec(), LayerSpec(window=8))
+    policy, kinds = (
+        policy_of(KeyNorm(), heads=OfThree()),
+        (LayerSpec(), LayerSpec(sliding_window=8)),
+    )
     model = tiny.tiny(dataclasses.replace(GQA, kinds=kinds))
     with pytest.raises(ValueError, match=r"^heads=.*among\(windows\)"):
         jaxkv.prefill(model, tiny.prompts(3, (40,)), policy=policy)

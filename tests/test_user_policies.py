@@ -7,9 +7,10 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv import AdaKV, Keep, Method, Policy, SnapKV
+from jaxkv import AdaKV, CustomPolicy, Policy, SnapKV
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (
+    Keep,
     KeyNorm,
     Scorer,
 )
@@ -23,7 +24,7 @@ def policy_of(scorer=KeyNorm(), **parts):  # noqa: B008  a value
     """A user's policy whose class makes these parts, and its instance."""
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
-    class Mine(Method):
+    class Mine(Policy):
         def parts(self):
             return self.compose(scorer=scorer, **parts)
 
@@ -35,12 +36,12 @@ def test_what_users_may_write():
     kept, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), policy)
     assert all({0, 1, 2} <= set(head) for layer in tiny.kept(kept) for head in layer[0])
     # Without a class, and the same as with one.
-    plain = Policy(budget=20, scorer=KeyNorm(), keep=Keep(sinks=3))
+    plain = CustomPolicy(budget=20, scorer=KeyNorm(), keep=Keep(sinks=3))
     other, _, _ = tiny.run(tiny.tiny(GQA), tiny.prompts(1, (40,)), plain)
     assert tiny.kept(other) == tiny.kept(kept) and plain.parts() == policy.parts()
     assert AdaKV(base=plain).parts().keep == Keep(sinks=3)
-    assert Policy(budget=0.5, scorer=KeyNorm(), every=8).parts().every == 8
-    spans = Policy(budget=20, scorer=KeyNorm(), keep=Keep(protect=((0, 3),)))
+    assert CustomPolicy(budget=0.5, scorer=KeyNorm(), every=8).parts().every == 8
+    spans = CustomPolicy(budget=20, scorer=KeyNorm(), keep=Keep(protect=((0, 3),)))
     assert spans.parts().keep.protect == ((0, 3),) and dataclasses.replace(spans) == spans
     both = dataclasses.replace(spans, protect=((7, 9),))
     assert both.parts().keep.protect == ((0, 3), (7, 9))
@@ -51,10 +52,10 @@ def test_what_a_class_says_as_a_field_counts():
     noted = made(type("Noted", (SnapKV,), {"__annotations__": {"budget": int}, "budget": 64}))
     assert noted().composed.budget == Tokens(64)
     ours = made(
-        type("Ours", (Policy,), {"__annotations__": {"scorer": Scorer}, "scorer": KeyNorm()})
+        type("Ours", (CustomPolicy,), {"__annotations__": {"scorer": Scorer}, "scorer": KeyNorm()})
     )
     assert ours(budget=8).parts().scorer == KeyNorm()
-    assert not Policy().parts().drops
+    assert not CustomPolicy().parts().drops
 
 
 # --- names and classes ------------------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ def test_a_wrapper_of_ones_own_keeps_its_own_parts():
 
 
 def test_parts_come_from_any_callable_and_may_have_their_own_budget():
-    class Static(Method):
+    class Static(Policy):
         parts = staticmethod(SnapKV(budget=64).parts)
 
     class Less(SnapKV):

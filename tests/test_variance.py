@@ -20,11 +20,11 @@ variances = st.lists(
 )
 
 
-def rows(kind, stats, budget, length=LENGTH, forced=5, dense=()):
+def rows(kind, stats, budget, length=LENGTH, always_kept=5, dense=()):
     weights = np.asarray(stats, np.float64)[:, None]
     layers = VarianceLayers(statistic=kind, dense_layers=dense)
     one = np.asarray
-    of = Division(one([budget]), one([length]), one([forced]), len(stats), 1, weights)
+    of = Division(one([budget]), one([length]), one([always_kept]), len(stats), 1, weights)
     return layers.rows(of)[:, 0].tolist()
 
 
@@ -90,10 +90,12 @@ def test_the_published_sizes_stay_below_their_bound_whatever_is_forced(stats, sh
     """Rows that must stay can be nearly all of the budget: the pool that layers share has room for them."""
     layers, one = OfficialVarianceLayers(), np.asarray
     budget = max(1, int(share * LENGTH))
-    forced = int(of_it * budget)
+    always_kept = int(of_it * budget)
     weights = np.asarray(stats)[:, None]
-    kept = layers.rows(Division(one([budget]), one([LENGTH]), one([forced]), 6, 1, weights))[:, 0]
-    assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), one([forced]), layers=6)[0]
+    kept = layers.rows(Division(one([budget]), one([LENGTH]), one([always_kept]), 6, 1, weights))[
+        :, 0
+    ]
+    assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), one([always_kept]), layers=6)[0]
 
 
 @pytest.mark.parametrize("kind", ("headnorm", "raw"))

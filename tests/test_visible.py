@@ -36,11 +36,11 @@ def held(policy):
     """What a cache holds before each token of the answer, by layer and head."""
     model = tiny.tiny(CONFIG)
     cache, _, _ = tiny.run(model, [PROMPT], policy)
-    cache, session, out = repack(cache, room=STEPS), jaxkv.Session(model, policy), []
+    cache, session, out = repack(cache, headroom=STEPS), jaxkv.Session(model, policy), []
     for token in ANSWER:
         out.append([layer[0] for layer in tiny.kept(cache)])
         cache = session.compress_again(
-            session.extend(cache, [[token]], chunk=1, donate=True), room=STEPS
+            session.extend(cache, [[token]], chunk=1, donate=True), headroom=STEPS
         )
     return out
 

@@ -97,7 +97,7 @@ ORACLES = {"int8": rounded, "int4": grouped}
 
 @functools.cache
 def wide_folder(name):
-    """A golden model's folder with sizes of whole groups, and weights drawn at random."""
+    """A golden model's folder with sizes of whole groups, and weights sampled at random."""
     config = json.loads((MODELS / name / "config.json").read_text())
     config |= {key: size for key, size in WIDE.items() if config.get(key) is not None}
     config |= (
@@ -292,7 +292,7 @@ def test_scores_that_read_weights_read_what_they_stand_for(name, bits):
     [("llama_gqa8", 2, 4, "int4"), ("mixtral", 2, 4, "int8")],
 )
 def test_meshes_hold_parts_of_the_same_codes(name, data, model, bits):
-    """Read part by part, or copied from one device; what is drawn is the same."""
+    """Read part by part, or copied from one device; what is sampled is the same."""
     mesh, plain = (
         jax.make_mesh((data, model), ("data", "model"), devices=jax.devices()[: data * model]),
         narrow(name, bits),
@@ -315,7 +315,7 @@ def test_meshes_hold_parts_of_the_same_codes(name, data, model, bits):
 
 
 def test_kernels_multiply_codes():
-    """Fused steps, interpreted, draw XLA's tokens."""
+    """Fused steps, interpreted, sample XLA's tokens."""
     drawn = [
         jaxkv.generate(narrow("llama_gqa8", "int4"), ROWS, implementation=each, **DRAWN).tokens
         for each in ("pallas", "xla")
@@ -341,7 +341,7 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.parametrize("bits", ORACLES)
 def test_one_vector_is_multiplied_by_codes_as_they_are_stored(as_on_a_gpu, bits):
-    """A step of one sequence reads codes, and draws the same tokens."""
+    """A step of one sequence reads codes, and samples the same tokens."""
     ours, theirs = (
         jaxkv.generate(each, ROWS[:1], max_new_tokens=4, stop_at_eos=False)
         # A model of its own: programs that are compiled already ask nobody.
@@ -379,10 +379,10 @@ def test_other_bits_are_refused(given):
 
 
 def test_rows_that_are_no_whole_groups_are_refused():
-    with pytest.raises(ValueError, match="weights='int4': rows of 48 elements"):
+    with pytest.raises(ValueError, match="weights='int4': entries of 48 elements"):
         jaxkv.load(MODELS / "llama_gqa8", weights="int4", progress=False)
     mesh = jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4])
-    told = "weights='int4': 4 devices cannot split rows of 2 groups of 32"
+    told = "weights='int4': 4 devices cannot split entries of 2 groups of 32"
     with pytest.raises(ValueError, match=told):
         narrow("mixtral", "int4", mesh=mesh)
     with pytest.raises(ValueError, match=told):

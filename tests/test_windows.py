@@ -1,4 +1,4 @@
-"""Models with window layers: what their caches hold, against prefill of the longer text; policies, kernels, meshes."""
+"""Models with sliding-window layers: what their caches hold, against prefill of the longer text; policies, kernels, meshes."""
 
 import dataclasses
 from unittest import mock
@@ -9,14 +9,14 @@ import tiny
 from meshes import mesh_of
 
 import jaxkv
-from jaxkv.engine import growth
-from jaxkv.engine.growth import first_room
+from jaxkv.engine import headroom
+from jaxkv.engine.headroom import first_headroom
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import LayerSpec, Rope
 
 WINDOW, LENGTHS, NEW = 8, (30, 7, 21), 14
 # A layer of a window below one that attends to everything, by angles of its own, as in Gemma 3.
-KINDS = (LayerSpec(window=WINDOW), LayerSpec(rope=Rope(theta=5e4)))
+KINDS = (LayerSpec(sliding_window=WINDOW), LayerSpec(rope=Rope(theta=5e4)))
 SHAPE = dataclasses.replace(tiny.shape(layers=2, kv_heads=2, group=2, dim=16), kinds=KINDS)
 ALL = dataclasses.replace(SHAPE, kinds=KINDS[:1])
 POLICIES = {
@@ -38,23 +38,23 @@ def prompts(seed=0, lengths=LENGTHS):
 
 @pytest.mark.parametrize("name", ["full", "adakv", "compactor", "expected", "criticalkv"])
 def test_rows_that_are_held(name):
-    """Window layers hold their last rows and take part in no budget; bytes are as planned."""
+    """Sliding-window layers hold their last rows and take part in no budget; bytes are as planned."""
     model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
     session = jaxkv.Session(model, policy)
     cache = session.prefill(prompts(), new=NEW)
     length, seen = np.asarray(cache.length), np.asarray(LENGTHS)
-    for layer, width in enumerate(SHAPE.windows):
+    for layer, width in enumerate(SHAPE.sliding_windows):
         held = length[layer]
         if width is not None:
             assert (held == np.minimum(seen, width)[:, None]).all()
-    whole = length[[layer for layer, width in enumerate(SHAPE.windows) if width is None]]
+    whole = length[[layer for layer, width in enumerate(SHAPE.sliding_windows) if width is None]]
     kept = seen if name == "full" else np.minimum(seen, 16)
     assert (whole.sum(axis=(0, 2)) == whole.shape[0] * whole.shape[2] * kept).all()
     for layer, row, _, _, _, positions in tiny.segments(cache):
-        if SHAPE.windows[layer] is not None:
+        if SHAPE.sliding_windows[layer] is not None:
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), LENGTHS[row]))
-    room = first_room(policy.parts(), SHAPE.windows, np.asarray(LENGTHS), NEW)
-    assert cache.nbytes == plan_prefill(SHAPE, policy, LENGTHS, room=room).cache_bytes
+    headroom = first_headroom(policy.parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), NEW)
+    assert cache.nbytes == plan_prefill(SHAPE, policy, LENGTHS, headroom=headroom).cache_bytes
 
 
 def test_entries_behind_a_window_are_counted_on_neither_side():
@@ -69,7 +69,7 @@ def test_entries_behind_a_window_are_counted_on_neither_side():
 def test_drawn_tokens_are_those_of_the_longer_prompt(config):
     """Past several windows, unequal lengths."""
     session = jaxkv.Session(tiny.tiny(config), jaxkv.FullKV())
-    _, drawn = session.draw(session.prefill(prompts(), new=NEW), NEW)
+    _, drawn = session.sample(session.prefill(prompts(), new=NEW), NEW)
     texts = [text + tokens for text, tokens in zip(prompts(), drawn.tolist(), strict=True)]
     for count in (3, NEW - 1):
         again = session.prefill(
@@ -127,10 +127,10 @@ def test_a_policy_needs_a_layer_that_attends_to_the_whole_prompt():
 
 
 def test_a_plan_counts_windows_and_gives_no_speed():
-    """Of 131,072 tokens window layers hold 1,024 rows, whatever the policy."""
+    """Of 131,072 tokens sliding-window layers hold 1,024 rows, whatever the policy."""
     config = jaxkv.ModelConfig(
         vocab=1000, layers=6, embed=512, hidden=1024, heads=8, kv_heads=4, head_dim=64, max_positions=131072,
-        kinds=(LayerSpec(window=1024),) * 5 + (LayerSpec(),),
+        kinds=(LayerSpec(sliding_window=1024),) * 5 + (LayerSpec(),),
     )  # fmt: skip
     given = {"context": 131072 - 256, "new": 256, "batch": 2, "gpus": "h100x1"}
     row = 2 * 2 * 64 + 4
@@ -146,17 +146,17 @@ def test_eviction_spares_windows(tmp_path):
     session = jaxkv.Session(tiny.tiny(SHAPE), jaxkv.H2O(budget=16))
     made = session.prefill(prompts(), new=NEW)
     made.save(tmp_path / "cache")
-    cache, drawn = session.draw(made, NEW)
+    cache, drawn = session.sample(made, NEW)
     seen = np.asarray(cache.seen)
     for layer, row, _, _, _, positions in tiny.segments(cache):
-        if SHAPE.windows[layer] is None:
+        if SHAPE.sliding_windows[layer] is None:
             assert len(positions) == min(16, seen[row]) and positions.max() == seen[row] - 1
         else:
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), seen[row]))
-    _, saved = session.draw(jaxkv.load_cache(tmp_path / "cache"), NEW)
+    _, saved = session.sample(jaxkv.load_cache(tmp_path / "cache"), NEW)
     assert saved.tolist() == drawn.tolist()
     # One row more than the budget evicts one, and a longer answer than was planned for finds room.
-    again, more = session.draw(cache, NEW)
+    again, more = session.sample(cache, NEW)
     assert (
         again.kept[1].max() == 16
         and again.kept[0].min() >= WINDOW
@@ -164,33 +164,33 @@ def test_eviction_spares_windows(tmp_path):
     )
 
 
-# Tokens that are drawn, past several windows, and rows that window layers gain before they drop some.
+# Tokens that are sampled, past several windows, and rows that sliding-window layers gain before they drop some.
 LONG, LEAST = 60, 16
 
 
 @pytest.mark.parametrize("name", ["full", "every"])
 def test_long_answers_drop_what_left_the_window(name):
-    """Of 60 tokens window layers hold no more than 16 beyond their window; tokens are those of one large cache."""
+    """Of 60 tokens sliding-window layers hold no more than 16 beyond their window; tokens are those of one large cache."""
     model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
     session = jaxkv.Session(model, policy)
     # Of 540 tokens they would hold 256.
-    room = first_room(policy.parts(), SHAPE.windows, np.asarray(LENGTHS), 540)
-    assert room[0] == (256 if name == "full" else 19)
-    with mock.patch.object(growth, "_LEAST_BEYOND", LEAST):
-        cache, drawn = session.draw(session.prefill(prompts(), new=LONG), LONG)
+    headroom = first_headroom(policy.parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), 540)
+    assert headroom[0] == (256 if name == "full" else 19)
+    with mock.patch.object(headroom, "_LEAST_BEYOND", LEAST):
+        cache, drawn = session.sample(session.prefill(prompts(), new=LONG), LONG)
     assert cache.pools[0].rows == 2 * (WINDOW + LEAST)
     assert cache.kept[0].max() <= WINDOW + LEAST and cache.kept[0].min() >= WINDOW
     for layer, row, _, _, _, positions in tiny.segments(cache):
-        if SHAPE.windows[layer] is not None:
+        if SHAPE.sliding_windows[layer] is not None:
             seen = int(np.asarray(cache.seen)[row])
             assert positions.tolist() == list(range(seen - len(positions), seen))
-    with mock.patch.object(growth, "_LEAST_BEYOND", 4096):
-        whole, again = session.draw(session.prefill(prompts(), new=LONG), LONG)
+    with mock.patch.object(headroom, "_LEAST_BEYOND", 4096):
+        whole, again = session.sample(session.prefill(prompts(), new=LONG), LONG)
     assert name == "every" or whole.kept[0].min() >= LONG
     assert again.tolist() == drawn.tolist()
     # A question, and further tokens, on top of what is left.
     asked = [
-        session.draw(session.extend(each, prompts(3, (11, 2, 40)), new=9), 9)[1].tolist()
+        session.sample(session.extend(each, prompts(3, (11, 2, 40)), new=9), 9)[1].tolist()
         for each in (cache, whole)
     ]
     assert asked[0] == asked[1]
@@ -199,9 +199,9 @@ def test_long_answers_drop_what_left_the_window(name):
 def test_long_answers_on_a_mesh():
     """Each device has its heads' windows, and drops their rows; one device drops none."""
     options = {"policy": POLICIES["h2o"](16), "max_new_tokens": LONG, "stop_at_eos": False}
-    with mock.patch.object(growth, "_LEAST_BEYOND", LEAST):
+    with mock.patch.object(headroom, "_LEAST_BEYOND", LEAST):
         split = jaxkv.generate(tiny.tiny(SHAPE), prompts(), mesh=mesh_of(2, 2), **options)
-    with mock.patch.object(growth, "_LEAST_BEYOND", 4096):
+    with mock.patch.object(headroom, "_LEAST_BEYOND", 4096):
         alone = jaxkv.generate(tiny.tiny(SHAPE), prompts(), **options)
     assert [each.tolist() for each in split.tokens] == [each.tolist() for each in alone.tokens]
     assert split.cache.pools[0].rows == 2 * (WINDOW + LEAST) < alone.cache.pools[0].rows

@@ -1,4 +1,4 @@
-"""Models with window layers under policies that read chosen rows: OmniKV, Quest, BrutalOffload."""
+"""Models with sliding-window layers under policies that read chosen rows: OmniKV, Quest, BrutalOffload."""
 
 import dataclasses
 from functools import partial
@@ -12,17 +12,21 @@ from slow_reads import Slow
 
 import jaxkv
 from jaxkv import AdaKV, BrutalOffload, FullKV, GlobalBudget, OmniKV, Quest, SnapKV
-from jaxkv.engine import growth
-from jaxkv.engine.growth import first_room
+from jaxkv.engine import headroom
+from jaxkv.engine.headroom import first_headroom
+from jaxkv.engine.offloaded_decode import LayerGroup, kv_shards
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.engine.staged import Stretch, stretches
 from jaxkv.exporting import runtime
 from jaxkv.models.values import LayerSpec, Rope
-from jaxkv.policies.reading import WHOLE, tokens_read
+from jaxkv.policies.reads import WHOLE, tokens_read
 
 WINDOW, LENGTHS, NEW = 8, (50, 7, 21), 14
 # Layers 1 and 4 of 5, or 1, 4 and 7 of 8, attend to the whole prompt, with windows below and two between them.
-KINDS = (LayerSpec(window=WINDOW), LayerSpec(rope=Rope(theta=5e4)), LayerSpec(window=WINDOW))
+KINDS = (
+    LayerSpec(sliding_window=WINDOW),
+    LayerSpec(rope=Rope(theta=5e4)),
+    LayerSpec(sliding_window=WINDOW),
+)
 SHAPE, DEEPER = (
     dataclasses.replace(tiny.shape(layers=layers, kv_heads=2, group=2, dim=16), kinds=KINDS)
     for layers in (5, 8)
@@ -91,15 +95,15 @@ def test_filters_are_layers_of_the_model_and_what_follows_from_them_counts_layer
 
 
 def test_one_transfer_for_all_layers_that_read_a_filters_choice():
-    reading = omni(8, offload=True).parts().reading(DEEPER.windows, 64)
+    reading = omni(8, offload=True).parts().reading(DEEPER.sliding_windows, 64)
     assert reading.loaded == 2 * 8
-    assert stretches(reading, DEEPER.windows, whole=False) == (
-        Stretch(layers=(0,), loaded=(), ask=1),
-        Stretch(layers=(1, 2, 3), loaded=(), ask=None),
-        Stretch(layers=(4, 5, 6, 7), loaded=(4, 7), ask=None),
+    assert kv_shards(reading, DEEPER.sliding_windows, whole=False) == (
+        LayerGroup(layers=(0,), loaded=(), ask=1),
+        LayerGroup(layers=(1, 2, 3), loaded=(), ask=None),
+        LayerGroup(layers=(4, 5, 6, 7), loaded=(4, 7), ask=None),
     )
     # A question loads layer by layer.
-    assert [each.layers for each in stretches(reading, DEEPER.windows, whole=True)] == [
+    assert [each.layers for each in kv_shards(reading, DEEPER.sliding_windows, whole=True)] == [
         (0, 1, 2, 3),
         (4, 5, 6),
         (7,),
@@ -132,7 +136,7 @@ def test_a_model_of_windows_alone_has_nothing_to_choose():
 def test_plans_assume_filters_without_a_window():
     config = jaxkv.ModelConfig(
         vocab=1000, layers=48, embed=512, hidden=1024, heads=8, kv_heads=4, head_dim=64, max_positions=131072,
-        kinds=(*(LayerSpec(window=1024),) * 3, LayerSpec()),
+        kinds=(*(LayerSpec(sliding_window=1024),) * 3, LayerSpec()),
     )  # fmt: skip
     made = jaxkv.plan(config, policy=OmniKV(budget=2048), context=100_000, new=256, gpus="h100x1")
     assert made.setting.policy.filter_layers == (3, 15, 27) and made.notes
@@ -148,18 +152,18 @@ def test_plans_assume_filters_without_a_window():
 @pytest.mark.parametrize("name", ["offload", "over globalbudget", "brutal", "quest"])
 def test_bytes_are_as_planned_and_windows_hold_their_rows(name):
     policy = POLICIES[name](SMALL)
-    room = first_room(policy.parts(), SHAPE.windows, np.asarray(LENGTHS), NEW)
+    headroom = first_headroom(policy.parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), NEW)
     cache = jaxkv.Session(tiny.tiny(SHAPE), policy).prefill(prompts(), new=NEW)
-    plan = plan_prefill(SHAPE, policy, LENGTHS, room=room)
+    plan = plan_prefill(SHAPE, policy, LENGTHS, headroom=headroom)
     assert (cache.nbytes, cache.host_nbytes) == (plan.cache_bytes, plan.host_bytes)
     assert [pool.rows for pool in cache.pools] == list(plan.pools)
     for layer, row, _, _, _, positions in tiny.segments(cache):
-        if SHAPE.windows[layer] is not None:
+        if SHAPE.sliding_windows[layer] is not None:
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), LENGTHS[row]))
 
 
 def drawn(policy, **given):
-    """Tokens that are drawn behind the prompts, past the window."""
+    """Tokens that are sampled behind the prompts, past the window."""
     options = {"policy": policy, "max_new_tokens": NEW, "stop_at_eos": False}
     made = jaxkv.generate(tiny.tiny(SHAPE), prompts(), **options, **given)
     return [each.tolist() for each in made.tokens]
@@ -180,7 +184,7 @@ SLOW = {
 
 @pytest.mark.parametrize("name", SLOW)
 def test_logits_are_those_of_plain_loops(name):
-    """Two prompts, tokens that are drawn, questions on top, and drawn tokens again, past the window."""
+    """Two prompts, tokens that are sampled, questions on top, and sampled tokens again, past the window."""
     model, policy = (
         tiny.tiny(DEEPER if 7 in SLOW[name]["sources"] else SHAPE),
         POLICIES[name](SMALL),
@@ -248,24 +252,24 @@ def test_exports(tmp_path):
 
 @pytest.mark.parametrize(("name", "count"), [("offload", 0), ("quest", 1)])
 def test_long_answers_and_turns_drop_what_left_the_window(name, count):
-    """Whether window layers drop rows every 16 tokens, or not on the way, shows in no token."""
+    """Whether sliding-window layers drop rows every 16 tokens, or not on the way, shows in no token."""
     policy, rng = POLICIES[name](SMALL), np.random.default_rng(6)
     session = jaxkv.Session(tiny.tiny(SHAPE), policy)
     turns = [[rng.integers(3, SHAPE.vocab, n).tolist() for n in (9, 2, 4)] for _ in range(count)]
 
     def answers(least):
-        with mock.patch.object(growth, "_LEAST_BEYOND", least):
-            cache, tokens = session.draw(session.prefill(prompts(), new=40), 40)
+        with mock.patch.object(headroom, "_LEAST_BEYOND", least):
+            cache, tokens = session.sample(session.prefill(prompts(), new=40), 40)
             found, held = [tokens.tolist()], cache.kept[0].max()
             for turn in turns:
-                cache, tokens = session.draw(session.extend(cache, turn, new=4), 4)
+                cache, tokens = session.sample(session.extend(cache, turn, new=4), 4)
                 found.append(tokens.tolist())
             return found, held, cache
 
     found, held, cache = answers(16)
     assert held <= WINDOW + 16
     for layer, row, _, _, _, positions in tiny.segments(cache):
-        if SHAPE.windows[layer] is not None:
+        if SHAPE.sliding_windows[layer] is not None:
             seen = int(np.asarray(cache.seen)[row])
             assert positions.tolist() == list(range(seen - len(positions), seen))
     # A window that is full makes no other layer larger.

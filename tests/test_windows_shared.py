@@ -11,15 +11,15 @@ from test_windows import LENGTHS, NEW, SHAPE, WINDOW, prompts
 
 import jaxkv
 from jaxkv.cache import repack
-from jaxkv.engine.growth import first_room, forked
+from jaxkv.engine.headroom import first_headroom, forked
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies import GiniLayers
 
-WHOLE = [layer for layer, width in enumerate(SHAPE.windows) if width is None]
+WHOLE = [layer for layer, width in enumerate(SHAPE.sliding_windows) if width is None]
 POLICIES = {
     "d2o": lambda budget: jaxkv.D2O(budget=budget, sinks=2),
-    "gini": lambda budget: jaxkv.PyramidKV(budget=budget, window=6, allocation=GiniLayers()),
+    "gini": lambda budget: jaxkv.PyramidKV(budget=budget, window=6, layers=GiniLayers()),
     "global": lambda budget: jaxkv.GlobalBudget(base=jaxkv.SnapKV(budget=budget, window=6)),
     "global, every": lambda budget: jaxkv.GlobalBudget(
         base=jaxkv.SnapKV(budget=budget, window=6, every=4)
@@ -29,7 +29,8 @@ POLICIES = {
 }
 # Two layers that attend to everything, between windows that let everything through: as if all did.
 AS_IF = dataclasses.replace(
-    tiny.shape(layers=4, kv_heads=2, group=2, dim=16), kinds=(LayerSpec(window=4096), LayerSpec())
+    tiny.shape(layers=4, kv_heads=2, group=2, dim=16),
+    kinds=(LayerSpec(sliding_window=4096), LayerSpec()),
 )
 
 
@@ -53,16 +54,16 @@ def check_rows_and_tokens(shape, policy_of):
     model, policy = tiny.tiny(shape), policy_of(16)
     session = jaxkv.Session(model, policy)
     made = cache = session.prefill(prompts(), new=NEW)
-    room = first_room(policy.parts(), shape.windows, np.asarray(LENGTHS), NEW)
-    assert cache.nbytes == plan_prefill(shape, policy, LENGTHS, room=room).cache_bytes
+    headroom = first_headroom(policy.parts(), shape.sliding_windows, np.asarray(LENGTHS), NEW)
+    assert cache.nbytes == plan_prefill(shape, policy, LENGTHS, headroom=headroom).cache_bytes
     tokens = drawn(model, prompts(), policy)
     assert drawn(model, prompts(), policy_of(64)) == drawn(model, prompts(), jaxkv.FullKV())
     # Window after window, with a question between: the last rows are there, in order and without a gap.
-    cache, more = session.draw(cache, NEW)
+    cache, more = session.sample(cache, NEW)
     assert [each[:12] for each in more.tolist()] == tokens
-    cache, _ = session.draw(session.extend(cache, [[5] * 11, [6], [7] * 4], new=NEW), NEW)
+    cache, _ = session.sample(session.extend(cache, [[5] * 11, [6], [7] * 4], new=NEW), NEW)
     for layer, row, _, _, _, positions in tiny.segments(cache):
-        if shape.windows[layer] is not None:
+        if shape.sliding_windows[layer] is not None:
             seen = int(np.asarray(cache.seen)[row])
             assert (
                 positions.tolist() == list(range(seen - len(positions), seen))
@@ -89,15 +90,15 @@ def test_meshes_and_saved_caches(tmp_path):
     assert drawn(model, prompts()[2:], policy) == want[2:]
     session = jaxkv.Session(model, policy)
     session.prefill(prompts(), new=12).save(tmp_path / "cache")
-    _, again = session.draw(jaxkv.load_cache(tmp_path / "cache"), 12)
+    _, again = session.sample(jaxkv.load_cache(tmp_path / "cache"), 12)
     assert again.tolist() == want
 
 
 def test_a_question_finds_room_in_every_layer():
     """Where windows are out of rows and others are not: in a shared pool all of them move."""
     session = jaxkv.Session(tiny.tiny(SHAPE), POLICIES["gini"](16))
-    cache, _ = session.draw(session.prefill(prompts(), new=3), 3)
-    short = repack(cache, room=np.asarray([0, 220]))
+    cache, _ = session.sample(session.prefill(prompts(), new=3), 3)
+    short = repack(cache, headroom=np.asarray([0, 220]))
     assert short.free()[1] > 200 > short.free()[0]
     assert forked(short, 3, 200, 9).free().min() >= 200
 

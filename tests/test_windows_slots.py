@@ -1,4 +1,4 @@
-"""Slots of models with window layers: rows that leave a window are dropped, and nothing is compiled for it."""
+"""Slots of models with sliding-window layers: rows that leave a window are dropped, and nothing is compiled for it."""
 
 import dataclasses
 from unittest import mock
@@ -10,7 +10,7 @@ import tiny
 from test_windows import POLICIES, SHAPE, WINDOW, prompts
 
 import jaxkv
-from jaxkv.engine import growth
+from jaxkv.engine import headroom
 from jaxkv.engine.slot_shape import slot_shape
 from jaxkv.engine.slots import Slots
 from jaxkv.machine.compilation import Clock
@@ -25,7 +25,7 @@ def alone(model, policy, ids, new, asked):
     session = jaxkv.Session(model, policy)
     cache = session.prefill(ids, new=30)
     cache = session.extend(cache, QUESTION, new=30) if asked else cache
-    return session.draw(cache, new, new=30)[1][0].tolist()
+    return session.sample(cache, new, new=30)[1][0].tolist()
 
 
 def texts():
@@ -49,7 +49,7 @@ def answered(slots, asked):
 @pytest.mark.parametrize("name", ["every, ada", "h2o"])
 def test_answers_three_windows_long_are_as_alone(name):
     model, policy = tiny.tiny(SHAPE), POLICIES[name](24)
-    with mock.patch.object(growth, "_LEAST_BEYOND", 8):
+    with mock.patch.object(headroom, "_LEAST_BEYOND", 8):
         slots, clock = Slots(jaxkv.Session(model, policy), count=3, **LIMITS), Clock()
         # For each of two kv heads: the window, as many again in a bucket, and a question's if prompts are compressed.
         assert slots.shape.rows[0] == 2 * (WINDOW + 32)
@@ -63,7 +63,7 @@ def test_answers_three_windows_long_are_as_alone(name):
 def test_meshes():
     """Slots of 2 x 2 devices hold two groups and a kv head a device."""
     model, policy = tiny.tiny(SHAPE), POLICIES["adakv"](24)
-    with mock.patch.object(growth, "_LEAST_BEYOND", 8):
+    with mock.patch.object(headroom, "_LEAST_BEYOND", 8):
         session = jaxkv.Session(model.on(meshes.mesh_of(2, 2)), policy)
         slots = Slots(session, count=4, **LIMITS | {"max_question": 0})
         found = answered(slots, None)
@@ -73,7 +73,7 @@ def test_meshes():
 
 def test_a_slot_holds_a_window_and_as_many_rows_again():
     """Of answers of 2,048 tokens a window's layer holds 8 + 256 rows a head, not 8 + 2,048."""
-    with mock.patch.object(growth, "_LEAST_BEYOND", 8):
+    with mock.patch.object(headroom, "_LEAST_BEYOND", 8):
         short = slot_shape(POLICIES["full"](24).parts(), SHAPE, prompt=32, question=5, new=30)
     assert short.rows[0] == 2 * (WINDOW + 16)
     config = dataclasses.replace(SHAPE, max_positions=4096)

@@ -48,10 +48,10 @@ POLICIES = {
         pattern=tuples(TABLE[of]), sinks=3, window=budget - 3
     ),
     "d2o": lambda budget: jaxkv.D2O(
-        budget=budget, sinks=2, allocation=VarianceLayers(dense_layers=(-1,))
+        budget=budget, sinks=2, layers=VarianceLayers(dense_layers=(-1,))
     ),
     "d2o, official": lambda budget: jaxkv.D2O(
-        budget=budget, sinks=2, allocation=OfficialVarianceLayers(dense_layers=(1,))
+        budget=budget, sinks=2, layers=OfficialVarianceLayers(dense_layers=(1,))
     ),
 }
 TABLES = [name for name in POLICIES if "d2o" not in name]
@@ -69,7 +69,7 @@ def test_rows_and_tokens():
 
 
 def test_a_mesh():
-    """Heads have limits of their own, and lie on two devices."""
+    """Heads have limits of their own, and are on two devices."""
     model, policy = tiny.tiny(TWO), POLICIES["duoattention"](16)
     assert drawn(model, prompts(), policy, mesh=mesh_of(2, 2)) == drawn(model, prompts(), policy)
 
@@ -100,7 +100,7 @@ def test_what_is_refused():
         (jaxkv.HeadKV(scores=tuples(TABLE[WHOLE])), "scores='layers=2'"),
         (jaxkv.D2O(budget=16, official=True), "dense_layers="),
         (
-            jaxkv.D2O(budget=16, allocation=VarianceLayers(dense_layers=(4,))),
+            jaxkv.D2O(budget=16, layers=VarianceLayers(dense_layers=(4,))),
             r"dense_layers=\(4,\): the model has 4 layers",
         ),
     ):

@@ -53,23 +53,23 @@ def prompts(seed: int, lengths) -> list[list[int]]:
     return [rng.integers(0, VOCAB, n).tolist() for n in lengths]
 
 
-def run(model: LanguageModel, ids: list[list[int]], policy, *, room: int = 0):
+def run(model: LanguageModel, ids: list[list[int]], policy, *, headroom: int = 0):
     """Prefills and returns the cache, the logits of each last token, and the plan."""
     session = jaxkv.Session(model, policy)
     needed = plan_prefill(
         model.config,
         session.policy,
         [len(each) for each in ids],
-        room=room,
+        headroom=headroom,
         mesh=model.flat.mesh,
     )
     cache = session.prefill(ids, needed=needed)
     return cache, np.asarray(cache.logits), needed
 
 
-def decode(model: LanguageModel, cache, tokens, *, room: int = 4):
+def decode(model: LanguageModel, cache, tokens, *, headroom: int = 4):
     """Feeds tokens `[steps][B]` one by one on top of a copy of the cache: the logits `[steps, B, V]` and the copy."""
-    session, copy, out = jaxkv.Session(model, cache.policy), repack(cache, room=room), []
+    session, copy, out = jaxkv.Session(model, cache.policy), repack(cache, headroom=headroom), []
     for step in tokens:
         copy = session.extend(copy, [[token] for token in step], chunk=1, donate=True)
         out.append(np.asarray(copy.logits))

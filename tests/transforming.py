@@ -14,7 +14,7 @@ SLOTS, WINDOW = 64, 8
 LENGTHS = (50, 37)
 SNAP = SnapKV(budget=16, window=WINDOW)
 ADA = AdaKV(base=SNAP)
-ENTROPY = PyramidKV(budget=16, window=WINDOW, allocation=EntropyLayers())
+ENTROPY = PyramidKV(budget=16, window=WINDOW, layers=EntropyLayers())
 
 
 def draw(seed=0, *, batch=2, heads=2, group=3, slots=SLOTS, dim=8, dtype=jnp.float32):

@@ -4,6 +4,7 @@
 from typing import assert_type
 
 import jaxkv
+from jaxkv.planning.plans import Plan
 
 
 def answers(model: jaxkv.LanguageModel, either: bool) -> None:
@@ -13,11 +14,15 @@ def answers(model: jaxkv.LanguageModel, either: bool) -> None:
         jaxkv.generate(model, ["Hello", "there"], stream=False, max_new_tokens=4), jaxkv.Generation
     )
     assert_type(
-        jaxkv.generate(model, "Hello", stream=True, policy=jaxkv.SnapKV(budget=64)), jaxkv.Stream
+        jaxkv.generate(model, "Hello", stream=True, policy=jaxkv.SnapKV(budget=64)),
+        jaxkv.engine.generation_results.Stream,
     )
-    assert_type(jaxkv.generate(model, "Hello", stream=either), jaxkv.Generation | jaxkv.Stream)
+    assert_type(
+        jaxkv.generate(model, "Hello", stream=either),
+        jaxkv.Generation | jaxkv.engine.generation_results.Stream,
+    )
     out = jaxkv.generate(model, ["Hello", "there"])
-    assert_type(out[0], jaxkv.Completion)
+    assert_type(out[0], jaxkv.engine.generation_results.Completion)
     assert_type([each.text for each in out], list[str | None])
     jaxkv.generate(model, "Hello", max_tokens=4)  # type: ignore[call-overload]
     jaxkv.generate(model, "Hello", stop=4)  # type: ignore[call-overload]
@@ -25,9 +30,7 @@ def answers(model: jaxkv.LanguageModel, either: bool) -> None:
 
 def plans() -> None:
     """Of GPUs it is a plan of one of them, of `cpu` that of a process."""
-    assert_type(
-        jaxkv.plan("llama-3.1-8b", gpus="h100x8", context=1024, policy="snapkv"), jaxkv.Plan
-    )
-    assert_type(jaxkv.plan("llama-3.1-8b", context=1024), jaxkv.Plan)
-    assert_type(jaxkv.plan("smollm2-135m", gpus="cpu", context=1024), jaxkv.Plan)
+    assert_type(jaxkv.plan("llama-3.1-8b", gpus="h100x8", context=1024, policy="snapkv"), Plan)
+    assert_type(jaxkv.plan("llama-3.1-8b", context=1024), Plan)
+    assert_type(jaxkv.plan("smollm2-135m", gpus="cpu", context=1024), Plan)
     jaxkv.plan("llama-3.1-8b", context=1024, gpu="h100")  # type: ignore[call-arg]

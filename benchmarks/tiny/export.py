@@ -71,12 +71,12 @@ def _write(path: Path, record: dict) -> None:
     path.write_text(json.dumps(record, indent=2) + "\n", "utf-8")
 
 
-def find_filters(count: int = 24, room: int = 400) -> tuple[int, ...]:
+def find_filters(count: int = 24, headroom: int = 400) -> tuple[int, ...]:
     """The layer that chooses best what those above it read (OmniKV), over lessons of every kind.
 
     Args:
         count: texts.
-        room: tokens of each, about.
+        headroom: tokens of each, about.
 
     Returns:
         One layer: of four there is no more to choose.
@@ -85,6 +85,6 @@ def find_filters(count: int = 24, room: int = 400) -> tuple[int, ...]:
     assert params.text is not None
     made, texts = ("needles", "variables", "two_stage"), []
     for number in range(count):
-        text, asked = LESSONS[made[number % len(made)]](rng, room)
+        text, asked = LESSONS[made[number % len(made)]](rng, headroom)
         texts.append(params.text.encode(text + next(asked)[0], bos=True))
     return filter_layers(params, texts, m=1, most_whole=2).filters

@@ -35,10 +35,10 @@ def endless(rng: np.random.Generator, count: int) -> Iterator[int]:
         yield from rng.permutation(count).tolist()
 
 
-def pairs(rng: np.random.Generator, room: int) -> Lesson:
+def pairs(rng: np.random.Generator, headroom: int) -> Lesson:
     """Words and what stands for each."""
     kind = str(rng.choice(["number", "colour", "word", "noun"]))
-    count = int(np.clip(room // (4 if kind in ("colour", "word") else 7), 2, len(SMALL_WORDS)))
+    count = int(np.clip(headroom // (4 if kind in ("colour", "word") else 7), 2, len(SMALL_WORDS)))
     keys, values = WORDING.words(rng, count), WORDING.numbers(rng, count)
     if kind == "noun":
         keys, values = [str(each) for each in 1000 + rng.permutation(9000)[:count]], keys
@@ -61,12 +61,14 @@ def pairs(rng: np.random.Generator, room: int) -> Lesson:
     return text, asked()
 
 
-def two_stage(rng: np.random.Generator, room: int) -> Lesson:
+def two_stage(rng: np.random.Generator, headroom: int) -> Lesson:
     """2StageRetr: sums whose results are looked up, after the working or at once."""
-    size = int(rng.integers(4, np.clip((room - 40) // 4, 6, 48)))
+    size = int(rng.integers(4, np.clip((headroom - 40) // 4, 6, 48)))
     colours = rng.choice(COLOURS, size)
     entries = ", ".join(f"{at}: {colour}" for at, colour in enumerate(colours))
-    text = f"{OPENING if room > 80 or rng.random() < 0.3 else ''}The dictionary is {{{entries}}}"
+    text = (
+        f"{OPENING if headroom > 80 or rng.random() < 0.3 else ''}The dictionary is {{{entries}}}"
+    )
 
     def asked():
         for at in endless(rng, size):
@@ -101,13 +103,13 @@ def scattered(rng: np.random.Generator, filler: list[str], lines: list[str]) -> 
     return filler
 
 
-def needles(rng: np.random.Generator, room: int) -> Lesson:
+def needles(rng: np.random.Generator, headroom: int) -> Lesson:
     """RULER's needles: one or several values of one or several keys, in noise, sentences, or nothing but needles."""
     form = str(rng.choice(["keys", "keys", "noise", "words"]))
     kind = "uuids" if rng.random() < 0.06 else "numbers"
     draw = WORDING.numbers if kind == "numbers" else WORDING.uuids
     line = 17 if kind == "numbers" else 22
-    many = max(room // line, 1)
+    many = max(headroom // line, 1)
     each_has = 1 if rng.random() < 0.75 else int(rng.integers(1, 5))
     if form == "keys":
         count = int(np.clip(many // each_has, 1, len(SMALL_WORDS)))
@@ -122,7 +124,7 @@ def needles(rng: np.random.Generator, room: int) -> Lesson:
     told = [(key, value) for key, of in zip(keys, values, strict=True) for value in of]
     told = [told[at] for at in rng.permutation(len(told))]
     lines = [NEEDLE.format(kind=kind, key=key, value=value) for key, value in told]
-    left = room - line * len(lines)
+    left = headroom - line * len(lines)
     if form == "noise" and left > 0:
         lines = scattered(rng, [NOISE[at % len(NOISE)] for at in range(left // 6)], lines)
     if form == "words" and left > 0:
@@ -130,7 +132,7 @@ def needles(rng: np.random.Generator, room: int) -> Lesson:
     text = (" " if form == "words" else "\n").join(lines)
     style = MANY if rng.random() < 0.5 else ONE
     name = kind if style is MANY else kind[:-1]
-    text = (style[0].format(kind=name) if room > 60 else "") + text
+    text = (style[0].format(kind=name) if headroom > 60 else "") + text
     of = {key: [value for each, value in told if each == key] for key in keys}
 
     def asked():
@@ -154,10 +156,10 @@ def needles(rng: np.random.Generator, room: int) -> Lesson:
     return text, asked()
 
 
-def variables(rng: np.random.Generator, room: int) -> Lesson:
+def variables(rng: np.random.Generator, headroom: int) -> Lesson:
     """RULER's variables, of one chain in noise or many."""
     dense = rng.random() < 0.6
-    most = max(room // (8 if dense else 30), 1)
+    most = max(headroom // (8 if dense else 30), 1)
     total = int(np.clip(most, 1, 60)) if dense else int(rng.integers(1, min(most, 12) + 1))
     chains = []
     left = total
@@ -179,10 +181,10 @@ def variables(rng: np.random.Generator, room: int) -> Lesson:
     ]
     owner = rng.permutation(np.repeat(np.arange(len(chains)), chains)).tolist()
     lines = [next(told[each]) for each in owner]
-    spare = room - 8 * total
+    spare = headroom - 8 * total
     if spare > 0:
         lines = scattered(rng, [NOISE[at % len(NOISE)] for at in range(spare // 6)], lines)
-    text = (TRACK[0] if room > 60 else "") + "\n".join(lines)
+    text = (TRACK[0] if headroom > 60 else "") + "\n".join(lines)
 
     def asked():
         for at in endless(rng, len(chains)):
@@ -195,7 +197,7 @@ def variables(rng: np.random.Generator, room: int) -> Lesson:
     return text, asked()
 
 
-def sums(rng: np.random.Generator, room: int) -> Lesson:
+def sums(rng: np.random.Generator, headroom: int) -> Lesson:
     """Sums of numbers up to 50."""
 
     def asked():
@@ -230,8 +232,8 @@ def texts() -> Iterator[str]:
     )
     rng = np.random.default_rng(0)
     for make in LESSONS.values():
-        for room in range(60, 400, 4):
-            text, asked = make(rng, room)
+        for headroom in range(60, 400, 4):
+            text, asked = make(rng, headroom)
             yield text
             for both in itertools.islice(asked, 8):
                 yield from both

@@ -12,8 +12,8 @@ import numpy as np
 import jaxkv
 from benchmarks import orders_tiny, record
 from benchmarks.tiny.export import NAME
-from jaxkv import enable_compilation_cache
 from jaxkv.evals import How, Ruler, Task, TwoStage
+from jaxkv.machine.compilation import enable_compilation_cache
 
 LENGTHS = (256, 512, 1024, 2048)
 RULER = (

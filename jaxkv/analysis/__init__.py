@@ -1,4 +1,4 @@
-"""Measurements of attention and of the rows that policies keep, as in papers' figures, for any model and texts."""
+"""Measurements of attention and of the entries that policies keep, as in papers' figures, for any model and texts."""
 
 from jaxkv.analysis.attending import (
     Density,
@@ -8,9 +8,9 @@ from jaxkv.analysis.attending import (
     retained,
     similarity,
 )
-from jaxkv.analysis.drawing import draw_lines, draw_maps
-from jaxkv.analysis.fitting import FittedGate, fit_gate
-from jaxkv.analysis.keeping import EvictionLoss, Recall, budgets, eviction_loss, recall
+from jaxkv.analysis.gate_fitting import FittedGate, fit_gate
+from jaxkv.analysis.plots import draw_lines, draw_maps
+from jaxkv.analysis.retention import EvictionLoss, Recall, budgets, eviction_loss, recall
 
 __all__ = [
     "Density",

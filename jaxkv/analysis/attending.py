@@ -18,14 +18,14 @@ from jaxtyping import Array, Float, Int
 from jaxkv import _checks
 from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv.analysis.reading import by_head, encoded, finite, layers_of, whole_layers_of
+from jaxkv.analysis.full_attention import by_head, encoded, finite, layers_of, whole_layers_of
 from jaxkv.attention import probabilities, window_mass
 from jaxkv.engine.lengths import bucket
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.reading import WHOLE, sources, whole_layers
+from jaxkv.policies.reads import WHOLE, sources, whole_layers
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, place
+from jaxkv.sharding.sharded_program import sharded_jit
 from jaxkv.text.prompts import Prompt
 
 # Number of queries whose weights are in memory at once.
@@ -39,7 +39,7 @@ class Density(NamedTuple):
         variance: of each query head, the variance over keys of the attention that each key receives from all queries.
             D2O's F is its mean over heads.
         dense: share of all weights that are at least `least` of the largest weight of their query.
-        maps: mean weight that the queries of one bin of the text (array rows) pay to a key of another bin (columns),
+        maps: mean weight that the queries of one bin of the text (array entries) pay to a key of another bin (columns),
             over heads; 0 where no query sees a key.
     """
 
@@ -93,7 +93,7 @@ def density(
     return Density(*(finite(params, each) for each in means))
 
 
-@program(static=("bins", "axes"))
+@sharded_jit(static=("bins", "axes"))
 def _dense(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
@@ -161,8 +161,8 @@ def retained(
         ValueError: for texts that are empty or too long for the model, and for settings out of range.
 
     References:
-        Ada-KV, arXiv:2407.11550, figures 1a and 11. A kv head keeps a row for all its query heads, so that its curve is
-        of their mean, as section 3.5 chooses rows.
+        Ada-KV, arXiv:2407.11550, figures 1a and 11. A kv head keeps an entry for all its query heads, so that its curve is
+        of their mean, as section 3.5 chooses entries.
     """
     remedy = "give shares of a text's keys, above 0 and at most 1"
     given = [_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in shares]
@@ -179,7 +179,7 @@ def retained(
     return finite(params, np.mean(found, axis=0))
 
 
-@program(static=("axes",))
+@sharded_jit(static=("axes",))
 def _mean_weights(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
@@ -242,7 +242,7 @@ def similarity(
     return finite(params, np.mean(found, axis=0))
 
 
-@program(static=("axes",))
+@sharded_jit(static=("axes",))
 def _weights(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],

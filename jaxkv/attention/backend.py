@@ -10,12 +10,12 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv.attention.merging import merge
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.steps import Gathered, NewRows, Unrotated, Work
+from jaxkv.attention.steps import Gathered, NewEntries, Unrotated, WorkTable
 from jaxkv.attention.xla import Reach
 
 
-class Setting(NamedTuple):
-    """Named tuple of a device's platform and GPU capability and a model's dtype and head dim, for `Backend.refusal`.
+class DeviceTraits(NamedTuple):
+    """Named tuple of a device's platform and GPU capability and a model's dtype and head dim, for `Backend.invalid`.
 
     Attributes:
         platform: `cpu`, `gpu` (or `cuda`), `tpu`.
@@ -43,20 +43,20 @@ class Capabilities:
         at_once: True if `prefill` takes all sequences of a batch in one call; else prompt by prompt, in blocks of
             queries, so that padding costs no time.
         query_copies: number of arrays of the size of one layer's queries that `prefill` holds, its output among them.
-        windows: True if `prefill` takes a `window`; layers that have one are XLA's otherwise.
+        sliding_windows: True if `prefill` takes a `window`; layers that have one are XLA's otherwise.
         few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.
         operands_apart: True if norms and activations are computed before the products of an MLP over a prompt that read
             them; else the compiler may compute them within these, again for each tile.
         embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings a block of tokens at a time; else all at
             once, for which a compiler may take copies of all.
-        steps: rows, as `Store.kernels` names them, over which steps of one token run `decode_token` and `add_norm`.
-        evicts: rows that `evict_rows` and `replace_rows` read and write.
+        steps: entries, as `Store.kernels` names them, over which steps of one token run `decode_token` and `add_norm`.
+        evicts: entries that `evict_rows` and `replace_rows` read and write.
         custom_calls: names of the custom calls in its programs, for which `jax.export` gives no guarantee.
     """
 
     at_once: bool = True
     query_copies: int = 2
-    windows: bool = False
+    sliding_windows: bool = False
     few_launches: bool = False
     operands_apart: bool = False
     embeds_in_blocks: bool = False
@@ -69,7 +69,7 @@ class Backend(abc.ABC):
     """Abstract base class of a device's attention: complete functions, of which a device overrides whole ones.
 
     Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. All others have a form in XLA
-    made of these, except `evict_rows` and `replace_rows`, which are called for rows that `can.evicts` names. Overrides
+    made of these, except `evict_rows` and `replace_rows`, which are called for entries that `can.evicts` names. Overrides
     call `super()` where its kernel does not serve.
 
     A backend is a file with a subclass, and one line of `Implementation` that names it. Stores and pools are those of
@@ -81,18 +81,18 @@ class Backend(abc.ABC):
 
     can: ClassVar[Capabilities] = Capabilities()
 
-    def summed_bytes(self, prompts: int, slots: int, heads: int, queries: int) -> int:
+    def summed_bytes(self, prompts: int, padded_len: int, heads: int, queries: int) -> int:
         """Bytes that `prefill` with log-sum-exp and `column_sums` hold beyond `prefill` without; 0 in the base class.
 
         Args:
             prompts: number of prompts in a batch.
-            slots: tokens of a prompt, padded.
+            padded_len: tokens of a prompt, padded.
             heads: query heads of one device.
             queries: bytes of one layer's queries of all prompts.
         """
         return 0
 
-    def refusal(self, setting: Setting) -> str | None:
+    def invalid(self, setting: DeviceTraits) -> str | None:
         """Error text if this backend cannot serve a model on a device, None if it can; always None in the base class.
 
         Args:
@@ -103,8 +103,8 @@ class Backend(abc.ABC):
         """
         return None
 
-    def suits(self, setting: Setting) -> bool:
-        """True if AUTO may choose this backend for a model on a device; in the base class wherever it is not refused.
+    def suits(self, setting: DeviceTraits) -> bool:
+        """True if AUTO may choose this backend for a model on a device; in the base class wherever it is not rejected.
 
         Args:
             setting: the model and the device.
@@ -112,7 +112,7 @@ class Backend(abc.ABC):
         Returns:
             True or False.
         """
-        return self.refusal(setting) is None
+        return self.invalid(setting) is None
 
     @abc.abstractmethod
     def prefill(
@@ -138,7 +138,7 @@ class Backend(abc.ABC):
             lse: True to return the log-sum-exp, too.
             shaping: of the logits.
             window: number of last keys that a query attends to, its own included; given for layers that have one, to
-                backends with `windows`.
+                backends with `sliding_windows`.
 
         Returns:
             The output in q's dtype, and the natural log-sum-exp of the scaled logits, float32; None if not asked for.
@@ -201,7 +201,7 @@ class Backend(abc.ABC):
         Args:
             q: rotated queries; R folds the group and, for several tokens, their number.
             store: keys and values of the pool, of which `reach.view` gives arrays.
-            reach: rows that are read.
+            reach: entries that are read.
             shaping: of the logits.
 
         Returns:
@@ -224,8 +224,8 @@ class Backend(abc.ABC):
         Args:
             q: rotated queries.
             store: keys and values of the pool.
-            reach: rows that are read.
-            score: attention that rows have received so far.
+            reach: entries that are read.
+            score: attention that entries have received so far.
             counts: mask of the sequences whose attention is added to scores.
             shaping: of the logits.
 
@@ -244,20 +244,20 @@ class Backend(abc.ABC):
             source: head * S + position of each pool row; -1 where there is none.
 
         Returns:
-            Keys, values and positions of the pool; rows without a source are 0, 0 and -1.
+            Keys, values and positions of the pool; entries without a source are 0, 0 and -1.
         """
-        batch, heads, slots, dim = k.shape
+        batch, heads, padded_len, dim = k.shape
         real = source >= 0
         at = jnp.where(real, source, 0)[..., None]
         keys, values = (
             jnp.where(
                 real[..., None],
-                jnp.take_along_axis(a.reshape(batch, heads * slots, dim), at, axis=1),
+                jnp.take_along_axis(a.reshape(batch, heads * padded_len, dim), at, axis=1),
                 0,
             )
             for a in (k, v)
         )
-        return keys, values, jnp.where(real, source % slots, -1)
+        return keys, values, jnp.where(real, source % padded_len, -1)
 
     def gathered(
         self, k: Float[Array, "B P D"], v: Float[Array, "B P D"], rows: Int[Array, "B K T"]
@@ -270,30 +270,30 @@ class Backend(abc.ABC):
             rows: pool rows of each head; -1 for none.
 
         Returns:
-            Keys and values, the T rows of one head after another.
+            Keys and values, the T entries of one head after another.
         """
         return self.packed(k[:, None], v[:, None], rows.reshape(rows.shape[0], -1))[:2]
 
     def append_and_attend(
         self,
         q: Float[Array, "B K G D"],
-        new: NewRows,
+        new: NewEntries,
         pool: Any,
         reach: Reach,
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Any]:
-        """Writes one new row behind each segment and attends to it and others; output, log-sum-exp, pool.
+        """Writes one new entry behind each segment and attends to it and others; output, log-sum-exp, pool.
 
         Args:
             q: rotated queries.
-            new: the row of each kv head.
+            new: the entry of each kv head.
             pool: written in place if it is donated.
-            reach: rows that are read, the new one among them.
+            reach: entries that are read, the new one among them.
             shaping: of the logits.
 
         Returns:
-            As `attend`, and the pool with the rows.
+            As `attend`, and the pool with the entries.
         """
         pool = pool.appended(new)
         return *self.attend(q, pool.store, reach, shaping=shaping), pool
@@ -301,30 +301,30 @@ class Backend(abc.ABC):
     def append_and_score(
         self,
         q: Float[Array, "B K G D"],
-        new: NewRows,
+        new: NewEntries,
         pool: Any,
         reach: Reach,
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Any]:
-        """Appends a token's row, attends, and adds attention received to rows' scores; returns output, pool.
+        """Appends a token's row, attends, and adds attention received to entries' scores; returns output, pool.
 
         Args:
             q: rotated queries.
-            new: the row of each kv head.
+            new: the entry of each kv head.
             pool: with scores.
-            reach: rows that are read, the new one among them.
+            reach: entries that are read, the new one among them.
             shaping: of the logits.
 
         Returns:
-            The output, and the pool with the rows.
+            The output, and the pool with the entries.
         """
         pool, counts = pool.appended(new), new.count > 0
         given = (pool.store, reach, pool.score, counts)
         out, score = self.attend_scored(q, *given, shaping=shaping)
         return out, dataclasses.replace(pool, score=score)
 
-    def deal(
+    def work_table(
         self,
         start: Int[Array, "L B K"],
         length: Int[Array, "L B K"],
@@ -336,7 +336,7 @@ class Backend(abc.ABC):
 
         Args:
             start: first row of each segment.
-            length: rows of each segment, before the step.
+            length: entries of each segment, before the step.
             dim: D.
             itemsize: bytes of a stored element, mean of keys and values.
 
@@ -349,23 +349,23 @@ class Backend(abc.ABC):
         self,
         q: Float[Array, "B K G D"],
         split: Unrotated | None,
-        new: NewRows,
+        new: NewEntries,
         pool: Any,
         reach: Reach,
-        work: Work,
+        work: WorkTable,
         *,
         scored: bool = False,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "M K G D"], Any]:
-        """Appends a token's row and attends to what it reaches and to chosen rows; returns output, pool.
+        """Appends a token's row and attends to what it reaches and to chosen entries; returns output, pool.
 
         Args:
             q: rotated queries.
             split: the queries, keys and values before rotation, for kernels that rotate them; None in other steps.
-            new: the row of each kv head.
+            new: the entry of each kv head.
             pool: written in place if it is donated.
-            reach: rows that are read without a choice, the new one among them.
-            work: which program reads which rows, and the rows that were chosen.
+            reach: entries that are read without a choice, the new one among them.
+            work: which program reads which entries, and the entries that were chosen.
             scored: True to add attention to the pool's scores.
             shaping: of the logits.
 
@@ -414,7 +414,7 @@ class Backend(abc.ABC):
     def evict_rows(
         self, *args: Array | None, weigh: Any
     ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Evicts a row of segments over a limit; returns pool and i32 flags; NotImplementedError in this base class.
+        """Evicts an entry of segments over a limit; returns pool and i32 flags; NotImplementedError in this base class.
 
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
@@ -422,15 +422,15 @@ class Backend(abc.ABC):
             weigh: hashable function of scores, positions, `seen` and `prompt`; returns ranks and the evictable rows.
 
         Returns:
-            Keys, values, positions and scores; and i32 `[B, K]`, 1 for each segment that lost a row, else 0.
+            Keys, values, positions and scores; and i32 `[B, K]`, 1 for each segment that lost an entry, else 0.
         """
         raise NotImplementedError
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Overwrites a row of masked segments by another; returns the pool; NotImplementedError in this base class.
+        """Overwrites an entry of masked segments by another; returns the pool; NotImplementedError in this base class.
 
         Args:
-            *args: keys, values, positions and scores of a pool; rows that are overwritten, rows that are moved, and a
+            *args: keys, values, positions and scores of a pool; entries that are overwritten, entries that are moved, and a
                 mask of the segments, each `[B, K]`, as for `pallas_kernels.replace_rows`.
 
         Returns:

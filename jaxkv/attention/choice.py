@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jaxkv._checks import choice
 from jaxkv._errors import require
-from jaxkv.attention.backend import Backend, Setting
+from jaxkv.attention.backend import Backend, DeviceTraits
 
 
 class Implementation(enum.Enum):
@@ -109,12 +109,12 @@ def choose(
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not run there.
     """
-    asked, setting = named(asked), Setting(platform, dtype, head_dim, capability)
+    asked, setting = named(asked), DeviceTraits(platform, dtype, head_dim, capability)
     if asked is Implementation.AUTO:
         asked = next(each for each in _FASTEST if backend_of(each).suits(setting))
     elif platform == "cpu":
         asked = _INTERPRETED.get(asked, asked)
-    remedy = backend_of(asked).refusal(setting)
+    remedy = backend_of(asked).invalid(setting)
     require(remedy is None, "implementation", asked.value, remedy or "")
     return Implementations(
         prefill=asked, decode=Implementation.PALLAS if asked in PREFILL_ONLY else asked

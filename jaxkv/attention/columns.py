@@ -18,17 +18,17 @@ from jaxkv.attention.xla import (
     begun,
     block_rows,
     capped,
-    finished,
     head_logits,
     inside_segments,
     logit_divisor,
     pool_logits,
+    row_blocks,
     rows_dot,
+    run_to_end,
     running,
     scale_queries,
     softmax,
     walk_block,
-    windows,
 )
 
 
@@ -46,8 +46,8 @@ def column_sums(
     queries that do not count. Runs in blocks of O(S) memory. Logits are `xla.capped`.
     """
     heads, group, queries, dim = q.shape
-    slots = k.shape[1]
-    block = min(KEY_BLOCK, slots)
+    padded_len = k.shape[1]
+    block = min(KEY_BLOCK, padded_len)
     scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(
         heads, group * queries, dim
     )
@@ -59,7 +59,7 @@ def column_sums(
 
         def step(index, sums, *, masked):
             """Loop body: column sums `f32[G, S]` with one more block of keys added."""
-            begin = jnp.minimum(index * block, slots - block)
+            begin = jnp.minimum(index * block, padded_len - block)
             products = rows_dot(q_head, lax.dynamic_slice_in_dim(k_head, begin, block))
             logits = capped(products, softcap, LOG2E) - total[:, None]
             if masked:
@@ -70,7 +70,7 @@ def column_sums(
             old = lax.dynamic_slice_in_dim(sums, begin, block, axis=1)
             return lax.dynamic_update_slice_in_dim(sums, old + part, begin, axis=1)
 
-        sums = jnp.zeros((group, slots), jnp.float32)
+        sums = jnp.zeros((group, padded_len), jnp.float32)
         whole = first // block
         last = (first + queries + block - 1) // block
         sums = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), sums)
@@ -215,7 +215,7 @@ def walk_scored(
 ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
     """Attention of one token over a shared pool, read once; returns output, and row scores plus attention.
 
-    Queries are not scaled. Segments have at most `reach.widest` rows.
+    Queries are not scaled. Segments have at most `reach.widest` entries.
     """
     group, start, length = q.shape[2], reach.start, reach.length
     block = walk_block(k, q.shape[1])
@@ -226,9 +226,9 @@ def walk_scored(
     inside = inside_segments(row, start, length)
 
     def step(index, carry):
-        """Loop body over blocks of rows: running softmax, and all logits."""
+        """Loop body over blocks of entries: running softmax, and all logits."""
         softmax, held = carry
-        keys, values = (windows(leaf, first + index * block, block) for leaf in (k, v))
+        keys, values = (row_blocks(leaf, first + index * block, block) for leaf in (k, v))
         mine = lax.dynamic_slice_in_dim(inside, index * block, block, axis=2)
         logits = capped(head_logits(scaled, keys), shaping.softcap)
         logits = jnp.where(mine[:, :, None], logits, MASKED)
@@ -238,7 +238,7 @@ def walk_scored(
     carry = begun(q), jnp.full((*q.shape[:3], width), MASKED, jnp.float32)
     trips = ((start - first + length).max() + block - 1) // block
     softmax, held = lax.fori_loop(0, trips, step, carry)
-    out, lse = finished(softmax)
+    out, lse = run_to_end(softmax)
     out, lse = shaping.joined(out.astype(q.dtype), lse)
     lse = jnp.where(counts[:, None, None], lse, jnp.inf)
     received = _summed(held, held[:, :, 0] > MASKED, lse) / group
@@ -246,7 +246,7 @@ def walk_scored(
 
 
 def covers(rows: int, widest: int) -> bool:
-    """True if a window of whole blocks inside a pool of `rows` rows covers a segment of min(`widest`, `rows`) rows."""
+    """True if a window of whole blocks inside a pool of `rows` entries covers a segment of min(`widest`, `rows`) entries."""
     block = min(WALK_BLOCK, rows)
     return min(widest, rows) <= rows // block * block
 
@@ -262,7 +262,7 @@ def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "
 
 
 def _summed(logits, inside, lse):
-    """Attention `f32[B, K, n]` that each row receives, exp(logits - lse) summed over queries; 0 outside of segments."""
+    """Attention `f32[B, K, n]` that each entry receives, exp(logits - lse) summed over queries; 0 outside of segments."""
     weights = jnp.exp(logits - lse[..., None])
     return jnp.where(inside, weights.sum(axis=2), 0.0)
 
@@ -274,7 +274,7 @@ def _walk_sums(q, k, lse, reach, score, weight, softcap):
     def step(index, score):
         """Loop body: scores `f32[B, P]` with the attention over one more block of each segment added."""
         begin, _, inside = block_rows(reach.start, reach.length, index, block, k.shape[1])
-        logits = capped(head_logits(q, windows(k, begin, block)), softcap)
+        logits = capped(head_logits(q, row_blocks(k, begin, block)), softcap)
         return add_windows(score, begin, weight * _summed(logits, inside, lse))
 
     return lax.fori_loop(0, (reach.length.max() + block - 1) // block, step, score)

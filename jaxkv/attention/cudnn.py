@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention.backend import Setting
+from jaxkv.attention.backend import DeviceTraits
 from jaxkv.attention.kernels import Kernels
 
 # Compute capability from which cuDNN takes head dims above 128, for want of shared memory before: Hopper.
@@ -21,7 +21,7 @@ class Cudnn(Kernels):
     # Queries, output, and the queries transposed for cuDNN.
     can = dataclasses.replace(Kernels.can, query_copies=3)
 
-    def refusal(self, setting: Setting) -> str | None:
+    def invalid(self, setting: DeviceTraits) -> str | None:
         """Error text for devices, dtypes and head dims that JAX's cuDNN call rejects; None if it serves them."""
         if not setting.gpu:
             return f"cuDNN needs a GPU, this is {setting.platform}: use auto"
@@ -51,11 +51,11 @@ def causal(
 
     Queries of padding give 0 and -inf.
     """
-    batch, heads, group, slots, dim = q.shape
+    batch, heads, group, padded_len, dim = q.shape
 
     def by_token(a: Array) -> Array:
         """Transposes `[B, K, .., S, D]` to cuDNN's layout `[B, S, heads, D]`, kv heads and group as one axis."""
-        return jnp.swapaxes(a.reshape(batch, -1, slots, dim), 1, 2)
+        return jnp.swapaxes(a.reshape(batch, -1, padded_len, dim), 1, 2)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         """Causal attention output `[B, S, heads, D]` by cuDNN of q, k, v in that layout, padding masked by `length`."""
@@ -69,14 +69,16 @@ def causal(
             implementation="cudnn",
         )
 
-    real = (jnp.arange(slots, dtype=jnp.int32) < length[:, None])[:, None, None]
+    real = (jnp.arange(padded_len, dtype=jnp.int32) < length[:, None])[:, None, None]
     given, found = (by_token(q), by_token(k), by_token(v)), None
     if lse:
         # The log-sum-exp of return_residual is rounded to q's dtype, 3% of a weight in bfloat16. The residual kept for
         # gradients is not: it is the one float32 array among the leaves of what `jax.vjp` returns.
         out, back = jax.vjp(attend, *given)
         kept = [leaf for leaf in jax.tree.leaves(back) if leaf.dtype == jnp.float32]
-        found = _only(kept, (batch, heads * group, slots)).reshape(batch, heads, group, slots)
+        found = _only(kept, (batch, heads * group, padded_len)).reshape(
+            batch, heads, group, padded_len
+        )
         found = jnp.where(real, found, -jnp.inf)
     else:
         out = attend(*given)

@@ -25,7 +25,7 @@ _LOGITS = 1 << 24
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asking:
+class FilterQuery:
     """Dataclass of a filter layer's queries, their positions and weights, to score token positions by (OmniKV).
 
     Attributes:
@@ -48,7 +48,7 @@ class Asking:
 
 
 def by_row(
-    asked: Asking, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
+    asked: FilterQuery, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
     """Scores `f32[B, n]` of positions 0 to n - 1: attention of `asked`, max over heads, weighted sum over its queries.
 
@@ -107,22 +107,22 @@ def by_row(
 
 
 def by_position(
-    asked: Asking,
+    asked: FilterQuery,
     k: Float[Array, "B P D"],
     pos: Int[Array, "B P"],
     start: Int[Array, "B K"],
     kept: Int[Array, "B K"],
-    slots: int,
+    padded_len: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
     """Scores `f32[B, S]` of a pool's token positions: attention of `asked`, max over heads, weighted sum over queries.
 
-    The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` rows
-    of each segment are scored; `slots` exceeds all positions.
+    The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` entries
+    of each segment are scored; `padded_len` exceeds all positions.
     """
     batch, heads, group, window, dim = asked.q.shape
     inside = inside_segments(jnp.arange(pos.shape[1], dtype=jnp.int32), start, kept)
-    column = jnp.where(pos < 0, slots, pos)[:, None]
+    column = jnp.where(pos < 0, padded_len, pos)[:, None]
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     scaled = scale_queries(asked.q)
     # In blocks of queries rather than of keys, because such pools are small.
@@ -146,7 +146,7 @@ def by_position(
         )
         by_row = _softmax(logits, seen, asked.sinks).max(axis=(1, 2))
         query = jnp.arange(size, dtype=jnp.int32)[:, None]
-        by_position = jnp.zeros((batch, size, slots), jnp.float32)
+        by_position = jnp.zeros((batch, size, padded_len), jnp.float32)
         by_position = by_position.at[sequence, query, column].max(by_row, mode="drop")
         by_position = most_of_devices(by_position, "H", axes)
         return (by_position * part(asked.weights, 1)[..., None]).sum(axis=1)
@@ -183,7 +183,7 @@ def by_page(
 
 
 def _loudest(
-    shares: Float[Array, "B K G w n"], asked: Asking, axes: Axes | None
+    shares: Float[Array, "B K G w n"], asked: FilterQuery, axes: Axes | None
 ) -> Float[Array, "B n"]:
     """Scores `f32[B, n]` from attention probabilities: maximum over heads, then weighted sum over queries."""
     most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)

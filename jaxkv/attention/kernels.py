@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxkv.attention.backend import Backend, Capabilities, Setting
+from jaxkv.attention.backend import Backend, Capabilities, DeviceTraits
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.steps import NewRows, Unrotated, Work
+from jaxkv.attention.steps import NewEntries, Unrotated, WorkTable
 from jaxkv.attention.xla import Reach, Walk
 
 
@@ -22,7 +22,7 @@ class Kernels(Backend):
     """
 
     can = Capabilities(
-        windows=True,
+        sliding_windows=True,
         few_launches=True,
         steps=frozenset(("rows", "bytes", "nibbles")),
         evicts=frozenset(("rows",)),
@@ -42,7 +42,7 @@ class Kernels(Backend):
 
         return pallas_kernels
 
-    def refusal(self, setting: Setting) -> str | None:
+    def invalid(self, setting: DeviceTraits) -> str | None:
         """Error text for devices other than NVIDIA GPUs; None on GPUs."""
         return (
             None
@@ -141,7 +141,7 @@ class Kernels(Backend):
         return out, score
 
     def _scores(self, score: Array, reach: Reach, **more: Any) -> Any:
-        """Scores as kernels take them; segments at strides have no more rows than one stride."""
+        """Scores as kernels take them; segments at strides have no more entries than one stride."""
         widest = reach.widest
         if reach.walk is Walk.STRIDES:
             widest = score.shape[1] // reach.start.shape[1]
@@ -151,24 +151,24 @@ class Kernels(Backend):
         """Gathers a layer's keys and values at `source` into a pool, by a kernel: pool keys, values, positions."""
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
-    def deal(self, start: Array, length: Array, *, dim: int, itemsize: int | float) -> Any:
+    def work_table(self, start: Array, length: Array, *, dim: int, itemsize: int | float) -> Any:
         """Table of the pool rows that each program of a decode kernel reads, from segments' starts and lengths."""
         programs = self._kernels.programs(dim=dim, itemsize=itemsize, interpret=self.interpret)
-        return self._kernels.deal(start, length, programs=programs)
+        return self._kernels.work_table(start, length, programs=programs)
 
     def decode_token(
         self,
         q: Array,
         split: Unrotated | None,
-        new: NewRows,
+        new: NewEntries,
         pool: Any,
         reach: Reach,
-        work: Work,
+        work: WorkTable,
         *,
         scored: bool = False,
         shaping: Shaping = PLAIN,
     ) -> tuple[Array, Any]:
-        """Rotates a token, appends its row and attends, in one kernel if steps are fused; returns output, pool."""
+        """Rotates a token, appends its entry and attends, in one kernel if steps are fused; returns output, pool."""
         if split is None:
             given = (q, split, new, pool, reach, work)
             return super().decode_token(*given, scored=scored, shaping=shaping)
@@ -177,7 +177,7 @@ class Kernels(Backend):
             begun = {"begin": new.score[..., 0], "start": work.start}
             options["scores"] = self._scores(pool.score, reach, **begun)
         if work.rows is not None:
-            picks = (work.rows, work.dealt, work.held, work.rest, work.start)
+            picks = (work.rows, work.scheduled, work.held, work.rest, work.start)
             options["picks"] = kernels.Picks(*picks)
         out, k, v, pos, *score = kernels.decode_token(
             split.q,
@@ -207,16 +207,16 @@ class Kernels(Backend):
         return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Moves a row of each masked segment over another, in a kernel; returns keys, values, positions, scores."""
+        """Moves an entry of each masked segment over another, in a kernel; returns keys, values, positions, scores."""
         return self._kernels.replace_rows(*args, interpret=self.interpret)
 
 
-class Interpreted(Kernels):
+class InterpretedKernels(Kernels):
     """Backend of the Pallas kernels run as plain JAX operations on any device, for tests; very slow."""
 
     interpret = True
 
-    def refusal(self, setting: Setting) -> str | None:
+    def invalid(self, setting: DeviceTraits) -> str | None:
         """Always None, which means no error: interpreted kernels run on every device."""
         return None
 

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from jaxkv.attention.backend import Setting
+from jaxkv.attention.backend import DeviceTraits
 from jaxkv.attention.kernels import Kernels, firsts
 
 _HOPPER = (9, 0)
@@ -22,7 +22,7 @@ class Mosaic(Kernels):
 
         return mosaic
 
-    def refusal(self, setting: Setting) -> str | None:
+    def invalid(self, setting: DeviceTraits) -> str | None:
         """Error text for devices known not to be Hopper GPUs and for unsupported dtypes and head dims; else None."""
         if not setting.gpu:
             remedy = f"it needs a GPU, this is {setting.platform}"
@@ -37,10 +37,10 @@ class Mosaic(Kernels):
             return None
         return f"{remedy}: use auto or pallas"
 
-    def suits(self, setting: Setting) -> bool:
+    def suits(self, setting: DeviceTraits) -> bool:
         """True for models that it takes on devices known to be Hopper GPUs, with a CUDA that compiles it rightly."""
         known = setting.capability == _HOPPER
-        return known and self.refusal(setting) is None and self._mosaic.refused_cuda() is None
+        return known and self.invalid(setting) is None and self._mosaic.refused_cuda() is None
 
     def _flash(self, *of: Any, lse: bool, **masking: Any) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one Mosaic kernel, which knows no caps of logits and no windows.

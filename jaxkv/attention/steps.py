@@ -1,4 +1,4 @@
-"""Records that a decode step hands to a backend beside queries and pools: new rows, inputs of fused kernels."""
+"""Records that a decode step hands to a backend beside queries and pools: new entries, inputs of fused kernels."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,16 +7,16 @@ from jaxtyping import Array, Float, Int
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NewRows:
-    """N new rows of every kv head, of which the first `count` of each sequence are written.
+class NewEntries:
+    """N new entries of every kv head, of which the first `count` of each sequence are written.
 
     Attributes:
         k: keys as the pool holds them.
         v: values.
         positions: in the sequence.
-        count: number of rows of each sequence.
+        count: number of entries of each sequence.
         end: pool row behind each segment, to which the first one goes.
-        score: with which rows begin in a pool that keeps scores; None for 0.
+        score: with which entries begin in a pool that keeps scores; None for 0.
     """
 
     k: Float[Array, "B K N D"]
@@ -35,7 +35,7 @@ class Gathered(NamedTuple):
 
     @property
     def kernels(self) -> tuple[str, str]:
-        """Names of kernels for gathered rows, which are unencoded; compare `Store.kernels`."""
+        """Names of kernels for gathered entries, which are unencoded; compare `Store.kernels`."""
         return "rows", "rows"
 
     @property
@@ -64,22 +64,22 @@ class Unrotated(NamedTuple):
     sin: Float[Array, "B half"]
 
 
-class Work(NamedTuple):
-    """Work table of a fused kernel: rows that each program reads, of all layers; and the chosen rows of one layer.
+class WorkTable(NamedTuple):
+    """Work table of a fused kernel: entries that each program reads, of all layers; and the chosen entries of one layer.
 
     Attributes:
-        chunks: from `Backend.deal`; None where steps are not fused.
+        chunks: from `Backend.work_table`; None where steps are not fused.
         start: first row of each segment.
-        dealt: number of chosen rows that chunks have been dealt for, before those of `rest`; None if no layer chooses.
+        scheduled: number of chosen entries that chunks have been dealt for, before those of `rest`; None if no layer chooses.
         rest: row from which on such layers read all, counted from a segment's first; None if no layer chooses.
         layer: index of the layer.
-        rows: chosen rows, counted likewise, ascending; k is K, or 1 for all heads alike. None if all are read.
+        rows: chosen entries, counted as well, ascending; k is K, or 1 for all heads alike. None if all are read.
         held: number of these that are real; None if all are read.
     """
 
     chunks: Any
     start: Int[Array, "L B K"]
-    dealt: Int[Array, " B"] | None = None
+    scheduled: Int[Array, " B"] | None = None
     rest: Int[Array, "L B K"] | None = None
     layer: int = 0
     rows: Int[Array, "B k T"] | None = None

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxkv.attention.backend import Capabilities, Setting
+from jaxkv.attention.backend import Capabilities, DeviceTraits
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.steps import Gathered, NewRows
+from jaxkv.attention.steps import Gathered, NewEntries
 from jaxkv.attention.xla import Reach
 from jaxkv.attention.xla_backend import Xla
 
@@ -25,7 +25,7 @@ class Tpu(Xla):
     """Backend for TPUs: prefill by splash attention, reads and appends of segments by a kernel of its own.
 
     Prompts of other dtypes than bfloat16, or padded to no multiple of 128 tokens, and blocks of a prompt take XLA; so
-    do pools of float16, of no whole tiles, of rows in 4 bits, or of head dims that are no multiple of 128, and many
+    do pools of float16, of no whole tiles, of entries in 4 bits, or of head dims that are no multiple of 128, and many
     queries. Scores and eviction are XLA's.
 
     Attributes:
@@ -33,7 +33,7 @@ class Tpu(Xla):
     """
 
     can = Capabilities(
-        windows=True,
+        sliding_windows=True,
         operands_apart=True,
         embeds_in_blocks=True,
         custom_calls=("tpu_custom_call",),
@@ -54,13 +54,13 @@ class Tpu(Xla):
 
         return prefill
 
-    def summed_bytes(self, prompts: int, slots: int, heads: int, queries: int) -> int:
+    def summed_bytes(self, prompts: int, padded_len: int, heads: int, queries: int) -> int:
         """Bytes of two more copies of the queries, splash attention's log-sum-exp, and a block's logits."""
         return 2 * queries + 4 * heads * (
-            _LANES * self._prefill.tokens_at_once(prompts, slots) + _QUERIES * slots
+            _LANES * self._prefill.tokens_at_once(prompts, padded_len) + _QUERIES * padded_len
         )
 
-    def refusal(self, setting: Setting) -> str | None:
+    def invalid(self, setting: DeviceTraits) -> str | None:
         """Error text for devices other than TPUs; None on TPUs."""
         return (
             None
@@ -148,7 +148,7 @@ class Tpu(Xla):
     def gathered(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
         """Gathers pool rows by index; returns keys and values, those of row 0 where an index is -1.
 
-        Masks would take a TPU as long as the rows themselves.
+        Masks would take a TPU as long as the entries themselves.
         """
         at, batch = (
             jnp.maximum(rows, 0).reshape(len(rows), -1),
@@ -158,9 +158,9 @@ class Tpu(Xla):
         return keys, values
 
     def _takes(self, store: Any, reach: Reach) -> bool:
-        """True if the kernel reads and writes a store's rows as they are held.
+        """True if the kernel reads and writes a store's entries as they are held.
 
-        Those are rows in bfloat16, float32 or 8 bits, in whole tiles, of head dims that 128 divides: rows of fewer
+        Those are entries in bfloat16, float32 or 8 bits, in whole tiles, of head dims that 128 divides: entries of fewer
         lanes lie transposed on a TPU, so that nothing is padded, and a kernel would have them copied. Codes need a
         whole chunk, whose scales fill registers, and a pool of the layer's own: else each layer would make a copy of
         all layers' scales.
@@ -178,9 +178,9 @@ class Tpu(Xla):
         )
 
     def append_and_attend(
-        self, q: Array, new: NewRows, pool: Any, reach: Reach, *, shaping: Shaping = PLAIN
+        self, q: Array, new: NewEntries, pool: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Array, Array, Any]:
-        """Writes new rows behind their segments and attends, in one kernel where it serves; output, lse, pool."""
+        """Writes new entries behind their segments and attends, in one kernel where it serves; output, lse, pool."""
         store = pool.store
         if not self._takes(store, reach):
             return super().append_and_attend(q, new, pool, reach, shaping=shaping)
@@ -198,16 +198,16 @@ class Tpu(Xla):
         return *shaping.joined(out, lse), pool
 
 
-class Interpreted(Tpu):
+class InterpretedTpu(Tpu):
     """Backend for TPUs whose kernels run as plain JAX operations on any device, for tests; very slow."""
 
     interpret = True
 
-    def refusal(self, setting: Setting) -> str | None:
+    def invalid(self, setting: DeviceTraits) -> str | None:
         """Always None, which means no error: interpreted kernels run on every device."""
         return None
 
-    def suits(self, setting: Setting) -> bool:
+    def suits(self, setting: DeviceTraits) -> bool:
         """Always False: AUTO never chooses interpreted kernels."""
         return False
 

@@ -27,17 +27,17 @@ KEY_BLOCK = 512
 WALK_BLOCK = 128
 # Most bytes of one block's windows, which are copied before they are multiplied: this much fits a core's own cache.
 _WINDOW_BYTES = 2 << 20
-# Number of rows from which a product of weights and values is split, and allowed chunk sizes, so that all cores work.
+# Number of entries from which a product of weights and values is split, and allowed chunk sizes, so that all cores work.
 _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
 # Number of queries per kv head from which segments are read in WINDOWS, whatever `walk` is: the logits of many
-# queries and all rows exceed any core's cache. Over a half-full pool, 16 to 256 tokens take a half to a tenth of the
+# queries and all entries exceed any core's cache. Over a half-full pool, 16 to 256 tokens take a half to a tenth of the
 # time of STRIDES, and a twentieth or less of that of WHOLE (K = 3 and 8).
 _MANY_QUERIES = 48
 
 
 class Walk(enum.Enum):
-    """Enum of how attention reads a pool's segments: at fixed strides, all rows masked, or in windows of blocks.
+    """Enum of how attention reads a pool's segments: at fixed strides, all entries masked, or in windows of blocks.
 
     STRIDES: head k's segment begins at row k * P/K, known at trace time.
     WHOLE: every head is multiplied with all rows of the pool, and masked to its segment.
@@ -46,7 +46,7 @@ class Walk(enum.Enum):
 
     STRIDES = "strides"
     WHOLE = "whole"
-    WINDOWS = "windows"
+    WINDOWS = "row_blocks"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +55,9 @@ class Reach:
 
     Attributes:
         start: first row of each segment that is read.
-        length: number of rows that are read of it; 0 gives output 0 and a log-sum-exp of -inf.
-        walk: how rows are read, for backends whose formulation depends on it.
-        widest: the most rows that a segment of a shared pool can have; None if unknown.
+        length: number of entries that are read of it; 0 gives output 0 and a log-sum-exp of -inf.
+        walk: how entries are read, for backends whose formulation depends on it.
+        widest: the most entries that a segment of a shared pool can have; None if unknown.
         shared: True if the pool holds other layers' segments, too.
         rotated: what turns keys as they are read; None if the pool holds them rotated.
     """
@@ -71,7 +71,7 @@ class Reach:
 
     @classmethod
     def of_heads(cls, length: Int[Array, "B K"], rows: int) -> "Reach":
-        """The first `length` of `rows` rows of each head, the heads one after another."""
+        """The first `length` of `rows` entries of each head, the heads one after another."""
         start = jnp.arange(length.shape[1], dtype=jnp.int32) * rows
         return cls(start=jnp.broadcast_to(start, length.shape), length=length, walk=Walk.STRIDES)
 
@@ -132,7 +132,7 @@ def causal(
         def step(index, carry, *, masked):
             """Loop body: softmax maximum and sum, and unnormalised output, after one more block of keys."""
             maximum, total, acc = carry
-            # The last block of a buffer that is no multiple of the block starts earlier; its old rows are masked.
+            # The last block of a buffer that is no multiple of the block starts earlier; its old entries are masked.
             begin = jnp.minimum(index * block, k.shape[1] - block)
             keys, values = rows(k, begin), rows(v, begin)
             logits = capped(rows_dot(q_head, keys), softcap, LOG2E)
@@ -190,7 +190,7 @@ def masked(
 def softmax(
     logits: Float[Array, "G n m"], sink_logits: Float[Array, " G"] | None
 ) -> Float[Array, "G n m"]:
-    """Softmax over the last axis; a sink logit takes part in all rows of its query head, and has no share in them."""
+    """Softmax over the last axis; a sink logit takes part in all entries of its query head, and has no share in them."""
     if sink_logits is None:
         return jax.nn.softmax(logits, axis=-1)
     sink = sink_logits.astype(jnp.float32)[:, None, None]
@@ -232,7 +232,7 @@ def over_pool(
 def pool_logits(
     q: Float[Array, "B K R D"], k: Float[Array, "B P D"], reach: Reach, softcap: float | None
 ) -> tuple[Float[Array, "B K R n"], Bool[Array, "B K n"]]:
-    """Capped logits of scaled queries on the rows of segments at strides, else on all rows; mask of rows inside."""
+    """Capped logits of scaled queries on the entries of segments at strides, else on all entries; mask of entries inside."""
     batch, heads, rows, dim = q.shape
     if reach.walk is Walk.STRIDES:
         keys = k.reshape(batch, heads, -1, dim)
@@ -269,13 +269,13 @@ def head_sums(
 def _weighted(
     weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]
 ) -> Float[Array, "B K R D"]:
-    """Sums `f32[B, K, R, D]` of value rows by unnormalised attention weights; long sums in chunks, for CPU cores."""
+    """Sums `f32[B, K, R, D]` of value entries by unnormalised attention weights; long sums in chunks, for CPU cores."""
     batch, heads, rows, count = weights.shape
     chunk = next((size for size in _SPLIT_CHUNKS if count % size == 0), count)
     if count < _SPLIT_FROM or chunk == count:
         return head_sums(weights, values)
-    # A CPU computes a product of few rows and a long contraction on one core; as a batch of short ones, on all: twice
-    # as fast on two cores for 8 sequences of 4160 rows (0.8x the time for one sequence).
+    # A CPU computes a product of few entries and a long contraction on one core; as a batch of short ones, on all: twice
+    # as fast on two cores for 8 sequences of 4160 entries (0.8x the time for one sequence).
     weights = weights.reshape(batch, heads, rows, -1, chunk)
     values = values.reshape(batch, heads, -1, chunk, values.shape[-1])
     parts = lax.dot_general(
@@ -298,12 +298,12 @@ def by_windows(
     def step(index, carry):
         """Loop body: running softmax after one more block of each segment."""
         begin, _, inside = block_rows(reach.start, reach.length, index, block, k.shape[1])
-        keys, values = windows(k, begin, block), windows(v, begin, block)
+        keys, values = row_blocks(k, begin, block), row_blocks(v, begin, block)
         logits = capped(head_logits(q, keys), softcap)
         return running(carry, jnp.where(inside[:, :, None], logits, MASKED), inside, values)
 
     trips = (reach.length.max() + block - 1) // block
-    return finished(lax.fori_loop(0, trips, step, begun(q)))
+    return run_to_end(lax.fori_loop(0, trips, step, begun(q)))
 
 
 # Running maximum and sum of a softmax, and unnormalised output.
@@ -311,7 +311,7 @@ Running = tuple[Float[Array, "B K R"], Float[Array, "B K R"], Float[Array, "B K 
 
 
 def begun(q: Float[Array, "B K R D"]) -> Running:
-    """Running softmax over no rows."""
+    """Running softmax over no entries."""
     shape = q.shape[:3]
     return (
         jnp.full(shape, MASKED, jnp.float32),
@@ -326,7 +326,7 @@ def running(
     inside: Bool[Array, "B K n"],
     values: Float[Array, "B K n D"],
 ) -> Running:
-    """Running softmax after more rows, of which those not `inside` have masked logits."""
+    """Running softmax after more entries, of which those not `inside` have masked logits."""
     maximum, total, acc = carry
     top = jnp.maximum(maximum, logits.max(axis=-1))
     weights = jnp.where(inside[:, :, None], jnp.exp(logits - top[..., None]), 0.0)
@@ -335,7 +335,7 @@ def running(
     return top, total, acc * shrink[..., None] + head_sums(weights.astype(values.dtype), values)
 
 
-def finished(carry: Running) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
+def run_to_end(carry: Running) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
     """Output and log-sum-exp of a running softmax."""
     maximum, total, acc = carry
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
@@ -345,7 +345,7 @@ def finished(carry: Running) -> tuple[Float[Array, "B K R D"], Float[Array, "B K
 def block_rows(
     start: Int[Array, "B K"], length: Int[Array, "B K"], index: Any, block: int, rows: int
 ) -> tuple[Int[Array, "B K"], Int[Array, "B K n"], Bool[Array, "B K n"]]:
-    """First row, rows, and mask of those inside, of block `index` of each segment; the last begins within the pool."""
+    """First row, entries, and mask of those inside, of block `index` of each segment; the last begins within the pool."""
     begin = start + index * block
     clamped = jnp.clip(begin, 0, rows - block)
     row = clamped[..., None] + jnp.arange(block, dtype=jnp.int32)
@@ -353,7 +353,7 @@ def block_rows(
     return clamped, row, inside
 
 
-def windows(
+def row_blocks(
     rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int
 ) -> Shaped[Array, "B K n *D"]:
     """Gathers `[B, K, size, ...]`: `size` consecutive pool rows from row `begin` on, for each sequence and kv head."""
@@ -370,7 +370,7 @@ def windows(
 
 
 def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
-    """Number of rows per block of a walk over segments: WALK_BLOCK, its half or quarter, or all of a small pool."""
+    """Number of entries per block of a walk over segments: WALK_BLOCK, its half or quarter, or all of a small pool."""
     row_bytes = pool.shape[0] * heads * pool.shape[2] * pool.dtype.itemsize
     block = WALK_BLOCK
     while block > WALK_BLOCK // 4 and block * row_bytes > _WINDOW_BYTES:
@@ -381,7 +381,7 @@ def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
 def inside_segments(
     row: Int[Array, "*of P"], start: Int[Array, "B K"], length: Int[Array, "B K"]
 ) -> Bool[Array, "B K P"]:
-    """Mask `bool[B, K, P]`: True where pool row index `row` lies in the segment of that sequence and kv head."""
+    """Mask `bool[B, K, P]`: True where pool row index `row` is in the segment of that sequence and kv head."""
     return (row >= start[..., None]) & (row < (start + length)[..., None])
 
 

@@ -17,7 +17,7 @@ from jaxkv.attention.xla import Reach, Walk
 class Xla(Backend):
     """Backend in plain XLA for every device, the oracle of the others; prompts are processed one by one."""
 
-    can = Capabilities(at_once=False, windows=True)
+    can = Capabilities(at_once=False, sliding_windows=True)
 
     def prefill(
         self,

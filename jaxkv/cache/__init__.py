@@ -1,16 +1,16 @@
-"""The KV cache: pools of key and value rows cut into segments, their layout, and rows offloaded to host memory."""
+"""The KV cache: pools of key and value entries cut into segments, their layout, and entries offloaded to host memory."""
 
 from jaxkv.cache.arrays import Cache, State, Tables
-from jaxkv.cache.bank import Bank
+from jaxkv.cache.host_store import HostStore
 from jaxkv.cache.kv_cache import KVCache, Turn, laid_out
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.quantised import Int4, Int8, Mixed
-from jaxkv.cache.repacking import repack, slid
+from jaxkv.cache.repacking import drop_outside_sliding_windows, repack
 from jaxkv.cache.stores import Dense, Store
 
 __all__ = [
-    "Bank",
+    "HostStore",
     "Cache",
     "Dense",
     "Int4",
@@ -25,5 +25,5 @@ __all__ = [
     "Turn",
     "laid_out",
     "repack",
-    "slid",
+    "drop_outside_sliding_windows",
 ]

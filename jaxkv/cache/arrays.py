@@ -9,29 +9,29 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache.pools import Pool
-from jaxkv.sharding.mesh import lettered
+from jaxkv.sharding.mesh import with_logical_axes
 
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["prompt", "budget", "recent", "choosable", "tau", "rings"],
+    data_fields=["prompt", "budget", "recent", "choosable", "tau", "query_buffers"],
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class State:
-    """Pytree of a policy's decode state: prompt lengths, budgets, protected rows, merging thresholds, past queries.
+    """Pytree of a policy's decode state: prompt lengths, budgets, protected entries, merging thresholds, past queries.
 
-    Only policies that evict or compress again after the prompt have one.
+    Only policies that evict or recompress after the prompt have one.
 
     Attributes:
         prompt: `i32[B]` tokens of the prompt, which protected spans refer to.
-        budget: `i32[B]` rows per kv head and layer on average, fixed with the prompt; where nothing is dropped, tokens
+        budget: `i32[B]` entries per kv head and layer on average, fixed with the prompt; where nothing is dropped, tokens
             of it that are read.
-        recent: `i32[L, B]` number of most recent rows that are never dropped.
-        choosable: `i32[L, B, K]` number of rows at the head of each segment that filter layers choose from: the
-            prompt's rows on the device. None where every layer reads all rows.
+        recent: `i32[L, B]` number of most recent entries that are never dropped.
+        choosable: `i32[L, B, K]` number of entries at the head of each segment that filter layers choose from: the
+            prompt's entries on the device. None where every layer reads all entries.
         tau: `f32[L, B, K, n]` merging's running thresholds, -inf before the first dropped row; None without merging.
-        rings: one per layer, or per filter layer, `f32[B, K, G, R, D]`: the query at position p stands in slot p % R;
+        query_buffers: one per layer, or per filter layer, `f32[B, K, G, R, D]`: the query at position p stands in slot p % R;
             empty where the policy needs no past queries.
     """
 
@@ -40,7 +40,7 @@ class State:
     recent: Int[Array, "L B"]
     choosable: Int[Array, "L B K"] | None = None
     tau: Float[Array, "L B K n"] | None = None
-    rings: tuple[Float[Array, "B K G R D"], ...] = ()
+    query_buffers: tuple[Float[Array, "B K G R D"], ...] = ()
 
 
 @jax.tree_util.register_dataclass
@@ -50,13 +50,13 @@ class Tables:
 
     Attributes:
         start: `i32[L, B, K]` first row of each segment.
-        length: `i32[L, B, K]` rows in each segment.
-        limit: `i32[L, B, K]` the policy's target size of each segment; only policies that evict keep appended rows
+        length: `i32[L, B, K]` entries in each segment.
+        limit: `i32[L, B, K]` the policy's target size of each segment; only policies that evict keep appended entries
             within it.
         seen: `i32[B]` tokens each sequence has had, which is its next position; never derived from `length`.
         state: the policy's state; None for policies that only compress the prompt.
         centre: `f32[L, B, K, D]` vector taken off all keys of a head before they, like values, were transformed by a
-            Hadamard matrix; None if pools hold rows as they are.
+            Hadamard matrix; None if pools hold entries as they are.
     """
 
     start: Int[Array, "L B K"]
@@ -69,8 +69,8 @@ class Tables:
     def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
         """Copy of the tables for n layers by index: arrays `[L, ...]` become `[n, ...]`, other fields are unchanged."""
         leaves = [
-            leaf[layers] if letters.startswith("L ") else leaf
-            for _, letters, leaf in lettered(self)
+            leaf[layers] if logical_axes.startswith("L ") else leaf
+            for _, logical_axes, leaf in with_logical_axes(self)
         ]
         return jax.tree.unflatten(jax.tree.structure(self), leaves)
 
@@ -104,7 +104,7 @@ def _sum(mine: Array | None, other: Array | None) -> Array | None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cache:
-    """Pytree of all device arrays of a KV cache: pools of rows, and tables of segments, tokens seen and policy state.
+    """Pytree of all device arrays of a KV cache: pools of entries, and tables of segments, tokens seen and policy state.
 
     Attributes:
         pools: one per layer, or a single one shared by all layers.

@@ -10,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv._errors import require
-from jaxkv.cache.bank import host_of
 from jaxkv.cache.encoding import decode, encode
+from jaxkv.cache.host_store import host_of
 from jaxkv.checkpoints.orbax_files import (
     ARRAYS,
     CACHE,
@@ -38,7 +38,7 @@ def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> Non
 def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:
     """Reads a saved `KVCache`, without its policy, onto a device or the host; ValueError if arrays are damaged.
 
-    `on_host=True` puts all arrays into host memory, False only those of the bank, the others on the default device.
+    `on_host=True` puts all arrays into host memory, False only those of the host store, the others on the default device.
     ValueError if arrays are missing, too.
     """
     entries = described(folder, manifest.get(CACHE.listed), CACHE)

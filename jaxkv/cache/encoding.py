@@ -24,7 +24,7 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
     """Encodes a value as JSON (dicts, lists, numbers, text); puts its arrays into `arrays` under their paths.
 
     The value is a frozen dataclass of numbers, text, tuples, enums, classes, arrays and such dataclasses; ValueError
-    names the path of anything else. With `arrays` None arrays are refused, too. `name` is the path of `value` itself.
+    names the path of anything else. With `arrays` None arrays are rejected, too. `name` is the path of `value` itself.
     """
     if type(value) in _PLAIN:
         return value

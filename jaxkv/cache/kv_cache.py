@@ -1,4 +1,4 @@
-"""The KV cache that users hold: one pool of rows per layer (or one for all), with a segment per sequence and kv head.
+"""The KV cache that users hold: one pool of entries per layer (or one for all), with a segment per sequence and kv head.
 
 ```
 pool of one layer, one sequence, K = 3           | start[0] ..         | start[1] ..   | start[2] ..
@@ -26,14 +26,14 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._checks import brief
 from jaxkv._errors import require
 from jaxkv.cache.arrays import Cache, State, Tables, Tally
-from jaxkv.cache.bank import Bank, host_of
 from jaxkv.cache.disk import write_cache
+from jaxkv.cache.host_store import HostStore, host_of
 from jaxkv.cache.layout import Layout
-from jaxkv.cache.pages import sized
+from jaxkv.cache.page_bounds import sized
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import held_dtype
 from jaxkv.models.config import ModelConfig
-from jaxkv.sharding.mesh import Axes, host, lettered, place
+from jaxkv.sharding.mesh import Axes, host, place, with_logical_axes
 
 
 class Turn(enum.Enum):
@@ -47,13 +47,13 @@ class Turn(enum.Enum):
 
 @partial(
     jax.tree_util.register_dataclass,
-    data_fields=["arrays", "bank", "logits", "tally"],
+    data_fields=["arrays", "host_store", "logits", "tally"],
     meta_fields=[
         "layout",
         "policy",
         "config",
         "dtype",
-        "slots",
+        "padded_len",
         "extended",
         "model",
         "turn",
@@ -63,20 +63,20 @@ class Turn(enum.Enum):
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVCache:
-    """Immutable KV cache of B sequences: device arrays, offloaded rows, next logits, layout, policy, model, mesh.
+    """Immutable KV cache of B sequences: device arrays, offloaded entries, next logits, layout, policy, model, mesh.
 
     Attributes:
         arrays: pools, segment tables and policy state on the device.
-        bank: prompt rows of offloaded layers, in host memory; the pools of those layers hold only later rows.
-        logits: `f32[B, V]` of the next token; None where no token is to be drawn. Not counted in `nbytes`.
+        host_store: prompt entries of offloaded layers, in host memory; the pools of those layers hold only later entries.
+        logits: `f32[B, V]` of the next token; None where no token is to be sampled. Not counted in `nbytes`.
         tally: entries that a mesh moved or a budget cut.
         layout: placement of segments in their pools.
         policy: the policy that compressed the cache.
         config: the model's shape.
         dtype: name of the model's dtype, to which entries are rounded, and in which they are saved.
-        slots: S, the bucket that the prompts were padded to.
-        extended: True if segments may hold more rows than the policy keeps of prompts of `slots` tokens, because
-            several tokens at once were appended, or heads competed for the rows of a longer text.
+        padded_len: S, the bucket that the prompts were padded to.
+        extended: True if segments may hold more entries than the policy keeps of prompts of `padded_len` tokens, because
+            several tokens at once were appended, or heads competed for the entries of a longer text.
         model: fingerprint of the weights that made the cache.
         turn: state of the conversation; a tuple, one for each sequence, if sequences differ.
         axes: the mesh that the cache is sharded over, or None. Each device holds the part of every pool with its own
@@ -86,14 +86,14 @@ class KVCache:
     """
 
     arrays: Cache
-    bank: Bank | None = None
+    host_store: HostStore | None = None
     logits: Float[Array, "B V"] | None = None
     tally: Tally = Tally()
     layout: Layout
     policy: Any
     config: ModelConfig
     dtype: str
-    slots: int
+    padded_len: int
     extended: bool = False
     model: str = ""
     turn: Turn | tuple[Turn, ...] = Turn.START
@@ -101,7 +101,7 @@ class KVCache:
     padding: int = 0
 
     def __repr__(self) -> str:
-        """One-line text: policy, sequences, tokens, rows per kv head, bytes, turn; counts left out if unreadable."""
+        """One-line text: policy, sequences, tokens, entries per kv head, bytes, turn; counts left out if unreadable."""
         layers, batch, heads = _shape(self.length) or (0, 0, 0)
         batch -= self.padding
         parts = [brief(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
@@ -109,10 +109,10 @@ class KVCache:
         if seen is not None:
             parts.append(f"{_range(seen[: len(seen) - self.padding])} tokens")
         if rows is not None:
-            parts.append(f"{_range(rows[:, :batch])} rows in each of {layers} x {heads} heads")
+            parts.append(f"{_range(rows[:, :batch])} entries in each of {layers} x {heads} heads")
         parts.append(f"{_bytes(self.arrays) / 1e6:.2f} MB")
-        if self.bank is not None:
-            parts.append(f"{_bytes(self.bank) / 1e6:.2f} MB in host memory")
+        if self.host_store is not None:
+            parts.append(f"{_bytes(self.host_store) / 1e6:.2f} MB in host memory")
         turns = self.turn if isinstance(self.turn, tuple) else (self.turn,)
         parts.append(
             "turn: " + ", ".join(dict.fromkeys(str(getattr(each, "value", each)) for each in turns))
@@ -136,12 +136,12 @@ class KVCache:
 
     @property
     def length(self) -> Int[Array, "L B K"]:
-        """Number of rows in each segment, `i32[L, B, K]`."""
+        """Number of entries in each segment, `i32[L, B, K]`."""
         return self.tables.length
 
     @property
     def limit(self) -> Int[Array, "L B K"]:
-        """The policy's target size of each segment in rows, `i32[L, B, K]`."""
+        """The policy's target size of each segment in entries, `i32[L, B, K]`."""
         return self.tables.limit
 
     @property
@@ -160,10 +160,10 @@ class KVCache:
 
     def widened(self, dtype: Any) -> "KVCache":
         """Copy of the cache with its entries in another dtype."""
-        dtype, bank = jnp.dtype(dtype), self.bank
+        dtype, host_store = jnp.dtype(dtype), self.host_store
         cache = self.updated(pools=tuple(pool.widened(dtype) for pool in self.pools))
-        bank = None if bank is None else bank.widened(dtype, self.axes)
-        return dataclasses.replace(cache, bank=bank)
+        host_store = None if host_store is None else host_store.widened(dtype, self.axes)
+        return dataclasses.replace(cache, host_store=host_store)
 
     def held_here(self) -> "KVCache":
         """Copy of the cache with its entries in the dtype in which its devices hold them."""
@@ -184,7 +184,7 @@ class KVCache:
         """
         self.require_arrays()
         given = dataclasses.replace(self.widened(self.dtype), policy=None)
-        # Saved caches are independent of the mesh: rows are laid out as on one device.
+        # Saved caches are independent of the mesh: entries are laid out as on one device.
         there = host_of(next(iter(self.seen.sharding.addressable_devices)))
         whole = (
             given
@@ -216,14 +216,14 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Bytes on devices of pools (with free rows), tables and policy state; not of bank, logits and tally."""
-        held = dataclasses.replace(self, bank=None, logits=None, tally=Tally())
+        """Bytes on devices of pools (with free places), tables and policy state; not of host store, logits and tally."""
+        held = dataclasses.replace(self, host_store=None, logits=None, tally=Tally())
         return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of offloaded rows in host memory; 0 without a bank."""
-        return 0 if self.bank is None else self.bank.nbytes
+        """Bytes of offloaded entries in host memory; 0 without a host store."""
+        return 0 if self.host_store is None else self.host_store.nbytes
 
     @property
     def entry_bytes(self) -> int:
@@ -233,20 +233,20 @@ class KVCache:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one pool row: an entry, its position and, if pools keep scores, score, which window layers' lack."""
+        """Bytes of one pool row: an entry, its position and, if pools keep scores, score, which sliding-window layers' lack."""
         return self.entry_bytes + 4 * (1 + any(pool.score is not None for pool in self.pools))
 
-    def room_nbytes(self, room: Sequence[int]) -> int:
-        """Bytes per sequence of `room[l]` more free rows behind each segment of layer l, with page bounds (Quest).
+    def headroom_nbytes(self, headroom: Sequence[int]) -> int:
+        """Bytes per sequence of `headroom[l]` more free places behind each segment of layer l, with page bounds (Quest).
 
         Args:
-            room: free rows, one number for each layer.
+            headroom: free places, one number for each layer.
 
         Returns:
             Bytes, summed over layers and kv heads.
         """
-        found = sum(room) * self.row_bytes
-        for layer, rows in enumerate(room):
+        found = sum(headroom) * self.row_bytes
+        for layer, rows in enumerate(headroom):
             bounds = self.pools[self.layout.pool_of(layer)].bounds
             found += 0 if bounds is None else -(-rows // bounds.page) * bounds.page_bytes
         return found * self.config.kv_heads
@@ -267,15 +267,15 @@ class KVCache:
     def _attended(self) -> Int[np.ndarray, "L B"]:
         """Number of tokens that each layer may attend to in each sequence: those seen, or its window's."""
         seen = host(self.seen)[: self.batch]
-        return np.stack([np.minimum(seen, width or seen) for width in self.config.windows])
+        return np.stack([np.minimum(seen, width or seen) for width in self.config.sliding_windows])
 
     @property
     def kept(self) -> np.ndarray:
-        """Number of rows in each segment on the device, a numpy array `i32[L, B, K]`."""
+        """Number of entries in each segment on the device, a numpy array `i32[L, B, K]`."""
         return host(self.length)[:, : self.batch]
 
     @property
-    def stretches(self) -> int:
+    def kv_shards(self) -> int:
         """Number of parts that each pool is sharded into, one per group of kv heads; 1 off a mesh."""
         return 1 if self.axes is None else self.axes.size("K")
 
@@ -283,10 +283,10 @@ class KVCache:
     def first_rows(self) -> np.ndarray:
         """First row of each segment counted from the beginning of its whole pool, a numpy array `i32[L, B, K]`."""
         start, rows = host(self.start), [pool.rows for pool in self.pools]
-        return self.layout.in_pools(start, rows, self.stretches)[:, : self.batch]
+        return self.layout.in_pools(start, rows, self.kv_shards)[:, : self.batch]
 
     def spans(self) -> Iterator[tuple[int, int, int, int, slice]]:
-        """Yields (layer, sequence, kv head, pool index, slice of its rows) for every segment, layer by layer."""
+        """Yields (layer, sequence, kv head, pool index, slice of its entries) for every segment, layer by layer."""
         first, length = self.first_rows, self.kept
         for layer, sequence, head in np.ndindex(*first.shape):
             begin = first[layer, sequence, head]
@@ -332,8 +332,10 @@ class KVCache:
     @property
     def compressed_layers(self) -> list[int]:
         """Layers that the policy compresses: those without a sliding window, or all if each has one."""
-        windows = self.config.windows
-        return [at for at, width in enumerate(windows) if width is None] or [*range(len(windows))]
+        sliding_windows = self.config.sliding_windows
+        return [at for at, width in enumerate(sliding_windows) if width is None] or [
+            *range(len(sliding_windows))
+        ]
 
     def _held(self) -> Iterator[Bool[np.ndarray, "L K _"]]:
         """Yields the mask `holds` of all tokens seen, sequence by sequence."""
@@ -357,17 +359,17 @@ class KVCache:
             if row == sequence:
                 at = positions[pool][rows]
                 mask[layer, head, at[at < tokens]] = True
-        if self.bank is not None and self.state is not None:
-            mask[list(self.bank.layers), :, : host(self.state.prompt)[sequence]] = True
+        if self.host_store is not None and self.state is not None:
+            mask[list(self.host_store.layers), :, : host(self.state.prompt)[sequence]] = True
         return mask
 
     def free(self) -> Int[np.ndarray, " L"]:
-        """Numbers of free rows behind segments, for each layer the smallest over its segments."""
+        """Numbers of free places behind segments, for each layer the smallest over its segments."""
         return self.free_rows().min(axis=1)
 
     def free_rows(self) -> Int[np.ndarray, "L B"]:
-        """Numpy array `[L, B]` of free rows behind segments: the smallest number over a sequence's kv heads."""
-        parts = self.stretches
+        """Numpy array `[L, B]` of free places behind segments: the smallest number over a sequence's kv heads."""
+        parts = self.kv_shards
         # Each device's part of a pool is laid out as a pool of its own for its heads.
         start, length = (
             a.reshape(a.shape[0], -1, a.shape[2] // parts)
@@ -389,12 +391,12 @@ def laid_out(
     """Copy of a cache on another mesh (None: one device), through the host, with pools repacked to `rows` or the least.
 
     `rows` is P of each pool, or of each device's part of it; by default the least that fits. `put` places an array
-    with these letters; by default on the mesh.
+    with these logical axes; by default on the mesh.
     """
     if put is None:
         # `jnp.asarray` would compile a program for each shape.
         put = partial(place, axes=axes) if axes else lambda a, _: jax.device_put(a)
-    groups, stretches = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
+    groups, kv_shards = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
     batch, layout = cache.batch, cache.layout
     # The last sequence repeated fills up the groups.
     of = np.minimum(np.arange(-(-batch // groups) * groups), batch - 1)
@@ -404,33 +406,35 @@ def laid_out(
     for index, part in enumerate(layout.parts(layers)):
         held = length[part]
         # Each device's part of a pool is laid out as a pool of its own.
-        apart = held.reshape(len(held), -1, heads // stretches)
+        apart = held.reshape(len(held), -1, heads // kv_shards)
         each = int(layout.takes(apart).max()) if rows is None else rows[index]
         start[part] = layout.place(apart, each).reshape(held.shape)
-        sizes.append(stretches * each)
+        sizes.append(kv_shards * each)
         bounds = cache.pools[index].bounds
         pages.append(0 if bounds is None else -(-(sizes[-1] // heads) // bounds.page))
     sources = [np.full((count, size), -1) for size in sizes]
-    begin = layout.in_pools(start, sizes, stretches)
+    begin = layout.in_pools(start, sizes, kv_shards)
     for at in np.ndindex(*length.shape):
         taken = np.arange(int(length[at]))
         sources[layout.pool_of(at[0])][at[1], begin[at] + taken] = first[at] + taken
-    made = dataclasses.replace(cache, axes=axes, padding=count - batch, bank=None)
+    made = dataclasses.replace(cache, axes=axes, padding=count - batch, host_store=None)
     leaves = [
-        put(_relocated(path, letters.split(), leaf, of, sources, start, pages), letters)
-        for path, letters, leaf in lettered(made)
+        put(_relocated(path, logical_axes.split(), leaf, of, sources, start, pages), logical_axes)
+        for path, logical_axes, leaf in with_logical_axes(made)
     ]
     there = jax.tree.unflatten(jax.tree.structure(made), leaves)
-    if cache.bank is None:
+    if cache.host_store is None:
         return there
-    # The bank may hold one sequence that all share.
-    alone = len(cache.bank.rows[0]) < len(cache.seen)
-    return dataclasses.replace(there, bank=cache.bank.moved(of[:groups] * 0 if alone else of, axes))
+    # The host store may hold one sequence that all share.
+    alone = len(cache.host_store.rows[0]) < len(cache.seen)
+    return dataclasses.replace(
+        there, host_store=cache.host_store.moved(of[:groups] * 0 if alone else of, axes)
+    )
 
 
 def _relocated(
     path: Any,
-    letters: list[str],
+    logical_axes: list[str],
     leaf: Any,
     of: np.ndarray,
     sources: list[np.ndarray],
@@ -443,11 +447,11 @@ def _relocated(
     """
     if path[-1] == GetAttrKey("start"):
         return start
-    taken = host(leaf).take(of, axis=letters.index("B"))
+    taken = host(leaf).take(of, axis=logical_axes.index("B"))
     pool = next((part.idx for part in path if isinstance(part, SequenceKey)), 0)
     if GetAttrKey("bounds") in path:
         return sized(taken, pages[pool])
-    if "P" not in letters:
+    if "P" not in logical_axes:
         return taken
     source = sources[pool]
     sequence, row = np.nonzero(source >= 0)

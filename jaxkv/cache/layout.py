@@ -49,11 +49,11 @@ class Layout(enum.Enum):
         return [layers] if self.one_pool else [layers[at : at + 1] for at in range(len(layers))]
 
     def parts(self, layers: int) -> list[slice]:
-        """Slices of consecutive layers whose rows share a pool, one for each pool."""
+        """Slices of consecutive layers whose entries share a pool, one for each pool."""
         return [slice(group[0], group[-1] + 1) for group in self.groups(range(layers))]
 
     def widest(self, rows: int, heads: int) -> int:
-        """Most rows that one segment can have in a pool of `rows` rows: an even part of them if EQUAL, else all."""
+        """Most entries that one segment can have in a pool of `rows` entries: an even part of them if EQUAL, else all."""
         return rows // heads if self is Layout.EQUAL else rows
 
     def takes(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
@@ -62,19 +62,19 @@ class Layout(enum.Enum):
         return each.sum(axis=0)
 
     def fullest(self, length: Int[np.ndarray, "n B K"], heads: int) -> int:
-        """Rows that the fullest device's part of a pool takes, where each device has `heads` of the K heads."""
+        """Entries that the fullest device's part of a pool takes, where each device has `heads` of the K heads."""
         return int(self.takes(length.reshape(len(length), -1, heads)).max())
 
     def place(
         self,
         length: Numbers,
         rows: int | Int[Array, ""],
-        room: Int[np.ndarray, " n"] | None = None,
+        headroom: Int[np.ndarray, " n"] | None = None,
     ) -> Numbers:
         """First row of each segment, `i32[n, B, K]`, when segments of these lengths are placed in a pool of P = `rows`.
 
-        `length` is `i32[n, B, K]` of numpy or JAX, and so is the result. `room` is the least number of free rows behind
-        each segment of a layer; spare rows are spread evenly.
+        `length` is `i32[n, B, K]` of numpy or JAX, and so is the result. `headroom` is the least number of free places behind
+        each segment of a layer; spare places are spread evenly.
         """
         xp, (layers, _, heads) = namespace(length), length.shape
         if self is Layout.EQUAL:
@@ -82,8 +82,8 @@ class Layout(enum.Enum):
             return xp.zeros_like(length) + xp.arange(heads, dtype=np.int32) * (rows // heads)
         behind = (
             np.zeros(layers * heads, np.int32)
-            if room is None
-            else np.repeat(room, heads).astype(np.int32)
+            if headroom is None
+            else np.repeat(headroom, heads).astype(np.int32)
         )
         taken = by_sequence(length) + behind
         before = xp.cumsum(taken, axis=-1, dtype=np.int32) - taken
@@ -91,15 +91,15 @@ class Layout(enum.Enum):
         return by_layer(before + spare * xp.arange(layers * heads, dtype=np.int32), heads)
 
     def in_pools(
-        self, start: Int[np.ndarray, "L B K"], pools: Sequence[int], stretches: int
+        self, start: Int[np.ndarray, "L B K"], pools: Sequence[int], kv_shards: int
     ) -> Int[np.ndarray, "L B K"]:
         """Converts first rows `[L, B, K]` from indices in a device's part of a pool to indices in the whole pool."""
-        each = np.asarray([pools[self.pool_of(layer)] // stretches for layer in range(len(start))])
-        stretch = np.arange(start.shape[2]) * stretches // start.shape[2]
+        each = np.asarray([pools[self.pool_of(layer)] // kv_shards for layer in range(len(start))])
+        stretch = np.arange(start.shape[2]) * kv_shards // start.shape[2]
         return start + each[:, None, None] * stretch
 
     def free(self, start: Numbers, length: Numbers, pools: Sequence[int]) -> Numbers:
-        """Number of free rows behind each segment, `[L, B, K]`, given P of each pool; numpy or JAX, as `start` is."""
+        """Number of free places behind each segment, `[L, B, K]`, given P of each pool; numpy or JAX, as `start` is."""
         xp: Any = jnp if isinstance(start, Array) else np
         heads = start.shape[2]
         ends = []

@@ -1,4 +1,4 @@
-"""Gathers the kept rows of a layer into its own pool, or into the pool that all layers share."""
+"""Gathers the kept entries of a layer into its own pool, or into the pool that all layers share."""
 
 from typing import NamedTuple
 
@@ -12,20 +12,20 @@ from jaxkv.attention import Implementation, backend_of
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.pools import Pool, segment_of_row
 from jaxkv.cache.stores import Dense, Store, put_cells
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, inside, where
+from jaxkv.sharding.sharded_program import sharded_jit
 
 
 class Unpacked(NamedTuple):
-    """One layer's rows before packing, padded to S per kv head: keys, values, mask, positions, scores, attention mass.
+    """One layer's entries before packing, padded to S per kv head: keys, values, mask, positions, scores, attention mass.
 
     Attributes:
         k: `[B, K, S, D]` keys as the pool stores them.
         v: `[B, K, S, D]` values.
-        inside: `bool[B, K|1, S]` mask of slots that hold a row.
-        score: `f32[B, K, S]` score of each row, for pools that keep scores.
-        positions: `i32[B, K, S]` positions of the rows; None for 0 to S - 1.
-        mass: `f32[B, K, S]` attention mass that each row received, for mergers.
+        inside: `bool[B, K|1, S]` mask of slots that hold an entry.
+        score: `f32[B, K, S]` score of each entry, for pools that keep scores.
+        positions: `i32[B, K, S]` positions of the entries; None for 0 to S - 1.
+        mass: `f32[B, K, S]` attention mass that each entry received, for mergers.
         tau: `f32[B, K, n]` running merging thresholds; None before the first merging.
     """
 
@@ -38,13 +38,13 @@ class Unpacked(NamedTuple):
     tau: Float[Array, "B K n"] | None = None
 
     def widened(self, dtype: jnp.dtype | None) -> "Unpacked":
-        """The rows with keys and values in another dtype; unchanged for None."""
+        """The entries with keys and values in another dtype; unchanged for None."""
         return (
             self if dtype is None else self._replace(k=self.k.astype(dtype), v=self.v.astype(dtype))
         )
 
 
-@program(static=("rows", "layout", "store", "implementation", "axes"))
+@sharded_jit(static=("rows", "layout", "store", "implementation", "axes"))
 def pack(
     layer: Unpacked,
     mask: Bool[Array, "B K S"],
@@ -56,13 +56,13 @@ def pack(
     implementation: Implementation = Implementation.XLA,
     axes: Axes | None = None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Compiled: copies a layer's rows in `mask` to a new pool of P = `rows`; returns the pool and segments' first rows.
+    """Compiled: copies a layer's entries in `mask` to a new pool of P = `rows`; returns the pool and segments' first rows.
 
-    Rows are in order of slot, spare rows are spread evenly behind the segments as in a pool of `size`, which is at most
+    Entries are in order of slot, spare places are spread evenly behind the segments as in a pool of `size`, which is at most
     P: `cut` makes such pools of wider ones. On a mesh P is that of one device's heads. First rows have a leading axis
     of one layer.
     """
-    batch, heads, slots, _ = layer.k.shape
+    batch, heads, padded_len, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
     first = layout.place(length[None], size)
     start = first[0]
@@ -70,23 +70,23 @@ def pack(
     offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
     real = offset < jnp.take_along_axis(length, segment, axis=1)
     # The offset-th chosen position of a segment is the first whose running count exceeds the offset: bisect for it.
-    count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32).reshape(batch, heads * slots)
-    low, high = jnp.zeros_like(offset), jnp.full_like(offset, slots - 1)
+    count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32).reshape(batch, heads * padded_len)
+    low, high = jnp.zeros_like(offset), jnp.full_like(offset, padded_len - 1)
 
     def halve(_, bounds):
         low, high = bounds
         middle = (low + high) // 2
-        enough = jnp.take_along_axis(count, segment * slots + middle, axis=1) > offset
+        enough = jnp.take_along_axis(count, segment * padded_len + middle, axis=1) > offset
         return jnp.where(enough, low, middle + 1), jnp.where(enough, middle, high)
 
-    position, _ = lax.fori_loop(0, max(1, (slots - 1).bit_length()), halve, (low, high))
-    source = jnp.where(real, segment * slots + position, -1)
+    position, _ = lax.fori_loop(0, max(1, (padded_len - 1).bit_length()), halve, (low, high))
+    source = jnp.where(real, segment * padded_len + position, -1)
     packed_k, packed_v, pos = backend_of(implementation).packed(layer.k, layer.v, source)
 
     def cells(a: Array, empty: int | float) -> Array:
         return jnp.where(
             real,
-            jnp.take_along_axis(a.reshape(batch, heads * slots), jnp.maximum(source, 0), 1),
+            jnp.take_along_axis(a.reshape(batch, heads * padded_len), jnp.maximum(source, 0), 1),
             empty,
         )
 
@@ -96,7 +96,7 @@ def pack(
     return Pool(store=store.of(packed_k, packed_v), pos=pos, score=score), first
 
 
-@program(static=("rows", "axes"))
+@sharded_jit(static=("rows", "axes"))
 def cut(
     pools: tuple[Pool, ...], *, rows: tuple[int, ...], axes: Axes | None = None
 ) -> tuple[Pool, ...]:
@@ -105,20 +105,20 @@ def cut(
     return tuple(jax.tree.map(lambda leaf, size=size: leaf[:, :size], pool) for pool, size in each)
 
 
-@program(static=("layout", "rows", "room", "axes"))
+@sharded_jit(static=("layout", "rows", "headroom", "axes"))
 def placed(
     length: Int[Array, "n B K"],
     *,
     layout: Layout,
     rows: int,
-    room: tuple[int, ...] | None = None,
+    headroom: tuple[int, ...] | None = None,
     axes: Axes | None = None,
 ) -> Int[Array, "n B K"]:
     """Compiled `Layout.place`: first row `[n, B, K]` of each segment in a pool; on a mesh in its device's part."""
-    return layout.place(length, rows, None if room is None else np.asarray(room, np.int32))
+    return layout.place(length, rows, None if headroom is None else np.asarray(headroom, np.int32))
 
 
-@program(static=("axes",), donate=("pool",))
+@sharded_jit(static=("axes",), donate=("pool",))
 def pack_shared(
     pool: Pool,
     layer: Unpacked,
@@ -127,14 +127,16 @@ def pack_shared(
     *,
     axes: Axes | None = None,
 ) -> Pool:
-    """Compiled: writes a layer's rows in `mask` to the shared pool (donated) from row `start` on; returns the pool."""
-    batch, heads, slots, dim = layer.k.shape
+    """Compiled: writes a layer's entries in `mask` to the shared pool (donated) from row `start` on; returns the pool."""
+    batch, heads, padded_len, dim = layer.k.shape
     rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
-    row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * slots)
+    row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * padded_len)
     positions = layer.positions
     if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(slots, dtype=jnp.int32), (batch, heads, slots))
-    k, v = (a.reshape(batch, heads * slots, dim) for a in (layer.k, layer.v))
+        positions = jnp.broadcast_to(
+            jnp.arange(padded_len, dtype=jnp.int32), (batch, heads, padded_len)
+        )
+    k, v = (a.reshape(batch, heads * padded_len, dim) for a in (layer.k, layer.v))
     score = pool.score
     if score is not None and layer.score is not None:
         score = put_cells(score, row, layer.score.reshape(row.shape))

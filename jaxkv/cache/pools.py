@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention.steps import NewRows
-from jaxkv.cache.pages import PageBounds
+from jaxkv.attention.steps import NewEntries
+from jaxkv.cache.page_bounds import PageBounds
 from jaxkv.cache.stores import Store, put_cells
 
 
@@ -17,12 +17,12 @@ from jaxkv.cache.stores import Store, put_cells
 class Pool:
     """Pytree of P rows per sequence: store of keys and values, positions `[B, P]`, optional scores and page bounds.
 
-    A segment's rows ascend in position until one is evicted.
+    A segment's entries ascend in position until one is evicted.
 
     Attributes:
         store: keys after RoPE at their original position (before it, where the policy rolls positions), and values.
-        pos: `i32[B, P]` original position of each row; -1 where no row is.
-        score: `f32[B, P]` accumulated score of each row, for policies that score while decoding; 0 where no row is.
+        pos: `i32[B, P]` original position of each entry; -1 where no entry is.
+        score: `f32[B, P]` accumulated score of each entry, for policies that score while decoding; 0 where no entry is.
         bounds: of the pages of the segments' keys, in layers that choose pages to read; None in others.
     """
 
@@ -43,7 +43,7 @@ class Pool:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of keys and values as attention reads them; decodes no row."""
+        """Dtype of keys and values as attention reads them; decodes no entry."""
         return self.store.dtype
 
     def widened(self, dtype: jnp.dtype) -> "Pool":
@@ -55,18 +55,18 @@ class Pool:
 
     @property
     def rows(self) -> int:
-        """P, the number of rows per sequence."""
+        """P, the number of entries per sequence."""
         return self.pos.shape[1]
 
-    def appended(self, new: NewRows) -> "Pool":
-        """Pool with new rows behind each segment; in place if the pool is donated."""
+    def appended(self, new: NewEntries) -> "Pool":
+        """Pool with new entries behind each segment; in place if the pool is donated."""
         row = self._behind(new)
         k, v = (each.reshape(len(row), -1, each.shape[-1]) for each in (new.k, new.v))
         pool = self.placed(new)
         return dataclasses.replace(pool, store=self.store.put((row, k), (row, v)))
 
-    def placed(self, new: NewRows) -> "Pool":
-        """Pool with positions and scores of new rows, whose keys and values are left to whoever writes them."""
+    def placed(self, new: NewEntries) -> "Pool":
+        """Pool with positions and scores of new entries, whose keys and values are left to those who writes them."""
         row, batch = self._behind(new), len(new.end)
         spread = jnp.broadcast_to(new.positions[:, None], new.k.shape[:3]).reshape(batch, -1)
         return dataclasses.replace(self.begun(new), pos=put_cells(self.pos, row, spread))
@@ -77,14 +77,14 @@ class Pool:
             return self
         return dataclasses.replace(self, score=change(self.score))
 
-    def begun(self, new: NewRows) -> "Pool":
-        """Pool with the first scores of new rows; itself if it keeps none."""
+    def begun(self, new: NewEntries) -> "Pool":
+        """Pool with the first scores of new entries; itself if it keeps none."""
         row = self._behind(new)
         begun = jnp.zeros(row.shape) if new.score is None else new.score.reshape(row.shape)
         return self.rescored(lambda score: put_cells(score, row, begun))
 
-    def _behind(self, new: NewRows) -> Int[Array, "B n"]:
-        """Row indices `[B, n]` to which the new rows of every segment go, head by head; P where none is written."""
+    def _behind(self, new: NewEntries) -> Int[Array, "B n"]:
+        """Row indices `[B, n]` to which the new entries of every segment go, head by head; P where none is written."""
         offset = jnp.arange(new.k.shape[2], dtype=jnp.int32)
         real = offset < new.count[:, None]
         return jnp.where(real[:, None], new.end[..., None] + offset, self.rows).reshape(

@@ -1,7 +1,7 @@
-"""Stores of rows in fewer bits: `Int8`, `Int4`, and `Mixed` with keys as the former and values as the latter.
+"""Stores of entries in fewer bits: `Int8`, `Int4`, and `Mixed` with keys as the former and values as the latter.
 
-A row is rounded when it is written, with scales of its own, and never again: gathering, packing, evicting and saving
-move its codes. Attention reads rows that were decoded where they are used.
+An entry is rounded when it is written, with scales of its own, and never again: gathering, packing, evicting and saving
+move its codes. Attention reads entries that were decoded where they are used.
 """
 
 import abc
@@ -63,7 +63,7 @@ class Encoding(abc.ABC):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bytes(Encoding):
+class Int8Vectors(Encoding):
     """Vectors quantised to signed 8-bit integers: codes `i8[B, P, D]` and one float16 scale per vector.
 
     Attributes:
@@ -77,8 +77,8 @@ class Bytes(Encoding):
     scale: Float[Array, "B P"]
 
     @classmethod
-    def of(cls, rows: Float[Array, "B P D"]) -> "Bytes":
-        """Quantises vectors to `Bytes`: scales each one's largest absolute value to 127 and rounds to integers."""
+    def of(cls, rows: Float[Array, "B P D"]) -> "Int8Vectors":
+        """Quantises vectors to `Int8Vectors`: scales each one's largest absolute value to 127 and rounds to integers."""
         wide = rows.astype(jnp.float32)
         scale = _scale(jnp.abs(wide).max(axis=-1) / 127)
         code = jnp.clip(_codes(wide, scale), -127, 127)
@@ -96,7 +96,7 @@ class Bytes(Encoding):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Nibbles(Encoding):
+class Int4Vectors(Encoding):
     """Vectors quantised to 4 bits an element, with a float16 scale and least value per group of elements.
 
     The n groups have 32 elements each, or fewer where 32 does not divide D. Words hold numbers from 0 to 15, the first
@@ -116,8 +116,8 @@ class Nibbles(Encoding):
     least: Float[Array, "B P n"]
 
     @classmethod
-    def of(cls, rows: Float[Array, "B P D"]) -> "Nibbles":
-        """Quantises vectors to `Nibbles`: maps each group's range to 0 to 15; ValueError unless 8 divides D."""
+    def of(cls, rows: Float[Array, "B P D"]) -> "Int4Vectors":
+        """Quantises vectors to `Int4Vectors`: maps each group's range to 0 to 15; ValueError unless 8 divides D."""
         dim = rows.shape[-1]
         wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _shared(dim))
         low = wide.min(axis=-1)
@@ -147,7 +147,7 @@ class Nibbles(Encoding):
 
 
 def _words(code: Array) -> UInt[Array, "B P w"]:
-    """Numbers from 0 to 15, `[B, P, D]`, as the words of `Nibbles`."""
+    """Numbers from 0 to 15, `[B, P, D]`, as the words of `Int4Vectors`."""
     *lead, dim = code.shape
     if dim % (4 * _MOST_SHARED):
         low, high = jnp.split(code.astype(jnp.uint8), 2, axis=-1)
@@ -178,7 +178,7 @@ class Quantised(Store):
         values: class of encoded values.
         k: encoded keys.
         v: encoded values.
-        wide: name of the dtype in which `view` returns rows: the model's, on a CPU float32.
+        wide: name of the dtype in which `view` returns entries: the model's, on a CPU float32.
     """
 
     keys: ClassVar[type[Encoding]]
@@ -234,7 +234,7 @@ class Quantised(Store):
         k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
-        """Store with the keys and values of some rows overwritten, encoded; the other rows' codes are unchanged."""
+        """Store with the keys and values of some entries overwritten, encoded; the other entries' codes are unchanged."""
         (k_row, keys), (v_row, values) = k, v
         return dataclasses.replace(
             self,
@@ -257,7 +257,7 @@ _registered = partial(
 class Int8(Quantised):
     """Store that holds keys and values as 8-bit integers with one scale per vector."""
 
-    keys = values = Bytes
+    keys = values = Int8Vectors
     kernels = ("bytes", "bytes")
     # Kernels read 8-bit codes of two columns at a time.
     columns = 2
@@ -268,7 +268,7 @@ class Int8(Quantised):
 class Int4(Quantised):
     """Store that holds keys and values in 4 bits an element, with a scale and a least value per group of up to 32."""
 
-    keys = values = Nibbles
+    keys = values = Int4Vectors
     kernels = ("nibbles", "nibbles")
     columns = _COLUMNS
     transformed = True
@@ -279,7 +279,7 @@ class Int4(Quantised):
 class Mixed(Quantised):
     """Store that holds keys as 8-bit integers with one scale per vector, and values in 4 bits as `Int4` does."""
 
-    keys, values = Bytes, Nibbles
+    keys, values = Int8Vectors, Int4Vectors
     kernels = ("bytes", "nibbles")
     columns = _COLUMNS
     transformed = True

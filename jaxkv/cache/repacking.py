@@ -1,4 +1,4 @@
-"""Copies a cache into new buffers with more free rows, or for more sequences."""
+"""Copies a cache into new buffers with more free places, or for more sequences."""
 
 import dataclasses
 
@@ -12,11 +12,11 @@ from jaxkv._errors import require
 from jaxkv.cache.kv_cache import KVCache
 from jaxkv.cache.layout import Layout, by_sequence
 from jaxkv.cache.pools import Pool, segment_of_row
-from jaxkv.sharding.door import program
-from jaxkv.sharding.mesh import Axes, host, lettered, missing, settle_down
+from jaxkv.sharding.mesh import Axes, host, missing, settle_down, with_logical_axes
+from jaxkv.sharding.sharded_program import sharded_jit
 
 
-@program(static=("layout", "rows", "room", "axes"))
+@sharded_jit(static=("layout", "rows", "headroom", "axes"))
 def _repacked(
     pool: Pool,
     start: Int[Array, "n B K"],
@@ -24,11 +24,11 @@ def _repacked(
     *,
     layout: Layout,
     rows: int,
-    room: tuple[int, ...],
+    headroom: tuple[int, ...],
     axes: Axes | None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Copies a pool to P = `rows` with `room` free rows behind each segment; returns it and first rows `[n, B, K]`."""
-    placed = layout.place(length, rows, np.asarray(room, np.int32))
+    """Copies a pool to P = `rows` with `headroom` free places behind each segment; returns it and first rows `[n, B, K]`."""
+    placed = layout.place(length, rows, np.asarray(headroom, np.int32))
     start, length, new_start = (by_sequence(table) for table in (start, length, placed))
     segment = segment_of_row(new_start, rows)
     first, held, begin = (
@@ -43,8 +43,8 @@ def _repacked(
         if pool.score is None
         else jnp.where(real, jnp.take_along_axis(pool.score, source, axis=1), 0.0)
     )
-    # Segments of pools with pages are of equal size, and rows keep their places in them.
-    bounds = None if pool.bounds is None else pool.bounds.with_room(rows // start.shape[1])
+    # Segments of pools with pages are of equal size, and entries keep their places in them.
+    bounds = None if pool.bounds is None else pool.bounds.with_headroom(rows // start.shape[1])
     return Pool(store=pool.store.take(source, real), pos=pos, score=score, bounds=bounds), placed
 
 
@@ -58,18 +58,18 @@ def _give_up(pool: Pool, copy: Pool) -> None:
 def repack(
     cache: KVCache,
     *,
-    room: int | Int[np.ndarray, " L"],
+    headroom: int | Int[np.ndarray, " L"],
     batch: int | None = None,
     release: bool = False,
     sizes: tuple[int, ...] | None = None,
 ) -> KVCache:
-    """Copy of a cache with `room` more free rows per segment; `batch` repeats its sequence, `release` frees old pools.
+    """Copy of a cache with `headroom` more free places per segment; `batch` repeats its sequence, `release` frees old pools.
 
-    `room` is one number, or one per layer; segments of window layers keep the rows of their windows alone, and have at
-    least as many free rows. `batch` repeats a cache of one sequence that many times, and on a mesh pads to whole
+    `headroom` is one number, or one per layer; segments of sliding-window layers keep the entries of their windows alone, and have at
+    least as many free places. `batch` repeats a cache of one sequence that many times, and on a mesh pads to whole
     groups; ValueError if the cache holds several. `release` gives up the cache: its pools are deleted one by one, so
-    that both never exist whole, and those without more `room` are the new cache's. `sizes` are P of window layers' new
-    pools (on a mesh, of a device's part), one for each layer, in place of what their `room` asks for.
+    that both never exist whole, and those without more `headroom` are the new cache's. `sizes` are P of sliding-window layers' new
+    pools (on a mesh, of a device's part), one for each layer, in place of what their `headroom` asks for.
     """
     copies, padding = 0, cache.padding
     if batch is not None and batch != cache.batch:
@@ -90,22 +90,25 @@ def repack(
         one = lax.slice_in_dim(leaf, 0, 1, axis=axis) if cache.padding else leaf
         return jnp.repeat(one, copies, axis=axis)
 
-    rest = dataclasses.replace(cache.updated(pools=()), bank=None)
-    leaves = [repeat(leaf, letters.split().index("B")) for _, letters, leaf in lettered(rest)]
+    rest = dataclasses.replace(cache.updated(pools=()), host_store=None)
+    leaves = [
+        repeat(leaf, logical_axes.split().index("B"))
+        for _, logical_axes, leaf in with_logical_axes(rest)
+    ]
     rest = jax.tree.unflatten(jax.tree.structure(rest), leaves)
     start, length = rest.start, rest.length
     layers, _, heads = start.shape
-    rooms = np.broadcast_to(np.asarray(room, np.int32), (layers,))
-    pools, placed, lengths, stretches = [], [], length, cache.stretches
+    headrooms = np.broadcast_to(np.asarray(headroom, np.int32), (layers,))
+    pools, placed, lengths, kv_shards = [], [], length, cache.kv_shards
     for pool, of in zip(cache.pools, cache.layout.parts(layers), strict=True):
-        room_of, widths = tuple(rooms[of].tolist()), cache.config.windows[of]
-        stays = not any(room_of) if sizes is None else not any(widths)
+        headroom_of, widths = tuple(headrooms[of].tolist()), cache.config.sliding_windows[of]
+        stays = not any(headroom_of) if sizes is None else not any(widths)
         if release and not copies and stays:
             # Pools that stay as they are belong to the new cache.
             pools.append(pool)
             placed.append(start[of])
             continue
-        first, held, rows = start[of], length[of], pool.rows + heads * sum(room_of)
+        first, held, rows = start[of], length[of], pool.rows + heads * sum(headroom_of)
         if any(widths):
             most = np.asarray(
                 [np.iinfo(np.int32).max if width is None else width for width in widths], np.int32
@@ -113,17 +116,17 @@ def repack(
             held = jnp.minimum(held, most[:, None, None])
             first, lengths = first + length[of] - held, lengths.at[of].set(held)
             if sizes is None:
-                least = cache.layout.fullest(host(held), heads // stretches)
-                rows = max(pool.rows, stretches * least + heads * sum(room_of))
+                least = cache.layout.fullest(host(held), heads // kv_shards)
+                rows = max(pool.rows, kv_shards * least + heads * sum(headroom_of))
             else:
-                rows = stretches * sizes[of.start]
+                rows = kv_shards * sizes[of.start]
         copied, first = _repacked(
             jax.tree.map(repeat, pool),  # a user's store need not name its axes
             first,
             held,
             layout=cache.layout,
-            rows=rows // stretches,
-            room=room_of,
+            rows=rows // kv_shards,
+            headroom=headroom_of,
             axes=cache.axes,
         )
         pools.append(copied)
@@ -133,12 +136,12 @@ def repack(
     copy = dataclasses.replace(rest, padding=padding).updated(
         pools=tuple(pools), start=jnp.concatenate(placed), length=lengths
     )
-    return dataclasses.replace(settle_down(copy, cache.axes), bank=cache.bank)
+    return dataclasses.replace(settle_down(copy, cache.axes), host_store=cache.host_store)
 
 
-def slid(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
-    """Copy of a cache whose window layers hold their windows' rows alone, in pools of P = `rows`; old pools deleted.
+def drop_outside_sliding_windows(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
+    """Copy of a cache whose sliding-window layers hold their windows' entries alone, in pools of P = `rows`; old pools deleted.
 
     `rows` has one size for each layer (on a mesh, of a device's part); layers without a window stay as they are.
     """
-    return repack(cache, room=0, release=True, sizes=rows)
+    return repack(cache, headroom=0, release=True, sizes=rows)

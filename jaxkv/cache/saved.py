@@ -18,7 +18,7 @@ from jaxkv.checkpoints.orbax_files import CACHE, read_manifest
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
 from jaxkv.policies.checks import Bytes
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import as_policy
 from jaxkv.sharding.resharding import cache_on, reshard
 
@@ -28,21 +28,21 @@ def load_cache(
     path: str | os.PathLike[str],
     params: LanguageModel | None = None,
     *,
-    policy: Method | type[Method] | str | None = None,
+    policy: Policy | type[Policy] | str | None = None,
     mesh: Mesh | None = None,
 ) -> KVCache:
     """Loads a `KVCache` that `KVCache.save` wrote; ValueError if damaged, or another model's or policy's.
 
     Args:
         path: the folder.
-        params: the model that the cache will be used with; the cache of another model is then refused here.
+        params: the model that the cache will be used with; the cache of another model is then rejected here.
         policy: the policy that compressed the cache, as given to `prefill`; needed if its class cannot be found in this
             process by name.
         mesh: devices with the axes "data" and "model" to put the cache on; by default the model's devices, or the
             default device.
 
     Returns:
-        The cache; rows that wait in host memory are there.
+        The cache; entries that wait in host memory are there.
 
     Raises:
         TypeError: for a policy, class, model or mesh of the wrong kind.
@@ -67,7 +67,7 @@ def load_cache(
     return cache
 
 
-def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:
+def _read(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
     """Reads the cache and its policy from a folder, onto the default device or, with `on_host`, into host memory."""
     manifest = read_manifest(folder, CACHE)
     said = manifest.get("policy")
@@ -84,7 +84,7 @@ def _read(folder: Path, given: Method | None, *, on_host: bool) -> KVCache:
     return dataclasses.replace(cache, policy=made_by)
 
 
-def _decoded(said: Any) -> Method:
+def _decoded(said: Any) -> Policy:
     """Policy decoded from its description in a cache's manifest; ValueError if its class is unknown."""
     try:
         policy = decode(said, lambda name: None)
@@ -92,11 +92,11 @@ def _decoded(said: Any) -> Method:
         raise ValueError(
             f"{error}, or give the policy that compressed the cache: policy=..."
         ) from error
-    require(isinstance(policy, Method), "policy", said, f"no policy: {CACHE.again}")
+    require(isinstance(policy, Policy), "policy", said, f"no policy: {CACHE.again}")
     return policy
 
 
-def _agreed(given: Method, said: Any, layers: int) -> Method:
+def _agreed(given: Policy, said: Any, layers: int) -> Policy:
     """The user's policy, bound to the model; ValueError if the manifest describes another one."""
     fields = said.get("fields") if isinstance(said, dict) else None
     # The manifest has the model's filter layers where the policy names none.
@@ -107,7 +107,7 @@ def _agreed(given: Method, said: Any, layers: int) -> Method:
         given = given.for_model(layers, tuple(filters) if isinstance(filters, list) else None)
     budget, remedy = (
         given.composed.budget,
-        "a saved cache says how many rows they were: leave the policy out",
+        "a saved cache says how many entries they were: leave the policy out",
     )
     require(not isinstance(budget, Bytes), "policy.budget", budget, remedy)
     remedy = "another one compressed the cache: leave it out, or give that one"

@@ -1,4 +1,4 @@
-"""Stores: how a pool holds the keys and values of its cache rows; beside them only fused kernels write these arrays."""
+"""Stores: how a pool holds the keys and values of its cache entries; beside them only fused kernels write these arrays."""
 
 import abc
 import dataclasses
@@ -23,14 +23,14 @@ def held_dtype(dtype: Any, platform: str) -> jnp.dtype:
 class Store(abc.ABC):
     """Abstract store of a pool's keys and values: a dataclass of arrays `[B, P, ...]`, registered as a pytree.
 
-    A subclass defines how rows are encoded (`of`), decoded (`view`, of `dtype`), written (`put`) and how many bytes a
-    row takes (`row_bytes`); `take` gathers encoded rows.
+    A subclass defines how entries are encoded (`of`), decoded (`view`, of `dtype`), written (`put`) and how many bytes a
+    row takes (`row_bytes`); `take` gathers encoded entries.
 
     Attributes:
         kernels: what backends' kernels call the forms of keys and of values in `held`, of those in `Capabilities`:
-            "rows" (arrays as they are), "bytes", "nibbles". Empty: no kernel reads them, rows are decoded for XLA.
+            "rows" (arrays as they are), "bytes", "nibbles". Empty: no kernel reads them, entries are decoded for XLA.
         columns: number of which the head dim has to be a multiple for kernels.
-        transformed: True if the store takes rows transformed by a Hadamard matrix, keys less their head's mean,
+        transformed: True if the store takes entries transformed by a Hadamard matrix, keys less their head's mean,
             wherever a policy does not compare keys.
     """
 
@@ -39,14 +39,14 @@ class Store(abc.ABC):
     transformed: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that changes how rows are held says itself which kernels read them."""
+        """A class that changes how entries are held says itself which kernels read them."""
         super().__init_subclass__(**options)
         if overrides(cls, "kernels"):
             cls.kernels = ()
 
     @classmethod
     def read_by(cls, kernels: Set[str], dim: int) -> bool:
-        """True if kernels for rows of these names read and write rows of `dim` elements as the store holds them."""
+        """True if kernels for entries of these names read and write entries of `dim` elements as the store holds them."""
         return bool(cls.kernels) and kernels >= set(cls.kernels) and dim % cls.columns == 0
 
     @classmethod
@@ -81,7 +81,7 @@ class Store(abc.ABC):
         """Dtype of the keys and values that `view` returns: the model's."""
 
     def widened(self, dtype: jnp.dtype) -> "Store":
-        """Copy of the store whose `view` returns rows in another dtype.
+        """Copy of the store whose `view` returns entries in another dtype.
 
         Args:
             dtype: that of the store returned.
@@ -123,7 +123,7 @@ class Store(abc.ABC):
         k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
-        """Store with the keys and values of some rows overwritten, in place if the buffers are donated.
+        """Store with the keys and values of some entries overwritten, in place if the buffers are donated.
 
         Args:
             k: row indices, P or more to write nothing, and keys in any float dtype.
@@ -134,14 +134,14 @@ class Store(abc.ABC):
         """
 
     def take(self, row: Int[Array, "B n"], real: Bool[Array, "B n"] | None = None) -> "Store":
-        """Gathers rows by index into a store of n rows, still encoded; zeros where the mask `real` is False.
+        """Gathers entries by index into a store of n entries, still encoded; zeros where the mask `real` is False.
 
         Args:
             row: row indices.
-            real: mask of the rows to copy; the others become zeros. By default all are copied.
+            real: mask of the entries to copy; the others become zeros. By default all are copied.
 
         Returns:
-            A store of n rows.
+            A store of n entries.
         """
 
         def gather(leaf: Array) -> Array:
@@ -168,7 +168,7 @@ class Dense(Store):
 
     @classmethod
     def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes that one row takes: a key and a value of `dim` elements each."""
+        """Bytes that one entry takes: a key and a value of `dim` elements each."""
         return 2 * dim * itemsize
 
     @property
@@ -185,7 +185,7 @@ class Dense(Store):
         k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
-        """Store with the keys and values of some rows overwritten, cast to the model's dtype."""
+        """Store with the keys and values of some entries overwritten, cast to the model's dtype."""
         (k_row, keys), (v_row, values) = k, v
         k_leaf = put_cells(self.k, k_row, keys.astype(self.k.dtype))
         v_leaf = put_cells(self.v, v_row, values.astype(self.v.dtype))

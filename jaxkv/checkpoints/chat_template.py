@@ -50,7 +50,7 @@ def render_template(source: str, **variables: Any) -> str:
     The sandbox keeps a template from Python's objects and files. The length of the text is bounded, time is not.
 
     Raises:
-        ValueError: where the template refuses or fails, with its own words.
+        ValueError: where the template rejects or fails, with its own words.
     """
     pieces, total = [], 0
     try:

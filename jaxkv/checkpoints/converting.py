@@ -18,7 +18,7 @@ from jaxkv.checkpoints.orbax_files import (
     TENSORS,
     VOCABULARY,
     WEIGHTS,
-    Entry,
+    ManifestEntry,
     is_plain,
     whole_folder,
     write_arrays,
@@ -56,7 +56,7 @@ def convert(
 
     Raises:
         TypeError: where the source is neither a string nor a path.
-        ValueError: where the source cannot be read or is no model that is built, something lies at `target`, or nothing
+        ValueError: where the source cannot be read or is no model that is built, something is at `target`, or nothing
             can be written there.
     """
     known = dtype is None or dtype in DTYPES
@@ -65,7 +65,7 @@ def convert(
     with whole_folder(folder, "target") as part:
         checkpoint = open_checkpoint(fetch(source, progress=progress))
         for name in checkpoint.stored:
-            remedy = "its folder is called so, of letters, digits, dots and hyphens: rename it"
+            remedy = "its folder is called so, of logical axes, digits, dots and hyphens: rename it"
             require(is_plain(name), "tensor", name, remedy)
         # Whole, so that a converted folder is loaded without transformers.
         config = completed(checkpoint.config)
@@ -87,7 +87,7 @@ def convert(
                 with writing(folder, "target"):
                     write_arrays(part / TENSORS / name, {name: array})
                     (part / TENSORS / name).mkdir(exist_ok=True)  # of an array without elements
-                entries[name] = Entry.of(name, array, WEIGHTS).json()
+                entries[name] = ManifestEntry.of(name, array, WEIGHTS).json()
                 del array  # before the next one is read
                 shown.update(sizes[name])
         named = str(source) in names()

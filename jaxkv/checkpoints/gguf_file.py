@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints import gguf_reader
 from jaxkv.checkpoints.gguf_config import read_config
 from jaxkv.checkpoints.gguf_metadata import Metadata
@@ -39,7 +39,7 @@ class GgufFile:
         """Opens the file and reads its metadata, not its weights; ValueError if it is corrupt or unsupported.
 
         Raises:
-            ValueError: where the file is missing, truncated or corrupt, or its architecture is not built.
+            ValueError: where the file is missing, truncated or corrupt, or its architecture is not supported.
         """
         self.path = path
         values, self._stored = gguf_reader.read(path)
@@ -93,7 +93,7 @@ class GgufFile:
         """Number of heads of a Q or K projection whose rows llama.cpp has interleaved; None for other tensors."""
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             heads, head_dim = self.config[key], self.config["head_dim"]
-            # A tensor of another shape is refused later, when the model is loaded.
+            # A tensor of another shape is rejected later, when the model is loaded.
             if (
                 self._meta.arch == "llama"
                 and f".self_attn.{part}." in name
@@ -121,7 +121,7 @@ class GgufFile:
                 stop = min(start + step, last)
                 with np.errstate(
                     over="ignore"
-                ):  # what MXFP4's largest scales make infinite is refused later
+                ):  # what MXFP4's largest scales make infinite is rejected later
                     array[start - first : stop - first] = quants.dequantize(
                         tensor.rows(start, stop), tensor.kind
                     )
@@ -130,7 +130,7 @@ class GgufFile:
             remedy = (
                 "this quantisation has no reader; use a Q4, Q5, Q6, Q8, MXFP4, F16 or BF16 file"
             )
-            raise refusal(f"{name}.type", tensor.kind.name, remedy) from error
+            raise invalid(f"{name}.type", tensor.kind.name, remedy) from error
 
     def _read_tokenizer(self) -> GgufTokenizer | None:
         """The file's vocabulary as a `GgufTokenizer`; None if it has no tokens."""

@@ -18,7 +18,7 @@ _KINDS = {
 
 
 class Metadata:
-    """A GGUF's metadata: values by key, refused by name if they are of another kind than the one asked for.
+    """A GGUF's metadata: values by key, rejected by name if they are of another kind than the one asked for.
 
     Attributes:
         values: the metadata by key, as plain Python values.

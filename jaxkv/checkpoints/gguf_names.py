@@ -4,7 +4,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from jaxkv._errors import refusal
+from jaxkv._errors import invalid
 
 TABLES = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text("utf-8"))
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
@@ -27,5 +27,5 @@ def hf_name(name: str, arch: str) -> str:
     match, known = _LAYER.fullmatch(name), TABLES["attention"] | TABLES["layers"][arch]
     if match is None or match[2] not in known:
         remedy = "jaxkv builds no part that uses it; the model is of an unsupported kind"
-        raise refusal("tensor", name, remedy)
+        raise invalid("tensor", name, remedy)
     return f"model.layers.{match[1]}.{known[match[2]]}.{match[3]}"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -85,12 +85,12 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         metadata, tensor_count = _metadata(cursor)
         return metadata, _tensors(cursor, tensor_count, metadata.get("general.alignment", 32))
     except OSError as error:
-        raise refusal(
+        raise invalid(
             "file", path, f"{size:,} bytes cannot be mapped ({error.strerror}); free some memory"
         ) from error
     except (_Corrupt, UnicodeDecodeError) as error:
         remedy = f"truncated or corrupt GGUF of {size} bytes ({error}); download it again"
-        raise refusal("file", path, remedy) from error
+        raise invalid("file", path, remedy) from error
 
 
 class _Cursor:

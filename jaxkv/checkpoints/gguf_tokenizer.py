@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints.gguf_names import TABLES
 
 _MOST_CUTS = 10**9
@@ -62,7 +62,7 @@ class GgufTokenizer:
             A `tokenizers.Tokenizer`.
 
         Raises:
-            ValueError: for a kind or a pre-tokenizer that is not built, by name, or an inconsistent vocabulary.
+            ValueError: for a kind or a pre-tokenizer that is not supported, by name, or an inconsistent vocabulary.
         """
         require(
             self.model in ("gpt2", "llama"),
@@ -83,7 +83,7 @@ class GgufTokenizer:
             raise
         # The Rust library raises plain Exception, for a merge whose parts are not tokens, say.
         except Exception as error:
-            raise refusal(
+            raise invalid(
                 "tokenizer.ggml.model", self.model, f"inconsistent vocabulary ({error})"
             ) from error
         tokenizer.add_special_tokens(self._added(special=True))

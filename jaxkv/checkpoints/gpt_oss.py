@@ -220,7 +220,7 @@ def _dequantised(
         part = slice(start, start + step)
         with np.errstate(
             over="ignore", invalid="ignore"
-        ):  # a scale of 255 is no number, which is refused later
+        ):  # a scale of 255 is no number, which is rejected later
             factors = np.ldexp(np.float32(1), powers[part].astype(np.int32) - 127)
             array[part] = _AS_ONE[flat[part]].view(np.float32) * factors[:, None]
     return array.reshape(*scales.shape[:-1], -1)

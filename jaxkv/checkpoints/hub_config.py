@@ -1,4 +1,4 @@
-"""Keys of a Hugging Face `config.json`: what each family reads, ignores and refuses, and what is left out."""
+"""Keys of a Hugging Face `config.json`: what each family reads, ignores and rejects, and what is left out."""
 
 import dataclasses
 import logging
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 
 # Keys of a Hugging Face `config.json`.
 Config = Mapping[str, Any]
@@ -19,14 +19,14 @@ TWO_ROPES = ("gemma3_text", "olmo3")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Row of `families.toml`: keys of a family's config, of which any other that is not null is refused by name.
+    """Row of `families.toml`: keys of a family's config, of which any other that is not null is rejected by name.
 
     Attributes:
         read: keys that decide something, beside those that it reads `like` Llama, or all; what transformers' class of
             the family says of those that are left out.
         like: name of these keys in the file's table `read`.
         optional: keys that decide something where they are given.
-        neutral: keys by the values with which they change nothing; other values are refused.
+        neutral: keys by the values with which they change nothing; other values are rejected.
         ignored: keys that change nothing, whatever they hold.
         aliases: other names of its keys.
         names: its own names of keys, by Llama's.
@@ -72,7 +72,7 @@ def completed(config: Config) -> dict[str, Any]:
         The keys that are given, by one name each, and those that were left out.
 
     Raises:
-        ValueError: for a model type that is not built, and for a key with what is not built, by name.
+        ValueError: for a model type that is not supported, and for a key with what is not supported, by name.
     """
     kind = config.get("model_type")
     known = isinstance(kind, str) and kind in FAMILIES
@@ -126,7 +126,7 @@ def rotations(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check(config: Config) -> None:
-    """Raises ValueError for a key that is not known, or holds what is not built, by its name."""
+    """Raises ValueError for a key that is not known, or holds what is not supported, by its name."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     told = f"{_EVERY['optional']} {family.optional} {family.ignored}".split()
@@ -134,7 +134,7 @@ def _check(config: Config) -> None:
     for key, value in config.items():
         values = family.neutral.get(key, None if key in allowed else _EVERY["neutral"].get(key, ()))
         built = f"give {' or '.join(map(repr, values))}" if values else "not known: leave it out"
-        remedy = f"of a {kind} this is not built; {built} if that changes nothing"
+        remedy = f"of a {kind} this is not supported; {built} if that changes nothing"
         require(values is None or value in values, key, value, remedy)
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
@@ -171,7 +171,7 @@ def _usual(config: Config, missing: list[str]) -> dict[str, Any]:
 
 
 def _of_transformers(config: Config) -> Any:
-    """Transformers' config of these keys but for scaling, which is read here; ValueError for what it refuses."""
+    """Transformers' config of these keys but for scaling, which is read here; ValueError for what it rejects."""
     apart = ("quantization_config", "rope_parameters", "rope_scaling")
     before = logging.root.manager.disable
     # It says that PyTorch is missing, and more that users of jaxkv cannot mend.
@@ -180,8 +180,8 @@ def _of_transformers(config: Config) -> Any:
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**{key: config[key] for key in config if key not in apart})
-    except Exception as error:  # it and huggingface_hub have several classes for what they refuse
+    except Exception as error:  # it and huggingface_hub have several classes for what they reject
         told = f"transformers does not read it: {error}"
-        raise refusal("config", config["model_type"], told) from error
+        raise invalid("config", config["model_type"], told) from error
     finally:
         logging.disable(before)

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints.whole_files import write_whole
 
 AGAIN = "copy or download the file again"
@@ -28,9 +28,9 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise refusal("file", path, f"not UTF-8 ({error}); {AGAIN}") from error
+        raise invalid("file", path, f"not UTF-8 ({error}); {AGAIN}") from error
     except OSError as error:
-        raise refusal("file", path, f"it cannot be read ({error.strerror}); {AGAIN}") from error
+        raise invalid("file", path, f"it cannot be read ({error.strerror}); {AGAIN}") from error
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(text)
     except RecursionError as error:
-        raise refusal("file", path, f"JSON nested too deeply; {AGAIN}") from error
+        raise invalid("file", path, f"JSON nested too deeply; {AGAIN}") from error
     except ValueError as error:
-        raise refusal("file", path, f"not valid JSON ({error}); {AGAIN}") from error
+        raise invalid("file", path, f"not valid JSON ({error}); {AGAIN}") from error
     require(isinstance(value, dict), "file", path, f"a JSON object is expected; {AGAIN}")
     return value
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.json_files import read_json, write_json
 from jaxkv.checkpoints.tensor import Index, StoredTensor, dtype_of
@@ -78,7 +78,7 @@ def open_converted(
 ) -> tuple[dict[str, StoredTensor], GgufTokenizer | None, tuple[int, ...] | None] | None:
     """Tensors, a GGUF's vocabulary and filter layers of a folder that `convert` wrote; None for other folders.
 
-    Only metadata are read. There is no vocabulary where tokenizer files, or none, lie in the folder.
+    Only metadata are read. There is no vocabulary where tokenizer files, or none, are in the folder.
 
     Raises:
         ValueError: where it is half-written, lacks a tensor, or is another Orbax folder.
@@ -154,7 +154,7 @@ def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class ManifestEntry:
     """Manifest entry of an array: name, shape, dtype, CRC-32, and the kind (`Kind`) of Orbax folder that holds it."""
 
     name: str
@@ -164,8 +164,8 @@ class Entry:
     kind: Kind
 
     @classmethod
-    def of(cls, name: str, array: np.ndarray, kind: Kind) -> "Entry":
-        """`Entry` of an array, with its checksum computed."""
+    def of(cls, name: str, array: np.ndarray, kind: Kind) -> "ManifestEntry":
+        """`ManifestEntry` of an array, with its checksum computed."""
         return cls(
             name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind
         )
@@ -175,8 +175,8 @@ class Entry:
         return {"shape": list(self.shape), "dtype": self.dtype.name, "crc32": self.crc32}
 
 
-def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
-    """Dict from array name to validated `Entry`, from a manifest's description of arrays; ValueError if unsound.
+def described(folder: Path, said: Any, kind: Kind) -> dict[str, ManifestEntry]:
+    """Dict from array name to validated `ManifestEntry`, from a manifest's description of arrays; ValueError if unsound.
 
     Raises:
         ValueError: where `said`, the manifest's value, is not that.
@@ -202,13 +202,15 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, Entry]:
         sound = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
         if not sound or dtype is None or type(crc32) is not int:
             remedy = f"shape, dtype and crc32 are expected in {manifest}; {kind.again}"
-            raise refusal(f"{kind.listed}.{name}", each, remedy)
-        entries[name] = Entry(name=name, shape=tuple(shape), dtype=dtype, crc32=crc32, kind=kind)
+            raise invalid(f"{kind.listed}.{name}", each, remedy)
+        entries[name] = ManifestEntry(
+            name=name, shape=tuple(shape), dtype=dtype, crc32=crc32, kind=kind
+        )
     return entries
 
 
 def is_plain(name: str) -> bool:
-    """True if `name` is safe as a folder's name: at most 200 letters, digits, `_`, dots and hyphens, no dot first."""
+    """True if `name` is safe as a folder's name: at most 200 logical axes, digits, `_`, dots and hyphens, no dot first."""
     return _PLAIN.fullmatch(name) is not None
 
 
@@ -238,7 +240,7 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
     `field` is the argument that names the folder, for errors.
 
     Raises:
-        ValueError: where something lies at `folder`, before or after the body, or no folder can be made there.
+        ValueError: where something is at `folder`, before or after the body, or no folder can be made there.
     """
     require_free(folder, field)
     # Beside `folder`, so that the last step is a rename; a short name, as the folder's may have the maximal length.
@@ -249,9 +251,9 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
             part.parent.mkdir(parents=True, exist_ok=True)
             part.mkdir()
             with contextlib.suppress(FileNotFoundError):
-                folder.lstat()  # refuses a name that is too long, say
+                folder.lstat()  # rejects a name that is too long, say
         except (OSError, ValueError) as error:  # a null character in a name, say
-            raise refusal(
+            raise invalid(
                 field, folder, f"no folder can be made there ({reason(error)}): choose another"
             ) from error
         yield part
@@ -276,7 +278,9 @@ def write_folder(
     """
     with whole_folder(folder, "path") as part, writing(folder, "path"):
         write_arrays(part / ARRAYS, arrays)
-        entries = {name: Entry.of(name, array, kind).json() for name, array in arrays.items()}
+        entries = {
+            name: ManifestEntry.of(name, array, kind).json() for name, array in arrays.items()
+        }
         write_manifest(part, kind, {**said, kind.listed: entries})
 
 
@@ -294,7 +298,7 @@ def writing(folder: Path, field: str) -> Iterator[None]:
         remedy = (
             f"it cannot be written ({reason(error)}): make room there, or choose another folder"
         )
-        raise refusal(field, folder, remedy) from error
+        raise invalid(field, folder, remedy) from error
 
 
 def reason(error: Exception) -> str:
@@ -304,7 +308,7 @@ def reason(error: Exception) -> str:
     )
 
 
-def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
+def read_array(folder: Path, entry: ManifestEntry, index: Index = ()) -> np.ndarray:
     """Reads an array, or only its part `index`, from an Orbax folder; ValueError if it is missing or damaged.
 
     Raises:
@@ -330,7 +334,7 @@ def read_array(folder: Path, entry: Entry, index: Index = ()) -> np.ndarray:
             array = store[index].read().result() if index else store.read().result()
     except (ValueError, OSError) as error:
         remedy = f"it cannot be read from {folder} ({reason(error)}); {again}"
-        raise refusal(one, entry.name, remedy) from error
+        raise invalid(one, entry.name, remedy) from error
     said = f"{entry.dtype.name}{list(entry.shape)}"
     remedy = f"{found[1].name}{list(found[0])} in {folder}, whose manifest says {said}; {again}"
     require(found == (entry.shape, entry.dtype), one, entry.name, remedy)
@@ -357,4 +361,4 @@ def _read_vocabulary(path: Path) -> GgufTokenizer:
     try:
         return GgufTokenizer(**said)
     except TypeError as error:
-        raise refusal("file", path, f"not a vocabulary ({error}); {WEIGHTS.again}") from error
+        raise invalid("file", path, f"not a vocabulary ({error}); {WEIGHTS.again}") from error

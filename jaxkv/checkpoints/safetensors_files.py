@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints.json_files import AGAIN, read_json
 from jaxkv.checkpoints.tensor import Index, StoredTensor, dtype_of
 
@@ -33,13 +33,13 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 dtype = dtype_of(f"{_KINDS.get(letters)}{kind.removeprefix(letters)}")
                 if dtype is None:
                     remedy = "readable dtypes: BOOL, BF16, and of U, I and F those of 8 to 64 bits"
-                    raise refusal(f"{path.name}:{name}.dtype", kind, remedy)
+                    raise invalid(f"{path.name}:{name}.dtype", kind, remedy)
                 read, shape = functools.partial(_read, path, name), tuple(part.get_shape())
                 tensors[name] = StoredTensor(shape=shape, dtype=dtype, read=read)
     except (safetensors.SafetensorError, OSError) as error:
         size = path.stat().st_size
         remedy = f"{size} bytes, a whole safetensors file expected ({error}); {AGAIN}"
-        raise refusal("file", path, remedy) from error
+        raise invalid("file", path, remedy) from error
     return tensors
 
 
@@ -71,7 +71,7 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
                 Path(file).name == file,
                 "weight_map",
                 file,
-                "shards must lie in the folder of the index",
+                "shards must are in the folder of the index",
             )
             listed = {name for name, where in weight_map.items() if where == file}
             held = read_header(folder / file)
@@ -93,4 +93,4 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
     )
     remedy = "convert it to safetensors: unpickling runs whatever code the file holds, so pickles are never read"
     require(not pickles, "weights", folder / pickles[0] if pickles else None, remedy)
-    raise refusal("folder", folder, f"no weights in it; it must hold {SINGLE} or {INDEX}")
+    raise invalid("folder", folder, f"no weights in it; it must hold {SINGLE} or {INDEX}")

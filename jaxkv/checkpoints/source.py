@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints import gguf_file, orbax_files, safetensors_files
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.gpt_oss import with_experts
@@ -26,7 +26,7 @@ class Checkpoint:
         path: the folder or file.
         config: the keys of a Hugging Face `config.json`; a GGUF's metadata is translated into them. Of a model that
             also takes images they are its text model's, and so are the tensors.
-        stored: the tensors by their Hugging Face names, in the order they lie in; each is read when asked for: float32
+        stored: the tensors by their Hugging Face names, in the order they are in; each is read when asked for: float32
             from a GGUF, bfloat16 from MXFP4, in the stored dtype from elsewhere.
         tokenizer_spec: the folder that holds the tokenizer's files, a GGUF's vocabulary, or None where there is none.
         filter_layers: layers that choose best what the layers above them read, where the files say so.
@@ -86,7 +86,7 @@ def _open_folder(folder: Path) -> Checkpoint:
     if not (folder / "config.json").is_file():
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))
         other = f"one of its files, {ggufs[:3]}" if ggufs else "the folder that holds one"
-        raise refusal("folder", folder, f"no config.json in it; give {other}")
+        raise invalid("folder", folder, f"no config.json in it; give {other}")
     config = folder_config(folder)
     if (folder / "generation_config.json").is_file():
         # Chat models often name their end-of-turn tokens only there.

@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints.hub_config import IGNORED, Config
 from jaxkv.checkpoints.tensor import StoredTensor
 
@@ -29,7 +29,7 @@ def text_config(config: Config) -> Config:
         return config
     (text, made), given = _TABLES["models"][kind], config.get("text_config")
     if not isinstance(given, Mapping):
-        raise refusal("text_config", given, f"a {kind} has the keys of its text model here")
+        raise invalid("text_config", given, f"a {kind} has the keys of its text model here")
     own = given.get("model_type", text)
     require(own == text, "text_config.model_type", own, f"the text model of a {kind} is a {text}")
     unknown = sorted(map(str, set(config) - IGNORED - _HARMLESS - set(_TABLES["shared"])))

@@ -14,7 +14,7 @@ _ABOUT = "Answers questions about long texts with a compressed KV cache."
 
 EXAMPLES = """\
 examples:
-  ask a question about a document, keeping 256 rows per kv head of its cache:
+  ask a question about a document, keeping 256 entries per kv head of its cache:
     jaxkv generate --model smollm2-135m-instruct --policy adakv --budget 256 \\
         --prompt-file report.txt --question "What did it cost?"
 
@@ -38,15 +38,15 @@ examples:
 # What each command does; its module, and there the dataclass of its options, whose `run` runs it.
 _COMMANDS = {
     "generate": ("answer a prompt", "generating Generate"),
-    "compress": ("save a document's compressed cache", "documents Compress"),
-    "ask": ("answer questions about a saved document", "documents Ask"),
+    "compress": ("save a document's compressed cache", "compress_and_ask Compress"),
+    "ask": ("answer questions about a saved document", "compress_and_ask Ask"),
     "serve": ("answer OpenAI's HTTP interface, many requests at a time", "serving Serve"),
-    "batch": ("answer a file of requests into a file of answers", "batching Batch"),
+    "batch": ("answer a file of requests into a file of answers", "batching BatchCommand"),
     "filters": ("find the layers that choose best what others read (OmniKV)", "analysing Filters"),
     "fit-gate": ("train KVzap's gate for a model", "analysing FitGate"),
     "export": ("write programs and weights that run without jaxkv", "exporting Export"),
     "plan": ("say what fits on GPUs that need not be there", "planning Planning"),
-    "eval": ("judge policies by tasks", "evaluating Tasks"),
+    "eval": ("judge policies by tasks", "evaluating TasksCommand"),
     "models": ("list the named models", "listing Models"),
     "policies": ("list the policies: paper, parts, defaults, options", "listing Policies"),
 }
@@ -98,7 +98,9 @@ def _run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
         known = [name for action in options.command._actions for name in action.option_strings]
         near = _nearest(first, known)
         if first == "--compression-ratio":
-            near = "; it is kvpress' share of rows removed: give --budget, the share that is kept"
+            near = (
+                "; it is kvpress' share of entries removed: give --budget, the share that is kept"
+            )
         options.command.error(f"unrecognized arguments: {message}{near}")
     options.run(options)
 

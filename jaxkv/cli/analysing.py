@@ -6,21 +6,21 @@ from typing import Annotated
 
 import numpy as np
 
-from jaxkv._drawing import saved, sheet
 from jaxkv._errors import require
+from jaxkv._plotting import saved, sheet
 from jaxkv.analysis import FilterLayers, draw_maps, filter_layers, fit_gate
 from jaxkv.checkpoints import names, save_filter_layers
-from jaxkv.cli.models import Model
+from jaxkv.cli.models import ModelOption
 from jaxkv.cli.options import Count, File, Word
 from jaxkv.cli.outputs import Output, Picture, read_text, to_stdout
-from jaxkv.policies.reading import without_window
+from jaxkv.policies.reads import without_window
 
 # Most attended tokens of which a layer's choice is judged, as a share of those that a query sees.
 SHARE = 0.067
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Filters(Model):
+class Filters(ModelOption):
     """`jaxkv filters`.
 
     Attributes:
@@ -29,7 +29,7 @@ class Filters(Model):
         m: filter layers.
         most_whole: layers that may read everything (default: a quarter of all).
         json: print the layers and the map as JSON.
-        picture: draw the map: .png, .svg or .pdf (needs jaxkv[plots]).
+        picture: sample the map: .png, .svg or .pdf (needs jaxkv[plots]).
         save: write the layers into the named model's manifest.
     """
 
@@ -42,9 +42,9 @@ class Filters(Model):
     save: bool = False
 
     def run(self) -> None:
-        """Prints the filter layers, then saves and draws them if asked.
+        """Prints the filter layers, then saves and samples them if asked.
 
-        If saving or drawing fails, the layers are already on stdout.
+        If saving or sampling fails, the layers are already on stdout.
         """
         if self.save:
             remedy = f"only named models have a manifest: {', '.join(names())}"
@@ -57,7 +57,7 @@ class Filters(Model):
         params = self.loaded()
         ids = [params.tokenizer.encode(text, bos=True)[: self.tokens] for text in texts]
         found = filter_layers(params, ids, m=self.m, most_whole=self.most_whole, share=SHARE)
-        whole = without_window(params.config.windows)
+        whole = without_window(params.config.sliding_windows)
         if self.json:
             similarity = {"layers": whole, "mass": np.round(found.mass, 4).tolist()}
             record = {"filters": found.filters, "carried": round(found.carried, 4)}
@@ -92,7 +92,7 @@ def _drawn(found: FilterLayers, whole: tuple[int, ...], suffix: str) -> bytes:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitGate(Model):
+class FitGate(ModelOption):
     """`jaxkv fit-gate`.
 
     Attributes:

@@ -11,15 +11,15 @@ from typing import Annotated, Any
 from tqdm import tqdm
 
 from jaxkv._errors import require
-from jaxkv.cli.models import Slots
+from jaxkv.cli.models import SlotOptions
 from jaxkv.cli.options import Count, File, Natural, Word, picked
 from jaxkv.cli.outputs import Output, to_stderr
 from jaxkv.cli.serving import needing
-from jaxkv.serving.recipe import Recipe
+from jaxkv.serving.engine_config import EngineConfig
 
 NOTES = """\
 Each line of FILE is a request in OpenAI's batch format, each line of the output an answer, in the same order. A line
-that cannot be read, or is refused, has an error there. A run that was ended goes on with the same command: answers lie
+that cannot be read, or is rejected, has an error there. A run that was ended goes on with the same command: answers lie
 in OUT.jsonl.partial until all are there. Where OUT.jsonl is there, it keeps its answers, and other requests are asked.
 
 a line:
@@ -36,7 +36,7 @@ examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Batch(Slots):
+class BatchCommand(SlotOptions):
     """`jaxkv batch`.
 
     Attributes:
@@ -63,7 +63,7 @@ class Batch(Slots):
             from jaxkv.serving.batch_files import Ledger, alone
         policy = self.policy.policy()
         options = self.engine() | {"policy": policy, "queue": QUEUE, "documents": self.documents}
-        recipe = Recipe(**picked(self, "model dtype weights mesh"), options=options)
+        recipe = EngineConfig(**picked(self, "model dtype weights mesh"), options=options)
         requests, out = self._files()
         about = [self.model, self.dtype, repr(policy), self.max_new_tokens]
         fine = self.ray or (self.ray_address is None and self.workers is None)
@@ -75,7 +75,7 @@ class Batch(Slots):
         refused = f", {bad} of them without status 200" if bad else ""
         to_stderr(f"jaxkv: {ledger.lines} lines in {self.out}{refused}")
 
-    def _answering(self, recipe: Recipe) -> Any:
+    def _answering(self, recipe: EngineConfig) -> Any:
         """Context manager yielding a function from request lines to answers: by an engine here, or by Ray workers."""
         if not self.ray:
             return _here(recipe, self.name)
@@ -97,13 +97,13 @@ class Batch(Slots):
 
 
 @contextlib.contextmanager
-def _here(recipe: Recipe, name: str) -> Iterator[Callable[..., Any]]:
+def _here(recipe: EngineConfig, name: str) -> Iterator[Callable[..., Any]]:
     """Context manager that makes an engine in this process and yields its function from request lines to answers."""
-    from jaxkv.serving.batch_answers import Batch
+    from jaxkv.serving.batch_answers import BatchRunner
 
     with recipe.made() as engine:
         to_stderr(f"jaxkv: {name}, {engine.stats.slots} slots, {recipe.options['policy']}")
-        yield Batch(engine, name=name).answers
+        yield BatchRunner(engine, name=name).answers
 
 
 def _answered(ledger: Any, answering: Callable[[], Any]) -> int:

@@ -1,4 +1,4 @@
-"""`jaxkv eval`: checks its options, then loads the model, runs a task under policies, prints and draws."""
+"""`jaxkv eval`: checks its options, then loads the model, runs a task under policies, prints and samples."""
 
 import argparse
 import dataclasses
@@ -25,13 +25,13 @@ from jaxkv.cli.options import (
     whole,
 )
 from jaxkv.cli.outputs import to_stderr, to_stdout
-from jaxkv.evals.page import report
+from jaxkv.evals.html_report import report
 from jaxkv.evals.results import require_folder
 from jaxkv.evals.runs import evaluate, require_how
 from jaxkv.evals.task import TASKS, How, Task
-from jaxkv.policies import Method
+from jaxkv.policies import Policy
 from jaxkv.policies.registry import documented
-from jaxkv.sharding.sizes import mesh_of
+from jaxkv.sharding.mesh_argument import mesh_of
 
 NOTES = """\
 A run that was ended goes on with the same command, and ends with the same lines. In the folder: results.jsonl,
@@ -62,18 +62,18 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run(Loaded):
+class RunOptions(Loaded):
     """Options of a task's run: policies, budgets, folder, batch, shard, mesh.
 
     Attributes:
         policies: of `jaxkv policies`, with commas between them; options go behind a name: 'snapkv,adakv --base
             pyramidkv'.
-        budgets: rows per kv head and layer, shares of each prompt, or bytes of its cache: 64,0.2,16MB; for policies
+        budgets: entries per kv head and layer, shares of each prompt, or bytes of its cache: 64,0.2,16MB; for policies
             whose options say none.
         out: the folder, made where it is not there.
         question_agnostic: compress the context before the question is seen.
         raw: plain text: no chat template.
-        seed: of samples that are drawn, and of policies that draw (default: the task's).
+        seed: of samples that are sampled, and of policies that use random numbers (default: the task's).
         batch: samples at a time.
         shard: every N-th batch from the I-th on, from 0; `jaxkv eval report` takes all folders.
         mesh: devices by data and model, such as 1x8 (default: one).
@@ -94,7 +94,7 @@ class Run(Loaded):
     def of(self, task: Task) -> None:
         """Runs a task under policies; writes its folder, prints table or JSON.
 
-        Bad options are refused before the model is loaded.
+        Bad options are rejected before the model is loaded.
         """
         policies = self._rows()
         how = How(agnostic=self.question_agnostic, raw=self.raw, seed=self.seed or 0)
@@ -115,9 +115,9 @@ class Run(Loaded):
         to_stdout(json.dumps(done.as_dict(), indent=2) if self.json else done.table())
         to_stderr(f"jaxkv: all of it is in {done.folder}")
 
-    def _rows(self) -> dict[str, Method]:
+    def _rows(self) -> dict[str, Policy]:
         """Dict from row name to policy of the table: each of `--policies` at each budget, or at its own alone."""
-        rows: dict[str, Method] = {}
+        rows: dict[str, Policy] = {}
         for each in spelled(self.policies, "--policies"):
             if each.takes_budget:
                 remedy = f"{each.name} keeps a part of each prompt: say which, such as 128 or 0.2"
@@ -148,7 +148,7 @@ class Report:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tasks:
+class TasksCommand:
     """`jaxkv eval` without a task.
 
     Attributes:
@@ -164,7 +164,7 @@ class Tasks:
         for name, cls in TASKS.items():
             about = _described(cls).replace("%", "%%")
             one = commands.add_parser(name, help=about.rstrip("."), description=about)
-            add_options(one, Run)
+            add_options(one, RunOptions)
             add_options(one, cls, _TASK, leave=["seed"])
             one.set_defaults(run=functools.partial(_run, cls))
         reporting = commands.add_parser("report", help="write an evaluation as one HTML page")
@@ -184,14 +184,14 @@ class Tasks:
 
 def task_from(cls: type[Task], options: argparse.Namespace) -> Task:
     """Task with the settings that the parsed options give, the run's seed among them."""
-    seed = made(Run, options).seed
+    seed = made(RunOptions, options).seed
     more = {} if seed is None or not hasattr(cls, "seed") else {"seed": seed}
     return made(cls, options, _TASK, **more)
 
 
 def _run(cls: type[Task], options: argparse.Namespace) -> None:
     """Runs a task by parsed options."""
-    made(Run, options).of(task_from(cls, options))
+    made(RunOptions, options).of(task_from(cls, options))
 
 
 def _described(task: type[Task]) -> str:

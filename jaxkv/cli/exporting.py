@@ -9,7 +9,7 @@ from typing import Annotated
 
 from jaxkv.attention import Implementation
 from jaxkv.checkpoints.orbax_files import require_free
-from jaxkv.cli.models import Model
+from jaxkv.cli.models import ModelOption
 from jaxkv.cli.options import (
     Count,
     Mesh,
@@ -25,13 +25,13 @@ from jaxkv.cli.options import (
 from jaxkv.cli.outputs import to_stderr, to_stdout
 from jaxkv.engine.sampling import Sampling
 from jaxkv.exporting import PLATFORMS, export
-from jaxkv.sharding.sizes import mesh_of
+from jaxkv.sharding.mesh_argument import mesh_of
 
 Counts = Annotated[tuple[int, ...], commas(partial(whole, least=1))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Export(Model):
+class Export(ModelOption):
     """`jaxkv export`.
 
     Attributes:
@@ -40,10 +40,10 @@ class Export(Model):
         lengths: tokens of the longest prompt, of each bucket.
         batch: prompts at a time.
         question_tokens: tokens that can be read on top of a cache.
-        new: tokens that can be drawn.
+        new: tokens that can be sampled.
         platforms: of cpu, cuda, rocm, tpu.
         mesh: devices by data and model, such as 1x8 (default: one).
-        sampling: draw at random, too, with a temperature, top-k, top-p and min-p given where it runs.
+        sampling: sample at random, too, with a temperature, top-k, top-p and min-p given where it runs.
         implementation: xla, or pallas, of which nothing is guaranteed.
         weights: write the weights, too; without them, programs alone: the loader is then given the weights.
     """
@@ -64,7 +64,7 @@ class Export(Model):
     def run(self) -> None:
         """Writes a folder of programs and weights, and prints their sizes.
 
-        Bad options are refused before the model is loaded.
+        Bad options are rejected before the model is loaded.
         """
         policy, folder = self.policy.policy(), Path(os.path.expanduser(self.directory))
         require_free(folder, "DIR")

@@ -12,15 +12,15 @@ from jaxkv.cli import EXAMPLES
 from jaxkv.cli.models import Computing
 from jaxkv.cli.options import Count, File, Seed, Spelled, Word, picked
 from jaxkv.cli.outputs import Output, read_text, to_stderr, to_stdout
-from jaxkv.engine.results import Generation
+from jaxkv.engine.generation_results import Generation
 from jaxkv.engine.sampling import GREEDY, Sampling
 from jaxkv.generation import generate
-from jaxkv.policies import Method
+from jaxkv.policies import Policy
 
 NOTES = f"""\
 The prompt is the file, the text of --prompt and the question, joined by blank lines. With a chat template it is one
 user message; --raw gives it to the model as it is. The text goes to stdout (as it comes, if that is a terminal), the
-figures to stderr. Options that the policy does not have are refused: `jaxkv policies` lists what each one has.
+figures to stderr. Options that the policy does not have are rejected: `jaxkv policies` lists what each one has.
 
 Compiled programs are kept on disk: the second run with prompts of similar length starts faster.
 
@@ -28,13 +28,13 @@ Compiled programs are kept on disk: the second run with prompts of similar lengt
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Drawing(Computing):
-    """Options of how tokens are drawn; without one of the sampling, the likeliest.
+class SamplingOptions(Computing):
+    """Options of how tokens are sampled; without one of the sampling, the likeliest.
 
     Attributes:
         max_new_tokens: most tokens of the answer.
         stop: strings that end it.
-        seed: of random draws; without an option of sampling, the likeliest token is taken.
+        seed: of random samples; without an option of sampling, the likeliest token is taken.
     """
 
     max_new_tokens: Count = 128
@@ -50,7 +50,7 @@ class Drawing(Computing):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(Drawing):
+class Generate(SamplingOptions):
     """`jaxkv generate`.
 
     Attributes:
@@ -76,7 +76,7 @@ class Generate(Drawing):
     def run(self) -> None:
         """Prints the answer, writes --output, then figures to stderr.
 
-        Options that cannot be honoured are refused before the model is fetched and loaded. Where stdout fails, the file
+        Options that cannot be honoured are rejected before the model is fetched and loaded. Where stdout fails, the file
         is written nonetheless.
         """
         policy, out = self.policy.policy(), None
@@ -120,7 +120,7 @@ class Generate(Drawing):
         require(bool(file.strip() or self.prompt), "prompt", None, remedy)
         return "\n\n".join(filter(None, (file.strip(), self.prompt, self.question)))
 
-    def _record(self, policy: Method, result: Any) -> dict[str, Any]:
+    def _record(self, policy: Policy, result: Any) -> dict[str, Any]:
         """Dictionary for JSON of the answer: model, policy, sampler, text, token ids, reason of its end and stats."""
         stats = dataclasses.asdict(result.stats)
         stats["decode_tokens_per_second"] = result.stats.decode_tokens_per_second
@@ -146,11 +146,11 @@ def _print_stats(result: Generation) -> None:
         f"answer   {stats.new_tokens} tokens at {stats.decode_tokens_per_second:.1f} tokens/s; {ended}",
         f"compile  {stats.compile_seconds:.2f} s of these, tracing included",
         f"cache    {stats.full_bytes / 1e6:.2f} MB full, {stats.kept_bytes / 1e6:.2f} MB kept "
-        f"({stats.kept:.1f} rows per kv head) in {stats.cache_bytes / 1e6:.2f} MB of memory",
+        f"({stats.kept:.1f} entries per kv head) in {stats.cache_bytes / 1e6:.2f} MB of memory",
     ]
-    if stats.cut_rows:
+    if stats.evicted_above_threshold:
         lines.append(
-            f"cut      {stats.cut_rows} rows reached the threshold, for which the budget had no room"
+            f"cut      {stats.evicted_above_threshold} entries reached the threshold, for which the budget had no room"
         )
     if stats.filter_layers:
         lines.append(

@@ -12,7 +12,7 @@ Bits = Annotated[str, Word("BITS")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Model:
+class ModelOption:
     """Option of commands with a model.
 
     Attributes:
@@ -28,7 +28,7 @@ class Model:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loaded(Model):
+class Loaded(ModelOption):
     """Options of how a model is loaded.
 
     Attributes:
@@ -64,7 +64,7 @@ def _slots(text: str) -> int | str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Slots(Computing):
+class SlotOptions(Computing):
     """Options of commands that answer requests by an engine.
 
     Attributes:

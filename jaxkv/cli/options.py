@@ -16,9 +16,9 @@ from typing import Annotated, Any, NoReturn, Union
 
 from jaxkv._checks import FARTHEST, shortened
 from jaxkv._errors import require
-from jaxkv.policies import AvgPool, MaxPool, Merge, Method, NoPool
+from jaxkv.policies import AvgPool, MaxPool, Merge, NoPool, Policy
 from jaxkv.policies.checks import Budget, bytes_of
-from jaxkv.policies.layers import LayerBudgets
+from jaxkv.policies.layer_budgets import LayerBudgets
 from jaxkv.policies.merger import Merger
 from jaxkv.policies.registry import POLICIES, documented, policy_class, takes_budget
 from jaxkv.policies.wrapper import Wrapper
@@ -28,8 +28,8 @@ _ALIASES = {"--filter-layers": ["--filters"], "--out": ["-o"]}
 _POLICY = "policy "
 # mypy takes classes for values without a hash.
 _cached: Any = lru_cache(maxsize=None)
-_SHARED = frozenset(field.name for field in dataclasses.fields(Method))
-# Options that set how many rows are kept or read, as a budget does.
+_SHARED = frozenset(field.name for field in dataclasses.fields(Policy))
+# Options that set how many entries are kept or read, as a budget does.
 _SIZES = frozenset({"--budget", "--mem"})
 
 
@@ -56,7 +56,7 @@ def real(text: str) -> float:
 
 
 def _number(text: str) -> int | float:
-    """Int parsed from text that is written as one, else a float: as a budget, 1 is one row and 1.0 is all rows."""
+    """Int parsed from text that is written as one, else a float: as a budget, 1 is one entry and 1.0 is all entries."""
     try:
         return whole(text)
     except ValueError:
@@ -64,7 +64,7 @@ def _number(text: str) -> int | float:
 
 
 def budget(text: str) -> int | float | str:
-    """Budget parsed from text: rows (int), a share (float), or bytes such as "64MB" as they stand; else ValueError."""
+    """Budget parsed from text: entries (int), a share (float), or bytes such as "64MB" as they stand; else ValueError."""
     return text if bytes_of(text) else _number(text)
 
 
@@ -236,7 +236,7 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
         folding = Merge() if default is None else default
         read = lambda yes: folding if yes else None  # noqa: E731
         word = Word("", read, argparse.BooleanOptionalAction)
-        about = "fold dropped rows into their nearest kept rows, or drop them"
+        about = "fold dropped entries into their nearest kept entries, or drop them"
     if word is None:
         return None
     flag = word.metavar if word.place else flag
@@ -305,22 +305,22 @@ def made(cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any) -
 
 
 @_cached
-def policy_options(cls: type[Method]) -> dict[str, Option]:
+def policy_options(cls: type[Policy]) -> dict[str, Option]:
     """Dict from flag to `Option` of a policy class's fields that have an effect."""
     without = {"base"} if takes_budget(cls) else {"base", "budget", "min_budget"}
-    if not cls().composed.drops:  # it keeps all rows, and may read fewer
+    if not cls().composed.drops:  # it keeps all entries, and may read fewer
         without |= _SHARED - {"budget", "store"}
     return {flag: each for flag, each in _options_of(cls).items() if each.name not in without}
 
 
-def _own_options(cls: type[Method]) -> dict[str, Option]:
+def _own_options(cls: type[Policy]) -> dict[str, Option]:
     """Dict from flag to `Option` of a wrapper policy's own fields; all others are its base's, or no wrapper's."""
     wraps = issubclass(cls, Wrapper)
     mine = policy_options(cls).items() if wraps else ()
     return {flag: each for flag, each in mine if each.name not in _SHARED | {"base"}}
 
 
-def flags_of(cls: type[Method]) -> list[str]:
+def flags_of(cls: type[Policy]) -> list[str]:
     """List of flags that a policy class accepts on the command line; for a wrapper, its default base's flags too."""
     if not issubclass(cls, Wrapper):
         return list(policy_options(cls))
@@ -329,7 +329,7 @@ def flags_of(cls: type[Method]) -> list[str]:
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
     """Adds `--policy`, `--base` and all registered policies' options to a parser, after its other options."""
-    about = "An option that the policy does not have is refused."
+    about = "An option that the policy does not have is rejected."
     group = parser.add_argument_group("policy", about)
     about = f"{', '.join(POLICIES)} (default: full)"
     group.add_argument("--policy", default="full", metavar="NAME", help=about)
@@ -393,25 +393,25 @@ class Spelled:
         theirs = {flag: words for flag, words in shared.items() if flag in self.flags}
         return dataclasses.replace(self, given=theirs | self.given)
 
-    def at(self, budget: Budget) -> Method:
-        """Builds the policy at a budget, rows, a share or bytes; ValueError for bad options."""
+    def at(self, budget: Budget) -> Policy:
+        """Builds the policy at a budget, entries, a share or bytes; ValueError for bad options."""
         return self.over({"--budget": str(budget)}).policy()
 
-    def policy(self) -> Method:
+    def policy(self) -> Policy:
         """Builds the policy; ValueError for an option that it does not have, and for bad ones."""
         try:
             return self._made()
         except ValueError as error:
             raise ValueError(f"{self.where}{error}") from None
 
-    def _made(self) -> Method:
+    def _made(self) -> Policy:
         cls, given = policy_class(self.name), dict(self.given)
         base, own, inner = given.pop("--base", None), _own_options(cls), cls
         if issubclass(cls, Wrapper):
             base = base or cls.usual
             inner = policy_class(base)
         else:
-            require(base is None, "--base", base, f"{self.name} is not built on a policy")
+            require(base is None, "--base", base, f"{self.name} is not supported on a policy")
         mine: dict[str, Any] = {}
         fields: dict[str, Any] = {}
         for flag, words in given.items():

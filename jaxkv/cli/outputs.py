@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxkv._drawing import drawing
 from jaxkv._errors import require
+from jaxkv._plotting import drawing
 
 # More text than any model has positions for; also stops reading from /dev/zero.
 MOST_BYTES = 64 * 2**20
@@ -133,7 +133,7 @@ class Output:
                 sys.stdout.buffer.write(data)
                 sys.stdout.flush()
             elif path.exists() and not path.is_file():
-                # Not by `open`: O_CREAT is refused for others' FIFOs in /tmp.
+                # Not by `open`: O_CREAT is rejected for others' FIFOs in /tmp.
                 with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
                     file.write(data)
             else:

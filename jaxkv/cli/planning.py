@@ -25,7 +25,7 @@ from jaxkv.planning.compiled import plugin
 from jaxkv.planning.named import accelerators_named
 from jaxkv.planning.planner import plan
 from jaxkv.planning.setting import tokens_of
-from jaxkv.policies import Method
+from jaxkv.policies import Policy
 
 NOTES = """\
 Memory follows from shapes by arithmetic, at once and on any machine: weights, the compressed cache, what prefill and a
@@ -41,7 +41,7 @@ examples:
     jaxkv plan --model llama-3.1-8b --gpus a100-80gb --context 32768 --batch 8 --budget 1024 \\
         --compare full,snapkv,adakv,omnikv --plot memory.svg
 
-  how many rows the same bytes of a sequence's cache hold in 16 bits, in 8 and in 4:
+  how many entries the same bytes of a sequence's cache hold in 16 bits, in 8 and in 4:
     jaxkv plan --model llama-3.1-8b --gpus h200x1 --context 32K --batch 8 --budget 256MB \\
         --compare 'snapkv,snapkv --store int8,snapkv --store int4'
 
@@ -62,15 +62,15 @@ class Planning:
         mesh: groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group).
         context: tokens of each prompt, such as 128K.
         batch: prompts.
-        new: tokens to draw.
+        new: tokens to sample.
         questions: questions that each prompt answers, which share its prefill.
         dtype: bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU).
         weights: int8 or int4: linear maps in 8 bits, half of 16 bits' memory, or in 4, a third (default: dtype).
         rope_scaling: N times the model's positions, by YaRN.
         serve: an engine, too: slots that fit, and such prompts answered an hour.
-        compare: policies, with commas between them: a table, a row each; options go behind a name: 'snapkv --store
+        compare: policies, with commas between them: a table, an entry each; options go behind a name: 'snapkv --store
             int8'.
-        plot: draw memory against context: .png, .svg or .pdf (needs jaxkv[plots]).
+        plot: sample memory against context: .png, .svg or .pdf (needs jaxkv[plots]).
         compile: ask XLA's compiler for these GPUs, too; minutes.
         json: print JSON; of --compare a list.
     """
@@ -116,7 +116,7 @@ class Planning:
         if self.plot:
             out.write(picture.drawn(plans, out.kind))
 
-    def _compared(self) -> list[Method]:
+    def _compared(self) -> list[Policy]:
         """List of `--compare`'s policies, each with the given options it has; ValueError for one that none has."""
         remedy = "give it among those of --compare, or leave it out"
         require(self.policy.name == "full", "--policy", self.policy.name, remedy)

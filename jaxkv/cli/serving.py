@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jaxkv._errors import require
-from jaxkv.cli.models import Slots
+from jaxkv.cli.models import SlotOptions
 from jaxkv.cli.options import Count, Name, Word, picked, real, spelled, whole
 from jaxkv.cli.outputs import to_stderr
 from jaxkv.engine.slots import PARTS
 from jaxkv.loading import LanguageModel
-from jaxkv.policies import Method
+from jaxkv.policies import Policy
 from jaxkv.serving import Engine
-from jaxkv.serving.room import device_of, share_of_next
-from jaxkv.sharding.sizes import mesh_of
+from jaxkv.serving.slot_memory import device_of, share_of_next
+from jaxkv.sharding.mesh_argument import mesh_of
 
 NOTES = """\
 The addresses are OpenAI's: /v1/models, /v1/completions, /v1/chat/completions; and /v1/documents, /health, /metrics,
@@ -29,7 +29,7 @@ The addresses are OpenAI's: /v1/models, /v1/completions, /v1/chat/completions; a
 SIGTERM or Ctrl-C answers the requests that are there and takes no new ones; the second one ends at once.
 
 examples:
-  64 requests at a time, if they fit, each with 1024 rows per kv head:
+  64 requests at a time, if they fit, each with 1024 entries per kv head:
     jaxkv serve --model smollm2-135m-instruct --policy adakv --budget 1024 --slots auto --port 8000
 
   several policies over the same weights, as the models smollm2-135m-instruct and smollm2-135m-instruct:full:
@@ -43,7 +43,7 @@ _KEY = "JAXKV_API_KEY"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve(Slots):
+class Serve(SlotOptions):
     """`jaxkv serve`.
 
     Attributes:
@@ -73,12 +73,12 @@ class Serve(Slots):
         with needing("serve", "serving needs"):
             from jaxkv.serving.engine import forget_all
             from jaxkv.serving.http import Application
-            from jaxkv.serving.limits import Limits
+            from jaxkv.serving.limits import RequestLimits
             from jaxkv.serving.server import Server, listening, many_files
         policy = self.policy.policy()
         policies = {self.name: policy}
         policies |= further_policies(self.also, policy, self.name)
-        limits = Limits(
+        limits = RequestLimits(
             api_key=os.environ.get(_KEY) or None if self.api_key is None else self.api_key,
             body_bytes=self.max_body_bytes,
             seconds=self.timeout,
@@ -121,14 +121,14 @@ class Serve(Slots):
             os._exit(130 if server.cut else 0)
 
 
-def further_policies(given: Iterable[str], first: Method, model: str) -> dict[str, Method]:
+def further_policies(given: Iterable[str], first: Policy, model: str) -> dict[str, Policy]:
     """Dict from model id to policy of all `--also` options; one without a budget gets the first policy's budget.
 
     An id is the model's with what was written, with "-" for what cannot stand in an address. ValueError for a policy
     given twice.
     """
     kept = first.composed.budget
-    found: dict[str, Method] = {}
+    found: dict[str, Policy] = {}
     for text in given:
         for each in spelled(text, "--also"):
             name = f"{model}:{re.sub(r'[^A-Za-z0-9_.]+', '-', each.text).strip('-')}"
@@ -143,7 +143,7 @@ def further_policies(given: Iterable[str], first: Method, model: str) -> dict[st
 @contextlib.contextmanager
 def engines(
     params: LanguageModel,
-    policies: Mapping[str, Method],
+    policies: Mapping[str, Policy],
     *,
     folder: str | None,
     tick: Callable[[str], object] = lambda what: None,

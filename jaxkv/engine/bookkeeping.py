@@ -44,8 +44,8 @@ def within_limits(cache: Cache, outs: list[Array], spec: Spec) -> Cache:
     how = Eviction(terms=spec, heads=heads, dtype=spec.dtype)
     pools, lengths, taus = [], [], []
     for pool, part in zip(cache.pools, spec.layout.parts(layers), strict=True):
-        if spec.config.windows[part.start] is not None and not spec.layout.one_pool:
-            # A window layer's own pool has no limit and no scores; in a shared pool its limit is never reached.
+        if spec.config.sliding_windows[part.start] is not None and not spec.layout.one_pool:
+            # A sliding-window layer's own pool has no limit and no scores; in a shared pool its limit is never reached.
             pools.append(pool)
             lengths.append(tables.length[part])
             taus += [] if tables.state.tau is None else [tables.state.tau[part]]

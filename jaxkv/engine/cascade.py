@@ -1,9 +1,9 @@
-"""Prefill under one budget for all layers: rows are dropped as soon as they cannot be kept any more.
+"""Prefill under one budget for all layers: entries are dropped as soon as they cannot be kept any more.
 
 The kv heads of all layers compete (`GlobalLayers`), or layers share the budget by their weights (CAKE's cascade).
-Scores of all layers are held, and of keys and values only the rows that may still be chosen, in a buffer of fixed size;
+Scores of all layers are held, and of keys and values only the entries that may still be chosen, in a buffer of fixed size;
 the choice behind the last layer is the one made of full layers. Peak memory is the buffer and one layer, then the
-buffer and the pool that it is packed into, instead of all layers' rows.
+buffer and the pool that it is packed into, instead of all layers' entries.
 """
 
 import dataclasses
@@ -19,26 +19,26 @@ from jaxkv.cache.arrays import Tally
 from jaxkv.cache.packing import Unpacked, empty_pool, placed
 from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
-from jaxkv.engine.choosing import Candidates, choose, staged, surviving, within
 from jaxkv.engine.compress import Compressed, wait
-from jaxkv.engine.layer_sources import Source
-from jaxkv.engine.walks import Walk
-from jaxkv.policies.heads import HeadBudgets
+from jaxkv.engine.layer_sources import LayerSource
+from jaxkv.engine.progress import Walk
+from jaxkv.engine.selection import Candidates, choose, staged, surviving, within
+from jaxkv.policies.head_budgets import HeadBudgets
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.topk import count
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, inside, where
+from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Survivors:
-    """Buffer of the rows that may still be chosen, and scores (and norms) of all rows; heads of all layers joined.
+    """Buffer of the entries that may still be chosen, and scores (and norms) of all entries; heads of all layers joined.
 
     Attributes:
-        pool: rows in no order; their `pos` is an index into the K * L * S rows of the device's heads, -1 for none.
+        pool: entries in no order; their `pos` is an index into the K * L * S entries of the device's heads, -1 for none.
         scores: of all heads, those of a kv head's layers side by side; 0 for layers that have not run.
-        norms: of values, likewise; None where the policy reads none.
+        norms: of values, as well; None where the policy reads none.
     """
 
     pool: Pool
@@ -47,9 +47,9 @@ class Survivors:
 
 
 def cascaded(
-    source: Source, parts: Parts, *, rows: int, room: Int[np.ndarray, " L"]
+    source: LayerSource, parts: Parts, *, rows: int, headroom: Int[np.ndarray, " L"]
 ) -> Walk[Compressed]:
-    """Generator: compresses layers under one budget via a buffer of `rows` rows; yields progress, returns `Compressed`.
+    """Generator: compresses layers under one budget via a buffer of `rows` entries; yields progress, returns `Compressed`.
 
     Yields 1 after each layer that was scored, 0 after all were packed. On a mesh, each device has such a buffer.
     """
@@ -59,15 +59,15 @@ def cascaded(
         len(source.indices),
         parts.layers.joint,
     )
-    held, claims = None, list[Array | None]()
-    known = source.wanted(indices, claims) if joint else None
+    held, layer_weights = None, list[Array | None]()
+    known = source.wanted(indices, layer_weights) if joint else None
     for at, index in enumerate(indices):
         layer = source.candidates(index)
         full = source.rows(index)._replace(mass=None).widened(source.dtype)
-        claims.append(layer.claim)
+        layer_weights.append(layer.claim)
         yield 1.0
         held = _nothing(layer, full, rows, layers, axes) if held is None else held
-        most, recent = source.at_most(claims) if known is None else known
+        most, recent = source.at_most(layer_weights) if known is None else known
         heads = parts.heads if joint else None
         held = thinned(held, full, layer, jnp.int32(at), most, recent, heads=heads, axes=axes)
         # Dispatch runs ahead of the device: without a wait several layers' K and V could be alive at once.
@@ -80,12 +80,15 @@ def cascaded(
     if known is not None:
         (mask,), tally = choose([joined], known[0][0], known[1][0], heads=parts.heads, axes=axes)
     else:
-        mask, tally = chosen_apart(joined, *source.wanted(indices, claims), axes=axes), Tally()
+        mask, tally = (
+            chosen_apart(joined, *source.wanted(indices, layer_weights), axes=axes),
+            Tally(),
+        )
     del joined
     kept, cut = counted(mask, tally.cut, layers=layers, axes=axes)
     size = source.pool_rows(indices, kept)
-    behind = tuple(room.tolist())
-    start = placed(kept, layout=parts.layout, rows=size, room=behind, axes=axes)
+    behind = tuple(headroom.tolist())
+    start = placed(kept, layout=parts.layout, rows=size, headroom=behind, axes=axes)
     batch, dim = len(mask), buffer.k.shape[-1]
     pool = empty_pool(
         batch,
@@ -105,10 +108,10 @@ def cascaded(
 def _nothing(
     layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Axes | None
 ) -> Survivors:
-    """Makes empty `Survivors`: a buffer of `rows` free rows, and zero scores (and norms) for all layers' heads."""
+    """Makes empty `Survivors`: a buffer of `rows` free places, and zero scores (and norms) for all layers' heads."""
     assert layer.scores is not None
-    batch, heads, slots = layer.scores.shape
-    shape = batch, heads * layers, slots
+    batch, heads, padded_len = layer.scores.shape
+    shape = batch, heads * layers, padded_len
     there = where("B J S", shape, None if inside() else axes)
     none = partial(jnp.zeros_like, shape=shape, device=there)
     scores, norms = jax.tree.map(none, (layer.scores, layer.norms))
@@ -117,7 +120,7 @@ def _nothing(
     return Survivors(pool=pool, scores=scores, norms=norms)
 
 
-@program(static=("heads", "axes"), donate=("held",))
+@sharded_jit(static=("heads", "axes"), donate=("held",))
 def thinned(
     held: Survivors,
     full: Unpacked,
@@ -129,16 +132,16 @@ def thinned(
     heads: HeadBudgets | None,
     axes: Axes | None,
 ) -> Survivors:
-    """Compiled: `Survivors` (donated) plus a layer's scores and rows, less the rows that can no longer be chosen.
+    """Compiled: `Survivors` (donated) plus a layer's scores and entries, less the entries that can no longer be chosen.
 
     `rows` and `recent` are what layers get; without `heads`, which compete for them, what they get at most. Every
     device looks at its own heads alone.
     """
-    batch, each, slots, dim = full.k.shape
+    batch, each, padded_len, dim = full.k.shape
     pool, layers = held.pool, held.scores.shape[1] // each
 
     def noted(known: Array, new: Array) -> Array:
-        by_layer = known.reshape(batch, each, layers, slots)
+        by_layer = known.reshape(batch, each, layers, padded_len)
         return lax.dynamic_update_index_in_dim(by_layer, new, at, 2).reshape(known.shape)
 
     scores = noted(held.scores, staged(layer, rows[0], recent[0]))
@@ -152,19 +155,19 @@ def thinned(
     stays = (pool.pos >= 0) & jnp.take_along_axis(
         mask.reshape(batch, -1), jnp.maximum(pool.pos, 0), 1
     )
-    # Indices of the buffer's free rows, ascending, then its size, where nothing is written.
+    # Indices of the buffer's free places, ascending, then its size, where nothing is written.
     row = jnp.broadcast_to(jnp.arange(pool.rows, dtype=jnp.int32), stays.shape)
     order = jnp.where(stays, pool.rows, jnp.cumsum(~stays, axis=-1, dtype=jnp.int32) - 1)
     free = put_cells(jnp.full_like(row, pool.rows), order, row)
-    mine = mask.reshape(batch, each, layers, slots)
+    mine = mask.reshape(batch, each, layers, padded_len)
     mine = lax.dynamic_index_in_dim(mine, at, 2, keepdims=False).reshape(batch, -1)
     rank = jnp.maximum(jnp.cumsum(mine, axis=-1, dtype=jnp.int32) - 1, 0)
     into = jnp.where(
         mine, jnp.take_along_axis(free, rank, 1, mode="fill", fill_value=pool.rows), pool.rows
     )
-    head, slot = jnp.arange(each, dtype=jnp.int32)[:, None], jnp.arange(slots, dtype=jnp.int32)
-    index = jnp.broadcast_to(((head * layers + at) * slots + slot).reshape(-1), into.shape)
-    k, v = (a.reshape(batch, each * slots, dim) for a in (full.k, full.v))
+    head, slot = jnp.arange(each, dtype=jnp.int32)[:, None], jnp.arange(padded_len, dtype=jnp.int32)
+    index = jnp.broadcast_to(((head * layers + at) * padded_len + slot).reshape(-1), into.shape)
+    k, v = (a.reshape(batch, each * padded_len, dim) for a in (full.k, full.v))
     put = lambda known, new: put_cells(known, into, new.reshape(into.shape))  # noqa: E731
     score = jax.tree.map(put, pool.score, full.score)
     pos = put_cells(jnp.where(stays, pool.pos, -1), into, index)
@@ -172,11 +175,11 @@ def thinned(
     return Survivors(pool=made, scores=scores, norms=norms)
 
 
-@program(static=("axes",))
+@sharded_jit(static=("axes",))
 def chosen_apart(
     joined: Candidates, rows: Int[Array, "n B"], recent: Int[Array, "n B"], *, axes: Axes | None
 ) -> Bool[Array, "B J S"]:
-    """Compiled: mask `[B, K * L, S]` of the rows that heads keep: forced ones, their own best, `rows[l, b]` in all."""
+    """Compiled: mask `[B, K * L, S]` of the entries that heads keep: forced ones, their own best, `rows[l, b]` in all."""
     assert joined.scores is not None
     heads = joined.scores.shape[1]
     return within(
@@ -184,7 +187,7 @@ def chosen_apart(
     )
 
 
-@program(static=("layers", "axes"))
+@sharded_jit(static=("layers", "axes"))
 def counted(
     mask: Bool[Array, "B J S"],
     cut: Int[Array, "B J"] | None,
@@ -192,12 +195,12 @@ def counted(
     layers: int,
     axes: Axes | None = None,
 ) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
-    """Compiled: counts `[L, B, K]` of rows kept in a mask over K * L heads; `cut` counts summed to `[B, K]` or None."""
+    """Compiled: counts `[L, B, K]` of entries kept in a mask over K * L heads; `cut` counts summed to `[B, K]` or None."""
     kept, cut = jax.tree.map(lambda each: each.reshape(len(mask), -1, layers), (count(mask), cut))
     return jnp.moveaxis(kept, 2, 0), jax.tree.map(partial(jnp.sum, axis=-1, dtype=jnp.int32), cut)
 
 
-@program(static=("axes",), donate=("pool",))
+@sharded_jit(static=("axes",), donate=("pool",))
 def pack_chosen(
     pool: Pool,
     buffer: Pool,
@@ -206,8 +209,8 @@ def pack_chosen(
     *,
     axes: Axes | None,
 ) -> Pool:
-    """Compiled: writes the buffer's rows in `mask` to their segments of the shared pool (donated); returns the pool."""
-    batch, heads, slots = mask.shape
+    """Compiled: writes the buffer's entries in `mask` to their segments of the shared pool (donated); returns the pool."""
+    batch, heads, padded_len = mask.shape
     first = jnp.moveaxis(start, 0, 2).reshape(batch, heads, 1)
     row = jnp.where(
         mask, first + jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1, pool.rows
@@ -219,6 +222,6 @@ def pack_chosen(
     k, v = buffer.store.view()
     return Pool(
         store=pool.store.put((row, k), (row, v)),
-        pos=put_cells(pool.pos, row, buffer.pos % slots),
+        pos=put_cells(pool.pos, row, buffer.pos % padded_len),
         score=score,
     )

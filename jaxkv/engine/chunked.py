@@ -9,17 +9,17 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.cache import Cache, KVCache, Tables, slid
-from jaxkv.cache.bank import Bank, committed, put_away
+from jaxkv.cache import Cache, KVCache, Tables, drop_outside_sliding_windows
+from jaxkv.cache.host_store import HostStore, committed, put_away
 from jaxkv.cache.packing import empty_pool, placed
 from jaxkv.engine.decode import extend, read_on_top
-from jaxkv.engine.lengths import ring_rows
+from jaxkv.engine.lengths import query_buffer_size
 from jaxkv.engine.plan import PrefillPlan
+from jaxkv.engine.progress import Walk
 from jaxkv.engine.spec import reading_state, specialise
-from jaxkv.engine.walks import Walk
 from jaxkv.models.decoder import Flat
-from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import FilteredReads, Reading, tokens_read
+from jaxkv.policies.policy import Policy
+from jaxkv.policies.reads import FilteredReads, Reading, tokens_read
 from jaxkv.sharding.mesh import host, place, settle_down
 
 
@@ -27,7 +27,7 @@ def prefill(
     flat: Flat,
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
-    policy: Method,
+    policy: Policy,
     needed: PrefillPlan,
     *,
     implementation: Implementation = Implementation.XLA,
@@ -39,9 +39,11 @@ def prefill(
     """
     read = policy.composed.read
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
-    chunk = min(read.prefill_chunk, needed.slots)
-    width = min(needed.slots, max(1, int(read.prefill_ratio * chunk)))
-    spec = specialise(flat, policy.composed, slots=needed.slots, implementation=implementation)
+    chunk = min(read.prefill_chunk, needed.padded_len)
+    width = min(needed.padded_len, max(1, int(read.prefill_ratio * chunk)))
+    spec = specialise(
+        flat, policy.composed, padded_len=needed.padded_len, implementation=implementation
+    )
     reading = spec.reading
     chunks = dataclasses.replace(reading, width=width, offloaded=(), several=True)
     spec = dataclasses.replace(spec, reading=chunks, fused=False)
@@ -49,52 +51,57 @@ def prefill(
         _empty(flat, lengths, policy, needed, reading, chunk=chunk),
         int(np.max(lengths)),
     )
-    run, windows = partial(extend, flat, spec=spec), flat.config.windows
-    pools = tuple(pool.rows // cache.stretches for pool in cache.pools)
-    tokens, lengths = np.pad(tokens, ((0, 0), (0, -needed.slots % chunk))), np.asarray(lengths)
+    run, sliding_windows = partial(extend, flat, spec=spec), flat.config.sliding_windows
+    pools = tuple(pool.rows // cache.kv_shards for pool in cache.pools)
+    tokens, lengths = np.pad(tokens, ((0, 0), (0, -needed.padded_len % chunk))), np.asarray(lengths)
     for first in range(0, longest, chunk):
-        if first and any(windows):
-            # Window layers have room for one chunk behind their windows.
-            cache = slid(cache, pools)
+        if first and any(sliding_windows):
+            # Sliding-window layers have room for one chunk behind their windows.
+            cache = drop_outside_sliding_windows(cache, pools)
         logits, cache = read_on_top(
             run, cache, tokens[:, first : first + chunk], lengths - first, size=chunk
         )
         cache = dataclasses.replace(cache, logits=logits)
         yield flat.config.layers * chunk / longest
-    if any(windows):
-        cache = slid(cache, needed.pools)
+    if any(sliding_windows):
+        cache = drop_outside_sliding_windows(cache, needed.pools)
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
     cache = dataclasses.replace(
         cache.updated(limit=jnp.copy(cache.length), state=state), logits=None
     )
-    return banked(cache, reading, needed, release=True), logits
+    return to_host_store(cache, reading, needed, release=True), logits
 
 
 def _empty(
     flat: Flat,
     lengths: Int[np.ndarray, " B"],
-    policy: Method,
+    policy: Policy,
     needed: PrefillPlan,
     reading: Reading,
     *,
     chunk: int,
 ) -> KVCache:
-    """`KVCache` that holds no tokens yet, with free rows for whole prompts in each pool; or a window and a chunk."""
+    """`KVCache` that holds no tokens yet, with free places for whole prompts in each pool; or a window and a chunk."""
     config, axes = flat.config, flat.axes
     heads, dim, batch = config.kv_heads, config.head_dim, len(lengths)
     # On a mesh, kv heads of one device.
     mine = heads if axes is None else heads // axes.size("K")
     rows = tuple(
-        mine * (needed.slots + room if width is None else min(width, needed.slots) + chunk)
-        for room, width in zip(needed.room, config.windows, strict=True)
+        mine
+        * (needed.padded_len + headroom if width is None else min(width, needed.padded_len) + chunk)
+        for headroom, width in zip(needed.headroom, config.sliding_windows, strict=True)
     )
     one = jnp.zeros((1, batch, heads), jnp.int32)
     start = jnp.concatenate(
         [placed(one, layout=policy.composed.layout, rows=each, axes=axes) for each in rows]
     )
-    ring = (batch, heads, config.group, ring_rows(reading.ring), dim)
-    rings = tuple(jnp.zeros(ring, jnp.float32) for _ in reading.filters) if reading.ring else ()
+    query_buffer = (batch, heads, config.group, query_buffer_size(reading.query_buffer), dim)
+    query_buffers = (
+        tuple(jnp.zeros(query_buffer, jnp.float32) for _ in reading.filters)
+        if reading.query_buffer
+        else ()
+    )
     nothing, read, store = jnp.zeros_like(start), policy.composed.read, policy.composed.store
     tables = Tables(
         start=start,
@@ -102,7 +109,10 @@ def _empty(
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
         state=reading_state(
-            lengths, tokens_read(read, np.asarray(lengths), config.windows), nothing, rings
+            lengths,
+            tokens_read(read, np.asarray(lengths), config.sliding_windows),
+            nothing,
+            query_buffers,
         ),
     )
     pools = tuple(
@@ -116,15 +126,15 @@ def _empty(
         policy=policy,
         config=config,
         dtype=flat.ends[0].dtype.name,
-        slots=needed.slots,
+        padded_len=needed.padded_len,
         axes=axes,
     )
 
 
-def banked(
+def to_host_store(
     cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False
 ) -> KVCache:
-    """Cache with the rows of offloaded layers moved to host memory (a `Bank`), and small pools for later rows.
+    """Cache with the entries of offloaded layers moved to host memory (a `HostStore`), and small pools for later entries.
 
     Unchanged if `reading` offloads nothing. `needed` is the prompts' plan; `release` frees the old pools one by one.
     """
@@ -133,7 +143,7 @@ def banked(
     config, axes = cache.config, cache.axes
     heads, batch = config.kv_heads, cache.seen.shape[0]
     # On a mesh first rows count from row 0 of the device's part of the pool.
-    own = np.arange(heads) % (heads // cache.stretches)
+    own = np.arange(heads) % (heads // cache.kv_shards)
     pools, rows = list(cache.pools), []
     state = cache.state
     assert state is not None and state.choosable is not None
@@ -143,13 +153,13 @@ def banked(
     for layer in reading.offloaded:
         pool = pools[layer]
         k, v = (
-            leaf.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.slots]
+            leaf.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.padded_len]
             for leaf in (pool.k, pool.v)
         )
         rows.append(put_away(k, v, axes))
         del k, v
-        each = 1 + needed.room[layer]
-        small = heads * each // cache.stretches
+        each = 1 + needed.headroom[layer]
+        small = heads * each // cache.kv_shards
         pools[layer] = empty_pool(
             batch,
             small,
@@ -168,5 +178,5 @@ def banked(
     state = dataclasses.replace(state, choosable=choosable)
     moved = cache.updated(pools=tuple(pools), start=start, length=length, limit=limit, state=state)
     return dataclasses.replace(
-        committed(moved), bank=Bank(rows=tuple(rows), layers=reading.offloaded)
+        committed(moved), host_store=HostStore(rows=tuple(rows), layers=reading.offloaded)
     )

@@ -1,6 +1,6 @@
 """Compression, one function: observe, choose, merge, pack. Prompts, caches and users' arrays go through it.
 
-A source gives the rows of one layer at a time; where layers share a pool, all are scored before the first is packed.
+A source gives the entries of one layer at a time; where layers share a pool, all are scored before the first is packed.
 It is a generator over the layers: its caller may run other programs between two of them.
 """
 
@@ -18,20 +18,20 @@ from jaxkv.attention import Implementation
 from jaxkv.cache.arrays import Tally
 from jaxkv.cache.packing import Unpacked, cut, empty_pool, pack, pack_shared, placed
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.choosing import Candidates, choose
-from jaxkv.engine.layer_sources import Source
-from jaxkv.engine.walks import Walk
+from jaxkv.engine.layer_sources import LayerSource
+from jaxkv.engine.progress import Walk
+from jaxkv.engine.selection import Candidates, choose
 from jaxkv.policies.merger import UNSET, Merged, Merger, axes_for
 from jaxkv.policies.parts import Parts
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.sharded_program import sharded_jit
 
 # Pools that one program cuts: one for each would compile longer, one for all would hold all wide pools.
 _CUT_TOGETHER = 4
 
 
 class Compressed(NamedTuple):
-    """Result of `compress`: pools, first row and length of segments, merging thresholds, `Tally` of rows."""
+    """Result of `compress`: pools, first row and length of segments, merging thresholds, `Tally` of entries."""
 
     pools: tuple[Pool, ...]
     start: Int[Array, "L B K"]
@@ -41,21 +41,21 @@ class Compressed(NamedTuple):
 
 
 def compress(
-    source: Source,
+    source: LayerSource,
     parts: Parts,
     *,
     key: PRNGKeyArray,
-    room: Int[np.ndarray, " L"] | None = None,
+    headroom: Int[np.ndarray, " L"] | None = None,
     due: Bool[Array, " B"] | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[Compressed]:
-    """Generator: chooses, merges and packs rows layer by layer; yields ticks of progress, returns `Compressed`.
+    """Generator: chooses, merges and packs entries layer by layer; yields ticks of progress, returns `Compressed`.
 
     Returns `Compressed`; yields 1 after each layer that was scored, 0 after each that was packed. `key` is for mergers
-    that draw; `room` are the rows to leave behind each layer's segments where layers share a pool, by default the rest
+    that sample; `headroom` are the entries to leave behind each layer's segments where layers share a pool, by default the rest
     of it evenly. Only sequences that are `due`, by default all, are compressed: the others are moved as they are.
     """
-    parts = parts.among(source.windows)
+    parts = parts.among(source.sliding_windows)
     layout, axes = parts.layout, source.axes
     pools, starts, lengths = list[Pool](), list[Array](), list[Array]()
     packed, sizes, whole = list[Pool](), list[int](), True
@@ -67,8 +67,8 @@ def compress(
         size, pool, start = source.pool_rows(group, kept), None, None
         wide = size
         if layout.one_pool:
-            behind = None if room is None else tuple(room.tolist())
-            start = placed(kept, layout=layout, rows=size, room=behind, axes=axes)
+            behind = None if headroom is None else tuple(headroom.tolist())
+            start = placed(kept, layout=layout, rows=size, headroom=behind, axes=axes)
         for at, index in enumerate(group):
             rows = source.rows(index)
             if parts.merge is not None:
@@ -82,7 +82,7 @@ def compress(
                         axes=axes,
                     )
                 else:
-                    # What leaves a window is seen no more, in other rows neither.
+                    # What leaves a window is seen no more, in other entries neither.
                     rows = with_thresholds(rows, parts.merge, axes)
                 taus += [] if rows.tau is None else [rows.tau]
             rows = rows.widened(source.dtype)
@@ -135,12 +135,12 @@ def wait(pool: Pool) -> None:
 
 @jax.jit
 def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
-    """Number of rows kept in each segment, `i32[n, B, K]`, from the masks of n layers."""
+    """Number of entries kept in each segment, `i32[n, B, K]`, from the masks of n layers."""
     return jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
 
 
 def _chosen(
-    source: Source, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
+    source: LayerSource, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
 ) -> Walk[tuple[list[Array], list[bool], Tally, Array | None]]:
     """Generator: scores a group's layers, yields 1 after each; returns masks to keep, scored layers, `Tally`, `below`.
 
@@ -167,8 +167,8 @@ def _chosen(
         )
     masks, tally = list[Array](), Tally()
     for at, index in enumerate(group):
-        # Free a layer's scores as soon as its rows have been chosen.
-        one, of = [seen.pop(0)], source.windows[:index].count(None)
+        # Free a layer's scores as soon as its entries have been chosen.
+        one, of = [seen.pop(0)], source.sliding_windows[:index].count(None)
         heads, axes = parts.heads, source.axes
         choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=of)
         masks += choice.masks
@@ -187,10 +187,10 @@ def merged(
     merge: Merger,
     axes: Axes | None = None,
 ) -> Unpacked:
-    """One layer's `Unpacked` rows after merging dropped rows into rows of mask `kept`, with updated merging thresholds.
+    """One layer's `Unpacked` entries after merging dropped entries into entries of mask `kept`, with updated merging thresholds.
 
-    Sequences that are not `due`, by default none, stay as they are. A merger whose results do not have the rows' shape
-    and dtype is refused with a TypeError.
+    Sequences that are not `due`, by default none, stay as they are. A merger whose results do not have the entries' shape
+    and dtype is rejected with a TypeError.
     """
     rows = with_thresholds(rows, merge, axes)
     # Arrays that mergers do not read stay out of the compiled program.
@@ -200,19 +200,19 @@ def merged(
 
 
 def with_thresholds(rows: Unpacked, merge: Merger, axes: Axes | None) -> Unpacked:
-    """One layer's `Unpacked` rows with the thresholds of a merger that merges none of them, if it has thresholds."""
+    """One layer's `Unpacked` entries with the thresholds of a merger that merges none of them, if it has thresholds."""
     if rows.tau is not None or not merge.thresholds:
         return rows
     return rows._replace(tau=_unset(rows.k, count=merge.thresholds, axes=axes))
 
 
-@program(static=("count", "axes"))
+@sharded_jit(static=("count", "axes"))
 def _unset(k: Float[Array, "B K S D"], *, count: int, axes: Axes | None) -> Float[Array, "B K n"]:
     """Compiled: `count` thresholds per kv head, as they are before the first row is dropped."""
     return jnp.full((*k.shape[:2], count), UNSET, jnp.float32)
 
 
-@program(static=("merge", "axes"))
+@sharded_jit(static=("merge", "axes"))
 def _merged(
     rows: Unpacked,
     kept: Bool[Array, "B K S"],
@@ -222,7 +222,7 @@ def _merged(
     merge: Merger,
     axes: Axes | None,
 ) -> Merged:
-    """Compiled `merged`: all keys and values after merging dropped rows into kept ones, and thresholds or None."""
+    """Compiled `merged`: all keys and values after merging dropped entries into kept ones, and thresholds or None."""
     k, v, tau = rows.k, rows.v, rows.tau
     inside = jnp.broadcast_to(rows.inside, kept.shape)
     mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass
@@ -231,7 +231,7 @@ def _merged(
     found: Merged = instance(name, given, Merged, "return Merged(k, v, tau)")
     for name, new, old in (("k", found.k, k), ("v", found.v, v)):
         checked(
-            merge, f"merge.{name}", new, old.shape, "number of each row, [B, K, S, D]", old.dtype
+            merge, f"merge.{name}", new, old.shape, "number of each entry, [B, K, S, D]", old.dtype
         )
     if tau is not None:
         level = checked(

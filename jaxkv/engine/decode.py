@@ -1,4 +1,4 @@
-"""Decode step of the whole model: N new tokens per sequence on top of a cache, a question or the one token drawn."""
+"""Decode step of the whole model: N new tokens per sequence on top of a cache, a question or the one token sampled."""
 
 import dataclasses
 from collections.abc import Callable
@@ -8,21 +8,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.cache import Cache, KVCache, Tables
-from jaxkv.cache.bank import Loader
+from jaxkv.cache.host_store import Loader
 from jaxkv.cache.pools import Pool
-from jaxkv.engine import staged
+from jaxkv.engine import offloaded_decode
 from jaxkv.engine.bookkeeping import faded, of_whole_groups, within_limits
 from jaxkv.engine.layers.binding import bound
 from jaxkv.engine.layers.blocks import Bound, run_blocks
 from jaxkv.engine.layers.step import Step, work_table
+from jaxkv.engine.residual import Residual, first_stream
+from jaxkv.engine.residual import logits as logits_of
 from jaxkv.engine.sparse import new_tokens
 from jaxkv.engine.spec import Spec
-from jaxkv.engine.stream import Stream, first_stream
-from jaxkv.engine.stream import logits as logits_of
 from jaxkv.engine.tokens import step_angles
 from jaxkv.models.decoder import Block, Flat, Leaves
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, place
+from jaxkv.sharding.sharded_program import sharded_jit
 
 
 def step(
@@ -37,7 +37,7 @@ def step(
     """Runs N new tokens per sequence through all layers; returns last logits and new cache.
 
     Tokens are padded on the right; `count` of them are real, and 0 leaves a sequence's cache unchanged. The cache has
-    room for N rows behind every segment.
+    room for N entries behind every segment.
     """
     outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
     state = tables.state
@@ -59,16 +59,18 @@ def step(
             tables.start[layer],
             tables.length[layer],
             shaping=block.shaping,
-            window=block.spec.window,
+            sliding_window=block.spec.sliding_window,
             choosable=first if spec.sparse(layer, several) else None,
             index=layer,
             rotated=by.turning,
         )
-        ring = spec.ring_of(layer)
+        query_buffer = spec.query_buffer_index(layer)
         return Bound(
             rows=rows,
             by=by,
-            ring=None if ring is None or state is None else state.rings[ring],
+            query_buffer=None
+            if query_buffer is None or state is None
+            else state.query_buffers[query_buffer],
             asks=first if spec.chooses(layer, several) else None,
             centre=None if tables.centre is None else tables.centre[layer],
             gate=parted[layer][1],
@@ -80,11 +82,13 @@ def step(
     stream = ran.stream
     if several > 1:
         x = jnp.take_along_axis(stream.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-        stream = Stream(x=x)
+        stream = Residual(x=x)
     logits = logits_of(outer, stream, tokens.shape[0], spec)
     if state is not None:
-        rings = tuple(ring for ring in ran.rings if ring is not None)
-        state = dataclasses.replace(state, rings=rings)
+        query_buffers = tuple(
+            query_buffer for query_buffer in ran.query_buffers if query_buffer is not None
+        )
+        state = dataclasses.replace(state, query_buffers=query_buffers)
     cache = cache.updated(
         pools=tuple(of_whole_groups(ran.pools, spec)),
         state=state,
@@ -96,7 +100,7 @@ def step(
     return logits, cache
 
 
-@program(static=("spec",), donate=("pools",), on="spec")
+@sharded_jit(static=("spec",), donate=("pools",), on="spec")
 def _extend(
     ends: Leaves,
     blocks: tuple[Leaves, ...],
@@ -125,7 +129,7 @@ def extend(
     One program; with a `loader`, a program for each stretch of layers between transfers from host memory.
     """
     if loader is not None:
-        return staged.step(flat, cache, tokens, count, spec=spec, loader=loader)
+        return offloaded_decode.step(flat, cache, tokens, count, spec=spec, loader=loader)
     return _extend(
         flat.ends, spec.blocks_of(flat), cache.pools, cache.tables, tokens, count, spec=spec
     )
@@ -153,7 +157,7 @@ def read_on_top(
     return logits, dataclasses.replace(cache, arrays=arrays)
 
 
-@program(static=("axes",))
+@sharded_jit(static=("axes",))
 def newest(
     after: Float[Array, "B V"],
     before: Float[Array, "B V"],

@@ -1,6 +1,6 @@
 """Eviction after a step: the lowest-ranked row of each segment is dropped, or merged into another, for the new one.
 
-Everything is a reduction over the rows of segments, written once and run over them as they lie: in one piece where the
+Everything is a reduction over the entries of segments, written once and run over them as they lie: in one piece where the
 pool is a layer's own, in windows where layers share it.
 """
 
@@ -32,9 +32,9 @@ class Eviction:
     """Static config of eviction.
 
     Attributes:
-        terms: of the rows.
+        terms: of the entries.
         heads: kv heads of one layer; on a mesh, of each device.
-        dtype: of the model, to which merged rows are rounded.
+        dtype: of the model, to which merged entries are rounded.
     """
 
     terms: Terms
@@ -78,7 +78,7 @@ def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
 
 
 def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
-    """Per segment: lowest rank in mask `free` (inf for none), its latest position, that row's index (-1 for none)."""
+    """Per segment: lowest rank in mask `free` (inf for none), its latest position, that entry's index (-1 for none)."""
     ranks = jnp.where(free, every, jnp.inf)
     mine = ranks.min(axis=-1)
     position = jnp.where(free & (ranks == mine[..., None]), pos, -1).max(axis=-1)
@@ -103,9 +103,9 @@ def _lowest_at_once(
 
 
 class _Writes(NamedTuple):
-    """Rows to write in an eviction: the newest rows for the dropped rows' places in segments `over`, and merged rows.
+    """Entries to write in an eviction: the newest entries for the dropped entries' places in segments `over`, and merged entries.
 
-    `newest` and `merged` have the names "k" and "v"; merged rows come with their indices, and an index of P or more
+    `newest` and `merged` have the names "k" and "v"; merged entries come with their indices, and an index of P or more
     writes nothing.
     """
 
@@ -117,7 +117,7 @@ class _Writes(NamedTuple):
     def all_of(
         self, name: str, place: Int[Array, "B K"]
     ) -> tuple[Int[Array, "B n"], Float[Array, "B n D"]]:
-        """Indices and new contents of all rows written of keys ("k") or values ("v"); the newest rows go to `place`."""
+        """Indices and new contents of all entries written of keys ("k") or values ("v"); the newest entries go to `place`."""
         parts = [(place, self.newest[name]), *([self.merged[name]] if name in self.merged else [])]
         return jnp.concatenate([row for row, _ in parts], axis=1), jnp.concatenate(
             [new for _, new in parts], axis=1
@@ -130,17 +130,17 @@ def evict(
     """Drops or merges the lowest-ranked row of each segment over its limit, and moves the newest, its last, there.
 
     `attended` is any number of each head's attention output, which orders the writes behind attention; NaN keeps a
-    segment's rows. (A kernel that finds the row itself needs none: its pool is attention's output.)
+    segment's entries. (A kernel that finds the entry itself needs none: its pool is attention's output.)
     """
     backend, ongoing = how.terms.backend, how.terms.ongoing
     fused = pool.store.read_by(backend.can.evicts, 0)
-    # One kernel finds and drops the row if heads evict independently and nothing is merged.
+    # One kernel finds and drops the entry if heads evict independently and nothing is merged.
     if fused and ongoing.rank.in_kernels and ongoing.merge is None and not ongoing.one_set:
         return _evict_by_kernel(pool, segments, ongoing, backend)
     victim = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & (victim >= 0), attended)
     last = segments.start + segments.length - 1
-    # The newest row moves into the victim's place; a finished sequence's rows stay where they are.
+    # The newest row moves into the victim's place; a finished sequence's entries stay where they are.
     if ongoing.merge is None and fused:
         k, v, pos, score = backend.replace_rows(
             pool.k, pool.v, pool.pos, pool.score, victim, last, over
@@ -170,7 +170,7 @@ def _merging_dropped(
     last: Int[Array, "B K"],
     writes: _Writes,
 ) -> _Writes:
-    """`_Writes` with dropped rows folded into the most similar row of their segment, wherever the merger decides so."""
+    """`_Writes` with dropped entries folded into the most similar row of their segment, wherever the merger decides so."""
 
     def by_layer(array: Array) -> Array:
         """Reshapes `[B, L * K, ...]`, the heads of L layers side by side, to `[B * L, K, ...]`."""
@@ -203,7 +203,7 @@ def _merging_dropped(
         for name, new in (("k", found.k), ("v", found.v)):
             if new is None:
                 continue
-            remedy = f"two of its comparisons change {name} of one row: let one of them"
+            remedy = f"two of its comparisons change {name} of one entry: let one of them"
             require(name not in merged, "merge", type(merge).__name__, remedy)
             joined = new.reshape(one.shape).astype(how.dtype).astype(jnp.float32)
             # The newest row may itself be the one that takes the dropped one in.
@@ -219,7 +219,7 @@ def _merging_dropped(
 def _checked_joined(
     merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None
 ) -> Joined:
-    """Returns a merger's result for single rows unchanged; raises TypeError for a wrong shape or dtype."""
+    """Returns a merger's result for single entries unchanged; raises TypeError for a wrong shape or dtype."""
     name = f"{type(merge).__name__}.merge_one"
     instance(name, found, Joined, "return Joined(joins, k, v, tau)")
     checked(
@@ -227,7 +227,9 @@ def _checked_joined(
     )
     for name, new in (("k", found.k), ("v", found.v)):
         if new is not None:
-            checked(merge, f"merge_one.{name}", new, dropped.k.shape, "number of a row, [N, K, D]")
+            checked(
+                merge, f"merge_one.{name}", new, dropped.k.shape, "number of an entry, [N, K, D]"
+            )
     if tau is not None:
         checked(
             merge, "merge_one.tau", found.tau, tau.shape, "threshold of each kv head, [N, K, n]"
@@ -237,20 +239,20 @@ def _checked_joined(
 
 @dataclasses.dataclass(frozen=True)
 class _Weigh:
-    """Callable for the eviction kernel: a policy's rank of rows and mask of unprotected rows, as in `weakest`."""
+    """Callable for the eviction kernel: a policy's rank of entries and mask of unprotected entries, as in `weakest`."""
 
     rank: Rank
     keep: Keep
 
     def __call__(self, score: Array, pos: Array, seen: Array, prompt: Array) -> tuple[Array, Array]:
-        """Rank of each row, and mask of rows that are not protected from eviction."""
+        """Rank of each entry, and mask of entries that are not protected from eviction."""
         return ranked(self.rank, score, seen - pos), ~self.keep.protected(pos, prompt)
 
 
 def _evict_by_kernel(
     pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend
 ) -> tuple[Pool, Segments]:
-    """`evict` by one backend kernel that finds and drops the rows.
+    """`evict` by one backend kernel that finds and drops the entries.
 
     It needs no ordering barrier, as the pool is attention's output.
     """
@@ -274,13 +276,13 @@ def _evict_by_kernel(
 def _written(
     pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes
 ) -> Pool:
-    """Applies `writes`: returns the pool with newest rows in dropped rows' places and with merged rows."""
+    """Applies `writes`: returns the pool with newest entries in dropped entries' places and with merged entries."""
     nowhere = jnp.int32(pool.rows)
     place, emptied = (jnp.where(writes.over, row, nowhere) for row in (victim, last))
     both = jnp.concatenate([place, emptied], axis=1)
 
     def move(leaf: Array, empty: int) -> Array:
-        """Array of positions or scores with each last row's cell copied over the dropped row's, then set to `empty`."""
+        """Array of positions or scores with each last row's cell copied over the dropped entry's, then set to `empty`."""
         cells = jnp.take_along_axis(leaf, last, axis=1)
         return put_cells(leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1))
 

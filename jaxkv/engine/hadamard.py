@@ -1,9 +1,9 @@
-"""Rows transformed by a Hadamard matrix, keys less their mean: 4 bits an element then lose a fifth of what they lose.
+"""Entries transformed by a Hadamard matrix, keys less their mean: 4 bits an element then lose a fifth of what they lose.
 
 The matrix is orthonormal: a transformed query times a transformed key is the query times the key, and a sum of
 transformed values is the transformed sum of values. A vector taken off all keys of a head moves all logits of a query
 by one number, which no softmax sees. So attention, and scores made of it, stay what they are, while no channel outlies
-the others any more (QuaRot, arXiv:2404.00456, transforms cached rows likewise).
+the others any more (QuaRot, arXiv:2404.00456, transforms cached entries as well).
 """
 
 from functools import cache
@@ -14,16 +14,16 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.policies.parts import Parts
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.sharded_program import sharded_jit
 
-# Tokens of a prompt's end whose keys' mean is taken off: rotary embeddings turn means with the position, and near rows
+# Tokens of a prompt's end whose keys' mean is taken off: rotary embeddings turn means with the position, and near entries
 # are attended to most. And zeros that count as keys in it: few tokens say little about the keys to come.
 _LAST, _PRIOR = 1024, 16
 
 
 def transforms(parts: Parts) -> bool:
-    """True if the cache of a policy holds transformed rows: its store asks for it, and nothing compares keys.
+    """True if the cache of a policy holds transformed entries: its store asks for it, and nothing compares keys.
 
     Keys before RoPE, keys that mergers compare and bounds of pages stay as they are.
     """
@@ -62,7 +62,7 @@ def keys_of(
     return (transformed(stored.astype(jnp.float32)) + centre[:, :, None]).astype(stored.dtype)
 
 
-@program(static=("axes",))
+@sharded_jit(static=("axes",))
 def centre_of(
     k: Float[Array, "B K S D"], length: Int[Array, " B"], *, axes: Axes | None = None
 ) -> Float[Array, "B K D"]:
@@ -73,7 +73,7 @@ def centre_of(
     return total / (jnp.minimum(length, _LAST)[:, None, None] + _PRIOR).astype(jnp.float32)
 
 
-@program(static=("axes",))
+@sharded_jit(static=("axes",))
 def transformed_rows(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],

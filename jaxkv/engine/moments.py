@@ -59,21 +59,21 @@ def prompt_block_sums(
     asked: BlockAttention,
 ) -> Float[Array, "B K G S"]:
     """Attention `f32[B, K, G, S]` that each key receives from the queries of its block, from hidden states."""
-    slots = x.shape[1]
-    size = asked.tokens(slots)
+    padded_len = x.shape[1]
+    size = asked.tokens(padded_len)
 
     def of_block(index: Int[Array, ""]) -> Float[Array, "B K G T"]:
         position = asked.first + index * size + jnp.arange(size, dtype=jnp.int32)
-        at = jnp.minimum(position, slots - 1)
+        at = jnp.minimum(position, padded_len - 1)
         normed, by = block.normed(jnp.take(x, at, axis=1)), table.at(at[None])
         k = rotate(block.keys_values(normed)[0], by, normed.dtype)
         inside = position < (length - asked.last)[:, None]
         return attention.block_sums(block.queries(normed, by), k, inside, zeros=asked.zeros)
 
-    count = max(1, -(-(slots - asked.first) // size))
+    count = max(1, -(-(padded_len - asked.first) // size))
     sums = jnp.moveaxis(lax.map(of_block, jnp.arange(count, dtype=jnp.int32)), 0, 3)
     sums = jnp.pad(sums.reshape(*sums.shape[:3], -1), ((0, 0), (0, 0), (0, 0), (asked.first, 0)))
-    return sums[..., :slots]
+    return sums[..., :padded_len]
 
 
 def last_moments(

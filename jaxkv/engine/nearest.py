@@ -1,4 +1,4 @@
-"""Nearest row of a segment by cosine: the row into which an evicted row may be merged."""
+"""Nearest row of a segment by cosine: the entry into which an evicted entry may be merged."""
 
 from functools import partial
 
@@ -20,7 +20,7 @@ def nearest(
     *,
     walk: Walk,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Pair `[B, K]` per segment: largest cosine of a row, except row `but`, to vector `of`, and its pool row or -1.
+    """Pair `[B, K]` per segment: largest cosine of an entry, except row `but`, to vector `of`, and its pool row or -1.
 
     `rows` are the pool's keys or values at positions `pos`. The row `but`, the given one itself, does not count; ties
     go to the first position.
@@ -57,7 +57,7 @@ def _most(
 
 
 def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B _ n D"]) -> Float[Array, "B K n"]:
-    """Float32 inner products `[B, K, n]` of each head's vector with n rows, per head or shared by all heads."""
+    """Float32 inner products `[B, K, n]` of each head's vector with n entries, per head or shared by all heads."""
     dot = partial(
         lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )

@@ -1,4 +1,4 @@
-"""Scores of one layer's rows, the attention mass behind them, and the layer's claim on a shared budget."""
+"""Scores of one layer's entries, the attention mass behind them, and the layer's claim on a shared budget."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import checked
-from jaxkv.policies.layers import LayerBudgets
+from jaxkv.policies.layer_budgets import LayerBudgets
 from jaxkv.policies.scorer import GroupReduce, Observed, Scorer
 from jaxkv.sharding.collectives import (
     anywhere,
@@ -16,14 +16,14 @@ from jaxkv.sharding.collectives import (
     most_of_devices,
     total,
 )
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.sharded_program import sharded_jit
 
 
 class Scored(NamedTuple):
-    """Scores of a layer's rows, and the observed `mass` (such as attention) behind them.
+    """Scores of a layer's entries, and the observed `mass` (such as attention) behind them.
 
-    `claim` is the layer's on a budget that layers share, None unless budgets follow from claims; `first` ranks rows
+    `claim` is the layer's on a budget that layers share, None unless budgets follow from claims; `first` ranks entries
     that a two-stage scorer takes first, S for others, None for one stage; `nan` is True if a score is NaN, padding left
     out.
     """
@@ -35,27 +35,27 @@ class Scored(NamedTuple):
     nan: Bool[Array, ""]
 
 
-@program(static=("scorer", "layers", "axes"))
+@sharded_jit(static=("scorer", "layers", "axes"))
 def observe(
     seen: Observed,
-    forced: Bool[Array, "B S"],
+    always_kept: Bool[Array, "B S"],
     *,
     scorer: Scorer,
     layers: LayerBudgets,
     axes: Axes | None = None,
 ) -> Scored:
-    """Compiled: what a scorer, and layer budgets, make of one layer's rows; the claim leaves out `forced` ones.
+    """Compiled: what a scorer, and layer budgets, make of one layer's entries; the claim leaves out `always_kept` ones.
 
-    A scorer whose results are not float32 (ranks: int32) of the rows' shape is refused with a TypeError.
+    A scorer whose results are not float32 (ranks: int32) of the entries' shape is rejected with a TypeError.
     """
     claim = first = None
     if "norms" in seen.extras:
-        # All kv heads hold the same rows of a prompt.
+        # All kv heads hold the same entries of a prompt.
         of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
         seen = dataclasses.replace(seen, extras={**seen.extras, "norm_totals": of_heads})
     scores, mass = scored(scorer, seen, axes)
     if layers.from_scores and not layers.joint:
-        each = layers.of_heads(mass, seen.between() & ~forced[:, None], seen)
+        each = layers.of_heads(mass, seen.between() & ~always_kept[:, None], seen)
         each = gathered(each, "K", 1, axes)
         each = gathered(each, "G", 2, axes) if each.ndim > 2 else each
         claim = layers.weight(each.reshape(len(each), -1, *each.shape[3:]))
@@ -70,7 +70,7 @@ def observe(
 def scored(
     scorer: Scorer, seen: Observed, axes: Axes | None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
-    """Calls a scorer on one layer; returns scores of rows and the mass (such as attention) that it observed."""
+    """Calls a scorer on one layer; returns scores of entries and the mass (such as attention) that it observed."""
     shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
     mass = checked(scorer, "observe", scorer.observe(seen), shape, named)
     # Scorers that read no query heads observe the same on all devices.

@@ -1,15 +1,15 @@
-"""Pages of a layer's rows (Quest): when their bounds are computed, which kv heads choose, and attention to these."""
+"""Pages of a layer's entries (Quest): when their bounds are computed, which kv heads choose, and attention to these."""
 
 import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.cache.pages import bounds_of, joined_rows
+from jaxkv.cache.page_bounds import bounds_of, joined_rows
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.segments import behind
 from jaxkv.engine.tokens import NewTokens
-from jaxkv.policies.reading import WHOLE, Reading
+from jaxkv.policies.reads import WHOLE, Reading
 from jaxkv.sharding.mesh import Axes
 
 
@@ -34,9 +34,9 @@ def with_new_rows(
     new: NewTokens,
     read: Float[Array, "B K"],
 ) -> Pool:
-    """Copy of a pool, its page bounds (min/max keys) recomputed for the pages that the step's appended rows join.
+    """Copy of a pool, its page bounds (min/max keys) recomputed for the pages that the step's appended entries join.
 
-    `length` are the rows before the new ones, `read` numbers behind whose computation the bounds are written.
+    `length` are the entries before the new ones, `read` numbers behind whose computation the bounds are written.
     """
     bounds = pool.bounds
     assert bounds is not None
@@ -53,6 +53,6 @@ def rest_from(length: Int[Array, "*n"], page: int) -> Int[Array, "*n"]:
 
 
 def full_pages(length: Int[Array, "*n"], budget: Int[Array, "*#n"], page: int) -> Int[Array, "*n"]:
-    """Number of full pages to read (int array): as many as fit a row budget beside the newest page, at most all."""
+    """Number of full pages to read (int array): as many as fit an entry budget beside the newest page, at most all."""
     newest = length + 1 - rest_from(length, page)
     return jnp.clip((budget - newest) // page, 0, length // page)

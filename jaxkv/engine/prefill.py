@@ -1,7 +1,7 @@
 """Prefill, layer by layer: a layer's keys and values are compressed before the next layer begins.
 
 The outer loop is over layers, one jitted call each; the inner one over blocks of queries, only those that a sequence
-fills, so padding costs memory but no time. Alive at once: hidden states, one layer's K and V, kept rows of the others.
+fills, so padding costs memory but no time. Alive at once: hidden states, one layer's K and V, kept entries of the others.
 """
 
 import dataclasses
@@ -17,40 +17,40 @@ from jaxkv._checks import is_traced, namespace
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache import Cache, KVCache, State, Tables
-from jaxkv.cache.bank import Bank, committed, put_away
+from jaxkv.cache.host_store import HostStore, committed, put_away
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine import chunked
 from jaxkv.engine.cascade import cascaded
-from jaxkv.engine.choosing import Candidates, limits_of
 from jaxkv.engine.compress import Compressed, compress
-from jaxkv.engine.ends import embed, logits_of
+from jaxkv.engine.embedding import embed, logits_of
 from jaxkv.engine.hadamard import centre_of, transformed_rows, transforms
 from jaxkv.engine.layer_sources import PromptSource
-from jaxkv.engine.lengths import most_by_claims, remembered, ring_rows
+from jaxkv.engine.lengths import most_by_layer_weights, query_buffer_size, remembered
 from jaxkv.engine.pages import with_bounds
 from jaxkv.engine.plan import PrefillPlan, layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
+from jaxkv.engine.progress import Walk, without_progress
+from jaxkv.engine.query_buffers import fill_query_buffer
 from jaxkv.engine.replay import Padded, replayed
-from jaxkv.engine.rings import ring_of
+from jaxkv.engine.selection import Candidates, limits_of
 from jaxkv.engine.spec import gate_weights, reading_state
 from jaxkv.engine.tokens import angles_by_rope
-from jaxkv.engine.walks import Walk, uncounted
 from jaxkv.models.decoder import Flat
 from jaxkv.models.rope import Angles
 from jaxkv.models.values import Rope
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.scorer import Needs, Observed
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import inside, place, put, settle_down, where
+from jaxkv.sharding.sharded_program import sharded_jit
 
 # Share of a prefill's progress that stands for the first of two passes.
 _FIRST_PASS = 0.4
 
 
 _LAYER_STATICS = ("graphs", "needs", "last", "implementation")
-_layer = program(static=_LAYER_STATICS, donate=("x",), on="graphs")(layer)
+_layer = sharded_jit(static=_LAYER_STATICS, donate=("x",), on="graphs")(layer)
 # The top block returns one token's hidden state: a donated buffer could not be reused.
-_top_layer = program(static=_LAYER_STATICS, on="graphs")(layer)
+_top_layer = sharded_jit(static=_LAYER_STATICS, on="graphs")(layer)
 
 
 def run_layer(
@@ -87,7 +87,7 @@ def read_layers(
     require(not special, "model", special, "attention of capped logits is not analysed")
     x = embed(flat.ends, tokens, graphs=flat.graphs)
     tables = angles_by_rope(flat, tokens.shape[1])
-    for index, window in enumerate(flat.config.windows):
+    for index, window in enumerate(flat.config.sliding_windows):
         out = run_layer(
             flat, index, x, length, tables, needs if window is None else Needs(), Implementation.XLA
         )
@@ -100,7 +100,7 @@ def read_layers(
 def prefill(
     flat: Flat,
     padded: Padded,
-    policy: Method,
+    policy: Policy,
     needed: PrefillPlan,
     *,
     key: PRNGKeyArray,
@@ -126,11 +126,11 @@ def prefill(
     else:
         yield from prompts.read_twice(padded)
         # Its layers were counted when they ran.
-        cache = yield from uncounted(read(prompts))
+        cache = yield from without_progress(read(prompts))
     prompts.require_ordered()
-    if prompts.banked:
-        bank = Bank(rows=tuple(prompts.banked), layers=prompts.reading.offloaded)
-        cache = dataclasses.replace(committed(cache), bank=bank)
+    if prompts.to_host_store:
+        host_store = HostStore(rows=tuple(prompts.to_host_store), layers=prompts.reading.offloaded)
+        cache = dataclasses.replace(committed(cache), host_store=host_store)
     logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
     return cache, logits
 
@@ -141,18 +141,18 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
     Prompt lengths may be traced; unlike in `prefill` the check for NaN scores is left to the caller.
     """
     flat, needed, parts = prompts.flat, prompts.needed, prompts.parts
-    room = np.asarray(needed.room, np.int32)
+    headroom = np.asarray(needed.headroom, np.int32)
     if needed.buffer is not None:
-        made = yield from cascaded(prompts, parts, rows=needed.buffer, room=room)
+        made = yield from cascaded(prompts, parts, rows=needed.buffer, headroom=headroom)
     else:
         made = yield from compress(
             prompts,
             parts,
             key=prompts.merge_key,
-            room=room,
+            headroom=headroom,
             implementation=prompts.implementation,
         )
-    limit, state = first_state(prompts, made, tuple(prompts.rings))
+    limit, state = first_state(prompts, made, tuple(prompts.query_buffers))
     seen = jnp.copy(prompts.length)
     centre = jnp.stack(prompts.centres) if prompts.centres else None
     tables = Tables(
@@ -167,20 +167,20 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
         policy=prompts.policy,
         config=flat.config,
         dtype=flat.ends[0].dtype.name,
-        slots=needed.slots,
+        padded_len=needed.padded_len,
         axes=flat.axes,
     )
     return settle_down(cache, flat.axes)
 
 
 class Prompts(PromptSource):
-    """Source of layers during prefill: runs the model layer by layer and gives `compress` each layer's rows and scores.
+    """Source of layers during prefill: runs the model layer by layer and gives `compress` each layer's entries and scores.
 
     Attributes:
         x: hidden states after the layers that have run; after the last layer, of the last token only.
-        rings: rings of last queries, of the layers that keep some.
-        banked: rows of offloaded layers in host memory.
-        centres: means of keys by layer, if the cache holds transformed rows.
+        query_buffers: buffer of last queries, of the layers that keep some.
+        to_host_store: entries of offloaded layers in host memory.
+        centres: means of keys by layer, if the cache holds transformed entries.
     """
 
     def __init__(
@@ -188,7 +188,7 @@ class Prompts(PromptSource):
         flat: Flat,
         tokens: Int[np.ndarray, "B S"] | Int[Array, "B S"],
         lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
-        policy: Method,
+        policy: Policy,
         needed: PrefillPlan,
         key: PRNGKeyArray,
         implementation: Implementation,
@@ -203,23 +203,23 @@ class Prompts(PromptSource):
             lengths,
             needed.numbers,
             heads=config.kv_heads // (axes.size("K") if axes is not None and inside() else 1),
-            slots=needed.slots,
+            padded_len=needed.padded_len,
             indices=range(config.layers),
-            windows=config.windows,
+            sliding_windows=config.sliding_windows,
             axes=axes,
         )
         self.flat, self.needed, self.policy = flat, needed, policy
         self.merge_key, self.implementation = key, implementation
         self.key = key if axes is None else put(key, where("", (), axes))
         self.dtype = needed.dtype
-        self.reading = parts.reading(self.windows, needed.slots)
-        self.remembered = remembered(parts.ongoing, self.reading, self.windows)
+        self.reading = parts.reading(self.sliding_windows, needed.padded_len)
+        self.remembered = remembered(parts.ongoing, self.reading, self.sliding_windows)
         self.ahead = layers_ahead(needed, self.length)
         placed = place(tokens, "B S", flat.axes, jnp.int32)
         self.x = embed(flat.ends, placed, graphs=flat.graphs, implementation=implementation)
-        self.angles = angles_by_rope(flat, needed.slots)
+        self.angles = angles_by_rope(flat, needed.padded_len)
         self.ran = dict[int, LayerOut]()
-        self.banked, self.rings = list[Array](), list[Array]()
+        self.to_host_store, self.query_buffers = list[Array](), list[Array]()
         self.transforms, self.centres = transforms(parts), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
@@ -238,7 +238,7 @@ class Prompts(PromptSource):
 
     def _run(self, index: int) -> LayerOut:
         """Runs a layer on the hidden states of the one below; returns its `LayerOut`, whose hidden states it stores."""
-        needs = self.parts.needs if self.windows[index] is None else Needs()
+        needs = self.parts.needs if self.sliding_windows[index] is None else Needs()
         out = run_layer(
             self.flat, index, self.x, self.length, self.angles, needs, self.implementation
         )
@@ -254,18 +254,20 @@ class Prompts(PromptSource):
         if self.transforms:
             self.centres.append(centre_of(k, length, axes=self.axes))
         if count := self.remembered[index]:
-            last, rows_of = out.q[..., out.q.shape[3] - count :, :], ring_rows(count)
-            self.rings.append(
-                ring_of(last, length, rows=rows_of, transforms=self.transforms, axes=self.axes)
+            last, rows_of = out.q[..., out.q.shape[3] - count :, :], query_buffer_size(count)
+            self.query_buffers.append(
+                fill_query_buffer(
+                    last, length, rows=rows_of, transforms=self.transforms, axes=self.axes
+                )
             )
         if index in self.reading.offloaded:
-            # Wait for the transfer before this one: at most two layers' rows are held for transfers.
-            jax.block_until_ready(self.banked[-1:])
+            # Wait for the transfer before this one: at most two layers' entries are held for transfers.
+            jax.block_until_ready(self.to_host_store[-1:])
             k, v = (each.astype(self.dtype) for each in (k, out.v))
-            self.banked.append(put_away(k, v, self.axes))
+            self.to_host_store.append(put_away(k, v, self.axes))
             self.held[index] = rows
             return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
-        if not parts.drops or self.windows[index]:
+        if not parts.drops or self.sliding_windows[index]:
             return self.unchosen(index, rows)
         seen = self.observed(out, index)
         norms = out.extras["norms"] if parts.heads.needs_norms else None
@@ -296,14 +298,14 @@ class Prompts(PromptSource):
             group_axes=flat.axes,
         )
 
-    def at_most(self, claims: list[Array | None]) -> tuple[Array, Array]:
-        """Pair of counts `[L, B]`: upper bounds of rows per kv head, most recent rows in these; 0 for later layers."""
+    def at_most(self, layer_weights: list[Array | None]) -> tuple[Array, Array]:
+        """Pair of counts `[L, B]`: upper bounds of entries per kv head, most recent entries in these; 0 for later layers."""
         numbers, layers = self.numbers, len(self.indices)
-        weights = self.weights(claims)
-        found = most_by_claims(
-            self.parts, numbers.budget, self.lengths, numbers.forced, weights, layers
+        weights = self.weights(layer_weights)
+        found = most_by_layer_weights(
+            self.parts, numbers.budget, self.lengths, numbers.always_kept, weights, layers
         )
-        xp, beyond = namespace(weights), ((0, layers - len(claims)), (0, 0))
+        xp, beyond = namespace(weights), ((0, layers - len(layer_weights)), (0, 0))
         rows, recents = (
             place(xp.pad(table, beyond), "n B", self.axes, jnp.int32) for table in found
         )
@@ -317,11 +319,11 @@ class Prompts(PromptSource):
         """Largest P of layers of this one's window: a program for each size would compile longer than it packs."""
         if is_traced(self.length):
             return size
-        alike = zip(self.windows, self.needed.pools, strict=True)
-        return max(rows for window, rows in alike if window == self.windows[index])
+        alike = zip(self.sliding_windows, self.needed.pools, strict=True)
+        return max(rows for window, rows in alike if window == self.sliding_windows[index])
 
     def rows(self, index: int) -> Unpacked:
-        """Removes one layer's waiting keys and values from the source and returns them as `Unpacked` rows."""
+        """Removes one layer's waiting keys and values from the source and returns them as `Unpacked` entries."""
         rows = super().rows(index)
         if not self.transforms:
             return rows
@@ -334,48 +336,52 @@ class Prompts(PromptSource):
 
 
 def first_state(
-    source: PromptSource, made: Compressed, rings: tuple[Float[Array, "B K G R D"], ...] = ()
+    source: PromptSource,
+    made: Compressed,
+    query_buffers: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> tuple[Int[Array, "L B K"], State | None]:
     """Row limits of segments behind prompts, and what the policy remembers; None if it compresses prompts only.
 
-    A limit is the number of rows kept, where the policy does not go on compressing.
+    A limit is the number of entries kept, where the policy does not go on compressing.
     """
     parts = source.parts
     if parts.ongoing.compresses:
-        return _going_on(source, made, rings)
+        return _going_on(source, made, query_buffers)
     if parts.read.everything:
         return jnp.copy(made.length), None
     reads = source.numbers.reads
     assert reads is not None
-    return jnp.copy(made.length), reading_state(source.length, reads, made.length, rings)
+    return jnp.copy(made.length), reading_state(source.length, reads, made.length, query_buffers)
 
 
 def _going_on(
-    source: PromptSource, made: Compressed, rings: tuple[Float[Array, "B K G R D"], ...]
+    source: PromptSource, made: Compressed, query_buffers: tuple[Float[Array, "B K G R D"], ...]
 ) -> tuple[Int[Array, "L B K"], State]:
     """Pair for policies that evict or recompress after the prompt: row limits `[L, B, K]` of segments, first `State`.
 
-    A limit is the number of rows kept; the budget if the prompt is shorter and there is no threshold; a number never
+    A limit is the number of entries kept; the budget if the prompt is shorter and there is no threshold; a number never
     reached for layers that grow without end; or what head budgets with limits of their own say.
     """
     parts, lengths, numbers = source.parts, source.lengths, source.numbers
     of = slice(source.indices[0], source.indices[-1] + 1)
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
     short = numbers.most > lengths
-    targets = xp.where(short, numbers.most, source.kept_rows[of])
-    recent = xp.where(short, parts.recents(targets, lengths, numbers.forced), source.recents[of])
+    targets = xp.where(short, numbers.most, source.kept_entries[of])
+    recent = xp.where(
+        short, parts.recents(targets, lengths, numbers.always_kept), source.recents[of]
+    )
     state = State(
         prompt=source.length,
         budget=jnp.asarray(numbers.most, jnp.int32),
         recent=jnp.asarray(recent, jnp.int32),
         tau=made.tau,
-        rings=rings,
+        query_buffers=query_buffers,
     )
-    per_layer = xp.where(parts.unlimited(source.windows)[of, None], endless, targets)
+    per_layer = xp.where(parts.unlimited(source.sliding_windows)[of, None], endless, targets)
     limit = jnp.asarray(xp.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
     if parts.heads.uniform:
         return limit, state
     short = short & (parts.threshold is None)
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
     usual = jnp.where(grown, limit, kept)
-    return limits_of(parts.heads, kept, usual, source.axes, source.windows, of), state
+    return limits_of(parts.heads, kept, usual, source.axes, source.sliding_windows, of), state

@@ -1,6 +1,6 @@
 """Bytes that a prefill takes on one device, weights excluded, by arithmetic; the engine's plans use them.
 
-A layer's program is followed by others that score, choose, merge and pack its rows. Memory peaks at the last two
+A layer's program is followed by others that score, choose, merge and pack its entries. Memory peaks at the last two
 layers, when most of the cache exists, so only these are computed. Sizes of arrays follow from their shapes; XLA's
 temporaries beside them are a bound by what compiled programs take.
 """
@@ -10,12 +10,12 @@ from functools import cached_property
 
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.engine.hadamard import transforms
-from jaxkv.engine.lengths import QUERY_BLOCK, long_block, remembered, ring_rows
+from jaxkv.engine.lengths import QUERY_BLOCK, long_block, query_buffer_size, remembered
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.mixture import block_rows
 from jaxkv.policies.methods.rkv import COSINES
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.reading import WHOLE, Reading
+from jaxkv.policies.reads import WHOLE, Reading
 
 # Bytes of the workspace that XLA gives cuBLAS on Hopper.
 WORKSPACE = 1 << 25
@@ -29,10 +29,10 @@ class PrefillBytes:
         config: the device's part of the model.
         parts: parts of the policy.
         batch: number of prompts on the device.
-        slots: padded length of each prompt.
+        padded_len: padded length of each prompt.
         item: bytes of a number of the model's dtype.
-        pool_rows: rows of one sequence in each pool.
-        buffer: rows of one sequence in the buffer of a budget over all layers; None without one.
+        pool_rows: entries of one sequence in each pool.
+        buffer: entries of one sequence in the buffer of a budget over all layers; None without one.
         kv_heads: number of kv heads over all devices.
         implementation: implementation of attention.
     """
@@ -40,7 +40,7 @@ class PrefillBytes:
     config: ModelConfig
     parts: Parts
     batch: int
-    slots: int
+    padded_len: int
     item: int
     pool_rows: tuple[int, ...]
     buffer: int | None
@@ -50,15 +50,20 @@ class PrefillBytes:
     @cached_property
     def reading(self) -> Reading:
         """`Reading` config: which layers choose tokens, which read only those in decoding."""
-        return self.parts.reading(self.config.windows, self.slots)
+        return self.parts.reading(self.config.sliding_windows, self.padded_len)
 
     @cached_property
     def pools(self) -> list[int]:
         """List of the bytes of each layer's pool, or of the one pool that all layers share."""
-        each, windows = self.parts.row_bytes(self.config.head_dim, self.item), self.config.windows
-        # Rows of window layers, which are never chosen from, have no scores.
+        each, sliding_windows = (
+            self.parts.row_bytes(self.config.head_dim, self.item),
+            self.config.sliding_windows,
+        )
+        # Entries of sliding-window layers, which are never chosen from, have no scores.
         apart = self.parts.scored and not self.parts.layout.one_pool
-        less = [4 * (apart and width is not None) for width in windows[: len(self.pool_rows)]]
+        less = [
+            4 * (apart and width is not None) for width in sliding_windows[: len(self.pool_rows)]
+        ]
         return [
             rows * self.batch * (each - off) for rows, off in zip(self.pool_rows, less, strict=True)
         ]
@@ -76,29 +81,29 @@ class PrefillBytes:
     @property
     def loaded(self) -> int:
         """Bytes of offloaded keys and values that are on the device at once during decoding."""
-        return self.reading.loaded * self._layer_rows // self.slots
+        return self.reading.loaded * self._layer_rows // self.padded_len
 
     @property
     def peak(self) -> int:
-        """Peak bytes on the device, weights excluded: cache, plus the larger of prefill's arrays and reloaded rows."""
+        """Peak bytes on the device, weights excluded: cache, plus the larger of prefill's arrays and reloaded entries."""
         config, parts, reading, loaded = self.config, self.parts, self.reading, self.loaded
-        token, layer = self._layer_rows // self.slots, self._layer_rows
+        token, layer = self._layer_rows // self.padded_len, self._layer_rows
         beside = self._beside() + (layer if self.host else 0)
         if loaded:
-            # Attention transposes the loaded rows of one layer.
-            loaded += token * (reading.width if reading.filters else self.slots)
+            # Attention transposes the loaded entries of one layer.
+            loaded += token * (reading.width if reading.filters else self.padded_len)
         found = self.cache + max(loaded, beside)
         if parts.read.chunk:
-            # All rows stay on the device until the last chunk; window layers have room for a chunk.
-            chunk = min(parts.read.chunk, self.slots)
-            windows = config.layers - config.windows.count(None)
-            found += self.host + windows * token * chunk
+            # All entries stay on the device until the last chunk; sliding-window layers have room for a chunk.
+            chunk = min(parts.read.chunk, self.padded_len)
+            sliding_windows = config.layers - config.sliding_windows.count(None)
+            found += self.host + sliding_windows * token * chunk
         return found
 
     def _beside(self) -> int:
         """Bytes of prefill's arrays beside the cache, at the most of its upper two layers."""
         config, parts, rows, layers = self.config, self.parts, self._layer_rows, self.config.layers
-        hidden, there = self.batch * self.slots * config.embed * self.item, list[int]()
+        hidden, there = self.batch * self.padded_len * config.embed * self.item, list[int]()
         for index in range(max(0, layers - 2), layers):
             top = index == layers - 1
             below = self._below(index) + rows
@@ -111,29 +116,29 @@ class PrefillBytes:
             there += [hidden + waiting + self._temporaries(False), layers * rows + self._again()]
         there.append(sum(self.pools) + self._bounds + 4 * self.batch * config.vocab)
         # All along: masks of slots, the table of rotary angles, and the cache's tables.
-        masks = self.batch * self.slots * (3 + config.kv_heads)
-        tables = 4 * self.slots * (1 + config.head_dim) + self._remembered + self._tables
+        masks = self.batch * self.padded_len * (3 + config.kv_heads)
+        tables = 4 * self.padded_len * (1 + config.head_dim) + self._remembered + self._tables
         return max(there) + masks + tables - self.cache
 
     def _afterwards(self, index: int, top: bool) -> int:
-        """Bytes beside rows and lower layers while a layer's rows are scored, chosen, merged, thinned or packed."""
+        """Bytes beside entries and lower layers while a layer's entries are scored, chosen, merged, thinned or packed."""
         parts, layers = self.parts, self.config.layers
         scored = parts.scored
-        # Scores that rows are ordered by, the observed attention that is kept for later, and norms of keys.
+        # Scores that entries are ordered by, the observed attention that is kept for later, and norms of keys.
         scores = self._rows_of(
             4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms
         )
         scoring = self._looked + self._rows_of(4 * (2 + self.config.group))
         if parts.scorer.compares_keys:
-            # Cosines of a block of rows with all, and what is made of them.
-            scoring += 8 * min(self.slots**2, COSINES)
-        # Sort keys and masks, of all devices' heads if these compete for rows.
+            # Cosines of a block of entries with all, and what is made of them.
+            scoring += 8 * min(self.padded_len**2, COSINES)
+        # Sort keys and masks, of all devices' heads if these compete for entries.
         heads = self.config.kv_heads if parts.heads.uniform else self.kv_heads
-        # Rows of all layers are chosen at once where these compete, or a buffer holds what may be chosen.
+        # Entries of all layers are chosen at once where these compete, or a buffer holds what may be chosen.
         joint = parts.layers.joint or self.buffer is not None
-        choosing = 16 * self.batch * heads * self.slots * (layers if joint else 1)
+        choosing = 16 * self.batch * heads * self.padded_len * (layers if joint else 1)
         if self.buffer is not None:
-            # The layer's own rows are gone when the choice is made, and scores when each row's place is computed.
+            # The layer's own entries are gone when the choice is made, and scores when each entry's place is computed.
             last = self._rows_of(layers) - self._layer_rows + max(choosing, sum(self.pools))
             return max(scoring, scores + self._rows_of(16 * layers), last if top else 0)
         if parts.layout.one_pool and not top:
@@ -148,16 +153,16 @@ class PrefillBytes:
         """Bytes of a second pass over prompts, beyond their K and V: all layers' scores and what waits, activations."""
         asked, config = self.parts.needs.replay, self.config
         assert asked is not None
-        chunk = min(asked.chunk, self.slots)
-        # Text becomes tokens in the model's tokenizer, fewer than its letters; a block of queries is the least.
+        chunk = min(asked.chunk, self.padded_len)
+        # Text becomes tokens in the model's tokenizer, fewer than its logical axes; a block of queries is the least.
         texts = sum(len(each or ()) for each in (asked.first, asked.following, asked.closing))
-        before = texts + min(asked.tail, self.slots)
+        before = texts + min(asked.tail, self.padded_len)
         tokens = self.batch * (chunk + max(QUERY_BLOCK, before))
         each = config.embed * (2 * self.item + 8) + 4 * config.heads * config.head_dim * self.item
         each += (4 * (1 + config.gated) + self.item) * config.hidden
         # Logits of a block's queries over a chunk and sinks, or over a window and the tokens of the pass.
-        keys = chunk + max(QUERY_BLOCK // 2, min(asked.sinks, self.slots))
-        keys += max(width or 0 for width in config.windows) and before
+        keys = chunk + max(QUERY_BLOCK // 2, min(asked.sinks, self.padded_len))
+        keys += max(width or 0 for width in config.sliding_windows) and before
         logits = 24 * config.group * QUERY_BLOCK * keys
         waiting = config.layers * (self._rows_of(4) + self._looked)
         return waiting + tokens * each + logits
@@ -174,10 +179,10 @@ class PrefillBytes:
 
     @property
     def _remembered(self) -> int:
-        """Bytes of the float32 ring buffers of last queries that the cache keeps for scoring or choosing rows."""
+        """Bytes of the float32 query buffer buffers of last queries that the cache keeps for scoring or choosing entries."""
         config = self.config
-        counts = remembered(self.parts.ongoing, self.reading, config.windows)
-        rows = sum(ring_rows(count) for count in counts if count)
+        counts = remembered(self.parts.ongoing, self.reading, config.sliding_windows)
+        rows = sum(query_buffer_size(count) for count in counts if count)
         return 4 * self.batch * config.heads * rows * config.head_dim
 
     @property
@@ -195,32 +200,32 @@ class PrefillBytes:
 
     @property
     def _buffered(self) -> int:
-        """Bytes of a joint budget's buffer of candidate rows: keys, values, indices, kept scores; 0 without one."""
+        """Bytes of a joint budget's buffer of candidate entries: keys, values, indices, kept scores; 0 without one."""
         row = 2 * self.config.head_dim * self.item + 4 * (1 + self.parts.scored)
         return self.batch * (self.buffer or 0) * row
 
     def _below(self, index: int) -> int:
-        """Bytes held of the layers below `index`: their pools; for a shared pool their rows and scores, or a buffer."""
+        """Bytes held of the layers below `index`: their pools; for a shared pool their entries and scores, or a buffer."""
         parts, layers, norms = self.parts, self.config.layers, self.parts.needs.norms
         if self.buffer is not None:
             return self._buffered + self._rows_of(4 * layers * (1 + norms))
         if parts.layout.one_pool:
             scores = self._rows_of(4 * (1 + (parts.merge is not None) + norms))
-            chosen = self.config.windows[:index].count(None)
+            chosen = self.config.sliding_windows[:index].count(None)
             return int(self._held(index) * self._layer_rows) + chosen * scores
-        # Rows and scores of the layers that wait to be packed behind a second pass, beside the pools of those that are.
+        # Entries and scores of the layers that wait to be packed behind a second pass, beside the pools of those that are.
         waiting = (layers - index) * (parts.needs.replay is not None)
         return sum(self.pools[:index]) + waiting * (self._layer_rows + self._rows_of(4))
 
     def _held(self, index: int) -> float:
-        """Rows of the layers below `index` while they wait for the last one, in prompts: window layers hold windows."""
-        widths = self.config.windows[:index]
-        shares = (1.0 if width is None else min(1.0, width / self.slots) for width in widths)
+        """Entries of the layers below `index` while they wait for the last one, in prompts: sliding-window layers hold windows."""
+        widths = self.config.sliding_windows[:index]
+        shares = (1.0 if width is None else min(1.0, width / self.padded_len) for width in widths)
         return sum(shares, 0.0)
 
     def _rows_of(self, size: int) -> int:
-        """Bytes of one layer's array `[B, K, S]` with `size` bytes for each row of the uncompressed prompt."""
-        return self.batch * self.config.kv_heads * self.slots * size
+        """Bytes of one layer's array `[B, K, S]` with `size` bytes for each entry of the uncompressed prompt."""
+        return self.batch * self.config.kv_heads * self.padded_len * size
 
     @property
     def _layer_rows(self) -> int:
@@ -231,8 +236,8 @@ class PrefillBytes:
     def _in_blocks(self) -> int:
         """Bytes that scores need of a block of tokens: values after the output projection, or logits of all heads."""
         needs, config = self.parts.needs, self.config
-        projected = 4 * min(self.slots, 512) * config.embed * needs.norms
-        most = 0 if needs.blocks is None else needs.blocks.tokens(self.slots)
+        projected = 4 * min(self.padded_len, 512) * config.embed * needs.norms
+        most = 0 if needs.blocks is None else needs.blocks.tokens(self.padded_len)
         return self.batch * config.heads * max(projected, 8 * most**2)
 
     @cached_property
@@ -244,7 +249,7 @@ class PrefillBytes:
         window = needs.queries * config.head_dim * self.item
         if needs.moments is not None:
             window += 4 * config.head_dim * (1 + needs.moments.covariance * config.head_dim)
-        hidden = self.batch * self.slots * config.embed * self.item * needs.hidden
+        hidden = self.batch * self.padded_len * config.embed * self.item * needs.hidden
         return self.batch * config.heads * window + self._rows_of(size) + hidden
 
     def _temporaries(self, top: bool) -> int:
@@ -256,15 +261,17 @@ class PrefillBytes:
             whole = not top or needs.sums or needs.norms
             heads = self.batch * config.heads * whole
             heads += 2 * config.kv_heads * (2 if top else 1 + self.batch)
-            return 4 * self.slots * config.head_dim * heads + self._in_blocks
+            return 4 * self.padded_len * config.head_dim * heads + self._in_blocks
         if top and not needs.sums:
             return max(WORKSPACE, self._in_blocks)
-        tokens = self.batch * long_block(self.slots, self.batch)
-        queries = self.batch * config.heads * self.slots * config.head_dim * self.item
+        tokens = self.batch * long_block(self.padded_len, self.batch)
+        queries = self.batch * config.heads * self.padded_len * config.head_dim * self.item
         # Arrays of the queries' size (queries, output, copies), and the log-sum-exp of each query.
-        attend = queries * backend.can.query_copies + 4 * self.batch * config.heads * self.slots
+        attend = (
+            queries * backend.can.query_copies + 4 * self.batch * config.heads * self.padded_len
+        )
         if needs.sums or config.sink_logits:
-            attend += backend.summed_bytes(self.batch, self.slots, config.heads, queries)
+            attend += backend.summed_bytes(self.batch, self.padded_len, config.heads, queries)
         if top:
             return max(attend, self._in_blocks)
         # A mixture runs an expert on `block_rows` tokens at a time, beside the float32 sums of all tokens.

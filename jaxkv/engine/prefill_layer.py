@@ -65,13 +65,13 @@ def layer(
     `table` holds the angles of positions 0 to S; `needs` says what comes out beside hidden states, keys and values.
     """
     block = graphs.block(leaves)
-    batch, slots, _ = x.shape
+    batch, padded_len, _ = x.shape
     q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
     at = jnp.maximum(q_positions, 0)
     window = block.queries(
         block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at)
     )
-    size = block_size(slots, _BLOCKS)
+    size = block_size(padded_len, _BLOCKS)
     extras = Extras()
     if needs.moments is not None:
         extras["moments"] = prompt_moments(block, x, length, needs.moments, size=size)
@@ -79,8 +79,10 @@ def layer(
         extras["blocks"] = prompt_block_sums(block, x, length, table, needs.blocks)
     if needs.hidden:
         extras["hidden"] = block.normed(x)
-    backend, reach = backend_of(implementation), block.spec.window
-    attends = backend if reach is None or backend.can.windows else backend_of(Implementation.XLA)
+    backend, reach = backend_of(implementation), block.spec.sliding_window
+    attends = (
+        backend if reach is None or backend.can.sliding_windows else backend_of(Implementation.XLA)
+    )
     run = _at_once if attends.can.at_once else _by_sequence
     x, (k, v, *unrotated), sums = run(block, x, length, table, needs, last, attends)
     if needs.unrotated:
@@ -90,7 +92,9 @@ def layer(
     if last:
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
-        seen = Reach.of_heads(jnp.broadcast_to(length[:, None], (batch, config.kv_heads)), slots)
+        seen = Reach.of_heads(
+            jnp.broadcast_to(length[:, None], (batch, config.kv_heads)), padded_len
+        )
         if reach is not None:
             start, held = in_window(seen.start, seen.length, reach)
             seen = Reach(start=start, length=held, walk=Walk.WINDOWS)
@@ -118,10 +122,10 @@ def layer(
 def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
     """L1 norm of each value after the block's output projection, mean over the kv head's query heads; float32.
 
-    A block of rows at a time, because each row becomes G times E numbers.
+    A block of entries at a time, because each entry becomes G times E numbers.
     """
-    batch, heads, slots, dim = v.shape
-    size = block_size(slots, _BLOCKS)
+    batch, heads, padded_len, dim = v.shape
+    size = block_size(padded_len, _BLOCKS)
     weight = (
         float_weight(block.attention, "out")
         .astype(v.dtype)
@@ -132,8 +136,8 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
         seen = jnp.einsum("bksd,ekgd->bkgse", part, weight, preferred_element_type=jnp.float32)
         return jnp.abs(seen).sum(axis=-1).mean(axis=2)
 
-    parts = jnp.moveaxis(v.reshape(batch, heads, slots // size, size, dim), 2, 0)
-    mine = jnp.moveaxis(lax.map(norms, parts), 0, 2).reshape(batch, heads, slots)
+    parts = jnp.moveaxis(v.reshape(batch, heads, padded_len // size, size, dim), 2, 0)
+    mine = jnp.moveaxis(lax.map(norms, parts), 0, 2).reshape(batch, heads, padded_len)
     return mean_of_devices(mine, "G", block.axes)
 
 
@@ -145,9 +149,9 @@ def _by_sequence(
     For a CPU: as many blocks as the sequence has, so padding costs memory but no time. Hidden states of the top block
     (`last`) come back unchanged; sums are None unless `needs` asks for them.
     """
-    config, (batch, slots, width) = block.config, x.shape
-    shaping, reach = block.shaping, block.spec.window
-    size = block_size(slots, _BLOCKS)
+    config, (batch, padded_len, width) = block.config, x.shape
+    shaping, reach = block.shaping, block.spec.sliding_window
+    size = block_size(padded_len, _BLOCKS)
     blocks = (length + size - 1) // size
     attends = needs.sums or not last
     put = lax.dynamic_update_slice
@@ -190,13 +194,13 @@ def _by_sequence(
         return buffers, x, sums, q
 
     sums = (
-        jnp.zeros((batch, config.kv_heads, config.group, slots), jnp.float32)
+        jnp.zeros((batch, config.kv_heads, config.group, padded_len), jnp.float32)
         if needs.sums
         else None
     )
     # One sequence's queries: made with its keys and values, from one norm.
     q = jnp.zeros(
-        (config.kv_heads, config.group, slots if attends else 0, config.head_dim), x.dtype
+        (config.kv_heads, config.group, padded_len if attends else 0, config.head_dim), x.dtype
     )
     carry = (_buffers(block, x, needs.unrotated), x, sums, q)
     buffers, x, sums, _ = lax.fori_loop(0, batch, sequence, carry)
@@ -210,8 +214,8 @@ def _at_once(
 
     For a GPU: attention in one call, the matrix products in long blocks. Results are those of `_by_sequence`.
     """
-    batch, slots, width = x.shape
-    size = long_block(slots, batch)
+    batch, padded_len, width = x.shape
+    size = long_block(padded_len, batch)
     config, put = block.config, lax.dynamic_update_slice
 
     def normed(index):
@@ -224,9 +228,9 @@ def _at_once(
         )
 
     # Every row of them is written before it is read.
-    shape = (batch, config.kv_heads, slots, config.head_dim)
+    shape = (batch, config.kv_heads, padded_len, config.head_dim)
     buffers = lax.fori_loop(
-        0, slots // size, project, (lax.empty(shape, x.dtype),) * (3 if needs.unrotated else 2)
+        0, padded_len // size, project, (lax.empty(shape, x.dtype),) * (3 if needs.unrotated else 2)
     )
     k, v = buffers[:2]
 
@@ -246,10 +250,10 @@ def _at_once(
 
     sums = None
     if needs.sums or not last:
-        grouped = (batch, config.kv_heads, config.group, slots, config.head_dim)
-        q = lax.fori_loop(0, slots // size, queries, lax.empty(grouped, x.dtype))
+        grouped = (batch, config.kv_heads, config.group, padded_len, config.head_dim)
+        q = lax.fori_loop(0, padded_len // size, queries, lax.empty(grouped, x.dtype))
         out, lse = backend.prefill(
-            q, k, v, length, lse=needs.sums, shaping=block.shaping, window=block.spec.window
+            q, k, v, length, lse=needs.sums, shaping=block.shaping, window=block.spec.sliding_window
         )
         sums = (
             backend.column_sums(q, k, lse, length, shaping=block.shaping)
@@ -257,7 +261,7 @@ def _at_once(
             else None
         )
     if not last:
-        x = lax.fori_loop(0, slots // size, finish, x)
+        x = lax.fori_loop(0, padded_len // size, finish, x)
     return x, buffers, sums
 
 

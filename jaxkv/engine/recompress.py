@@ -1,4 +1,4 @@
-"""Compresses a cache again: its policy chooses anew among the rows of prompt and answer, in order of position."""
+"""Compresses a cache again: its policy chooses anew among the entries of prompt and answer, in order of position."""
 
 import dataclasses
 import math
@@ -18,26 +18,26 @@ from jaxkv.cache.layout import Layout
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import segments_of
-from jaxkv.engine.choosing import Candidates, last_rows, limits_of
 from jaxkv.engine.compress import compress
 from jaxkv.engine.hadamard import keys_of, transformed
-from jaxkv.engine.layer_sources import Source
-from jaxkv.engine.lengths import beside_windows, bucket, rows_of
+from jaxkv.engine.layer_sources import LayerSource
+from jaxkv.engine.lengths import bucket, rows_of, with_sliding_windows
 from jaxkv.engine.moments import last_moments
 from jaxkv.engine.observing import scored
 from jaxkv.engine.prefill_layer import value_norms
+from jaxkv.engine.progress import run_to_end
 from jaxkv.engine.segments import Segments
-from jaxkv.engine.walks import finished
-from jaxkv.models.config import Windows
+from jaxkv.engine.selection import Candidates, last_rows, limits_of
+from jaxkv.models.config import SlidingWindows
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.models.values import LayerSpec
-from jaxkv.policies.heads import HeadBudgets, capacity_of, most_rows
+from jaxkv.policies.head_budgets import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.rank import Anew, ranked
 from jaxkv.policies.scorer import Extras, Observed, Scorer
 from jaxkv.sharding.collectives import gathered, most_of_devices, own
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import Axes, host, place, settle_down
+from jaxkv.sharding.sharded_program import sharded_jit
 
 # L1 norms `[B, K, S]` of values `[B, K, S, D]` behind the output projection.
 Norms = Callable[[Float[Array, "B K S D"]], Float[Array, "B K S"]]
@@ -49,16 +49,16 @@ def no_norms(v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
 
 
 def beyond(cache: KVCache) -> Any:
-    """Number of rows `[B]` by which each sequence's fullest segment exceeds its limit; negative while there is room."""
+    """Number of entries `[B]` by which each sequence's fullest segment exceeds its limit; negative while there is room."""
     if is_traced(cache.length):
         return most_of_devices((cache.length - cache.limit).max(axis=(0, 2)), "K", cache.axes)
     return (host(cache.length).astype(np.int64) - host(cache.limit)).max(axis=(0, 2))
 
 
 def due(cache: KVCache) -> Any:
-    """Mask `bool[B]` of sequences that must be compressed again; a host array unless traced.
+    """Mask `bool[B]` of sequences that must be recompressed; a host array unless traced.
 
-    These have `every` or more rows beyond their limit, or any beyond it if each new row evicts one.
+    These have `every` or more entries beyond their limit, or any beyond it if each new entry evicts one.
     """
     parts = cache.policy.composed
     if not parts.ongoing.compresses:
@@ -68,15 +68,15 @@ def due(cache: KVCache) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Fixed sizes for `recompress`: P of each new pool, most rows of a segment; needed where cache arrays are traced.
+    """Fixed sizes for `recompress`: P of each new pool, most entries of a segment; needed where cache arrays are traced.
 
     Attributes:
         rows: P of each pool; on a mesh, of the part of it that one device holds.
-        slots: rows that a segment holds at most.
+        padded_len: entries that a segment holds at most.
     """
 
     rows: tuple[int, ...]
-    slots: int
+    padded_len: int
 
 
 def recompress(
@@ -84,26 +84,34 @@ def recompress(
     cache: KVCache,
     *,
     key: PRNGKeyArray,
-    room: int | Int[np.ndarray, " L"],
+    headroom: int | Int[np.ndarray, " L"],
     fixed: Fixed | None = None,
 ) -> KVCache:
     """Copy of a cache whose policy compresses sequences over their row limits again; others copied, `cache` unchanged.
 
-    Each pool is as small as its fullest sequence allows, with `room` rows behind every segment, or `fixed` where the
+    Each pool is as small as its fullest sequence allows, with `headroom` entries behind every segment, or `fixed` where the
     cache's numbers are traced. The policy must go on after the prompt.
     """
     parts, state = cache.policy.composed, cache.state
     assert state is not None
     held = _Held(
-        flat, cache, key, np.broadcast_to(np.asarray(room, np.int64), (len(cache.start),)), fixed
+        flat,
+        cache,
+        key,
+        np.broadcast_to(np.asarray(headroom, np.int64), (len(cache.start),)),
+        fixed,
     )
     now = place(due(cache), "B", flat.axes)
-    made = finished(compress(held, parts, key=key, room=held.room, due=now))
-    target = limits_of(parts.heads, made.length, made.length, flat.axes, flat.config.windows)
-    whole = np.asarray([width is None for width in flat.config.windows])
+    made = run_to_end(compress(held, parts, key=key, headroom=held.headroom, due=now))
+    target = limits_of(
+        parts.heads, made.length, made.length, flat.axes, flat.config.sliding_windows
+    )
+    whole = np.asarray([width is None for width in flat.config.sliding_windows])
     again = now[:, None] & whole[:, None, None]
     if parts.heads.uniform:
-        wants = namespace(held.kept_rows).broadcast_to(held.kept_rows[..., None], target.shape)
+        wants = namespace(held.kept_entries).broadcast_to(
+            held.kept_entries[..., None], target.shape
+        )
         target = place(wants, "L B K", flat.axes, jnp.int32)
     made_anew = cache.updated(
         pools=made.pools,
@@ -112,7 +120,7 @@ def recompress(
         limit=jnp.where(again, target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
     )
-    # A head that competes with others may now hold more rows than the prompt had.
+    # A head that competes with others may now hold more entries than the prompt had.
     made_anew = dataclasses.replace(
         made_anew, tally=cache.tally.plus(made.tally), extended=not parts.heads.uniform
     )
@@ -121,14 +129,14 @@ def recompress(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldStatic:
-    """Static config of what reads a held layer's rows again: policy parts, layout, most rows of a segment.
+    """Static config of what reads a held layer's entries again: policy parts, layout, most entries of a segment.
 
     Attributes:
         ongoing: what the policy does after the prompt.
-        scorer: what scores rows anew where no rank does.
-        heads: how a layer's rows are shared by its heads.
+        scorer: what scores entries anew where no rank does.
+        heads: how a layer's entries are shared by its heads.
         layout: of the pools.
-        slots: most rows of a segment.
+        padded_len: most entries of a segment.
         spec: of the layer.
         axes: of the mesh that programs run on; None off a mesh.
     """
@@ -137,7 +145,7 @@ class HeldStatic:
     scorer: Scorer
     heads: HeadBudgets
     layout: Layout
-    slots: int
+    padded_len: int
     spec: LayerSpec
     axes: Axes | None = None
 
@@ -156,11 +164,11 @@ class HeldStatic:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldLayer:
-    """Arrays of one held layer: pool, ring of last queries, tables, its indices in these and the model, random key."""
+    """Arrays of one held layer: pool, buffer of last queries, tables, its indices in these and the model, random key."""
 
     pool: Pool
     tables: Tables
-    ring: Float[Array, "B K G R D"] | None
+    query_buffer: Float[Array, "B K G R D"] | None
     row: Int[Array, ""]
     layer: Int[Array, ""]
     key: PRNGKeyArray
@@ -172,82 +180,100 @@ class HeldLayer:
 
     @property
     def centre(self) -> Float[Array, "B K D"] | None:
-        """Vector taken off this layer's keys before they were transformed; None if rows are as they are."""
+        """Vector taken off this layer's keys before they were transformed; None if entries are as they are."""
         return None if self.tables.centre is None else self.tables.centre[self.row]
 
 
-class _Held(Source):
-    """Source of layers for `compress` that reads rows from an existing cache, to compress it again."""
+class _Held(LayerSource):
+    """Source of layers for `compress` that reads entries from an existing cache, to compress it again."""
 
     def __init__(
         self,
         flat: Flat,
         cache: KVCache,
         key: PRNGKeyArray,
-        room: Int[np.ndarray, " L"],
+        headroom: Int[np.ndarray, " L"],
         fixed: Fixed | None,
     ):
-        """Makes the source; computes counts of rows and of recent rows to keep by layer, most rows of a segment."""
+        """Makes the source; computes counts of entries and of recent entries to keep by layer, most entries of a segment."""
         parts, state = cache.policy.composed, cache.state
         assert state is not None
-        self.flat, self.cache, self.key, self.room, self.fixed = flat, cache, key, room, fixed
-        self.indices, self.axes = range(len(room)), flat.axes
-        self.kept_rows, self.recents = counts_again(
-            parts, cache.tables, flat.config.windows, flat.axes
+        self.flat, self.cache, self.key, self.headroom, self.fixed = (
+            flat,
+            cache,
+            key,
+            headroom,
+            fixed,
         )
-        self.windows, self.dtype = flat.config.windows, cache.pools[0].dtype
-        self.tables = dataclasses.replace(cache.tables, state=dataclasses.replace(state, rings=()))
+        self.indices, self.axes = range(len(headroom)), flat.axes
+        self.kept_entries, self.recents = counts_again(
+            parts, cache.tables, flat.config.sliding_windows, flat.axes
+        )
+        self.sliding_windows, self.dtype = flat.config.sliding_windows, cache.pools[0].dtype
+        self.tables = dataclasses.replace(
+            cache.tables, state=dataclasses.replace(state, query_buffers=())
+        )
         if fixed is None:
-            most = max(pool.rows for pool in cache.pools) // cache.stretches
-            # Rows that the text, or a segment, could hold: content never changes this number, and growth rarely.
-            heads = cache.start.shape[2] // cache.stretches
-            slots = min(bucket(int(host(cache.seen).max())), cache.layout.widest(most, heads))
-        self.parts, self.slots = parts, slots if fixed is None else fixed.slots
+            most = max(pool.rows for pool in cache.pools) // cache.kv_shards
+            # Entries that the text, or a segment, could hold: content never changes this number, and growth rarely.
+            heads = cache.start.shape[2] // cache.kv_shards
+            padded_len = min(bucket(int(host(cache.seen).max())), cache.layout.widest(most, heads))
+        self.parts, self.padded_len = parts, padded_len if fixed is None else fixed.padded_len
 
     def candidates(self, index: int) -> Candidates:
         """Returns one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or its scorer."""
         return _candidates(self.flat.blocks[index], self._layer(index), **self._static(index))
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Size P in rows of the new pool, room included: the policy's target, or a bucket of the rows `kept`."""
+        """Size P in entries of the new pool, room included: the policy's target, or a bucket of the entries `kept`."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.pool_of(group[0])]
         part = slice(group[0], group[-1] + 1)
-        stretches, capacity = self.cache.stretches, capacity_of(self.parts.heads)
-        heads = kept.shape[2] // stretches
+        kv_shards, capacity = self.cache.kv_shards, capacity_of(self.parts.heads)
+        heads = kept.shape[2] // kv_shards
 
         def share(rows: int) -> int:
-            """Largest number of rows that one device's heads may hold when their even share is `rows`."""
-            return min(most_rows(capacity, rows), stretches * rows)
+            """Largest number of entries that one device's heads may hold when their even share is `rows`."""
+            return min(most_rows(capacity, rows), kv_shards * rows)
 
         length, layout = host(kept).astype(np.int64), self.cache.layout
-        rows = share(-(-int(layout.takes(length).max()) // stretches))
+        rows = share(-(-int(layout.takes(length).max()) // kv_shards))
         # A sequence that is not due may hold more than that if the cache was made on another mesh.
         rows = max(rows, layout.fullest(length, heads))
-        target = share(int(heads * self.kept_rows[part].sum(axis=0).max()))
+        target = share(int(heads * self.kept_entries[part].sum(axis=0).max()))
         size = heads * bucket(-(-rows // heads))
-        return (min(target, size) if rows <= target else size) + heads * int(self.room[part].sum())
+        return (min(target, size) if rows <= target else size) + heads * int(
+            self.headroom[part].sum()
+        )
 
     def rows(self, index: int) -> Unpacked:
-        """One layer's keys, values, positions and scores as `Unpacked` rows, gathered from the pool."""
+        """One layer's keys, values, positions and scores as `Unpacked` entries, gathered from the pool."""
         rows = _unpacked(self.flat.blocks[index], self._layer(index), **self._static(index))
-        # What a merger makes of rows is rounded to the model's dtype, too.
+        # What a merger makes of entries is rounded to the model's dtype, too.
         return rows if self.parts.merge is None else rows.widened(jnp.dtype(self.cache.dtype))
 
     def _static(self, index: int) -> dict[str, Any]:
         """Static arguments of the programs that read layer `index`."""
         graphs = self.flat.graphs_of(index)
-        static = HeldStatic.of(self.parts, slots=self.slots, spec=graphs.spec, axes=self.axes)
+        static = HeldStatic.of(
+            self.parts, padded_len=self.padded_len, spec=graphs.spec, axes=self.axes
+        )
         return {"graphs": graphs, "static": static}
 
     def _layer(self, index: int) -> HeldLayer:
-        """Arrays of layer `index`: pool, tables, ring of last queries, random key."""
-        cache, state, windows = self.cache, self.cache.state, self.flat.config.windows
-        rings = () if windows[index] or state is None else state.rings
+        """Arrays of layer `index`: pool, tables, buffer of last queries, random key."""
+        cache, state, sliding_windows = (
+            self.cache,
+            self.cache.state,
+            self.flat.config.sliding_windows,
+        )
+        query_buffers = () if sliding_windows[index] or state is None else state.query_buffers
         return HeldLayer(
             pool=cache.pools[cache.layout.pool_of(index)],
             tables=self.tables,
-            ring=rings[windows[:index].count(None)] if rings else None,
+            query_buffer=query_buffers[sliding_windows[:index].count(None)]
+            if query_buffers
+            else None,
             row=jnp.int32(index),
             layer=jnp.int32(index),
             key=self.key,
@@ -260,50 +286,50 @@ def _numbers(table: Array) -> Any:
 
 
 def counts_again(
-    parts: Parts, tables: Tables, windows: Windows, axes: Axes | None = None
+    parts: Parts, tables: Tables, sliding_windows: SlidingWindows, axes: Axes | None = None
 ) -> tuple[Any, Any]:
-    """Pair `[L, B]`: rows to keep per kv head, and most recent rows that stay among them.
+    """Pair `[L, B]`: entries to keep per kv head, and most recent entries that stay among them.
 
-    Rows are the mean of a layer's limits, or the budget schedule's for the text; of window layers their windows'.
+    Entries are the mean of a layer's limits, or the budget schedule's for the text; of sliding-window layers their windows'.
     """
     state, seen = tables.state, _numbers(tables.seen)
     assert state is not None
-    forced, xp = parts.keep.counts(seen, _numbers(state.prompt)), namespace(seen)
+    always_kept, xp = parts.keep.counts(seen, _numbers(state.prompt)), namespace(seen)
     by_limits = parts.evicts and parts.heads.limits() is None
-    # Segments under a threshold may hold fewer rows than their budget.
+    # Segments under a threshold may hold fewer entries than their budget.
     if by_limits or (parts.layers.from_scores and parts.threshold is None):
-        limit = _numbers(tables.limit)[np.asarray([width is None for width in windows])]
+        limit = _numbers(tables.limit)[np.asarray([width is None for width in sliding_windows])]
         # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.
         of_all = gathered(limit, "K", 2, axes) if is_traced(limit) else limit
         over = (0, 2) if parts.layers.joint else (2,)
         rows = of_all.sum(axis=over, dtype=of_all.dtype) // math.prod(of_all.shape[i] for i in over)
         rows = xp.broadcast_to(rows, of_all.shape[:2])
         if not parts.evicts and not parts.layers.joint:
-            # A prompt shorter than the rows that always stay grows until it has these.
-            rows = xp.maximum(rows, forced)
-        rows = beside_windows(rows, seen, windows)
+            # A prompt shorter than the entries that always stay grows until it has these.
+            rows = xp.maximum(rows, always_kept)
+        rows = with_sliding_windows(rows, seen, sliding_windows)
     else:
-        now = xp.maximum(xp.minimum(_numbers(state.budget), seen), forced)
-        rows, _ = rows_of(parts, now, seen, forced, windows)
-    # Rows that other protected rows leave to the most recent ones in each layer.
-    left = xp.maximum(rows - (forced - parts.keep.window), parts.keep.window)
+        now = xp.maximum(xp.minimum(_numbers(state.budget), seen), always_kept)
+        rows, _ = rows_of(parts, now, seen, always_kept, sliding_windows)
+    # Entries that other protected entries leave to the most recent ones in each layer.
+    left = xp.maximum(rows - (always_kept - parts.keep.window), parts.keep.window)
     # For a prompt below its budget they were a share of the budget: a layer with a smaller schedule holds fewer.
     return rows, xp.minimum(_numbers(state.recent), left)
 
 
 def taken(layer: HeldLayer, static: HeldStatic) -> Unpacked:
-    """One layer's rows gathered from its segments as `Unpacked`, in order of position, padded to a segment's slots."""
+    """One layer's entries gathered from its segments as `Unpacked`, in order of position, padded to a segment's slots."""
     pool, segments = layer.pool, layer.segments
     batch, heads = segments.start.shape
-    slots = min(static.slots, static.layout.widest(pool.rows, heads))
-    index = jnp.arange(slots, dtype=jnp.int32)
+    padded_len = min(static.padded_len, static.layout.widest(pool.rows, heads))
+    index = jnp.arange(padded_len, dtype=jnp.int32)
     inside = index < segments.length[..., None]
-    row = jnp.where(inside, segments.start[..., None] + index, 0).reshape(batch, heads * slots)
+    row = jnp.where(inside, segments.start[..., None] + index, 0).reshape(batch, heads * padded_len)
     last = jnp.iinfo(jnp.int32).max
     pos = jnp.where(inside, jnp.take_along_axis(pool.pos, row, axis=1).reshape(inside.shape), last)
     order = jnp.argsort(pos, axis=-1)
     row = jnp.take_along_axis(row.reshape(inside.shape), order, axis=-1).reshape(
-        batch, heads * slots
+        batch, heads * padded_len
     )
     k, v = pool.store.take(row).view()
     score = (
@@ -322,20 +348,20 @@ def taken(layer: HeldLayer, static: HeldStatic) -> Unpacked:
 
 
 def _plain(rows: Unpacked, layer: HeldLayer) -> Unpacked:
-    """Rows with the keys and values that transformed ones were made of; rows that are as they are unchanged."""
+    """Entries with the keys and values that transformed ones were made of; entries that are as they are unchanged."""
     if layer.centre is None:
         return rows
     return rows._replace(k=keys_of(rows.k, layer.centre), v=transformed(rows.v))
 
 
-@program(static=("graphs", "static"), on="static")
+@sharded_jit(static=("graphs", "static"), on="static")
 def _unpacked(leaves: Leaves, layer: HeldLayer, *, graphs: Graphs, static: HeldStatic) -> Unpacked:
-    """Compiled: one layer's rows to pack, as `Unpacked`; with new attention mass if the merger compares no rows."""
+    """Compiled: one layer's entries to pack, as `Unpacked`; with new attention mass if the merger compares no entries."""
     block = graphs.block(leaves)
     return rows_again(layer, static, block.shaping, partial(value_norms, block))
 
 
-@program(static=("graphs", "static"), on="static")
+@sharded_jit(static=("graphs", "static"), on="static")
 def _candidates(
     leaves: Leaves, layer: HeldLayer, *, graphs: Graphs, static: HeldStatic
 ) -> Candidates:
@@ -347,7 +373,7 @@ def _candidates(
 def rows_again(
     layer: HeldLayer, static: HeldStatic, shaping: Shaping, norms_of: Norms = no_norms
 ) -> Unpacked:
-    """One layer's rows to pack, as `Unpacked`; with new attention mass if the merger compares no rows."""
+    """One layer's entries to pack, as `Unpacked`; with new attention mass if the merger compares no entries."""
     rows, merge = taken(layer, static), static.ongoing.merge
     if merge is None or merge.compares:
         return rows
@@ -360,16 +386,16 @@ def candidates_again(
 ) -> Candidates:
     """One layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer.
 
-    Of a window layer the rows within the window stay, without scores. `norms_of` are of values, for policies that need
+    Of a sliding-window layer the entries within the window stay, without scores. `norms_of` are of values, for policies that need
     them.
     """
-    rows, ongoing, window = taken(layer, static), static.ongoing, static.spec.window
+    rows, ongoing, window = taken(layer, static), static.ongoing, static.spec.sliding_window
     pos, segments = rows.positions, layer.segments
     assert pos is not None
     found = Candidates(
         scores=None,
         inside=rows.inside,
-        forced=ongoing.keep.protected(pos, segments.prompt[:, None, None]),
+        always_kept=ongoing.keep.protected(pos, segments.prompt[:, None, None]),
         positions=pos,
         seen=segments.seen,
     )
@@ -392,7 +418,7 @@ def _observed(
     shaping: Shaping,
     norms_of: Norms,
 ) -> tuple[Array, Array]:
-    """Pair `f32[B, K, S]` for one layer's rows: new scores and attention mass, computed from the remembered queries."""
+    """Pair `f32[B, K, S]` for one layer's entries: new scores and attention mass, computed from the remembered queries."""
     segments, scorer, centre = layer.segments, static.scorer, layer.centre
     k = rows.k
     batch, heads = segments.length.shape
@@ -400,10 +426,10 @@ def _observed(
     window = needs.queries
     if needs.norms:
         extras["norms"], extras["norm_totals"] = _value_norms(norms_of, rows, static.axes)
-    if layer.ring is not None:
+    if layer.query_buffer is not None:
         position = (segments.seen - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
-        slot = position % layer.ring.shape[3]
-        remembered = jnp.take_along_axis(layer.ring, slot[:, None, None, :, None], axis=3)
+        slot = position % layer.query_buffer.shape[3]
+        remembered = jnp.take_along_axis(layer.query_buffer, slot[:, None, None, :, None], axis=3)
         # The transform is its own inverse.
         remembered = remembered if centre is None else transformed(remembered)
         extras["queries"] = remembered.astype(k.dtype)
@@ -411,11 +437,11 @@ def _observed(
             rope = static.spec.rope
             extras["moments"] = last_moments(remembered, segments.seen, rope, needs.moments)
     sinks = shaping.sink_logits
-    # If heads hold different numbers of rows, each head is a sequence of its own for the scorer.
+    # If heads hold different numbers of entries, each head is a sequence of its own for the scorer.
     fold = not static.heads.uniform
 
     def flat(array: Array) -> Array:
-        """Reshapes `[B, K, ...]` to `[B * K, 1, ...]` if heads hold different rows; otherwise the array itself."""
+        """Reshapes `[B, K, ...]` to `[B * K, 1, ...]` if heads hold different entries; otherwise the array itself."""
         return array.reshape(batch * heads, 1, *array.shape[2:]) if fold else array
 
     length = segments.length.reshape(-1) if fold else segments.length[:, 0]
@@ -442,8 +468,8 @@ def _value_norms(norms_of: Norms, rows: Unpacked, axes: Axes | None) -> tuple[Ar
     norms = norms_of(rows.v)
     of_all = gathered(jnp.where(rows.inside, norms, 0.0), "K", 1, axes)
     where = gathered(rows.positions, "K", 1, axes)
-    batch, heads, slots = of_all.shape
-    # Rows of one position lie side by side once they are sorted; a head holds a position once.
+    batch, heads, padded_len = of_all.shape
+    # Entries of one position lie side by side once they are sorted; a head holds a position once.
     order = jnp.argsort(where.reshape(batch, -1), axis=-1, stable=True)
     place = jnp.take_along_axis(where.reshape(batch, -1), order, axis=-1)
     sums = value = jnp.take_along_axis(of_all.reshape(batch, -1), order, axis=-1)
@@ -451,5 +477,5 @@ def _value_norms(norms_of: Norms, rows: Unpacked, axes: Axes | None) -> tuple[Ar
         same = jnp.roll(place, shift, axis=-1) == place
         sums = sums + jnp.where(same, jnp.roll(value, shift, axis=-1), 0.0)
     back = jnp.argsort(order, axis=-1)
-    totals = jnp.take_along_axis(sums, back, axis=-1).reshape(batch, heads, slots)
+    totals = jnp.take_along_axis(sums, back, axis=-1).reshape(batch, heads, padded_len)
     return norms, own(totals, "K", 1, axes)

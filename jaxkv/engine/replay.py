@@ -1,6 +1,6 @@
 """Second pass over prompts (KVzip): reads them again, chunk by chunk, on top of their full cache, and keeps nothing.
 
-What remains of it is the largest attention that each row received, from which a scorer makes scores.
+What remains of it is the largest attention that each entry received, from which a scorer makes scores.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,17 +17,17 @@ from jaxkv._errors import require
 from jaxkv.attention import Implementation, backend_of
 from jaxkv.attention.steps import Gathered
 from jaxkv.attention.xla import Reach, exact_einsum
-from jaxkv.engine.ends import embed
+from jaxkv.engine.embedding import embed
 from jaxkv.engine.layers.sliding_window import over_window
 from jaxkv.engine.prefill_layer import LayerOut
-from jaxkv.engine.walks import Walk
+from jaxkv.engine.progress import Walk
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
 from jaxkv.models.layers import float_weight
 from jaxkv.models.rope import angles, rotate
 from jaxkv.policies.scorer import Replay
-from jaxkv.sharding.door import program
 from jaxkv.sharding.mesh import place, where
+from jaxkv.sharding.sharded_program import sharded_jit
 from jaxkv.text.tokenizer import Text
 
 # The most tokens that go through a layer at a time.
@@ -74,18 +74,18 @@ def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Te
             all(each < config.vocab for each in ids),
             name,
             ids,
-            f"token ids lie in [0, {config.vocab})",
+            f"token ids are in [0, {config.vocab})",
         )
         found.append(ids)
     return Texts(*found)
 
 
-def tokens_of(asked: Replay, texts: Texts, slots: int) -> int:
-    """Number N of tokens that a second pass reads per chunk of prompts of bucket `slots`: texts, chunk, padding."""
-    before = max(len(texts.first), len(texts.following) + min(asked.tail, slots)) + len(
+def tokens_of(asked: Replay, texts: Texts, padded_len: int) -> int:
+    """Number N of tokens that a second pass reads per chunk of prompts of bucket `padded_len`: texts, chunk, padding."""
+    before = max(len(texts.first), len(texts.following) + min(asked.tail, padded_len)) + len(
         texts.closing
     )
-    tokens = before + min(asked.chunk, slots)
+    tokens = before + min(asked.chunk, padded_len)
     blocks = -(-tokens // MOST)
     return blocks * -(-tokens // blocks)
 
@@ -94,11 +94,11 @@ def chunks(
     tokens: Int[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"], asked: Replay, texts: Texts
 ) -> Iterator[tuple[int, Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]]:
     """Yields each chunk's first position, the token ids `[B, N]` to run for it, and the number `[B]` of real ones."""
-    batch, slots = tokens.shape
-    size = min(asked.chunk, slots)
+    batch, padded_len = tokens.shape
+    size = min(asked.chunk, padded_len)
     for first in range(0, int(lengths.max()), size):
         ids, count = (
-            np.zeros((batch, tokens_of(asked, texts, slots)), np.int32),
+            np.zeros((batch, tokens_of(asked, texts, padded_len)), np.int32),
             np.zeros(batch, np.int32),
         )
         for row in np.flatnonzero(lengths > first):
@@ -152,7 +152,7 @@ def replayed(
     return peaks
 
 
-@program(static=("graphs", "asked", "implementation"), donate=("x", "peaks"), on="graphs")
+@sharded_jit(static=("graphs", "asked", "implementation"), donate=("x", "peaks"), on="graphs")
 def _layer_again(
     leaves: Leaves,
     x: Float[Array, "B N E"],
@@ -169,20 +169,20 @@ def _layer_again(
     """Compiled: runs a block over N tokens that repeat a chunk; returns hidden states, `peaks` raised; donates both.
 
     `rows` are the prompt's keys and values, `count` of the tokens are real, and the chunk begins at position `first`.
-    Of a window layer `peaks` stay as they are.
+    Of a sliding-window layer `peaks` stay as they are.
     """
-    block, (keys, values), window = graphs.block(leaves), rows, graphs.spec.window
+    block, (keys, values), window = graphs.block(leaves), rows, graphs.spec.sliding_window
     shaping, softcap = block.shaping, graphs.spec.softcap
-    batch, heads, slots, dim = keys.shape
+    batch, heads, padded_len, dim = keys.shape
     tokens, width = x.shape[1:]
     size, backend = tokens // -(-tokens // MOST), backend_of(implementation)
     put, near = lax.dynamic_update_slice, partial(attention.causal, softcap=softcap)
     by = angles(length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim)
-    reach = Reach.of_heads(jnp.broadcast_to(length[:, None], (batch, heads)), slots)
-    pool = (batch, heads * slots, dim)
-    chunk, few = min(asked.chunk, slots), min(asked.sinks, slots)
-    # Where the last chunk would leave the slots, its window begins earlier: rows of the chunk before are left out.
-    begin = jnp.minimum(first, slots - chunk)
+    reach = Reach.of_heads(jnp.broadcast_to(length[:, None], (batch, heads)), padded_len)
+    pool = (batch, heads * padded_len, dim)
+    chunk, few = min(asked.chunk, padded_len), min(asked.sinks, padded_len)
+    # Where the last chunk would leave the slots, its window begins earlier: entries of the chunk before are left out.
+    begin = jnp.minimum(first, padded_len - chunk)
     there = begin + jnp.arange(chunk, dtype=jnp.int32)
     mine = (there >= jnp.maximum(first, few)) & (there < length[:, None])
     inside = jnp.concatenate([jnp.arange(few, dtype=jnp.int32) < length[:, None], mine], axis=1)
@@ -192,7 +192,7 @@ def _layer_again(
     by_row = _projected_norms(block, shown) if asked.weighted else None
 
     def attend(part: Array) -> tuple[Array, Array]:
-        """Attends queries to the prompt's rows: returns the pair of attention output and log-sum-exp."""
+        """Attends queries to the prompt's entries: returns the pair of attention output and log-sum-exp."""
         flat = part.reshape(batch, heads, -1, dim)
         mine = Gathered(keys.reshape(pool), values.reshape(pool))
         out, lse = backend.attend(flat, mine, reach, shaping=shaping.without_sinks)
@@ -210,7 +210,7 @@ def _layer_again(
         if window is not None:
             given = (q, (k, v), count, (keys.reshape(pool), values.reshape(pool)), reach)
             out = over_window(
-                *given, size=min(window, slots), window=window, shaping=shaping, first=at
+                *given, size=min(window, padded_len), window=window, shaping=shaping, first=at
             )
             return put(x, block.finish(part, out), (0, at, 0)), k, v, most
         out, lse = lax.map(lambda a: near(a[0], a[1], a[2], at), (q, k, v))
@@ -232,7 +232,7 @@ def _layer_again(
 def _rows_from(
     array: Shaped[Array, "B K S ..."], begin: Int[Array, ""], size: int
 ) -> Shaped[Array, "B K C ..."]:
-    """Slice of `size` rows of each kv head, from row `begin` on."""
+    """Slice of `size` entries of each kv head, from row `begin` on."""
     return lax.dynamic_slice_in_dim(array, begin, size, axis=2)
 
 
@@ -245,7 +245,7 @@ def _projected_norms(block: Block, v: Float[Array, "B K C D"]) -> Float[Array, "
     """Float32 L2 norm of each value after the output projection of each of the kv head's query heads."""
     heads, dim = v.shape[1], v.shape[3]
     weight = float_weight(block.attention, "out").reshape(-1, heads, block.config.group, dim)
-    # |v W|^2 = v (W W^T) v^T: no array of C rows of the model's width.
+    # |v W|^2 = v (W W^T) v^T: no array of C entries of the model's width.
     gram = exact_einsum("ekgi,ekgj->kgij", weight, weight)
     wide = v.astype(jnp.float32)
     square = exact_einsum("bkci,kgij,bkcj->bkgc", wide, gram, wide)

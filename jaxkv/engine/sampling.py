@@ -1,4 +1,4 @@
-"""How the next token is drawn from logits: `Sampling`, or any callable of logits and keys.
+"""How the next token is sampled from logits: `Sampling`, or any callable of logits and keys.
 
 The numbers of a `Sampling` are arguments of the compiled loop, not part of it: ten temperatures are one program.
 """
@@ -19,13 +19,13 @@ from jaxkv.policies.topk import kth_largest, sortable
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Protocol of samplers: callables that draw one token id per sequence from logits.
+    """Protocol of samplers: callables that sample one token id per sequence from logits.
 
     Any hashable callable with this signature is a sampler; it is compiled into the decoding loop.
     """
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws a token id for each sequence from its float32 logits and random key."""
+        """Samples a token id for each sequence from its float32 logits and random key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,9 +34,9 @@ class Sampling:
 
     Attributes:
         temperature: number that logits are divided by; 0 picks the likeliest token, ties going to the lowest id.
-        top_k: draw among so many likeliest tokens; 0 or -1 for all. Tokens as likely as the last of them stay.
-        top_p: draw among the fewest likeliest tokens that together hold this probability (arXiv:1904.09751).
-        min_p: draw among the tokens at least this share as likely as the likeliest one (arXiv:2407.01082).
+        top_k: sample among so many likeliest tokens; 0 or -1 for all. Tokens as likely as the last of them stay.
+        top_p: sample among the fewest likeliest tokens that together hold this probability (arXiv:1904.09751).
+        min_p: sample among the tokens at least this share as likely as the likeliest one (arXiv:2407.01082).
     """
 
     temperature: int | float = 1.0
@@ -54,7 +54,7 @@ class Sampling:
         _checks.field(self, "min_p", _checks.real, "give a share in [0, 1]", high=1.0)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws a token id `i32[B]` for each sequence from its float32 logits and random key."""
+        """Samples a token id `i32[B]` for each sequence from its float32 logits and random key."""
         return likeliest(logits, keys) if is_greedy(self) else _numbers([self])(logits, keys)
 
 
@@ -67,7 +67,7 @@ def is_greedy(sampling: Sampler) -> bool:
 
 
 def by_numbers(sampling: Sampler) -> TypeGuard[Sampling]:
-    """True if the sampler is a `Sampling` whose numbers say how it draws: no subclass with a `__call__` of its own."""
+    """True if the sampler is a `Sampling` whose numbers say how it samples: no subclass with a `__call__` of its own."""
     return isinstance(sampling, Sampling) and type(sampling).__call__ is Sampling.__call__
 
 
@@ -81,16 +81,16 @@ def likeliest(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array,
 class _Compiled:
     """Wrapper that makes a user's sampler a static pytree, compiled into the decoding loop."""
 
-    draw: Any
+    sampler: Any
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Any:
         """Calls the user's sampler with logits and keys; returns its token ids."""
-        return self.draw(logits, keys)
+        return self.sampler(logits, keys)
 
 
 def argument(sampling: Any) -> Any:
     """A sampler as a pytree for jitted functions: of a `Sampling` that is not greedy its numbers, else static."""
-    if isinstance(sampling, Mixed):
+    if isinstance(sampling, BatchSampling):
         return sampling
     if is_greedy(sampling):
         return _Compiled(likeliest)
@@ -117,7 +117,7 @@ def _sampled(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array, ""]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixed:
+class BatchSampling:
     """Numbers of a `Sampling` for each sequence of a batch, or of one for all: every mix of samplings is one program.
 
     Attributes:
@@ -133,16 +133,16 @@ class Mixed:
     min_p: Float[Array, " #B"]
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Draws token ids `i32[B]`; nothing is drawn at random where no temperature is above 0."""
+        """Samples token ids `i32[B]`; nothing is sampled at random where no temperature is above 0."""
         best, warm = likeliest(logits, keys), self.temperature > 0
-        drawn = lax.cond(warm.any(), _drawn, _undrawn, self, logits, keys)
-        return jnp.where(warm, drawn, best)
+        sampled = lax.cond(warm.any(), _sample_tokens, _likeliest_tokens, self, logits, keys)
+        return jnp.where(warm, sampled, best)
 
-    def cut(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+    def masked(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
         """Logits, not yet divided, with excluded tokens' set to minus infinity; runs only the cuts that are used."""
         used = (self.top_k > 0, _top_k), (self.top_p < 1, _top_p), (self.min_p > 0, _min_p)
-        for asked, cut in used:
-            logits = lax.cond(asked.any(), cut, _uncut, self, logits)
+        for asked, masked in used:
+            logits = lax.cond(asked.any(), masked, _unmasked, self, logits)
         return logits
 
     def divided(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
@@ -156,30 +156,30 @@ class Mixed:
         return jnp.clip(self.temperature, least, 1 / least)[:, None]
 
 
-def _drawn(of: Mixed, logits: Array, keys: Array) -> Array:
+def _sample_tokens(of: BatchSampling, logits: Array, keys: Array) -> Array:
     """Token ids sampled at the temperature from what the cuts leave."""
     # Cuts come first: a division by an extreme temperature makes all logits equal.
-    return jax.vmap(_sampled)(keys, of.divided(of.cut(logits)))
+    return jax.vmap(_sampled)(keys, of.divided(of.masked(logits)))
 
 
-def _undrawn(of: Mixed, logits: Array, keys: Array) -> Array:
-    """The likeliest token ids, as `_drawn` gives them."""
+def _likeliest_tokens(of: BatchSampling, logits: Array, keys: Array) -> Array:
+    """The likeliest token ids, as `_sample_tokens` gives them."""
     return likeliest(logits, keys)
 
 
-def _uncut(of: Mixed, logits: Array) -> Array:
+def _unmasked(of: BatchSampling, logits: Array) -> Array:
     """The logits, as a cut gives them."""
     return logits
 
 
-def _top_k(of: Mixed, logits: Array) -> Array:
+def _top_k(of: BatchSampling, logits: Array) -> Array:
     """Logits with those below the k-th largest set to minus infinity; ties with the k-th are kept."""
     keys, count = sortable(logits), logits.shape[-1]
     k = jnp.where(of.top_k > 0, jnp.minimum(of.top_k, count), count)
     return jnp.where(keys >= kth_largest(keys, k), logits, -jnp.inf)
 
 
-def _top_p(of: Mixed, logits: Array) -> Array:
+def _top_p(of: BatchSampling, logits: Array) -> Array:
     """Logits outside the fewest likeliest tokens that reach probability p set to minus infinity; ties are kept."""
     p = of.top_p[:, None]
     ordered = jnp.sort(logits, axis=-1, descending=True)
@@ -191,23 +191,23 @@ def _top_p(of: Mixed, logits: Array) -> Array:
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def _min_p(of: Mixed, logits: Array) -> Array:
+def _min_p(of: BatchSampling, logits: Array) -> Array:
     """Logits with those below the largest one plus temperature * log(p) set to minus infinity."""
     share = jnp.log(of.min_p)[:, None]
     least = logits.max(axis=-1, keepdims=True) + of.divisor * share
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def mixed(samplers: Iterable[Sampler]) -> Mixed:
-    """Combines one `Sampling` per sequence into a `Mixed`; TypeError for users' samplers."""
+def batch_sampling(samplers: Iterable[Sampler]) -> BatchSampling:
+    """Combines one `Sampling` per sequence into a `BatchSampling`; TypeError for users' samplers."""
     given = list(samplers)
     for sampler in given:
         if not by_numbers(sampler):
-            raise TypeError(f"sampling={sampler}: slots draw by a jaxkv.Sampling: give one")
+            raise TypeError(f"sampling={sampler}: slots sample by a jaxkv.Sampling: give one")
     return _numbers(given)
 
 
-def _numbers(given: Sequence[Any]) -> Mixed:
+def _numbers(given: Sequence[Any]) -> BatchSampling:
     """The numbers of each `Sampling`, in 32 bits."""
     kinds = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
     with np.errstate(over="ignore", under="ignore"):
@@ -215,4 +215,4 @@ def _numbers(given: Sequence[Any]) -> Mixed:
             name: np.asarray([getattr(each, name) for each in given], kind)
             for name, kind in kinds.items()
         }
-    return Mixed(**jax.tree.map(jnp.asarray, arrays))
+    return BatchSampling(**jax.tree.map(jnp.asarray, arrays))

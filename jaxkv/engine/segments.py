@@ -1,4 +1,4 @@
-"""Segment tables of a decode step, and reductions over the rows of segments."""
+"""Segment tables of a decode step, and reductions over the entries of segments."""
 
 import dataclasses
 from collections.abc import Callable
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxkv.attention.xla import Walk, block_rows, inside_segments, windows
+from jaxkv.attention.xla import Walk, block_rows, inside_segments, row_blocks
 
 
 @jax.tree_util.register_dataclass
@@ -21,8 +21,8 @@ class Segments:
 
     Attributes:
         start: first pool row.
-        length: rows held; in `evict` with the new token's row.
-        limit: rows that eviction leaves.
+        length: entries held; in `evict` with the new token's row.
+        limit: entries that eviction leaves.
         recent: most recent positions that eviction keeps.
         tau: running similarity thresholds of mergers; None without one.
         prompt: tokens of each sequence's prompt.
@@ -41,9 +41,9 @@ class Segments:
 def in_window(
     start: Int[Array, "*n K"], length: Int[Array, "*n K"], window: Any
 ) -> tuple[Int[Array, "*n K"], Int[Array, "*n K"]]:
-    """First row and length of what a window leaves of segments: the last `window` rows; all of them for None.
+    """First row and length of what a window leaves of segments: the last `window` entries; all of them for None.
 
-    The rows of a window layer lie in the order of their positions, without gaps. `window` may be an array.
+    The entries of a sliding-window layer are in the order of their positions, without gaps. `window` may be an array.
     """
     if window is None:
         return start, length
@@ -56,7 +56,7 @@ def window_mask(
 ) -> Bool[Array, "N m"]:
     """Mask of the keys within the window of each of N queries, which are new tokens from index `first` on.
 
-    Keys are `older` rows from before the new tokens, then the new tokens: index 0 is that of the first of these.
+    Keys are `older` entries from before the new tokens, then the new tokens: index 0 is that of the first of these.
     """
     key = jnp.arange(-older, tokens, dtype=jnp.int32)
     query = (first + jnp.arange(queries, dtype=jnp.int32))[:, None]
@@ -73,10 +73,10 @@ def fold(
     walk: Walk,
     block: int,
 ) -> tuple:
-    """Folds `body` over the rows of segments, all at once or in windows of `block` rows; returns the last carry.
+    """Folds `body` over the entries of segments, all at once or in windows of `block` entries; returns the last carry.
 
-    `body(carry, row, inside, *leaves)` takes pool row indices `i32[B|1, K|1, n]`, the mask `[B, K, n]` of rows inside
-    the segment, and those rows of each pool array, `[B, K|1, n, ...]`; it returns the carry.
+    `body(carry, row, inside, *leaves)` takes pool row indices `i32[B|1, K|1, n]`, the mask `[B, K, n]` of entries inside
+    the segment, and those entries of each pool array, `[B, K|1, n, ...]`; it returns the carry.
     """
     batch, heads = start.shape
     pool_rows = leaves[0].shape[1]
@@ -100,7 +100,9 @@ def fold(
 
             def step(index, carry):
                 begin, row, inside = block_rows(start, length, index, block, pool_rows)
-                return body(carry, row, inside, *(windows(leaf, begin, block) for leaf in leaves))
+                return body(
+                    carry, row, inside, *(row_blocks(leaf, begin, block) for leaf in leaves)
+                )
 
             return lax.fori_loop(0, (length.max() + block - 1) // block, step, carry)
 

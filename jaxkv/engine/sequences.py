@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv._errors import refusal
+from jaxkv._errors import invalid
 from jaxkv.cache import Cache, KVCache
-from jaxkv.engine.loop import Draw
-from jaxkv.engine.sampling import Mixed, Sampler, mixed
+from jaxkv.engine.sampling import BatchSampling, Sampler, batch_sampling
+from jaxkv.engine.token_loop import SamplingState
 from jaxkv.sharding.mesh import settle_down
 
 
@@ -20,17 +20,17 @@ class Sequences:
     """Arrays of B sequences in slots: cache, sampling state, sampler."""
 
     cache: Cache
-    draw: Draw
-    sampling: Mixed
+    sampling_state: SamplingState
+    sampling: BatchSampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paused:
     """A sequence outside of any slot (its arrays, random key, whether it is done), to be inserted into a slot.
 
-    Arrays are of one sequence, on a mesh of one in each group, for each of which `beyond` counts rows of its fullest
-    segment beyond the limit, and `left` rows that are free behind each window of window layers that slide. `key` is for
-    policies that draw when they compress again; `done` if it draws no more.
+    Arrays are of one sequence, on a mesh of one in each group, for each of which `beyond` counts entries of its fullest
+    segment beyond the limit, and `left` entries that are free behind each window of sliding-window layers that slide. `key` is for
+    policies that use random numbers when they recompress; `done` if it samples no more.
     """
 
     arrays: Sequences
@@ -43,7 +43,7 @@ class Paused:
 def sequences_of(
     cache: KVCache, new: int, sampling: Sampler, ends: Int[np.ndarray, " n"], key: PRNGKeyArray
 ) -> Sequences:
-    """Makes `Sequences` for slots from a cache; all draw up to `new` tokens with the same sampler, key and end ids.
+    """Makes `Sequences` for slots from a cache; all sample up to `new` tokens with the same sampler, key and end ids.
 
     `ends` are padded with -2, which is no id.
 
@@ -53,8 +53,8 @@ def sequences_of(
     """
     logits, batch = cache.logits, cache.seen.shape[0]
     if logits is None:
-        raise refusal("cache", "without logits", "give what prefill or extend returned")
-    draw = Draw(
+        raise invalid("cache", "without logits", "give what prefill or extend returned")
+    sampling_state = SamplingState(
         logits=logits,
         done=jnp.asarray(np.zeros(batch, bool)),
         left=jnp.asarray(np.full(batch, new, np.int32)),
@@ -62,5 +62,9 @@ def sequences_of(
         row=jnp.asarray(np.zeros(batch, np.int32)),
         ends=jnp.asarray(np.tile(ends, (batch, 1))),
     )
-    made = Sequences(cache=cache.arrays, draw=draw, sampling=mixed([sampling] * batch))
+    made = Sequences(
+        cache=cache.arrays,
+        sampling_state=sampling_state,
+        sampling=batch_sampling([sampling] * batch),
+    )
     return settle_down(made, cache.axes)

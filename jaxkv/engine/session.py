@@ -1,4 +1,4 @@
-"""`Session`: a model and a policy; prefill makes caches, extend adds tokens to them, draw generates tokens."""
+"""`Session`: a model and a policy; prefill makes caches, extend adds tokens to them, sample generates tokens."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -14,29 +14,29 @@ from jaxkv._checks import own_settings, settled, whole
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
-from jaxkv.cache.bank import Loader, Traffic
+from jaxkv.cache.host_store import Loader, Traffic
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
-from jaxkv.engine.drawing import Drawing
-from jaxkv.engine.growth import MOST_AHEAD, first_room, forked, make_room, ready_to_draw
+from jaxkv.engine.decode_loop import DecodeLoop
+from jaxkv.engine.headroom import MOST_AHEAD, first_headroom, forked, make_headroom, ready_to_decode
 from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
 from jaxkv.engine.plan import PrefillPlan, check_memory, plan_prefill
+from jaxkv.engine.progress import Walk, run_to_end
 from jaxkv.engine.recompress import due, recompress
 from jaxkv.engine.replay import Padded, texts_of
 from jaxkv.engine.sampling import Sampler, is_greedy
 from jaxkv.engine.spec import Spec, implementations_for, spec_for
-from jaxkv.engine.walks import Walk, finished
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
 from jaxkv.machine.compilation import Clocks
-from jaxkv.policies.fitting import policy_for
-from jaxkv.policies.policy import Method
+from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import missing
 from jaxkv.text.prompts import Encoded, Prompt, encode
 
 
 class Session:
-    """A model and a policy with the steps of `generate` as methods: prefill, extend, draw; calls return new caches.
+    """A model and a policy with the steps of `generate` as methods: prefill, extend, sample; calls return new caches.
 
     Caches are immutable: calls return new ones, and reuse the buffers of the one given only with `donate`.
 
@@ -52,16 +52,16 @@ class Session:
         policy: the compression.
         implementations: attention backends of prefill and decode.
         texts: token ids that a second pass reads before each chunk; None for policies that read prompts once.
-        key: random key for policies that draw, and for sampling.
+        key: random key for policies that use random numbers, and for sampling.
         clocks: wall-clock seconds that the session has taken so far.
-        read, drawn: transfers from host memory for tokens read on top of caches, and for tokens drawn.
+        read, decode_traffic: transfers from host memory for tokens read on top of caches, and for tokens sampled.
     """
 
     @settled
     def __init__(
         self,
         params: LanguageModel,
-        policy: Method | type[Method] | str | None = None,
+        policy: Policy | type[Policy] | str | None = None,
         *,
         implementation: Implementation | str | None = Implementation.AUTO,
         key: PRNGKeyArray | int | None = None,
@@ -72,7 +72,7 @@ class Session:
             params: from `jaxkv.load`.
             policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything.
             implementation: attention backend; by default the fastest one here.
-            key: random key or seed, for policies that draw and for sampling.
+            key: random key or seed, for policies that use random numbers and for sampling.
 
         Raises:
             ValueError: for a policy that the model cannot honour.
@@ -87,7 +87,7 @@ class Session:
             params, self.policy, arguments.as_implementation(implementation)
         )
         self.texts = texts_of(self.policy.composed.needs.replay, params.text, params.config)
-        self.clocks, self.read, self.drawn = Clocks(), Traffic(), Traffic()
+        self.clocks, self.question_traffic, self.decode_traffic = Clocks(), Traffic(), Traffic()
         given = arguments.as_key(key)
         self._keyed = given is not None
         with self.clocks.prefill:
@@ -98,7 +98,7 @@ class Session:
 
         Args:
             lengths: `[B]` tokens of each prompt.
-            new: tokens that will be drawn.
+            new: tokens that will be sampled.
 
         Returns:
             The plan.
@@ -108,8 +108,8 @@ class Session:
         """
         parts, config, mesh = self.policy.composed, self.params.config, self.params.flat.mesh
         device = None if mesh is None else mesh.local_devices[0]
-        room = first_room(parts, config.windows, lengths, new) if new else 0
-        needed = self.planned(lengths, room)
+        headroom = first_headroom(parts, config.sliding_windows, lengths, new) if new else 0
+        needed = self.planned(lengths, headroom)
         with self.clocks.prefill, hosts.together("a session's plan", mesh):
             check_memory(needed, device)
             if new > MOST_AHEAD and not parts.ongoing.compresses:
@@ -118,14 +118,16 @@ class Session:
                 memory.check_bytes(grown, f"the cache behind max_new_tokens={new}", device)
         return needed
 
-    def planned(self, lengths: Int[np.ndarray, " B"], room: int | tuple[int, ...]) -> PrefillPlan:
-        """Plan of a prefill with `room` free rows behind each segment; does not check memory.
+    def planned(
+        self, lengths: Int[np.ndarray, " B"], headroom: int | tuple[int, ...]
+    ) -> PrefillPlan:
+        """Plan of a prefill with `headroom` free places behind each segment; does not check memory.
 
-        Bytes are those of one device, on a CPU's mesh those of all its devices, which lie in one memory.
+        Bytes are those of one device, on a CPU's mesh those of all its devices, which are in one memory.
 
         Args:
             lengths: `[B]` tokens of each prompt.
-            room: rows to leave behind every segment; one number, or one for each layer.
+            headroom: entries to leave behind every segment; one number, or one for each layer.
 
         Returns:
             The plan.
@@ -139,14 +141,14 @@ class Session:
             self.policy,
             lengths.tolist(),
             dtype=params.cache_dtype,
-            room=room,
+            headroom=headroom,
             mesh=params.flat.mesh,
             implementation=self.implementations.prefill,
         )
         if axes is None:
             return mine
         held, peak = (each * axes.in_one_memory for each in (mine.cache_bytes, mine.peak_bytes))
-        # Rows wait beside each device that reads them, in the memory of its process' machine.
+        # Entries wait beside each device that reads them, in the memory of its process' machine.
         waiting = mine.host_bytes * len(axes.mesh.local_devices)
         return dataclasses.replace(mine, cache_bytes=held, peak_bytes=peak, host_bytes=waiting)
 
@@ -164,10 +166,10 @@ class Session:
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
-            new: tokens to be drawn later, for which room is left.
+            new: tokens to be sampled later, for which room is left.
             needed: a plan in place of the one that `plan` gives.
             tick: called with the number of layers done since its last call.
-            key: random key or seed for policies that draw, in place of the session's.
+            key: random key or seed for policies that use random numbers, in place of the session's.
 
         Returns:
             The cache, with the logits of each prompt's last token.
@@ -177,7 +179,7 @@ class Session:
             MemoryError: if the plan's bytes, which it names, are not free.
         """
         walk = self.prefilling(ids, new=new, needed=needed, key=key)
-        return finished(walk, lambda layers: tick(layers) if layers else None)
+        return run_to_end(walk, lambda layers: tick(layers) if layers else None)
 
     def prefilling(
         self,
@@ -191,9 +193,9 @@ class Session:
 
         Args:
             ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
-            new: tokens to be drawn later, for which room is left.
+            new: tokens to be sampled later, for which room is left.
             needed: a plan in place of the one that `plan` gives.
-            key: random key or seed for policies that draw, in place of the session's.
+            key: random key or seed for policies that use random numbers, in place of the session's.
 
         Yields:
             Layers run since the last time: 1 after each, 0 after a layer was packed, and fractions for policies that
@@ -213,7 +215,7 @@ class Session:
             needed = self.plan(encoded.lengths, new) if needed is None else needed
             copies = missing(len(encoded.ids), params.axes)
             every = encoded.with_copies(copies)
-            padded = Padded(every.padded(needed.slots), every.lengths, self.texts)
+            padded = Padded(every.padded(needed.padded_len), every.lengths, self.texts)
             walk = prefilling.prefill(
                 params.flat,
                 padded,
@@ -246,14 +248,14 @@ class Session:
         chunk: int | None = None,
         donate: bool = False,
     ) -> KVCache:
-        """Runs prompts on top of a cache; returns a cache with rows added; `new` recompresses sequences over limit.
+        """Runs prompts on top of a cache; returns a cache with entries added; `new` recompresses sequences over limit.
 
         Args:
             cache: of this model and policy; one sequence serves many prompts.
             ids: token ids of a prompt for each sequence; plain text if the model has a tokenizer.
-            new: tokens to be drawn later; with it, sequences over their limit are compressed again and room is made.
+            new: tokens to be sampled later; with it, sequences over their limit are recompressed and room is made.
             chunk: tokens at a time; by default 256, or 64 or 128 if they are fewer. Tokens read one at a time evict
-                rows and read chosen rows as drawn tokens do.
+                entries and read chosen entries as sampled tokens do.
             donate: True gives the cache up, so that its own buffers are written.
 
         Returns:
@@ -276,8 +278,8 @@ class Session:
             logits = cache.logits
             cache = dataclasses.replace(cache, extended=cache.extended or chunk != 1)
             if new and self.policy.composed.ongoing.compresses:
-                # Of a long question only those rows stay that the policy keeps.
-                cache = make_room(flat, cache, new, key=self.key)
+                # Of a long question only those entries stay that the policy keeps.
+                cache = make_headroom(flat, cache, new, key=self.key)
             jax.block_until_ready((logits, cache))
         return dataclasses.replace(cache, logits=logits)
 
@@ -295,14 +297,14 @@ class Session:
         longest = int(encoded.lengths.max())
         size = tokens_per_call(max(SHORT, longest)) if chunk is None else chunk
         every = encoded.with_copies(len(cache.seen) - len(encoded.ids))
-        loader = Loader.of(cache.bank, self.read)
+        loader = Loader.of(cache.host_store, self.question_traffic)
         run = partial(decoding.extend, self.params.flat, spec=spec, loader=loader)
         tokens = every.padded(-(-longest // size) * size)
         logits, cache = decoding.read_on_top(run, cache, tokens, every.lengths, size=size)
         return dataclasses.replace(cache, logits=logits, turn=encoded.turn)
 
     @settled
-    def draw(
+    def sample(
         self,
         cache: KVCache,
         steps: int,
@@ -313,14 +315,14 @@ class Session:
         key: PRNGKeyArray | int | None = None,
         donate: bool = False,
     ) -> tuple[KVCache, Int[np.ndarray, "B n"]]:
-        """Draws up to `steps` tokens per sequence on top of a cache; returns the new cache and the token ids.
+        """Samples up to `steps` tokens per sequence on top of a cache; returns the new cache and the token ids.
 
         Args:
             cache: from this session, or another of the same model and policy.
-            steps: the most tokens to draw per sequence.
-            new: tokens that this call and the following ones will draw together, so that they share programs; by
+            steps: the most tokens to sample per sequence.
+            new: tokens that this call and the following ones will sample together, so that they share programs; by
                 default `steps`.
-            sampling: how to draw; the likeliest tokens if None.
+            sampling: how to sample; the likeliest tokens if None.
             eos: ids that end a sequence.
             key: random key or seed for the sampling, in place of the session's.
             donate: True gives the cache up, so that its own buffers are written.
@@ -342,21 +344,24 @@ class Session:
             key=key,
             donate=donate,
         )
-        steps = whole("steps", steps, "draw at least 1 token")
+        steps = whole("steps", steps, "sample at least 1 token")
         self._check(np.zeros(cache.batch, np.int32), steps, cache)
-        new = steps if new is None else max(steps, whole("new", new, "draw at least 1 token"))
+        new = steps if new is None else max(steps, whole("new", new, "sample at least 1 token"))
         if not donate:
             with self.clocks.decode:
                 cache = forked(cache, cache.batch, 0, new)
-        drawing, parts = self.drawing(cache, new=new, sampling=sampling, eos=eos, key=key), []
+        decode_loop, parts = (
+            self.decode_loop(cache, new=new, sampling=sampling, eos=eos, key=key),
+            [],
+        )
         with self.clocks.decode:
-            while steps and not drawing.done.all():
-                parts.append(drawing.draw(steps))
+            while steps and not decode_loop.done.all():
+                parts.append(decode_loop.sample(steps))
                 steps -= parts[-1].shape[1]
-            return drawing.close(), np.concatenate(parts, axis=1)
+            return decode_loop.close(), np.concatenate(parts, axis=1)
 
     @settled
-    def drawing(
+    def decode_loop(
         self,
         cache: KVCache,
         *,
@@ -364,13 +369,13 @@ class Session:
         sampling: Sampler | None = None,
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
-    ) -> Drawing:
-        """Makes a `Drawing` object, which takes over a cache (donates its buffers) and draws tokens block by block.
+    ) -> DecodeLoop:
+        """Makes a `DecodeLoop` object, which takes over a cache (donates its buffers) and samples tokens block by block.
 
         Args:
             cache: with logits; its buffers are given up.
-            new: tokens that will be drawn.
-            sampling: how to draw; the likeliest tokens if None.
+            new: tokens that will be sampled.
+            sampling: how to sample; the likeliest tokens if None.
             eos: ids that end a sequence.
             key: random key or seed for the sampling, in place of the session's.
 
@@ -381,14 +386,14 @@ class Session:
         sampling = arguments.as_sampling(sampling)
         keyed = is_greedy(sampling) or self._keyed or key is not None
         require(
-            keyed, "key", key, f"{sampling} draws at random: give key=jax.random.key(0), or key=0"
+            keyed, "key", key, f"{sampling} samples at random: give key=jax.random.key(0), or key=0"
         )
-        remedy = "give what a session's prefill, extend or draw returned"
+        remedy = "give what a session's prefill, extend or sample returned"
         require(cache.logits is not None, "cache", "without logits", remedy)
         flat, key = self.params.flat, self.key_of(key)
         with self.clocks.decode:
-            cache = ready_to_draw(flat, cache, new, key=key)
-            return Drawing(
+            cache = ready_to_decode(flat, cache, new, key=key)
+            return DecodeLoop(
                 flat,
                 cache,
                 spec=spec_for(flat, cache, self.implementations.decode),
@@ -396,16 +401,16 @@ class Session:
                 eos=tuple(eos),
                 key=key,
                 new=new,
-                traffic=self.drawn,
+                traffic=self.decode_traffic,
             )
 
     @settled
-    def compress_again(self, cache: KVCache, *, room: int = 0) -> KVCache:
-        """Compresses sequences again that are `every` rows over their limit; returns a new cache, or the same if none.
+    def compress_again(self, cache: KVCache, *, headroom: int = 0) -> KVCache:
+        """Compresses sequences again that are `every` entries over their limit; returns a new cache, or the same if none.
 
         Args:
             cache: of this model and policy.
-            room: free rows to leave behind every segment.
+            headroom: free places to leave behind every segment.
 
         Returns:
             A new cache; the same one if no sequence is due.
@@ -418,7 +423,7 @@ class Session:
             return cache
         with self.clocks.decode:
             return jax.block_until_ready(
-                recompress(self.params.flat, cache, key=self.key, room=room)
+                recompress(self.params.flat, cache, key=self.key, headroom=headroom)
             )
 
     def key_of(self, given: PRNGKeyArray | int | None) -> PRNGKeyArray:

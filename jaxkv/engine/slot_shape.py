@@ -8,7 +8,7 @@ from jaxtyping import Bool
 
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
-from jaxkv.engine.growth import first_room
+from jaxkv.engine.headroom import first_headroom
 from jaxkv.engine.lengths import SHORT, bucket, buckets, by_length
 from jaxkv.engine.plan import pools_for
 from jaxkv.models.config import ModelConfig
@@ -21,7 +21,7 @@ FEW = 64
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotShape:
-    """Static size of a slot: rows of each pool (on a mesh, of a device's part); tokens of prompt, question, answer."""
+    """Static size of a slot: entries of each pool (on a mesh, of a device's part); tokens of prompt, question, answer."""
 
     rows: tuple[int, ...]
     prompt: int
@@ -46,13 +46,13 @@ class SlotShape:
     ) -> None:
         """Raises ValueError for a cache with pools of other sizes or another store, or with fewer than `rows` free.
 
-        Layers in the mask `sliding` are not asked for free rows.
+        Layers in the mask `sliding` are not asked for free places.
         """
-        sizes = tuple(pool.rows // cache.stretches for pool in cache.pools)
+        sizes = tuple(pool.rows // cache.kv_shards for pool in cache.pools)
         require(
             sizes == self.rows,
             "cache",
-            f"pools of {sizes} rows",
+            f"pools of {sizes} entries",
             "give what prefill of these slots returned",
         )
         # A policy's own class may have another store by now than when its cache was saved.
@@ -60,33 +60,31 @@ class SlotShape:
         require(
             stores == {mine},
             "cache",
-            f"rows held by {stores}",
+            f"entries held by {stores}",
             f"these slots have {mine}: prefill the prompt anew",
         )
         free = int(cache.free()[~sliding].min(initial=self.longest))
         remedy = f"there is room for {free}: read one question on top of a prompt, or make slots with more max_question"
-        require(rows <= free, "cache", f"{rows} more rows", remedy)
+        require(rows <= free, "cache", f"{rows} more entries", remedy)
 
 
 def slides(parts: Parts) -> bool:
-    """True if window layers of a slot drop the rows that leave their windows: not those that share a pool."""
+    """True if sliding-window layers of a slot drop the entries that leave their windows: not those that share a pool."""
     return not parts.layout.one_pool
 
 
 def slot_shape(
-    parts: Parts, config: ModelConfig, *, prompt: int, question: int, new: int, stretches: int = 1
+    parts: Parts, config: ModelConfig, *, prompt: int, question: int, new: int, kv_shards: int = 1
 ) -> SlotShape:
     """Computes the `SlotShape` whose pools hold any prompt up to `prompt` tokens, with question and new tokens.
 
-    `stretches` is the number of devices that share a pool's heads. Raises ValueError for policies that read prompts in
-    chunks or keep rows in host memory, and for budgets that they cannot honour.
+    `kv_shards` is the number of devices that share a pool's heads. Raises ValueError for policies that read prompts in
+    chunks or keep entries in host memory, and for budgets that they cannot honour.
     """
-    by_length(parts, np.asarray([prompt]), config.windows)
-    reading = parts.reading(config.windows, bucket(prompt))
-    remedy = (
-        "slots keep every row on the device: leave offload out, or answer one batch after the other"
-    )
-    require(not reading.offloaded, "policy", "rows wait in host memory", remedy)
+    by_length(parts, np.asarray([prompt]), config.sliding_windows)
+    reading = parts.reading(config.sliding_windows, bucket(prompt))
+    remedy = "slots keep every entry on the device: leave offload out, or answer one batch after the other"
+    require(not reading.offloaded, "policy", "entries wait in host memory", remedy)
     remedy = (
         "slots take whole prompts: leave prefill_ratio out, or answer one batch after the other"
     )
@@ -96,18 +94,18 @@ def slot_shape(
         "prompts are read in chunks",
         remedy,
     )
-    # A policy that compresses again spreads a longer text over layers as it would a longer prompt.
+    # A policy that recompresses spreads a longer text over layers as it would a longer prompt.
     more = question + new
     longest = prompt + (more if parts.every else 0)
     most, asked = np.zeros(1, np.int64), bucket(max(1, question))
     for shortest, size in buckets(longest):
-        # The shortest prompt of a bucket grows furthest towards a limit in rows.
+        # The shortest prompt of a bucket grows furthest towards a limit in entries.
         short = np.asarray([shortest])
-        given = first_room(
-            parts, config.windows, short, more, most=more, slides=slides(parts), least=asked
+        given = first_headroom(
+            parts, config.sliding_windows, short, more, most=more, slides=slides(parts), least=asked
         )
-        room = np.asarray(given)
+        headroom = np.asarray(given)
         # A question goes beyond a limit before the policy compresses it.
-        room = room + (asked if question and parts.ongoing.compresses else 0)
-        most = np.maximum(most, pools_for(parts, config, size, tuple(room.tolist()), stretches))
+        headroom = headroom + (asked if question and parts.ongoing.compresses else 0)
+        most = np.maximum(most, pools_for(parts, config, size, tuple(headroom.tolist()), kv_shards))
     return SlotShape(rows=tuple(most.tolist()), prompt=prompt, question=question, new=new)

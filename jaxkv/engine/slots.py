@@ -1,4 +1,4 @@
-"""`Slots`: a running batch whose sequences join and leave one by one, drawn from by the loop that `generate` runs."""
+"""`Slots`: a running batch whose sequences join and leave one by one, sampled from by the loop that `generate` runs."""
 
 import copy
 import dataclasses
@@ -14,20 +14,20 @@ from jaxtyping import Bool, Int, PRNGKeyArray
 from jaxkv import arguments
 from jaxkv._checks import own_settings, settled, whole
 from jaxkv._errors import require
-from jaxkv.cache import Cache, KVCache, slid
-from jaxkv.cache.slots import insert, spread, taken
-from jaxkv.engine import loop
+from jaxkv.cache import Cache, KVCache, drop_outside_sliding_windows
+from jaxkv.cache.slot_copies import insert, spread, taken
+from jaxkv.engine import token_loop
 from jaxkv.engine.lengths import bucket
+from jaxkv.engine.progress import Walk, run_to_end
 from jaxkv.engine.recompress import Fixed, beyond, due, recompress
 from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.sequences import Paused, sequences_of
 from jaxkv.engine.session import Session
 from jaxkv.engine.slot_shape import FEW, SlotShape, slides, slot_shape
 from jaxkv.engine.spec import specialise
-from jaxkv.engine.walks import Walk, finished
 from jaxkv.machine import memory
 from jaxkv.machine.compilation import Clocks
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import host, place
 from jaxkv.text.prompts import Prompt
 
@@ -39,7 +39,7 @@ class Slots:
     """A running batch whose sequences join and leave one by one; once it has started, nothing more is compiled.
 
     The pools of a slot fit any prompt of up to `max_prompt` tokens with its new tokens, and prompts are prefilled
-    straight into that shape: to join is a copy. What a sequence draws depends on no other sequence and on no slot.
+    straight into that shape: to join is a copy. What a sequence samples depends on no other sequence and on no slot.
 
     ```python
     slots = Slots(jaxkv.Session(params, policy), count=4, max_prompt=2048, max_new_tokens=256)
@@ -50,10 +50,10 @@ class Slots:
     Attributes:
         session: model, policy and attention backends.
         count: number of slots.
-        size: the most tokens that one run of the compiled loop draws.
-        shape: the most rows and tokens of a slot.
-        needed: bytes of the rows of all slots.
-        done: `bool[B]` mask of slots that draw nothing: never filled, released, or at their end.
+        size: the most tokens that one run of the compiled loop samples.
+        shape: the most entries and tokens of a slot.
+        needed: bytes of the entries of all slots.
+        done: `bool[B]` mask of slots that sample nothing: never filled, released, or at their end.
         uncompiled: padded lengths that `compiling` has not met yet, each behind whether it is a question's.
     """
 
@@ -70,28 +70,28 @@ class Slots:
         size: int = 64,
         start: bool = True,
     ):
-        """Allocates `count` slots and compiles all programs for filling, drawing from and emptying them.
+        """Allocates `count` slots and compiles all programs for filling, sampling from and emptying them.
 
         A slot takes a prompt of up to `max_prompt`, a question of up to `max_question` and an answer of up to
-        `max_new_tokens` tokens, and up to `ends` ids that end its sequence; one run of the compiled loop draws up to
+        `max_new_tokens` tokens, and up to `ends` ids that end its sequence; one run of the compiled loop samples up to
         `size` tokens. On a mesh `count` is a multiple of its groups. `start=False` leaves all to `compile`.
 
         Raises:
-            ValueError: for a policy that keeps rows in host memory or reads prompts in chunks; for a number of slots
+            ValueError: for a policy that keeps entries in host memory or reads prompts in chunks; for a number of slots
                 that a mesh cannot divide; for more tokens than the model has positions.
             MemoryError: if all slots take more bytes than are free.
         """
         params, self.session = session.params, session
         self.count = count = whole("count", count, "give at least 1 slot")
-        self.size = whole("size", size, "draw at least 1 token at a time")
+        self.size = whole("size", size, "sample at least 1 token at a time")
         self._ends = whole("ends", ends, "give room for at least 1 end token")
         max_prompt = whole("max_prompt", max_prompt, "take prompts of at least 1 token")
-        max_new_tokens = whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
+        max_new_tokens = whole("max_new_tokens", max_new_tokens, "sample at least 1 token")
         max_question = whole(
             "max_question", max_question, "give 0 for none, or at least 1 token", least=0
         )
         config, parts, self._axes = params.config, session.policy.composed, params.axes
-        self._groups, stretches = (
+        self._groups, kv_shards = (
             (1, 1) if self._axes is None else (self._axes.size("B"), self._axes.size("K"))
         )
         require(
@@ -116,11 +116,11 @@ class Slots:
             prompt=max_prompt,
             question=max_question,
             new=max_new_tokens,
-            stretches=stretches,
+            kv_shards=kv_shards,
         )
-        mine = config.kv_heads // stretches
+        mine = config.kv_heads // kv_shards
         widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
-        self._fixed = Fixed(rows=self.shape.rows, slots=min(widest, self.shape.longest))
+        self._fixed = Fixed(rows=self.shape.rows, padded_len=min(widest, self.shape.longest))
         self.needed = (
             count
             * sum(self.shape.rows)
@@ -129,19 +129,19 @@ class Slots:
         device = None if self._axes is None else self._axes.mesh.local_devices[0]
         memory.check_bytes(self.needed // self._groups, f"count={count} slots", device)
         self._parts, self._every = parts, parts.every
-        # Layers whose rows are dropped as they leave the window.
+        # Layers whose entries are dropped as they leave the window.
         self._sliding = np.asarray(
-            [width is not None and slides(parts) for width in config.windows]
+            [width is not None and slides(parts) for width in config.sliding_windows]
         )
         self._spec = specialise(
             params.flat,
             parts,
-            slots=bucket(max_prompt),
+            padded_len=bucket(max_prompt),
             extended=parts.evicts and not parts.heads.uniform and max_question > 0,
             implementation=session.implementations.decode,
         )
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
-        # Known for each slot without reading the device: rows beyond its limit, and rows left behind the windows of
+        # Known for each slot without reading the device: entries beyond its limit, and entries left behind the windows of
         # layers that slide.
         self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(2))
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
@@ -157,14 +157,14 @@ class Slots:
         The cache serves any number of sequences; `key` replaces the session's. Raises ValueError for an empty or
         over-long prompt, and for a budget that the policy cannot honour.
         """
-        return finished(self.prefilling(ids, key=key))
+        return run_to_end(self.prefilling(ids, key=key))
 
     def prefilling(
-        self, ids: Prompt, *, key: PRNGKeyArray | int | None = None, policy: Method | None = None
+        self, ids: Prompt, *, key: PRNGKeyArray | int | None = None, policy: Policy | None = None
     ) -> Walk[KVCache]:
         """Generator form of `prefill`: yields how many layers ran since the last yield; returns the `KVCache`.
 
-        Slots may decode between two yields. `policy` is that of the slots with another budget, of no more rows.
+        Slots may decode between two yields. `policy` is that of the slots with another budget, of no more entries.
         """
         with own_settings():
             session = copy.copy(self.session)
@@ -196,7 +196,7 @@ class Slots:
         key: PRNGKeyArray | int | None = None,
         donate: bool = False,
     ) -> KVCache:
-        """Copy of a prompt's cache with a question appended to each sequence, compressed again if over its row limit.
+        """Copy of a prompt's cache with a question appended to each sequence, recompressed if over its entry limit.
 
         `key` replaces the session's, `donate` gives the cache up for its buffers. Raises ValueError for an empty or
         over-long question, and for a cache that these slots' `prefill` did not make.
@@ -216,7 +216,7 @@ class Slots:
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         copy = cache if donate else jax.tree.map(jnp.copy, cache)
         if self._free(copy).min() < longest:
-            copy = slid(copy, self.shape.rows)
+            copy = drop_outside_sliding_windows(copy, self.shape.rows)
         copy = self.session.on_top(copy, encoded, self._spec)
         if not due(copy).any():
             return copy
@@ -233,13 +233,13 @@ class Slots:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Paused:
-        """Makes a sequence (`Paused`) that will draw tokens on top of a cache from `prefill` or `extend`; for `insert`.
+        """Makes a sequence (`Paused`) that will sample tokens on top of a cache from `prefill` or `extend`; for `insert`.
 
-        The cache is unchanged. The last token drawn, like one of the ids `eos`, does not run through the model. Raises
+        The cache is unchanged. The last token sampled, like one of the ids `eos`, does not run through the model. Raises
         ValueError for more tokens or end ids than the slots were made for, and for a cache that these slots' `prefill`
         did not make; TypeError for a user's own sampler.
         """
-        new = whole("max_new_tokens", max_new_tokens, "draw at least 1 token")
+        new = whole("max_new_tokens", max_new_tokens, "sample at least 1 token")
         self._require_fits(cache, 1 if self._parts.ongoing.compresses else new)
         most, ids = self.shape.new, sorted(set(eos))
         require(new <= most, "max_new_tokens", new, f"these slots were made for up to {most}")
@@ -252,11 +252,15 @@ class Slots:
 
     @settled
     def peek(self, sequence: Paused) -> int:
-        """Id of the first token that a sequence will draw in a slot; the sequence itself is unchanged."""
+        """Id of the first token that a sequence will sample in a slot; the sequence itself is unchanged."""
         arrays = sequence.arrays
         seen = arrays.cache.tables.seen
         return int(
-            host(loop.next_tokens(arrays.draw, seen, arrays.sampling, axes=self._axes).token)[0]
+            host(
+                token_loop.next_tokens(
+                    arrays.sampling_state, seen, arrays.sampling, axes=self._axes
+                ).token
+            )[0]
         )
 
     @settled
@@ -280,24 +284,26 @@ class Slots:
 
     @settled
     def release(self, slots: Iterable[int]) -> None:
-        """Ends the sequences in slots with these indices; the slots draw nothing until others are inserted."""
+        """Ends the sequences in slots with these indices; the slots sample nothing until others are inserted."""
         which = np.zeros(self.count, bool)
         for slot in slots:
             self._require_slot(slot)
             which[slot] = True
         self.done |= which
-        draw = dataclasses.replace(self._all.draw, done=self._all.draw.done | self._placed(which))
-        self._all = dataclasses.replace(self._all, draw=draw)
+        sampling_state = dataclasses.replace(
+            self._all.sampling_state, done=self._all.sampling_state.done | self._placed(which)
+        )
+        self._all = dataclasses.replace(self._all, sampling_state=sampling_state)
 
     @settled
     def decode(self, steps: int, *, until: Literal["any", "all"] = "all") -> Int[np.ndarray, "B n"]:
-        """Draws up to `steps` tokens in every slot that is not done; returns ids `[B, n]`, -1 where none was drawn.
+        """Samples up to `steps` tokens in every slot that is not done; returns ids `[B, n]`, -1 where none was sampled.
 
-        Sequences that become due are compressed again on the way. `until="any"` stops as soon as another slot is done,
+        Sequences that become due are recompressed on the way. `until="any"` stops as soon as another slot is done,
         "all" only when all are.
         """
         require(until in ("any", "all"), "until", until, "give 'any' or 'all'")
-        steps = whole("steps", steps, "draw at least 1 token")
+        steps = whole("steps", steps, "sample at least 1 token")
         idle = self.count - 1 if until == "all" else int(self.done.sum())
         parts = [np.zeros((self.count, 0), np.int32)]
         while steps and self.done.sum() <= idle:
@@ -306,9 +312,9 @@ class Slots:
         return np.concatenate(parts, axis=1)
 
     def _run(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
-        """One call of the compiled loop, up to `steps` tokens per slot; returns ids `[B, n]`, -1 where none was drawn.
+        """One call of the compiled loop, up to `steps` tokens per slot; returns ids `[B, n]`, -1 where none was sampled.
 
-        It draws fewer if a sequence becomes due to be compressed again or to drop rows of windows.
+        It samples fewer if a sequence becomes due to be recompressed or to drop entries of windows.
         """
         steps = min(steps, self.size)
         if self._every is not None:
@@ -320,19 +326,19 @@ class Slots:
                 self._slide(slot)
             steps = min(steps, int(self._left[~self.done].min(initial=steps)))
         before, now, flat = self.done, self._all, self.session.params.flat
-        cache, draw, out, ran = loop.decode(
+        cache, sampling_state, out, ran = token_loop.decode(
             flat,
             now.cache,
-            now.draw,
+            now.sampling_state,
             steps,
             spec=self._spec,
             sampling=now.sampling,
             size=self.size,
             idle=idle,
         )
-        self._all = dataclasses.replace(now, cache=cache, draw=draw)
-        tokens, self.done = host(out)[:, : int(host(ran))], np.array(host(draw.done))
-        # A token that ends a sequence becomes no row.
+        self._all = dataclasses.replace(now, cache=cache, sampling_state=sampling_state)
+        tokens, self.done = host(out)[:, : int(host(ran))], np.array(host(sampling_state.done))
+        # A token that ends a sequence becomes no entry.
         rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
         self._beyond, self._left = self._beyond + rows, self._left - rows
         return tokens
@@ -351,7 +357,7 @@ class Slots:
         cache = None
         while cache is None:
             question, self._usual = self.uncompiled.pop(0)
-            cache = finished(self.compiling(question, self._usual))
+            cache = run_to_end(self.compiling(question, self._usual))
         begun = self.begin(cache, max_new_tokens=min(2, self.shape.new))
         self.peek(begun)
         self._all = spread(begun.arrays, slots=self.count, axes=self._axes)
@@ -366,14 +372,14 @@ class Slots:
             self._slide(0)
         self.release(range(self.count))
         while lengths and self.uncompiled:
-            finished(self.compiling(*self.uncompiled.pop(0)))
+            run_to_end(self.compiling(*self.uncompiled.pop(0)))
         jax.block_until_ready(self._all)
         memory.trim()
 
     def compiling(self, question: bool, size: int) -> Walk[KVCache | None]:
         """Generator: compiles the programs of one of the lengths `uncompiled`, yields between them.
 
-        No slot changes: another thread may use them. Returns a made-up cache, or None if the policy refuses the length.
+        No slot changes: another thread may use them. Returns a made-up cache, or None if the policy rejects the length.
         """
         try:
             cache = yield from _made_up(self.session, self.shape, self._usual if question else size)
@@ -391,7 +397,7 @@ class Slots:
         return np.where(np.arange(self._groups) == self._group_of(slot), slot, -1).astype(np.int32)
 
     def _require_slot(self, slot: int) -> None:
-        """Raises ValueError unless the slot index lies in [0, count)."""
+        """Raises ValueError unless the slot index is in [0, count)."""
         require(0 <= slot < self.count, "slot", slot, f"there are {self.count}: give one from 0 on")
 
     def _require_fits(self, cache: KVCache, rows: int) -> None:
@@ -408,12 +414,12 @@ class Slots:
         return place(of_each, "B", self._axes)
 
     def _again(self, slot: int) -> None:
-        """Compresses the sequence in a slot again, as its policy does every `every` rows, in place."""
+        """Compresses the sequence in a slot again, as its policy does every `every` entries, in place."""
         self._renew(slot, partial(self._compressed, key=self._keys[slot]))
 
     def _slide(self, slot: int) -> None:
-        """Drops the rows of a slot's window layers that have left their windows, in place."""
-        self._renew(slot, partial(slid, rows=self.shape.rows))
+        """Drops the entries of a slot's sliding-window layers that have left their windows, in place."""
+        self._renew(slot, partial(drop_outside_sliding_windows, rows=self.shape.rows))
 
     def _renew(self, slot: int, change: Callable[[KVCache], KVCache]) -> None:
         """Puts what a function makes of a slot's cache in its place."""
@@ -428,15 +434,15 @@ class Slots:
         return {"beyond": over, "left": self._free(cache)}
 
     def _free(self, cache: KVCache) -> Int[np.ndarray, " g"]:
-        """Fewest free rows `[g]` behind windows of layers that slide, per mesh group; the largest int64 if none."""
+        """Fewest free places `[g]` behind windows of layers that slide, per mesh group; the largest int64 if none."""
         if not self._sliding.any():
             return np.full(self._groups, np.iinfo(np.int64).max)
         return cache.free_rows()[self._sliding].min(axis=0)
 
     def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
-        """Copy of a cache with sequences over their row limit compressed again, in pools of the slots' fixed size."""
+        """Copy of a cache with sequences over their row limit recompressed, in pools of the slots' fixed size."""
         return recompress(
-            self.session.params.flat, cache, key=key, room=self._every or 1, fixed=self._fixed
+            self.session.params.flat, cache, key=key, headroom=self._every or 1, fixed=self._fixed
         )
 
     def _handle(self, arrays: Cache) -> KVCache:
@@ -447,15 +453,15 @@ class Slots:
             policy=self.session.policy,
             config=self.session.params.config,
             dtype=self.session.params.dtype.name,
-            slots=bucket(self.shape.prompt),
+            padded_len=bucket(self.shape.prompt),
             axes=self._axes,
         )
 
 
 def _made_up(session: Session, shape: SlotShape, size: int) -> Walk[KVCache]:
-    """Generator: prefills a made-up prompt of padded length `size`, few tokens unless the policy refuses that.
+    """Generator: prefills a made-up prompt of padded length `size`, few tokens unless the policy rejects that.
 
-    Returns its cache in pools of a slot; ValueError if the policy refuses all prompts of this length.
+    Returns its cache in pools of a slot; ValueError if the policy rejects all prompts of this length.
     """
     # Clocks belong to one thread.
     session = copy.copy(session)

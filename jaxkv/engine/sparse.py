@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
-from jaxkv.attention.filters import Asking, by_position, by_row
+from jaxkv.attention.filters import FilterQuery, by_position, by_row
 from jaxkv.attention.shaping import PLAIN, Shaping
 from jaxkv.cache import Tables
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.layers.terms import Terms
 from jaxkv.engine.tokens import Choosable, NewTokens
-from jaxkv.policies.reading import Reading, Selector
+from jaxkv.policies.reads import Reading, Selector
 from jaxkv.policies.topk import sortable, top
 
-# Chosen rows of one layer as they come from host memory: keys and values, `[B, T, 2, K, D]`.
+# Chosen entries of one layer as they come from host memory: keys and values, `[B, T, 2, K, D]`.
 Loaded = Float[Array, "B T 2 K D"]
 
 
@@ -54,36 +54,36 @@ def new_tokens(
 
 
 def rest_of(terms: Terms, tables: Tables) -> Int[Array, "L B K"]:
-    """Offset in each segment, `i32[L, B, K]`, of the row from which on sparse layers read all rows, chosen or not."""
+    """Offset in each segment, `i32[L, B, K]`, of the entry from which on sparse layers read all entries, chosen or not."""
     reading, state = terms.reading, tables.state
     assert state is not None and state.choosable is not None
-    # If generated tokens must be chosen too, no row before the new one is read without being chosen.
+    # If generated tokens must be chosen too, no entry before the new one is read without being chosen.
     return tables.length if reading.include_generated else state.choosable
 
 
-def asking(
+def filter_query(
     q: Float[Array, "B K G N D"],
-    ring: Float[Array, "B K G R D"] | None,
+    query_buffer: Float[Array, "B K G R D"] | None,
     new: NewTokens,
     reading: Reading,
     shaping: Shaping = PLAIN,
-) -> Asking:
-    """Makes `Asking`: queries (of the ring, or new) by which a filter layer chooses, with positions and weights.
+) -> FilterQuery:
+    """Makes `FilterQuery`: queries (of the query buffer, or new) by which a filter layer chooses, with positions and weights.
 
-    For one token the ring's, weighted by the selector; without a ring, or for several tokens, the new ones equally.
-    The ring holds the new queries, too, that of position p in slot p % R; it is None if only the new ones count.
+    For one token the query buffer's, weighted by the selector; without a query buffer, or for several tokens, the new ones equally.
+    The query buffer holds the new queries, too, that of position p in slot p % R; it is None if only the new ones count.
     """
     tokens = new.positions.shape[1]
-    if ring is None or tokens > 1:
+    if query_buffer is None or tokens > 1:
         real = jnp.arange(tokens, dtype=jnp.int32) < jnp.maximum(new.count, 1)[:, None]
         positions, weights = jnp.where(real, new.positions, -1), real.astype(jnp.float32)
-        return Asking(q=q, positions=positions, weights=weights, shaping=shaping)
-    rows, now = ring.shape[3], new.positions[:, :1]
+        return FilterQuery(q=q, positions=positions, weights=weights, shaping=shaping)
+    rows, now = query_buffer.shape[3], new.positions[:, :1]
     stands = now - jnp.arange(reading.window, dtype=jnp.int32)
     slot = jnp.where(stands < 0, 0, stands % rows)
-    mine = jnp.take_along_axis(ring, slot[:, None, None, :, None], axis=3)
+    mine = jnp.take_along_axis(query_buffer, slot[:, None, None, :, None], axis=3)
     weights = jnp.broadcast_to(jnp.asarray(reading.selector.weights(reading.window)), stands.shape)
-    return Asking(q=mine.astype(q.dtype), positions=stands, weights=weights, shaping=shaping)
+    return FilterQuery(q=mine.astype(q.dtype), positions=stands, weights=weights, shaping=shaping)
 
 
 def chosen_at(
@@ -92,19 +92,21 @@ def chosen_at(
     start: Int[Array, "B K"],
     choosable: Int[Array, "B K"],
     q: Float[Array, "B K G N D"],
-    ring: Float[Array, "B K G R D"] | None,
+    query_buffer: Float[Array, "B K G R D"] | None,
     new: NewTokens,
     shaping: Shaping = PLAIN,
 ) -> Chosen:
     """Positions (`Chosen`) that a filter layer chooses by attention: one set a sequence, for all heads and tokens."""
     reading = terms.reading
     assert new.candidates is not None
-    asked, below = asking(q, ring, new, reading, shaping), new.candidates.below
+    asked, below = filter_query(q, query_buffer, new, reading, shaping), new.candidates.below
     # Queries and keys of equal position see each other, as in attention; padding and room are no candidates.
-    if reading.every_row:
+    if reading.every_entry:
         scores = by_row(asked, pool.k, below, terms.axes)
     else:
-        scores = by_position(asked, pool.k, pool.pos, start, choosable, reading.slots, terms.axes)
+        scores = by_position(
+            asked, pool.k, pool.pos, start, choosable, reading.padded_len, terms.axes
+        )
     now = new.positions[:, 0] if q.shape[3] == 1 else None
     few = terms.backend.can.few_launches
     return choose(scores, new.candidates, reading, now=now, by_sorting=few)
@@ -121,7 +123,7 @@ def choose(
     """Picks `candidates.budget` positions as `Chosen`: with `now` the window before it first, then by highest score.
 
     OmniKV, equations 3 and 4. The window before `now`, the newest query's position, counts within the budget; it is
-    left out for the selector LAST, and where generated rows are chosen as well. Ties go to the lowest position.
+    left out for the selector LAST, and where generated entries are chosen as well. Ties go to the lowest position.
     `by_sorting` takes few launches on a GPU; a threshold is faster on a CPU.
     """
     position = jnp.arange(scores.shape[1], dtype=jnp.int32)
@@ -165,10 +167,10 @@ def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> In
 def rows_of(
     chosen: Chosen, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], reading: Reading
 ) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
-    """Pair: pool rows `[B, K, T]` of chosen positions among each head's first `kept` rows, then -1, and their count."""
+    """Pair: pool rows `[B, K, T]` of chosen positions among each head's first `kept` entries, then -1, and their count."""
     positions, first = chosen.positions[:, None], start[..., None]
     real = jnp.arange(positions.shape[-1], dtype=jnp.int32) < chosen.count[:, None, None]
-    if reading.every_row:
+    if reading.every_entry:
         rows = jnp.where(real, first + positions, -1)
         return rows, jnp.broadcast_to(chosen.count[:, None], start.shape)
     batch, end = start.shape[0], first + kept[..., None]
@@ -187,7 +189,7 @@ def rows_of(
             enough & (low < high), middle, high
         )
 
-    # Rows of a segment ascend in position: bisect for each.
+    # Entries of a segment ascend in position: bisect for each.
     row, _ = lax.fori_loop(0, pool.rows.bit_length(), halve, (low, high))
     held = real & (row < end) & (position_at(row) == positions)
     order = jnp.argsort(~held, axis=-1, stable=True)

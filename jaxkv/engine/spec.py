@@ -26,8 +26,8 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Flat, Graphs, Leaves
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import WHOLE
+from jaxkv.policies.policy import Policy
+from jaxkv.policies.reads import WHOLE
 from jaxkv.policies.unseen import GateRank
 from jaxkv.sharding.mesh import Axes, tree_placed
 from jaxkv.sharding.record import recorder
@@ -40,18 +40,18 @@ def reading_state(
     prompt: Int[np.ndarray, " B"] | Int[Array, " B"],
     reads: Int[np.ndarray, " B"] | Int[Array, " B"],
     choosable: Int[Array, "L B K"],
-    rings: tuple[Float[Array, "B K G R D"], ...] = (),
+    query_buffers: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> State:
-    """Makes the initial decode `State` of a policy that keeps all rows and reads `reads` chosen tokens a step (OmniKV).
+    """Makes the initial decode `State` of a policy that keeps all entries and reads `reads` chosen tokens a step (OmniKV).
 
-    `rings` are filters' last queries.
+    `query_buffers` are filters' last queries.
     """
     return State(
         prompt=jnp.asarray(prompt, jnp.int32),
         budget=jnp.asarray(reads, jnp.int32),
         recent=jnp.zeros(choosable.shape[:2], jnp.int32),
         choosable=jnp.copy(choosable),
-        rings=rings,
+        query_buffers=query_buffers,
     )
 
 
@@ -103,7 +103,7 @@ class Spec(Terms):
 
     @property
     def gate(self) -> Gate | None:
-        """Trained gate that scores new rows by their hidden states; None if the policy has none, or only appends."""
+        """Trained gate that scores new entries by their hidden states; None if the policy has none, or only appends."""
         rank = self.ongoing.rank
         return rank.gate if isinstance(rank, GateRank) else None
 
@@ -136,16 +136,16 @@ class Spec(Terms):
         return layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
     def sparse(self, layer: int, tokens: int) -> bool:
-        """True if the layer reads chosen rows only: in steps of 1 token, in longer ones if `reading.several`."""
+        """True if the layer reads chosen entries only: in steps of 1 token, in longer ones if `reading.several`."""
         reading = self.reading
         return reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 
-    def ring_of(self, layer: int) -> int | None:
-        """Index of the layer's ring of last queries in the cache's tuple of rings; None if it has none."""
+    def query_buffer_index(self, layer: int) -> int | None:
+        """Index of the layer's buffer of last queries in the cache's tuple of query buffers; None if it has none."""
         if self.ongoing.queries:
-            windows = self.config.windows
-            return None if windows[layer] else windows[:layer].count(None)
-        if self.reading.ring and layer in self.reading.filters:
+            sliding_windows = self.config.sliding_windows
+            return None if sliding_windows[layer] else sliding_windows[:layer].count(None)
+        if self.reading.query_buffer and layer in self.reading.filters:
             return self.reading.filters.index(layer)
         return None
 
@@ -157,7 +157,7 @@ def spec_for(
     return specialise(
         flat,
         cache.policy.composed,
-        slots=cache.slots,
+        padded_len=cache.padded_len,
         extended=cache.extended,
         implementation=implementation,
     )
@@ -167,18 +167,18 @@ def specialise(
     flat: Flat,
     parts: Parts,
     *,
-    slots: int,
+    padded_len: int,
     extended: bool = False,
     implementation: Implementation = Implementation.XLA,
 ) -> Spec:
-    """Makes the `Spec` (static config) of decode programs for a policy and prompts of bucket `slots`.
+    """Makes the `Spec` (static config) of decode programs for a policy and prompts of bucket `padded_len`.
 
-    `extended` segments may hold more rows than the policy keeps of prompts (`KVCache.extended`).
+    `extended` segments may hold more entries than the policy keeps of prompts (`KVCache.extended`).
     """
     ongoing, most = parts.ongoing, None
-    reading = parts.reading(flat.config.windows, slots)
+    reading = parts.reading(flat.config.sliding_windows, padded_len)
     if ongoing.compresses and parts.layout.one_pool and not extended:
-        most = widest(parts, slots, flat.config.windows)
+        most = widest(parts, padded_len, flat.config.sliding_windows)
     return Spec(
         graphs=flat.graphs,
         config=flat.config,
@@ -194,7 +194,7 @@ def specialise(
 
 
 def implementations_for(
-    params: LanguageModel, policy: Method, asked: Implementation
+    params: LanguageModel, policy: Policy, asked: Implementation
 ) -> Implementations:
     """Chooses `Implementations` (prefill, decode attention backends) for a model's devices; chunks use decode's.
 

@@ -47,7 +47,7 @@ class NewTokens:
 class Token:
     """Queries and keys (both after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
 
-    `begun` are the scores that new rows start with; None where none are known. `split` are the parts that a fused step
+    `begun` are the scores that new entries start with; None where none are known. `split` are the parts that a fused step
     takes; None in others.
     """
 
@@ -59,7 +59,7 @@ class Token:
     split: Unrotated | None = None
 
     def transformed(self, centre: Float[Array, "B K D"]) -> "Token":
-        """Token for caches of transformed rows, whose keys are less `centre`."""
+        """Token for caches of transformed entries, whose keys are less `centre`."""
         k = stored_keys(self.k, centre)
         return dataclasses.replace(
             self, q=transformed(self.q), k=k, v=transformed(self.v), stored=k
@@ -130,41 +130,42 @@ def in_blocks(
 
 
 def first_scores(token: Token, ongoing: Ongoing) -> Float[Array, "B K N"] | None:
-    """Scores that new rows begin with: a gate's or the rank's `begin`; None if the pool keeps no scores."""
+    """Scores that new entries begin with: a gate's or the rank's `begin`; None if the pool keeps no scores."""
     if not ongoing.scored:
         return None
     if token.begun is not None:
         return token.begun
     begun = ongoing.rank.begin(token.stored, token.v)
-    return checked(ongoing.rank, "begin", begun, token.v.shape[:3], "new row, [B, K, N]")
+    return checked(ongoing.rank, "begin", begun, token.v.shape[:3], "new entry, [B, K, N]")
 
 
 def remembered(
-    ring: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
+    query_buffer: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
 ) -> Float[Array, "B K G R D"]:
     """Ring buffer of last queries with the real new tokens' queries written in, position p at index p % R."""
-    batch, rows, tokens = ring.shape[0], ring.shape[3], q.shape[3]
+    batch, rows, tokens = query_buffer.shape[0], query_buffer.shape[3], q.shape[3]
     offset, count = jnp.arange(tokens, dtype=jnp.int32), new.count
-    # Of more queries than the ring holds only the last ones count.
+    # Of more queries than the query buffer holds only the last ones count.
     real = (offset < count[:, None]) & (offset >= count[:, None] - rows)
     slot = jnp.where(real, new.positions % rows, rows)
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
-    by_token = jnp.moveaxis(q, 3, 1).astype(ring.dtype)
-    return ring.at[index, :, :, slot].set(by_token, mode="drop", unique_indices=True)
+    by_token = jnp.moveaxis(q, 3, 1).astype(query_buffer.dtype)
+    return query_buffer.at[index, :, :, slot].set(by_token, mode="drop", unique_indices=True)
 
 
-@partial(jax.jit, static_argnames=("slots", "rope", "dim"))
-def _angles_of(*, slots: int, rope: Rope, dim: int) -> Angles:
-    """Compiled: rotary angles (cos, sin) of positions 0 to `slots` - 1."""
-    return angles(jnp.arange(slots, dtype=jnp.int32)[None], rope, dim)
+@partial(jax.jit, static_argnames=("padded_len", "rope", "dim"))
+def _angles_of(*, padded_len: int, rope: Rope, dim: int) -> Angles:
+    """Compiled: rotary angles (cos, sin) of positions 0 to `padded_len` - 1."""
+    return angles(jnp.arange(padded_len, dtype=jnp.int32)[None], rope, dim)
 
 
-def angles_by_rope(flat: Flat, slots: int) -> dict[Rope, Angles]:
-    """Dict from each rotary embedding of the model to its angles at positions 0 to `slots` - 1, on the model's mesh."""
+def angles_by_rope(flat: Flat, padded_len: int) -> dict[Rope, Angles]:
+    """Dict from each rotary embedding of the model to its angles at positions 0 to `padded_len` - 1, on the model's mesh."""
     ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
     dim = flat.config.head_dim
     return {
-        rope: settle_down(_angles_of(slots=slots, rope=rope, dim=dim), flat.axes) for rope in ropes
+        rope: settle_down(_angles_of(padded_len=padded_len, rope=rope, dim=dim), flat.axes)
+        for rope in ropes
     }
 
 
@@ -199,7 +200,7 @@ def step_angles(
     of_rows = {
         (size, rope): made(jnp.arange(size, dtype=jnp.int32)[None], rope) for size, rope in distinct
     }
-    # Positions roll only where all heads of a sequence hold the same rows: any head's length will do.
+    # Positions roll only where all heads of a sequence hold the same entries: any head's length will do.
     lengths = [length[:, :1] for length in tables.length]
     ahead = positions - tables.seen[:, None]
     return [

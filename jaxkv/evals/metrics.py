@@ -75,7 +75,7 @@ def _place(said: str, right: str) -> int:
 
 
 def _joined(left: str, right: str) -> bool:
-    """True if two neighbouring characters belong to one word or number: both are digits or letters that have case."""
+    """True if two neighbouring characters belong to one word or number: both are digits or logical axes that have case."""
     return all(each.isdigit() or each.lower() != each.upper() for each in (left, right))
 
 
@@ -249,7 +249,7 @@ def values_in_a_row(prediction: str, answer: str) -> float:
     Signs do not count, as in the official function.
     """
     right = json.loads(answer)
-    # A model that repeats itself may draw more digits than Python converts to an int: no number.
+    # A model that repeats itself may sample more digits than Python converts to an int: no number.
     said = [_number(each) for each in re.findall(r"[0-9]+", prediction)]
     wrong = (at for at, value in enumerate(right) if at >= len(said) or said[at] != value)
     return next(wrong, len(right)) / len(right)

@@ -9,8 +9,8 @@ import numpy as np
 
 from jaxkv._errors import require
 from jaxkv.evals.ruler.niah import Needles
-from jaxkv.evals.ruler.recipe import Cell, Prompt, Recipe, fit
-from jaxkv.evals.ruler.task import MadeTask, counter, string_match_all
+from jaxkv.evals.ruler.recipe import Prompt, PromptFactory, Recipe, fit
+from jaxkv.evals.ruler.ruler_task import MadeTask, counter, string_match_all
 from jaxkv.evals.ruler.wording import Wording, sentences
 from jaxkv.evals.task import Sample, task
 from jaxkv.loading import LanguageModel
@@ -96,7 +96,7 @@ class Needle(MadeTask):
         for length in lengths:
             size = fit(self._recipe(wording, 0.5), length, count)
             for at, depth in enumerate(self.depths):
-                cell = Cell(self._recipe(wording, depth), length, count, size)
+                cell = PromptFactory(self._recipe(wording, depth), length, count, size)
                 name, tags = f"{length}-{depth:g}", {"length": length, "depth": depth}
                 made += self.samples_of(cell, name, "needle", [length, at], **tags)
         return made

@@ -15,7 +15,7 @@ from jaxkv.engine.session import Session
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.evals.texts import texts_of
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded
 
@@ -28,8 +28,8 @@ _POINTS = 128
 class Loss(Task):
     """Task: loss of true text after compressed prompts (D2O, table 6, figure 6, of PG-19), in nats a token.
 
-    A text's first tokens are prefilled, then its true tokens are read one by one, as if they had been drawn: policies
-    that drop a row for every new one do so, and with `every=n` caches are compressed again. A token's loss is
+    A text's first tokens are prefilled, then its true tokens are read one by one, as if they had been sampled: policies
+    that drop a row for every new one do so, and with `every=n` caches are recompressed. A token's loss is
     measured on the logits before it is read. The curve shows the mean loss up to each position behind the prefix; rows
     are those held at the end. A text may be shorter than prefix and tokens: the prefix then is, but not below the
     number of tokens.
@@ -78,7 +78,7 @@ class Loss(Task):
         ]
 
     def run(
-        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """Reads texts token by token after a prefix; list of an `Outcome` each: mean loss, curve, rows and bytes."""
         prefixes, after = zip(*(self._parts(params, each) for each in samples), strict=True)
@@ -123,7 +123,7 @@ class Read(NamedTuple):
 
 def losses_of(
     params: LanguageModel,
-    policy: Method,
+    policy: Policy,
     prefixes: Sequence[Sequence[int]],
     after: Int[np.ndarray, "B T"],
     *,
@@ -141,7 +141,7 @@ def losses_of(
 def read_on(
     session: Session, cache: KVCache, after: Sequence[Sequence[int]], *, donate: bool = True
 ) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"], KVCache]:
-    """Losses [B, T] in nats of ids read one by one over a cache, True where greedy decoding draws them; the cache then.
+    """Losses [B, T] in nats of ids read one by one over a cache, True where greedy decoding samples them; the cache then.
 
     Where a sequence has ended, its loss is 0, and True. A cache of one sequence is read by all.
     """
@@ -165,7 +165,7 @@ def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache
     """New cache after reading one more token (or none) per sequence, as in decoding: may evict rows, or recompress."""
     cache = session.extend(cache, ids, chunk=1, donate=donate)
     period = session.policy.parts().every
-    return session.compress_again(cache, room=period) if period else cache
+    return session.compress_again(cache, headroom=period) if period else cache
 
 
 @jax.jit

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._drawing import drawing, saved, sheet, style
-from jaxkv.analysis.drawing import draw_lines, draw_maps
+from jaxkv._plotting import drawing, saved, sheet, style
+from jaxkv.analysis.plots import draw_lines, draw_maps
 from jaxkv.evals.results import Cell, Evaluation
 
 PLOTS_MISSING = importlib.util.find_spec("matplotlib") is None
@@ -115,7 +115,7 @@ def _map(evaluation: Evaluation) -> Any:
     lengths, depths = (
         sorted({record.tags[name] for record in evaluation.records}) for name in ("length", "depth")
     )
-    if len(depths) > _MOST_BINS:  # depths were drawn at random: ten bins
+    if len(depths) > _MOST_BINS:  # depths were sampled at random: ten bins
         depths = [at / 10 for at in range(10)]
     maps = {}
     for policy in evaluation.policies:

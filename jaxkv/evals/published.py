@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.evals import metrics
-from jaxkv.evals.asking import QuestionTask
+from jaxkv.evals.question_tasks import QuestionTask
 from jaxkv.evals.task import Sample, task
 from jaxkv.evals.texts import json_lines, rows_of_file, shipped
 from jaxkv.loading import LanguageModel
@@ -78,7 +78,7 @@ class StoredTask(QuestionTask):
                     made.append(self._sample(params, name, number, row))
                 except (LookupError, TypeError) as error:
                     remedy = f"is it the official file ({error!r})?"
-                    raise refusal("data", f"{name}, row {number}", remedy) from None
+                    raise invalid("data", f"{name}, row {number}", remedy) from None
         return made
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxkv._errors import require
 from jaxkv.evals import metrics
-from jaxkv.evals.asking import QuestionTask, ids_of
+from jaxkv.evals.question_tasks import QuestionTask, ids_of
 from jaxkv.evals.task import Sample, task
 from jaxkv.evals.texts import rows_of_file, text_of_file
 from jaxkv.loading import LanguageModel
@@ -91,7 +91,7 @@ class DocumentQuestions(QuestionTask):
         return max(JUDGES[self.judge](prediction, answer) for answer in sample.answers)
 
 
-class _Asked(NamedTuple):
+class _Question(NamedTuple):
     """One question of a document: its text, right answers, choices (empty for a free answer), group of the scores."""
 
     text: str
@@ -100,7 +100,7 @@ class _Asked(NamedTuple):
     group: str
 
 
-def _documents(data: str, count: int) -> list[tuple[str, str, list[_Asked]]]:
+def _documents(data: str, count: int) -> list[tuple[str, str, list[_Question]]]:
     """Name, text and questions of each line of a file."""
     path = Path(data).expanduser()
     found = []
@@ -119,13 +119,13 @@ def _documents(data: str, count: int) -> list[tuple[str, str, list[_Asked]]]:
     return found
 
 
-def _asked(given: Mapping[str, Any], where: str) -> _Asked:
-    """Question (`_Asked`) of the file, parsed and checked; its choices, if any, are appended to its text by letter."""
+def _asked(given: Mapping[str, Any], where: str) -> _Question:
+    """Question (`_Question`) of the file, parsed and checked; its choices, if any, are appended to its text by letter."""
     (text,) = _texts(given.get("question"), "question", where)
     (group,) = _texts(given["group"], "group", where)
     answers = _texts(given.get("answers", given.get("answer")), "answers", where)
     if "choices" not in given:
-        return _Asked(text, answers, (), group)
+        return _Question(text, answers, (), group)
     choices = _texts(given["choices"], "choices", where)
     letters = dict(zip(string.ascii_uppercase, choices, strict=False))
     meant = answers[0] if answers[0] in choices else letters.get(answers[0])
@@ -134,11 +134,11 @@ def _asked(given: Mapping[str, Any], where: str) -> _Asked:
     remedy = 'give 2 to 26 different "choices", and as "answer" one of them, or its letter'
     require(fits, "data", where, remedy)
     listed = "\n".join(f"{letter}. {choice}" for letter, choice in letters.items())
-    return _Asked(f"{text}\n{listed}\nAnswer with the letter.", (str(meant),), choices, group)
+    return _Question(f"{text}\n{listed}\nAnswer with the letter.", (str(meant),), choices, group)
 
 
 def _texts(given: Any, name: str, where: str) -> tuple[str, ...]:
-    """Tuple of a text, or a list of some, numbers made texts; refuses other values, empty texts and empty lists."""
+    """Tuple of a text, or a list of some, numbers made texts; rejects other values, empty texts and empty lists."""
     several = given if isinstance(given, list) else [given]
     texts = [str(each) if type(each) in (int, float) else each for each in several]
     fits = all(isinstance(each, str) and each.strip() for each in texts)

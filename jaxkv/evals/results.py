@@ -42,7 +42,7 @@ class Run:
         dtype: dtype of weights and cache.
         agnostic: True if contexts were compressed before questions were seen.
         raw: True if the chat template was left out.
-        seed: seed of policies that draw random numbers.
+        seed: seed of policies that uses random numbers.
         batch: number of samples that run together.
         shard: `[i, n]` for the i-th of n shards; None for the whole evaluation.
         samples: number of samples of the whole task.
@@ -82,9 +82,9 @@ class Record:
         number: number of the sample in its task.
         id: id of the sample.
         group: row of the table that the sample counts in.
-        tags: numbers and names that pictures are drawn over.
+        tags: numbers and names that pictures are sampled over.
         question: text of the prompt after its context.
-        prediction: the text drawn.
+        prediction: the text sampled.
         answers: right answers.
         score: as the task gives it.
         tokens: number of tokens of the prompt; 0 if the task does not count them.

@@ -13,23 +13,23 @@ from jaxtyping import Bool, Float
 
 from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv.analysis.keeping import paid
-from jaxkv.attention.filters import Asking, by_row
+from jaxkv.analysis.retention import paid
+from jaxkv.attention.filters import FilterQuery, by_row
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.prefill import read_layers
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.session import Session
 from jaxkv.engine.sparse import choose
 from jaxkv.engine.tokens import Choosable
-from jaxkv.evals.asking import QuestionTask, ids_of
 from jaxkv.evals.perplexity import feed
+from jaxkv.evals.question_tasks import QuestionTask, ids_of
 from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.methods import FullKV
-from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import WHOLE, Reading, tokens_read
+from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.policy import Policy
+from jaxkv.policies.reads import WHOLE, Reading, tokens_read
 from jaxkv.policies.scorer import Needs
 from jaxkv.sharding.mesh import host
 
@@ -106,7 +106,7 @@ class TwoStage(QuestionTask):
 class Visible(Task):
     """Task on 2StageRetr's prompts: share of full attention's probability on rows that a policy can see.
 
-    The tokens that full attention draws are fed to every policy, so that the share can be measured even with a model
+    The tokens that full attention samples are fed to every policy, so that the share can be measured even with a model
     that answers wrongly.
 
     Attributes:
@@ -133,7 +133,7 @@ class Visible(Task):
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 
     def run(
-        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """One `Outcome` per sample: full attention's share on rows that the policy can see, mean and by token."""
         prompts = [sum(ids_of(params.tokenizer, sample, raw=how.raw), []) for sample in samples]
@@ -152,7 +152,7 @@ class Visible(Task):
 @settled
 def visible_attention(
     params: LanguageModel,
-    policy: Method,
+    policy: Policy,
     prompt: Sequence[int],
     answer: Sequence[int],
     *,
@@ -165,7 +165,7 @@ def visible_attention(
         policy: the compression; one that chooses which rows it reads is given full attention's queries.
         prompt: token ids.
         answer: the n token ids that follow.
-        key: seed of a policy that draws.
+        key: seed of a policy that uses random numbers.
 
     Returns:
         The share at each token of the answer, averaged over layers and query heads; and the prompt's rows kept, or
@@ -176,26 +176,33 @@ def visible_attention(
             mesh.
     """
     config, remedy = params.config, "give a model whose layers all attend to the whole prompt"
-    require(not any(config.windows), "model", params.name, f"some layers have windows: {remedy}")
+    require(
+        not any(config.sliding_windows), "model", params.name, f"some layers have windows: {remedy}"
+    )
     require(params.axes is None, "mesh", "given", "attention is measured on one device")
     policy = policy_for(policy, config, params.filter_layers, dtype=params.dtype)
     parts, whole, steps = policy.parts(), [*prompt, *answer], len(answer)
-    slots, reading = bucket(len(whole)), parts.reading(config.windows, bucket(len(prompt)))
+    padded_len, reading = (
+        bucket(len(whole)),
+        parts.reading(config.sliding_windows, bucket(len(prompt))),
+    )
     remedy = "give a policy that drops rows, or chooses in filter layers, without pages"
     fits = not (reading.page or (reading.filters and parts.drops))
     require(fits, "policy", type(policy).__name__, remedy)
-    now, position = len(prompt) + np.arange(steps), np.arange(slots)
+    now, position = len(prompt) + np.arange(steps), np.arange(padded_len)
     below = now if reading.include_generated else np.full(steps, len(prompt))
     causal = np.tile((position <= now[:, None])[:, None], (1, config.kv_heads, 1))
     session = Session(params, policy, key=key)
-    held = _held(session, prompt, answer, slots) if parts.drops else None
-    tokens = jnp.asarray([whole + [0] * (slots - len(whole))], jnp.int32)
+    held = _held(session, prompt, answer, padded_len) if parts.drops else None
+    tokens = jnp.asarray([whole + [0] * (padded_len - len(whole))], jnp.int32)
     length, chosen = jnp.asarray([len(whole)], jnp.int32), dict[int, np.ndarray]()
     shares, rows, needs = [], [], Needs(queries=steps + reading.window - 1)
     for index, out in enumerate(read_layers(params.flat, tokens, length, needs=needs)):
         seen = causal if held is None else held[:, index]
         if index in reading.filters:
-            budget = int(tokens_read(parts.read, np.asarray([len(prompt)]), config.windows)[0])
+            budget = int(
+                tokens_read(parts.read, np.asarray([len(prompt)]), config.sliding_windows)[0]
+            )
             each = zip(range(steps), now.tolist(), below.tolist(), strict=True)
             chosen[index] = np.stack([_choose(reading, out, budget, *at) for at in each])
         source = reading.sources[index]
@@ -210,13 +217,13 @@ def visible_attention(
 
 
 def _held(
-    session: Session, prompt: Sequence[int], answer: Sequence[int], slots: int
+    session: Session, prompt: Sequence[int], answer: Sequence[int], padded_len: int
 ) -> Bool[np.ndarray, "n L K S"]:
     """Runs prompt and answer; mask [n, L, K, S] of rows in the cache at each of n answer tokens."""
     masks = []
     cache = session.prefill(list(prompt), new=len(answer))
     for step, token in enumerate(answer):
-        masks.append(cache.holds(0, slots))
+        masks.append(cache.holds(0, padded_len))
         masks[-1][..., len(prompt) + step] = True
         if step + 1 < len(answer):
             cache = feed(session, cache, [token], donate=True)
@@ -232,7 +239,7 @@ def _choose(
     q, at = out.q[:, :, :, window][:, :, :, ::-1], out.q_positions[:, window][:, ::-1]
     weights = jnp.asarray(reading.selector.weights(reading.window))[None]
     k, end = out.k.reshape(1, -1, out.k.shape[-1]), jnp.asarray([below], jnp.int32)
-    scores = by_row(Asking(q=q, positions=at, weights=weights), k, end, None)
+    scores = by_row(FilterQuery(q=q, positions=at, weights=weights), k, end, None)
     candidates = Choosable(end, jnp.asarray([budget], jnp.int32))
     found = choose(scores, candidates, reading, now=jnp.asarray([now], jnp.int32))
     mask = np.zeros(out.k.shape[2], bool)

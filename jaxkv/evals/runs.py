@@ -19,7 +19,6 @@ from jaxkv import _checks as checks
 from jaxkv._errors import require
 from jaxkv.arguments import as_model
 from jaxkv.checkpoints.whole_files import write_whole
-from jaxkv.evals.kept import held
 from jaxkv.evals.pictures import PLOTS_MISSING, draw
 from jaxkv.evals.results import (
     Evaluation,
@@ -32,9 +31,10 @@ from jaxkv.evals.results import (
     require_folder,
 )
 from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task
+from jaxkv.evals.token_shading import held
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.fitting import policy_for
-from jaxkv.policies.policy import Method
+from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import POLICIES, policy_class, takes_budget
 
 # Of the 65,530 that Linux gives a process by default; one row of an evaluation takes some thousands.
@@ -46,7 +46,7 @@ _ROUNDING = 1e-6
 def evaluate(
     params: LanguageModel,
     task: Task | str,
-    policies: Mapping[str, Method | type[Method] | str | None],
+    policies: Mapping[str, Policy | type[Policy] | str | None],
     out: str | os.PathLike[str],
     *,
     how: How | None = None,
@@ -68,7 +68,7 @@ def evaluate(
         how: whether policies see questions, and other settings that belong to no task; `How()` by default.
         batch: number of samples that run together.
         shard: `(i, n)` runs every n-th batch from the i-th on; other machines run the others in folders of their own,
-            and `Evaluation.read` and `jaxkv.report` take all of these.
+            and `Evaluation.read` and `jaxkv.evals.report` take all of these.
         mesh: devices of this process to run on, with the axes "data" and "model".
         progress: True for a bar on stderr with the time left; by default only if stderr is a terminal.
 
@@ -130,7 +130,7 @@ class _Job(NamedTuple):
 
     params: LanguageModel
     task: Task
-    policies: Mapping[str, Method]
+    policies: Mapping[str, Policy]
     samples: Sequence[Sample]
     how: How
     run: Run
@@ -172,11 +172,11 @@ def _fill(
                 raise
 
 
-def _outcomes(job: _Job, policy: Method, batch: Sequence[Sample]) -> list[Outcome]:
-    """List of a batch's outcomes; a policy that draws random numbers runs sample by sample, each with its seed."""
+def _outcomes(job: _Job, policy: Policy, batch: Sequence[Sample]) -> list[Outcome]:
+    """List of a batch's outcomes; a policy that uses random numbers runs sample by sample, each with its seed."""
     # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
     more = min(job.run.batch, job.run.samples) - len(batch)
-    parts = [[one] for one in batch] if policy.parts().draws else [[*batch, *[batch[-1]] * more]]
+    parts = [[one] for one in batch] if policy.parts().uses_key else [[*batch, *[batch[-1]] * more]]
     outcomes = []
     for part in parts:
         how = dataclasses.replace(job.how, seed=_seed(job, policy, part[0]))
@@ -184,9 +184,9 @@ def _outcomes(job: _Job, policy: Method, batch: Sequence[Sample]) -> list[Outcom
     return outcomes[: len(batch)]
 
 
-def _seed(job: _Job, policy: Method, sample: Sample) -> int:
-    """Seed of a sample's run: its own for a policy that draws random numbers."""
-    return seed_of(job.how.seed, sample.id) if policy.parts().draws else job.how.seed
+def _seed(job: _Job, policy: Policy, sample: Sample) -> int:
+    """Seed of a sample's run: its own for a policy that uses random numbers."""
+    return seed_of(job.how.seed, sample.id) if policy.parts().uses_key else job.how.seed
 
 
 def _record(job: _Job, name: str, at: int, outcome: Outcome) -> Record:
@@ -242,7 +242,7 @@ def _free_programs() -> None:
 
 def at_budgets(
     names: Iterable[str], budgets: Iterable[int | float | str] = ()
-) -> dict[str, Method]:
+) -> dict[str, Policy]:
     """Dict {row name, such as "adakv@128": policy} of each named policy at each budget; once if it takes no budget.
 
     Args:
@@ -255,7 +255,7 @@ def at_budgets(
     Raises:
         ValueError: for an unknown name, offering the nearest; for a budget that a policy cannot honour.
     """
-    budgets, rows = list(budgets), dict[str, Method]()
+    budgets, rows = list(budgets), dict[str, Policy]()
     for name in names:
         cls = policy_class(name)
         known = next(each for each, one in POLICIES.items() if one is cls)
@@ -282,7 +282,7 @@ def name_of(task: Task) -> str:
     return next((name for name, each in TASKS.items() if each is cls), cls.__name__.lower())
 
 
-def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Method]:
+def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Policy]:
     """Dict {row name: policy fitted to the model's layers} from policies, classes or names; raises for odd names."""
     require(
         bool(policies), "policies", policies, "give at least one, under a name such as 'adakv@128'"

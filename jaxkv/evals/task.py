@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 from jaxkv import _checks as checks
 from jaxkv._errors import require
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,10 +21,10 @@ class Sample:
         context: text that a question-agnostic run compresses before it has seen the question.
         question: text after the context.
         answers: right answers, as the task's metric takes them.
-        new_tokens: largest number of tokens to draw.
+        new_tokens: largest number of tokens to sample.
         prefix: the answer's first words, which end the prompt.
         raw: True for no chat template, whatever `How` says: few-shot prompts and code are continued as they are.
-        tags: numbers and names that pictures are drawn over, such as length and depth.
+        tags: numbers and names that pictures are sampled over, such as length and depth.
     """
 
     id: str
@@ -40,11 +40,11 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of one sample under one policy: score, drawn text, and tokens, rows and bytes of its cache.
+    """Result of one sample under one policy: score, sampled text, and tokens, rows and bytes of its cache.
 
     Attributes:
         score: a share in [0, 1], or a number of the task's `unit`.
-        prediction: the text drawn, if any was.
+        prediction: the text sampled, if any was.
         figures: further numbers, and lists of numbers, for the task's pictures.
         tokens: number of tokens of the prompt, its question included; 0 if the task does not count them.
         rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
@@ -67,8 +67,8 @@ class How:
         agnostic: True compresses the context before the question is seen, as Ada-KV's harder setting does. A sample
             without a question is the same in both settings.
         raw: True leaves the chat template out.
-        seed: seed of policies that draw random numbers. `evaluate` hashes it with each sample's id and runs these
-            samples one by one: in a batch, all prompts would share their draws.
+        seed: seed of policies that uses random numbers. `evaluate` hashes it with each sample's id and runs these
+            samples one by one: in a batch, all prompts would share their samples.
     """
 
     agnostic: bool = False
@@ -120,7 +120,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def run(
-        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """Runs a batch of samples under one policy and returns one Outcome, with its score, per sample.
 
@@ -139,11 +139,11 @@ class Task(abc.ABC):
         return []
 
 
-class Tasks(dict[str, type[Task]]):
+class TaskRegistry(dict[str, type[Task]]):
     """Dict {name: registered task class}; the decorator `task` adds to it."""
 
 
-TASKS = Tasks()
+TASKS = TaskRegistry()
 _Task = TypeVar("_Task", bound=type[Task])
 
 

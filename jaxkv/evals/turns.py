@@ -12,7 +12,7 @@ from jaxkv.evals.task import How, Outcome, Sample, Task, task
 from jaxkv.evals.texts import shipped, texts_of
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import host
 
 # Separates the turns in a sample's context.
@@ -21,7 +21,7 @@ _NEXT = "\x1e"
 
 @functools.cache
 def facts() -> list[list[str]]:
-    """Sentences with a gap, the question that asks for it, and values to draw from."""
+    """Sentences with a gap, the question that asks for it, and values to sample from."""
     return json.loads(shipped("data/facts.json"))
 
 
@@ -31,7 +31,7 @@ class Turns(Task):
     """Task: conversations on one cache (D2O, appendix, MT-bench's setting): facts told first, asked for last.
 
     Policies that drop a row for every new one, such as H2O and D2O, stay within their budget. Others compress only the
-    first turn, and keep all rows of later ones: give them `every=n`, which compresses again every n tokens.
+    first turn, and keep all rows of later ones: give them `every=n`, which recompresses every n tokens.
 
     The user states facts in the first turns, quotes passages in the middle ones, and asks for the facts in the last
     ones. The score is the share of asking turns whose answer has the fact, in any case.
@@ -90,7 +90,7 @@ class Turns(Task):
         )
 
     def run(
-        self, params: LanguageModel, policy: Method, samples: Sequence[Sample], how: How
+        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """Runs a batch of conversations; list of one `Outcome` each: mean score, answers, and rows after each turn."""
         spoken, kept, cache = list[Sequence[str]](), list[np.ndarray](), None

@@ -10,9 +10,9 @@ import numpy as np
 from jax import export as jax_export
 
 from jaxkv.attention import backend_of
-from jaxkv.exporting.programs import BucketSpec
-from jaxkv.sharding.door import Door
-from jaxkv.sharding.letters import hints_of, letters_at
+from jaxkv.exporting.exported_programs import BucketSpec
+from jaxkv.sharding.logical_axes import hints_of, logical_axes_at
+from jaxkv.sharding.sharded_program import ShardedProgram
 
 
 class Artefact(NamedTuple):
@@ -31,7 +31,7 @@ class Names(NamedTuple):
 
 
 def artefact(
-    door: Door,
+    door: ShardedProgram,
     *args: Any,
     spec: BucketSpec,
     names: Names,
@@ -57,7 +57,7 @@ def artefact(
     checks = [jax_export.DisabledSafetyCheck.custom_call(each) for each in calls]
     shapes = [_abstract(leaf) for _, _, leaf in leaves]
     exported = jax_export.export(jitted, platforms=[platform], disabled_checks=checks)(*shapes)
-    inputs = [_entry(_name(path, names), leaf, letters) for path, letters, leaf in leaves]
+    inputs = [_entry(_name(path, names), leaf, logical_axes) for path, logical_axes, leaf in leaves]
     for at, each in enumerate(inputs):
         each["donated"] = at < donated
     out, hint = outs[0], hints_of(fn)["return"]
@@ -72,7 +72,8 @@ def artefact(
         "sha256": hashlib.sha256(data).hexdigest(),
         "inputs": inputs,
         "outputs": [
-            _entry(_name(path, names), leaf, letters_at(out, hint, path)) for path, leaf in results
+            _entry(_name(path, names), leaf, logical_axes_at(out, hint, path))
+            for path, leaf in results
         ],
     }
     return Artefact(data, entry, abstract(out))
@@ -92,7 +93,7 @@ def abstract(tree: Any) -> Any:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """`ShapeDtypeStruct` of an array: shape, dtype, and sharding if the array lies on a mesh."""
+    """`ShapeDtypeStruct` of an array: shape, dtype, and sharding if the array is on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding)
     return jax.ShapeDtypeStruct(
@@ -119,9 +120,9 @@ def _name(path: tuple[Any, ...], names: Names) -> str:
     return ".".join(map(str, keys))
 
 
-def _entry(name: str, leaf: Any, letters: str | None) -> dict[str, Any]:
+def _entry(name: str, leaf: Any, logical_axes: str | None) -> dict[str, Any]:
     """Manifest entry (dict) of an array: name, dtype and shape, with "B" as the size of the batch axis."""
-    axes = (letters or "").split()
+    axes = (logical_axes or "").split()
     sequences = axes.index("B") if "B" in axes else None
     shape = ["B" if at == sequences else int(size) for at, size in enumerate(np.shape(leaf))]
     return {"name": name, "shape": shape, "dtype": jnp.result_type(leaf).name}

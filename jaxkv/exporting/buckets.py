@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.attention import Implementation
 from jaxkv.cache.stores import held_dtype
 from jaxkv.engine.lengths import (
@@ -20,55 +20,57 @@ from jaxkv.engine.lengths import (
 )
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.engine.spec import specialise
-from jaxkv.exporting.programs import BucketSpec
-from jaxkv.models.config import Windows
+from jaxkv.exporting.exported_programs import BucketSpec
+from jaxkv.models.config import SlidingWindows
 from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 
 
-class Limits(NamedTuple):
-    """Largest number of `question` tokens read on top of a cache, and of `new` tokens drawn."""
+class BucketLimits(NamedTuple):
+    """Largest number of `question` tokens read on top of a cache, and of `new` tokens sampled."""
 
     question: int
     new: int
 
     @property
     def every_token(self) -> int:
-        """Largest number of rows added to a cache: question tokens plus new tokens."""
+        """Largest number of entries added to a cache: question tokens plus new tokens."""
         return self.question + self.new
 
 
 class Table(NamedTuple):
-    """The policy's budgets and row counts by prompt length, -1 if refused, and the `allowed` lengths, ascending."""
+    """The policy's budgets and row counts by prompt length, -1 if rejected, and the `allowed` lengths, ascending."""
 
     numbers: ByLength
     allowed: Int[np.ndarray, " n"]
 
 
-def table(parts: Parts, windows: Windows, slots: int) -> Table:
-    """`Table` of a policy's budgets for prompts of 1 to `slots` tokens; ValueError if all lengths are refused."""
-    lengths = np.arange(1, slots + 1)
-    allowed = lengths[_allowed(lambda some: _numbers(parts, some, windows), lengths)]
+def table(parts: Parts, sliding_windows: SlidingWindows, padded_len: int) -> Table:
+    """`Table` of a policy's budgets for prompts of 1 to `padded_len` tokens; ValueError if all lengths are rejected."""
+    lengths = np.arange(1, padded_len + 1)
+    allowed = lengths[_allowed(lambda some: _numbers(parts, some, sliding_windows), lengths)]
     if not allowed.size:
-        _numbers(parts, lengths[-1:], windows)
-    known = _numbers(parts, allowed, windows)
+        _numbers(parts, lengths[-1:], sliding_windows)
+    known = _numbers(parts, allowed, sliding_windows)
 
     def by_index(numbers: np.ndarray) -> np.ndarray:
         """Spreads numbers of allowed lengths into a table `[..., S + 1]` by length, -1 elsewhere."""
-        wide = np.full((*numbers.shape[:-1], slots + 1), -1, np.int32)
+        wide = np.full((*numbers.shape[:-1], padded_len + 1), -1, np.int32)
         wide[..., allowed] = numbers
         return wide
 
     return Table(jax.tree.map(by_index, known), allowed)
 
 
-def _numbers(parts: Parts, lengths: Int[np.ndarray, " N"], windows: Windows) -> ByLength:
-    """The policy's budgets and row counts (`ByLength`) for some prompt lengths; ValueError if one length is refused."""
-    known = by_length(parts, lengths, windows)
-    if parts.claims:
-        claims = np.ones((windows.count(None), len(lengths)))
-        rows_of(parts, known.budget, lengths, known.forced, windows, claims)
+def _numbers(
+    parts: Parts, lengths: Int[np.ndarray, " N"], sliding_windows: SlidingWindows
+) -> ByLength:
+    """The policy's budgets and row counts (`ByLength`) for some prompt lengths; ValueError if one length is rejected."""
+    known = by_length(parts, lengths, sliding_windows)
+    if parts.layer_weights:
+        layer_weights = np.ones((sliding_windows.count(None), len(lengths)))
+        rows_of(parts, known.budget, lengths, known.always_kept, sliding_windows, layer_weights)
     return known
 
 
@@ -90,55 +92,59 @@ def _allowed(
 
 def spec_of_bucket(
     flat: Flat,
-    policy: Method,
+    policy: Policy,
     known: Table,
-    limits: Limits,
+    limits: BucketLimits,
     *,
     platform: str,
     implementation: Implementation,
 ) -> BucketSpec:
     """Static config (`BucketSpec`) of the exported programs of one bucket of prompt lengths, for one platform."""
-    parts, slots = policy.composed, known.numbers.budget.shape[0] - 1
+    parts, padded_len = policy.composed, known.numbers.budget.shape[0] - 1
     dtype = held_dtype(flat.ends[0].dtype, platform)
-    # The longest allowed prompt of each bucket up to `slots`: shapes depend on buckets alone.
+    # The longest allowed prompt of each bucket up to `padded_len`: shapes depend on buckets alone.
     buckets = np.asarray([bucket(int(n)) for n in known.allowed])
     longest = [int(known.allowed[buckets == each].max()) for each in np.unique(buckets)]
 
-    def planned(room: int | tuple[int, ...]) -> PrefillPlan:
-        """The engine's `PrefillPlan` of the bucket, with `room` free rows behind every segment."""
+    def planned(headroom: int | tuple[int, ...]) -> PrefillPlan:
+        """The engine's `PrefillPlan` of the bucket, with `headroom` free places behind every segment."""
         return plan_prefill(
             flat.config,
             policy,
             longest,
             dtype=dtype,
-            room=room,
+            headroom=headroom,
             implementation=implementation,
             mesh=flat.mesh,
         )
 
-    room = _room(parts, known, planned(0), flat.config.windows, limits)
+    headroom = _room(parts, known, planned(0), flat.config.sliding_windows, limits)
     return BucketSpec(
         flat=flat,
         policy=policy,
-        needed=dataclasses.replace(planned(tuple(room.tolist())), slots=slots),
+        needed=dataclasses.replace(planned(tuple(headroom.tolist())), padded_len=padded_len),
         decoding=specialise(
             flat,
             parts,
-            slots=slots,
+            padded_len=padded_len,
             extended=parts.evicts and not parts.heads.uniform and limits.question > 0,
             implementation=implementation,
         ),
         implementation=implementation,
         steps=tokens_per_call(limits.new),
-        longest=bucket(slots + limits.every_token),
+        longest=bucket(padded_len + limits.every_token),
     )
 
 
 def _room(
-    parts: Parts, known: Table, bare: PrefillPlan, windows: Windows, limits: Limits
+    parts: Parts,
+    known: Table,
+    bare: PrefillPlan,
+    sliding_windows: SlidingWindows,
+    limits: BucketLimits,
 ) -> Int[np.ndarray, " L"]:
-    """Free rows behind every segment `[L]`, enough for all question and new tokens of any prompt of the bucket."""
-    layers = len(windows)
+    """Free entries behind every segment `[L]`, enough for all question and new tokens of any prompt of the bucket."""
+    layers = len(sliding_windows)
     if not parts.ongoing.compresses:
         return np.full(layers, limits.every_token)
     numbers, lengths = known.numbers, known.allowed
@@ -152,18 +158,18 @@ def _room(
     )
     capacity = np.asarray(bare.capacity)
     if parts.layout.one_pool:
-        capacity = np.minimum(capacity, layers * bare.slots) // layers
+        capacity = np.minimum(capacity, layers * bare.padded_len) // layers
     grows = np.maximum(np.maximum(most.max(), kept) - capacity, 0).astype(np.int64)
-    grows = grows + limits.every_token * parts.unlimited(windows)
+    grows = grows + limits.every_token * parts.unlimited(sliding_windows)
     return grows + limits.question + (parts.every or 1)
 
 
-def require_exportable(policy: Method, windows: Windows, slots: int) -> None:
+def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_len: int) -> None:
     """Raises ValueError for policies that no export can run: offload, chunked or second prefill, gate, numpy budget."""
     parts, name = policy.composed, type(policy).__name__
-    remedy = f"{name} brings rows from host memory while tokens are drawn, which a program by itself cannot: "
-    remedy += "export OmniKV without offload, or a policy that drops rows"
-    require(not parts.reading(windows, slots).offloaded, "policy", policy, remedy)
+    remedy = f"{name} brings entries from host memory while tokens are sampled, which a program by itself cannot: "
+    remedy += "export OmniKV without offload, or a policy that drops entries"
+    require(not parts.reading(sliding_windows, padded_len).offloaded, "policy", policy, remedy)
     remedy = f"{name} reads prompts chunk by chunk, as many as they have: leave prefill_ratio out"
     require(not parts.read.chunk, "policy", policy, remedy)
     remedy = f"{name} reads prompts twice, chunk by chunk, as many as they have: prefill with jaxkv and save the cache"
@@ -178,11 +184,11 @@ def require_exportable(policy: Method, windows: Windows, slots: int) -> None:
         try:
             jax.eval_shape(lambda n: rows_of(parts, n, n, n, (None, None)), given)
         except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
-            raise refusal("policy", policy, remedy) from error
+            raise invalid("policy", policy, remedy) from error
 
 
-def require_positions(parts: Parts, known: Table, limits: Limits, positions: int) -> None:
-    """Raises ValueError if rows can outgrow the model's positions, for policies whose positions count cached rows."""
+def require_positions(parts: Parts, known: Table, limits: BucketLimits, positions: int) -> None:
+    """Raises ValueError if entries can outgrow the model's positions, for policies whose positions count cached entries."""
     of = known.allowed[known.allowed <= positions]
     if not parts.rolling or not of.size:
         return
@@ -192,7 +198,7 @@ def require_positions(parts: Parts, known: Table, limits: Limits, positions: int
     held = (
         held if every is None else min(held, int(numbers.most[of].max()) + every + limits.question)
     )
-    remedy = f"with question={limits.question} up to {held} rows are kept and the model was made for {positions}: "
+    remedy = f"with question={limits.question} up to {held} entries are kept and the model was made for {positions}: "
     require(
         held <= positions, "new", limits.new, remedy + "lower one of them, or give every=64, say"
     )

@@ -13,9 +13,9 @@ import numpy as np
 
 TOKENIZERS = importlib.util.find_spec("tokenizers") and importlib.import_module("tokenizers")
 DTYPES = {"F32": np.float32, "BF16": jax.numpy.bfloat16, "F16": np.float16, "I32": np.int32}
-# Numeric arguments of drawing: type, smallest and largest value, remedy.
+# Numeric arguments of sampling: type, smallest and largest value, remedy.
 BOUNDS = {
-    "max_new_tokens": (int, 1, np.inf, "a whole number: draw at least 1 token"),
+    "max_new_tokens": (int, 1, np.inf, "a whole number: sample at least 1 token"),
     "seed": (int, 0, 2**32 - 1, f"a whole number in [0, {2**32})"),
     "temperature": (numbers.Real, 0, np.inf, "a number of 0 or more"),
     "top_k": (int, 0, 2**31 - 1, f"a whole number of tokens in [0, {2**31}), 0 for all"),
@@ -185,7 +185,7 @@ class Model:
 
     def again(
         self, arrays, at
-    ):  # recompresses if due; arrays, and tokens that can be drawn until then
+    ):  # recompresses if due; arrays, and tokens that can be sampled until then
         every, over = (
             self.said["every"],
             lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max()),
@@ -197,7 +197,7 @@ class Model:
     def own(
         self, arrays, at, seed, one=False
     ):  # copy that programs may write; `one`: first sequence for all
-        _, of, _, _, first = self.programs["draw.Greedy", *at]
+        _, of, _, _, first = self.programs["sample.Greedy", *at]
         own = {
             name: arrays[name][first.get(name, ...) if one else ...]
             for name in of
@@ -208,7 +208,7 @@ class Model:
         }
         return own | {"key": np.asarray([0, seed], np.uint32)}
 
-    def known(self, cache):  # refuses anything but a cache of this export
+    def known(self, cache):  # rejects anything but a cache of this export
         told = f"cache={type(cache).__name__}: give what read returned, or the last that generate returned"
         need(getattr(cache, "_fields", None) == Cache._fields, told, TypeError)
         told = f"cache={cache.of[1]}: made by that export, not by {self.of[1]}: read the prompt with this one"
@@ -279,20 +279,20 @@ class Model:
             need(row, f"prompt={item!r}: it has no tokens: give at least one")
             need(
                 0 <= min(row) and max(row) < vocab,
-                f"prompt={min(row), max(row)}: token ids lie in [0, {vocab})",
+                f"prompt={min(row), max(row)}: token ids are in [0, {vocab})",
             )
         return zip(*rows, strict=True)
 
     def fits(
         self, lengths, new, cache
-    ):  # slots and batch of the programs; refuses as `jaxkv.generate` does
+    ):  # slots and batch of the programs; rejects as `jaxkv.generate` does
         said, count, longest = self.said, len(lengths), int(lengths.max())
         of = (
-            min((said["question"], "question"), (cache.room, "new"))
+            min((said["question"], "question"), (cache.headroom, "new"))
             if cache
             else (max(self.lengths), "lengths")
         )
-        room = cache.room - longest * said["grows"] if cache else said["room"]
+        headroom = cache.headroom - longest * said["grows"] if cache else said["headroom"]
         batch = [each for each in said["batch"] if each >= max(count, cache.at[1] if cache else 0)]
         need(
             batch,
@@ -303,10 +303,10 @@ class Model:
             f"prompt={longest} tokens: at most {of[0]}: give fewer, or export with more {of[1]}=",
         )
         need(
-            new <= room,
-            f"max_new_tokens={new}: there is room for {room}: lower it, or export with new={new}",
+            new <= headroom,
+            f"max_new_tokens={new}: there is room for {headroom}: lower it, or export with new={new}",
         )
-        # Where positions are rows of the cache, `jaxkv export` has checked all but the prompt's own.
+        # Where positions are entries of the cache, `jaxkv export` has checked all but the prompt's own.
         seen, new = (
             (0, 0)
             if said["rolling"]
@@ -321,7 +321,7 @@ class Model:
             not small,
             f"prompt={small} tokens: the policy's budget is too small: export with a larger one",
         )
-        return (slots, min(batch)), room
+        return (slots, min(batch)), headroom
 
     @np.errstate(over="ignore", under="ignore")
     def asked(
@@ -356,7 +356,7 @@ class Model:
         as_32 = {f"sampling.{name}": each for name, each in as_32.items()} | {
             "eos": eos.astype(np.int32)
         }
-        return new, seed, f"draw.{sampling}", as_32
+        return new, seed, f"sample.{sampling}", as_32
 
     def read(self, prompt, cache=None, seed=0, new=0, close=False):
         """Prefills prompts, or appends them to `cache`; returns the cache. `close` ends the user turn of a text."""
@@ -364,7 +364,7 @@ class Model:
         cache is None or self.known(cache)
         ids, turns = self.encode(prompts(prompt)[0], cache.turns if cache else ("start",), close)
         count, lengths = len(ids), np.asarray([*map(len, ids)], np.int32)
-        (at, room), longest = self.fits(lengths, new, cache), int(lengths.max())
+        (at, headroom), longest = self.fits(lengths, new, cache), int(lengths.max())
         kind, rows = "question" if cache else "prompt", [*ids, *ids[-1:] * (at[1] - count)]
         wide, lengths = (
             self.programs[kind, *at][1]["tokens"][2],
@@ -391,10 +391,10 @@ class Model:
             out.get("ordered", True),
             "scores: NaN: the model's attention is not finite: check its weights",
         )
-        return Cache(self.again(out, at)[0], at, count, room, turns, self.of)
+        return Cache(self.again(out, at)[0], at, count, headroom, turns, self.of)
 
-    def draw(self, cache, max_new_tokens, tell=None, seed=0, **drawing):
-        """Draws up to `max_new_tokens`, passing ids to `tell`; returns ids `[B, n]`, -1 after an end, and the cache."""
+    def sample(self, cache, max_new_tokens, tell=None, seed=0, **drawing):
+        """Samples up to `max_new_tokens`, passing ids to `tell`; returns ids `[B, n]`, -1 after an end, and the cache."""
         self.known(cache)
         new, seed, kind, given = self.asked(max_new_tokens, seed, **drawing)
         at, _ = self.fits(np.zeros(cache.count, np.int32), new, cache)
@@ -416,18 +416,18 @@ class Model:
                 f"{kind}: it gave an id outside of [0, {vocab})",
             )
             tell and tell(drawn)
-        arrays, room = (
+        arrays, headroom = (
             self.again(out, at)[0],
-            cache.room - drawn.shape[1] * self.said["grows"],
+            cache.headroom - drawn.shape[1] * self.said["grows"],
         )
-        return drawn, cache._replace(arrays=arrays, room=room)
+        return drawn, cache._replace(arrays=arrays, headroom=headroom)
 
     def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
         """Generates answers to a prompt or a list; returns token ids, text (None without tokenizer) and cache."""
         new = self.asked(
             self.said["new"] if max_new_tokens is None else max_new_tokens, seed, **drawing
         )[0]
-        drawn, cache = self.draw(
+        drawn, cache = self.sample(
             self.read(prompt, cache, seed, new, True), new, tell, seed, **drawing
         )
         tokens = [row[row >= 0].tolist() for row in drawn]

@@ -28,10 +28,10 @@ from jaxkv.checkpoints.json_files import write_json
 from jaxkv.checkpoints.orbax_files import whole_folder
 from jaxkv.engine.lengths import bucket, tokens_per_call
 from jaxkv.engine.sampling import GREEDY, Sampler, argument, by_numbers, is_greedy
-from jaxkv.exporting import programs
+from jaxkv.exporting import exported_programs
 from jaxkv.exporting.artefacts import Artefact, Names, abstract, artefact
 from jaxkv.exporting.buckets import (
-    Limits,
+    BucketLimits,
     Table,
     require_exportable,
     require_positions,
@@ -41,8 +41,8 @@ from jaxkv.exporting.buckets import (
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Ends
-from jaxkv.policies.fitting import policy_for
-from jaxkv.policies.policy import Method
+from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.policy import Policy
 
 FORMAT, VERSION = "jaxkv export", 4
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
@@ -60,7 +60,7 @@ def export(
     params: LanguageModel,
     directory: str | os.PathLike[str],
     *,
-    policy: Method | type[Method] | str | None = None,
+    policy: Policy | type[Policy] | str | None = None,
     lengths: int | Sequence[int] = 1024,
     batch: int | Sequence[int] = 1,
     question: int = 64,
@@ -83,10 +83,10 @@ def export(
         lengths: tokens of the longest prompt; several make programs for as many buckets.
         batch: sequences at a time, one number or several.
         question: most tokens that can be read on top of a cache; 0 for none.
-        new: most tokens that can be drawn.
+        new: most tokens that can be sampled.
         platforms: of "cpu", "cuda", "rocm" and "tpu", each of which gets programs of its own.
         mesh: devices with the axes "data" and "model" to run on; as many, of any platform, are needed where it runs.
-        sampling: how tokens can be drawn besides the likeliest ones: each is a program, and the numbers of a `Sampling`
+        sampling: how tokens can be sampled besides the likeliest ones: each is a program, and the numbers of a `Sampling`
             are its arguments, by default those given here.
         implementation: of attention: "xla", or "pallas", for which nothing is guaranteed.
         weights: write the weights, too; else the runtime is given them.
@@ -107,7 +107,7 @@ def export(
     positions = params.config.max_positions
     chosen = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
     longest = _counts("lengths", lengths)
-    batches, new = _counts("batch", batch), whole("new", new, "draw at least 1 token")
+    batches, new = _counts("batch", batch), whole("new", new, "sample at least 1 token")
     question = whole("question", question, "give tokens, 0 for none", least=0)
     groups = 1 if params.axes is None else params.axes.size("B")
     odd = [size for size in batches if size % groups]
@@ -117,7 +117,7 @@ def export(
         odd,
         f"the mesh has {groups} groups of sequences: give multiples of {groups}",
     )
-    # Where positions are rows of the cache, only kept rows count: `require_positions` checks them by the tables.
+    # Where positions are entries of the cache, only kept entries count: `require_positions` checks them by the tables.
     rolling = chosen.composed.rolling
     most = max(longest) + (0 if rolling else question + new)
     texts = "a prompt" if rolling else "prompt, question and new tokens together"
@@ -133,14 +133,14 @@ def export(
     backend = named(implementation)
     usable = backend not in (Implementation.AUTO, *PREFILL_ONLY)
     require(usable, "implementation", implementation, "give 'xla', or 'pallas' for its kernels")
-    slots = tuple(sorted({bucket(n) for n in longest}))
-    require_exportable(chosen, params.config.windows, slots[-1])
+    padded_len = tuple(sorted({bucket(n) for n in longest}))
+    require_exportable(chosen, params.config.sliding_windows, padded_len[-1])
     job = _Job(
         params=params,
         policy=chosen,
-        slots=slots,
+        padded_len=padded_len,
         batches=batches,
-        limits=Limits(question, new),
+        limits=BucketLimits(question, new),
         platforms=tuple(dict.fromkeys(listed)),
         samplings=_samplings(sampling),
         implementation=backend,
@@ -182,10 +182,10 @@ class _Job:
     """Checked arguments of `export`: model, policy, and the buckets, batches and platforms to make programs for."""
 
     params: LanguageModel
-    policy: Method
-    slots: tuple[int, ...]
+    policy: Policy
+    padded_len: tuple[int, ...]
     batches: tuple[int, ...]
-    limits: Limits
+    limits: BucketLimits
     platforms: tuple[str, ...]
     samplings: dict[str, Sampler]
     implementation: Implementation
@@ -218,19 +218,19 @@ def _programs(part: Path, job: _Job) -> _Made:
     entries, tables = list[dict[str, Any]](), dict[int, Table]()
     parts, config = job.policy.composed, job.params.config
     (part / "programs").mkdir()
-    for slots in job.slots:
-        known = tables[slots] = table(parts, config.windows, slots)
+    for padded_len in job.padded_len:
+        known = tables[padded_len] = table(parts, config.sliding_windows, padded_len)
         require_positions(parts, known, job.limits, config.max_positions)
         for platform, batch in itertools.product(job.platforms, job.batches):
-            for kind, each in _of_bucket(job, known, slots, platform, batch):
-                name = f"{kind}-{slots}x{batch}-{platform}.bin"
+            for kind, each in _of_bucket(job, known, padded_len, platform, batch):
+                name = f"{kind}-{padded_len}x{batch}-{platform}.bin"
                 (part / "programs" / name).write_bytes(each.data)
-                entries.append({"kind": kind, "slots": slots, "file": name} | each.entry)
+                entries.append({"kind": kind, "padded_len": padded_len, "file": name} | each.entry)
     return entries, tables
 
 
 def _of_bucket(
-    job: _Job, known: Table, slots: int, platform: str, batch: int
+    job: _Job, known: Table, padded_len: int, platform: str, batch: int
 ) -> Iterator[tuple[str, Artefact]]:
     """Yields (kind, serialised program) for every program of one bucket, platform and batch."""
     flat, limits = job.params.flat, job.limits
@@ -248,19 +248,27 @@ def _of_bucket(
     numbers = abstract(
         jax.tree.map(lambda each: each[..., np.zeros(batch, np.int32)], known.numbers)
     )
-    first = made(programs.prompt, *weights, array(jnp.int32, batch, slots), count, numbers, key)
+    first = made(
+        exported_programs.prompt, *weights, array(jnp.int32, batch, padded_len), count, numbers, key
+    )
     yield "prompt", first
     pools, cache, logits, _ = first.out
     if limits.question:
         tokens = array(jnp.int32, batch, tokens_per_call(limits.question))
-        yield "question", made(programs.question, *weights, pools, cache, logits, tokens, count)
+        yield (
+            "question",
+            made(exported_programs.question, *weights, pools, cache, logits, tokens, count),
+        )
     if job.policy.composed.ongoing.compresses:
-        yield "again", made(programs.again, *weights, pools, cache, key)
+        yield "again", made(exported_programs.again, *weights, pools, cache, key)
     for name, sampling in job.samplings.items():
-        asked = programs.Asked(
+        asked = exported_programs.LoopInputs(
             done, key, array(jnp.int32, len(job.eos)), array(jnp.int32), argument(sampling)
         )
-        yield f"draw.{name}", made(programs.draw, *weights, pools, cache, logits, asked)
+        yield (
+            f"sample.{name}",
+            made(exported_programs.sample, *weights, pools, cache, logits, asked),
+        )
 
 
 def _write(part: Path, job: _Job, made: _Made, weights: bool) -> None:
@@ -274,10 +282,10 @@ def _write(part: Path, job: _Job, made: _Made, weights: bool) -> None:
             leaves |= dict(zip(of_block, block, strict=True))
         manifest["weights"] = write_tensors(part, "weights", leaves)
     manifest["lengths"] = {}
-    for slots, known in tables.items():
+    for padded_len, known in tables.items():
         told = vars(known.numbers).items()
         numbers = {f"told.{name}": value for name, value in told if value is not None}
-        manifest["lengths"][str(slots)] = write_tensors(part, f"lengths-{slots}", numbers)
+        manifest["lengths"][str(padded_len)] = write_tensors(part, f"lengths-{padded_len}", numbers)
     manifest["text"] = _write_text(part, job.params)
     (part / "runtime.py").write_bytes(Path(__file__).with_name("runtime.py").read_bytes())
     write_json(part / "manifest.json", manifest)
@@ -327,8 +335,9 @@ def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str,
         "batch": list(job.batches),
         "question": job.limits.question,
         "new": job.limits.new,
-        "room": job.limits.every_token,
-        "grows": not parts.ongoing.compresses or bool(parts.unlimited(config.windows).any()),
+        "headroom": job.limits.every_token,
+        "grows": not parts.ongoing.compresses
+        or bool(parts.unlimited(config.sliding_windows).any()),
         "samplings": {
             name: dataclasses.asdict(each) if by_numbers(each) and name != "Greedy" else {}
             for name, each in job.samplings.items()

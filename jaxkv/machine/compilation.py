@@ -63,7 +63,7 @@ def tell_if_slow(seconds: float) -> None:
     if _told or seconds <= _SLOW or kept:
         return
     _told = True
-    remedy = "jaxkv.enable_compilation_cache() before the first call keeps programs on disk for the next process"
+    remedy = "jaxkv.machine.compilation.enable_compilation_cache() before the first call keeps programs on disk for the next process"
     _LOG.warning("compiling took %.0f s of this call: %s", seconds, remedy)
 
 

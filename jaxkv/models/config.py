@@ -20,7 +20,7 @@ from jaxkv.models.values import (
 )
 
 # Width of each layer's window in tokens, None for layers that attend to the whole prompt.
-Windows = tuple[int | None, ...]
+SlidingWindows = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,9 +184,9 @@ class ModelConfig:
         return self.kinds[layer % len(self.kinds)] if self.kinds else LayerSpec(rope=self.rope)
 
     @property
-    def windows(self) -> Windows:
+    def sliding_windows(self) -> SlidingWindows:
         """Width of each layer's window in tokens, None for layers that attend to the whole prompt."""
-        return tuple(self.spec_of(layer).window for layer in range(self.layers))
+        return tuple(self.spec_of(layer).sliding_window for layer in range(self.layers))
 
     @property
     def group(self) -> int:

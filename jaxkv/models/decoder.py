@@ -265,7 +265,7 @@ class Ends(nnx.Module):
         self.config = decoder.config
 
     def embed(self, tokens: Int[Array, "B N"], *, in_blocks: bool = False) -> Hidden:
-        """Embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers must refuse them.
+        """Embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers must reject them.
 
         On a mesh with `in_blocks` devices sum those of a block of tokens at a time: libtpu of JAX 0.12 takes two more
         copies of what they sum, 2.1 GB for 4 prompts of 32,768 tokens of Llama 3 8B.
@@ -333,7 +333,7 @@ class Flat:
         blocks: one tuple of leaves per block, all of the same structure.
         graphs: graph definitions of the ends and of the first block, passed as static arguments.
         config: the decoder's configuration.
-        axes: axes of the mesh that the parameters lie on, or None.
+        axes: axes of the mesh that the parameters are on, or None.
         on_mesh: the language model with these parameters on a mesh, by the mesh's axes.
         gates: weights of gates of policies on the parameters' devices, by gate and layer; the last used gate is last.
     """
@@ -360,7 +360,7 @@ class Flat:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the parameters lie on, or None."""
+        """The mesh that the parameters are on, or None."""
         return None if self.axes is None else self.axes.mesh
 
     def graphs_of(self, layer: int) -> "Graphs":

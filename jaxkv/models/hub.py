@@ -139,7 +139,7 @@ def _layers(config: Config, layers: int, longest: int) -> dict[str, Any]:
     if "query_pre_attn_scalar" in config:
         scale = positive("query_pre_attn_scalar", config["query_pre_attn_scalar"]) ** -0.5
     specs = [
-        LayerSpec(rope=rope, window=width, scale=scale, softcap=softcap)
+        LayerSpec(rope=rope, sliding_window=width, scale=scale, softcap=softcap)
         for rope, width in zip(ropes, widths, strict=True)
     ]
     if set(specs) == {LayerSpec(rope=whole_prompt)}:

@@ -82,7 +82,7 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         value = keys.pop(key, default)
         needed = value is dataclasses.MISSING
         require(not needed, f"rope_scaling.{key}", None, f"rope type {kind!r} needs it")
-        # Null means the default for optional numbers of YaRN and longrope, and is refused for all others.
+        # Null means the default for optional numbers of YaRN and longrope, and is rejected for all others.
         null = (
             value is None and field.type.startswith("float") and default is not dataclasses.MISSING
         )

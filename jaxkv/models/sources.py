@@ -18,7 +18,7 @@ _MIXTURES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
+class TensorSource:
     """Checkpoint tensor that holds a parameter or a slice of it: its name, and how its axes map to the parameter's.
 
     Attributes:
@@ -83,13 +83,13 @@ def _flat_spans(part: list[range], shape: Shape) -> list[tuple[int, int]]:
 
 def sources_of(
     decoder: Decoder, family: str, names: frozenset[str]
-) -> dict[str, tuple[Source, ...]]:
-    """Dictionary from parameter path to the checkpoint tensors (`Source`s) that fill that parameter of a decoder.
+) -> dict[str, tuple[TensorSource, ...]]:
+    """Dictionary from parameter path to the checkpoint tensors (`TensorSource`s) that fill that parameter of a decoder.
 
     `names` are the checkpoint's tensors, which decide how mixtures are stored. All sources of one parameter have an
     `at` of the same length.
     """
-    found: dict[str, tuple[Source, ...]] = {}
+    found: dict[str, tuple[TensorSource, ...]] = {}
     parameters = dict(named_parameters(decoder))
     for path, parameter in parameters.items():
         if path.endswith(("_scale", "_scales", "_leasts")):
@@ -112,8 +112,8 @@ def _of(
     family: str,
     config: ModelConfig,
     names: frozenset[str],
-) -> Iterator[Source]:
-    """Yields the `Source`s of a parameter `inner` of a block, or of the ends, whose tensors begin with `prefix`."""
+) -> Iterator[TensorSource]:
+    """Yields the `TensorSource`s of a parameter `inner` of a block, or of the ends, whose tensors begin with `prefix`."""
     kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
     base = inner.removesuffix("_bias")
     fused = base in ("attention.q", "attention.kv")
@@ -123,13 +123,13 @@ def _of(
     elif family == "phi3" and fused:
         yield from _phi3(base, f"{prefix}self_attn.qkv_proj.weight", shape, config)
     elif base == "attention.sink_logits":
-        yield Source(name=f"{prefix}self_attn.sinks", axes=(shape,))
+        yield TensorSource(name=f"{prefix}self_attn.sinks", axes=(shape,))
     elif base.startswith("mlp.experts") and family == "gpt_oss":
         # Read one after another.
         name = f"{prefix}mlp.experts.{base.removeprefix('mlp.experts_')}_proj.{kind}"
         for expert in range(shape[0]):
             axes = tuple((size,) for size in shape)
-            yield Source(name=name, axes=axes, at=(expert,), pick=(expert,))
+            yield TensorSource(name=name, axes=axes, at=(expert,), pick=(expert,))
     elif base.startswith(("mlp.experts", "mlp.router")) and family != "gpt_oss":
         yield from _mixture(base, prefix, shape, family, names)
     else:
@@ -143,7 +143,7 @@ def _of(
             yield _ordered(source, base, config)
 
 
-def _ordered(source: Source, base: str, config: ModelConfig) -> Source:
+def _ordered(source: TensorSource, base: str, config: ModelConfig) -> TensorSource:
     """The source of a parameter with the order of channels that are rotated, where the checkpoint's is another."""
     order, along = config.channels or (), -1 if len(source.axes) == 1 else -2
     if base in ("attention.q_gain", "attention.k_gain"):
@@ -157,27 +157,27 @@ def _ordered(source: Source, base: str, config: ModelConfig) -> Source:
     return dataclasses.replace(source, order=order, along=along)
 
 
-def _plain(name: str, shape: Shape, at: Shape = ()) -> Source:
-    """`Source` of a whole tensor, its output axes flattened into one, with an input axis unless it is a vector."""
+def _plain(name: str, shape: Shape, at: Shape = ()) -> TensorSource:
+    """`TensorSource` of a whole tensor, its output axes flattened into one, with an input axis unless it is a vector."""
     vector = name.endswith(".bias") or len(shape) == 1
-    return Source(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
+    return TensorSource(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
 
 
-def _falcon(base: str, name: str, bias: bool, config: ModelConfig) -> Iterator[Source]:
-    """Yields the `Source`s of a Falcon's queries, or of its keys and values, of which all share one tensor."""
+def _falcon(base: str, name: str, bias: bool, config: ModelConfig) -> Iterator[TensorSource]:
+    """Yields the `TensorSource`s of a Falcon's queries, or of its keys and values, of which all share one tensor."""
     # It holds, for every kv head, its queries, then its key, then its value.
     outputs = (config.kv_heads, config.group + 2, config.head_dim)
     axes = (outputs,) if bias else (outputs, (config.embed,))
     if base == "attention.q":
-        yield Source(name=name, axes=axes, pick=(range(config.kv_heads), range(config.group)))
+        yield TensorSource(name=name, axes=axes, pick=(range(config.kv_heads), range(config.group)))
         return
     for index in range(2):
         pick = range(config.kv_heads), config.group + index
-        yield Source(name=name, axes=axes, at=(index,), pick=pick)
+        yield TensorSource(name=name, axes=axes, at=(index,), pick=pick)
 
 
-def _phi3(base: str, name: str, shape: Shape, config: ModelConfig) -> Iterator[Source]:
-    """Yields the `Source`s of a Phi-3's queries, or of its keys and values, which share one tensor."""
+def _phi3(base: str, name: str, shape: Shape, config: ModelConfig) -> Iterator[TensorSource]:
+    """Yields the `TensorSource`s of a Phi-3's queries, or of its keys and values, which share one tensor."""
     queries, keys = config.heads, config.kv_heads
     rows = (queries + 2 * keys) * config.head_dim
     parts: list[tuple[Shape, Shape, int]] = [(shape, (), 0)]
@@ -190,8 +190,8 @@ def _phi3(base: str, name: str, shape: Shape, config: ModelConfig) -> Iterator[S
 
 def _mixture(
     base: str, prefix: str, shape: Shape, family: str, names: frozenset[str]
-) -> Iterator[Source]:
-    """Yields the `Source`s of a mixture's router or experts: one fused tensor, or one tensor per expert."""
+) -> Iterator[TensorSource]:
+    """Yields the `TensorSource`s of a mixture's router or experts: one fused tensor, or one tensor per expert."""
     # transformers 5 keeps all experts in one tensor; files on the hub have a tensor for each expert.
     fused = f"{prefix}mlp.experts.gate_up_proj" in names
     called = "block_sparse_moe" if family == "mixtral" and not fused else "mlp"
@@ -202,7 +202,7 @@ def _mixture(
     experts, each, upwards = shape[0], f"{prefix}{called}.experts", base == "mlp.experts_gate_up"
     if fused:
         axes = ((experts,), shape[1:-1], shape[-1:])
-        yield Source(name=f"{each}.{'gate_up' if upwards else 'down'}_proj", axes=axes)
+        yield TensorSource(name=f"{each}.{'gate_up' if upwards else 'down'}_proj", axes=axes)
         return
     for expert in range(experts):
         if upwards:

@@ -17,7 +17,7 @@ class Stored(NamedTuple):
             in the low half, and j + 16.
         scale: f32 `[*out]`, of 8 bits alone: a weight is code * scale.
         scales: f16 `[*out, E/32]`, of 4 bits alone: a weight is code * scale + least of its group.
-        leasts: f16 `[*out, E/32]` likewise.
+        leasts: f16 `[*out, E/32]` as well.
     """
 
     codes: Num[Array, "*out n"]

@@ -212,20 +212,22 @@ class LayerSpec:
     Attributes:
         rope: the rotary embedding of its queries and keys.
         scale: factor on products of queries and keys; None for 1 / sqrt(D).
-        window: number of last tokens, its own included, that a token attends to; None for all.
+        sliding_window: number of last tokens, its own included, that a token attends to; None for all.
         softcap: c, for logits of attention that become c * tanh(logit / c) before the softmax (Gemma 2); None for none.
     """
 
     rope: Rope = Rope()
     scale: float | None = None
-    window: int | None = None
+    sliding_window: int | None = None
     softcap: float | None = None
 
     def __post_init__(self) -> None:
         check_numbers(self)
-        if self.window is not None:
+        if self.sliding_window is not None:
             object.__setattr__(
-                self, "window", whole("window", self.window, "give 1 or more tokens, or None")
+                self,
+                "sliding_window",
+                whole("sliding_window", self.sliding_window, "give 1 or more tokens, or None"),
             )
 
 

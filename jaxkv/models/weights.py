@@ -11,12 +11,12 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Float16, Int8, UInt8
 
 from jaxkv.checkpoints import StoredTensor
-from jaxkv.models.sources import Source
+from jaxkv.models.sources import TensorSource
 from jaxkv.models.stored import GROUP, GROUP_BYTES
 from jaxkv.sharding.parameters import spec_of
 
 # The checkpoint's tensors of one parameter.
-Tensors = list[tuple[Source, StoredTensor]]
+Tensors = list[tuple[TensorSource, StoredTensor]]
 
 
 def read(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
@@ -107,7 +107,7 @@ def groups_of(
     grouped = weight.reshape(*weight.shape[:-1], -1, GROUP)
     with np.errstate(
         invalid="ignore", over="ignore", divide="ignore"
-    ):  # NaN and infinity are refused later
+    ):  # NaN and infinity are rejected later
         least, span = grouped.min(axis=-1), np.ptp(grouped, axis=-1)
         scales, leasts = (span / np.float32(15)).astype(np.float16), least.astype(np.float16)
         codes, off = _steps(grouped, scales, leasts)
@@ -143,7 +143,7 @@ def codes_of(
 ) -> tuple[Int8[np.ndarray, "*out E"], Float[np.ndarray, "*out"]]:
     """A weight rounded to int8 codes from -127 to 127, and their float32 scales per output; 0 for outputs of zeros."""
     scale = np.abs(weight).max(axis=-1) / np.float32(127)
-    with np.errstate(invalid="ignore"):  # NaN and infinity are refused later, by their scales
+    with np.errstate(invalid="ignore"):  # NaN and infinity are rejected later, by their scales
         codes = np.rint(weight / np.where(scale == 0, np.float32(1), scale)[..., None])
         return codes.astype(np.int8), scale
 

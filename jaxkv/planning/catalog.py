@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._checks import warn_once, whole
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
 from jaxkv.checkpoints.fetching import fetch_hub
 from jaxkv.checkpoints.orbax_files import MANIFEST
 from jaxkv.checkpoints.source import folder_config
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import Rope, YarnRope
-from jaxkv.policies.reading import without_window
+from jaxkv.policies.reads import without_window
 
 # Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
 _FILTERS, _OF = (2, 8, 18), 32
@@ -40,7 +40,7 @@ _SIZES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Entry:
+class CatalogModel:
     """A model of the packaged catalogue: `name`, hub id, aliases, parameter count, `config.json` as a dict (`raw`)."""
 
     name: str
@@ -72,13 +72,13 @@ class Known:
     @property
     def likely_filters(self) -> tuple[int, ...]:
         """Indices of the model's OmniKV filter layers; if unknown, Llama 3 8B's scaled to its layers without window."""
-        index = without_window(self.config.windows) or range(self.config.layers)
+        index = without_window(self.config.sliding_windows) or range(self.config.layers)
         return self.filters or tuple(sorted({index[each * len(index) // _OF] for each in _FILTERS}))
 
 
 @functools.cache
-def catalog() -> dict[str, Entry]:
-    """Reads the packaged catalogue of models; returns a dict of `Entry` by model name, cached."""
+def catalog() -> dict[str, CatalogModel]:
+    """Reads the packaged catalogue of models; returns a dict of `CatalogModel` by model name, cached."""
     found = {}
     for file in sorted(
         (resources.files(__package__) / "data" / "models").iterdir(), key=lambda each: each.name
@@ -87,7 +87,7 @@ def catalog() -> dict[str, Entry]:
             given = json.loads(file.read_text("utf-8"))
             name = file.name.removesuffix(".json")
             raw, aliases = given.pop("config"), tuple(given.pop("aliases"))
-            found[name] = Entry(name=name, raw=raw, aliases=aliases, **given)
+            found[name] = CatalogModel(name=name, raw=raw, aliases=aliases, **given)
     return found
 
 
@@ -95,7 +95,7 @@ def model_named(given: str | os.PathLike[str]) -> Known:
     """Name and config (`Known`) of a catalogue name, folder, `.gguf` file or hub id; ValueError if unknown.
 
     Of a hub id only configs are fetched. Errors name the nearest known names; configs that jaxkv does not build
-    are refused as well.
+    are rejected as well.
     """
     text = os.fspath(given)
     path = Path(os.path.expanduser(text))
@@ -117,7 +117,7 @@ def model_named(given: str | os.PathLike[str]) -> Known:
     every = [*catalog(), *_packaged()]
     near = difflib.get_close_matches(plain, every, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known models: {', '.join(every)}"
-    raise refusal("model", text, f"no such model, file or folder; {hint}")
+    raise invalid("model", text, f"no such model, file or folder; {hint}")
 
 
 def scaled(known: Known, given: str | None) -> Known:

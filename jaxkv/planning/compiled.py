@@ -14,7 +14,7 @@ from typing import Any
 from jaxkv._errors import require
 from jaxkv.engine.lengths import bucket
 from jaxkv.planning.accelerators import Device
-from jaxkv.planning.setting import Setting
+from jaxkv.planning.setting import Workload
 from jaxkv.planning.tpus import TPU
 
 _PLUGINS = ("cuda13", "cuda12")
@@ -121,20 +121,22 @@ def plugin(gpu: Device) -> str:
     return jaxlib
 
 
-def compile_plan(setting: Setting) -> CompiledPlan:
+def compile_plan(setting: Workload) -> CompiledPlan:
     """Compiles a setting's decode and prefill programs in a child process, without GPUs; returns a `CompiledPlan`.
 
     In a child process, because this process's JAX may be in use on other devices; the child's output is discarded.
-    ImportError if the compiler is missing; ValueError if it refuses a program, for more TPUs than a slice has, and for
-    policies with chunked prompts or offloaded rows; TypeError for a policy that cannot be pickled.
+    ImportError if the compiler is missing; ValueError if it rejects a program, for more TPUs than a slice has, and for
+    policies with chunked prompts or offloaded entries; TypeError for a policy that cannot be pickled.
     """
     jaxlib = plugin(setting.gpu)
     parts = setting.policy.composed
-    reading = parts.reading(setting.config.windows, bucket(setting.context))
+    reading = parts.reading(setting.config.sliding_windows, bucket(setting.context))
     # Without a GPU the compiler drops memory kinds and would count host memory as the GPU's.
     whole = not reading.offloaded
     whole &= parts.needs.replay is None and not parts.read.chunk
-    remedy = "chunks, second passes and offloaded rows are not compiled: plan without the compiler"
+    remedy = (
+        "chunks, second passes and offloaded entries are not compiled: plan without the compiler"
+    )
     require(whole, "policy", setting.policy, remedy)
     try:
         given = pickle.dumps(sys.path) + pickle.dumps(setting)
@@ -159,8 +161,8 @@ def compile_plan(setting: Setting) -> CompiledPlan:
     )
 
 
-def _in_another_process(given: bytes, folder: Path, setting: Setting) -> dict[str, Any]:
-    """Runs `worker.main` in a child process, returns its dict; ValueError if XLA refuses."""
+def _in_another_process(given: bytes, folder: Path, setting: Workload) -> dict[str, Any]:
+    """Runs `worker.main` in a child process, returns its dict; ValueError if XLA rejects."""
     # Silences the warnings that there is no GPU, and hides one that is there.
     quiet = {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
@@ -192,6 +194,6 @@ def _in_another_process(given: bytes, folder: Path, setting: Setting) -> dict[st
     made = pickle.loads(result.read_bytes())
     if "error" in made:
         raise ValueError(
-            f"gpus={setting.gpu.name!r}: the compiler refuses {made['program']}: {made['error']}"
+            f"gpus={setting.gpu.name!r}: the compiler rejects {made['program']}: {made['error']}"
         )
     return made

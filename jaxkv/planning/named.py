@@ -36,7 +36,7 @@ def accelerators_named(given: str) -> tuple[Accelerator, int]:
     if not isinstance(given, str):
         raise TypeError(f"gpus={given!r}: give a kind and how many, 'h100x8' say")
     known = _by_spelling()
-    # Names have letters and digits of their own: rtx4090. Of two readings the one whose kind is known.
+    # Names have logical axes and digits of their own: rtx4090. Of two readings the one whose kind is known.
     read = [each.fullmatch(given.strip().lower()) for each in _FORMS]
     found = [match for match in read if match is not None]
     found.sort(key=lambda match: _spelled(match["kind"]) not in known)

@@ -1,19 +1,19 @@
-"""Draws peak memory against context, a line for each policy, with the GPU's limit."""
+"""Samples peak memory against context, a line for each policy, with the GPU's limit."""
 
 import contextlib
 import dataclasses
 from collections.abc import Sequence
 
-from jaxkv._drawing import saved, sheet, style
+from jaxkv._plotting import saved, sheet, style
+from jaxkv.planning.memory_sizes import sizes_of
 from jaxkv.planning.plans import Plan, policy_name, title
-from jaxkv.planning.setting import Setting
-from jaxkv.planning.sizes import sizes_of
+from jaxkv.planning.setting import Workload
 
 _LEAST, _POINTS = 1024, 15
 
 
-def peaks(setting: Setting) -> list[tuple[int, int]]:
-    """List of (context, peak bytes of one GPU) up to the model's positions; contexts that a budget refuses left out."""
+def peaks(setting: Workload) -> list[tuple[int, int]]:
+    """List of (context, peak bytes of one GPU) up to the model's positions; contexts that a budget rejects left out."""
     limit, found = setting.config.max_positions, list[tuple[int, int]]()
     for step in reversed(range(_POINTS)):
         length = limit >> step

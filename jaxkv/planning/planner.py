@@ -20,21 +20,21 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.planning.accelerators import Device
 from jaxkv.planning.catalog import Known, model_named, scaled
 from jaxkv.planning.compiled import compile_plan
+from jaxkv.planning.memory_sizes import sizes_of
 from jaxkv.planning.named import accelerators_named
 from jaxkv.planning.plans import Plan, Remedy, Served
-from jaxkv.planning.setting import Setting, tokens_of
-from jaxkv.planning.sizes import sizes_of
+from jaxkv.planning.setting import Workload, tokens_of
 from jaxkv.planning.speed import estimate, unmeasured
 from jaxkv.policies.checks import Tokens
-from jaxkv.policies.fitting import policy_for
 from jaxkv.policies.methods.snapkv import SnapKV
-from jaxkv.policies.policy import Method
+from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.wrapper import with_budget
-from jaxkv.serving.room import ahead_of
-from jaxkv.sharding.sizes import mesh_sizes
+from jaxkv.serving.slot_memory import ahead_of
+from jaxkv.sharding.mesh_argument import mesh_sizes
 
-# Remedies offer budgets of at least _LEAST_BUDGET rows, and _USUAL_BUDGET where all rows are kept.
+# Remedies offer budgets of at least _LEAST_BUDGET entries, and _USUAL_BUDGET where all entries are kept.
 _LEAST_BUDGET, _USUAL_BUDGET = 128, 2048
 # Share of a GPU's memory that JAX takes by default.
 _PREALLOCATED = 0.75
@@ -50,7 +50,7 @@ def plan(
     batch: int = 1,
     new: int = 256,
     questions: int = 1,
-    policy: Method | type[Method] | str | None = None,
+    policy: Policy | type[Policy] | str | None = None,
     dtype: Any = None,
     weights: Any = None,
     rope_scaling: str | None = None,
@@ -66,7 +66,7 @@ def plan(
         mesh: data-parallel groups of GPUs, and GPUs of a group: `2x4` or `(2, 4)`; by default one group of all.
         context: tokens of each prompt: a number, or a text such as `128K`, where K is 1024.
         batch: number of prompts.
-        new: tokens to draw after each prompt.
+        new: tokens to sample after each prompt.
         questions: requests that each prompt answers; they share its prefill in seconds and requests an hour.
         policy: the compression, or its name or class; FullKV() keeps everything.
         dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
@@ -97,7 +97,7 @@ def plan(
         layers = ", ".join(map(str, filters))
         notes.append(f"filter layers {layers} are assumed; `jaxkv filters` finds a model's own")
     dtype = as_dtype(("float32" if here else "bfloat16") if dtype is None else dtype).name
-    setting = Setting(
+    setting = Workload(
         model=known.name,
         config=known.config,
         policy=policy_for(given, known.config, filters, dtype=held_dtype(dtype, gpu.platform)),
@@ -154,8 +154,8 @@ def _groups(mesh: Any, count: int) -> int:
     return data
 
 
-def served_of(setting: Setting) -> Served | str:
-    """`Served` (engine slots that fit, their speed) for a setting's prompts; error text if slots refuse the policy."""
+def served_of(setting: Workload) -> Served | str:
+    """`Served` (engine slots that fit, their speed) for a setting's prompts; error text if slots reject the policy."""
     config, parts, groups = setting.config, setting.policy.composed, setting.data
     try:
         shape = slot_shape(
@@ -164,7 +164,7 @@ def served_of(setting: Setting) -> Served | str:
             prompt=setting.context,
             question=0,
             new=max(1, setting.new),
-            stretches=setting.mesh.shape["kv"],
+            kv_shards=setting.mesh.shape["kv"],
         )
     except ValueError as error:
         return str(error)
@@ -189,7 +189,7 @@ def served_of(setting: Setting) -> Served | str:
     return Served(slots=slots, slot_bytes=each, requests=3600 / seconds, pause=pause)
 
 
-def fits(setting: Setting, **changes: Any) -> bool:
+def fits(setting: Workload, **changes: Any) -> bool:
     """True if a setting with some fields changed fits its memory; False if it cannot be, as for its budget."""
     try:
         changed = dataclasses.replace(setting, **changes)
@@ -203,7 +203,7 @@ def largest(sound: Callable[[int], bool], low: int = 0) -> int:
     return low + bisect.bisect(range(low + 1, _MOST_BATCH + 1), 0, key=lambda n: not sound(n))
 
 
-def largest_batch(setting: Setting) -> int:
+def largest_batch(setting: Workload) -> int:
     """Largest number of prompts of the setting's length that fits, at most 65,536; 0 if none does."""
     # Not monotone for few prompts, which go through the MLP in blocks of one prompt's tokens: 5 can take less than 4.
     few = next((each for each in range(_FEW * setting.data, 0, -1) if fits(setting, batch=each)), 0)
@@ -211,7 +211,7 @@ def largest_batch(setting: Setting) -> int:
     return largest(lambda each: fits(setting, batch=each), few) if more else few
 
 
-def largest_context(setting: Setting) -> int:
+def largest_context(setting: Workload) -> int:
     """Largest prompt length, the model's limit or a bucket's size, that fits with the setting's batch; 0 if none."""
     limit = setting.config.max_positions
     # Fitting is not monotone in the length: a short prompt may admit no such budget.
@@ -219,10 +219,10 @@ def largest_context(setting: Setting) -> int:
     return next((each for each in lengths if fits(setting, context=each)), 0)
 
 
-def _remedies(setting: Setting) -> Iterator[Remedy]:
+def _remedies(setting: Workload) -> Iterator[Remedy]:
     """Yields `Remedy` values, changed settings that fit: a smaller budget, narrower weights, more GPUs.
 
-    Where all rows are kept, the budget is SnapKV's.
+    Where all entries are kept, the budget is SnapKV's.
     """
     policy, kept = setting.policy, setting.policy.composed.budget
     rows = kept.value if isinstance(kept, Tokens) else 0

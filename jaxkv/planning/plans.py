@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxkv._checks import amount, brief
 from jaxkv.planning.compiled import CompiledPlan
-from jaxkv.planning.setting import Setting
-from jaxkv.planning.sizes import Sizes
+from jaxkv.planning.memory_sizes import Sizes
+from jaxkv.planning.setting import Workload
 from jaxkv.planning.speed import ASSUMED, Speed
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 
 
 def gigabytes(size: int) -> str:
@@ -17,10 +17,10 @@ def gigabytes(size: int) -> str:
     return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
-def policy_name(policy: Method) -> str:
+def policy_name(policy: Policy) -> str:
     """Short text of a policy: its class, its budget and its other non-default fields."""
     shown, inner = brief(policy), policy
-    while isinstance(below := getattr(inner, "inner", None), Method):
+    while isinstance(below := getattr(inner, "inner", None), Policy):
         inner = below
     budget, name = inner.composed.budget, type(inner).__name__
     if budget is None or "budget=" in shown:
@@ -31,7 +31,7 @@ def policy_name(policy: Method) -> str:
     return shown.replace(f"{name}(", f"{name}(budget={budget!r}, ", 1).replace(", )", ")", 1)
 
 
-def title(setting: Setting) -> str:
+def title(setting: Workload) -> str:
     """One line of text: model name, dtype, number and kind of GPUs, and how the model is split over them."""
     split = f"split over {setting.split}" if setting.split > 1 else "not split"
     groups = f" in each of {setting.data} groups" if setting.data > 1 else ""
@@ -39,7 +39,7 @@ def title(setting: Setting) -> str:
     return f"{setting.model}, {setting.dtype}, on {where}"
 
 
-def prompts(setting: Setting) -> str:
+def prompts(setting: Workload) -> str:
     """Text on a setting's prompts, such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
     asked = f", each asked {setting.questions:,} times" if setting.questions > 1 else ""
     several = f"{setting.batch} prompt{'s' * (setting.batch > 1)}"
@@ -51,7 +51,7 @@ class Remedy:
     """A changed setting that fits into memory: text that describes it (`about`), the `setting`, peak bytes of a GPU."""
 
     about: str
-    setting: Setting
+    setting: Workload
     peak: int
 
 
@@ -63,7 +63,7 @@ class Served:
         slots: largest number of slots that fit on all devices; 0 where none does.
         slot_bytes: bytes of a slot on one device.
         requests: requests per hour; None without slots or a speed.
-        pause: most seconds between two tokens while prompts arrive: two layers' prefill and a step; None likewise.
+        pause: most seconds between two tokens while prompts arrive: two layers' prefill and a step; None as well.
     """
 
     slots: int
@@ -92,14 +92,14 @@ class Plan:
         largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
         remedies: changed settings that fit, if this one does not.
         speed: of the batch asked for; None if it does not fit, or no rate was measured.
-        fastest: of the largest batch that fits; None likewise.
+        fastest: of the largest batch that fits; None as well.
         silent: why there is no speed, as text; empty if there is one.
         served: slots of an engine, or text on why none takes the policy; None if it is not asked for.
         notes: assumptions.
         compiled: figures of XLA's compiler; None without `compile`.
     """
 
-    setting: Setting
+    setting: Workload
     sizes: Sizes
     largest_batch: int
     largest_context: int
@@ -133,7 +133,7 @@ class Plan:
 
     @property
     def host(self) -> int:
-        """Bytes of host memory that hold the offloaded rows of one GPU."""
+        """Bytes of host memory that hold the offloaded entries of one GPU."""
         return self.sizes.host
 
     @property
@@ -145,7 +145,7 @@ class Plan:
         """Report of a plan as text, as `jaxkv plan` prints it."""
         setting, sizes = self.setting, self.sizes
         memory, word = gigabytes(setting.gpu.memory), setting.gpu.word
-        rows = f"{sizes.kept:,.0f} of {setting.context:,} rows a head"
+        rows = f"{sizes.kept:,.0f} of {setting.context:,} entries a head"
         lines = [title(setting), f"{policy_name(setting.policy)}: {prompts(setting)}", ""]
         for name, size, remark in (
             ("weights", sizes.weights, ""),

@@ -1,4 +1,4 @@
-"""Inputs of a plan (`Setting`): model, policy, prompts, and the devices they are planned for."""
+"""Inputs of a plan (`Workload`): model, policy, prompts, and the devices they are planned for."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jaxkv.loading import as_dtype
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import as_weights
 from jaxkv.planning.accelerators import Device
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.sharding.parameters import abstract_mesh
 
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([km]?)", re.IGNORECASE)
@@ -33,7 +33,7 @@ def tokens_of(given: Any, name: str = "context") -> Any:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Setting:
+class Workload:
     """Generation to plan for: a model, a policy, `batch` prompts of `context` tokens, `new` tokens of an answer.
 
     Each prompt is compressed once and answers `questions` requests, one after the other. `gpus` devices of the kind
@@ -42,7 +42,7 @@ class Setting:
 
     model: str
     config: ModelConfig
-    policy: Method
+    policy: Policy
     batch: int = 1
     context: int
     new: int = 256
@@ -65,7 +65,7 @@ class Setting:
         require(self.context <= limit, "context", self.context, remedy)
         remedy = f"{self.gpus} GPUs are no such groups of equal size: give a divisor of {self.gpus}"
         require(self.gpus % self.data == 0, "mesh.data", self.data, remedy)
-        # Refuses a split that does not divide the model.
+        # Rejects a split that does not divide the model.
         _ = self.mesh
 
     @property

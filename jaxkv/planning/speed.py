@@ -15,25 +15,25 @@ from jaxkv.cache import Dense
 from jaxkv.engine.lengths import bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.accelerators import Accelerator
-from jaxkv.planning.setting import Setting
-from jaxkv.planning.sizes import weights_of
-from jaxkv.policies.reading import WHOLE
+from jaxkv.planning.memory_sizes import weights_of
+from jaxkv.planning.setting import Workload
+from jaxkv.policies.reads import WHOLE
 
 # Shares of the data sheet's FLOP/s that prefill reaches in matrix products, attention, and sums of its columns.
 PRODUCTS, ATTENTION, SCORES = 0.6, 0.55, 0.32
-# Shares of its bandwidth at which a decode step reads weights, by their bits (None: floats), and rows of 16 and 8 bits.
+# Shares of its bandwidth at which a decode step reads weights, by their bits (None: floats), and entries of 16 and 8 bits.
 WEIGHTS = {None: 0.8, "int8": 0.55, "int4": 0.33}
 ROWS, CODES = 0.9, 0.54
 # Seconds of a decode step beside reading, for each layer and once: launches, small kernels, the starts of attention.
 APPENDS, EVICTS = (18.9e-6, 50e-6), (27.9e-6, 54e-6)
 MERGES, CHOOSES = (20.9e-6, 126e-6), (22.7e-6, 90e-6)
-# An all-reduce by a ring: seconds to start, and for each hop by NVLink, PCIe and network, as NCCL models them.
+# An all-reduce by a query buffer: seconds to start, and for each hop by NVLink, PCIe and network, as NCCL models them.
 START, NVLINK, PCIE, NETWORK = 6.6e-6, 0.6e-6, 1e-6, 5e-6
 # Bytes/s: slower than any NVLink, faster than any PCIe.
 _NVLINK_FROM = 100e9
 ASSUMED = (
     f"prefill at {PRODUCTS:.0%} of the data sheet's FLOP/s in products and {ATTENTION:.0%} in attention, decode at "
-    f"{WEIGHTS[None]:.0%} of its bandwidth for weights and {ROWS:.0%} for rows, as measured on one H200"
+    f"{WEIGHTS[None]:.0%} of its bandwidth for weights and {ROWS:.0%} for entries, as measured on one H200"
 )
 
 
@@ -54,7 +54,7 @@ class Speed:
 
     @property
     def tokens(self) -> float:
-        """New tokens per second of all prompts while they are drawn."""
+        """New tokens per second of all prompts while they are sampled."""
         return self.batch / self.step
 
     @property
@@ -78,23 +78,23 @@ class Speed:
         return dataclasses.asdict(self) | found | {"requests_per_hour": self.requests}
 
 
-def unmeasured(setting: Setting) -> str:
+def unmeasured(setting: Workload) -> str:
     """Text on why there is no speed, of what no rate was measured; empty if there is one."""
     parts, config = setting.policy.composed, setting.config
-    reading = parts.reading(config.windows, bucket(setting.context))
+    reading = parts.reading(config.sliding_windows, bucket(setting.context))
     several = setting.sequences > 1 or config.experts is not None
     reasons = {
         "rates are those of GPUs": not isinstance(setting.gpu, Accelerator),
-        "attention within windows has not been measured": any(config.windows),
-        "rows come from another machine's memory": bool(reading.offloaded),
+        "attention within windows has not been measured": any(config.sliding_windows),
+        "entries come from another machine's memory": bool(reading.offloaded),
         "each step converts weights in 4 bits": setting.weights == "int4" and several,
-        "each step decodes these rows": not parts.read_as_stored(config.head_dim),
-        "attention over rows in 4 bits has not been measured": "nibbles" in parts.store.kernels,
+        "each step decodes these entries": not parts.read_as_stored(config.head_dim),
+        "attention over entries in 4 bits has not been measured": "nibbles" in parts.store.kernels,
     }
     return next((why for why, found in reasons.items() if found), "")
 
 
-def estimate(setting: Setting) -> Speed | None:
+def estimate(setting: Workload) -> Speed | None:
     """Estimates a setting's `Speed`; None where no rate was measured."""
     gpu = setting.gpu
     if unmeasured(setting) or not isinstance(gpu, Accelerator):
@@ -105,7 +105,7 @@ def estimate(setting: Setting) -> Speed | None:
         weights_of(setting.config, setting.dtype, setting.mesh, of)
         for of in (setting.weights, None)
     )
-    # An embedding table beside a head is read one row per token.
+    # An embedding table beside a head is read one entry per token.
     table = 0 if local.tied else local.vocab * local.embed * item
     read, used = _weights_read(setting, wide - table)
     # TensorFloat-32 has half of bfloat16's rate.
@@ -146,8 +146,8 @@ def estimate(setting: Setting) -> Speed | None:
     )
 
 
-def all_reduce(setting: Setting, size: int) -> float:
-    """Seconds of a ring all-reduce of `size` bytes in a group, 0 for one device."""
+def all_reduce(setting: Workload, size: int) -> float:
+    """Seconds of a query buffer all-reduce of `size` bytes in a group, 0 for one device."""
     count, gpu = setting.split, setting.gpu
     if count == 1 or not isinstance(gpu, Accelerator):
         return 0.0
@@ -157,30 +157,30 @@ def all_reduce(setting: Setting, size: int) -> float:
     return START + 2 * (count - 1) * (hop + size / count / link)
 
 
-def rows_read(setting: Setting) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Rows per kv head `[L]` that a decode step reads midway through an answer, and a tuple of filter layer indices."""
+def rows_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Entries per kv head `[L]` that a decode step reads midway through an answer, and a tuple of filter layer indices."""
     parts, layers, behind = setting.policy.composed, setting.config.layers, setting.new // 2
     planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
     # Budgets over layers that depend on the prompt are taken as uniform.
     kept = np.full(layers, float(planned.budget.mean()))
     if planned.rows is not None:
         kept = planned.rows.mean(axis=1)
-    reading = parts.reading(setting.config.windows, planned.slots)
+    reading = parts.reading(setting.config.sliding_windows, planned.padded_len)
     if parts.read.everything:
         grows = not parts.evicts
         period = parts.every or 2 * behind
-        # Recompressed caches hold half a period of new rows on average; evicting ones hold none once full.
+        # Recompressed caches hold half a period of new entries on average; evicting ones hold none once full.
         return kept + (min(behind, period // 2) if grows or parts.every else 0), ()
     whole = np.asarray([source == WHOLE for source in reading.sources])
     if reading.page:
-        # The bounds of a page are read like one row: a minimum and a maximum, in place of a key and a value.
+        # The bounds of a page are read like one entry: a minimum and a maximum, in place of a key and a value.
         held = kept + behind
         return np.where(whole, held, np.minimum(reading.width, held) + held / reading.page), ()
     read = np.where(whole, kept, np.minimum(reading.width, kept))
     return read + behind, tuple(reading.filters)
 
 
-def _weights_read(setting: Setting, held: int) -> tuple[int, int]:
+def _weights_read(setting: Workload, held: int) -> tuple[int, int]:
     """Bytes of the `held` parameters that a decode step reads, and that each token is multiplied by.
 
     With experts these are fewer: tokens are taken to choose different ones until all are chosen.
@@ -194,7 +194,7 @@ def _weights_read(setting: Setting, held: int) -> tuple[int, int]:
     return others + chosen * each, others + experts.chosen * each
 
 
-def prefill_work(setting: Setting, weights: float) -> tuple[float, float, float]:
+def prefill_work(setting: Workload, weights: float) -> tuple[float, float, float]:
     """FLOP of one device's prefill: products with `weights` parameters, attention, and scores that a policy adds."""
     local, parts, tokens = setting.local, setting.policy.composed, setting.context
     needs, again = parts.needs, 0.0

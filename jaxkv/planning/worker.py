@@ -13,15 +13,15 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.planning.compiled import CompiledProgram
 from jaxkv.planning.gpus import GPU
-from jaxkv.planning.programs import Work, abstract_model, prefill_calls, traced_loop
-from jaxkv.planning.setting import Setting
+from jaxkv.planning.setting import Workload
 from jaxkv.planning.tpus import TPU
+from jaxkv.planning.traced_programs import TraceInputs, abstract_model, prefill_calls, traced_loop
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh
 from jaxkv.sharding.record import weigh
 
 
-def described(setting: Setting) -> Any:
+def described(setting: Workload) -> Any:
     """Numpy array of JAX's descriptions of a setting's devices, for which programs can be compiled without them."""
     gpu = setting.gpu
     if isinstance(gpu, TPU):
@@ -39,8 +39,8 @@ def described(setting: Setting) -> Any:
 
 
 @contextlib.contextmanager
-def on_devices(setting: Setting) -> Iterator[Work]:
-    """Context manager that yields the `Work` to trace for a setting's GPUs or TPUs, which need not be there."""
+def on_devices(setting: Workload) -> Iterator[TraceInputs]:
+    """Context manager that yields the `TraceInputs` to trace for a setting's GPUs or TPUs, which need not be there."""
     devices = described(setting)
     axes = sharding = None
     if setting.gpus > 1:
@@ -51,7 +51,7 @@ def on_devices(setting: Setting) -> Iterator[Work]:
     else:
         mesh = Mesh(devices, ("x",))
         sharding = NamedSharding(mesh, PartitionSpec())
-    work = Work(
+    work = TraceInputs(
         flat=abstract_model(setting.config, setting.dtype, axes, weights=setting.weights),
         policy=setting.policy,
         # The last prompt is copied into groups that have one less.
@@ -86,7 +86,7 @@ def compiled_program(
     return made, compiled.as_text()
 
 
-def programs_of(setting: Setting) -> dict[str, Any]:
+def programs_of(setting: Workload) -> dict[str, Any]:
     """Compiles a setting's programs; returns a dict of `decode`, `prefill`, `weights`, or of `program` and `error`."""
     name, platform = f"such {setting.gpu.word}s", setting.gpu.platform
     try:

@@ -1,5 +1,6 @@
 """Policies: methods of papers, and the parts that they are composed of: scorers, budgets, ranks, mergers."""
 
+from jaxkv._checks import UnseenQuestionWarning
 from jaxkv.policies import methods
 from jaxkv.policies.attended import (
     AvgPool,
@@ -13,8 +14,7 @@ from jaxkv.policies.attended import (
 from jaxkv.policies.checks import Bytes, Share, Tokens
 from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
 from jaxkv.policies.gates import Gate
-from jaxkv.policies.head_shares import CurveBudgets, Importance
-from jaxkv.policies.heads import (
+from jaxkv.policies.head_budgets import (
     AdaptiveHeads,
     HeadBudgets,
     Order,
@@ -25,8 +25,9 @@ from jaxkv.policies.heads import (
     TwoStageHeads,
     UniformHeads,
 )
+from jaxkv.policies.head_shares import CurveBudgets, Importance
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layers import (
+from jaxkv.policies.layer_budgets import (
     Division,
     EntropyLayers,
     ExponentialLayers,
@@ -50,9 +51,9 @@ from jaxkv.policies.methods.quest import PagedReads
 from jaxkv.policies.methods.simlayerkv import LazyLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import Append, Evict, KeepAll, Recompress, Select
-from jaxkv.policies.policy import Method, Policy
+from jaxkv.policies.policy import CustomPolicy, Policy
 from jaxkv.policies.rank import Anew, ByAge, ByAttention, Rank
-from jaxkv.policies.reading import FilteredReads, LoadedReads, ReadAll, Reads, Selector
+from jaxkv.policies.reads import FilteredReads, LoadedReads, ReadAll, Reads, Selector
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import (
     BlockAttention,
@@ -123,7 +124,7 @@ __all__ = [
     "Merge",
     "Merged",
     "Merger",
-    "Method",
+    "Policy",
     "Metric",
     "Mode",
     "Needs",
@@ -134,7 +135,7 @@ __all__ = [
     "Order",
     "PagedReads",
     "Parts",
-    "Policy",
+    "CustomPolicy",
     "PoolOrder",
     "Position",
     "PreferenceLayers",
@@ -159,6 +160,7 @@ __all__ = [
     "Tokens",
     "TwoStageHeads",
     "Uniform01",
+    "UnseenQuestionWarning",
     "UniformHeads",
     "UniformLayers",
     "ValueMerge",

@@ -1,4 +1,4 @@
-"""Scorers by the attention that rows receive, and pooling of scores over neighbours."""
+"""Scorers by the attention that entries receive, and pooling of scores over neighbours."""
 
 import dataclasses
 import enum
@@ -17,7 +17,7 @@ from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Scorer, Scores
 
 
 class PoolOrder(enum.Enum):
-    """Enum of when scores are pooled over neighbouring rows: before (FIRST) or after (LAST) reduction over queries.
+    """Enum of when scores are pooled over neighbouring entries: before (FIRST) or after (LAST) reduction over queries.
 
     Published code has LAST, Ada-KV's text has FIRST.
     """
@@ -99,19 +99,19 @@ def _slide(
     half = kernel // 2
     pad = [(0, 0)] * (values.ndim - 1) + [(half, half)]
     padded = jnp.pad(values, pad, constant_values=empty)
-    slots = values.shape[-1]
-    result = padded[..., :slots]
+    padded_len = values.shape[-1]
+    result = padded[..., :padded_len]
     for shift in range(1, kernel):
-        result = combine(result, padded[..., shift : shift + slots])
+        result = combine(result, padded[..., shift : shift + padded_len])
     return result
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CumulativeAttention(Scorer):
-    """H2O's scorer: attention each row received from all queries, mean over query heads; with `mean`, divided by age.
+    """H2O's scorer: attention each entry received from all queries, mean over query heads; with `mean`, divided by age.
 
     Attributes:
-        mean: divide by the number of queries that could see the row (RoCo), so that early rows have no advantage.
+        mean: divide by the number of queries that could see the entry (RoCo), so that early entries have no advantage.
 
     References:
         Zhang et al., H2O: Heavy-Hitter Oracle, arXiv:2306.14048, section 4; D2O, arXiv:2406.13035, equation 7; for
@@ -131,11 +131,11 @@ class CumulativeAttention(Scorer):
         return ByAttention(mean=self.mean)
 
     def observe(self, seen: Observed) -> Scores:
-        """Attention `[B, K, S]` on rows, summed over queries, mean over the group."""
+        """Attention `[B, K, S]` on entries, summed over queries, mean over the group."""
         return seen.sums.mean(axis=2)
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Scores `[B, K, S]`: the attention received; with `mean`, divided by the row's age in queries."""
+        """Scores `[B, K, S]`: the attention received; with `mean`, divided by the entry's age in queries."""
         age = length[:, None] - jnp.arange(observed.shape[-1], dtype=jnp.int32)
         return self.rank.rank(observed, age[:, None])
 
@@ -174,7 +174,7 @@ class WindowScorer(Scorer):
         return Needs(queries=self.window)
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Scores `[B, K, S]`: observations pooled over neighbouring rows, the window's own columns left out."""
+        """Scores `[B, K, S]`: observations pooled over neighbouring entries, the window's own columns left out."""
         return self.pooling(
             observed, _before((length - self.window)[:, None, None], observed.shape[-1])
         )
@@ -182,7 +182,7 @@ class WindowScorer(Scorer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowAttention(WindowScorer):
-    """SnapKV's scorer: mean attention of the prompt's last `window` queries on each row, pooled over neighbours.
+    """SnapKV's scorer: mean attention of the prompt's last `window` queries on each entry, pooled over neighbours.
 
     Attributes:
         window: number of the prompt's last queries that are read.
@@ -203,7 +203,7 @@ class WindowAttention(WindowScorer):
         field(self, "order", choice, PoolOrder)
 
     def observe(self, seen: Observed) -> Scores:
-        """Window's attention `[B, K, S]` on each row: mean over queries, mean or max over heads; FIRST pools before."""
+        """Window's attention `[B, K, S]` on each entry: mean over queries, mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
             window_mean, of = backend_of(seen.implementation).window_mean, (seen.queries, seen.k)
             return window_mean(*of, seen.q_positions, seen.length, shaping=seen.shaping)
@@ -239,6 +239,6 @@ class WindowAttention(WindowScorer):
         return observed if self.order is PoolOrder.FIRST else super().scores(observed, length)
 
 
-def _before(end: Int[Array, "*rows 1"], slots: int) -> Bool[Array, "*rows S"]:
+def _before(end: Int[Array, "*rows 1"], padded_len: int) -> Bool[Array, "*rows S"]:
     """Boolean mask `[..., S]`, True at positions below `end`."""
-    return jnp.arange(slots, dtype=jnp.int32) < end
+    return jnp.arange(padded_len, dtype=jnp.int32) < end

@@ -10,16 +10,16 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv._checks import ENDLESS, FARTHEST, is_whole, plain, real, several, share_of, whole
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.cache.named_stores import STORES
 from jaxkv.cache.stores import Store
 
 Span = tuple[int, int]
-# Rows per kv head and layer (int), share of the prompt (float), bytes of a sequence's cache (str), or everything.
+# Entries per kv head and layer (int), share of the prompt (float), bytes of a sequence's cache (str), or everything.
 Budget = int | float | str | None
 
 _BYTES = re.compile(r"\s*(\d{1,15}(?:\.\d{1,15})?)\s*([kmgt]?)(i?)b\s*", re.IGNORECASE)
-_REMEDY = "give rows per head (an int), a share in (0, 1] (a float), or bytes such as '64MB'"
+_REMEDY = "give entries per head (an int), a share in (0, 1] (a float), or bytes such as '64MB'"
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -38,10 +38,10 @@ class _Amount:
 
 
 class Tokens(_Amount):
-    """Budget of so many rows per kv head and layer."""
+    """Budget of so many entries per kv head and layer."""
 
     def rows(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Rows of prompts: the budget, or all of shorter ones."""
+        """Entries of prompts: the budget, or all of shorter ones."""
         return np.minimum(self.value, lengths)
 
 
@@ -49,12 +49,12 @@ class Share(_Amount):
     """Budget of a share, in (0, 1], of each sequence's own prompt."""
 
     def rows(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Rows of prompts: the share's whole number, at least 1."""
+        """Entries of prompts: the share's whole number, at least 1."""
         return np.maximum(share_of(lengths, self.value), 1)
 
 
 class Bytes(_Amount):
-    """Budget of so many bytes of a sequence's cache, over all layers; `policy_for` makes it rows of a model."""
+    """Budget of so many bytes of a sequence's cache, over all layers; `policy_for` makes it entries of a model."""
 
     @property
     def given(self) -> str:
@@ -62,8 +62,8 @@ class Bytes(_Amount):
         return f"{self.value}B"
 
     def rows(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Raises ValueError: bytes are rows of one model."""
-        raise refusal("budget", self, "bytes are rows of one model: give rows, or a share")
+        """Raises ValueError: bytes are entries of one model."""
+        raise invalid("budget", self, "bytes are entries of one model: give entries, or a share")
 
 
 Kept = Tokens | Share | Bytes
@@ -104,7 +104,7 @@ def as_store(given: Any) -> str | type[Store]:
 
 
 def store_class(store: str | type[Store]) -> type[Store]:
-    """`Store` subclass that holds a policy's rows, for a store's name ("dense", say) or for the class itself."""
+    """`Store` subclass that holds a policy's entries, for a store's name ("dense", say) or for the class itself."""
     return STORES[store] if isinstance(store, str) else store
 
 

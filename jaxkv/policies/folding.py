@@ -1,4 +1,4 @@
-"""Mergers: D2O's `Merge` joins a dropped row to its most similar kept row, CaM's `ValueMerge` folds values forward."""
+"""Mergers: D2O's `Merge` joins a dropped entry to its most similar kept entry, CaM's `ValueMerge` folds values forward."""
 
 import dataclasses
 import enum
@@ -16,7 +16,7 @@ from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.sharding.collectives import any_of_devices, first, gathered, own
 from jaxkv.sharding.mesh import Axes
 
-# Dropped rows, and kept rows, that are compared at a time.
+# Dropped entries, and kept entries, that are compared at a time.
 _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
 
@@ -29,11 +29,11 @@ class Metric(enum.Enum):
 
 
 class Weights(enum.Enum):
-    """Enum of the weights in the average of a kept row and its dropped rows: SOFTMAX, AVERAGE or SCATTER_MEAN.
+    """Enum of the weights in the average of a kept entry and its dropped entries: SOFTMAX, AVERAGE or SCATTER_MEAN.
 
-    SOFTMAX weighs dropped rows by exp(cosine) and the kept row by e, over their sum; AVERAGE weighs all rows equally.
+    SOFTMAX weighs dropped entries by exp(cosine) and the kept entry by e, over their sum; AVERAGE weighs all entries equally.
 
-    SCATTER_MEAN adds dropped rows times their cosine and divides by their number and one: weights do not sum to one.
+    SCATTER_MEAN adds dropped entries times their cosine and divides by their number and one: weights do not sum to one.
     """
 
     SOFTMAX = "softmax"
@@ -49,9 +49,9 @@ class Scope(enum.Enum):
 
 
 class Decision(enum.Enum):
-    """Enum of the cosine that decides if a dropped row merges: its own (TOKEN) or a mean over heads (SHARED_POSITION).
+    """Enum of the cosine that decides if a dropped entry merges: its own (TOKEN) or a mean over heads (SHARED_POSITION).
 
-    SHARED_POSITION, as in published code, judges the i-th dropped rows of all heads together.
+    SHARED_POSITION, as in published code, judges the i-th dropped entries of all heads together.
     """
 
     TOKEN = "token"
@@ -60,19 +60,19 @@ class Decision(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(Merger):
-    """D2O's merger: a dropped row is averaged into its nearest kept row if their cosine reaches a running threshold.
+    """D2O's merger: a dropped entry is averaged into its nearest kept entry if their cosine reaches a running threshold.
 
     Attributes:
         beta: weight of the latest similarity in the running threshold.
         metric: `Metric`, or its value: cosines of keys or of values.
-        weights: `Weights`, or its value: how rows are joined.
+        weights: `Weights`, or its value: how entries are joined.
         scope: `Scope`, or its value: a threshold per head or per layer.
-        decision: `Decision`, or its value: rows that are judged together.
+        decision: `Decision`, or its value: entries that are judged together.
         threshold: a fixed threshold instead of the running one: -inf merges everything, +inf nothing.
 
     References:
         Wan et al., D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
-        Models, arXiv:2406.13035, equations 9 to 12; in 12 the dropped rows' weights are read per row, so that all sum
+        Models, arXiv:2406.13035, equations 9 to 12; in 12 the dropped entries' weights are read per row, so that all sum
         to one.
     """
 
@@ -102,7 +102,7 @@ class Merge(Merger):
 
     @property
     def needs_equal_heads(self) -> bool:
-        """True if all kv heads must drop the same number of rows: with `Decision.SHARED_POSITION`."""
+        """True if all kv heads must drop the same number of entries: with `Decision.SHARED_POSITION`."""
         return self.decision is Decision.SHARED_POSITION
 
     @property
@@ -112,7 +112,7 @@ class Merge(Merger):
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Tuple of the tensors whose cosines find a dropped row's nearest kept row: ("k",), ("v",) or ("k", "v")."""
+        """Tuple of the tensors whose cosines find a dropped entry's nearest kept entry: ("k",), ("v",) or ("k", "v")."""
         return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[
             Metric(self.metric)
         ]
@@ -127,15 +127,15 @@ class Merge(Merger):
         similarity: Float[Array, "B K N"],
         dropped: Bool[Array, "B K N"],
     ) -> Float[Array, "B K"]:
-        """Merge thresholds `[B, K]` after a running average with the mean cosine of rows dropped now (D2O, eq. 10).
+        """Merge thresholds `[B, K]` after a running average with the mean cosine of entries dropped now (D2O, eq. 10).
 
         Args:
             tau: thresholds so far; -inf where there was none yet.
-            similarity: cosine of each row and its nearest kept row.
-            dropped: mask of dropped rows.
+            similarity: cosine of each entry and its nearest kept entry.
+            dropped: mask of dropped entries.
 
         Returns:
-            The thresholds; unchanged where no row was dropped.
+            The thresholds; unchanged where no entry was dropped.
         """
         if self.scope is Scope.LAYER:
             axes: tuple[int, ...] = (1, 2)
@@ -154,19 +154,19 @@ class Merge(Merger):
         similarity: Float[Array, "B K N"],
         dropped: Bool[Array, "B K N"],
     ) -> Bool[Array, "B K N"]:
-        """Mask `[B, K, N]` of dropped rows to merge: those whose cosine reaches the threshold.
+        """Mask `[B, K, N]` of dropped entries to merge: those whose cosine reaches the threshold.
 
         Args:
             tau: thresholds, those dropped now counted in.
-            similarity: cosine of each row and its nearest kept row.
-            dropped: mask of dropped rows.
+            similarity: cosine of each entry and its nearest kept entry.
+            dropped: mask of dropped entries.
 
         Returns:
             The mask.
         """
         level = tau if self.threshold is None else jnp.full_like(tau, self.threshold)
         if self.decision is Decision.SHARED_POSITION:
-            # The i-th dropped row of every head, in order of position: a different token in each.
+            # The i-th dropped entry of every head, in order of position: a different token in each.
             order = jnp.argsort(~dropped, axis=-1, stable=True)
             together = jnp.take_along_axis(similarity, order, axis=-1).mean(axis=1, keepdims=True)
             rank = jnp.maximum(jnp.cumsum(dropped, axis=-1, dtype=jnp.int32) - 1, 0)
@@ -178,7 +178,7 @@ class Merge(Merger):
     def _decided(
         self, tau: Array | None, index: int, similarity: Array, dropped: Array, axes: Axes | None
     ) -> tuple[Array, Array]:
-        """Two arrays: merge thresholds, that of the `index`-th compared tensor updated; mask of rows to merge."""
+        """Two arrays: merge thresholds, that of the `index`-th compared tensor updated; mask of entries to merge."""
         assert tau is not None
         over = axes if self.across_heads else None
         level, similarity, dropped = (
@@ -191,13 +191,13 @@ class Merge(Merger):
     def shares(
         self, similarity: Float[Array, "..."]
     ) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
-        """Tuple of a merge's weights by cosine: dropped rows' in the sum, theirs in the divisor, kept row's in both.
+        """Tuple of a merge's weights by cosine: dropped entries' in the sum, theirs in the divisor, kept entry's in both.
 
         Args:
-            similarity: cosines of dropped rows and their nearest kept rows.
+            similarity: cosines of dropped entries and their nearest kept entries.
 
         Returns:
-            Each dropped row's weight in the sum of rows, its weight in the divisor, and the kept row's in both.
+            Each dropped entry's weight in the sum of entries, its weight in the divisor, and the kept entry's in both.
         """
         if self.weights is Weights.SOFTMAX:
             weight = jnp.exp(similarity)
@@ -216,9 +216,9 @@ class Merge(Merger):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Merges dropped rows whose cosine reaches the threshold into kept rows; returns `Merged`: k, v, thresholds.
+        """Merges dropped entries whose cosine reaches the threshold into kept entries; returns `Merged`: k, v, thresholds.
 
-        Rows are compared in blocks: memory is O(S).
+        Entries are compared in blocks: memory is O(S).
         """
         dropped = inside & ~kept
         given = {"k": k, "v": v}
@@ -240,7 +240,7 @@ class Merge(Merger):
         tau: Float[Array, "N K n"] | None,
         axes: Axes | None = None,
     ) -> Joined:
-        """Merges each segment's dropped row into its nearest row if cosines allow; `Joined`: mask, rows, thresholds."""
+        """Merges each segment's dropped entry into its nearest row if cosines allow; `Joined`: mask, entries, thresholds."""
         tau, joins = self._decided(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.shares(cosine)
         new = {
@@ -251,7 +251,7 @@ class Merge(Merger):
         return Joined(joins[..., 0], new.get("k"), new.get("v"), tau)
 
     def _join(self, rows: Array, similarity: Array, nearest: Array, joins: Array) -> Array:
-        """Keys or values `[B, K, S, D]` after dropped rows in mask `joins` were averaged into their nearest rows."""
+        """Keys or values `[B, K, S, D]` after dropped entries in mask `joins` were averaged into their nearest entries."""
         add, divide, own = self.shares(similarity)
         add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
 
@@ -277,18 +277,18 @@ def unit(rows: Float[Array, "*n D"], least: float = 1e-6) -> Float[Array, "*n D"
 def nearest_kept(
     rows: Float[Array, "B K S D"], kept: Bool[Array, "B K S"], dropped: Bool[Array, "B K S"]
 ) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"]]:
-    """Tuple of each dropped row's largest cosine `[B, K, S]` to a kept row of its head, and this row's index; else 0.
+    """Tuple of each dropped entry's largest cosine `[B, K, S]` to a kept entry of its head, and this entry's index; else 0.
 
-    Rows are compared in blocks: the matrix of all cosines is never in memory. Heads that drop rows keep at least one;
-    rows that are not dropped get 0 and 0. Ties go to the lowest index.
+    Entries are compared in blocks: the matrix of all cosines is never in memory. Heads that drop entries keep at least one;
+    entries that are not dropped get 0 and 0. Ties go to the lowest index.
     """
-    batch, heads, slots, dim = rows.shape
-    take, across = min(_DROPPED_BLOCK, slots), min(_KEPT_BLOCK, slots)
-    index = jnp.arange(slots, dtype=jnp.int32)
+    batch, heads, padded_len, dim = rows.shape
+    take, across = min(_DROPPED_BLOCK, padded_len), min(_KEPT_BLOCK, padded_len)
+    index = jnp.arange(padded_len, dtype=jnp.int32)
 
     def head(inputs):
         rows, kept, dropped = inputs
-        # Kept rows first, then dropped ones, each in order.
+        # Kept entries first, then dropped ones, each in order.
         order = jnp.argsort(jnp.where(kept, 0, jnp.where(dropped, 1, 2)), stable=True).astype(
             jnp.int32
         )
@@ -297,12 +297,12 @@ def nearest_kept(
         units = unit(rows[order])
 
         def block(number, found):
-            begin = jnp.minimum(count + number * take, slots - take)
+            begin = jnp.minimum(count + number * take, padded_len - take)
             mine = lax.dynamic_slice_in_dim(units, begin, take)
 
             def compare(number, best):
                 top, at = best
-                first = jnp.minimum(number * across, slots - across)
+                first = jnp.minimum(number * across, padded_len - across)
                 column = first + jnp.arange(across, dtype=jnp.int32)
                 others = lax.dynamic_slice_in_dim(units, first, across)
                 cosine = lax.dot_general(
@@ -310,7 +310,7 @@ def nearest_kept(
                 )
                 cosine = jnp.where(column < count, cosine, -jnp.inf)
                 most = cosine.max(axis=1)
-                lowest = jnp.where(cosine == most[:, None], column, slots).min(axis=1)
+                lowest = jnp.where(cosine == most[:, None], column, padded_len).min(axis=1)
                 return jnp.where(most > top, most, top), jnp.where(most > top, lowest, at)
 
             none = (jnp.full((take,), -jnp.inf, jnp.float32), jnp.zeros((take,), jnp.int32))
@@ -320,16 +320,16 @@ def nearest_kept(
                 for a, b in zip(found, best, strict=True)
             )
 
-        nothing = (jnp.zeros((slots,), jnp.float32), jnp.zeros((slots,), jnp.int32))
+        nothing = (jnp.zeros((padded_len,), jnp.float32), jnp.zeros((padded_len,), jnp.int32))
         cosine, at = lax.fori_loop(0, (end - count + take - 1) // take, block, nothing)
-        place = jnp.zeros((slots,), jnp.int32).at[order].set(index, unique_indices=True)
+        place = jnp.zeros((padded_len,), jnp.int32).at[order].set(index, unique_indices=True)
         back = cosine[place]
         return jnp.where(dropped, back, 0.0), jnp.where(dropped, order[at[place]], 0)
 
     cosine, at = lax.map(
         head, tuple(each.reshape(batch * heads, *each.shape[2:]) for each in (rows, kept, dropped))
     )
-    return cosine.reshape(batch, heads, slots), at.reshape(batch, heads, slots)
+    return cosine.reshape(batch, heads, padded_len), at.reshape(batch, heads, padded_len)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -339,7 +339,7 @@ class ValueMerge(Merger):
     Attributes:
         window: number of following tokens that take a share each; the policy's window.
         start: first share of the prompt whose values are not folded.
-        expected: multiply by the probability instead of drawing.
+        expected: multiply by the probability instead of sampling.
 
     References:
         Zhang et al., CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024, section 4, in the form of
@@ -360,8 +360,8 @@ class ValueMerge(Merger):
         field(self, "expected", flag)
 
     @property
-    def draws(self) -> bool:
-        """True if `merge` draws random numbers; False with `expected`, which multiplies by the probability."""
+    def uses_key(self) -> bool:
+        """True if `merge` uses random numbers; False with `expected`, which multiplies by the probability."""
         return not self.expected
 
     def merge(
@@ -375,8 +375,8 @@ class ValueMerge(Merger):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Returns `Merged` with part of each value added to the next `window` values if rows drop; keys unchanged."""
-        batch, heads, slots, _ = v.shape
+        """Returns `Merged` with part of each value added to the next `window` values if entries drop; keys unchanged."""
+        batch, heads, padded_len, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:
             head = head + first("K", heads, axes)
@@ -384,13 +384,13 @@ class ValueMerge(Merger):
         each = jax.vmap(
             lambda k, at: jax.random.uniform(jax.random.fold_in(k, at)), in_axes=(None, 0)
         )
-        draws = jax.vmap(each, in_axes=(0, None))(keys, jnp.arange(slots, dtype=jnp.int32))
+        uses_key = jax.vmap(each, in_axes=(0, None))(keys, jnp.arange(padded_len, dtype=jnp.int32))
         length = inside.sum(axis=-1, dtype=jnp.int32)
         fold = jax.vmap(jax.vmap(self._fold), in_axes=(0, 0, 0, None))
-        if slots <= self.window:
+        if padded_len <= self.window:
             return Merged(k, v, tau)
         drops = any_of_devices((inside & ~kept).any(axis=(1, 2)), "K", axes)[:, None, None, None]
-        return Merged(k, jnp.where(drops, fold(v, mass, length, draws), v), tau)
+        return Merged(k, jnp.where(drops, fold(v, mass, length, uses_key), v), tau)
 
     @partial(jax.jit, static_argnums=0)
     def _fold(
@@ -398,16 +398,16 @@ class ValueMerge(Merger):
         v: Float[Array, "S D"],
         mass: Float[Array, " S"],
         length: Array,
-        draws: Float[Array, " S"],
+        uses_key: Float[Array, " S"],
     ):
         """Values `[S, D]` of a kv head after each (kept or not) added by chance a share to the next `window` values."""
-        slots, window = v.shape[0], self.window
-        index = jnp.arange(slots, dtype=jnp.int32)
+        padded_len, window = v.shape[0], self.window
+        index = jnp.arange(padded_len, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)
         begin = -(-(length * share.numerator) // share.denominator)
         first_top = jnp.where(index < begin, mass, 0.0).max()
         padded = jnp.pad(mass, (0, window - 1))
-        # The largest of each row and the window - 1 rows after it.
+        # The largest of each entry and the window - 1 entries after it.
         around = lax.reduce_window(padded, 0.0, lax.max, (window,), (1,), "VALID")
         top = jnp.maximum(first_top, around)
         chance = jnp.where(
@@ -415,7 +415,7 @@ class ValueMerge(Merger):
             jnp.clip(mass / jnp.where(top > 0, top, 1.0), 0, 1),
             jnp.where(mass > 0, 1.0, 0.0),
         )
-        factor = chance if self.expected else (draws < chance).astype(jnp.float32)
+        factor = chance if self.expected else (uses_key < chance).astype(jnp.float32)
         acts = (index >= begin) & (index + window < length)
         factor = jnp.where(acts, factor, 0.0) / window
 

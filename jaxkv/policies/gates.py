@@ -1,4 +1,4 @@
-"""`Gate`, a trained model's scores of rows from hidden states: read from safetensors files, compared by content."""
+"""`Gate`, a trained model's scores of entries from hidden states: read from safetensors files, compared by content."""
 
 import abc
 import dataclasses
@@ -18,7 +18,7 @@ Kind = TypeVar("Kind", bound="Gate")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gate(FileArrays):
-    """Base of trained gates, which score rows from hidden states: sizes L, K, E, each layer's weights, and a digest.
+    """Base of trained gates, which score entries from hidden states: sizes L, K, E, each layer's weights, and a digest.
 
     Programs take the weights as arrays.
 
@@ -69,7 +69,7 @@ class Gate(FileArrays):
 
     @abc.abstractmethod
     def scores(self, weights: Any, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Float32 scores `[B, K, S]` of rows, by a layer's weights from normed hidden states `[B, S, E]`; abstract.
+        """Float32 scores `[B, K, S]` of entries, by a layer's weights from normed hidden states `[B, S, E]`; abstract.
 
         Args:
             weights: of the layer.

@@ -1,4 +1,4 @@
-"""Numbers of heads, by which HeadKV, DuoAttention and LU-KV divide rows: from tables and from files as published."""
+"""Numbers of heads, by which HeadKV, DuoAttention and LU-KV divide entries: from tables and from files as published."""
 
 import json
 import math
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxkv._checks import shortened
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 
 # A model has thousands of heads; published files say some numbers of each.
 _MOST_BYTES = 32 << 20
@@ -62,10 +62,10 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
 
 
 def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """LU-KV's shares of rows to drop by head, as tuples `[count][L][K]`, of a table or .npy file; ValueError if unfit.
+    """LU-KV's shares of entries to drop by head, as tuples `[count][L][K]`, of a table or .npy file; ValueError if unfit.
 
     Raises ValueError, which names `field`, for files that cannot be read, and for anything but `count` tables of
-    numbers from 0 to 1, in each of which some head keeps a share of its rows.
+    numbers from 0 to 1, in each of which some head keeps a share of its entries.
     """
     remedy = f"give {count} tables of a number from 0 to 1, not 1 alone, for each layer and kv head"
     table = given
@@ -104,7 +104,7 @@ def _read(
         return load(path)
     except Exception as error:  # numpy raises errors of ten kinds for damaged headers
         told = f"it cannot be read ({shortened(str(error))}): {remedy}"
-        raise refusal(field, given, told) from None
+        raise invalid(field, given, told) from None
 
 
 def _text(path: Path) -> str:

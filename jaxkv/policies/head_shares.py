@@ -8,10 +8,10 @@ from jaxtyping import Array, Bool, Float
 
 from jaxkv._checks import field, real
 from jaxkv._errors import require
-from jaxkv.models.config import ModelConfig, Windows
+from jaxkv.models.config import ModelConfig, SlidingWindows
+from jaxkv.policies.head_budgets import HeadBudgets, ScoredRows
 from jaxkv.policies.head_scores import as_head_scores
-from jaxkv.policies.heads import HeadBudgets, ScoredRows
-from jaxkv.policies.layers import Division, LayerBudgets, Table, round_remainders
+from jaxkv.policies.layer_budgets import Division, LayerBudgets, Table, round_remainders
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.topk import count, top
 
@@ -20,11 +20,11 @@ _PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Importance(OfModel, LayerBudgets, HeadBudgets):
-    """HeadKV's layer and head budgets: rows in proportion to each head's share by importance `scores`; exact sums.
+    """HeadKV's layer and head budgets: entries in proportion to each head's share by importance `scores`; exact sums.
 
-    Layers get the sum of their heads' shares in whole rows per kv head; kv heads the sum of their query heads', in
-    parts of 1/32768 of the layer. What a head has no rows for goes to its layer's others, by score. The published code
-    budgets query heads one by one, rounds the part that goes by scores down, and drops what a head has no rows for.
+    Layers get the sum of their heads' shares in whole entries per kv head; kv heads the sum of their query heads', in
+    parts of 1/32768 of the layer. What a head has no entries for goes to its layer's others, by score. The published code
+    budgets query heads one by one, rounds the part that goes by scores down, and drops what a head has no entries for.
     `scores` are of all layers of the model; those of layers with a window, which share in no budget, are ignored.
     """
 
@@ -37,10 +37,12 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
 
     def __post_init__(self) -> None:
         field(self, "scores", as_head_scores)
-        field(self, "beta", real, "give 1 (all rows go by the scores) or more", low=1.0, high=1e30)
+        field(
+            self, "beta", real, "give 1 (all entries go by the scores) or more", low=1.0, high=1e30
+        )
 
     def shares(self) -> Float[np.ndarray, "L H"]:
-        """Share of all rows for each head `[L, H]`, of sum 1: 1/beta in proportion to scores, the others evenly."""
+        """Share of all entries for each head `[L, H]`, of sum 1: 1/beta in proportion to scores, the others evenly."""
         scores = np.asarray(self.scores)
         return (1 - 1 / self.beta) / scores.size + scores / scores.sum() / self.beta
 
@@ -61,8 +63,8 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
     def require_fits(self, config: ModelConfig) -> None:
         """Raises ValueError unless each of the model's layers has a score for each kv head, or for each query head."""
         self.require_sizes(layers=config.layers)
-        if any(config.windows):
-            self.among(config.windows)
+        if any(config.sliding_windows):
+            self.among(config.sliding_windows)
         remedy = f"the model has {config.kv_heads} kv heads and {config.heads} query heads: give {self.wanted}"
         require(
             self.heads in (config.kv_heads, config.heads),
@@ -71,24 +73,24 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
             remedy,
         )
 
-    def among(self, windows: Windows) -> "Importance":
+    def among(self, sliding_windows: SlidingWindows) -> "Importance":
         """Copy with the scores of the layers without a window alone; ValueError if all of these are 0."""
-        self.require_sizes(layers=len(windows))
+        self.require_sizes(layers=len(sliding_windows))
         assert not isinstance(self.scores, str)
         scores = tuple(
-            row for row, width in zip(self.scores, windows, strict=True) if width is None
+            row for row, width in zip(self.scores, sliding_windows, strict=True) if width is None
         )
         remedy = "all are 0 in the layers without a window: give one of these more"
         require(any(map(any, scores)), self.of_field, f"of {len(scores)} layers", remedy)
         return dataclasses.replace(self, scores=scores)
 
     def rows(self, of: Division) -> Table:
-        """Rows per kv head `[L, N]`: the forced rows, and the layer's share of all other rows of the budget."""
+        """Entries per kv head `[L, N]`: the forced entries, and the layer's share of all other entries of the budget."""
         self.require_sizes(layers=of.layers)
         return of.divided(of.xp.asarray(self.shares().sum(axis=1)[:, None]))
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base rows."""
+        """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base entries."""
         shares, heads = self.shares(), rows.scores.shape[1]
         self.require_sizes(heads=heads)
         each = (
@@ -111,7 +113,7 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurveBudgets(Importance):
-    """LU-KV's layer and head budgets: rows in proportion to the share of rows that each head keeps by its curve."""
+    """LU-KV's layer and head budgets: entries in proportion to the share of entries that each head keeps by its curve."""
 
     of_field = "curves"
     wanted = "curves for each layer and kv head of this model"

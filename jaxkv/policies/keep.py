@@ -1,4 +1,4 @@
-"""`Keep`, the rows of a prompt that stay whatever their score: sinks, observation window, protected spans."""
+"""`Keep`, the entries of a prompt that stay whatever their score: sinks, observation window, protected spans."""
 
 import dataclasses
 import operator
@@ -15,13 +15,13 @@ from jaxkv.policies.checks import Span, as_spans
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Settings of rows kept whatever their score: sinks, observation window, protected spans, share of recent rows.
+    """Settings of entries kept whatever their score: sinks, observation window, protected spans, share of recent entries.
 
     Attributes:
         sinks: first positions.
         window: last positions of the prompt.
         protect: spans `(start, stop)` of the prompt's positions, with Python's slice meaning on each sequence.
-        recent: share of a layer's rows, those that stay anyway left out, that goes to the most recent tokens.
+        recent: share of a layer's entries, those that stay anyway left out, that goes to the most recent tokens.
     """
 
     sinks: int = 0
@@ -32,36 +32,34 @@ class Keep:
     def __post_init__(self) -> None:
         field(self, "sinks", whole, "give 0 or more first tokens", least=0)
         field(self, "window", whole, "give 0 or more last tokens", least=0)
-        remedy = (
-            "give the share of a layer's rows, between 0 and 1; a number of last tokens is window="
-        )
+        remedy = "give the share of a layer's entries, between 0 and 1; a number of last tokens is window="
         field(self, "recent", real, remedy, high=1.0)
         field(self, "protect", as_spans)
 
-    def mask(self, lengths: Any, slots: int) -> Any:
-        """Mask `[B, S]` of a prompt's rows that are always kept; does not include the share `recent`.
+    def mask(self, lengths: Any, padded_len: int) -> Any:
+        """Mask `[B, S]` of a prompt's entries that are always kept; does not include the share `recent`.
 
         Args:
             lengths: `[B]` tokens of each prompt: numbers on the host, or a JAX array, which may be traced.
-            slots: S.
+            padded_len: S.
 
         Returns:
             `bool[B, S]`, of numpy or JAX as the lengths are.
         """
         xp = namespace(lengths)
         length = xp.asarray(lengths)[:, None]
-        position = xp.arange(slots, dtype=xp.int32)
+        position = xp.arange(padded_len, dtype=xp.int32)
         return _inside(position, self._spans(length, length)) & (position < length)
 
     def counts(self, lengths: Any, prompts: Any = None) -> Any:
-        """Number `[N]` of rows always kept in each of N texts of these lengths; does not include the share `recent`.
+        """Number `[N]` of entries always kept in each of N texts of these lengths; does not include the share `recent`.
 
         Args:
             lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
             prompts: `[N]` tokens of each text's prompt, of whose positions spans speak; the text's by default.
 
         Returns:
-            `[N]` rows, of numpy or JAX as the lengths are.
+            `[N]` entries, of numpy or JAX as the lengths are.
         """
         xp = namespace(lengths)
         lengths = lengths if xp is jnp else np.asarray(lengths, np.int64)
@@ -80,10 +78,10 @@ class Keep:
         return count
 
     def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Mask, of the shape of `pos`, of positions that are sinks or lie in protected spans; without the window.
+        """Mask, of the shape of `pos`, of positions that are sinks or are in protected spans; without the window.
 
         Args:
-            pos: positions of rows.
+            pos: positions of entries.
             prompt: tokens of their prompts.
 
         Returns:
@@ -97,11 +95,11 @@ class Keep:
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
             first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
-            # Spans are of the prompt: tokens drawn after a short prompt are no part of them.
+            # Spans are of the prompt: tokens sampled after a short prompt are no part of them.
             spans.append((first, last if stop < 0 else namespace(prompt).minimum(last, prompt)))
         return spans
 
 
 def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
-    """Boolean mask of the shape of `position`, True where a position lies in any of the spans `(first, last + 1)`."""
+    """Boolean mask of the shape of `position`, True where a position is in any of the spans `(first, last + 1)`."""
     return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))

@@ -1,4 +1,4 @@
-"""`Merger`, the base of what folds dropped rows into kept ones; and its arguments and results."""
+"""`Merger`, the base of what folds dropped entries into kept ones; and its arguments and results."""
 
 import math
 from typing import Any, NamedTuple
@@ -17,8 +17,8 @@ class Merged(NamedTuple):
     """Result of `Merger.merge`: all keys and values of a layer, the kept ones changed, and the running thresholds.
 
     Attributes:
-        k: `[B, K, S, D]` keys, kept rows changed.
-        v: `[B, K, S, D]` values likewise.
+        k: `[B, K, S, D]` keys, kept entries changed.
+        v: `[B, K, S, D]` values as well.
         tau: `f32[B, K, n]` thresholds, or None.
     """
 
@@ -40,12 +40,12 @@ class Row(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Result of `Merger.merge_one`: mask of kept rows that change, their new keys and values, and the thresholds.
+    """Result of `Merger.merge_one`: mask of kept entries that change, their new keys and values, and the thresholds.
 
     Attributes:
-        joins: `bool[N, K]` where the kept row changes.
-        k: `f32[N, K, D]` the kept rows' new keys; None leaves all keys unchanged.
-        v: `f32[N, K, D]` the kept rows' new values; None likewise.
+        joins: `bool[N, K]` where the kept entry changes.
+        k: `f32[N, K, D]` the kept entries' new keys; None leaves all keys unchanged.
+        v: `f32[N, K, D]` the kept entries' new values; None as well.
         tau: `f32[N, K, n]` thresholds from now on; None without any.
     """
 
@@ -56,12 +56,12 @@ class Joined(NamedTuple):
 
 
 class Merger:
-    """Base of what merges dropped rows into kept ones: `merge` a layer's, `merge_one` single rows while decoding.
+    """Base of what merges dropped entries into kept ones: `merge` a layer's, `merge_one` single entries while decoding.
 
     Subclass it in a frozen dataclass and write `merge`.
 
-    A merger that says what rows are compared by (`compares`) goes on while tokens are drawn: its `merge_one` is then
-    called for every row that is dropped.
+    A merger that says what entries are compared by (`compares`) goes on while tokens are sampled: its `merge_one` is then
+    called for every entry that is dropped.
 
     On a mesh both are called on every device, for the kv heads that lie there. A merger whose heads look at one another
     says so with `across_heads`.
@@ -74,7 +74,7 @@ class Merger:
 
     @property
     def needs_equal_heads(self) -> bool:
-        """True if all kv heads of a layer must drop the same number of rows."""
+        """True if all kv heads of a layer must drop the same number of entries."""
         return False
 
     @property
@@ -88,15 +88,15 @@ class Merger:
         return False
 
     @property
-    def draws(self) -> bool:
-        """True if `merge` draws random numbers from its argument `key`."""
+    def uses_key(self) -> bool:
+        """True if `merge` uses random numbers from its argument `key`."""
         return False
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Names of tensors ("k", "v") whose cosines find the row that an evicted row joins; () if only prompts merge.
+        """Names of tensors ("k", "v") whose cosines find the entry that an evicted entry joins; () if only prompts merge.
 
-        With () it merges prompts, and caches that are compressed again; rows dropped one by one are then not merged.
+        With () it merges prompts, and caches that are recompressed; entries dropped one by one are then not merged.
         """
         return ()
 
@@ -110,19 +110,19 @@ class Merger:
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
     ) -> Merged:
-        """Merges all dropped rows of a layer into its kept ones; returns `Merged`: all keys and values, the thresholds.
+        """Merges all dropped entries of a layer into its kept ones; returns `Merged`: all keys and values, the thresholds.
 
         Args:
             k: keys, in order of position.
             v: values.
-            kept: mask of rows that stay.
-            inside: mask of rows that are no padding.
-            mass: the scorer's `observe` of each row.
+            kept: mask of entries that stay.
+            inside: mask of entries that are no padding.
+            mass: the scorer's `observe` of each entry.
             tau: thresholds so far; -inf where there was none yet.
-            key: random key, for mergers that draw.
+            key: random key, for mergers that sample.
 
         Returns:
-            The rows and thresholds.
+            The entries and thresholds.
         """
         raise NotImplementedError
 
@@ -135,18 +135,18 @@ class Merger:
         goes: Bool[Array, "N K"],
         tau: Float[Array, "N K n"] | None,
     ) -> Joined:
-        """Merges one dropped row per segment into its nearest kept row while decoding; `Joined`, by default no change.
+        """Merges one dropped entry per segment into its nearest kept entry while decoding; `Joined`, by default no change.
 
         Args:
             index: position in `compares` of what found the nearest row.
-            cosine: cosine of the dropped row and the nearest one.
-            dropped: the dropped row.
-            nearest: the kept row.
-            goes: mask of segments that drop a row; elsewhere the other arguments hold anything, and nothing may change.
+            cosine: cosine of the dropped entry and the nearest one.
+            dropped: the dropped entry.
+            nearest: the kept entry.
+            goes: mask of segments that drop an entry; elsewhere the other arguments hold anything, and nothing may change.
             tau: thresholds so far; -inf where there was none yet.
 
         Returns:
-            The kept row's change. All kv heads of a layer that are here are given together: they may decide together.
+            The kept entry's change. All kv heads of a layer that are here are given together: they may decide together.
         """
         return Joined(jnp.zeros_like(goes), None, None, tau)
 

@@ -1,4 +1,4 @@
-"""Values that belong to one model: `OfModel` refuses other models by their sizes, `FileArrays` are read from a file."""
+"""Values that belong to one model: `OfModel` rejects other models by their sizes, `FileArrays` are read from a file."""
 
 import abc
 import dataclasses
@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.checkpoints.safetensors_files import read_header, tensors
 from jaxkv.models.config import ModelConfig
@@ -92,7 +92,7 @@ class FileArrays(OfModel, abc.ABC):
         try:
             return cls.of_tensors(tensors(path) if path.is_dir() else read_header(path))
         except (OSError, ValueError) as error:
-            raise refusal(
+            raise invalid(
                 name, os.fspath(given), f"no {cls.__name__} in it: {error}: give {cls.wanted}"
             ) from None
 
@@ -160,7 +160,7 @@ class NamedTensors:
         read = stored.read(())
         if not jnp.issubdtype(read.dtype, np.floating):
             raise ValueError(f"tensor {whole} is of {read.dtype}, not of floating-point numbers")
-        # A number that float32 does not have becomes infinite, and is refused below.
+        # A number that float32 does not have becomes infinite, and is rejected below.
         with np.errstate(over="ignore"):
             array = np.asarray(read, np.float32)
         if not np.isfinite(array).all():

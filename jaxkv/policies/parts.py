@@ -11,9 +11,9 @@ from jaxkv._checks import brief, field, instance, namespace, share_of
 from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
 from jaxkv.cache.stores import Dense, Store
-from jaxkv.models.config import ModelConfig, Windows
+from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.checks import Kept, Share, Tokens, as_store, store_class
-from jaxkv.policies.heads import (
+from jaxkv.policies.head_budgets import (
     HeadBudgets,
     Order,
     inner_budgets,
@@ -21,27 +21,27 @@ from jaxkv.policies.heads import (
     threshold_of,
 )
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layers import Counts, FromScores, LayerBudgets, Table
+from jaxkv.policies.layer_budgets import Counts, FromScores, LayerBudgets, Table
 from jaxkv.policies.merger import Merger
 from jaxkv.policies.phases import After, Append, Evict, KeepAll, Recompress, Select
 from jaxkv.policies.rank import Anew, Rank
-from jaxkv.policies.reading import ReadAll, Reading, Reads
+from jaxkv.policies.reads import ReadAll, Reading, Reads
 from jaxkv.policies.scorer import Needs, Scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ongoing:
-    """Static config of compression while decoding: eviction, rank, merger and kept rows; independent of budgets.
+    """Static config of compression while decoding: eviction, rank, merger and kept entries; independent of budgets.
 
-    Without arguments that of policies which only append new rows.
+    Without arguments that of policies which only append new entries.
 
     Attributes:
-        compresses: False if new rows are only appended; the other fields are then not read.
-        evicts: True if after each token segments above their limit lose the row of lowest rank.
+        compresses: False if new entries are only appended; the other fields are then not read.
+        evicts: True if after each token segments above their limit lose the entry of lowest rank.
         rank: how scores change.
         one_set: True if all kv heads of a layer hold the same positions, and drop the same row.
         keep: first positions and spans that are never dropped.
-        merge: the merger of dropped rows; None drops them.
+        merge: the merger of dropped entries; None drops them.
         queries: number of last queries to remember, for scorers that are asked again.
     """
 
@@ -55,12 +55,12 @@ class Ongoing:
 
     @property
     def scored(self) -> bool:
-        """True if the cache stores a score for each row while decoding."""
+        """True if the cache stores a score for each entry while decoding."""
         return self.rank.scored
 
     @property
     def attends(self) -> bool:
-        """True if the attention that rows receive while decoding changes their scores."""
+        """True if the attention that entries receive while decoding changes their scores."""
         return self.scored and self.rank.decay is not None
 
 
@@ -71,8 +71,8 @@ class Parts:
     Attributes:
         select: what is kept of a prompt: `KeepAll()` or `Select(...)`.
         after: what follows the prompt: `Append()`, `Evict(...)` or `Recompress(...)`.
-        read: what layers read while tokens are drawn: `ReadAll()`, or less than everything.
-        store: how rows are held: a subclass of `jaxkv.cache.Store`.
+        read: what layers read while tokens are sampled: `ReadAll()`, or less than everything.
+        store: how entries are held: a subclass of `jaxkv.cache.Store`.
     """
 
     select: KeepAll | Select = KeepAll()
@@ -98,7 +98,7 @@ class Parts:
         if isinstance(self.select, Select):
             self.read.check_over(self.select, self.after)
             self.after.check_over(self.select)
-        remedy = "rows in host memory, or read in chunks, are held as the model computes them: leave it out"
+        remedy = "entries in host memory, or read in chunks, are held as the model computes them: leave it out"
         held = self.store is Dense or not self.read.whole_prompts
         require(held, "store", self.store.__name__, remedy)
 
@@ -107,7 +107,7 @@ class Parts:
         """Makes `Parts` of their fields, and of those of `Select`, by name.
 
         Args:
-            scorer: which rows matter; None keeps everything.
+            scorer: which entries matter; None keeps everything.
             **parts: the fields; without a scorer those of `Select` may say nothing.
 
         Returns:
@@ -133,22 +133,22 @@ class Parts:
 
     @property
     def drops(self) -> bool:
-        """True if rows of prompts are chosen by a scorer; False if all are kept."""
+        """True if entries of prompts are chosen by a scorer; False if all are kept."""
         return isinstance(self.select, Select)
 
     @property
     def scorer(self) -> Scorer:
-        """Scorer of rows; asks for nothing, and is not called, where all rows are kept."""
+        """Scorer of entries; asks for nothing, and is not called, where all entries are kept."""
         return self.select.scorer
 
     @property
     def budget(self) -> Kept | None:
-        """Rows to keep; None for everything, or what `layers` say by themselves."""
+        """Entries to keep; None for everything, or what `layers` say by themselves."""
         return self.select.budget
 
     @property
     def keep(self) -> Keep:
-        """Rows that are kept whatever their score, as `Keep`."""
+        """Entries that are kept whatever their score, as `Keep`."""
         return self.select.keep
 
     @property
@@ -163,7 +163,7 @@ class Parts:
 
     @property
     def merge(self) -> Merger | None:
-        """The merger that folds dropped rows into kept ones; None drops them."""
+        """The merger that folds dropped entries into kept ones; None drops them."""
         return self.select.merge
 
     @property
@@ -180,33 +180,35 @@ class Parts:
         """Raises ValueError if a part's method `require_fits(config)` does, as for a gate of another model."""
         for part in (self.scorer, self.layers, inner_budgets(self.heads), self.read):
             part.require_fits(config)
-        if any(config.windows):
-            self.require_fits_windows(config.windows)
+        if any(config.sliding_windows):
+            self.require_fits_windows(config.sliding_windows)
 
-    def require_fits_windows(self, windows: Windows) -> None:
+    def require_fits_windows(self, sliding_windows: SlidingWindows) -> None:
         """Raises ValueError if the policy rolls positions, has nothing to choose from, or its tables name windows."""
-        whole = [layer for layer, width in enumerate(windows) if width is None]
+        whole = [layer for layer, width in enumerate(sliding_windows) if width is None]
         remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"
         chooses = self.scorer if self.drops else self.read
         plain = not self.drops and self.read.everything
         require(bool(whole) or plain, "policy", chooses, remedy)
-        remedy = (
-            "some layers of this model have windows, and this is not built for them: leave it out"
-        )
+        remedy = "some layers of this model have windows, and this is not supported for them: leave it out"
         require(not self.rolling, "rolling", self.rolling, remedy)
-        self.among(windows)
+        self.among(sliding_windows)
 
-    def among(self, windows: Windows) -> "Parts":
+    def among(self, sliding_windows: SlidingWindows) -> "Parts":
         """`Parts` as for a model of the layers without a window alone: tables by layer are cut; the same without any.
 
-        `windows` are `ModelConfig.windows`. ValueError if a table names layers with windows, or nothing but these.
+        `sliding_windows` are `ModelConfig.sliding_windows`. ValueError if a table names layers with windows, or nothing but these.
         """
-        return _cut_to_whole(self, windows) if any(windows) and None in windows else self
+        return (
+            _cut_to_whole(self, sliding_windows)
+            if any(sliding_windows) and None in sliding_windows
+            else self
+        )
 
-    def unlimited(self, windows: Windows) -> Bool[np.ndarray, " L"]:
-        """Mask of layers that gain a row at each token without an end: the policy's, and those of `config.windows`."""
-        mask = np.asarray([width is not None for width in windows])
-        mask[~mask] = self.among(windows).layers.unlimited(windows.count(None))
+    def unlimited(self, sliding_windows: SlidingWindows) -> Bool[np.ndarray, " L"]:
+        """Mask of layers that gain an entry at each token without an end: the policy's, and those of `config.sliding_windows`."""
+        mask = np.asarray([width is not None for width in sliding_windows])
+        mask[~mask] = self.among(sliding_windows).layers.unlimited(sliding_windows.count(None))
         return mask
 
     @property
@@ -217,13 +219,13 @@ class Parts:
         return Layout.EQUAL if self.heads.uniform else Layout.RAGGED
 
     @property
-    def claims(self) -> bool:
-        """True if rows per layer depend on weights computed from each layer's attention, not on lengths alone."""
+    def layer_weights(self) -> bool:
+        """True if entries per layer depend on weights computed from each layer's attention, not on lengths alone."""
         return self.layers.from_scores and not self.layers.joint
 
     @property
     def narrows(self) -> bool:
-        """True if `layers` bounds a layer's rows by `at_most` before later layers run, and heads keep their best."""
+        """True if `layers` bounds a layer's entries by `at_most` before later layers run, and heads keep their best."""
         shares = isinstance(self.layers, FromScores) and type(self.layers).rows is FromScores.rows
         best = self.heads.order is Order.OWN and not self.heads.needs_norms
         plainly = best and not self.keep.recent
@@ -231,7 +233,7 @@ class Parts:
 
     @property
     def threshold(self) -> float | None:
-        """Least score of a row that stays, if the head budgets are `ThresholdHeads`; else None."""
+        """Least score of an entry that stays, if the head budgets are `ThresholdHeads`; else None."""
         return threshold_of(self.heads)
 
     @property
@@ -261,25 +263,25 @@ class Parts:
         return self.store.row_bytes(dim, itemsize) + 4 + (4 if self.scored else 0)
 
     def read_as_stored(self, dim: int) -> bool:
-        """True if a GPU's kernels read rows of `dim` elements as stored in every step; False if steps decode them."""
+        """True if a GPU's kernels read entries of `dim` elements as stored in every step; False if steps decode them."""
         appends = not self.ongoing.compresses and self.read == ReadAll()
         return self.store.kernels == Dense.kernels or (
             appends and self.store.read_by(set(self.store.kernels), dim)
         )
 
     @property
-    def draws(self) -> bool:
-        """True if the scorer or the merger draws random numbers, so that results depend on the call's key."""
-        return self.scorer.draws or (self.merge is not None and self.merge.draws)
+    def uses_key(self) -> bool:
+        """True if the scorer or the merger uses random numbers, so that results depend on the call's key."""
+        return self.scorer.uses_key or (self.merge is not None and self.merge.uses_key)
 
     @property
     def evicts(self) -> bool:
-        """True if decoding evicts a row for every new row beyond the budget: `after` is `Evict`."""
+        """True if decoding evicts an entry for every new entry beyond the budget: `after` is `Evict`."""
         return isinstance(self.after, Evict)
 
     @property
     def every(self) -> int | None:
-        """Number of new tokens between compressions of the cache; None if the cache is not compressed again."""
+        """Number of new tokens between compressions of the cache; None if the cache is not recompressed."""
         return self.after.every if isinstance(self.after, Recompress) else None
 
     @property
@@ -298,52 +300,56 @@ class Parts:
             queries=self.scorer.needs.queries if isinstance(after.rank, Anew) else 0,
         )
 
-    def reading(self, windows: Windows, slots: int) -> Reading:
-        """Static config `Reading` of which rows each layer reads while decoding, for prompts padded to `slots`."""
-        read = self.read.among(windows)
-        mine = read.reading(windows.count(None), slots, every_row=not self.drops)
-        return mine.beside(windows)
+    def reading(self, sliding_windows: SlidingWindows, padded_len: int) -> Reading:
+        """Static config `Reading` of which entries each layer reads while decoding, for prompts padded to `padded_len`."""
+        read = self.read.among(sliding_windows)
+        mine = read.reading(sliding_windows.count(None), padded_len, every_entry=not self.drops)
+        return mine.beside(sliding_windows)
 
     @property
     def scored(self) -> bool:
-        """True if rows of the cache have scores, which decoding compares or adds to."""
+        """True if entries of the cache have scores, which decoding compares or adds to."""
         return self.ongoing.scored
 
     @property
     def reach(self) -> int | None:
-        """Rows (int) that short prompts' segments may grow to: the budget, or what the layers grow to; or None."""
+        """Entries (int) that short prompts' segments may grow to: the budget, or what the layers grow to; or None."""
         if isinstance(self.budget, Tokens):
             return self.budget.value
         return self.layers.grows_to
 
     def may_hold(self, budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Rows per kv head `[B]` that the cache may grow to: `budget`, or the policy's `reach` in rows if larger."""
+        """Entries per kv head `[B]` that the cache may grow to: `budget`, or the policy's `reach` in entries if larger."""
         return budget if self.reach is None else np.maximum(budget, self.reach)
 
     def budgets(
-        self, lengths: Int[np.ndarray, " B"], forced: Int[np.ndarray, " B"], *, strict: bool = True
+        self,
+        lengths: Int[np.ndarray, " B"],
+        always_kept: Int[np.ndarray, " B"],
+        *,
+        strict: bool = True,
     ) -> Int[np.ndarray, " B"]:
-        """Average rows per kv head `[B]` to keep of each prompt; below the forced rows, raised to them or ValueError.
+        """Average entries per kv head `[B]` to keep of each prompt; below the forced entries, raised to them or ValueError.
 
-        `strict` refuses budgets below the forced rows, except shares that are clamped; the refusal names the prompt.
+        `strict` rejects budgets below the forced entries, except shares that are clamped; the rejection names the prompt.
         """
         lengths, budget = np.asarray(lengths, np.int64), self.budget
         if self.layers.sets_rows:
-            return self.layers.average(lengths, forced)
+            return self.layers.average(lengths, always_kept)
         if budget is None:
             return lengths.copy()
         rows, share = budget.rows(lengths), isinstance(budget, Share)
-        low = np.flatnonzero(rows < forced)
+        low = np.flatnonzero(rows < always_kept)
         if strict and low.size and not (share and self.select.clamp):
             row = int(low[0])
-            remedy = f"prompt {row} ({lengths[row]} tokens) keeps {rows[row]} rows, but sinks, window and protected "
-            remedy += f"spans take {forced[row]}: raise the budget"
+            remedy = f"prompt {row} ({lengths[row]} tokens) keeps {rows[row]} entries, but sinks, window and protected "
+            remedy += f"spans take {always_kept[row]}: raise the budget"
             remedy += ", or give min_budget='clamp'" if share else ""
             require(False, "budget", budget, remedy)
-        return np.maximum(rows, np.minimum(forced, lengths))
+        return np.maximum(rows, np.minimum(always_kept, lengths))
 
     def raised(self, lengths: Int[np.ndarray, " B"]) -> int:
-        """Number of prompts for which a budget share gives fewer rows than must stay; 0 for a budget in rows."""
+        """Number of prompts for which a budget share gives fewer entries than must stay; 0 for a budget in entries."""
         if not isinstance(self.budget, Share):
             return 0
         lengths = np.asarray(lengths, np.int64)
@@ -353,17 +359,17 @@ class Parts:
         self,
         rows: Table,
         length: Counts,
-        forced: Counts,
+        always_kept: Counts,
         weights: Any = None,
         budget: Counts | None = None,
     ) -> Table:
-        """Number of most recent rows kept, `[L, B]`: the window or, if more, the share `recent` of rows not forced.
+        """Number of most recent entries kept, `[L, B]`: the window or, if more, the share `recent` of entries not forced.
 
-        At most what the other forced rows leave of `rows`; `weights` are the layers' claims and `budget` the average
-        rows per kv head where budgets follow from claims. All arguments are on the host, or all traced.
+        At most what the other forced entries leave of `rows`; `weights` are the layers' claims and `budget` the average
+        entries per kv head where budgets follow from claims. All arguments are on the host, or all traced.
         """
         xp, window = namespace(rows), self.keep.window
-        left = xp.maximum(rows - (forced - window), 0)
+        left = xp.maximum(rows - (always_kept - window), 0)
         if weights is not None and self.keep.recent:
             own = self.layers.recents(budget, length, weights)
             if own is not None:
@@ -382,13 +388,13 @@ class Parts:
 
 
 @lru_cache(maxsize=256)
-def _cut_to_whole(parts: Parts, windows: Windows) -> Parts:
+def _cut_to_whole(parts: Parts, sliding_windows: SlidingWindows) -> Parts:
     """Copy of a policy's `Parts` whose layer and head budgets are those of the layers without a window; memoised.
 
-    `windows` are `ModelConfig.windows`; ValueError if a table names layers with windows, or if head budgets that differ
+    `sliding_windows` are `ModelConfig.sliding_windows`; ValueError if a table names layers with windows, or if head budgets that differ
     by layer cannot be cut.
     """
-    layers, heads = parts.layers.among(windows), parts.heads.among(windows)
+    layers, heads = parts.layers.among(sliding_windows), parts.heads.among(sliding_windows)
     inner, cut = inner_budgets(parts.heads), inner_budgets(heads)
     alike = not inner.needs_layer and inner.limits() is None
     remedy = "they differ by layer, and some layers of this model have windows: give them a method among(windows), "

@@ -5,7 +5,7 @@ import dataclasses
 from jaxkv._checks import ENDLESS, field, flag, instance, whole
 from jaxkv._errors import require
 from jaxkv.policies.checks import Kept, Tokens, as_budget
-from jaxkv.policies.heads import (
+from jaxkv.policies.head_budgets import (
     HeadBudgets,
     UniformHeads,
     own_budgets,
@@ -13,7 +13,7 @@ from jaxkv.policies.heads import (
     threshold_of,
 )
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layers import LayerBudgets, UniformLayers
+from jaxkv.policies.layer_budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
 from jaxkv.policies.rank import Anew, Rank, check_rank
 from jaxkv.policies.scorer import Scorer, check_scorer
@@ -21,7 +21,7 @@ from jaxkv.policies.scorer import Scorer, check_scorer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeepAll:
-    """Selection of every row of a prompt: its scorer asks for nothing, and is not called."""
+    """Selection of every entry of a prompt: its scorer asks for nothing, and is not called."""
 
     scorer = Scorer()
     budget = None
@@ -35,18 +35,18 @@ class KeepAll:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Select:
-    """Selection of a prompt's rows by scores, under a budget that is divided among layers and kv heads.
+    """Selection of a prompt's entries by scores, under a budget that is divided among layers and kv heads.
 
     Attributes:
-        scorer: which rows matter.
-        budget: `Tokens`: rows kept per kv head and layer on average, sinks and window included. `Share`: of each
-            sequence's own prompt. `Bytes` of a sequence's cache, which `policy_for` turns into rows. Numbers and
+        scorer: which entries matter.
+        budget: `Tokens`: entries kept per kv head and layer on average, sinks and window included. `Share`: of each
+            sequence's own prompt. `Bytes` of a sequence's cache, which `policy_for` turns into entries. Numbers and
             text, as policies have them, become one of these. None: what `layers` say by themselves.
-        clamp: True raises a share that comes out below what must stay for some sequence; False refuses it.
-        keep: which rows stay whatever their score.
+        clamp: True raises a share that comes out below what must stay for some sequence; False rejects it.
+        keep: which entries stay whatever their score.
         layers: how the budget spreads over layers.
         heads: how a layer's budget spreads over its kv heads.
-        merge: the merger that folds dropped rows into kept ones; None drops them.
+        merge: the merger that folds dropped entries into kept ones; None drops them.
         nested: a layer chooses among the positions that the layer below kept.
     """
 
@@ -73,13 +73,13 @@ class Select:
         self._check_rows()
 
     def _check_rows(self) -> None:
-        """Raises ValueError unless budget, layers and heads say together, and once, how many rows stay."""
+        """Raises ValueError unless budget, layers and heads say together, and once, how many entries stay."""
         budget, layers, heads = self.budget, self.layers, self.heads
-        remedy = "give rows per head or a ratio; FullKV keeps everything"
+        remedy = "give entries per head or a ratio; FullKV keeps everything"
         if layers.sets_rows:
-            remedy = f"how many rows stay follows from {layers}: leave it out"
+            remedy = f"how many entries stay follows from {layers}: leave it out"
         require((budget is None) is layers.sets_rows, "budget", budget, remedy)
-        remedy = "heads that say how many rows they keep say it of layers, too: give the same value as layers"
+        remedy = "heads that say how many entries they keep say it of layers, too: give the same value as layers"
         require(heads.limits() is None or layers == heads, "heads", heads, remedy)
         if isinstance(budget, Tokens):
             first, last = self.keep.sinks, self.keep.window
@@ -92,20 +92,20 @@ class Select:
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
         require(not layers.joint or own_budgets(heads) is not None, "layers", layers, remedy)
         remedy = (
-            f"how many rows stay follows from {layers}: give UniformLayers(), or GlobalLayers()"
+            f"how many entries stay follows from {layers}: give UniformLayers(), or GlobalLayers()"
         )
         threshold, free = threshold_of(heads), layers.joint or not layers.from_scores
         require(threshold is None or free, "threshold", threshold, remedy)
         remedy = "heads need one set of positions: use SharedHeads()"
         require(not self.nested or shares_positions(heads), "nested", self.nested, remedy)
         equal = self.merge is None or heads.uniform or not self.merge.needs_equal_heads
-        remedy = "a decision shared by heads needs as many rows in each: use decision='token'"
+        remedy = "a decision shared by heads needs as many entries in each: use decision='token'"
         require(equal, "merge", self.merge, remedy)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Append:
-    """Phase after the prompt that appends new rows to the kept ones and evicts none."""
+    """Phase after the prompt that appends new entries to the kept ones and evicts none."""
 
     def check_over(self, select: Select) -> None:
         """Raises ValueError where the phase cannot follow a selection; it can follow any."""
@@ -113,10 +113,10 @@ class Append:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evict:
-    """Phase after the prompt that evicts the row of lowest `rank`, a `Rank`, for every new row beyond the budget.
+    """Phase after the prompt that evicts the entry of lowest `rank`, a `Rank`, for every new entry beyond the budget.
 
     Attributes:
-        rank: how rows are compared.
+        rank: how entries are compared.
     """
 
     rank: Rank
@@ -125,11 +125,11 @@ class Evict:
         check_rank("rank", self.rank)
 
     def check_over(self, select: Select) -> None:
-        """Raises ValueError where a selection's rows cannot go one by one."""
-        remedy = "rows that go one by one are compared with one another, not with a threshold: give every=64, say"
+        """Raises ValueError where a selection's entries cannot go one by one."""
+        remedy = "entries that go one by one are compared with one another, not with a threshold: give every=64, say"
         threshold = threshold_of(select.heads)
         require(threshold is None, "threshold", threshold, remedy)
-        remedy = "heads that drop the same rows need segments that lie alike: give a schedule, or every=64, say"
+        remedy = "heads that drop the same entries need segments that lie alike: give a schedule, or every=64, say"
         alike = not (shares_positions(select.heads) and select.layers.from_scores)
         require(alike, "after", self, remedy)
         fits = select.merge is None or bool(select.merge.compares)
@@ -141,7 +141,7 @@ class Recompress:
     """Phase that compresses the cache, prompt and answer together, again after every `every` new tokens.
 
     Attributes:
-        every: number of new tokens between compressions: the cache never holds more than the budget and this many rows.
+        every: number of new tokens between compressions: the cache never holds more than the budget and this many entries.
         rank: how scores change until then; `Anew()` asks the scorer again, with the last queries it needs.
     """
 

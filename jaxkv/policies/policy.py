@@ -1,4 +1,4 @@
-"""`Method`, the base of all policies: shared fields and `parts()`; and `Policy`, made of parts without a class."""
+"""`Policy`, the base of all policies: shared fields and `parts()`; and `CustomPolicy`, made of parts without a class."""
 
 import dataclasses
 from typing import Any, ClassVar, TypeVar
@@ -7,36 +7,36 @@ from jaxkv._checks import as_real, brief, field, instance, normalise, static
 from jaxkv._errors import require
 from jaxkv.cache.stores import Store
 from jaxkv.policies.checks import Budget, Share, Span, as_budget, as_spans, as_store, store_class
-from jaxkv.policies.heads import HeadBudgets, UniformHeads
+from jaxkv.policies.head_budgets import HeadBudgets, UniformHeads
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layers import LayerBudgets, UniformLayers
+from jaxkv.policies.layer_budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import After, Append, Evict, KeepAll, Recompress
 from jaxkv.policies.rank import Rank
-from jaxkv.policies.reading import ReadAll
+from jaxkv.policies.reads import ReadAll
 from jaxkv.policies.scorer import Scorer
 
 Part = TypeVar("Part")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Method:
+class Policy:
     """Base class of all policies: budget, protected spans, recompression, merging, store; subclasses implement `parts`.
 
     Attributes:
-        budget: int: rows kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
-            share of each sequence's own prompt. Text such as "64MB": as many rows as these bytes of a sequence's cache
-            hold, over all layers, in the model's sizes and the store's bits. None: everything. 1024 rows by default,
+        budget: int: entries kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
+            share of each sequence's own prompt. Text such as "64MB": as many entries as these bytes of a sequence's cache
+            hold, over all layers, in the model's sizes and the store's bits. None: everything. 1024 entries by default,
             unless the policy says another default. numpy's numbers count as Python's of their kind.
-        min_budget: "clamp" raises a ratio that comes out below sinks + window + protected rows, as it does for short
-            prompts, to these rows, and counts such sequences in `Stats.raised_budgets`; "raise" refuses it.
+        min_budget: "clamp" raises a ratio that comes out below sinks + window + protected entries, as it does for short
+            prompts, to these entries, and counts such sequences in `Stats.raised_budgets`; "raise" rejects it.
         protect: spans `(start, stop)` of the prompt's positions that always stay, with Python's slice meaning on each
             sequence.
-        every: compress again after this many more tokens, over prompt and answer in order of position: the cache never
-            holds more than the budget and this many rows. None compresses the prompt only.
-        merge: how dropped rows are folded into their nearest kept rows, such as `Merge()`; None drops them.
-        store: how rows are held: "dense" as the model computes them, "int8" in 8 bits with a scale each, "int4" in 4
+        every: recompress after this many more tokens, over prompt and answer in order of position: the cache never
+            holds more than the budget and this many entries. None compresses the prompt only.
+        merge: how dropped entries are folded into their nearest kept entries, such as `Merge()`; None drops them.
+        store: how entries are held: "dense" as the model computes them, "int8" in 8 bits with a scale each, "int4" in 4
             bits with a scale for 32 elements, "mixed" keys in 8 and values in 4; or a subclass of `jaxkv.cache.Store`.
         composed: what `parts` returned at construction, which is all that the engine reads.
     """
@@ -121,9 +121,9 @@ class Method:
         """Returns `Parts` of the arguments and of the fields of every policy: budget, spans, `every` and merging.
 
         Args:
-            scorer: which rows matter; None keeps everything.
-            keep: which rows always stay, besides the protected spans.
-            evict: drop the row of lowest rank for every new one.
+            scorer: which entries matter; None keeps everything.
+            keep: which entries always stay, besides the protected spans.
+            evict: drop the entry of lowest rank for every new one.
             rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
             **parts: other fields of `Select` and of `Parts` whose value is not the default.
 
@@ -137,7 +137,7 @@ class Method:
         keep = instance("keep", Keep() if keep is None else keep, Keep, "give Keep(sinks=4), say")
         after: After = Append() if evict is None else Evict(rank=evict)
         if self.every is not None:
-            remedy = "this policy drops a row for every token already: leave it out"
+            remedy = "this policy drops an entry for every token already: leave it out"
             require(evict is None, "every", self.every, remedy)
             after = Recompress(every=self.every, rank=(scorer or KeepAll.scorer).rank)
         usual: dict[str, Any] = {
@@ -151,7 +151,7 @@ class Method:
         }
         return Parts.of(scorer=scorer, **(usual | parts))
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Method":
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Policy":
         """Returns this policy with fields that depend on the model filled in, such as filter layers; itself by default.
 
         Args:
@@ -168,8 +168,8 @@ class Method:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BudgetMethod(Method):
-    """Base class of policies that keep 1024 rows per kv head and layer, unless told another budget."""
+class BudgetMethod(Policy):
+    """Base class of policies that keep 1024 entries per kv head and layer, unless told another budget."""
 
     budget: Budget = 1024
 
@@ -178,7 +178,7 @@ class BudgetMethod(Method):
 
     @property
     def stays(self) -> Keep:
-        """Rows that always stay: the first `sinks` and the last `window` tokens, where the policy has such fields."""
+        """Entries that always stay: the first `sinks` and the last `window` tokens, where the policy has such fields."""
         return self.part(Keep, protect=(), recent=0.0)
 
     def scoring(self) -> Scorer:
@@ -186,25 +186,25 @@ class BudgetMethod(Method):
         return self.part(self.scored_by)
 
     def observed(self, **parts: Any) -> Parts:
-        """Returns `Parts` with this policy's scorer, and the rows that it keeps anyway; `parts` gives other fields."""
+        """Returns `Parts` with this policy's scorer, and the entries that it keeps anyway; `parts` gives other fields."""
         usual: dict[str, Any] = {"scorer": self.scoring(), "keep": self.stays}
         return self.compose(**(usual | parts))
 
     def parts(self) -> Parts:
-        """Config `Parts`: rows by the scores of `scored_by`, equally many in each kv head and layer."""
+        """Config `Parts`: entries by the scores of `scored_by`, equally many in each kv head and layer."""
         return self.observed()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Policy(Method):
-    """Policy composed of parts given as fields: `Policy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
+class CustomPolicy(Policy):
+    """Policy composed of parts given as fields: `CustomPolicy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
 
     Attributes:
-        scorer: which rows matter; None keeps everything.
-        keep: which rows stay whatever their score.
+        scorer: which entries matter; None keeps everything.
+        keep: which entries stay whatever their score.
         layers: how the budget spreads over layers.
         heads: how a layer's budget spreads over its kv heads.
-        evict: drop the row of lowest rank for every new one beyond the budget.
+        evict: drop the entry of lowest rank for every new one beyond the budget.
         rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
         nested: a layer chooses among the positions that the layer below kept.
     """
@@ -218,6 +218,6 @@ class Policy(Method):
     nested: bool = False
 
     def parts(self) -> Parts:
-        """Returns `Parts` of this policy's own fields: scorer, kept rows, budgets of layers and heads, eviction."""
+        """Returns `Parts` of this policy's own fields: scorer, kept entries, budgets of layers and heads, eviction."""
         names = ("scorer", "keep", "layers", "heads", "evict", "rolling", "nested")
         return self.compose(**{name: getattr(self, name) for name in names})

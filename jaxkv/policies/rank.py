@@ -1,4 +1,4 @@
-"""Ranks, by which rows are evicted while tokens are drawn, and their base `Rank`."""
+"""Ranks, by which entries are evicted while tokens are sampled, and their base `Rank`."""
 
 import dataclasses
 from typing import Any
@@ -10,10 +10,10 @@ from jaxkv._checks import checked, field, flag, instance, overrides, real
 
 
 class Rank:
-    """Base of eviction while decoding: how rows' scores change, and the rank whose lowest row is evicted.
+    """Base of eviction while decoding: how entries' scores change, and the rank whose lowest row is evicted.
 
-    Subclass it in a frozen dataclass and override what differs. The rows of a prompt begin with the scorer's `observe`;
-    at each new token a score becomes `decay * score` plus the attention that the row receives.
+    Subclass it in a frozen dataclass and override what differs. The entries of a prompt begin with the scorer's `observe`;
+    at each new token a score becomes `decay * score` plus the attention that the entry receives.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -29,12 +29,12 @@ class Rank:
 
     @property
     def scored(self) -> bool:
-        """True if the cache stores a score for each row; if False, `rank` is called with zeros."""
+        """True if the cache stores a score for each entry; if False, `rank` is called with zeros."""
         return True
 
     @property
     def decay(self) -> float | None:
-        """Factor in [0, 1] on rows' scores at each new token, before its attention is added; None if scores stay fixed.
+        """Factor in [0, 1] on entries' scores at each new token, before its attention is added; None if scores stay fixed.
 
         None for scores that attention does not change: they stay as they began.
         """
@@ -43,10 +43,10 @@ class Rank:
     def begin(
         self, k: Float[Array, "B K N D"], v: Float[Array, "B K N D"]
     ) -> Float[Array, "B K N"]:
-        """Initial float32 scores `[B, K, N]` of new rows, before they receive attention; zeros by default.
+        """Initial float32 scores `[B, K, N]` of new entries, before they receive attention; zeros by default.
 
         Args:
-            k: the new rows' keys.
+            k: the new entries' keys.
             v: their values.
 
         Returns:
@@ -55,11 +55,11 @@ class Rank:
         return jnp.zeros(k.shape[:3], jnp.float32)
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Float32 ranks of rows from their scores and ages, the lowest evicted first; the scores by default.
+        """Float32 ranks of entries from their scores and ages, the lowest evicted first; the scores by default.
 
         Args:
-            score: of each row, as it has become.
-            age: tokens since the row's own, that one included.
+            score: of each entry, as it has become.
+            age: tokens since the entry's own, that one included.
 
         Returns:
             The ranks, of the scores' shape.
@@ -69,11 +69,11 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByAttention(Rank):
-    """Rank by received attention, decayed or averaged over queries: the row with the least is evicted.
+    """Rank by received attention, decayed or averaged over queries: the entry with the least is evicted.
 
     Attributes:
         decay: factor on older attention at each new token: 1 adds all attention up (H2O), 0 forgets it (TOVA).
-        mean: divide by the number of queries that could see the row (RoCo), so that early rows have no advantage.
+        mean: divide by the number of queries that could see the entry (RoCo), so that early entries have no advantage.
     """
 
     in_kernels = True
@@ -86,7 +86,7 @@ class ByAttention(Rank):
         field(self, "mean", flag)
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Ranks of rows, lowest evicted first: attention scores, divided by ages in tokens if `mean`."""
+        """Ranks of entries, lowest evicted first: attention scores, divided by ages in tokens if `mean`."""
         return score / jnp.maximum(age, 1).astype(jnp.float32) if self.mean else score
 
 
@@ -98,21 +98,21 @@ class ByAge(Rank):
     scored = False
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Ranks of rows, float32: minus their ages, so that the oldest row is evicted."""
+        """Ranks of entries, float32: minus their ages, so that the oldest row is evicted."""
         return -age.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Anew(Rank):
-    """Rank of rows without scores, which a scorer computes anew at each compression."""
+    """Rank of entries without scores, which a scorer computes anew at each compression."""
 
     scored = False
 
 
 def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Float32 ranks of rows by `rank`, NaN made -inf, scores and ages broadcast; TypeError for a wrong shape or dtype.
+    """Float32 ranks of entries by `rank`, NaN made -inf, scores and ages broadcast; TypeError for a wrong shape or dtype.
 
-    A rank that returns another shape or dtype is refused with a TypeError.
+    A rank that returns another shape or dtype is rejected with a TypeError.
     """
     shape = jnp.broadcast_shapes(score.shape, age.shape)
     given = rank.rank(jnp.broadcast_to(score, shape), jnp.broadcast_to(age, shape))

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 
 # Classes by name, in order of registration.
-POLICIES: dict[str, type[Method]] = {}
+POLICIES: dict[str, type[Policy]] = {}
 
 
-def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
+def register(cls: type[Policy] | None = None, *, name: str = "") -> Any:
     """Class decorator that adds a policy to `POLICIES` by name.
 
     Args:
@@ -25,11 +25,11 @@ def register(cls: type[Method] | None = None, *, name: str = "") -> Any:
 
     Raises:
         ValueError: for a name that another class has.
-        TypeError: for anything but a class derived from `Method`.
+        TypeError: for anything but a class derived from `Policy`.
     """
     if cls is None:
         return lambda cls: register(cls, name=name)
-    if not (isinstance(cls, type) and issubclass(cls, Method)):
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise TypeError(f"cls={cls!r}: give a class derived from Method")
     known = _spelled(name or cls.__name__)
     mine = POLICIES.setdefault(known, cls)
@@ -45,7 +45,7 @@ def _spelled(name: str) -> str:
     return name.lower().replace("-", "").replace("_", "")
 
 
-def policy_class(name: str, field: str = "policy") -> type[Method]:
+def policy_class(name: str, field: str = "policy") -> type[Policy]:
     """Policy class registered under a name, in any case or hyphenation; ValueError with near names if there is none."""
     plain = _spelled(name)
     plain = "full" if plain == "fullkv" else plain
@@ -62,23 +62,23 @@ def policy_class(name: str, field: str = "policy") -> type[Method]:
 
 def as_policy(
     given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None
-) -> Method:
+) -> Policy:
     """Returns a policy instance, given itself, its name or class (made with fields `options`), or None for FullKV.
 
-    Refusals call the argument `field`.
+    Rejections call the argument `field`.
     """
-    if isinstance(given, Method):
+    if isinstance(given, Policy):
         return given
     given = "full" if given is None else given
     cls = policy_class(given, field) if isinstance(given, str) else given
-    if not (isinstance(cls, type) and issubclass(cls, Method)):
+    if not (isinstance(cls, type) and issubclass(cls, Policy)):
         remedy = "give a policy such as SnapKV(budget=256), or a name such as 'snapkv'"
         raise TypeError(f"{field}={type(given).__name__}: {remedy}")
     return cls(**(options or {}))
 
 
-def takes_budget(cls: type[Method]) -> bool:
-    """True if a policy class can be made with a budget, of rows kept or tokens read; False for FullKV, say."""
+def takes_budget(cls: type[Policy]) -> bool:
+    """True if a policy class can be made with a budget, of entries kept or tokens read; False for FullKV, say."""
     if cls().composed.budget is not None:
         return True
     try:

@@ -1,4 +1,4 @@
-"""`Scorer`, the base of what scores a layer's rows; `Needs`, what it reads; `Observed`, where it finds that."""
+"""`Scorer`, the base of what scores a layer's entries; `Needs`, what it reads; `Observed`, where it finds that."""
 
 import dataclasses
 import enum
@@ -54,7 +54,7 @@ class FutureQueries:
 class Replay:
     """Config of KVzip's second pass over the prompt, on its full cache: chunk length, sinks, texts between, weighting.
 
-    The prompt is read again in chunks; nothing that the pass computes stays but the attention that rows receive.
+    The prompt is read again in chunks; nothing that the pass computes stays but the attention that entries receive.
 
     Attributes:
         chunk: tokens of the prompt in each chunk.
@@ -129,9 +129,9 @@ class BlockAttention:
         field(self, "last", whole, "give 0 or more last tokens", least=0)
         field(self, "zeros", flag)
 
-    def tokens(self, slots: int) -> int:
+    def tokens(self, padded_len: int) -> int:
         """Number of tokens of a block: `size`, or at most the padded prompt's length minus `first`, unless `zeros`."""
-        return self.size if self.zeros else min(self.size, max(1, slots - self.first))
+        return self.size if self.zeros else min(self.size, max(1, padded_len - self.first))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -142,12 +142,12 @@ class Needs:
         queries: w, for `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; 0 for none.
         sums: `f32[B, K, G, S]` attention that each key receives from all queries.
         norms: `f32[B, K, S]` L1 norms of values seen through the output projection, mean of the group; beside them
-            `seen.norm_totals`, `f32[B, K | 1, S]`, their sum over all kv heads that hold the row's position.
+            `seen.norm_totals`, `f32[B, K | 1, S]`, their sum over all kv heads that hold the entry's position.
         unrotated: `[B, K, S, D]` keys before RoPE.
         hidden: `[B, S, E]` hidden states that enter the layer's attention, after its norm.
         moments: settings of `QueryMoments`, the mean and covariance of queries as if after the text; None for none.
         replay: settings of a second pass over the prompt: `f32[B, K, S]`, the largest attention that any of its queries
-            paid the row, 0 for the first `sinks` rows; None for none.
+            paid the entry, 0 for the first `sinks` entries; None for none.
         blocks: settings of `f32[B, K, G, S]`, the attention that each key receives from all queries of its block; None
             for none.
         gate: a trained gate, of which the layer's weights are read; None for none.
@@ -208,7 +208,7 @@ class Observed:
         v: `[B, K, S, D]` values.
         length: `i32[B]` tokens of each sequence.
         layer: `i32[]` index of the layer.
-        key: random key of this call, if the scorer draws numbers.
+        key: random key of this call, if the scorer uses random numbers.
         extras: what was asked for, by the names of `Needs`; `seen.sums` reads `seen.extras["sums"]`.
         sink_logits: `[B, K, G]` learned logits that take part in the layer's softmax without a value; None for none.
         softcap: c, if the layer's attention has c * tanh(logits / c) in place of its logits; None if not.
@@ -235,7 +235,7 @@ class Observed:
         """Extra of this name in `Needs`; AttributeError if it was not asked for, or no cache remembers it."""
         extras: Any = self.__dict__.get("extras", {})
         if name not in extras:
-            there = f"give the scorer needs = Needs({name}=...); a cache compressed again has less"
+            there = f"give the scorer needs = Needs({name}=...); a cache recompressed has less"
             raise AttributeError(f"seen.{name}: not asked for, or not there: {there}")
         return extras[name]
 
@@ -260,14 +260,14 @@ class Observed:
         )
 
     def between(self, first: int = 0, last: int = 0) -> Bool[Array, "B 1 S"]:
-        """Mask of the rows of each sequence but its `first` first and its `last` last ones, and padding."""
+        """Mask of the entries of each sequence but its `first` first and its `last` last ones, and padding."""
         index = self.index
         inside = index < (self.length - last)[:, None, None]
         return inside & (index >= first) if first else inside
 
     @property
     def index(self) -> Int[Array, " S"]:
-        """Positions `i32[S]` of the rows."""
+        """Positions `i32[S]` of the entries."""
         return jnp.arange(self.k.shape[2], dtype=jnp.int32)
 
     @property
@@ -277,7 +277,7 @@ class Observed:
 
 
 class Scorer:
-    """Base of what scores how much each cache row matters, per kv head: rows of higher scores are kept.
+    """Base of what scores how much each cache row matters, per kv head: entries of higher scores are kept.
 
     Subclass it in a frozen dataclass and write `observe`:
 
@@ -300,7 +300,7 @@ class Scorer:
     ```
 
     On a mesh it is called on every device, for the heads that lie there: a scorer that looks at each head alone needs
-    no change. One that looks at other heads, or draws numbers, finds the mesh in `seen.axes`:
+    no change. One that looks at other heads, or uses random numbers, finds the mesh in `seen.axes`:
     `gathered(x, "K", 1, seen.axes)`, of jaxkv.sharding.collectives, brings the numbers of all kv heads, `own` takes the
     device's of them.
     """
@@ -316,22 +316,22 @@ class Scorer:
         return GroupReduce.MEAN
 
     @property
-    def draws(self) -> bool:
-        """True if `observe` draws random numbers from `seen.key`."""
+    def uses_key(self) -> bool:
+        """True if `observe` uses random numbers from `seen.key`."""
         return False
 
     @property
     def looks_at_end(self) -> bool:
         """True if scores follow the attention of a prompt's last queries; by default, if `needs.queries` is above 0.
 
-        `jaxkv.prefill` then warns of documents whose question comes later: it may lack rows. A scorer that looks at
-        these queries and keeps other rows nonetheless, by their worst case say, overrides this property.
+        `jaxkv.prefill` then warns of documents whose question comes later: it may lack entries. A scorer that looks at
+        these queries and keeps other entries nonetheless, by their worst case say, overrides this property.
         """
         return bool(self.needs.queries)
 
     @property
     def two_stages(self) -> bool:
-        """True if the scorer has a `first_stage`, whose rows stay before all others."""
+        """True if the scorer has a `first_stage`, whose entries stay before all others."""
         return False
 
     @property
@@ -350,18 +350,18 @@ class Scorer:
         return Anew()
 
     def observe(self, seen: Observed) -> Scores:
-        """Float32 observations `[B, K, S]` of rows, such as attention received; `scores` turns them into scores.
+        """Float32 observations `[B, K, S]` of entries, such as attention received; `scores` turns them into scores.
 
         Args:
-            seen: the layer, with what `needs` asked for. Rows past a length may hold anything.
+            seen: the layer, with what `needs` asked for. Entries past a length may hold anything.
 
         Returns:
-            A number for each row; rows past a sequence's length may get anything.
+            A number for each entry; entries past a sequence's length may get anything.
         """
         raise NotImplementedError
 
     def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
-        """Ranks `i32[B, K, S]` in their head of the rows of the first stage, S for other rows; where `two_stages`.
+        """Ranks `i32[B, K, S]` in their head of the entries of the first stage, S for other entries; where `two_stages`.
 
         At most as many as a head's even part.
         """
@@ -373,14 +373,14 @@ class Scorer:
         """Raises ValueError for a model that this is not made for; passes by default."""
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Float32 scores `[B, K, S]` by which rows are kept, higher first; the observations by default.
+        """Float32 scores `[B, K, S]` by which entries are kept, higher first; the observations by default.
 
         Args:
             observed: from `observe`.
             length: tokens of each sequence.
 
         Returns:
-            The scores. A prompt whose rows get NaN is refused; where a cache is compressed again, such rows come last.
+            The scores. A prompt whose entries get NaN is rejected; where a cache is recompressed, such entries come last.
         """
         return observed
 
@@ -389,7 +389,9 @@ def check_scorer(label: str, scorer: Any) -> None:
     """Raises TypeError or ValueError unless `scorer` is an instance of `Scorer` with a hash and `observe`."""
     instance(label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer")
     if type(scorer).observe is Scorer.observe:
-        raise TypeError(f"{label}={scorer!r}: it says nothing of rows: write its method `observe`")
+        raise TypeError(
+            f"{label}={scorer!r}: it says nothing of entries: write its method `observe`"
+        )
     needs = instance(f"{label}.needs", scorer.needs, Needs, "give Needs(queries=32), say")
     whole(f"{label}.needs.queries", needs.queries, least=0)
     choice(f"{label}.group", scorer.group, GroupReduce)

@@ -17,7 +17,7 @@ def keys_of(
     scores: Float[Array, "B K S"],
     candidates: Bool[Array, "B #K S"],  # noqa: F821
 ) -> UInt[Array, "B K S"]:
-    """Sort keys `[B, K, S]` of scores; 0, the lowest key, for rows that are not candidates."""
+    """Sort keys `[B, K, S]` of scores; 0, the lowest key, for entries that are not candidates."""
     return only(sortable(scores), candidates)
 
 

@@ -1,4 +1,4 @@
-"""Trained gates of the literature: KVzap's and Fast KVzip's, what their files hold and how they score rows."""
+"""Trained gates of the literature: KVzap's and Fast KVzip's, what their files hold and how they score entries."""
 
 import dataclasses
 from functools import partial
@@ -79,7 +79,7 @@ class KVzapGate(Gate):
         return safetensors.numpy.save(found, metadata={"format": "pt"})
 
     def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]` of rows, predicted from normed hidden states: the logarithms of KVzip+'s scores."""
+        """Scores `[B, K, S]` of entries, predicted from normed hidden states: the logarithms of KVzip+'s scores."""
         x = hidden.astype(jnp.float32)
         if weights.inner is not None and weights.inner_bias is not None:
             x = jax.nn.gelu(

@@ -28,13 +28,13 @@ from jaxkv.policies.scorer import (
 )
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
 
-# Rows whose products with a covariance are in memory at a time.
+# Entries whose products with a covariance are in memory at a time.
 _BLOCK = 512
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyDifference(Scorer):
-    """KeyDiff's scorer: minus the cosine between a row's key and the mean of the head's normalised keys.
+    """KeyDiff's scorer: minus the cosine between an entry's key and the mean of the head's normalised keys.
 
     References:
         Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in
@@ -42,7 +42,7 @@ class KeyDifference(Scorer):
     """
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: minus the cosine of each row's key and the mean of the head's normalised keys."""
+        """Scores `[B, K, S]`: minus the cosine of each entry's key and the mean of the head's normalised keys."""
         k = jnp.where(seen.between()[..., None], seen.k.astype(jnp.float32), 0.0)
         mine = unit(k, 1e-12)
         mean = mine.sum(axis=2) / jnp.maximum(seen.length, 1).astype(jnp.float32)[:, None, None]
@@ -62,7 +62,7 @@ class FutureAttention(Scorer):
         covariance: count the covariance of the queries as well as their mean.
         value_norms: multiply by the L2 norm of the value.
         epsilon: added to the expected attention before that.
-        remembered: number of last queries whose mean and covariance count when a cache is compressed again.
+        remembered: number of last queries whose mean and covariance count when a cache is recompressed.
 
     References:
         Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
@@ -109,9 +109,9 @@ class FutureAttention(Scorer):
 
 def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float[Array, "B K G S"]:
     """Log `[B, K, G, S]` of each key's expected exp(logit), for normally distributed queries of these moments."""
-    (batch, heads, slots, dim), group = k.shape, moments.mean.shape[2]
-    size = min(_BLOCK, slots)
-    padded = jnp.pad(k, ((0, 0), (0, 0), (0, -slots % size), (0, 0)))
+    (batch, heads, padded_len, dim), group = k.shape, moments.mean.shape[2]
+    size = min(_BLOCK, padded_len)
+    padded = jnp.pad(k, ((0, 0), (0, 0), (0, -padded_len % size), (0, 0)))
 
     def block(first: Int[Array, ""]) -> Float[Array, "B K G N"]:
         keys = lax.dynamic_slice_in_dim(padded, first, size, axis=2).astype(jnp.float32)
@@ -122,23 +122,23 @@ def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float
         return logits + (turned * keys[:, :, None]).sum(axis=-1) / (2 * dim)
 
     blocks = lax.map(block, jnp.arange(0, padded.shape[2], size, dtype=jnp.int32))
-    return jnp.moveaxis(blocks, 0, 3).reshape(batch, heads, group, -1)[..., :slots]
+    return jnp.moveaxis(blocks, 0, 3).reshape(batch, heads, group, -1)[..., :padded_len]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorstAttention(Scorer):
-    """DefensiveKV's scorer: largest attention that a window query pays a row, times its value norm's share over heads.
+    """DefensiveKV's scorer: largest attention that a window query pays an entry, times its value norm's share over heads.
 
     Pooled over neighbours, the largest over the window's queries and the group's query heads, raised to the head's mean
     where it is less; then times the L1 norm of the value at the layer's output, over the sum of the kv heads' norms.
 
     Attributes:
-        window: last queries of the text that are looked at; their own rows take no part.
+        window: last queries of the text that are looked at; their own entries take no part.
         kernel: neighbours over which each query's attention is averaged; the query's total stays.
-        stage: a first stage, whose rows stay whatever their scores, in each head at most its even part. "mass": the
-            rows of most mean attention that with the window's own hold 90 % of the attention. "published": as in the
+        stage: a first stage, whose entries stay whatever their scores, in each head at most its even part. "mass": the
+            entries of most mean attention that with the window's own hold 90 % of the attention. "published": as in the
             released code, which counts the columns before the window's for the window's own, takes their mean over the
-            layer's heads, sets the rest to 1, and stops one row earlier. "none": no first stage.
+            layer's heads, sets the rest to 1, and stops one entry earlier. "none": no first stage.
 
     References:
         DefensiveKV, arXiv:2510.13334; its first stage is that of CriticalKV, arXiv:2502.03805.
@@ -159,7 +159,7 @@ class WorstAttention(Scorer):
 
     @property
     def two_stages(self) -> bool:
-        """True if the scorer has a first stage, whose rows, ranked by `first`, stay before all others."""
+        """True if the scorer has a first stage, whose entries, ranked by `first`, stay before all others."""
         return self.stage != "none"
 
     @property
@@ -180,7 +180,7 @@ class WorstAttention(Scorer):
             return (pooled * ratio).max(axis=(0, 1))
 
         most = seen.window_mass(worst)
-        # Reduced before the mean over the row, which is taken over the whole group.
+        # Reduced before the mean over the entry, which is taken over the whole group.
         most = most_of_devices(most, "G", seen.group_axes)
         before = (seen.length - self.window)[:, None, None]
         mean = jnp.where(seen.between(last=self.window), most, 0.0).sum(axis=-1, keepdims=True)
@@ -189,8 +189,8 @@ class WorstAttention(Scorer):
         return raised * share
 
     def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
-        """Int32 ranks `[B, K, S]`, 0 for the most attention, of rows that the first stage keeps; S for other rows."""
-        slots, before = seen.k.shape[2], (seen.length - self.window)[:, None, None]
+        """Int32 ranks `[B, K, S]`, 0 for the most attention, of entries that the first stage keeps; S for other entries."""
+        padded_len, before = seen.k.shape[2], (seen.length - self.window)[:, None, None]
         column = seen.index
         mean = seen.window_mass(lambda p, at: mean_over_window(p, at).mean(axis=0))
         paid = mean_of_devices(mean, "G", seen.group_axes)
@@ -207,19 +207,21 @@ class WorstAttention(Scorer):
         short = (sums < wanted).sum(axis=-1, keepdims=True, dtype=jnp.int32)
         count = jnp.where(wanted > 0, jnp.minimum(short + reached, jnp.maximum(before, 0)), 0)
         rank = jnp.argsort(order, axis=-1).astype(jnp.int32)
-        return jnp.where(rank < count, rank, slots)
+        return jnp.where(rank < count, rank, padded_len)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Position(Scorer):
-    """Scorer by position: later rows score higher, so that the most recent ones are kept."""
+    """Scorer by position: later entries score higher, so that the most recent ones are kept."""
 
     rank = ByAge()
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: position of each row, exact in float32 up to 2**24."""
-        batch, heads, slots = seen.k.shape[:3]
-        return jnp.broadcast_to(jnp.arange(slots, dtype=jnp.float32), (batch, heads, slots))
+        """Scores `[B, K, S]`: position of each entry, exact in float32 up to 2**24."""
+        batch, heads, padded_len = seen.k.shape[:3]
+        return jnp.broadcast_to(
+            jnp.arange(padded_len, dtype=jnp.float32), (batch, heads, padded_len)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -227,7 +229,7 @@ class KeyNorm(Scorer):
     """Scorer by key norm: smaller L2 norms score higher (arXiv:2406.11430); RoPE does not change norms."""
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: minus the L2 norm of each row's key."""
+        """Scores `[B, K, S]`: minus the L2 norm of each entry's key."""
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
 
@@ -235,24 +237,24 @@ class KeyNorm(Scorer):
 class Uniform01(Scorer):
     """Scorer by uniform random numbers per layer, kv head and position; independent of batch and padding."""
 
-    draws = True
+    uses_key = True
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]` drawn uniformly from [0, 1)."""
-        batch, heads, slots = seen.k.shape[:3]
+        """Scores `[B, K, S]` sampled uniformly from [0, 1)."""
+        batch, heads, padded_len = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)
         keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(
-            jnp.arange(slots, dtype=jnp.int32)
+            jnp.arange(padded_len, dtype=jnp.int32)
         )
-        # Drawn for all heads, also where a device has some of them: a head's draws are the same everywhere.
+        # Sampled for all heads, also where a device has some of them: a head's samples are the same everywhere.
         whole = heads if seen.axes is None else heads * seen.axes.size("K")
-        draws = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
-        return jnp.broadcast_to(draws.T, (batch, heads, slots))
+        uses_key = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
+        return jnp.broadcast_to(uses_key.T, (batch, heads, padded_len))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateRank(Rank):
-    """Rank by the scores that rows got from a trained gate when they entered the cache; attention does not change them.
+    """Rank by the scores that entries got from a trained gate when they entered the cache; attention does not change them.
 
     Attributes:
         gate: the model's gate.
@@ -263,10 +265,10 @@ class GateRank(Rank):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateScores(Scorer):
-    """KVzap's scorer: a trained gate's score of each row, from the hidden state of the row's token.
+    """KVzap's scorer: a trained gate's score of each entry, from the hidden state of the entry's token.
 
     Attributes:
-        gate: the model's gate; None is refused where prompts are read.
+        gate: the model's gate; None is rejected where prompts are read.
     """
 
     gate: Gate | None = None
@@ -278,7 +280,7 @@ class GateScores(Scorer):
 
     @property
     def rank(self) -> Rank:
-        """`GateRank` of the gate: rows keep the scores that they began with; `Anew()` without a gate."""
+        """`GateRank` of the gate: entries keep the scores that they began with; `Anew()` without a gate."""
         return Anew() if self.gate is None else GateRank(gate=self.gate)
 
     def require_fits(self, config: ModelConfig) -> None:

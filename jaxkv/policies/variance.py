@@ -1,4 +1,4 @@
-"""Layer budgets of D2O: the more unevenly a layer's keys are attended to, the fewer rows it gets."""
+"""Layer budgets of D2O: the more unevenly a layer's keys are attended to, the fewer entries it gets."""
 
 import dataclasses
 import enum
@@ -19,8 +19,8 @@ from jaxkv._checks import (
     whole,
 )
 from jaxkv._errors import require
-from jaxkv.models.config import Windows
-from jaxkv.policies.layers import (
+from jaxkv.models.config import SlidingWindows
+from jaxkv.policies.layer_budgets import (
     Counts,
     Division,
     LayerBudgets,
@@ -30,7 +30,7 @@ from jaxkv.policies.layers import (
     round_remainders,
     round_to_sum,
 )
-from jaxkv.policies.reading import without_window
+from jaxkv.policies.reads import without_window
 from jaxkv.policies.scorer import Observed, Scores
 
 # Every layer keeps at least 1 / _LEAST of the prompt, as in the published code.
@@ -38,13 +38,13 @@ _LEAST = 100
 
 
 class Statistic(enum.Enum):
-    """Enum of how the variance F of a layer's attention becomes its weight in the division of rows among layers.
+    """Enum of how the variance F of a layer's attention becomes its weight in the division of entries among layers.
 
     HEADNORM: exp(-F), F the mean over heads of variances scaled to [0, 1] within the layer: the published code.
     RAW: exp(-F), F the mean variance itself, as the paper prints it: nearly all goes to the least uneven layers.
     LAYER_ZSCORE: exp(-F), F standardised over layers.
     RECIPROCAL, EXP_DECAY, UNIFORM: the ablations of D2O's Table 4: 1 / F; exp(-F) of the prompt, raised or lowered by
-    as many rows in each layer until the sum is right; the same for every layer.
+    as many entries in each layer until the sum is right; the same for every layer.
     """
 
     HEADNORM = "headnorm"
@@ -57,12 +57,12 @@ class Statistic(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarianceLayers(LayerBudgets):
-    """D2O's layer budgets: layers whose attention is spread more evenly over keys get more rows; their sum is exact.
+    """D2O's layer budgets: layers whose attention is spread more evenly over keys get more entries; their sum is exact.
 
     Attributes:
         statistic: `Statistic`, or its value: how the variance of attention turns into a claim.
         dense_layers: layers of the model that keep the whole prompt, none of those with a window; negative ones count
-            from the top. Their rows are taken out of the budget.
+            from the top. Their entries are taken out of the budget.
 
     References:
         D2O, arXiv:2406.13035, equations 4 and 5, Table 4.
@@ -83,12 +83,12 @@ class VarianceLayers(LayerBudgets):
         ]
         object.__setattr__(self, "dense_layers", tuple(layers))
 
-    def among(self, windows: Windows) -> "VarianceLayers":
+    def among(self, sliding_windows: SlidingWindows) -> "VarianceLayers":
         """Copy whose `dense_layers` are counted among the layers without a window; ValueError if one has a window."""
-        named = np.flatnonzero(dense_mask(self.dense_layers, len(windows))).tolist()
+        named = np.flatnonzero(dense_mask(self.dense_layers, len(sliding_windows))).tolist()
         index, found = (
-            without_window(windows),
-            [layer for layer in named if windows[layer] is not None],
+            without_window(sliding_windows),
+            [layer for layer in named if sliding_windows[layer] is not None],
         )
         remedy = f"layers {found} have windows, and keep no more than these: name some of {', '.join(map(str, index))}"
         require(not found, "dense_layers", self.dense_layers, remedy)
@@ -99,8 +99,8 @@ class VarianceLayers(LayerBudgets):
     ) -> Float[Array, "B K G"]:
         """Variance over keys, for each query head `[B, K, G]`, of the attention that keys received from all queries."""
         sums, length = seen.sums, seen.length
-        batch, heads, group, slots = sums.shape
-        received = sums.reshape(batch, heads * group, slots)
+        batch, heads, group, padded_len = sums.shape
+        received = sums.reshape(batch, heads * group, padded_len)
         inside = seen.between()
         count = jnp.maximum(length, 1).astype(jnp.float32)[:, None]
         mean = jnp.where(inside, received, 0.0).sum(axis=-1) / count
@@ -116,30 +116,32 @@ class VarianceLayers(LayerBudgets):
         return variance.mean(axis=-1)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
-        """Upper bound `[N]` of rows in a layer: e * budget for HEADNORM without dense layers, else all of a prompt."""
+        """Upper bound `[N]` of entries in a layer: e * budget for HEADNORM without dense layers, else all of a prompt."""
         length = np.asarray(length, np.int64)
         if self.statistic is not Statistic.HEADNORM or self.dense_layers:
             return length
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
     def rows(self, of: Division) -> Table:
-        """Number of rows per kv head `[L, N]` by the layers' variances; a prompt's length if the budget holds all."""
+        """Number of entries per kv head `[L, N]` by the layers' variances; a prompt's length if the budget holds all."""
         stat = finite(of.weights)
         xp = namespace(stat)
-        budget, length, forced = of[:3]
+        budget, length, always_kept = of[:3]
         # Prompts within their budget stay whole: numbers in their place go through the arithmetic of the others.
         fits = budget >= length
         two = xp.full_like(length, 2)
-        budget, long, forced = (xp.where(fits, two, each) for each in (budget, length, forced))
-        return xp.where(fits, length, self._of_cut(stat, budget, long, forced, of.layers))
+        budget, long, always_kept = (
+            xp.where(fits, two, each) for each in (budget, length, always_kept)
+        )
+        return xp.where(fits, length, self._of_cut(stat, budget, long, always_kept, of.layers))
 
     def _of_cut(
-        self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int
+        self, stat: Reals, budget: Counts, length: Counts, always_kept: Counts, layers: int
     ) -> Table:
-        """Integers `[L, N]`: rows per kv head of prompts over the budget; ValueError if dense layers take too many."""
+        """Integers `[L, N]`: entries per kv head of prompts over the budget; ValueError if dense layers take too many."""
         xp = namespace(stat)
         dense = dense_mask(self.dense_layers, layers)
-        least = xp.minimum(budget, xp.maximum(forced + 1, -(-length // _LEAST)))
+        least = xp.minimum(budget, xp.maximum(always_kept + 1, -(-length // _LEAST)))
         free = layers - int(dense.sum())
         left = layers * budget - (layers - free) * length
         if not is_traced(left):
@@ -152,16 +154,16 @@ class VarianceLayers(LayerBudgets):
         return xp.where(dense[:, None], length, spread[place])
 
     def _check_fits(self, fits: Any, taken: Any, total: Any) -> None:
-        """Raises ValueError if `dense_layers` leave too few of some prompt's `total` rows to the other layers."""
+        """Raises ValueError if `dense_layers` leave too few of some prompt's `total` entries to the other layers."""
         low = np.flatnonzero(~np.asarray(fits))
         at = int(low[0]) if low.size else 0
         remedy = (
-            f"they take {taken[at]} of {total[at]} rows: name fewer of them, or raise the budget"
+            f"they take {taken[at]} of {total[at]} entries: name fewer of them, or raise the budget"
         )
         require(not low.size, "dense_layers", self.dense_layers, remedy)
 
     def _spread(self, stat: Reals, total: Counts, length: Counts, least: Counts) -> Table:
-        """Integer rows per layer `[L, N]`, each in [least, length], summing to `total`, by the variances F."""
+        """Integer entries per layer `[L, N]`, each in [least, length], summing to `total`, by the variances F."""
         xp = namespace(stat)
         if self.statistic is Statistic.EXP_DECAY:
             wanted = length.astype(xp.float64) * xp.exp(-stat) - least.astype(xp.float64)
@@ -169,7 +171,7 @@ class VarianceLayers(LayerBudgets):
         return round_remainders(_scaled(self._claims(stat), total, least, length), total, length)
 
     def _claims(self, stat: Reals) -> Reals:
-        """Positive weights `[L, N]` of layers in the division of rows, from the variances F of all layers."""
+        """Positive weights `[L, N]` of layers in the division of entries, from the variances F of all layers."""
         xp = namespace(stat)
         match self.statistic:
             case Statistic.UNIFORM:
@@ -199,18 +201,18 @@ def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, "
     return mask
 
 
-def _scaled(claims: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
-    """Real-valued rows per layer `[L, N]` of sum `total`: clip(c * claims, least, most) with a common factor c.
+def _scaled(layer_weights: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
+    """Real-valued entries per layer `[L, N]` of sum `total`: clip(c * claims, least, most) with a common factor c.
 
-    Layers with negligible claims share the rows that the others cannot hold.
+    Layers with negligible claims share the entries that the others cannot hold.
     """
-    xp = namespace(claims)
+    xp = namespace(layer_weights)
     total, least, most = (each.astype(xp.float64) for each in (total, least, most))
-    alive = claims >= claims.max(axis=0) * 1e-300
+    alive = layer_weights >= layer_weights.max(axis=0) * 1e-300
     reach = xp.where(alive, most, least)
     over = (total - reach.sum(axis=0)) / xp.maximum(1, (~alive).sum(axis=0)).astype(xp.float64)
     # In logarithms: claims may lie hundreds of orders of magnitude apart.
-    logs = xp.log(xp.where(alive, claims, 1.0))
+    logs = xp.log(xp.where(alive, layer_weights, 1.0))
 
     def lifted(by: Reals) -> Reals:
         return xp.where(
@@ -228,7 +230,7 @@ class OfficialVarianceLayers(VarianceLayers):
     """D2O's layer budgets as in its published code: dense layers keep whole prompts beyond the budget; sizes truncated.
 
     Attributes:
-        recent_share: share of a layer's rows that goes to the most recent tokens, cut to an integer on its own.
+        recent_share: share of a layer's entries that goes to the most recent tokens, cut to an integer on its own.
     """
 
     exact = False
@@ -241,10 +243,10 @@ class OfficialVarianceLayers(VarianceLayers):
         super().__post_init__()
 
     def sizes(self, budget: Counts, length: Counts, stat: Reals) -> tuple[Table, Table]:
-        """Two integer tables `[L, N]` from layers' variances, truncated: rows to keep by score, and most recent rows.
+        """Two integer tables `[L, N]` from layers' variances, truncated: entries to keep by score, and most recent entries.
 
         Args:
-            budget: `[N]` rows per kv head and layer on average.
+            budget: `[N]` entries per kv head and layer on average.
             length: `[N]` tokens of each prompt.
             stat: `[L, N]` statistics from `weight`.
 
@@ -253,8 +255,8 @@ class OfficialVarianceLayers(VarianceLayers):
         """
         xp, layers = namespace(stat), len(stat)
         rho = budget.astype(xp.float64) / xp.maximum(1, length).astype(xp.float64)
-        claims = xp.exp(-(stat - stat.min(axis=0)))
-        ratio = xp.clip(claims / claims.sum(axis=0) * layers * rho, 0.01, 1.0)
+        layer_weights = xp.exp(-(stat - stat.min(axis=0)))
+        ratio = xp.clip(layer_weights / layer_weights.sum(axis=0) * layers * rho, 0.01, 1.0)
         rows = (length + 1).astype(xp.float64)
         recent = (rows * (ratio * self.recent_share)).astype(xp.int64)
         heavy = (rows * (ratio * (1 - self.recent_share))).astype(xp.int64)
@@ -262,25 +264,25 @@ class OfficialVarianceLayers(VarianceLayers):
         return xp.where(dense, length - recent, heavy), recent
 
     def _of_cut(
-        self, stat: Reals, budget: Counts, length: Counts, forced: Counts, layers: int
+        self, stat: Reals, budget: Counts, length: Counts, always_kept: Counts, layers: int
     ) -> Table:
-        """Integers `[L, N]`: rows kept per kv head, those by score plus the most recent, at least the forced ones."""
+        """Integers `[L, N]`: entries kept per kv head, those by score plus the most recent, at least the forced ones."""
         xp = namespace(stat)
         heavy, recent = self.sizes(budget, length, stat)
-        return xp.clip(heavy + recent, xp.minimum(forced, length), length)
+        return xp.clip(heavy + recent, xp.minimum(always_kept, length), length)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table:
-        """Number `[L, N]` of most recent rows that each layer keeps of each prompt, by the variances F."""
+        """Number `[L, N]` of most recent entries that each layer keeps of each prompt, by the variances F."""
         return self.sizes(budget, length, finite(weights))[1]
 
-    def bound(self, budget: Counts, length: Counts, forced: Counts, *, layers: int) -> Counts:
-        """Upper bound `[N]` of rows summed over layers: the budget, minimum rows, and the prompts of dense layers."""
+    def bound(self, budget: Counts, length: Counts, always_kept: Counts, *, layers: int) -> Counts:
+        """Upper bound `[N]` of entries summed over layers: the budget, minimum entries, and the prompts of dense layers."""
         length = np.asarray(length, np.int64)
         dense = int(dense_mask(self.dense_layers, layers).sum())
         least = (length + 1) // _LEAST
-        # Each of the two sizes is cut to an integer on its own, and forced rows stay whatever they come to.
+        # Each of the two sizes is cut to an integer on its own, and forced entries stay whatever they come to.
         raised = layers * (
-            np.asarray(budget, np.int64) + 2 + least + np.maximum(0, forced - least + 2)
+            np.asarray(budget, np.int64) + 2 + least + np.maximum(0, always_kept - least + 2)
         )
         return np.minimum(raised + dense * length, layers * length)
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from jaxkv._checks import alike
 from jaxkv._errors import require
 from jaxkv.policies.checks import Budget, store_class
-from jaxkv.policies.heads import (
+from jaxkv.policies.head_budgets import (
     AdaptiveHeads,
     HeadBudgets,
     ProtectedHeads,
@@ -15,19 +15,19 @@ from jaxkv.policies.heads import (
     inner_budgets,
     within_stages,
 )
-from jaxkv.policies.layers import LayerBudgets, UniformLayers
+from jaxkv.policies.layer_budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import Reads
+from jaxkv.policies.policy import Policy
+from jaxkv.policies.reads import Reads
 from jaxkv.policies.registry import as_policy
 
-_SHARED = {field.name: field.default for field in dataclasses.fields(Method) if field.init}
+_SHARED = {field.name: field.default for field in dataclasses.fields(Policy) if field.init}
 
 
 def check_shared(
-    policy: Method, base: Method | None, remedy: str, *, but: tuple[str, ...] = ()
+    policy: Policy, base: Policy | None, remedy: str, *, but: tuple[str, ...] = ()
 ) -> None:
-    """Raises ValueError if a field of `Method`, outside `but`, has neither its default nor the base policy's value."""
+    """Raises ValueError if a field of `Policy`, outside `but`, has neither its default nor the base policy's value."""
     for name, default in _SHARED.items():
         mine = getattr(policy, name)
         its = default if base is None else getattr(base, name)
@@ -36,17 +36,17 @@ def check_shared(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Built(Method):
+class _Built(Policy):
     """Base class of policies that may be built on another policy, `base`."""
 
-    base: Method | type[Method] | str | None = None
+    base: Policy | type[Policy] | str | None = None
 
     @functools.cached_property
-    def inner(self) -> Method | None:
+    def inner(self) -> Policy | None:
         """Base policy as an instance, cached; made of its name or class if so given, None without a base."""
         return None if self.base is None else as_policy(self.base, field="base")
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Policy:
         """Returns this policy with its base's model-dependent fields filled in, such as a gate's; itself without."""
         its = None if self.inner is None else self.inner.for_model(layers, found)
         return self if its is self.inner else dataclasses.replace(self, base=its)
@@ -62,11 +62,11 @@ class Wrapper(_Built):
     """
 
     usual: ClassVar[str] = ""
-    # True if rows that go one by one, after the prompt, cannot be chosen as this policy does.
+    # True if entries that go one by one, after the prompt, cannot be chosen as this policy does.
     once: ClassVar[bool] = False
 
     @functools.cached_property
-    def inner(self) -> Method:
+    def inner(self) -> Policy:
         """Base policy as an instance, cached; if a name, class or default, made with this policy's shared fields."""
         options = {
             name: getattr(self, name)
@@ -80,12 +80,12 @@ class Wrapper(_Built):
     def _check(self) -> None:
         inner = self.inner
         _require_drops(inner)
-        remedy = "rows that go one by one are chosen by their rank alone: give mode='prefill'"
+        remedy = "entries that go one by one are chosen by their rank alone: give mode='prefill'"
         require(not (self.once and inner.composed.evicts), "base", inner, remedy)
         self.check_base(inner, inner.composed)
         check_shared(self, inner, "the base says {!r}: give it there only")
 
-    def check_base(self, base: Method, parts: Parts) -> None:
+    def check_base(self, base: Policy, parts: Parts) -> None:
         """Hook in which subclasses raise ValueError for base policies that they cannot wrap; does nothing here.
 
         Args:
@@ -141,9 +141,9 @@ class Wrapper(_Built):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reader(_Built):
-    """Base class of policies that read a few rows at each token: of all rows, or of those that a policy `base` keeps.
+    """Base class of policies that read a few entries at each token: of all entries, or of those that a policy `base` keeps.
 
-    A subclass names its reads, `read_by`. Its budget is one of rows read.
+    A subclass names its reads, `read_by`. Its budget is one of entries read.
 
     Attributes:
         base: a policy (or its name or class) that compresses the prompt first, and then appends.
@@ -162,25 +162,25 @@ class Reader(_Built):
     def parts(self) -> Parts:
         """Returns the base's `Parts` (or keep-all `Parts`) with reads of this policy's fields."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
-        remedy = "tokens are chosen of rows that stay where they are: give a policy without rolling positions"
+        remedy = "tokens are chosen of entries that stay where they are: give a policy without rolling positions"
         require(not base.rolling, "base", self.base, remedy)
         return base.replace(read=self.part(self.read_by, budget=self.budget))
 
 
-def _require_drops(base: Method) -> None:
-    """Raises ValueError unless a base policy drops rows, and reads all that it keeps."""
+def _require_drops(base: Policy) -> None:
+    """Raises ValueError unless a base policy drops entries, and reads all that it keeps."""
     parts = base.composed
-    remedy = "give a policy that drops rows; what reads a few goes around it: OmniKV(base=...)"
+    remedy = "give a policy that drops entries; what reads a few goes around it: OmniKV(base=...)"
     require(parts.drops and parts.read.everything, "base", base, remedy)
 
 
-def with_budget(policy: Method, budget: Budget) -> Method:
-    """Copy of the policy that keeps `budget` rows, set in its base if it has one; unchanged if it takes no budget."""
+def with_budget(policy: Policy, budget: Budget) -> Policy:
+    """Copy of the policy that keeps `budget` entries, set in its base if it has one; unchanged if it takes no budget."""
     if policy.composed.budget is None:
         return policy
     if isinstance(policy, Reader) and policy.inner is not None:
-        # Its own budget is one of rows read.
+        # Its own budget is one of entries read.
         return dataclasses.replace(policy, base=with_budget(policy.inner, budget))
-    if isinstance(policy, Wrapper) and isinstance(policy.base, Method):
+    if isinstance(policy, Wrapper) and isinstance(policy.base, Policy):
         return dataclasses.replace(policy, budget=None, base=with_budget(policy.base, budget))
     return dataclasses.replace(policy, budget=budget)

@@ -1,6 +1,6 @@
 """Many requests at once: `Engine` answers them over the slots of one running batch."""
 
-from jaxkv.serving.documents import Document
+from jaxkv.serving.document_store import Document
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.requests import EngineClosed, QueueFull, Request
 from jaxkv.serving.stats import EngineStats, RequestStats

@@ -11,8 +11,8 @@ import urllib.parse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxkv.serving.errors import ClientGone, Refused, draining
-from jaxkv.serving.service import Record, Service
+from jaxkv.serving.errors import ClientGone, HttpError, draining
+from jaxkv.serving.service import RequestLog, Service
 
 LOG = logging.getLogger("jaxkv.serving")
 _QUIET = ("/health", "/metrics")
@@ -29,7 +29,7 @@ class Access:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record, service = Record(id=f"req-{secrets.token_hex(8)}"), self._service
+        record, service = RequestLog(id=f"req-{secrets.token_hex(8)}"), self._service
         scope["state"] = {**scope.get("state", {}), "record": record}
         works = scope["path"].startswith("/v1/") and scope["method"] not in ("GET", "HEAD")
 
@@ -46,19 +46,19 @@ class Access:
             # Starlette answers an unexpected error, and raises it again.
             with contextlib.suppress(Exception):
                 await self._app(scope, given, noted)
-        except Refused as refused:
+        except HttpError as refused:
             await refused.response()(scope, receive, noted)
         except ClientGone:
             pass  # nobody is there to be answered
         finally:
             service.active -= works
-            # What is refused before it is routed has none.
+            # What is rejected before it is routed has none.
             route = getattr(scope.get("route"), "path_format", "other")
             service.metrics.ended(route, record.status)
             _log(scope, record)
 
     def _admit(self, scope: Scope, *, works: bool) -> None:
-        """Refuses a request before its body is read: 401 for a wrong key, 503 while draining."""
+        """Rejects a request before its body is read: 401 for a wrong key, 503 while draining."""
         key, path = self._service.limits.api_key, scope["path"]
         if key is not None and (path.startswith("/v1/") or path == "/metrics"):
             given = Headers(scope=scope).get("authorization", "")
@@ -67,24 +67,24 @@ class Access:
                     "the API key is missing or wrong: send the header Authorization: Bearer KEY"
                 )
                 headers = {"WWW-Authenticate": "Bearer"}
-                raise Refused(401, message, code="invalid_api_key", headers=headers)
+                raise HttpError(401, message, code="invalid_api_key", headers=headers)
         if works and self._service.draining:
             raise draining()
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
         """Reads a body; returns a function that gives it, and then what `receive` does.
 
-        `Refused` 415 if it is not called JSON, 413 if it is too long, 408 if it takes too long.
+        `HttpError` 415 if it is not called JSON, 413 if it is too long, 408 if it takes too long.
         """
         headers, limits = Headers(scope=scope), self._service.limits
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # A browser sends other types from any page without asking the server first.
             said = f"content-type={kind[:100]!r}: send application/json"
-            raise Refused(415, said, code="unsupported_media_type")
+            raise HttpError(415, said, code="unsupported_media_type")
         told, data, more = headers.get("content-length", "0"), bytearray(), True
         size = int(told[:16]) if told.isdecimal() else 0
-        # What is refused is not read to its end: the connection ends with it.
+        # What is rejected is not read to its end: the connection ends with it.
         close = {"Connection": "close"}
         try:
             async with asyncio.timeout(limits.body_seconds):
@@ -96,10 +96,10 @@ class Access:
                     more, size = message.get("more_body", False), max(size, len(data))
         except TimeoutError:
             said = f"the body was not complete after {limits.body_seconds:g} seconds"
-            raise Refused(408, said, code="body_timeout", headers=close) from None
+            raise HttpError(408, said, code="body_timeout", headers=close) from None
         if size > limits.body_bytes:
             said = f"the body is longer than {limits.body_bytes} bytes: send a shorter one"
-            raise Refused(413, said, code="body_too_large", headers=close)
+            raise HttpError(413, said, code="body_too_large", headers=close)
         whole = iter([{"type": "http.request", "body": bytes(data), "more_body": False}])
 
         async def given() -> Message:
@@ -108,7 +108,7 @@ class Access:
         return given
 
 
-def _log(scope: Scope, record: Record) -> None:
+def _log(scope: Scope, record: RequestLog) -> None:
     """Writes one line of a request: id, method, path, status, tokens of prompt and answer, seconds; no text of it."""
     path = urllib.parse.quote(scope["path"][:100], errors="replace")
     counts = [

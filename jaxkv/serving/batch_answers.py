@@ -1,26 +1,26 @@
-"""`Batch`: answers the lines of a batch's file by an engine, as its HTTP interface would answer their bodies."""
+"""`BatchRunner`: answers the lines of a batch's file by an engine, as its HTTP interface would answer their bodies."""
 
 import itertools
 from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from jaxkv.serving import asking
+from jaxkv.serving import submission
 from jaxkv.serving.batch_lines import Line, failed, responded
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.errors import Refused, refused_by, unknown_model
-from jaxkv.serving.limits import Limits
+from jaxkv.serving.errors import HttpError, http_error, unknown_model
+from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.schemas import CHATS, ChatBody, TextBody
 
 # A batch has all the time that it takes.
-_LIMITS = Limits(seconds=1e9)
+_LIMITS = RequestLimits(seconds=1e9)
 # The most lines that are under way at the same time.
 _MOST = 256
-# No request of theirs is refused because others wait.
+# No request of theirs is rejected because others wait.
 QUEUE = _MOST * _LIMITS.answers
 
 
-class Batch:
+class BatchRunner:
     """Answers lines by an engine whose queue has room for `QUEUE` requests.
 
     Attributes:
@@ -43,7 +43,7 @@ class Batch:
             # Whatever it is, the other lines are answered.
             if self.engine.error is not None:
                 raise self.engine.error from error
-            refused = refused_by(error, prompt="messages" if line.url == CHATS else "prompt")
+            refused = http_error(error, prompt="messages" if line.url == CHATS else "prompt")
             return responded(line, refused.status, refused.body())
 
     def _reply(self, line: Line) -> dict[str, Any]:
@@ -51,11 +51,11 @@ class Batch:
         body = (ChatBody if line.url == CHATS else TextBody).model_validate(line.body)
         if body.stream:
             said = "stream=true: the answers of a batch are whole: leave it out"
-            raise Refused(400, said, param="stream")
+            raise HttpError(400, said, param="stream")
         if body.model not in (None, self._name):
             raise unknown_model(body.model, [self._name])
         document = None if body.document is None else self.engine.documents.of(body.document)
-        requests = asking.submitted(
+        requests = submission.submitted(
             self.engine,
             body,
             document,
@@ -64,9 +64,9 @@ class Batch:
             seed=line.seed,
             offline=True,
         )
-        with asking.while_asked(requests):
+        with submission.while_asked(requests):
             completions = [each.result() for each in requests]
-        reply = asking.whole(body, self._name, requests, completions, document)
+        reply = submission.whole(body, self._name, requests, completions, document)
         return reply.model_dump(exclude_unset=True)
 
     def answers(self, lines: Iterable[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:

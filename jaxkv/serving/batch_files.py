@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.checkpoints.whole_files import write_whole
 from jaxkv.serving.batch_lines import PREFIX, Line, lines_of
 
@@ -116,7 +116,7 @@ class Ledger:
             strange = not _BEGIN.startswith(_head(path))
         if strange or (total and not ours):
             remedy = "it holds something else than answers to these requests under this model, policy and limits"
-            raise refusal("-o", str(path), f"{remedy}: remove it, or give another file")
+            raise invalid("-o", str(path), f"{remedy}: remove it, or give another file")
         return end
 
 
@@ -163,7 +163,7 @@ def alone(out: Path) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        raise refusal(
+        raise invalid(
             "-o", str(out), "another process is at it: wait for its end, or give another file"
         ) from None
     try:

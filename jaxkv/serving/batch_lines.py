@@ -11,8 +11,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from jaxkv.serving.errors import refused_by
-from jaxkv.serving.limits import Limits
+from jaxkv.serving.errors import http_error
+from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.schemas import BatchLine
 
 PREFIX, _DIGITS = "batch_req_", 32
@@ -46,12 +46,12 @@ class Line:
 
 def lines_of(path: Path, about: str) -> Iterator[Line]:
     """Yields the lines of a file, blank ones left out; `about` says what decides the answers besides the requests."""
-    most = Limits().body_bytes
+    most = RequestLimits().body_bytes
     with open(path, "rb") as file:
         number = 0
         while data := file.readline(most + 1):
             number += 1
-            # A byte order mark, which Windows' programs write.
+            # A byte order mark, which SlidingWindows' programs write.
             data = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
             long = len(data) > most
             while long and data and not data.endswith(b"\n"):
@@ -70,7 +70,7 @@ def _line(data: bytes, number: int, about: str) -> Line:
         given = from_json(data, allow_inf_nan=False)
         read = BatchLine.model_validate(given)
     except ValueError as error:
-        told = refused_by(error) if isinstance(error, ValidationError) else error
+        told = http_error(error) if isinstance(error, ValidationError) else error
         named = given.get("custom_id") if isinstance(given, dict) else None
         return Line(
             number=number,

@@ -24,7 +24,7 @@ def compile_rest(slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]) 
         while left and not ended():
             length = scheduler.missed or left[0]
             if scheduler.missed is None and length[0]:
-                # Programs of questions, which are the largest, wait for whoever asks one.
+                # Programs of questions, which are the largest, wait for those who asks one.
                 time.sleep(PATIENCE)
                 continue
             for _ in slots.compiling(*length):
@@ -37,5 +37,5 @@ def compile_rest(slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]) 
                 left.remove(length)
                 memory.trim()
     finally:
-        # After an error whoever has one of these lengths compiles it, and is told the error.
+        # After an error those who has one of these lengths compiles it, and is told the error.
         left.clear()

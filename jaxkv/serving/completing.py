@@ -11,8 +11,8 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from jaxkv.serving import asking
-from jaxkv.serving.documents import Document
+from jaxkv.serving import submission
+from jaxkv.serving.document_store import Document
 from jaxkv.serving.errors import ClientGone
 from jaxkv.serving.requests import Request
 from jaxkv.serving.schemas import (
@@ -25,7 +25,7 @@ from jaxkv.serving.schemas import (
     TextChoice,
     Usage,
 )
-from jaxkv.serving.service import Record, Served, Service
+from jaxkv.serving.service import RequestLog, Served, Service
 
 routes = APIRouter()
 _FORM: Any = {"response_model": Reply, "response_model_exclude_unset": True}
@@ -46,22 +46,24 @@ async def chats(body: ChatBody, request: HttpRequest, service: Served) -> Any:
 
 async def _completed(service: Service, request: HttpRequest, body: TextBody | ChatBody) -> Any:
     """Submits the requests of a body; returns the whole answer, or a stream."""
-    record: Record = request.state.record
+    record: RequestLog = request.state.record
     record.model, document = service.asked(body.model, body.document)
     # Tokenizing a long prompt takes long: other connections are served meanwhile.
     requests = await run_in_threadpool(_submitted, service, record.model, body, document)
     if body.stream:
         events = _events(service, record, body, requests, document)
         return EventStream(events, record, requests)
-    with asking.while_asked(requests):
+    with submission.while_asked(requests):
         answers = asyncio.gather(*requests)
-        completions = await asking.while_connected(request.receive, answers)
-    reply = asking.whole(body, record.model, requests, completions, document)
+        completions = await submission.while_connected(request.receive, answers)
+    reply = submission.whole(body, record.model, requests, completions, document)
     _note(service, record, requests, reply.usage)
     return reply
 
 
-def _note(service: Service, record: Record, requests: list[Request], usage: Usage | None) -> None:
+def _note(
+    service: Service, record: RequestLog, requests: list[Request], usage: Usage | None
+) -> None:
     """Notes the numbers of tokens of answered requests for the log and the metrics."""
     if usage is not None:
         record.prompt_tokens, record.new_tokens = usage.prompt_tokens, usage.completion_tokens
@@ -74,16 +76,16 @@ def _submitted(
     service: Service, model: str, body: TextBody | ChatBody, document: Document | None
 ) -> list[Request]:
     """Submits a body's requests."""
-    # Two bodies of many answers that fill the queue in turns would both be refused.
+    # Two bodies of many answers that fill the queue in turns would both be rejected.
     several = body.n * len(body.prompts) > 1
     with service.submitting if several else contextlib.nullcontext():
-        return asking.submitted(service.models[model], body, document, limits=service.limits)
+        return submission.submitted(service.models[model], body, document, limits=service.limits)
 
 
 class EventStream(StreamingResponse):
     """HTTP response of server-sent events; cancels the requests if its client goes."""
 
-    def __init__(self, events: AsyncIterator[bytes], record: Record, requests: list[Request]):
+    def __init__(self, events: AsyncIterator[bytes], record: RequestLog, requests: list[Request]):
         # Proxies must not collect the events.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
@@ -91,24 +93,24 @@ class EventStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends the events until the answers are complete or the client has gone."""
-        with asking.while_asked(self._requests):
+        with submission.while_asked(self._requests):
             try:
-                await asking.while_connected(receive, self.stream_response(send))
+                await submission.while_connected(receive, self.stream_response(send))
             except ClientGone:
                 self._record.status = 499
 
 
 async def _events(
     service: Service,
-    record: Record,
+    record: RequestLog,
     body: TextBody | ChatBody,
     requests: list[Request],
     document: Document | None,
 ) -> AsyncIterator[bytes]:
-    """Yields the events of all answers, in the order in which their text is drawn; an error is the last one."""
+    """Yields the events of all answers, in the order in which their text is sampled; an error is the last one."""
     chat, counted = isinstance(body, ChatBody), body.stream_options.include_usage
     kind = "chat.completion.chunk" if chat else "text_completion"
-    head = {"object": kind, **asking.reply_head(body, record.model or service.name)}
+    head = {"object": kind, **submission.reply_head(body, record.model or service.name)}
 
     def chunk(choices: list[Any], usage: Usage | None = None) -> bytes:
         """Event with choices, or with the stream's numbers of tokens, whose field is there only if asked for."""
@@ -125,7 +127,7 @@ async def _events(
 
     unopened = set(range(len(requests))) if chat else set()
     try:
-        async for at, found in asking.pieces(requests):
+        async for at, found in submission.pieces(requests):
             sent = b""
             if at in unopened:
                 # Clients take the first event for the first token.
@@ -135,13 +137,13 @@ async def _events(
                 yield sent + piece(at, {"content": found})
             else:
                 yield sent + piece(at, {}, found.finish_reason)
-        usage = asking.usage_of(requests, body.n, document)
+        usage = submission.usage_of(requests, body.n, document)
         _note(service, record, requests, usage)
         if counted:
             yield chunk([], usage)
         yield _event(b"[DONE]")
     except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
-        refused = service.refusal_of(error, record)
+        refused = service.http_error(error, record)
         record.status = refused.status
         yield _event(bytes(refused.response().body))
 

@@ -20,22 +20,22 @@ from jaxkv._checks import own_settings, settled
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
 from jaxkv.cache import Turn
-from jaxkv.engine.results import Completion
-from jaxkv.engine.sampling import Sampler, mixed
+from jaxkv.engine.generation_results import Completion
+from jaxkv.engine.sampling import Sampler, batch_sampling
 from jaxkv.engine.session import Session
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_rest
-from jaxkv.serving.documents import Document, Documents
+from jaxkv.serving.document_store import Document, DocumentStore
 from jaxkv.serving.given import own_deadline, own_key, own_policy
 from jaxkv.serving.mapping import mapped, patient
 from jaxkv.serving.requests import EngineClosed, PromptTooLong, QueueFull, Request
-from jaxkv.serving.room import ahead_of, device_of, limits_of, slots_that_fit
 from jaxkv.serving.scheduler import Scheduler
+from jaxkv.serving.slot_memory import ahead_of, device_of, limits_of, slots_that_fit
 from jaxkv.serving.stats import EngineStats
-from jaxkv.serving.work import Reading, Work
+from jaxkv.serving.work import PrefillWork, RequestWork
 from jaxkv.text.prompts import Prompt, encode
 
 # Most tokens of an answer where a request does not say.
@@ -49,8 +49,8 @@ _OPEN = weakref.WeakSet["Engine"]()
 class Engine:
     """Answers requests over the slots of one running batch: each is prefilled, compressed, and joins as a slot is free.
 
-    A request's tokens are those of `jaxkv.generate` alone with its key (in float32), whoever is answered beside it.
-    While a prompt is prefilled, tokens of the others are drawn between its layers.
+    A request's tokens are those of `jaxkv.generate` alone with its key (in float32), those who is answered beside it.
+    While a prompt is prefilled, tokens of the others are sampled between its layers.
 
     ```python
     with jaxkv.Engine(params, policy=jaxkv.AdaKV(budget=1024), slots=16) as engine:
@@ -61,7 +61,7 @@ class Engine:
 
     Attributes:
         session: model, policy and attention.
-        limits: most tokens of a prompt, a question and an answer (`prompt`, `question`, `new`), and rows of a slot.
+        limits: most tokens of a prompt, a question and an answer (`prompt`, `question`, `new`), and entries of a slot.
         documents: the documents that can be asked: `all()`, `of(id)`, `remove(id)`.
         error: error that ended the engine; None while it can answer.
     """
@@ -71,7 +71,7 @@ class Engine:
         self,
         params: LanguageModel,
         *,
-        policy: Method | type[Method] | str | None = None,
+        policy: Policy | type[Policy] | str | None = None,
         slots: int | np.integer | str = "auto",
         max_prompt_tokens: int | np.integer | None = None,
         max_new_tokens: int | np.integer = 512,
@@ -89,14 +89,14 @@ class Engine:
 
         Args:
             params: from `jaxkv.load`.
-            policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every row.
-            slots: number of requests that draw tokens at the same time; "auto" for as many as fit into nine tenths of
+            policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every entry.
+            slots: number of requests that sample tokens at the same time; "auto" for as many as fit into nine tenths of
                 the free memory, at most 64 on a CPU and 1024 elsewhere. On a mesh a multiple of its groups.
-            max_prompt_tokens: the most tokens of a prompt; with the new tokens they say how many rows a slot holds,
+            max_prompt_tokens: the most tokens of a prompt; with the new tokens they say how many entries a slot holds,
                 where the policy's budget does not. By default the model's positions less the others, at most 4096.
             max_new_tokens: the most tokens of an answer.
             max_question_tokens: the most tokens of a question on a document; 0 if none will be asked.
-            queue: the most requests that wait; more are refused.
+            queue: the most requests that wait; more are rejected.
             documents: folder in which documents are kept, and found by the next engine of the same model and policy;
                 None keeps them for as long as this engine lives.
             document_bytes: the most bytes of documents on the device; the least recently used others wait on disk. By
@@ -109,7 +109,7 @@ class Engine:
             start: False to check the arguments only, and leave the rest to `start`.
 
         Raises:
-            ValueError: for a policy that keeps rows in host memory or reads prompts in chunks, for limits beyond the
+            ValueError: for a policy that keeps entries in host memory or reads prompts in chunks, for limits beyond the
                 model's positions, for a mesh of several processes.
             TypeError: for an argument of the wrong kind, with what to give instead.
             MemoryError: if the slots, whose bytes it names, do not fit.
@@ -144,7 +144,7 @@ class Engine:
             left = memory.available_bytes(device_of(params)) - self._slots.needed
             document_bytes = int(_DOCUMENT_SHARE * share * max(0, left))
         most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
-        self.documents = Documents(
+        self.documents = DocumentStore(
             params, self.session.policy, shape=self.limits, most_bytes=most, folder=folder
         )
         self._scheduler = Scheduler(self._slots, self.documents, ahead=ahead_of(count))
@@ -192,13 +192,13 @@ class Engine:
 
         Args:
             prompt: text, chat messages or token ids; a question if `document` is given.
-            max_new_tokens: the most tokens to draw; by default 128, or the engine's limit if that is lower.
-            sampling: how to draw, a `Sampling`; the likeliest tokens if None.
+            max_new_tokens: the most tokens to sample; by default 128, or the engine's limit if that is lower.
+            sampling: how to sample, a `Sampling`; the likeliest tokens if None.
             stop: strings that end the answer and are left out of its text.
             stop_at_eos: True to end at the model's end-of-answer tokens.
-            key: random key or seed, for sampling and policies that draw; a list for several answers (`Request.others`).
+            key: random key or seed, for sampling and policies that use random numbers; a list for several answers (`Request.others`).
             raw: True if the text is plain text, not a user's message.
-            budget: rows per kv head, or share of the prompt, to keep; at most the policy's, which is the default.
+            budget: entries per kv head, or share of the prompt, to keep; at most the policy's, which is the default.
             deadline: seconds from now after which the request ends with a TimeoutError; None for none.
             offline: True if only the whole answer counts: prompts of others go first, for more answers a minute.
             document: from this engine's `document`, to be asked; it is not changed.
@@ -214,7 +214,7 @@ class Engine:
         """
         params, most = self.session.params, self.limits.new
         new = min(_USUAL_NEW, most) if max_new_tokens is None else max_new_tokens
-        new = _checks.whole("max_new_tokens", new, "draw at least 1 token", most=most)
+        new = _checks.whole("max_new_tokens", new, "sample at least 1 token", most=most)
         sampling, stops = arguments.as_sampling(sampling), arguments.as_stops(stop)
         keys = [
             own_key(each, self.session.key)
@@ -228,10 +228,10 @@ class Engine:
         )
         stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
         offline = _checks.flag("offline", offline)
-        # Refuses users' own samplers, which would be compiled in.
-        mixed([sampling])
+        # Rejects users' own samplers, which would be compiled in.
+        batch_sampling([sampling])
         for each in keys:
-            arguments.require_drawable(params, sampling, each, stops)
+            arguments.require_sampling(params, sampling, each, stops)
         if document is not None and not isinstance(document, Document):
             raise TypeError(
                 f"document={type(document).__name__}: give what this engine's document returned"
@@ -246,7 +246,7 @@ class Engine:
         )
         self._require_fits(int(encoded.lengths[0]), document)
         answer = functools.partial(
-            Work,
+            RequestWork,
             encoded=encoded,
             new=new,
             sampling=sampling,
@@ -277,12 +277,12 @@ class Engine:
         Args:
             prompt: text, chat messages or token ids; text leaves the user's turn open for the question.
             raw: True if the text is plain text, not a user's message.
-            key: random key or seed, for policies that draw.
-            budget: rows per kv head, or share of the document, to keep; at most the policy's, which is the default.
+            key: random key or seed, for policies that use random numbers.
+            budget: entries per kv head, or share of the document, to keep; at most the policy's, which is the default.
             deadline: seconds from now after which it ends with a TimeoutError; None for none.
 
         Returns:
-            The document: its id, tokens, rows, bytes. Documents beyond `document_bytes` wait on disk.
+            The document: its id, tokens, entries, bytes. Documents beyond `document_bytes` wait on disk.
 
         Raises:
             QueueFull: if as many requests wait as `queue` allows.
@@ -321,7 +321,7 @@ class Engine:
         arguments.warn_unseen(
             self.session.policy, encoded, self.session.planned(encoded.lengths, 0).budget
         )
-        reading = Reading(
+        reading = PrefillWork(
             encoded=encoded,
             key=key,
             policy=own_policy(budget, self.session.policy, None),
@@ -343,11 +343,11 @@ class Engine:
 
         Args:
             prompts: prompts of `submit`, in a list or any other iterable, which is read as answers are taken.
-            key: random key or seed; prompt i draws with `jax.random.fold_in(key, i)`.
+            key: random key or seed; prompt i samples with `jax.random.fold_in(key, i)`.
             options: other arguments of `submit`, the same for all prompts; `offline` is True by default.
 
         Returns:
-            An iterator over the answers. It raises ValueError at a prompt that is refused, and cancels those under way.
+            An iterator over the answers. It raises ValueError at a prompt that is rejected, and cancels those under way.
         """
         waiting, most = self._scheduler.waiting, self._limit
         submit = patient(self.submit, lambda: len(waiting) >= most and self._thread.is_alive())
@@ -373,7 +373,7 @@ class Engine:
         )
 
     def close(self, *, drain: bool = True) -> None:
-        """Ends the engine: answers the requests it has, or cancels them; new ones are refused. May be called again.
+        """Ends the engine: answers the requests it has, or cancels them; new ones are rejected. May be called again.
 
         Args:
             drain: True to answer all requests first, False to cancel them.
@@ -411,7 +411,7 @@ class Engine:
             told = f"this engine takes up to max_{kind}_tokens={most}"
             raise PromptTooLong(f"prompt={tokens} tokens: {told}")
 
-    def _queued(self, works: Sequence[Reading]) -> None:
+    def _queued(self, works: Sequence[PrefillWork]) -> None:
         """Queues all requests, or a document, or none, for the engine's thread; raises if full, closed or failed."""
         with self._changed:
             if self.error is not None:

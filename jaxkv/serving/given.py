@@ -11,9 +11,9 @@ from jaxkv import _checks
 from jaxkv._errors import require
 from jaxkv.arguments import as_key
 from jaxkv.policies.checks import Tokens, as_budget
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.wrapper import with_budget
-from jaxkv.serving.documents import Document
+from jaxkv.serving.document_store import Document
 
 _SECONDS = "give seconds from now"
 
@@ -26,11 +26,11 @@ def own_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
     require(
         key.dtype == like.dtype, "key", key.dtype, "give jax.random.key(0), or a seed such as 0"
     )
-    # Whoever gave it may delete it, and it may lie on another device.
+    # Whoever gave it may delete it, and it may are on another device.
     return jax.random.wrap_key_data(jax.device_put(np.asarray(jax.random.key_data(key))))
 
 
-def takes_own_budget(policy: Method) -> bool:
+def takes_own_budget(policy: Policy) -> bool:
     """True if requests under an engine's policy may have a smaller budget of their own."""
     return policy.parts().budget is not None and policy.parts().every is None
 
@@ -44,7 +44,7 @@ def own_deadline(given: Any) -> float | None:
     )
 
 
-def own_policy(given: Any, policy: Method, document: Document | None) -> Method | None:
+def own_policy(given: Any, policy: Policy, document: Document | None) -> Policy | None:
     """An engine's policy with a request's budget; None for None. ValueError for a budget above it, or junk."""
     if given is None:
         return None
@@ -60,7 +60,7 @@ def own_policy(given: Any, policy: Method, document: Document | None) -> Method 
     )
     budget = as_budget(given)
     assert most is not None and budget is not None
-    kind = "rows per kv head" if isinstance(most, Tokens) else "a share of the prompt"
+    kind = "entries per kv head" if isinstance(most, Tokens) else "a share of the prompt"
     fits = type(budget) is type(most) and budget.value <= most.value
     require(
         fits, "budget", budget, f"this engine's slots hold {most}: give {kind}, no more than that"

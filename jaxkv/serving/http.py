@@ -10,15 +10,15 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from jaxkv._checks import brief
-from jaxkv.serving import completing, keeping
+from jaxkv.serving import completing, document_routes
 from jaxkv.serving.access import Access
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.errors import Refused, draining
+from jaxkv.serving.errors import HttpError, draining
 from jaxkv.serving.given import takes_own_budget
-from jaxkv.serving.limits import Limits
-from jaxkv.serving.page import page
+from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.schemas import ErrorBody
 from jaxkv.serving.service import Served, Service
+from jaxkv.serving.web_page import page
 
 routes = APIRouter()
 routes.get("/", summary="Compress a document and ask", response_class=HTMLResponse)(page)
@@ -31,7 +31,7 @@ class Application(Access):
         service: what all routes share.
     """
 
-    def __init__(self, models: Mapping[str, Engine], *, limits: Limits | None = None):
+    def __init__(self, models: Mapping[str, Engine], *, limits: RequestLimits | None = None):
         """Makes the application.
 
         Args:
@@ -39,8 +39,8 @@ class Application(Access):
                 first's.
             limits: limits of a request; the usual ones if None.
         """
-        self.service = Service(models, limits=limits or Limits())
-        caught = (Refused, RequestValidationError, HTTPException, Exception)
+        self.service = Service(models, limits=limits or RequestLimits())
+        caught = (HttpError, RequestValidationError, HTTPException, Exception)
         inner = FastAPI(
             title=f"jaxkv: {self.service.name}",
             docs_url=None,
@@ -50,13 +50,13 @@ class Application(Access):
             responses={"default": {"model": ErrorBody, "description": "An error"}},
         )
         inner.state.service = self.service
-        for each in (routes, completing.routes, keeping.routes):
+        for each in (routes, completing.routes, document_routes.routes):
             inner.include_router(each)
         super().__init__(inner, self.service)
 
     async def _failed(self, request: HttpRequest, error: Exception) -> Response:
         """Response to an error, in OpenAI's form."""
-        return self.service.refusal_of(error, request.state.record).response()
+        return self.service.http_error(error, request.state.record).response()
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:
@@ -104,7 +104,7 @@ async def health(service: Served) -> dict[str, Any]:
     failed = [name for name, engine in service.models.items() if engine.error is not None]
     if failed:
         message = f"the engine of {', '.join(failed)} has failed: start the server again"
-        raise Refused(503, message, code="engine_failed")
+        raise HttpError(503, message, code="engine_failed")
     return {"status": "ok"}
 
 

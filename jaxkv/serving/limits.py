@@ -1,4 +1,4 @@
-"""`Limits`: what the HTTP server takes of one request, and the key that clients must know."""
+"""`RequestLimits`: what the HTTP server takes of one request, and the key that clients must know."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ from jaxkv._errors import require
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Limits:
+class RequestLimits:
     """Limits of one HTTP request: bytes of its body, seconds, answers; and the API key.
 
     Attributes:

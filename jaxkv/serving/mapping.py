@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jaxtyping import PRNGKeyArray
 
-from jaxkv.engine.results import Completion
+from jaxkv.engine.generation_results import Completion
 from jaxkv.serving.compiling import PATIENCE
 from jaxkv.serving.requests import QueueFull, Request
 from jaxkv.text.prompts import Prompt

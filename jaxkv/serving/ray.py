@@ -9,16 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
 from jaxkv.policies.registry import as_policy
+from jaxkv.serving.engine_config import EngineConfig
 from jaxkv.serving.http import Application
-from jaxkv.serving.limits import Limits
-from jaxkv.serving.recipe import Recipe
+from jaxkv.serving.limits import RequestLimits
 
-# Requests under way in a replica: its engine's queue refuses more, not Ray Serve.
+# Requests under way in a replica: its engine's queue rejects more, not Ray Serve.
 _MOST = 10_000
 
 
 class ModelSettings(BaseModel):
-    """Settings of a `Recipe`, by the same names."""
+    """Settings of a `EngineConfig`, by the same names."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -58,7 +58,7 @@ class Settings(ModelSettings, EngineSettings):
 class Replica:
     """One engine behind OpenAI's HTTP interface."""
 
-    def __init__(self, recipe: Recipe, name: str, limits: Limits):
+    def __init__(self, recipe: EngineConfig, name: str, limits: RequestLimits):
         """Loads the model and makes the engine."""
         self._engine = recipe.made()
         self._app = Application({name: self._engine}, limits=limits)
@@ -81,8 +81,8 @@ def app(settings: Settings) -> Any:
     if settings.replicas > 1 and settings.documents is None:
         options["max_question_tokens"] = 0
     of_model = settings.model_dump(include=set(ModelSettings.model_fields))
-    recipe = Recipe(**of_model, options=options)
-    limits = Limits(
+    recipe = EngineConfig(**of_model, options=options)
+    limits = RequestLimits(
         api_key=settings.api_key,
         seconds=settings.timeout,
         body_bytes=settings.max_body_bytes,

@@ -10,9 +10,9 @@ import ray
 import ray.data
 
 from jaxkv._errors import require
-from jaxkv.serving.batch_answers import Batch
+from jaxkv.serving.batch_answers import BatchRunner
 from jaxkv.serving.batch_lines import Line
-from jaxkv.serving.recipe import Recipe
+from jaxkv.serving.engine_config import EngineConfig
 
 # Lines of a block, and blocks that an actor answers at the same time.
 _LINES, _BLOCKS = 8, 32
@@ -21,9 +21,9 @@ _LINES, _BLOCKS = 8, 32
 class Worker:
     """One engine of a batch, in a process of a Ray cluster."""
 
-    def __init__(self, recipe: Recipe, name: str):
+    def __init__(self, recipe: EngineConfig, name: str):
         """Loads the model and makes the engine."""
-        self._batch = Batch(recipe.made(), name=name)
+        self._batch = BatchRunner(recipe.made(), name=name)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
         """Answers some lines at once; lines and answers are pickled."""
@@ -33,7 +33,7 @@ class Worker:
 
 @contextlib.contextmanager
 def cluster_answers(
-    recipe: Recipe, *, name: str, address: str | None, workers: int | None
+    recipe: EngineConfig, *, name: str, address: str | None, workers: int | None
 ) -> Iterator[Callable[[Iterable[Line]], Iterator[tuple[Line, dict[str, Any]]]]]:
     """Context manager with the cluster; its function yields each line with its output object, as they are complete.
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from concurrent.futures import Future, InvalidStateError
 from typing import Any, TypeVar
 
-from jaxkv.engine.results import Completion
+from jaxkv.engine.generation_results import Completion
 from jaxkv.serving.stats import RequestStats
 
 T = TypeVar("T")
@@ -98,7 +98,7 @@ class Request:
         Raises:
             TimeoutError: if the answer is not complete after `timeout` seconds, or its `deadline` has passed.
             concurrent.futures.CancelledError: if the request was cancelled.
-            ValueError: if the policy refused the prompt, as `jaxkv.generate` would.
+            ValueError: if the policy rejected the prompt, as `jaxkv.generate` would.
             RuntimeError: if the engine failed or was closed before the answer was complete.
         """
         return self.future.result(timeout)
@@ -108,7 +108,7 @@ class Request:
         self.future.cancel()
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the answer's text piece by piece as it is drawn; raises what `result` raises."""
+        """Yields the answer's text piece by piece as it is sampled; raises what `result` raises."""
         at = 0
         with self._reading():
             while True:

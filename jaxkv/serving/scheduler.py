@@ -8,13 +8,13 @@ import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.engine.lengths import LOOK
+from jaxkv.engine.progress import Walk
 from jaxkv.engine.slots import Slots
-from jaxkv.engine.walks import Walk
-from jaxkv.serving.documents import Documents
+from jaxkv.serving.document_store import DocumentStore
 from jaxkv.serving.requests import claimed
-from jaxkv.serving.work import Reading, Work
+from jaxkv.serving.work import PrefillWork, RequestWork
 
-# What one prompt or document can be refused for; any other error is the engine's own.
+# What one prompt or document can be rejected for; any other error is the engine's own.
 _REFUSALS = (ValueError, TypeError, MemoryError, OSError)
 
 
@@ -29,19 +29,19 @@ class Scheduler:
         ahead: the most prompts that are prefilled while no slot is free.
         waiting: requests that are not prefilled yet, in order of arrival.
         answered: number of requests answered.
-        tokens: number of tokens drawn.
+        tokens: number of tokens sampled.
         longest_pause: most seconds between two tokens of one request, or between two blocks of up to 8 of them.
     """
 
-    def __init__(self, slots: Slots, documents: Documents, *, ahead: int):
+    def __init__(self, slots: Slots, documents: DocumentStore, *, ahead: int):
         """Makes the scheduler of slots that are all free."""
         self.slots, self.documents, self.ahead = slots, documents, ahead
-        self.waiting: collections.deque[Reading] = collections.deque()
+        self.waiting: collections.deque[PrefillWork] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
         # The answers to one prompt, or a document, and its prefill.
-        self._reading: tuple[list[Reading], Walk[KVCache]] | None = None
-        self._ready: collections.deque[Work] = collections.deque()
-        self._running: dict[int, Work] = {}
+        self._reading: tuple[list[PrefillWork], Walk[KVCache]] | None = None
+        self._ready: collections.deque[RequestWork] = collections.deque()
+        self._running: dict[int, RequestWork] = {}
         # Seconds of a decode step, and when the last one ended.
         self._step_seconds, self._stepped = 0.0, time.monotonic()
 
@@ -99,7 +99,7 @@ class Scheduler:
         self._running.clear()
         self._reading = None
 
-    def _all(self) -> Iterator[Reading]:
+    def _all(self) -> Iterator[PrefillWork]:
         """Yields every request that has not ended."""
         yield from list(self.waiting)
         if self._reading is not None:
@@ -153,8 +153,8 @@ class Scheduler:
         ready = [each for each in list(self.waiting) if each.length not in self.slots.uncompiled]
         if not ready:
             return
-        # A policy that draws compresses the prompt with each answer's own key.
-        if self.slots.session.policy.parts().draws:
+        # A policy that uses random numbers compresses the prompt with each answer's own key.
+        if self.slots.session.policy.parts().uses_key:
             works = ready[:1]
         else:
             works = [each for each in ready if each.encoded is ready[0].encoded]
@@ -164,7 +164,7 @@ class Scheduler:
         self._reading = works, works[0].walk(self.slots, self.documents)
 
     def _advance(self) -> None:
-        """Computes the next layer of the prompt that is being prefilled; a prompt that is refused ends alone."""
+        """Computes the next layer of the prompt that is being prefilled; a prompt that is rejected ends alone."""
         assert self._reading is not None
         (works, walk), begun = self._reading, time.monotonic()
         try:
@@ -180,9 +180,9 @@ class Scheduler:
         for work in works:
             work.prefill_seconds += time.monotonic() - begun
 
-    def _prefilled(self, work: Reading, cache: KVCache) -> None:
-        """Makes a prefilled request ready for a slot, drawing its first token if none is free; or adds a document."""
-        if not isinstance(work, Work):
+    def _prefilled(self, work: PrefillWork, cache: KVCache) -> None:
+        """Makes a prefilled request ready for a slot, sampling its first token if none is free; or adds a document."""
+        if not isinstance(work, RequestWork):
             if claimed(work.future):
                 try:
                     work.future.set_result(self.documents.add(cache, work.encoded.ids[0]))
@@ -198,7 +198,7 @@ class Scheduler:
             return
         work.kept = float(np.mean(cache.kept))
         if len(self._running) + len(self._ready) >= self.slots.count:
-            # The slot draws the same token again.
+            # The slot samples the same token again.
             token = self.slots.peek(work.ready)
             work.take([token], time.monotonic())
             self.tokens, work.told = self.tokens + 1, True
@@ -208,7 +208,7 @@ class Scheduler:
         self._ready.append(work)
 
     def _decode(self, steps: int) -> None:
-        """Draws up to `steps` tokens in every slot; ends the requests that are complete and frees their slots."""
+        """Samples up to `steps` tokens in every slot; ends the requests that are complete and frees their slots."""
         begun = time.monotonic()
         tokens = self.slots.decode(
             steps, until="any" if self._ready or self._reading or self.waiting else "all"
@@ -231,7 +231,7 @@ class Scheduler:
         for work in [self._running.pop(slot) for slot in left]:
             self._finish(work)
 
-    def _finish(self, work: Work) -> None:
+    def _finish(self, work: RequestWork) -> None:
         """Ends a request with its answer."""
         self.answered += 1
         try:

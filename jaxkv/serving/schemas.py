@@ -80,7 +80,7 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = False
 
 
-class Completion(Body):
+class CompletionBody(Body):
     """Fields that both routes of completions have."""
 
     model: str | None = None
@@ -111,7 +111,7 @@ class Completion(Body):
         )
 
 
-class TextBody(Completion):
+class TextBody(CompletionBody):
     """Body of POST /v1/completions."""
 
     prompt: (
@@ -133,7 +133,7 @@ class TextBody(Completion):
         return self.max_tokens or 16
 
 
-class ChatBody(Completion):
+class ChatBody(CompletionBody):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages
@@ -160,7 +160,7 @@ class DocumentBody(Body):
     budget: Budget | None = None
 
 
-class Kept(Body):
+class KeptQuery(Body):
     """Query of GET /v1/documents/{id}/kept: one layer, or one kv head of it."""
 
     model_config = ConfigDict(strict=False)

@@ -14,8 +14,8 @@ import uvicorn
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jaxkv._errors import refusal
-from jaxkv.serving.errors import Refused
+from jaxkv._errors import invalid
+from jaxkv.serving.errors import HttpError
 from jaxkv.serving.http import Application
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -59,7 +59,7 @@ class Server(uvicorn.Server):
 
     def _starting(self) -> Response:
         """Response to all requests until the application is made: an error in OpenAI's form, and the progress."""
-        refused = Refused(503, "the server is starting: try again later", code="starting")
+        refused = HttpError(503, "the server is starting: try again later", code="starting")
         body = {"status": "starting", **self.progress, **refused.body()}
         return JSONResponse(body, 503, {"Retry-After": "5"})
 
@@ -107,7 +107,7 @@ def listening(host: str, port: int) -> socket.socket:
         remedy = (
             f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
         )
-        raise refusal("address", f"{host}:{port}", remedy) from None
+        raise invalid("address", f"{host}:{port}", remedy) from None
 
 
 def many_files() -> None:

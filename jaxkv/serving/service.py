@@ -12,15 +12,15 @@ from fastapi import Depends
 from starlette.requests import Request as HttpRequest
 
 from jaxkv._errors import require
-from jaxkv.serving.documents import Document
+from jaxkv.serving.document_store import Document
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.errors import Refused, refused_by, unknown_model
-from jaxkv.serving.limits import Limits
-from jaxkv.serving.metrics import Metrics
+from jaxkv.serving.errors import HttpError, http_error, unknown_model
+from jaxkv.serving.limits import RequestLimits
+from jaxkv.serving.server_metrics import Metrics
 
 
 @dataclasses.dataclass(kw_only=True)
-class Record:
+class RequestLog:
     """Entry of the log for one HTTP request: id, time of arrival, status, numbers of tokens, the server's own fault.
 
     Attributes:
@@ -58,7 +58,7 @@ class Service:
         submitting: lock that bodies of several answers hold while their requests are submitted.
     """
 
-    def __init__(self, models: Mapping[str, Engine], *, limits: Limits):
+    def __init__(self, models: Mapping[str, Engine], *, limits: RequestLimits):
         """Makes the service of engines that are there."""
         require(len(models) > 0, "models", models, "give at least one engine")
         self.models, self.name, self.limits = dict(models), next(iter(models)), limits
@@ -67,23 +67,23 @@ class Service:
         self.submitting = threading.Lock()
 
     def model(self, name: str | None) -> str:
-        """Id of the model that a body names, the first one's for None; `Refused` 404 if there is none of this id."""
+        """Id of the model that a body names, the first one's for None; `HttpError` 404 if there is none of this id."""
         if name is not None and name not in self.models:
             raise unknown_model(name, self.models)
         return self.name if name is None else name
 
     def document(self, name: str) -> tuple[str, Document]:
-        """The model id of a document, and the document; `Refused` 404 if there is none of this id."""
+        """The model id of a document, and the document; `HttpError` 404 if there is none of this id."""
         for model, engine in self.models.items():
             with contextlib.suppress(ValueError):
                 return model, engine.documents.of(name)
         message = f"document={name[:200]!r}: there is none of this id: it was removed, or is another server's"
-        raise Refused(404, message, param="document", code="document_not_found")
+        raise HttpError(404, message, param="document", code="document_not_found")
 
     def asked(self, model: str | None, document: str | None) -> tuple[str, Document | None]:
         """The model id and the document that a body asks: its document's model if it names none.
 
-        Raises `Refused` 404 for unknown ids, and 400 for a document that another model compressed.
+        Raises `HttpError` 404 for unknown ids, and 400 for a document that another model compressed.
         """
         if document is None:
             return self.model(model), None
@@ -93,13 +93,13 @@ class Service:
                 f"document={document!r}: {owner!r} compressed it, "
                 f"not {model!r}: ask {owner!r}, or compress it anew"
             )
-            raise Refused(400, message, param="document", code="document_of_another_model")
+            raise HttpError(400, message, param="document", code="document_of_another_model")
         return owner, found
 
-    def refusal_of(self, error: BaseException, record: Record) -> Refused:
-        """The `Refused` of any error; notes in `record` where an unexpected one was raised."""
+    def http_error(self, error: BaseException, record: RequestLog) -> HttpError:
+        """The `HttpError` of any error; notes in `record` where an unexpected one was raised."""
         retry_after = self.metrics.retry_after(record.model or self.name)
-        refused = refused_by(error, retry_after=retry_after, prompt=record.prompt)
+        refused = http_error(error, retry_after=retry_after, prompt=record.prompt)
         if refused.status == 500:
             record.fault = f"{type(error).__name__} at " + " < ".join(
                 f"{frame.name} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"

@@ -5,16 +5,16 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestStats:
-    """Measurements of one answered request: numbers of tokens, rows kept, seconds.
+    """Measurements of one answered request: numbers of tokens, entries kept, seconds.
 
     Attributes:
         prompt_tokens: tokens of the prompt, or of the question if it was asked on a document.
-        new_tokens: tokens drawn, the one that ended the answer included.
-        kept: rows per kv head and layer after prefill, averaged.
+        new_tokens: tokens sampled, the one that ended the answer included.
+        kept: entries per kv head and layer after prefill, averaged.
         waited_seconds: from submission until prefill began.
         prefill_seconds: of the prompt's prefill, without the decode steps of other requests in between; several answers
             share it.
-        first_token_seconds: from submission until the first token was drawn.
+        first_token_seconds: from submission until the first token was sampled.
         seconds: from submission until the answer was complete.
     """
 
@@ -38,8 +38,8 @@ class EngineStats:
         running: slots with a request.
         slots: number of slots.
         answered: requests answered so far.
-        refused: requests refused because the queue was full.
-        new_tokens: tokens drawn so far.
+        refused: requests rejected because the queue was full.
+        new_tokens: tokens sampled so far.
         nbytes: bytes of all slots.
         document_bytes: bytes of documents on the device.
         longest_pause_seconds: longest time between two tokens of one request, or between two blocks of up to 8 of them

@@ -1,4 +1,4 @@
-"""`Reading` and `Work`: what the scheduler knows of a document or a request, from its prompt to its cache or answer."""
+"""`PrefillWork` and `RequestWork`: what the scheduler knows of a document or a request, from its prompt to its cache or answer."""
 
 import dataclasses
 import time
@@ -9,14 +9,14 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from jaxkv.cache import KVCache
+from jaxkv.engine.generation_results import Answers
 from jaxkv.engine.lengths import SHORT, bucket
-from jaxkv.engine.results import Answers
+from jaxkv.engine.progress import Walk
 from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.sequences import Paused
 from jaxkv.engine.slots import Slots
-from jaxkv.engine.walks import Walk
-from jaxkv.policies.policy import Method
-from jaxkv.serving.documents import Document, Documents
+from jaxkv.policies.policy import Policy
+from jaxkv.serving.document_store import Document, DocumentStore
 from jaxkv.serving.requests import Request, claimed
 from jaxkv.serving.stats import RequestStats
 from jaxkv.text.prompts import Encoded
@@ -24,7 +24,7 @@ from jaxkv.text.tokenizer import Text
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Reading:
+class PrefillWork:
     """A prompt on its way through the scheduler until it is compressed; by itself that of a document.
 
     Attributes:
@@ -41,7 +41,7 @@ class Reading:
 
     encoded: Encoded
     key: PRNGKeyArray | None
-    policy: Method | None
+    policy: Policy | None
     deadline: float | None
     document: Document | None = None
     future: Future[Any] = dataclasses.field(default_factory=Future)
@@ -61,7 +61,7 @@ class Reading:
         late = self.deadline is not None and time.monotonic() > self.deadline
         return self.future.cancelled() or late
 
-    def walk(self, slots: Slots, documents: Documents) -> Walk[KVCache]:
+    def walk(self, slots: Slots, documents: DocumentStore) -> Walk[KVCache]:
         """Generator: prefills the prompt layer by layer, or reads the question on its document; returns the cache."""
         if self.document is None:
             return (yield from slots.prefilling(self.encoded, key=self.key, policy=self.policy))
@@ -77,23 +77,23 @@ class Reading:
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
-class Work(Reading):
+class RequestWork(PrefillWork):
     """A request on its way through the scheduler: its handle, its text so far, and times of what happened to it.
 
     Attributes:
-        new: the most tokens to draw.
-        sampling: how to draw.
+        new: the most tokens to sample.
+        sampling: how to sample.
         stops: strings that end the answer.
         eos: ids that end the answer.
         offline: True if nobody waits for single tokens, so that the prompts of others may go first.
         text: the model's tokenizer.
         request: the handle that the user holds.
         ready: the compressed sequence, while it waits for a slot; else None.
-        told: True if its first token was drawn, and its text given to readers, before it had a slot.
-        kept: rows per kv head and layer after prefill, averaged.
-        first: time at which its first token was drawn; None before.
-        last: time at which its last token was drawn.
-        answers: ids and text drawn so far.
+        told: True if its first token was sampled, and its text given to readers, before it had a slot.
+        kept: entries per kv head and layer after prefill, averaged.
+        first: time at which its first token was sampled; None before.
+        last: time at which its last token was sampled.
+        answers: ids and text sampled so far.
     """
 
     new: int
@@ -115,7 +115,7 @@ class Work(Reading):
         self.answers = Answers(self.text, 1, self.stops)
 
     def take(self, tokens: list[int], now: float) -> float:
-        """Adds drawn ids and gives their text to readers; returns seconds since the token before, 0 for the first."""
+        """Adds sampled ids and gives their text to readers; returns seconds since the token before, 0 for the first."""
         pause = 0.0 if self.first is None else now - self.last
         self.first, self.last = now if self.first is None else self.first, now
         self.answers.take(np.asarray([tokens], np.int32))
@@ -128,7 +128,7 @@ class Work(Reading):
         return bool(self.answers.stopped[0])
 
     def ends_with(self, token: int) -> bool:
-        """True if the answer is complete once `token` has been drawn: an end id, a stop string, or enough tokens."""
+        """True if the answer is complete once `token` has been sampled: an end id, a stop string, or enough tokens."""
         return self.stopped or token in self.eos or len(self.answers.tokens[0]) >= self.new
 
     def finish(self) -> None:

@@ -1,1 +1,1 @@
-"""Meshes: letters of axes, placement of arrays, `program` for compiled functions, collectives, recorded calls."""
+"""Meshes: logical axes of axes, placement of arrays, `program` for compiled functions, collectives, recorded calls."""

@@ -11,45 +11,45 @@ from jaxkv.sharding.mesh import LETTERS, NAMES, Axes
 
 
 def _across(
-    collective: Callable[..., Array], x: Array, letter: str, axes: Axes | None, **options: Any
+    collective: Callable[..., Array], x: Array, logical_axis: str, axes: Axes | None, **options: Any
 ) -> Array:
-    """`collective` of `x` over the devices that split axes named `letter`; `x` where none do."""
-    if axes is None or axes.size(letter) == 1:
+    """`collective` of `x` over the devices that split axes named `logical_axis`; `x` where none do."""
+    if axes is None or axes.size(logical_axis) == 1:
         return x
-    return collective(x, LETTERS[letter], **options)
+    return collective(x, LETTERS[logical_axis], **options)
 
 
-def total(x: Array, axes: Axes | None, letter: str = "H") -> Array:
-    """Sum of `x` over the devices that split axes named `letter` (H: heads, MLP, vocabulary); `x` without a mesh."""
-    return _across(lax.psum, x, letter, axes)
+def total(x: Array, axes: Axes | None, logical_axis: str = "H") -> Array:
+    """Sum of `x` over the devices that split axes named `logical_axis` (H: heads, MLP, vocabulary); `x` without a mesh."""
+    return _across(lax.psum, x, logical_axis, axes)
 
 
-def mean_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
-    """Mean of `x` over the devices that split axes named `letter`; `x` without a mesh."""
-    return _across(lax.pmean, x, letter, axes)
+def mean_of_devices(x: Array, logical_axis: str, axes: Axes | None) -> Array:
+    """Mean of `x` over the devices that split axes named `logical_axis`; `x` without a mesh."""
+    return _across(lax.pmean, x, logical_axis, axes)
 
 
-def most_of_devices(x: Array, letter: str, axes: Axes | None) -> Array:
-    """Elementwise maximum of `x` over the devices that split axes named `letter`; `x` without a mesh."""
-    return _across(lax.pmax, x, letter, axes)
+def most_of_devices(x: Array, logical_axis: str, axes: Axes | None) -> Array:
+    """Elementwise maximum of `x` over the devices that split axes named `logical_axis`; `x` without a mesh."""
+    return _across(lax.pmax, x, logical_axis, axes)
 
 
-def gathered(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
-    """Gathers devices' parts along `axis`, named `letter`, into the whole array on each device; `x` without a mesh."""
-    return _across(lax.all_gather, x, letter, axes, axis=axis, tiled=True)
+def gathered(x: Array, logical_axis: str, axis: int, axes: Axes | None) -> Array:
+    """Gathers devices' parts along `axis`, named `logical_axis`, into the whole array on each device; `x` without a mesh."""
+    return _across(lax.all_gather, x, logical_axis, axes, axis=axis, tiled=True)
 
 
-def own(x: Array, letter: str, axis: int, axes: Axes | None) -> Array:
-    """This device's part of a whole array along `axis`, named `letter`; inverse of `gathered`; `x` without a mesh."""
+def own(x: Array, logical_axis: str, axis: int, axes: Axes | None) -> Array:
+    """This device's part of a whole array along `axis`, named `logical_axis`; inverse of `gathered`; `x` without a mesh."""
     if axes is None:
         return x
-    size = x.shape[axis] // axes.size(letter)
-    return lax.dynamic_slice_in_dim(x, first(letter, size, axes), size, axis)
+    size = x.shape[axis] // axes.size(logical_axis)
+    return lax.dynamic_slice_in_dim(x, first(logical_axis, size, axes), size, axis)
 
 
-def first(letter: str, size: int, axes: Axes | None) -> Any:
-    """Index at which this device's part, of `size` elements, begins in an axis named `letter`; 0 without a mesh."""
-    return 0 if axes is None else lax.axis_index(LETTERS[letter]).astype(jnp.int32) * size
+def first(logical_axis: str, size: int, axes: Axes | None) -> Any:
+    """Index at which this device's part, of `size` elements, begins in an axis named `logical_axis`; 0 without a mesh."""
+    return 0 if axes is None else lax.axis_index(LETTERS[logical_axis]).astype(jnp.int32) * size
 
 
 def anywhere(flag: Array, axes: Axes | None) -> Array:
@@ -57,9 +57,9 @@ def anywhere(flag: Array, axes: Axes | None) -> Array:
     return flag if axes is None else lax.pmax(flag.astype(jnp.int32), NAMES) > 0
 
 
-def any_of_devices(flag: Array, letter: str, axes: Axes | None) -> Array:
-    """Bool array: `flag`, or on a mesh True where it is set on any of the devices that split axes named `letter`."""
-    return flag if axes is None else most_of_devices(flag.astype(jnp.int32), letter, axes) > 0
+def any_of_devices(flag: Array, logical_axis: str, axes: Axes | None) -> Array:
+    """Bool array: `flag`, or on a mesh True where it is set on any of the devices that split axes named `logical_axis`."""
+    return flag if axes is None else most_of_devices(flag.astype(jnp.int32), logical_axis, axes) > 0
 
 
 def count_of_all(flags: Bool[Array, " B"], axes: Axes | None) -> Int[Array, ""]:

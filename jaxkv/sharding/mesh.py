@@ -1,4 +1,4 @@
-"""`Axes` of a mesh, and the placement of arrays on it by the letters of their axes."""
+"""`Axes` of a mesh, and the placement of arrays on it by the logical axes of their axes."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxkv._errors import require
-from jaxkv.sharding.letters import known, letters_at, letters_of
+from jaxkv.sharding.logical_axes import known, logical_axes_at, logical_axes_of
 
 _DATA, _KV, _REP = NAMES = ("data", "kv", "rep")
 _MODEL = (_KV, _REP)
@@ -35,7 +35,7 @@ LETTERS = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Axes:
-    """A mesh with the axes data, kv and rep, over which arrays are split by axis letters; a static argument.
+    """A mesh with the axes data, kv and rep, over which arrays are split by logical axes; a static argument.
 
     Attributes:
         mesh: from `model_mesh`.
@@ -45,7 +45,7 @@ class Axes:
 
     @classmethod
     def of(cls, leaf: Any) -> "Axes | None":
-        """`Axes` of the mesh that an array lies on; None on a single device, or on a mesh with other axes."""
+        """`Axes` of the mesh that an array is on; None on a single device, or on a mesh with other axes."""
         sharding = getattr(leaf, "sharding", None)
         fits = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == NAMES
         return cls(mesh=typing.cast(Any, sharding).mesh) if fits else None
@@ -70,16 +70,16 @@ class Axes:
         """Number of this process's devices that share one memory: all of them on a CPU, else 1."""
         return len(self.mesh.local_devices) if self.platform == "cpu" else 1
 
-    def size(self, letter: str) -> int:
-        """Number of parts into which an array axis named `letter` is split; 1 if it is not split."""
-        return math.prod(self.mesh.shape[name] for name in LETTERS.get(letter, ()))
+    def size(self, logical_axis: str) -> int:
+        """Number of parts into which an array axis named `logical_axis` is split; 1 if it is not split."""
+        return math.prod(self.mesh.shape[name] for name in LETTERS.get(logical_axis, ()))
 
-    def spec(self, letters: str, shape: tuple[int, ...]) -> P:
-        """PartitionSpec of an array by its axis letters and shape; an axis marked `#` is whole where its size is 1.
+    def spec(self, logical_axes: str, shape: tuple[int, ...]) -> P:
+        """PartitionSpec of an array by its logical axes and shape; an axis marked `#` is whole where its size is 1.
 
         ValueError if a size does not divide.
         """
-        return _spec(self.mesh, letters, tuple(shape))
+        return _spec(self.mesh, logical_axes, tuple(shape))
 
 
 def _of_devices(platform: str, ids: list[Any]) -> Axes:
@@ -93,9 +93,9 @@ def _of_devices(platform: str, ids: list[Any]) -> Axes:
 
 
 @functools.lru_cache(maxsize=4096)
-def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
-    """PartitionSpec of an array by its axis letters and shape, cached; ValueError if a size does not divide."""
-    names = letters.split()
+def _spec(mesh: Mesh, logical_axes: str, shape: tuple[int, ...]) -> P:
+    """PartitionSpec of an array by its logical axes and shape, cached; ValueError if a size does not divide."""
+    names = logical_axes.split()
     for at, (name, size) in enumerate(zip(names, shape, strict=False)):
         over = LETTERS.get(name.lstrip("#"), ())
         parts = math.prod(mesh.shape[each] for each in over)
@@ -104,15 +104,15 @@ def _spec(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> P:
         else:
             remedy = f"it is split over {'x'.join(over)}={parts}: give a multiple of {parts}"
             require(size % parts == 0, name, size, remedy)
-    return spec_of_letters(" ".join(names), mesh)
+    return partition_spec(" ".join(names), mesh)
 
 
-def spec_of_letters(letters: str, mesh: Mesh | AbstractMesh | None = None) -> P:
-    """PartitionSpec of axis letters such as "B K D"; with `mesh`, its axes of size 1 are left out.
+def partition_spec(logical_axes: str, mesh: Mesh | AbstractMesh | None = None) -> P:
+    """PartitionSpec of logical axes such as "B K D"; with `mesh`, its axes of size 1 are left out.
 
     Trailing unsplit axes are left out.
     """
-    found = [LETTERS.get(name.lstrip("#")) for name in letters.split()]
+    found = [LETTERS.get(name.lstrip("#")) for name in logical_axes.split()]
     split = [
         [name for name in names or () if mesh is None or mesh.shape[name] > 1] for names in found
     ]
@@ -134,17 +134,17 @@ def host(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def place(value: Any, letters: str, axes: Axes | None, dtype: Any = None) -> Array:
-    """Puts a host array on the devices, split by its axis letters; on the default device without `axes`."""
+def place(value: Any, logical_axes: str, axes: Axes | None, dtype: Any = None) -> Array:
+    """Puts a host array on the devices, split by its logical axes; on the default device without `axes`."""
     if axes is None or isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)
-    return put(array, where(letters, array.shape, axes))
+    return put(array, where(logical_axes, array.shape, axes))
 
 
-def where(letters: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
-    """Sharding of an array by its axis letters and shape; None, the default device, without `axes`."""
-    return None if axes is None else _there(axes.mesh, letters, tuple(shape))
+def where(logical_axes: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
+    """Sharding of an array by its logical axes and shape; None, the default device, without `axes`."""
+    return None if axes is None else _there(axes.mesh, logical_axes, tuple(shape))
 
 
 def inside() -> bool:
@@ -153,9 +153,9 @@ def inside() -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def _there(mesh: Mesh, letters: str, shape: tuple[int, ...]) -> NamedSharding:
-    """`NamedSharding` of an array by its axis letters and shape, cached."""
-    return NamedSharding(mesh, _spec(mesh, letters, shape))
+def _there(mesh: Mesh, logical_axes: str, shape: tuple[int, ...]) -> NamedSharding:
+    """`NamedSharding` of an array by its logical axes and shape, cached."""
+    return NamedSharding(mesh, _spec(mesh, logical_axes, shape))
 
 
 def missing(batch: int, axes: Axes | None) -> int:
@@ -164,23 +164,26 @@ def missing(batch: int, axes: Axes | None) -> int:
 
 
 def settle_down(tree: Any, axes: Axes | None) -> Any:
-    """Puts a dataclass's arrays on a mesh by the axis letters of its fields; no-op off a mesh or in a program."""
+    """Puts a dataclass's arrays on a mesh by the logical axes of its fields; no-op off a mesh or in a program."""
     return tree if axes is None or inside() else tree_placed(tree, type(tree), axes)
 
 
 def tree_placed(value: Any, hint: Any, axes: Axes) -> Any:
-    """Puts a pytree's arrays on a mesh by the axis letters of its annotation `hint`."""
+    """Puts a pytree's arrays on a mesh by the logical axes of its annotation `hint`."""
     leaves, tree = jax.tree.flatten(value)
-    letters = letters_of(value, hint, tree)
+    logical_axes = logical_axes_of(value, hint, tree)
     return jax.tree.unflatten(
-        tree, [leaf_placed(leaf, each, axes) for leaf, each in zip(leaves, letters, strict=True)]
+        tree,
+        [leaf_placed(leaf, each, axes) for leaf, each in zip(leaves, logical_axes, strict=True)],
     )
 
 
-def lettered(tree: Any) -> list[tuple[Any, str, Any]]:
-    """List of (path, axis letters, array) of a dataclass's leaves; TypeError for an array without letters."""
+def with_logical_axes(tree: Any) -> list[tuple[Any, str, Any]]:
+    """List of (path, logical axes, array) of a dataclass's leaves; TypeError for an array without logical axes."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return [(path, known(letters_at(tree, type(tree), path), leaf), leaf) for path, leaf in leaves]
+    return [
+        (path, known(logical_axes_at(tree, type(tree), path), leaf), leaf) for path, leaf in leaves
+    ]
 
 
 def put(leaf: Any, there: NamedSharding) -> Any:
@@ -213,11 +216,11 @@ def put(leaf: Any, there: NamedSharding) -> Any:
     return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])
 
 
-def leaf_placed(leaf: Any, letters: str | None, axes: Axes) -> Any:
-    """Puts an array on a mesh by its axis letters; TypeError if one annotated "..." does not lie there already."""
-    if letters != "...":
-        letters = known(letters, leaf)
-        return put(leaf, _there(axes.mesh, letters, np.shape(leaf)))
+def leaf_placed(leaf: Any, logical_axes: str | None, axes: Axes) -> Any:
+    """Puts an array on a mesh by its logical axes; TypeError if one annotated "..." does not lie there already."""
+    if logical_axes != "...":
+        logical_axes = known(logical_axes, leaf)
+        return put(leaf, _there(axes.mesh, logical_axes, np.shape(leaf)))
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != axes.mesh:
         raise TypeError(f"a leaf of shape {np.shape(leaf)} lies elsewhere than on {axes.mesh}")

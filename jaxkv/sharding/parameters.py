@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxkv._errors import require
 from jaxkv.machine.cpu_threads import warn_of_few_threads
 from jaxkv.models.config import ModelConfig
-from jaxkv.sharding.mesh import NAMES, spec_of_letters
+from jaxkv.sharding.mesh import NAMES, partition_spec
 
 _AXES = ("data", "model")
-# Axis letters by the last part of a parameter's name.
+# Axis logical axes by the last part of a parameter's name.
 _PARAMETERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _OF_GROUPS = ("_scales", "_leasts")
 
@@ -24,14 +24,14 @@ _OF_GROUPS = ("_scales", "_leasts")
 def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     """PartitionSpec of a parameter such as `blocks.0.attention.q`; with `mesh`, its axes of size 1 are left out."""
     name = path.rsplit(".", 1)[-1]
-    letters = _PARAMETERS.get(name, "")
+    logical_axes = _PARAMETERS.get(name, "")
     if name.endswith("_scale"):
         # A scale per output of an int8 weight: the weight's axes without its last.
-        letters = _PARAMETERS[name.removesuffix("_scale")].rpartition(" ")[0]
+        logical_axes = _PARAMETERS[name.removesuffix("_scale")].rpartition(" ")[0]
     elif name.endswith(_OF_GROUPS):
         # A number per group of a weight in 4 bits: the weight's axes, the last by groups.
-        letters = _PARAMETERS[name.removesuffix("_scales").removesuffix("_leasts")]
-    return spec_of_letters(letters, mesh)
+        logical_axes = _PARAMETERS[name.removesuffix("_scales").removesuffix("_leasts")]
+    return partition_spec(logical_axes, mesh)
 
 
 def part_shape(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:

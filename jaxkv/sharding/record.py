@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, Primitive, Var
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Call:
+class RecordedCall:
     """A recorded program call: its abstract arguments and results, the traced program, and live bytes beside it.
 
     Attributes:
@@ -54,8 +54,8 @@ class Recorder:
 
     def __init__(self, sharding: Any):
         """Empty recorder; `sharding` is given to the arrays of programs that run off a mesh."""
-        self.calls, self.resident = list[Call](), list[set[int]]()
-        self._sharding, self._known = sharding, dict[Any, Call]()
+        self.calls, self.resident = list[RecordedCall](), list[set[int]]()
+        self._sharding, self._known = sharding, dict[Any, RecordedCall]()
         # Held so that equations with unused results are not dropped.
         self._results = list[list[Any]]()
 
@@ -83,8 +83,8 @@ class Recorder:
         self.resident.append({id(leaf) for leaf, still in zip(given, stays, strict=True) if still})
         return jax.tree.unflatten(result, self._results[-1])
 
-    def _traced(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Call:
-        """Traces a program for abstract arguments; returns the `Call`. Programs called inside become part of it."""
+    def _traced(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> RecordedCall:
+        """Traces a program for abstract arguments; returns the `RecordedCall`. Programs called inside become part of it."""
         token = _RECORDER.set(None)
         try:
             placed = door.arguments_placed(args, options, self._sharding)
@@ -92,7 +92,7 @@ class Recorder:
             results = door.results_placed(traced.out_info, options)
         finally:
             _RECORDER.reset(token)
-        return Call(
+        return RecordedCall(
             name=door.__name__,
             options=options,
             arguments=placed,
@@ -103,7 +103,7 @@ class Recorder:
 
 def record(
     walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: Any = None
-) -> tuple[list[Call], Any]:
+) -> tuple[list[RecordedCall], Any]:
     """Traces a function that calls programs; returns the program calls in order, and its abstract results.
 
     `args` are its abstract arrays, and its results live to its end. `resident` are abstract arrays that live all the
@@ -116,7 +116,7 @@ def record(
     finally:
         _RECORDER.reset(token)
     always = {id(leaf): weigh(leaf) for leaf in jax.tree.leaves(resident)}
-    calls = list[Call]()
+    calls = list[RecordedCall]()
     for call, given, more in zip(taking.calls, taking.resident, _beside(outer.jaxpr), strict=True):
         more += sum(size for leaf, size in always.items() if leaf not in given)
         calls.append(dataclasses.replace(call, beside=more))

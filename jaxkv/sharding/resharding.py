@@ -8,10 +8,10 @@ from jax.sharding import Mesh
 from jaxkv._checks import settled
 from jaxkv.arguments import as_cache
 from jaxkv.cache import KVCache, Layout, laid_out
-from jaxkv.cache.bank import committed
+from jaxkv.cache.host_store import committed
 from jaxkv.engine.lengths import bucket
 from jaxkv.machine import hosts
-from jaxkv.policies.heads import capacity_of, most_rows
+from jaxkv.policies.head_budgets import capacity_of, most_rows
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import model_mesh
 
@@ -51,24 +51,26 @@ def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
     there = laid_out(
         cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K"))
     ).held_here()
-    if there.bank is None:
+    if there.host_store is None:
         return there
-    return dataclasses.replace(committed(dataclasses.replace(there, bank=None)), bank=there.bank)
+    return dataclasses.replace(
+        committed(dataclasses.replace(there, host_store=None)), host_store=there.host_store
+    )
 
 
-def _pool_rows(cache: KVCache, stretches: int) -> list[int]:
+def _pool_rows(cache: KVCache, kv_shards: int) -> list[int]:
     """List of each pool's rows per device: an even share times `capacity`, or what the fullest device needs."""
     layout, capacity = cache.layout, capacity_of(cache.policy.composed.heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape
-    mine, out = heads // stretches, list[int]()
+    mine, out = heads // kv_shards, list[int]()
     for pool, part in zip(cache.pools, layout.parts(layers), strict=True):
         if layout is Layout.EQUAL:
             out.append(mine * (pool.rows // heads))
             continue
         length = kept[part]
         most = int(layout.takes(length).max())
-        share = min(most_rows(capacity, -(-most // stretches)), most)
+        share = min(most_rows(capacity, -(-most // kv_shards)), most)
         fullest = layout.fullest(length, mine)
         out.append(share if fullest <= share else mine * bucket(-(-fullest // mine)))
     return out

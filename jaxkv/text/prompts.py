@@ -9,10 +9,10 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxkv._checks import is_whole, plain, warn_once
-from jaxkv._errors import refusal, require
+from jaxkv._errors import invalid, require
 from jaxkv.cache import Turn
 from jaxkv.models.config import ModelConfig
-from jaxkv.text.controls import EDGE
+from jaxkv.text.control_tokens import EDGE
 from jaxkv.text.tokenizer import Message, Text, answer, user
 
 Prompt = str | Sequence[Any] | np.ndarray | Any
@@ -107,7 +107,7 @@ def encode(
             low >= 0 and high < config.vocab,
             "prompt",
             (low, high),
-            f"token ids lie in [0, {config.vocab})",
+            f"token ids are in [0, {config.vocab})",
         )
     return Encoded(
         ids=[ids for ids, _ in results],
@@ -131,7 +131,7 @@ def _refuse(given: Any) -> NoReturn:
 
 
 def _listed(given: Any) -> str | list[Any]:
-    """A prompt, or several, as a plain str or list: arrays and other sequences become lists; refuses other values."""
+    """A prompt, or several, as a plain str or list: arrays and other sequences become lists; rejects other values."""
     if hasattr(given, "tolist") and not isinstance(given, memoryview):
         given = given.tolist()
     if isinstance(given, str):
@@ -158,7 +158,7 @@ def _is_id(value: Any) -> bool:
 def _encode_one(
     item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool
 ) -> tuple[list[int], Turn]:
-    """Token ids of one prompt (text, messages or ids), and the conversation's `Turn` after it; refuses other values."""
+    """Token ids of one prompt (text, messages or ids), and the conversation's `Turn` after it; rejects other values."""
     items = _listed(item)
     if not items:
         return [], turn
@@ -168,7 +168,7 @@ def _encode_one(
         _refuse(items)
     if text is None:
         remedy = "the checkpoint has no tokenizer: give token ids"
-        raise refusal("prompt", items[:40], remedy)
+        raise invalid("prompt", items[:40], remedy)
     if isinstance(items, str):
         if raw or turn is Turn.RAW or not text.has_template:
             given = items if raw else text.shielded(items)

@@ -12,7 +12,7 @@ from jaxkv._errors import require
 from jaxkv.checkpoints import Checkpoint, GgufTokenizer
 from jaxkv.checkpoints.chat_template import read_template, render_template
 from jaxkv.checkpoints.json_files import check_size, read_json
-from jaxkv.text.controls import EDGE, Controls
+from jaxkv.text.control_tokens import EDGE, Controls
 
 Message = Mapping[str, Any]
 
@@ -24,7 +24,7 @@ _LONGEST_HELD = 8
 _REASONING = "<think>\n{}\n</think>\n\n"
 
 
-class Turns(NamedTuple):
+class TurnTexts(NamedTuple):
     """Texts that a chat template writes around messages, and whether it trims white space of contents.
 
     Attributes:
@@ -109,7 +109,7 @@ class Text:
         """`Text` with the tokenizer and chat template of an open checkpoint; None if it has no tokenizer.
 
         Raises:
-            ValueError: for a tokenizer of a kind that is not built, by name.
+            ValueError: for a tokenizer of a kind that is not supported, by name.
         """
         spec = checkpoint.tokenizer_spec
         if spec is None:
@@ -242,7 +242,7 @@ class Text:
             The text.
 
         Raises:
-            ValueError: where there is no template, or the template refuses the messages.
+            ValueError: where there is no template, or the template rejects the messages.
         """
         if self._takes_parts:
             messages = [_in_parts(message) for message in messages]
@@ -277,17 +277,17 @@ class Text:
             )
         except ValueError as error:
             roles = [message.get("role") for message in messages]
-            remedy = f"the chat template of {self._origin} refuses these ({error}); change them, or encode plain text"
+            remedy = f"the chat template of {self._origin} rejects these ({error}); change them, or encode plain text"
             raise ValueError(f"messages={roles}: {remedy}") from error
 
     @functools.cached_property
-    def turns(self) -> Turns:
-        """`Turns`: texts that the chat template writes around messages; ValueError if it repeats or drops messages."""
+    def turns(self) -> TurnTexts:
+        """`TurnTexts`: texts that the chat template writes around messages; ValueError if it repeats or drops messages."""
         opening, closing = self.parts([user(EDGE)], generation_prompt=True, edges=1)
         talk = [user("?"), answer(EDGE), user(EDGE)]
         between = self.parts(talk, generation_prompt=True, edges=2)[1]
         padded = self.parts([user(f" {EDGE} ")], generation_prompt=True, edges=1)
-        return Turns(opening, closing, between, padded[0] == opening, padded[1] == closing)
+        return TurnTexts(opening, closing, between, padded[0] == opening, padded[1] == closing)
 
     @functools.cached_property
     def rewrites_answers(self) -> bool:

@@ -26,23 +26,23 @@ from jaxkv.arguments import as_key
 from jaxkv.attention import Implementation, Shaping, backend_of
 from jaxkv.cache import Tables
 from jaxkv.cache.packing import Unpacked
-from jaxkv.engine.choosing import Candidates
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.layer_sources import PromptSource
-from jaxkv.engine.lengths import ByLength, by_length, ring_rows
+from jaxkv.engine.lengths import ByLength, by_length, query_buffer_size
 from jaxkv.engine.pages import with_bounds
 from jaxkv.engine.prefill import first_state
-from jaxkv.engine.rings import ring_of
-from jaxkv.engine.walks import finished
-from jaxkv.models.config import Windows
+from jaxkv.engine.progress import run_to_end
+from jaxkv.engine.query_buffers import fill_query_buffer
+from jaxkv.engine.selection import Candidates
+from jaxkv.models.config import SlidingWindows
 from jaxkv.models.values import positive
 from jaxkv.policies.checks import Bytes
-from jaxkv.policies.layers import UniformLayers
+from jaxkv.policies.layer_budgets import UniformLayers
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import as_policy
 from jaxkv.policies.scorer import Extras, Observed, Scorer
-from jaxkv.transform.arrays import (
+from jaxkv.transform.array_checks import (
     as_counts,
     as_grouped,
     as_keys_values,
@@ -59,13 +59,13 @@ def compress(
     k: ArrayLike,
     v: ArrayLike,
     *,
-    policy: Method | type[Method] | str,
+    policy: Policy | type[Policy] | str,
     queries: ArrayLike | None = None,
     length: ArrayLike | None = None,
     headroom: int = 0,
     layer: int = 0,
     layers: int | None = None,
-    window: int | None = None,
+    sliding_window: int | None = None,
     sink_logits: ArrayLike | None = None,
     softcap: float | None = None,
     key: PRNGKeyArray | int | None = None,
@@ -75,7 +75,7 @@ def compress(
     Pure: it runs under `jit` (with a traced `length`), `vmap` and `grad`; gradients reach the kept keys and values, and
     stop at the choice (policies that merge have none in reverse). Under `shard_map` the axis of sequences may be split,
     and that of kv heads where heads do not look at one another: not with AdaKV, nor with policies that keep the same
-    positions in all heads, or draw numbers for each; policies that count all queries' attention, or merge, want
+    positions in all heads, or uses random numbers for each; policies that count all queries' attention, or merge, want
     `check_vma=False`.
 
     Args:
@@ -83,20 +83,20 @@ def compress(
             flax and cuDNN, as `k.swapaxes(1, 2)`.
         v: `[B, K, S, D]` values.
         policy: the compression, or its name or class. It may look at keys, values and queries of the prompt; a policy
-            that needs more is refused. A budget below what must stay is raised to it where lengths are traced.
+            that needs more is rejected. A budget below what must stay is raised to it where lengths are traced.
         queries: `[B, H, w, D]` queries after RoPE, H a multiple of K and head h reading kv head h // (H / K). Either
             those of each sequence's last w tokens, for policies that observe a window of them, or those of all S
             tokens. Policies that do not look at attention leave them unread.
         length: `i32[B]` tokens of each sequence, S by default.
         headroom: tokens that will be added at most.
-        layer: index of this layer, for policies whose budget, scores or draws differ by layer.
+        layer: index of this layer, for policies whose budget, scores or samples differ by layer.
         layers: L of the model, for policies whose budget or scores do.
-        window: number of last tokens, its own included, that a token of this layer attends to; None for all. The last
-            `window` rows are kept then, whatever the policy; `layer`, `layers` and tables count the other layers alone.
+        sliding_window: number of last tokens, its own included, that a token of this layer attends to; None for all. The last
+            `window` entries are kept then, whatever the policy; `layer`, `layers` and tables count the other layers alone.
         sink_logits: `[H]` learned logits that take part in the softmax of each query head, without a value; scores and
             `attend` count them.
-        softcap: cap of the layer's logits, which are softcap * tanh(logits / softcap), likewise.
-        key: random key or seed, for policies that draw; 0 by default.
+        softcap: cap of the layer's logits, which are softcap * tanh(logits / softcap), as well.
+        key: random key or seed, for policies that use random numbers; 0 by default.
 
     Returns:
         One layer's entries, to which `step` adds tokens.
@@ -109,7 +109,7 @@ def compress(
     name = type(policy).__name__
     remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
-    remedy = f"{name} keeps other rows in other layers: give layer= and layers=, or all layers to jaxkv.compress_layers"
+    remedy = f"{name} keeps other entries in other layers: give layer= and layers=, or all layers to jaxkv.compress_layers"
     uniform = isinstance(parts.layers, UniformLayers) and parts.read.everything
     same = uniform and parts.scorer.model_layers is None
     require(layers is not None or same, "layers", layers, remedy)
@@ -117,7 +117,7 @@ def compress(
         layers = whole("layers", layers, "give how many layers the model has")
         layer = index("layer", layer, layers)
     layer = whole("layer", layer, "give the layer's index", least=0)
-    given = _Layer(k, v, queries, window, sink_logits, softcap)
+    given = _Layer(k, v, queries, sliding_window, sink_logits, softcap)
     return _compressed(
         [given], parts, length, headroom, key, first=layer, layers=layers or layer + 1
     )
@@ -128,11 +128,11 @@ def compress_layers(
     k: Sequence[ArrayLike],
     v: Sequence[ArrayLike],
     *,
-    policy: Method | type[Method] | str,
+    policy: Policy | type[Policy] | str,
     queries: Sequence[ArrayLike] | None = None,
     length: ArrayLike | None = None,
     headroom: int = 0,
-    windows: Sequence[int | None] | None = None,
+    sliding_windows: Sequence[int | None] | None = None,
     sink_logits: Sequence[ArrayLike | None] | None = None,
     softcap: float | None = None,
     key: PRNGKeyArray | int | None = None,
@@ -148,7 +148,7 @@ def compress_layers(
         queries: each layer's queries.
         length: as for `compress`.
         headroom: as for `compress`.
-        windows: each layer's window, as for `compress`; the budget is spread over the layers without one.
+        sliding_windows: each layer's sliding window, as for `compress`; the budget is spread over the layers without one.
         sink_logits: each layer's, as for `compress`.
         softcap: of all layers, as for `compress`.
         key: as for `compress`.
@@ -160,7 +160,12 @@ def compress_layers(
         ValueError: naming the argument that is missing or does not fit.
     """
     layers = len(k)
-    of_layers = {"v": v, "queries": queries, "windows": windows, "sink_logits": sink_logits}
+    of_layers = {
+        "v": v,
+        "queries": queries,
+        "sliding_windows": sliding_windows,
+        "sink_logits": sink_logits,
+    }
     every: Any = [k]
     for name, each in of_layers.items():
         every.append([None] * layers if each is None else each)
@@ -169,7 +174,7 @@ def compress_layers(
     given = [
         _Layer(k, v, q, width, sinks, softcap) for k, v, q, width, sinks in zip(*every, strict=True)
     ]
-    parts, widths = _as_taken(policy).composed, tuple(each.window for each in given)
+    parts, widths = _as_taken(policy).composed, tuple(each.sliding_window for each in given)
     if any(widths):
         parts.require_fits_windows(widths)
     return _compressed(given, parts, length, headroom, key, first=0, layers=layers)
@@ -177,40 +182,40 @@ def compress_layers(
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """A user's arrays of one layer: keys, values, maybe queries; the layer's window, sink logits and cap of logits."""
+    """A user's arrays of one layer: keys, values, maybe queries; the layer's sliding window, sink logits and cap of logits."""
 
     k: Any
     v: Any
     queries: Any
-    window: int | None
+    sliding_window: int | None
     sink_logits: Any
     softcap: float | None
 
     def __post_init__(self) -> None:
-        optional(self, "window", whole, "give 1 or more tokens, or None")
+        optional(self, "sliding_window", whole, "give 1 or more tokens, or None")
         optional(self, "softcap", positive)
 
 
 @lru_cache(maxsize=256)
 def _tables(
-    parts: Parts, windows: Windows, slots: int, headroom: int
+    parts: Parts, sliding_windows: SlidingWindows, padded_len: int, headroom: int
 ) -> tuple[tuple[int, ...], ByLength]:
-    """Rows per kv head of each layer at most, of a shared pool in all; numbers for every length from 0 to `slots`."""
-    lengths, layers = np.arange(1, slots + 1), windows.count(None)
+    """Entries per kv head of each layer at most, of a shared pool in all; numbers for every length from 0 to `padded_len`."""
+    lengths, layers = np.arange(1, padded_len + 1), sliding_windows.count(None)
     # What a window holds stays, whatever the policy.
-    told = by_length(parts if layers else Parts(), lengths, windows, strict=False)
+    told = by_length(parts if layers else Parts(), lengths, sliding_windows, strict=False)
     if told.rows is None:
-        bound = parts.among(windows).layers.bound
-        reach = bound(np.asarray(told.budget), lengths, np.asarray(told.forced), layers=layers)
-        near = sum(min(slots, width or 0) for width in windows)
-        most = min(int(reach.max()), layers * slots) + near
-        capacity = (most + len(windows) * headroom,)
+        bound = parts.among(sliding_windows).layers.bound
+        reach = bound(np.asarray(told.budget), lengths, np.asarray(told.always_kept), layers=layers)
+        near = sum(min(padded_len, width or 0) for width in sliding_windows)
+        most = min(int(reach.max()), layers * padded_len) + near
+        capacity = (most + len(sliding_windows) * headroom,)
     else:
         needed = told.rows + headroom
         if parts.ongoing.compresses and layers:
             # A token joins before another entry goes, or as many as come before the next compression.
             beyond = np.maximum(told.rows, told.most) + (parts.every or 1)
-            endless = parts.unlimited(windows)[:, None]
+            endless = parts.unlimited(sliding_windows)[:, None]
             needed = np.where(endless, needed, np.minimum(needed, beyond))
         capacity = tuple(needed.max(axis=1).tolist())
         capacity = (sum(capacity),) if parts.layout.one_pool else capacity
@@ -229,7 +234,7 @@ def _tables(
 
 
 class _Given(PromptSource):
-    """`Source` for the engine's `compress` that holds a user's keys, values and queries of some layers."""
+    """`LayerSource` for the engine's `compress` that holds a user's keys, values and queries of some layers."""
 
     def __init__(
         self,
@@ -244,18 +249,18 @@ class _Given(PromptSource):
     ):
         """Validates the keys, values and queries of the layers from `first` on, and looks up their row counts."""
         self.given, self.key, self.first = given, key, first
-        self.rings = list[Array]()
+        self.query_buffers = list[Array]()
         self.like = as_keys_values(given[0].k, given[0].v)[0]
-        batch, heads, slots, _ = self.like.shape
-        lengths: Any = as_counts("length", length, batch, slots, order_hint(self.like))
-        widths = tuple(each.window for each in given)
+        batch, heads, padded_len, _ = self.like.shape
+        lengths: Any = as_counts("length", length, batch, padded_len, order_hint(self.like))
+        widths = tuple(each.sliding_window for each in given)
         # One layer alone stands for all layers of its kind.
-        windows = widths if len(given) == layers else widths * layers
-        self.capacity, tables = _tables(parts, windows, slots, headroom)
+        sliding_windows = widths if len(given) == layers else widths * layers
+        self.capacity, tables = _tables(parts, sliding_windows, padded_len, headroom)
         if known(lengths):
             # Budgets can only be validated if lengths are known, not while tracing.
             lengths = np.asarray(lengths, np.int64)
-            parts.among(windows).budgets(lengths, np.asarray(tables.forced)[lengths])
+            parts.among(sliding_windows).budgets(lengths, np.asarray(tables.always_kept)[lengths])
         else:
             tables = jax.tree.map(jnp.asarray, tables)
         super().__init__(
@@ -263,13 +268,13 @@ class _Given(PromptSource):
             lengths,
             jax.tree.map(lambda table: table[..., lengths], tables),
             heads=heads,
-            slots=slots,
+            padded_len=padded_len,
             indices=range(first, first + len(given)),
-            windows=windows,
+            sliding_windows=sliding_windows,
         )
 
     def candidates(self, index: int) -> Candidates:
-        """`Candidates` of one layer: its prompt rows with scores, without gradient; stores the rows in `held`."""
+        """`Candidates` of one layer: its prompt entries with scores, without gradient; stores the entries in `held`."""
         parts, given, like = self.parts, self.given[index - self.first], self.like
         k, v = as_keys_values(given.k, given.v)
         require(
@@ -279,22 +284,22 @@ class _Given(PromptSource):
             f"the first layer's is {shown(like)}",
         )
         rows = Unpacked(k, v, self.unscored.inside)
-        if not parts.drops or given.window is not None:
+        if not parts.drops or given.sliding_window is not None:
             return self.unchosen(index, rows)
         seen = lax.stop_gradient(self._observed(index, parts.scorer, k, v))
         if parts.ongoing.queries:
-            rows_of_ring = ring_rows(parts.ongoing.queries)
-            ring = ring_of(
-                seen.queries, self.length, rows=rows_of_ring, transforms=False, axes=None
+            buffer_size = query_buffer_size(parts.ongoing.queries)
+            query_buffer = fill_query_buffer(
+                seen.queries, self.length, rows=buffer_size, transforms=False, axes=None
             )
-            self.rings.append(ring)
+            self.query_buffers.append(query_buffer)
         if parts.merge is not None:
             rows = rows._replace(k=_finite(k, self.length), v=_finite(v, self.length))
         return self.scored(index, rows, seen)
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
         """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""
-        queries, length, (batch, heads, slots, _) = scorer.needs.queries, self.length, k.shape
+        queries, length, (batch, heads, padded_len, _) = scorer.needs.queries, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
         given, sinks, extras = self.given[index - self.first], None, Extras()
         if queries or self.parts.needs.sums:
@@ -309,7 +314,7 @@ class _Given(PromptSource):
                 _, lse = backend.prefill(all_q, all_k, all_v, length, shaping=shaping)
                 assert lse is not None
                 extras["sums"] = backend.column_sums(all_q, all_k, lse, length, shaping=shaping)
-            if q.shape[3] == slots:
+            if q.shape[3] == padded_len:
                 at = jnp.maximum(positions, 0)[:, None, None, :, None]
                 q = jnp.take_along_axis(q, at, axis=3)
             q = q[..., q.shape[3] - queries :, :]
@@ -333,7 +338,7 @@ class _Given(PromptSource):
         return Shaping(softcap=given.softcap, sink_logits=sinks)
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """Size P in rows of a group's pool: the most that any length keeps and gains."""
+        """Size P in entries of a group's pool: the most that any length keeps and gains."""
         return self.like.shape[1] * self.capacity[group[0]]
 
 
@@ -360,21 +365,21 @@ def _compressed(
     given = _Given(
         layers_given, parts, length, headroom=headroom, key=key, first=first, layers=layers
     )
-    made = finished(compress_all(given, parts, key=key))
+    made = run_to_end(compress_all(given, parts, key=key))
     if known(*given.nans):
         given.require_ordered()
     limit, state = first_state(given, made)
-    reading = parts.reading(given.windows, given.like.shape[2])
+    reading = parts.reading(given.sliding_windows, given.like.shape[2])
     mine = dataclasses.replace(reading, sources=reading.sources[first : first + len(made.start)])
     tables = Tables(
         start=made.start, length=made.length, limit=limit, seen=given.length, state=state
     )
-    rings, held = iter(given.rings), list[Tables]()
+    query_buffers, held = iter(given.query_buffers), list[Tables]()
     for layer, each in enumerate(layers_given):
         own = tables.of_layers(jnp.asarray([layer]))
-        if given.rings and own.state is not None and each.window is None:
+        if given.query_buffers and own.state is not None and each.sliding_window is None:
             own = dataclasses.replace(
-                own, state=dataclasses.replace(own.state, rings=(next(rings),))
+                own, state=dataclasses.replace(own.state, query_buffers=(next(query_buffers),))
             )
         held.append(own)
     return CompressedKV(
@@ -384,7 +389,7 @@ def _compressed(
         shapings=tuple(given.shaping(each) for each in layers_given),
         key=key if parts.every else None,
         parts=parts,
-        windows=given.windows,
+        sliding_windows=given.sliding_windows,
         first=first,
         padded_len=given.like.shape[2],
     )
@@ -396,14 +401,14 @@ def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Ar
     return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
 
 
-def _as_taken(given: Method | type[Method] | str) -> Method:
+def _as_taken(given: Policy | type[Policy] | str) -> Policy:
     """Validates a policy for `compress` and returns it; ValueError if it needs more than prompt K, V and Q."""
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.composed
     for refused, remedy in (
         (
             isinstance(parts.budget, Bytes),
-            "bytes are those of a whole model's cache: give rows, or a share",
+            "bytes are those of a whole model's cache: give entries, or a share",
         ),
         (
             not parts.read.by_layer,
@@ -411,7 +416,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
         ),
         (
             parts.store.transformed,
-            f"{parts.store.__name__} holds transformed rows, and here they are as they come: give int8",
+            f"{parts.store.__name__} holds transformed entries, and here they are as they come: give int8",
         ),
         (
             parts.rolling,
@@ -428,7 +433,7 @@ def _as_taken(given: Method | type[Method] | str) -> Method:
 
 def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
     """Validates a layer's queries and returns them as `[B, K, G, w, D]`; ValueError if the policy needs more tokens."""
-    slots, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
+    padded_len, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
     asks = (
         "all S queries"
         if parts.needs.sums
@@ -439,11 +444,11 @@ def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
     )
     grouped = as_grouped("queries", given, k.shape[0], k.shape[1], k)
     count = grouped.shape[3]
-    enough = count == slots or (not parts.needs.sums and window <= count < slots)
+    enough = count == padded_len or (not parts.needs.sums and window <= count < padded_len)
     require(
         enough,
         "queries",
-        f"{count} of {slots} tokens",
+        f"{count} of {padded_len} tokens",
         f"{name} looks at attention: give {asks}{order_hint(k)}",
     )
     return grouped

@@ -21,19 +21,19 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from jaxkv._checks import brief, index, settled
 from jaxkv._errors import require
 from jaxkv.attention import Shaping
-from jaxkv.attention.steps import NewRows
+from jaxkv.attention.steps import NewEntries
 from jaxkv.cache import Tables
 from jaxkv.cache.packing import Unpacked
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.bookkeeping import faded, segments_of
-from jaxkv.engine.choosing import Candidates, limits_of
 from jaxkv.engine.compress import compress
 from jaxkv.engine.evict import Eviction, evict
-from jaxkv.engine.layer_sources import Source
+from jaxkv.engine.layer_sources import LayerSource
 from jaxkv.engine.layers.binding import bound
 from jaxkv.engine.layers.dense import DenseLayer
 from jaxkv.engine.layers.step import Step
 from jaxkv.engine.layers.terms import Terms
+from jaxkv.engine.progress import run_to_end
 from jaxkv.engine.recompress import (
     HeldLayer,
     HeldStatic,
@@ -42,20 +42,20 @@ from jaxkv.engine.recompress import (
     rows_again,
 )
 from jaxkv.engine.segments import heads_of
+from jaxkv.engine.selection import Candidates, limits_of
 from jaxkv.engine.sparse import new_tokens
 from jaxkv.engine.tokens import NewTokens, Token, remembered
-from jaxkv.engine.walks import finished
-from jaxkv.models.config import Windows
+from jaxkv.models.config import SlidingWindows
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import Append
-from jaxkv.transform.arrays import as_counts, as_grouped, as_keys_values, known
+from jaxkv.transform.array_checks import as_counts, as_grouped, as_keys_values, known
 
 
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["pools", "tables", "left_out", "shapings", "key"],
-    meta_fields=["parts", "windows", "first", "padded_len"],
+    meta_fields=["parts", "sliding_windows", "first", "padded_len"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompressedKV:
@@ -68,9 +68,9 @@ class CompressedKV:
         left_out: `i32[L, B]` tokens for which there was no headroom while numbers were traced: 0 in a cache that lacks
             nothing. Look at it after a `jit`.
         shapings: what each layer does to the logits of its attention.
-        key: random key of a policy that compresses again; None for others.
+        key: random key of a policy that recompresses; None for others.
         parts: of the policy.
-        windows: number of last tokens that tokens of each of the model's layers attend to; None for all.
+        sliding_windows: number of last tokens that tokens of each of the model's layers attend to; None for all.
         first: index in the model of the first layer held.
         padded_len: S, tokens of the padded prompts.
     """
@@ -81,7 +81,7 @@ class CompressedKV:
     shapings: tuple[Shaping, ...]
     key: PRNGKeyArray | None
     parts: Parts
-    windows: Windows
+    sliding_windows: SlidingWindows
     first: int
     padded_len: int
 
@@ -106,7 +106,7 @@ class CompressedKV:
     @property
     def terms(self) -> Terms:
         """Static config on which new tokens join and read the entries."""
-        reading = self.parts.reading(self.windows, self.padded_len)
+        reading = self.parts.reading(self.sliding_windows, self.padded_len)
         return Terms(layout=self.parts.layout, reading=reading, ongoing=self.parts.ongoing)
 
     def pool(self, layer: int = 0) -> Pool:
@@ -120,9 +120,9 @@ class CompressedKV:
         """
         return self.pools[self.terms.layout.pool_of(layer)]
 
-    def window(self, layer: int) -> int | None:
+    def sliding_window(self, layer: int) -> int | None:
         """Number of last tokens that tokens of a layer attend to; None for all."""
-        return self.windows[self.first + layer]
+        return self.sliding_windows[self.first + layer]
 
     def free(self, layer: int = 0) -> Int[Array, " B"]:
         """Number of tokens that can still be appended to a layer, `[B]`: the smallest number over its kv heads.
@@ -164,7 +164,7 @@ class CompressedKV:
         count: ArrayLike | None = None,
         layer: int = 0,
     ) -> tuple["CompressedKV", Array]:
-        """Adds new tokens to a layer: appends, attends, scores, and evicts or compresses again as the policy says.
+        """Adds new tokens to a layer: appends, attends, scores, and evicts or recompresses as the policy says.
 
         Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map` (with `check_vma=False` for several
         tokens, windows and pages). Reverse-mode gradients are supported for one token at a time that reads all entries.
@@ -198,7 +198,7 @@ class CompressedKV:
         step = Step(new=new_tokens(terms, self.tables[layer], new.count, tokens))
         made = rows.attended(token, step)
         after = self._with(layer, made.pool, new.count, written)
-        if self.window(layer) is None:
+        if self.sliding_window(layer) is None:
             after = after._remembering(layer, token, step.new)
             if terms.ongoing.evicts:
                 after = after._evicted(layer, heads_of(made.out, len(written)))
@@ -282,7 +282,7 @@ class CompressedKV:
 
     def _joining(
         self, k: ArrayLike, v: ArrayLike, count: ArrayLike | None, layer: int
-    ) -> tuple[NewRows, Int[Array, " B"]]:
+    ) -> tuple[NewEntries, Int[Array, " B"]]:
         """New tokens' entries, as many of each sequence as there is headroom for; and numbers of its tokens."""
         k, v = as_keys_values(k, v)
         tables = self.tables[layer]
@@ -303,7 +303,7 @@ class CompressedKV:
             require(short <= 0, "k", f"{tokens} tokens", remedy)
         positions = tables.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
         end, taken = tables.start[0] + tables.length[0], jnp.clip(free, 0, written)
-        return NewRows(k=k, v=v, positions=positions, count=taken, end=end), written
+        return NewEntries(k=k, v=v, positions=positions, count=taken, end=end), written
 
     def _rows(
         self, layer: int, pool: Pool, length: Int[Array, "B K"], q: Float[Array, "B K G N D"]
@@ -317,7 +317,7 @@ class CompressedKV:
         fits = sinks is None or sinks.shape == (heads, group)
         require(fits, "q", f"{heads * group} query heads", remedy)
         given = (self.terms, pool, self.tables[layer].start[0], length)
-        return bound(*given, shaping=shaping, window=self.window(layer))
+        return bound(*given, shaping=shaping, sliding_window=self.sliding_window(layer))
 
     def _with(
         self, layer: int, pool: Pool, taken: Int[Array, " B"], written: Int[Array, " B"]
@@ -352,25 +352,27 @@ class CompressedKV:
     def _remembering(self, layer: int, token: Token, new: NewTokens) -> "CompressedKV":
         """State whose buffer of a layer's last queries, if it has one, holds the new tokens' queries."""
         state = self.tables[layer].state
-        if state is None or not state.rings:
+        if state is None or not state.query_buffers:
             return self
-        return self._updated(layer, state={"rings": (remembered(state.rings[0], token.q, new),)})
+        return self._updated(
+            layer, state={"query_buffers": (remembered(state.query_buffers[0], token.q, new),)}
+        )
 
     def _recompressed(self, layer: int, every: int) -> "CompressedKV":
-        """State with a layer compressed again in sequences that have `every` entries beyond their limit."""
+        """State with a layer recompressed in sequences that have `every` entries beyond their limit."""
         tables = self.tables[layer]
         due = (tables.length - tables.limit).max(axis=(0, 2)) >= every
         again = partial(CompressedKV._compressed_again, layer=layer)
         return lax.cond(due.any(), again, lambda state, _: state, self, due)
 
     def _compressed_again(self, due: Bool[Array, " B"], layer: int) -> "CompressedKV":
-        """State with a layer's sequences that are `due` compressed again, over all that they hold."""
+        """State with a layer's sequences that are `due` recompressed, over all that they hold."""
         held, parts, tables = HeldAgain(self, layer), self.parts, self.tables[layer]
-        made = finished(compress(held, parts, key=held.layer.key, due=due))
+        made = run_to_end(compress(held, parts, key=held.layer.key, due=due))
         at, usual = self.first + layer, made.length
         if parts.heads.uniform:
-            usual = jnp.broadcast_to(held.kept_rows[at : at + 1, :, None], usual.shape)
-        of = (self.windows, slice(at, at + 1))
+            usual = jnp.broadcast_to(held.kept_entries[at : at + 1, :, None], usual.shape)
+        of = (self.sliding_windows, slice(at, at + 1))
         target = limits_of(parts.heads, made.length, usual, None, *of)
         return self._updated(
             layer,
@@ -388,22 +390,29 @@ class CompressedKV:
         require(plain, "state", brief(self.parts), remedy)
 
 
-class HeldAgain(Source):
+class HeldAgain(LayerSource):
     """Source of one layer of a state, to compress it again."""
 
     def __init__(self, held: CompressedKV, layer: int):
         """Counts entries to keep, and gathers what programs read of the layer."""
         parts, pool, tables = held.parts, held.pool(layer), held.tables[layer]
         assert tables.state is not None and held.key is not None
-        rings, at = tables.state.rings, held.first + layer
-        self.indices, self.windows, self.size, self.parts = (at,), held.windows, pool.rows, parts
-        self.kept_rows, self.recents = counts_again(parts, tables, held.windows)
-        self.static = HeldStatic.of(parts, slots=pool.rows, spec=LayerSpec())
+        query_buffers, at = tables.state.query_buffers, held.first + layer
+        self.indices, self.sliding_windows, self.size, self.parts = (
+            (at,),
+            held.sliding_windows,
+            pool.rows,
+            parts,
+        )
+        self.kept_entries, self.recents = counts_again(parts, tables, held.sliding_windows)
+        self.static = HeldStatic.of(parts, padded_len=pool.rows, spec=LayerSpec())
         self.shaping = held.shapings[layer]
         self.layer = HeldLayer(
             pool=pool,
-            tables=dataclasses.replace(tables, state=dataclasses.replace(tables.state, rings=())),
-            ring=rings[0] if rings else None,
+            tables=dataclasses.replace(
+                tables, state=dataclasses.replace(tables.state, query_buffers=())
+            ),
+            query_buffer=query_buffers[0] if query_buffers else None,
             row=jnp.int32(0),
             layer=jnp.int32(at),
             key=held.key,
@@ -414,7 +423,7 @@ class HeldAgain(Source):
         return candidates_again(self.layer, self.static, self.shaping)
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Size P in rows of the layer's pool, which does not change."""
+        """Size P in entries of the layer's pool, which does not change."""
         return self.size
 
     def rows(self, index: int) -> Unpacked:

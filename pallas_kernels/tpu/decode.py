@@ -22,7 +22,7 @@ from jax import lax
 from pallas_kernels.tpu import _compat as tpu
 from pallas_kernels.tpu import codes
 from pallas_kernels.tpu.codes import Rows
-from pallas_kernels.tpu.rows import AHEAD, BLOCK, CHUNK, LANES, TILE, Copies, NewRows
+from pallas_kernels.tpu.rows import AHEAD, BLOCK, CHUNK, LANES, TILE, Copies, NewEntries
 
 # Sublanes of a 32-bit register; queries are padded to multiples of it.
 _SUBLANES = 8
@@ -225,7 +225,7 @@ def _kernel(*refs, appends, coded, chunk, softcap):
         copies.begin()
 
     if appends:
-        own = NewRows(start, length, (counts, before, last), stored, pools, *tiles)
+        own = NewEntries(start, length, (counts, before, last), stored, pools, *tiles)
 
         @tpu.when(h == 0)
         def _():

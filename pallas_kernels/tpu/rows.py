@@ -133,7 +133,7 @@ class Copies:
                     )
 
 
-class NewRows:
+class NewEntries:
     """New rows of sequences: their tiles are read, changed and written while other rows are multiplied."""
 
     def __init__(self, start, length, tables, new, pools, tiles, read, wrote):

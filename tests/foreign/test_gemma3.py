@@ -91,7 +91,7 @@ def prefill(model, tokens, length, policy):
     padding = jnp.arange(SLOTS) < length[:, None]
     for block in model.backbone.transformer_layers:
         q, k, v = queries_keys_values(block, x, jnp.zeros(len(length), jnp.int32))
-        given = {"window": window_of(block), "softcap": block.attention.logit_soft_cap}
+        given = {"sliding_window": window_of(block), "softcap": block.attention.logit_soft_cap}
         rows.append(
             jaxkv.compress(k, v, queries=q, length=length, policy=policy, headroom=NEW, **given)
         )
@@ -144,7 +144,7 @@ def test_a_budget_of_the_whole_prompt_draws_the_models_own_tokens(model, policy,
 
 
 def test_a_budget_holds_for_layers_without_a_window(model):
-    """Windows keep their last rows, the sixth layer what its policy says."""
+    """SlidingWindows keep their last rows, the sixth layer what its policy says."""
     lengths, weights = (48, 20), [variable.value for variable in model.variables]
     prompt = np.random.default_rng(1).integers(1, 97, (2, SLOTS))
     policy = SnapKV(budget=12, window=4)

@@ -176,7 +176,7 @@ QWEN3_EXPERTS = dict(
     num_experts_per_tok=4,
 )
 
-# Windows in the first layer and the third, which 80 tokens fill several times over.
+# SlidingWindows in the first layer and the third, which 80 tokens fill several times over.
 GPT_OSS_EXPERTS = heads(
     4,
     2,
@@ -282,7 +282,7 @@ SPECS = {
         GEMMA,
         heads(4, 1, head_dim=16, rope_parameters=rope(10000.0), tie_word_embeddings=True),
     ),
-    # Windows that 80 tokens fill several times over, in some layers or in all.
+    # SlidingWindows that 80 tokens fill several times over, in some layers or in all.
     "gemma3": (
         GEMMA3,
         heads(

@@ -102,7 +102,7 @@ def stubs():
 
 
 def run(folder, name, out):
-    """Runs a script; its first line of output, its namespace, and what was drawn for it."""
+    """Runs a script; its first line of output, its namespace, and what was sampled for it."""
     script, options, length = TASKS[name]
     kind = sys.modules["constants"].TASKS[script]
     template = kind["template"] + kind["answer_prefix"]

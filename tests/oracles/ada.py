@@ -6,28 +6,28 @@ from fractions import Fraction
 from oracles.select import cut_gap, top_select
 
 
-def _ranked(scores, forced, n):
+def _ranked(scores, always_kept, n):
     """All (score, head, position) outside the forced rows, best first; ties: lowest head, then lowest position."""
-    held = set(forced)
+    held = set(always_kept)
     rows = [
         (float(scores[g][j]), g, j) for g in range(len(scores)) for j in range(n) if j not in held
     ]
     return sorted(rows, key=lambda row: (-row[0], row[1], row[2]))
 
 
-def global_counts(scores, total, forced, n):
+def global_counts(scores, total, always_kept, n):
     """Algorithm 1: how many of the `total` best candidates of all heads together fall to each head.
 
     Args:
         scores: [K, n] (or [K, columns before the window]; forced positions are not read).
         total: rows to select in the layer.
-        forced: positions that are no candidates.
+        always_kept: positions that are no candidates.
         n: length of the sequence.
 
     Returns:
         [K] ints of sum `total`, and the gap at the global cut.
     """
-    ranked = _ranked(scores, forced, n)
+    ranked = _ranked(scores, always_kept, n)
     counts = [0] * len(scores)
     for _, g, _ in ranked[:total]:
         counts[g] += 1
@@ -62,13 +62,13 @@ def round_targets(targets):
     return out
 
 
-def ada_select(scores, rows, forced, n, alpha=0.2):
+def ada_select(scores, rows, always_kept, n, alpha=0.2):
     """Ada-KV of one layer: global counts, safeguard, rounding, best rows of each head.
 
     Args:
         scores: [K, n] (or [K, columns before the window]; forced positions are not read).
         rows: rows per kv head of the layer on average, forced ones included.
-        forced: positions kept in every head.
+        always_kept: positions kept in every head.
         n: length of the sequence.
         alpha: share of the uniform budget.
 
@@ -76,17 +76,17 @@ def ada_select(scores, rows, forced, n, alpha=0.2):
         kept, K ascending lists of K * max(rows, forced) positions together, and the gap: the smallest of the global
         cut's and the heads' own.
     """
-    base = max(min(rows, n) - len(forced), 0)
-    counts, gap = global_counts(scores, len(scores) * base, forced, n)
+    base = max(min(rows, n) - len(always_kept), 0)
+    counts, gap = global_counts(scores, len(scores) * base, always_kept, n)
     kept = []
     for g, target in enumerate(round_targets(ada_targets(counts, base, alpha))):
-        positions, own = top_select(scores[g], len(forced) + target, forced, n)
+        positions, own = top_select(scores[g], len(always_kept) + target, always_kept, n)
         kept.append(positions)
         gap = min(gap, own)
     return kept, gap
 
 
-def protect_select(scores, rows, forced, n, alpha=0.2):
+def protect_select(scores, rows, always_kept, n, alpha=0.2):
     """kvpress's AdaKV: each head's best max(1, int(rows * alpha)) rows are safe, then the layer's lowest rows go.
 
     The forced rows are counted first among the safe ones, and are safe in any case.
@@ -94,7 +94,7 @@ def protect_select(scores, rows, forced, n, alpha=0.2):
     Args:
         scores: [K, n] (or [K, columns before the window]; forced positions are not read).
         rows: rows per kv head of the layer on average, forced ones included.
-        forced: positions kept in every head.
+        always_kept: positions kept in every head.
         n: length of the sequence.
         alpha: share of the rows that is safe.
 
@@ -102,17 +102,17 @@ def protect_select(scores, rows, forced, n, alpha=0.2):
         kept, K ascending lists of K * max(rows, forced) positions together, and the gap: of the global cut, and of the
         safe cut in the heads where the first row that is not safe is dropped.
     """
-    rows = max(min(rows, n), len(forced))
+    rows = max(min(rows, n), len(always_kept))
     safe_rows = max(1, int(rows * alpha))
-    safe = [set(top_select(scores[g], safe_rows, forced, n)[0]) for g in range(len(scores))]
-    exposed = [row for row in _ranked(scores, forced, n) if row[2] not in safe[row[1]]]
+    safe = [set(top_select(scores[g], safe_rows, always_kept, n)[0]) for g in range(len(scores))]
+    exposed = [row for row in _ranked(scores, always_kept, n) if row[2] not in safe[row[1]]]
     stay = len(exposed) - len(scores) * (n - rows)
     gap = cut_gap([row[0] for row in exposed[:stay]], [row[0] for row in exposed[stay:]])
     kept = [set(rows_) for rows_ in safe]
     for _, g, j in exposed[:stay]:
         kept[g].add(j)
     for g in range(len(scores)):
-        inside = [float(scores[g][j]) for j in safe[g] - set(forced)]
+        inside = [float(scores[g][j]) for j in safe[g] - set(always_kept)]
         outside = [float(scores[g][j]) for j in range(n) if j not in safe[g]]
         if kept[g] == safe[g]:
             # Only then could another safe row mean another kept row: a higher exposed row would be kept anyway.

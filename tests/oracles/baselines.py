@@ -27,7 +27,7 @@ def cam_values(q, k, v, window, start_ratio=0.1, draws=None):
         v: [K, n, D].
         window: rows of the observation window, and rows merged into.
         start_ratio: share of n that is left alone, rounded up.
-        draws: [K, n] numbers in [0, 1): a row is merged iff its draw is below its probability; None multiplies by
+        draws: [K, n] numbers in [0, 1): a row is merged iff its sample is below its probability; None multiplies by
             the probability instead (the expected form).
 
     Returns:
@@ -75,14 +75,14 @@ def value_norms(v, w_o):
     return out
 
 
-def critical_select(scores, norms, budgets, forced, n, first=0.5, epsilon=1e-4):
+def critical_select(scores, norms, budgets, always_kept, n, first=0.5, epsilon=1e-4):
     """CriticalKV's selection: a first share by score, the rest by score times value norm.
 
     Args:
         scores: [K, n] (or [K, columns before the window]; forced positions are not read).
         norms: [K, n] of `value_norms`.
         budgets: [K] ints, rows of each head, forced ones included.
-        forced: positions kept in every head.
+        always_kept: positions kept in every head.
         n: length of the sequence.
         first: share of a head's rows chosen by score, the forced ones counted first.
         epsilon: added to the score before it is multiplied.
@@ -90,9 +90,9 @@ def critical_select(scores, norms, budgets, forced, n, first=0.5, epsilon=1e-4):
     Returns:
         kept, K ascending lists of max(budget, forced) positions (at most n), and the gap: the smallest at both cuts.
     """
-    held, kept, gap = set(forced), [], math.inf
+    held, kept, gap = set(always_kept), [], math.inf
     for g, rows in enumerate(budgets):
-        safe, own = top_select(scores[g], int(Fraction(str(first)) * int(rows)), forced, n)
+        safe, own = top_select(scores[g], int(Fraction(str(first)) * int(rows)), always_kept, n)
         both = [
             0.0 if j in held else (float(scores[g][j]) + epsilon) * float(norms[g][j])
             for j in range(n)
@@ -119,8 +119,8 @@ def pyramid_infer(qs, ks, budget, window, beta=20):
     n, layers = qs[0].shape[1], len(qs)
     if resolve_budget(budget, n) >= n:
         return [full(k.shape[0], n)[0] for k in ks], math.inf
-    forced = forced_positions(n, 0, window)
-    rows, _ = layer_rows("linear", n, budget, layers, len(forced), beta)
+    always_kept = forced_positions(n, 0, window)
+    rows, _ = layer_rows("linear", n, budget, layers, len(always_kept), beta)
     below, kept, gap = list(range(n)), [], math.inf
     for q, k, r in zip(qs, ks, rows, strict=True):
         scores = window_scores(q, k, window, pool=None)
@@ -128,7 +128,7 @@ def pyramid_infer(qs, ks, budget, window, beta=20):
         # Indices into the rows of the layer below: the window comes last in every layer.
         own = [mean[j] if j < len(mean) else 0.0 for j in below]
         chosen, edge = top_select(
-            own, r, [i for i, j in enumerate(below) if j in set(forced)], len(below)
+            own, r, [i for i, j in enumerate(below) if j in set(always_kept)], len(below)
         )
         below = [below[i] for i in chosen]
         kept.append([list(below) for _ in range(k.shape[0])])

@@ -19,7 +19,7 @@ def resolve_budget(budget, n):
     """
     if isinstance(budget, float):
         if not 0 < budget <= 1:
-            raise ValueError("a ratio lies in (0, 1]")
+            raise ValueError("a ratio is in (0, 1]")
         return max(1, math.floor(Fraction(repr(float(budget))) * n))
     return min(int(budget), n)
 
@@ -145,7 +145,7 @@ def shape_values(shape, layers, base, beta=20, weights=None):
     return [total * x / sum(raw) for x in raw]
 
 
-def layer_rows(shape, n, budget, layers, forced, beta=20, weights=None):
+def layer_rows(shape, n, budget, layers, always_kept, beta=20, weights=None):
     """Rows per kv head of every layer, forced rows included.
 
     Args:
@@ -153,7 +153,7 @@ def layer_rows(shape, n, budget, layers, forced, beta=20, weights=None):
         n: length of the sequence.
         budget: an int or a ratio, see `resolve_budget`.
         layers: L.
-        forced: number of distinct forced positions.
+        always_kept: number of distinct forced positions.
         beta: PyramidKV's beta.
         weights: [L] floats, for "entropy" and "gini".
 
@@ -165,14 +165,14 @@ def layer_rows(shape, n, budget, layers, forced, beta=20, weights=None):
     if b >= n:
         return [n] * layers, math.inf
     if shape == "kvpress":
-        rows, margin = kvpress_rows(n, b, layers, forced, beta)
-        return [max(r, forced) for r in rows], margin
+        rows, margin = kvpress_rows(n, b, layers, always_kept, beta)
+        return [max(r, always_kept) for r in rows], margin
     if shape == "official":
-        return official_rows(n, b, layers, forced, beta), math.inf
-    base, high = max(b - forced, 0), n - forced
+        return official_rows(n, b, layers, always_kept, beta), math.inf
+    base, high = max(b - always_kept, 0), n - always_kept
     values = water_fill(shape_values(shape, layers, base, beta, weights), layers * base, high)
     caps, margin = largest_remainder(values, layers * base, high)
-    return [forced + cap for cap in caps], margin
+    return [always_kept + cap for cap in caps], margin
 
 
 def kvpress_rows(n, n_kept, layers, window, beta=20):

@@ -85,12 +85,14 @@ def cake(qs, ks, budget, window=32, tau1=1.0, tau2=1.0, gamma=200.0):
     n = ks[0].shape[1]
     if resolve_budget(budget, n) >= n:
         return [full(k.shape[0], n)[0] for k in ks], math.inf
-    forced = forced_positions(n, 0, window)
+    always_kept = forced_positions(n, 0, window)
     weights = [cake_preference(q, k, window, tau1, tau2) for q, k in zip(qs, ks, strict=True)]
-    rows, margin = layer_rows("entropy", n, budget, len(ks), len(forced), weights=weights)
+    rows, margin = layer_rows("entropy", n, budget, len(ks), len(always_kept), weights=weights)
     kept, gap = [], margin / max(rows)
     for q, k, r in zip(qs, ks, rows, strict=True):
-        picked = [top_select(row, r, forced, n) for row in cake_scores(q, k, window, gamma=gamma)]
+        picked = [
+            top_select(row, r, always_kept, n) for row in cake_scores(q, k, window, gamma=gamma)
+        ]
         kept.append([positions for positions, _ in picked])
         gap = min(gap, *(own for _, own in picked))
     return kept, gap

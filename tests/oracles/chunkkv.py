@@ -16,7 +16,7 @@ def chunk_entropy(values):
     return min(max(entropy / math.log(len(values)), 0.0), 1.0)
 
 
-def gated_chunk_select(scores, rows, forced, n, chunk, peaks):
+def gated_chunk_select(scores, rows, always_kept, n, chunk, peaks):
     """EntropyGatedChunkKV: as `chunk_select`, but important chunks of uneven scores keep only their `peaks` best rows.
 
     Such chunks hold no forced rows, their mean is at least the chunks' lower median, their entropy below it. What this
@@ -25,7 +25,7 @@ def gated_chunk_select(scores, rows, forced, n, chunk, peaks):
     Returns:
         kept, K equal lists, and the smallest gap: at the medians, among chunks, within chunks, and of the rest.
     """
-    held = set(forced)
+    held = set(always_kept)
     mean = {
         j: math.fsum(float(head[j]) for head in scores) / len(scores)
         for j in range(n)
@@ -66,7 +66,7 @@ def gated_chunk_select(scores, rows, forced, n, chunk, peaks):
     return [sorted(held | set(ranked[:left]))] * len(scores), gap
 
 
-def chunk_select(scores, rows, forced, n, chunk):
+def chunk_select(scores, rows, always_kept, n, chunk):
     """Keep the forced rows; fill up to `rows` by whole chunks, and by the best rows of the first that does not fit.
 
     Chunks that hold forced rows come first, in order of position; then those of the highest mean over heads and rows,
@@ -75,14 +75,14 @@ def chunk_select(scores, rows, forced, n, chunk):
     Args:
         scores: [K, n] (or [K, columns before the window]).
         rows: rows per kv head, forced ones included; never fewer than the forced ones are kept.
-        forced: positions kept in any case.
+        always_kept: positions kept in any case.
         n: length of the sequence.
         chunk: positions of a chunk.
 
     Returns:
         kept, K equal lists, and the smallest gap of the cuts among chunks and within one.
     """
-    held = set(forced)
+    held = set(always_kept)
     mean = {
         j: math.fsum(float(head[j]) for head in scores) / len(scores)
         for j in range(n)

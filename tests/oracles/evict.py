@@ -52,14 +52,14 @@ def bulk_evict(
         cut = near = math.inf
     else:
         if sinks + recent > rows:
-            raise ValueError("the sinks and the recent rows do not fit")
+            raise ValueError("the sinks and the recent entries do not fit")
         kept, evicted, cut, near = [], [], math.inf, math.inf
         for g in range(kv_heads):
-            forced = [r for r, p in enumerate(positions[g]) if p < sinks or p >= seen - recent]
+            always_kept = [r for r, p in enumerate(positions[g]) if p < sinks or p >= seen - recent]
             rank = [float(x) for x in scores[g]]
             if accumulate == "mean":
                 rank = [x / (seen - p) for x, p in zip(rank, positions[g], strict=True)]
-            chosen, own = top_select(rank, rows, forced, m)
+            chosen, own = top_select(rank, rows, always_kept, m)
             kept.append(chosen)
             evicted.append([r for r in range(m) if r not in set(chosen)])
             cut = min(cut, own)

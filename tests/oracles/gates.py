@@ -9,20 +9,20 @@ from oracles.select import cut_gap, relative_gap
 __all__ = ["fastkvzip_scores", "kvzap_scores", "threshold_select"]
 
 
-def threshold_select(scores, rows, threshold, forced, n):
+def threshold_select(scores, rows, threshold, always_kept, n):
     """KVzap's rule with a bound: the forced rows, and the best `rows` at most of those whose score reaches a threshold.
 
     Args:
         scores: heads that share the bound, [J, n] (only non-forced positions are read).
         rows: rows that these heads hold together at most, forced ones included.
         threshold: the least score of a row that stays without being forced.
-        forced: positions kept in every head.
+        always_kept: positions kept in every head.
         n: length of the sequence.
 
     Returns:
         kept, J ascending lists; the gap, at the bound and at the threshold; [J] rows of such scores that had no room.
     """
-    loose = [j for j in range(n) if j not in set(forced)]
+    loose = [j for j in range(n) if j not in set(always_kept)]
     gap = min(
         (relative_gap(float(own[j]), threshold) for own in scores for j in loose), default=math.inf
     )
@@ -33,10 +33,11 @@ def threshold_select(scores, rows, threshold, forced, n):
         if float(own[j]) >= threshold
     ]
     high.sort(key=lambda row: (-row[0], row[1], row[2]))
-    room = max(rows - len(scores) * len(forced), 0)
-    stays, cut = high[:room], high[room:]
+    headroom = max(rows - len(scores) * len(always_kept), 0)
+    stays, cut = high[:headroom], high[headroom:]
     kept = [
-        sorted([*forced, *(j for _, g, j in stays if g == head)]) for head in range(len(scores))
+        sorted([*always_kept, *(j for _, g, j in stays if g == head)])
+        for head in range(len(scores))
     ]
     gap = min(gap, cut_gap([row[0] for row in stays], [row[0] for row in cut]))
     return kept, gap, [sum(g == head for _, g, _ in cut) for head in range(len(scores))]

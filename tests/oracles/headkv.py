@@ -11,7 +11,7 @@ from oracles.select import cut_gap, top_select
 PARTS = 2**15
 
 
-def headkv_rows(scores, kv_heads, n, budget, forced, beta=1.2):
+def headkv_rows(scores, kv_heads, n, budget, always_kept, beta=1.2):
     """Rows of every kv head, forced rows included, before what a head has no rows for goes to others.
 
     A head's share of all rows is (1 - 1/beta) / (L H) + score / sum / beta; a kv head has the sum of its query heads'
@@ -23,7 +23,7 @@ def headkv_rows(scores, kv_heads, n, budget, forced, beta=1.2):
         kv_heads: K.
         n: length of the sequence.
         budget: an int or a ratio.
-        forced: number of distinct forced positions.
+        always_kept: number of distinct forced positions.
         beta: 1 or more.
 
     Returns:
@@ -35,9 +35,9 @@ def headkv_rows(scores, kv_heads, n, budget, forced, beta=1.2):
         [(1 - 1 / beta) / (layers * heads) + Fraction(x) / total / beta for x in row]
         for row in scores
     ]
-    base, group = max(resolve_budget(budget, n) - forced, 0), heads // kv_heads
-    values = water_fill([sum(row) * layers * base for row in share], layers * base, n - forced)
-    of_layers, margin = largest_remainder(values, layers * base, n - forced)
+    base, group = max(resolve_budget(budget, n) - always_kept, 0), heads // kv_heads
+    values = water_fill([sum(row) * layers * base for row in share], layers * base, n - always_kept)
+    of_layers, margin = largest_remainder(values, layers * base, n - always_kept)
     rows = []
     for row, mine in zip(share, of_layers, strict=True):
         each = [sum(row[k * group : (k + 1) * group]) for k in range(kv_heads)]
@@ -45,7 +45,7 @@ def headkv_rows(scores, kv_heads, n, budget, forced, beta=1.2):
         split, _ = largest_remainder(
             [Fraction(kv_heads * mine * part, PARTS) for part in parts], kv_heads * mine
         )
-        rows.append([forced + count for count in split])
+        rows.append([always_kept + count for count in split])
     return rows, margin
 
 
@@ -66,13 +66,13 @@ def headkv(qs, ks, budget, scores, window=32, beta=1.2):
     n, heads = ks[0].shape[1], ks[0].shape[0]
     if resolve_budget(budget, n) >= n:
         return [full(heads, n)[0] for _ in ks], math.inf
-    forced = forced_positions(n, 0, window)
-    rows, _ = headkv_rows(scores, heads, n, budget, len(forced), beta)
+    always_kept = forced_positions(n, 0, window)
+    rows, _ = headkv_rows(scores, heads, n, budget, len(always_kept), beta)
     kept, gap = [], math.inf
     for q, k, counts in zip(qs, ks, rows, strict=True):
         marks = window_scores(q, k, window)
         picked = [
-            top_select(head, min(count, n), forced, n)
+            top_select(head, min(count, n), always_kept, n)
             for head, count in zip(marks, counts, strict=True)
         ]
         mine = [set(positions) for positions, _ in picked]

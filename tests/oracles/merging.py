@@ -72,7 +72,7 @@ def _decide(cosines, limits, decision):
     """Which evicted rows merge, K lists of bools, and the smallest distance to the limit (exact ties left out)."""
     if decision == "shared":
         if len({len(row) for row in cosines}) != 1:
-            raise ValueError("a shared decision needs as many evicted rows in every head")
+            raise ValueError("a shared decision needs as many evicted entries in every head")
         means = [_mean(column) for column in zip(*cosines, strict=True)]
         cosines = [means] * len(cosines)
     elif decision != "token":

@@ -27,8 +27,10 @@ def streaming_llm(kv_heads, n, budget, sinks=4, protect=()):
         kept (K equal lists) and an infinite gap: positions are never near one another.
     """
     rows = resolve_budget(budget, n)
-    forced = forced_positions(n, sinks, 0, protect)
-    return [top_select(row, rows, forced, n)[0] for row in position_scores(kv_heads, n)], math.inf
+    always_kept = forced_positions(n, sinks, 0, protect)
+    return [
+        top_select(row, rows, always_kept, n)[0] for row in position_scores(kv_heads, n)
+    ], math.inf
 
 
 def local_window(kv_heads, n, budget, protect=()):
@@ -50,17 +52,17 @@ def knorm(k, budget, sinks=0, window=0, protect=()):
         (kept, gap) of one layer.
     """
     n, scores = k.shape[1], knorm_scores(k)
-    rows, forced = resolve_budget(budget, n), forced_positions(n, sinks, window, protect)
-    return _heads(scores, rows, forced, n, None, 0.0)
+    rows, always_kept = resolve_budget(budget, n), forced_positions(n, sinks, window, protect)
+    return _heads(scores, rows, always_kept, n, None, 0.0)
 
 
-def _heads(scores, rows, forced, n, ada, alpha):
+def _heads(scores, rows, always_kept, n, ada, alpha):
     """Selection in one layer: each head alone (ada None), or Ada-KV's "mix" or "protect"."""
     if ada == "mix":
-        return ada_select(scores, rows, forced, n, alpha)
+        return ada_select(scores, rows, always_kept, n, alpha)
     if ada == "protect":
-        return protect_select(scores, rows, forced, n, alpha)
-    picked = [top_select(row, rows, forced, n) for row in scores]
+        return protect_select(scores, rows, always_kept, n, alpha)
+    picked = [top_select(row, rows, always_kept, n) for row in scores]
     return [positions for positions, _ in picked], min(gap for _, gap in picked)
 
 
@@ -134,15 +136,15 @@ def compress(
     n, layers = qs[0].shape[1], len(qs)
     if resolve_budget(budget, n) >= n:
         return [full(k.shape[0], n)[0] for k in ks], math.inf
-    forced = forced_positions(n, sinks, window, protect)
+    always_kept = forced_positions(n, sinks, window, protect)
     weights = None
     if shape in ("entropy", "gini"):
         weights = allocation_weights(qs, ks, shape, window, sinks, protect, group)
-    rows, margin = layer_rows(shape, n, budget, layers, len(forced), beta, weights)
+    rows, margin = layer_rows(shape, n, budget, layers, len(always_kept), beta, weights)
     kept, gap = [], margin / max(rows) if weights else math.inf
     for q, k, r in zip(qs, ks, rows, strict=True):
         scores = window_scores(q, k, window, kernel, pool, group, order)
-        positions, own = _heads(scores, r, forced, n, ada, alpha)
+        positions, own = _heads(scores, r, always_kept, n, ada, alpha)
         kept.append(positions)
         gap = min(gap, own)
     return kept, gap

@@ -28,19 +28,19 @@ def cut_gap(kept, dropped):
     return min((relative_gap(a, b) for a, b in pairs), default=math.inf)
 
 
-def top_select(scores, rows, forced, n):
+def top_select(scores, rows, always_kept, n):
     """Keep the forced rows and fill up to `rows` with the best others; ties go to the lowest position.
 
     Args:
         scores: one head's scores, indexed by position (only non-forced positions are read).
         rows: rows to keep, forced ones included; never fewer than the forced ones are kept.
-        forced: positions kept in any case.
+        always_kept: positions kept in any case.
         n: length of the sequence.
 
     Returns:
         The ascending list of kept positions and the gap at the cut.
     """
-    held = set(forced)
+    held = set(always_kept)
     ranked = sorted((j for j in range(n) if j not in held), key=lambda j: (-float(scores[j]), j))
     take = min(max(rows - len(held), 0), len(ranked))
     chosen, rest = ranked[:take], ranked[take:]

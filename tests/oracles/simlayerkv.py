@@ -38,21 +38,21 @@ def simlayerkv(qs, ks, budget, window, sinks, recent):
         budget: an int or a ratio, rows per kv head and layer on average.
         window: number of last queries.
         sinks: first rows, which every layer keeps.
-        recent: most recent rows, likewise.
+        recent: most recent rows, as well.
 
     Returns:
         kept, L lists of K ascending lists, and the gap.
     """
     n, heads = ks[0].shape[1], ks[0].shape[0]
-    forced = len(forced_positions(n, sinks, recent))
+    always_kept = len(forced_positions(n, sinks, recent))
     far = [far_attention(q, k, window, sinks, recent) for q, k in zip(qs, ks, strict=True)]
     left, kept = (
-        len(ks) * (max(min(resolve_budget(budget, n), n), forced) - forced),
+        len(ks) * (max(min(resolve_budget(budget, n), n), always_kept) - always_kept),
         [None] * len(ks),
     )
     for layer in sorted(range(len(ks)), key=lambda at: (-far[at], at)):
-        rows = forced + min(left, n - forced)
-        left -= rows - forced
+        rows = always_kept + min(left, n - always_kept)
+        left -= rows - always_kept
         latest = range(n - (rows - min(sinks, n)), n)
         kept[layer] = full(heads, n)[0] if rows == n else [[*range(sinks), *latest]] * heads
     ordered = sorted(far)

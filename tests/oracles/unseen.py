@@ -150,13 +150,13 @@ def defensive_first(q, k, window=32, stage="mass"):
     return found, gap
 
 
-def global_select(scores, rows, forced, n, alpha=0.0):
+def global_select(scores, rows, always_kept, n, alpha=0.0):
     """One budget for the heads of all layers: the best L * K * base rows of all of them together.
 
     Args:
         scores: L arrays [K, n] (or [K, columns before the window]).
         rows: rows per kv head and layer on average, forced ones included.
-        forced: positions kept in every layer and head.
+        always_kept: positions kept in every layer and head.
         n: length of the sequence.
         alpha: guaranteed share of each head's even part.
 
@@ -166,5 +166,5 @@ def global_select(scores, rows, forced, n, alpha=0.0):
     layers, heads = len(scores), len(scores[0])
     # Ties go to the lowest head, then to the lowest layer.
     flat = [scores[layer][head] for head in range(heads) for layer in range(layers)]
-    kept, gap = ada_select(flat, rows, forced, n, alpha)
+    kept, gap = ada_select(flat, rows, always_kept, n, alpha)
     return [[kept[head * layers + layer] for head in range(heads)] for layer in range(layers)], gap

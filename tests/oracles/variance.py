@@ -121,7 +121,7 @@ def _round_rows(values, total, high):
     return rows, min((float(gap) for gap in gaps if gap > 0), default=math.inf)
 
 
-def variance_rows(stats, n, budget, kind, forced, dense=()):
+def variance_rows(stats, n, budget, kind, always_kept, dense=()):
     """Rows per kv head of every layer, forced rows included; a larger statistic means fewer rows.
 
     Args:
@@ -130,7 +130,7 @@ def variance_rows(stats, n, budget, kind, forced, dense=()):
         budget: an int or a ratio, see `resolve_budget`.
         kind: "headnorm", "raw", "layer_zscore", "reciprocal", "uniform" (all: a common factor on the weights) or
             "exp_decay" (a common shift of n * exp(-F)).
-        forced: number of distinct forced positions.
+        always_kept: number of distinct forced positions.
         dense: layers that keep all n rows out of the same sum; the others' statistics alone count.
 
     Returns:
@@ -140,11 +140,11 @@ def variance_rows(stats, n, budget, kind, forced, dense=()):
     layers, b = len(stats), resolve_budget(budget, n)
     if b >= n:
         return [n] * layers, math.inf
-    least = min(b, max(forced + 1, math.ceil(Fraction(n, 100))))
+    least = min(b, max(always_kept + 1, math.ceil(Fraction(n, 100))))
     free = [i for i in range(layers) if i not in set(dense)]
     total = layers * b - (layers - len(free)) * n
     if total < len(free) * least:
-        raise ValueError("the dense layers leave too few rows")
+        raise ValueError("the dense layers leave too few entries")
     own = [float(stats[i]) for i in free]
     if kind == "exp_decay":
         raw = [n * math.exp(-x) for x in own]

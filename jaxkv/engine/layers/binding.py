@@ -1,4 +1,4 @@
-"""`bound`: which kind of view a layer's rows have, decided while a step is traced."""
+"""`bound`: which kind of view a layer's entries have, decided while a step is traced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -23,23 +23,23 @@ def bound(
     length: Int[Array, "B K"],
     *,
     shaping: Shaping = PLAIN,
-    window: int | None = None,
+    sliding_window: int | None = None,
     choosable: Int[Array, "B K"] | None = None,
     loaded: Loaded | None = None,
     index: int = 0,
     rotated: Callable[[Array], Array] | None = None,
 ) -> DenseLayer:
-    """View of the rows of one layer before new tokens join them.
+    """View of the entries of one layer before new tokens join them.
 
     Args:
         terms: static config.
-        pool: rows, with room behind every segment for the new ones.
+        pool: entries, with room behind every segment for the new ones.
         start: first pool row of each segment.
-        length: rows of each segment.
+        length: entries of each segment.
         shaping: of the layer's logits.
-        window: number of last tokens that the layer's tokens attend to; None for all.
+        sliding_window: number of last tokens that the layer's tokens attend to; None for all.
         choosable: first rows of each segment of which a filter's choice alone is read; None if all are.
-        loaded: the chosen rows, if they come from host memory.
+        loaded: the chosen entries, if they come from host memory.
         index: of the layer in the step's work table.
         rotated: what turns keys as they are read; None if the pool holds them rotated.
 
@@ -48,8 +48,8 @@ def bound(
     """
     own: dict[str, Any] = {"terms": terms, "pool": pool, "start": start, "length": length}
     own |= {"shaping": shaping, "index": index, "rotated": rotated}
-    if window is not None:
-        return SlidingWindowLayer(**own, window=window)
+    if sliding_window is not None:
+        return SlidingWindowLayer(**own, window=sliding_window)
     if pool.bounds is not None:
         return PagedLayer(**own)
     if choosable is None:

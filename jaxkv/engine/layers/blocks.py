@@ -1,4 +1,4 @@
-"""A block's step with the view of its layer: what is independent of how rows are read; and consecutive blocks."""
+"""A block's step with the view of its layer: what is independent of how entries are read; and consecutive blocks."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -12,10 +12,10 @@ from jaxkv.cache.pools import Pool
 from jaxkv.engine.hadamard import transformed
 from jaxkv.engine.layers.dense import DenseLayer
 from jaxkv.engine.layers.step import Step
+from jaxkv.engine.residual import Residual, attention_input, block_output
 from jaxkv.engine.segments import heads_of
 from jaxkv.engine.sparse import chosen_at
 from jaxkv.engine.spec import Spec
-from jaxkv.engine.stream import Stream, attention_input, block_output
 from jaxkv.engine.tokens import (
     StepAngles,
     Token,
@@ -26,46 +26,46 @@ from jaxkv.engine.tokens import (
 )
 from jaxkv.models.decoder import Block
 
-Ring = Float[Array, "B K G R D"]
+QueryBuffer = Float[Array, "B K G R D"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """One layer of a step: its rows, and what its block does beside attending to them.
+    """One layer of a step: its entries, and what its block does beside attending to them.
 
     Attributes:
         rows: the view.
         by: rotary angles.
-        ring: last queries; None if the layer keeps none.
+        query_buffer: last queries; None if the layer keeps none.
         asks: first rows of each segment that a filter layer chooses from; None for other layers.
-        centre: vector taken off all keys of a head before they were transformed; None if rows are as they are.
-        gate: weights of the layer's gate, by which new rows are scored; None without one.
+        centre: vector taken off all keys of a head before they were transformed; None if entries are as they are.
+        gate: weights of the layer's gate, by which new entries are scored; None without one.
     """
 
     rows: DenseLayer
     by: StepAngles
-    ring: Ring | None = None
+    query_buffer: QueryBuffer | None = None
     asks: Int[Array, "B K"] | None = None
     centre: Float[Array, "B K D"] | None = None
     gate: Any = None
 
 
 class Ran(NamedTuple):
-    """Result of consecutive layers: hidden states, pools, query rings, one number of each head's attention output.
+    """Result of consecutive layers: hidden states, pools, query buffers, one number of each head's attention output.
 
     On the latter, `out`, later writes can depend.
     """
 
-    stream: Stream
+    stream: Residual
     pools: list[Pool]
-    rings: list[Ring | None]
+    query_buffers: list[QueryBuffer | None]
     out: list[Float[Array, "B K"]]
 
 
 def run_blocks(
     blocks: Iterable[Block],
     spec: Spec,
-    stream: Stream,
+    stream: Residual,
     step: Step,
     pools: Sequence[Pool],
     bind: Callable[[int, Block, Pool], Bound],
@@ -75,28 +75,30 @@ def run_blocks(
     for index, block in enumerate(blocks):
         at = spec.layout.pool_of(index)
         mine = bind(index, block, ran.pools[at])
-        stream, ran.pools[at], ring, step, out = run_block(block, spec, ran.stream, mine, step)
-        ran = Ran(stream, ran.pools, [*ran.rings, ring], [*ran.out, out])
+        stream, ran.pools[at], query_buffer, step, out = run_block(
+            block, spec, ran.stream, mine, step
+        )
+        ran = Ran(stream, ran.pools, [*ran.query_buffers, query_buffer], [*ran.out, out])
     return ran
 
 
 def run_block(
-    block: Block, spec: Spec, stream: Stream, mine: Bound, step: Step
-) -> tuple[Stream, Pool, Ring | None, Step, Float[Array, "B K"]]:
-    """Runs one block over the step's tokens: hidden states, pool, ring, step with a filter's choice, output numbers."""
-    new, ring, rows = step.new, mine.ring, mine.rows
+    block: Block, spec: Spec, stream: Residual, mine: Bound, step: Step
+) -> tuple[Residual, Pool, QueryBuffer | None, Step, Float[Array, "B K"]]:
+    """Runs one block over the step's tokens: hidden states, pool, query buffer, step with a filter's choice, output numbers."""
+    new, query_buffer, rows = step.new, mine.query_buffer, mine.rows
     x, normed = attention_input(block, stream, spec)
     token = _projected(block, spec, normed, mine, step)
-    if ring is not None:
-        ring = remembered(ring, token.q, new)
+    if query_buffer is not None:
+        query_buffer = remembered(query_buffer, token.q, new)
     made = rows.attended(token, step)
     if mine.asks is not None:
         # Read the pool after its update: a reader of the pool before it would cost a copy.
-        asked = (made.pool, rows.start, mine.asks, token.q, ring, new, rows.shaping)
+        asked = (made.pool, rows.start, mine.asks, token.q, query_buffer, new, rows.shaping)
         step = dataclasses.replace(step, chosen=chosen_at(spec, *asked))
     out = made.out if mine.centre is None else transformed(made.out)
     stream = block_output(block, x, out, spec)
-    return stream, made.pool, ring, step, heads_of(made.out, len(new.count))
+    return stream, made.pool, query_buffer, step, heads_of(made.out, len(new.count))
 
 
 def _projected(
@@ -111,7 +113,7 @@ def _projected(
     if spec.gate is not None:
         token = dataclasses.replace(token, begun=spec.gate.scores(mine.gate, own))
     if mine.centre is not None:
-        # What looks at a row itself comes before its transform.
+        # What looks at an entry itself comes before its transform.
         begun = first_scores(token, spec.ongoing)
         token = dataclasses.replace(token, begun=begun).transformed(mine.centre)
     # Rounded to the model's dtype before: a CPU holds the same numbers as float32.

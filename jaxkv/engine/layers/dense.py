@@ -1,4 +1,4 @@
-"""`DenseLayer`: new tokens read every row of each segment; base of the layers that read or score otherwise."""
+"""`DenseLayer`: new tokens read every entry of each segment; base of the layers that read or score otherwise."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.steps import Gathered, NewRows, Work
+from jaxkv.attention.steps import Gathered, NewEntries, WorkTable
 from jaxkv.attention.xla import Reach, Walk
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.layers.step import Attended, Step
@@ -24,13 +24,13 @@ Read = tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseLayer:
-    """Rows of one layer, all of which new tokens read; new rows go behind their segments.
+    """Entries of one layer, all of which new tokens read; new entries go behind their segments.
 
     Attributes:
         terms: static config.
-        pool: rows, with room behind every segment for the new ones.
+        pool: entries, with room behind every segment for the new ones.
         start: first pool row of each segment.
-        length: rows of each segment before the step.
+        length: entries of each segment before the step.
         shaping: of the layer's logits.
         index: of the layer in the step's work table.
         rotated: what turns keys as they are read; None if the pool holds them rotated.
@@ -47,11 +47,11 @@ class DenseLayer:
     rotated: Callable[[Array], Array] | None = None
 
     def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """The rows that are read without a choice, of segments of `length` rows."""
+        """The entries that are read without a choice, of segments of `length` entries."""
         return self.reaching(self.start, length, self.terms.layout.walk)
 
     def reaching(self, start: Int[Array, "B K"], length: Int[Array, "B K"], walk: Walk) -> Reach:
-        """`Reach` of segments from pool row `start` on, `length` rows each, read as `walk` says."""
+        """`Reach` of segments from pool row `start` on, `length` entries each, read as `walk` says."""
         return Reach(
             start=start,
             length=length,
@@ -62,13 +62,13 @@ class DenseLayer:
         )
 
     def attended(self, token: Token, step: Step) -> Attended:
-        """Appends new tokens' rows and attends.
+        """Appends new tokens' entries and attends.
 
         Args:
             token: queries, keys and values, in the pool's dtype.
             step: what the step's layers share.
         """
-        new = NewRows(
+        new = NewEntries(
             k=token.stored,
             v=token.v,
             positions=step.new.positions,
@@ -80,9 +80,9 @@ class DenseLayer:
             return self.several(token, new, step)
         return self.one(token, new, step)
 
-    def one(self, token: Token, new: NewRows, step: Step) -> Attended:
-        """One token: its row is appended; attention reads it like the others."""
-        table = step.work or Work(None, self.start[None])
+    def one(self, token: Token, new: NewEntries, step: Step) -> Attended:
+        """One token: its entry is appended; attention reads it like the others."""
+        table = step.work or WorkTable(None, self.start[None])
         out, pool = self.terms.backend.decode_token(
             token.q[..., 0, :],
             token.split,
@@ -95,8 +95,8 @@ class DenseLayer:
         )
         return Attended(out[..., None, :], pool)
 
-    def several(self, token: Token, new: NewRows, step: Step) -> Attended:
-        """Several tokens: attention to older rows and to one another, merged by log-sum-exp, then their rows."""
+    def several(self, token: Token, new: NewEntries, step: Step) -> Attended:
+        """Several tokens: attention to older entries and to one another, merged by log-sum-exp, then their entries."""
         older = self.older(token.q, step)
         causal = partial(attention.causal, softcap=self.shaping.softcap)
         own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
@@ -105,22 +105,22 @@ class DenseLayer:
         return Attended(attention.merge(*older, *own), pool.appended(new))
 
     def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention of several tokens to the rows from before the step."""
+        """Attention of several tokens to the entries from before the step."""
         return self.read(q, self.pool.store, self.reach(self.length))
 
     def read(self, q: Float[Array, "B K G N D"], store: Any, reach: Reach) -> Read:
-        """Attention to what is reached of a store's rows, or of gathered ones; sink logits take no part yet."""
+        """Attention to what is reached of a store's entries, or of gathered ones; sink logits take no part yet."""
         attend = partial(self.terms.backend.attend, shaping=self.shaping.without_sinks)
         return in_blocks(lambda part: attend(part, store, reach), q)
 
     def with_scores(
-        self, token: Token, new: NewRows, older: Read, own: Read
-    ) -> tuple[Pool, NewRows]:
-        """Pool and several new rows, whose scores have taken in attention to older rows and their own."""
+        self, token: Token, new: NewEntries, older: Read, own: Read
+    ) -> tuple[Pool, NewEntries]:
+        """Pool and several new entries, whose scores have taken in attention to older entries and their own."""
         return self.pool, new
 
-    def work(self, step: Step, work: Work) -> Work:
-        """The work of one token's step, with the rows that the layer chooses."""
+    def work(self, step: Step, work: WorkTable) -> WorkTable:
+        """The work of one token's step, with the entries that the layer chooses."""
         return work
 
     def over(
@@ -130,6 +130,6 @@ class DenseLayer:
         v: Float[Array, "B n D"],
         count: Int[Array, "B K"],
     ) -> Read:
-        """Attention to the first `count` of each head's gathered rows."""
+        """Attention to the first `count` of each head's gathered entries."""
         reach = Reach.of_heads(count, k.shape[1] // count.shape[1])
         return self.read(q, Gathered(k, v), reach)

@@ -1,4 +1,4 @@
-"""`EvictingLayer`: rows whose scores take in the attention that they receive, for an eviction after the step."""
+"""`EvictingLayer`: entries whose scores take in the attention that they receive, for an eviction after the step."""
 
 import dataclasses
 from functools import partial
@@ -8,21 +8,21 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv import attention
-from jaxkv.attention.steps import NewRows
+from jaxkv.attention.steps import NewEntries
 from jaxkv.cache.pools import Pool
 from jaxkv.engine.layers.dense import DenseLayer, Read
 from jaxkv.engine.tokens import Token
 
 
 class EvictingLayer(DenseLayer):
-    """Rows of one layer, all of which new tokens read, with scores that take in attention."""
+    """Entries of one layer, all of which new tokens read, with scores that take in attention."""
 
     scored: ClassVar[bool] = True
 
     def with_scores(
-        self, token: Token, new: NewRows, older: Read, own: Read
-    ) -> tuple[Pool, NewRows]:
-        """Pool and several new rows, whose scores have taken in the new tokens' attention."""
+        self, token: Token, new: NewEntries, older: Read, own: Read
+    ) -> tuple[Pool, NewEntries]:
+        """Pool and several new entries, whose scores have taken in the new tokens' attention."""
         pool, decay = self.pool, self.terms.decay
         assert pool.score is not None
         (batch, heads, group, tokens, dim), count = token.q.shape, new.count

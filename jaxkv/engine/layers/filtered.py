@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv.attention.steps import NewRows, Work
+from jaxkv.attention.steps import NewEntries, WorkTable
 from jaxkv.attention.xla import Reach, Walk
 from jaxkv.engine.layers.dense import DenseLayer, Read
 from jaxkv.engine.layers.step import Attended, Step
@@ -17,15 +17,15 @@ from jaxkv.engine.tokens import Token
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredLayer(DenseLayer):
-    """Rows of a layer that reads chosen ones of its first `choosable` rows, and all rows behind these.
+    """Entries of a layer that reads chosen ones of its first `choosable` entries, and all entries behind these.
 
-    Where generated tokens are chosen as well, one token's own row alone is read without a choice.
+    Where generated tokens are chosen as well, one token's own entry alone is read without a choice.
     """
 
     choosable: Int[Array, "B K"]
 
     def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """The rows that are read without a choice: few, at places known only at run time."""
+        """The entries that are read without a choice: few, at places known only at run time."""
         first = self.length if self.terms.reading.include_generated else self.choosable
         return self.reaching(self.start + first, length - first, Walk.WINDOWS)
 
@@ -34,21 +34,21 @@ class FilteredLayer(DenseLayer):
         return rows_of(chosen, self.pool, self.start, self.choosable, self.terms.reading)
 
     def chosen(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention to the chosen rows, in the pool."""
+        """Attention to the chosen entries, in the pool."""
         assert step.chosen is not None
         rows, count = self.places(step.chosen)
         gathered = self.terms.backend.gathered(self.pool.k, self.pool.v, rows)
         return self.over(q, *gathered, count)
 
     def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention of several tokens, which choose among all rows from before the step."""
+        """Attention of several tokens, which choose among all entries from before the step."""
         return self.chosen(q, step)
 
-    def work(self, step: Step, work: Work) -> Work:
-        """One token's work: it reads chosen rows, too; of rows that all heads hold alike one set is enough."""
+    def work(self, step: Step, work: WorkTable) -> WorkTable:
+        """One token's work: it reads chosen entries, too; of entries that all heads hold alike one set is enough."""
         chosen = step.chosen
         assert chosen is not None
-        if self.terms.reading.every_row:
+        if self.terms.reading.every_entry:
             rows, held = chosen.positions[:, None], chosen.count[:, None]
         else:
             rows, held = self.places(chosen)
@@ -58,12 +58,12 @@ class FilteredLayer(DenseLayer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadedLayer(FilteredLayer):
-    """Rows of a layer whose prompt waits in host memory: the chosen ones come as `loaded`."""
+    """Entries of a layer whose prompt waits in host memory: the chosen ones come as `loaded`."""
 
     loaded: Loaded
 
-    def one(self, token: Token, new: NewRows, step: Step) -> Attended:
-        """One token: its row is appended; attention to rows on the device, and to loaded ones."""
+    def one(self, token: Token, new: NewEntries, step: Step) -> Attended:
+        """One token: its entry is appended; attention to entries on the device, and to loaded ones."""
         reach, q = self.reach(self.length + new.count[:, None]), token.q[..., 0, :]
         append = partial(self.terms.backend.append_and_attend, shaping=self.shaping)
         out, lse, pool = append(q, new, self.pool, reach)
@@ -71,7 +71,7 @@ class OffloadedLayer(FilteredLayer):
         return Attended(read, pool)
 
     def chosen(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention to the chosen rows, as they were loaded."""
+        """Attention to the chosen entries, as they were loaded."""
         assert step.chosen is not None
         batch, *_, dim = self.loaded.shape
         both = (self.loaded[:, :, each] for each in (0, 1))
@@ -80,5 +80,5 @@ class OffloadedLayer(FilteredLayer):
         return self.over(q, k, v, count)
 
     def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention of several tokens to rows from before the step: loaded ones, and those on the device."""
+        """Attention of several tokens to entries from before the step: loaded ones, and those on the device."""
         return attention.merge_with_lse(*DenseLayer.older(self, q, step), *self.chosen(q, step))

@@ -1,4 +1,4 @@
-"""`PagedLayer`: one new token reads the pages that it chooses (Quest); several read all rows."""
+"""`PagedLayer`: one new token reads the pages that it chooses (Quest); several read all entries."""
 
 import dataclasses
 from typing import NamedTuple
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.filters import by_page
-from jaxkv.attention.steps import Work
+from jaxkv.attention.steps import WorkTable
 from jaxkv.attention.xla import Reach, Walk
 from jaxkv.engine.layers.dense import DenseLayer
 from jaxkv.engine.layers.step import Attended, Step
@@ -19,11 +19,11 @@ from jaxkv.policies.topk import sortable
 
 
 class PageRows(NamedTuple):
-    """Rows that kv heads read: offsets of chosen pages' rows, their number, first row always read.
+    """Entries that kv heads read: offsets of chosen pages' entries, their number, first row always read.
 
     Attributes:
         rows: ascending; of T entries the first `held` are valid.
-        held: number of valid rows.
+        held: number of valid entries.
         rest: first row of the page that the new token's row joins.
     """
 
@@ -34,16 +34,16 @@ class PageRows(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedLayer(DenseLayer):
-    """Rows of a layer in pages, with bounds of each page's keys.
+    """Entries of a layer in pages, with bounds of each page's keys.
 
     Attributes:
-        pages: rows of the pages that one token reads; None before the choice, and for several tokens.
+        pages: entries of the pages that one token reads; None before the choice, and for several tokens.
     """
 
     pages: PageRows | None = None
 
     def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """The rows that are read without a choice: the newest page's, which begins anywhere; all for several tokens."""
+        """The entries that are read without a choice: the newest page's, which begins anywhere; all for several tokens."""
         if self.pages is None:
             return super().reach(length)
         first = self.pages.rest
@@ -86,7 +86,7 @@ class PagedLayer(DenseLayer):
         rows = jnp.minimum(rows.reshape(batch, heads, -1), self.pool.rows // heads - 1)
         return PageRows(rows=rows, held=count * page, rest=rest_from(length, page))
 
-    def work(self, step: Step, work: Work) -> Work:
-        """One token's work: it reads rows of the chosen pages, too."""
+    def work(self, step: Step, work: WorkTable) -> WorkTable:
+        """One token's work: it reads entries of the chosen pages, too."""
         assert self.pages is not None
         return work._replace(rows=self.pages.rows, held=self.pages.held)

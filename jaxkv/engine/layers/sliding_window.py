@@ -1,4 +1,4 @@
-"""`SlidingWindowLayer`: new tokens attend to the last rows alone."""
+"""`SlidingWindowLayer`: new tokens attend to the last entries alone."""
 
 import dataclasses
 from typing import Any
@@ -8,7 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Shaping
-from jaxkv.attention.steps import NewRows
+from jaxkv.attention.steps import NewEntries
 from jaxkv.attention.xla import Reach, Walk, masked
 from jaxkv.engine.layers.dense import DenseLayer
 from jaxkv.engine.layers.step import Attended, Step
@@ -18,16 +18,16 @@ from jaxkv.engine.tokens import Token
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlidingWindowLayer(DenseLayer):
-    """Rows of a layer whose tokens attend to the last `window` tokens, their own included."""
+    """Entries of a layer whose tokens attend to the last `window` tokens, their own included."""
 
     window: int
 
     def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """The window's rows. They begin anywhere, no longer at strides: a walk in windows reads these alone."""
+        """The window's entries. They begin anywhere, no longer at strides: a walk in windows reads these alone."""
         return self.reaching(*in_window(self.start, length, self.window), Walk.WINDOWS)
 
-    def several(self, token: Token, new: NewRows, step: Step) -> Attended:
-        """Several tokens: each attends to the last rows up to its own; then their rows."""
+    def several(self, token: Token, new: NewEntries, step: Step) -> Attended:
+        """Several tokens: each attends to the last entries up to its own; then their entries."""
         rows, size = self.pool.store.view(), min(self.window, self.pool.rows)
         given = (token.q, (token.k, token.v), new.count, rows, self.reach(self.length))
         out = over_window(*given, size=size, window=self.window, shaping=self.shaping)
@@ -46,10 +46,10 @@ def over_window(
     shaping: Shaping,
     first: Any = 0,
 ) -> Float[Array, "B K G n D"]:
-    """Attention of n queries to the last `window` tokens up to their own: rows of segments, then new keys and values.
+    """Attention of n queries to the last `window` tokens up to their own: entries of segments, then new keys and values.
 
     `count` of the N new tokens are real, and the queries are those of n of them from index `first` on. Of each segment
-    the last `size` rows are read, which are at most as many as the window.
+    the last `size` entries are read, which are at most as many as the window.
     """
     (k, v), tokens = rows, new[0].shape[2]
     offset = jnp.arange(size, dtype=jnp.int32)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxkv.attention.steps import Work
+from jaxkv.attention.steps import WorkTable
 from jaxkv.cache import Cache, Pool
 from jaxkv.engine.pages import full_pages, rest_from
 from jaxkv.engine.segments import in_window
@@ -27,7 +27,7 @@ class Step:
     """
 
     new: NewTokens
-    work: Work | None = None
+    work: WorkTable | None = None
     chosen: Chosen | None = None
 
     @property
@@ -37,13 +37,13 @@ class Step:
 
 
 class Attended(NamedTuple):
-    """New tokens' attention, undefined in padding sequences, and the layer's pool with their rows."""
+    """New tokens' attention, undefined in padding sequences, and the layer's pool with their entries."""
 
     out: Float[Array, "M K G N D"]
     pool: Pool
 
 
-def work_table(cache: Cache, spec: Spec, new: NewTokens) -> Work | None:
+def work_table(cache: Cache, spec: Spec, new: NewTokens) -> WorkTable | None:
     """Table of row chunks that programs of a fused decode kernel read, for all layers; None if steps are not fused."""
     if spec.rolling or not spec.streams(new.positions.shape[1]):
         return None
@@ -51,7 +51,7 @@ def work_table(cache: Cache, spec: Spec, new: NewTokens) -> Work | None:
     start, length = tables.start, tables.length
     sparse = np.asarray([spec.sparse(layer, 1) for layer in range(len(start))])
     if new.candidates is not None and sparse.any():
-        # The kernel counts chosen rows as if they lay right before the rows that are always read, from row 0 on.
+        # The kernel counts chosen entries as if they lay right before the entries that are always read, from row 0 on.
         some = sparse[:, None, None]
         if page := spec.reading.page:
             full = full_pages(length, new.candidates.budget[:, None], page)
@@ -60,11 +60,11 @@ def work_table(cache: Cache, spec: Spec, new: NewTokens) -> Work | None:
             picked, rest = jnp.minimum(*new.candidates), rest_of(spec, tables)
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
-    if any(spec.config.windows):
-        # The new row joins behind, and is one of the window's.
+    if any(spec.config.sliding_windows):
+        # The new entry joins behind, and is one of the window's.
         endless = np.iinfo(np.int32).max
-        widths = [endless if each is None else each - 1 for each in spec.config.windows]
+        widths = [endless if each is None else each - 1 for each in spec.config.sliding_windows]
         start, length = in_window(start, length, jnp.asarray(widths, jnp.int32)[:, None, None])
     itemsize = cache.pools[0].store.element_bytes
-    chunks = spec.backend.deal(start, length, dim=spec.config.head_dim, itemsize=itemsize)
-    return Work(chunks, tables.start, picked, rest)
+    chunks = spec.backend.work_table(start, length, dim=spec.config.head_dim, itemsize=itemsize)
+    return WorkTable(chunks, tables.start, picked, rest)

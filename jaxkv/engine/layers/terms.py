@@ -1,23 +1,23 @@
-"""`Terms`: static config on which new tokens join and read the rows of a layer."""
+"""`Terms`: static config on which new tokens join and read the entries of a layer."""
 
 import dataclasses
 
 from jaxkv.attention import Backend, Implementation, backend_of
 from jaxkv.cache.layout import Layout
 from jaxkv.policies.parts import Ongoing
-from jaxkv.policies.reading import Reading
+from jaxkv.policies.reads import Reading
 from jaxkv.sharding.mesh import Axes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Static, hashable config of a layer's rows: their layout, the policy's parts, the backend; of any model.
+    """Static, hashable config of a layer's entries: their layout, the policy's parts, the backend; of any model.
 
     Attributes:
-        layout: how segments lie in their pools.
-        reading: which rows layers read: filter layers, and those that read what they choose.
+        layout: how segments are in their pools.
+        reading: which entries layers read: filter layers, and those that read what they choose.
         ongoing: what the policy does after each token.
-        widest: the most rows that a segment of a shared pool can have at a decode step; None if unknown.
+        widest: the most entries that a segment of a shared pool can have at a decode step; None if unknown.
         implementation: of attention over the pool.
     """
 
@@ -39,11 +39,11 @@ class Terms:
 
     @property
     def scored(self) -> bool:
-        """True if, while tokens are drawn, the attention that rows receive enters their scores."""
+        """True if, while tokens are sampled, the attention that entries receive enters their scores."""
         return self.ongoing.attends
 
     @property
     def decay(self) -> float:
-        """Factor by which a row's score is multiplied at each new token; 1 if attention does not change scores."""
+        """Factor by which an entry's score is multiplied at each new token; 1 if attention does not change scores."""
         decay = self.ongoing.rank.decay if self.scored else None
         return 1.0 if decay is None else decay

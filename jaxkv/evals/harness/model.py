@@ -15,7 +15,7 @@ from jaxkv.evals.perplexity import read_on
 from jaxkv.evals.runs import seed_of
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import as_policy
 
 try:
@@ -37,7 +37,7 @@ _Item = TypeVar("_Item")
 class JaxKVLM(TemplateLM):
     """lm-evaluation-harness model that answers requests with a jaxkv model over caches compressed by a policy.
 
-    Contexts are prefilled and compressed. Answers are drawn on top of the compressed cache, and continuations read on
+    Contexts are prefilled and compressed. Answers are sampled on top of the compressed cache, and continuations read on
     top of it token by token, so that policies which drop a row for every new one do. Choices that share a context share
     its cache.
     """
@@ -46,7 +46,7 @@ class JaxKVLM(TemplateLM):
         self,
         model: LanguageModel | str = "smollm2-135m-instruct",
         *,
-        policy: Method | str = "full",
+        policy: Policy | str = "full",
         dtype: str | None = None,
         batch_size: int | str = 1,
         max_gen_toks: int = 256,
@@ -55,16 +55,16 @@ class JaxKVLM(TemplateLM):
         device: str | None = None,
         **options: Any,
     ):
-        """Takes a model or loads a named one; refuses one without a tokenizer, unknown policies and bad batch sizes.
+        """Takes a model or loads a named one; rejects one without a tokenizer, unknown policies and bad batch sizes.
 
         Args:
             model: a model, or a name or path for `jaxkv.load`.
             policy: the compression, or its name.
             dtype: dtype of weights and cache; by default `jaxkv.load` chooses.
-            batch_size: number of requests that run together; with a policy that draws random numbers, contexts run one
+            batch_size: number of requests that run together; with a policy that uses random numbers, contexts run one
                 by one.
             max_gen_toks: most tokens of an answer if the harness' task gives no number.
-            seed: seed of policies and samplings that draw random numbers.
+            seed: seed of policies and samplings that uses random numbers.
             max_batch_size: ignored: jaxkv does not search for a batch size.
             device: ignored: JAX chooses, by JAX_PLATFORMS.
             options: fields of a policy given by name, such as budget=256 and window=16.
@@ -76,7 +76,7 @@ class JaxKVLM(TemplateLM):
         super().__init__()
         fits = str(batch_size).isdigit() and int(batch_size) >= 1
         require(fits, "batch_size", batch_size, "give a number: what fits is not searched for")
-        if isinstance(policy, Method) and options:
+        if isinstance(policy, Policy) and options:
             raise TypeError(f"{', '.join(options)}: the policy is made already; say these in it")
         self.params = load(model, dtype) if isinstance(model, str) else model
         self.text = self.params.tokenizer
@@ -119,7 +119,7 @@ class JaxKVLM(TemplateLM):
         """List of one generated text per request, in order, up to a stop string or token limit; cuts long contexts."""
         answers: dict[int, str] = {}
         asked = [request.args for request in requests]
-        # Requests of equal arguments are drawn together, the longest first: a prompt that does not fit fails at once.
+        # Requests of equal arguments are sampled together, the longest first: a prompt that does not fit fails at once.
         order = sorted(range(len(asked)), key=lambda at: (repr(asked[at][1]), -len(asked[at][0])))
         batches = [
             batch
@@ -140,7 +140,7 @@ class JaxKVLM(TemplateLM):
         # A prompt that is too long loses its beginning, as in the harness' own models.
         ids = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
         key = self._key(ids[0])
-        # A task may ask the same several times: answers drawn by chance differ by request, in whichever batch.
+        # A task may ask the same several times: answers sampled by chance differ by request, in whichever batch.
         key = key if is_greedy(sampling) else seed_of(key, f"request {number}")
         out = generate(
             self.params,
@@ -182,7 +182,7 @@ class JaxKVLM(TemplateLM):
         disable_tqdm: bool = False,
         **options: Any,
     ) -> list[tuple[float, bool]]:
-        """List per request of token ids of (continuation's log-probability, True if greedy decoding would draw it)."""
+        """List per request of token ids of (continuation's log-probability, True if greedy decoding would sample it)."""
         pairs = []
         for (_, text), context, continuation in requests:
             require(bool(continuation), "continuation", text, "it adds no token to its context")
@@ -197,7 +197,7 @@ class JaxKVLM(TemplateLM):
     def _judge(
         self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool
     ) -> list[tuple[float, bool]]:
-        """List per (context, continuation) pair of (log-probability, True if greedy decoding would draw it)."""
+        """List per (context, continuation) pair of (log-probability, True if greedy decoding would sample it)."""
         found: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = {}
         for at in sorted(range(len(pairs)), key=lambda at: -sum(map(len, pairs[at]))):
@@ -215,19 +215,21 @@ class JaxKVLM(TemplateLM):
 
     @property
     def _contexts_together(self) -> int:
-        """Number of contexts that run in one batch: `batch_size`, or 1 if the policy draws random numbers."""
-        return 1 if self.policy.parts().draws else self.batch_size
+        """Number of contexts that run in one batch: `batch_size`, or 1 if the policy uses random numbers."""
+        return 1 if self.policy.parts().uses_key else self.batch_size
 
     def _key(self, ids: Sequence[int]) -> int:
-        """Random seed: `seed`, or for a policy that draws random numbers a hash of `seed` and the context's ids."""
+        """Random seed: `seed`, or for a policy that uses random numbers a hash of `seed` and the context's ids."""
         return (
-            seed_of(self.seed, " ".join(map(str, ids))) if self.policy.parts().draws else self.seed
+            seed_of(self.seed, " ".join(map(str, ids)))
+            if self.policy.parts().uses_key
+            else self.seed
         )
 
     def _score(
         self, contexts: list[list[int]], continuations: list[list[int]]
     ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-        """Arrays [B] over continuations: log-probability, and True if greedy decoding would draw it; prefills contexts.
+        """Arrays [B] over continuations: log-probability, and True if greedy decoding would sample it; prefills contexts.
 
         One context is prefilled once, and its continuations are read on top of it, a batch of them at a time.
         """

@@ -22,7 +22,7 @@ TEMPLATES = (_OPENING, _QUESTION, _PREFIX, "VAR =")
 
 
 class Chain(NamedTuple):
-    """Random draws of one prompt: variable names, the number assigned to them, and places of the assignments.
+    """Random samples of one prompt: variable names, the number assigned to them, and places of the assignments.
 
     Attributes:
         names: the variables; the first is assigned the value, each other the one before it.
@@ -58,7 +58,7 @@ class Chains(Recipe):
         return self.write(self.draw(size, rng), shot)
 
     def draw(self, size: int, rng: Generator, *, short: bool = False) -> Chain:
-        """Draws a `Chain`: variable names (`short` ones for a solved example), the number assigned to them, places."""
+        """Samples a `Chain`: variable names (`short` ones for a solved example), the number assigned to them, places."""
         names = self.wording.variables(rng, _VARIABLES, short=short)
         places = sorted(rng.permutation(size)[:_VARIABLES].tolist())
         return Chain(tuple(names), self.wording.amount(rng), tuple(places), size)

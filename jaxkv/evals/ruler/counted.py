@@ -33,7 +33,7 @@ _LEAST_CODED = 74
 
 
 class Listed(NamedTuple):
-    """Random draws of one word list: its common words, and all its words in order, repeats included."""
+    """Random samples of one word list: its common words, and all its words in order, repeats included."""
 
     common: tuple[str, ...]
     entries: tuple[str, ...]
@@ -60,7 +60,7 @@ class Common(Recipe):
 
     @property
     def most(self) -> int | float:
-        """Largest number of distinct words in a list: as many as the wording can draw, which may be infinite."""
+        """Largest number of distinct words in a list: as many as the wording can sample, which may be infinite."""
         return self.wording.words_to_count
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
@@ -69,7 +69,7 @@ class Common(Recipe):
         return self.write(self.draw(size, self.often, self.seldom, rng), shot)
 
     def draw(self, size: int, often: int, seldom: int, rng: Generator) -> Listed:
-        """Draws a shuffled `Listed` of `size` distinct words: common ones `often` times, the others `seldom` times."""
+        """Samples a shuffled `Listed` of `size` distinct words: common ones `often` times, the others `seldom` times."""
         drawn = self.wording.plain(rng, size)
         common, others = drawn[:_WORDS], drawn[_WORDS:]
         entries = common * often + others * seldom
@@ -94,7 +94,7 @@ class Common(Recipe):
 
 
 class Coded(NamedTuple):
-    """Random draws of one coded text: its distinct words by frequency, dots first, and all its words in order."""
+    """Random samples of one coded text: its distinct words by frequency, dots first, and all its words in order."""
 
     ranks: tuple[str, ...]
     text: tuple[str, ...]
@@ -122,7 +122,7 @@ class Frequent(Recipe):
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: Generator) -> Coded:
-        """Draws a `Coded` text of at most `size` words in random order; the count of each rank is rounded down."""
+        """Samples a `Coded` text of at most `size` words in random order; the count of each rank is rounded down."""
         ranks = (DOTS, *self.wording.codes(rng, self.vocabulary - 1))
         times = (size * np.arange(1, len(ranks) + 1.0) ** -2 / (math.pi**2 / 6)).astype(int)
         text = [

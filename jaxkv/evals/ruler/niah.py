@@ -27,7 +27,7 @@ TEMPLATES = (*_MANY, *_ONE)
 DEPTHS = np.round(np.linspace(0, 100, num=40)).astype(int)
 
 
-class Needle(NamedTuple):
+class PlacedNeedle(NamedTuple):
     """One needle: key, value, and `place`, the index of the haystack's unit that it stands before."""
 
     key: str
@@ -35,8 +35,8 @@ class Needle(NamedTuple):
     place: int
 
 
-class Draw(NamedTuple):
-    """Random draws of one prompt: needles, haystack, and the keys `asked` for with their `values`.
+class NeedlePrompt(NamedTuple):
+    """Random samples of one prompt: needles, haystack, and the keys `asked` for with their `values`.
 
     Attributes:
         needles: the needles, in the order of the text.
@@ -45,7 +45,7 @@ class Draw(NamedTuple):
         haystack: sentences or paragraphs.
     """
 
-    needles: tuple[Needle, ...]
+    needles: tuple[PlacedNeedle, ...]
     asked: tuple[str, ...]
     values: tuple[tuple[str, ...], ...]
     haystack: tuple[str, ...]
@@ -62,7 +62,7 @@ class Needles(Recipe):
         keys: needles with a key of their own.
         values: needles for each key.
         queries: keys that are asked for.
-        depth: depth of the needles, in [0, 1]; None draws it.
+        depth: depth of the needles, in [0, 1]; None samples it.
     """
 
     haystack: str = "noise"
@@ -82,8 +82,8 @@ class Needles(Recipe):
         """Makes a `Prompt`: needles hidden in a haystack of `size` units: words or sentences of an essay, or lines."""
         return self.write(self.draw(size, rng))
 
-    def draw(self, size: int, rng: Generator) -> Draw:
-        """Draws a `Draw`: needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
+    def draw(self, size: int, rng: Generator) -> NeedlePrompt:
+        """Samples a `NeedlePrompt`: needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
         count = max(self.keys, self.queries)
         keys = getattr(self.wording, self.key_kind)(rng, count)
         flat = getattr(self.wording, self.value_kind)(rng, count * self.values)
@@ -93,18 +93,19 @@ class Needles(Recipe):
         stand = [pairs[which] for which in rng.permutation(len(pairs)).tolist()]
         places = self._places(len(haystack), len(pairs), rng)
         needles = tuple(
-            Needle(key, value, place) for (key, value), place in zip(stand, places, strict=True)
+            PlacedNeedle(key, value, place)
+            for (key, value), place in zip(stand, places, strict=True)
         )
         asked = rng.permutation(count)[: self.queries].tolist()
-        return Draw(
+        return NeedlePrompt(
             needles=needles,
             asked=tuple(keys[each] for each in asked),
             values=tuple(values[each] for each in asked),
             haystack=tuple(haystack),
         )
 
-    def write(self, draw: Draw) -> Prompt:
-        """Renders a draw as a `Prompt`: the haystack with its needles, and the question for the keys asked for."""
+    def write(self, draw: NeedlePrompt) -> Prompt:
+        """Renders a sample as a `Prompt`: the haystack with its needles, and the question for the keys asked for."""
         many = len(draw.asked) * self.values > 1
         opening, question, prefix = _MANY if many else _ONE
         kind = self.value_kind if many else self.value_kind[:-1]
@@ -144,7 +145,7 @@ class Needles(Recipe):
             return places_at(DEPTHS[rng.permutation(len(DEPTHS))[:count]].tolist(), size)
         return sorted(rng.permutation(size)[:count].tolist())
 
-    def _hide(self, draw: Draw) -> str:
+    def _hide(self, draw: NeedlePrompt) -> str:
         """Text of the haystack, with the needles' sentences inserted at their places."""
         told = [
             NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value)

@@ -76,7 +76,7 @@ def hidden(lines: Sequence[str], told: Sequence[str], places: Sequence[int]) -> 
 def fit(recipe: Recipe, length: int, count: Counter) -> int:
     """Largest haystack size, to within a 400th, whose prompt and answer take at most `length` tokens; else ValueError.
 
-    A `length` that not even the smallest haystack fits is refused.
+    A `length` that not even the smallest haystack fits is rejected.
     """
 
     def taken(size: int) -> int:
@@ -93,7 +93,7 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
     )
     high = low + 1
     while taken(high) <= length:
-        # Above the largest size, `make` refuses with an error that names the missing words.
+        # Above the largest size, `make` rejects with an error that names the missing words.
         low, high = high, int(recipe.most) if high < recipe.most < 2 * high else 2 * high
     # A four-hundredth part is less than the difference between samples.
     while high - low > max(1, low // 400):
@@ -103,7 +103,7 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class PromptFactory:
     """Makes a recipe's prompts of at most `length` tokens, answers included, by a token counter and haystack size."""
 
     recipe: Recipe
@@ -114,7 +114,7 @@ class Cell:
     def make(self, rng: np.random.Generator, index: int = 0) -> Prompt:
         """Makes a `Prompt` of at most `length` tokens with its answer, shrinking the haystack; ValueError if none fits.
 
-        A sample that does not fit with the smallest haystack is refused.
+        A sample that does not fit with the smallest haystack is rejected.
         """
         seed = int(rng.integers(2**63))
         size = self.size

@@ -36,7 +36,7 @@ from jaxkv.policies.methods.fastkvzip import FastKVzip
 from jaxkv.policies.methods.kvzip import KVzip
 from jaxkv.policies.methods.omnikv import OmniKV, BrutalOffload
 from jaxkv.policies.methods.quest import Quest
-from jaxkv.policies.methods.controls import LocalWindow, KNorm, Random
+from jaxkv.policies.methods.baselines import LocalWindow, KNorm, RandomKV
 # isort: on
 
 __all__ = [
@@ -73,7 +73,7 @@ __all__ = [
     "QFilters",
     "Quest",
     "RKV",
-    "Random",
+    "RandomKV",
     "RoCo",
     "SimLayerKV",
     "SnapKV",

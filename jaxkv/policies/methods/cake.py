@@ -1,4 +1,4 @@
-"""CAKE: more rows for layers whose attention is spread out and changes from query to query."""
+"""CAKE: more entries for layers whose attention is spread out and changes from query to query."""
 
 import dataclasses
 from typing import Any
@@ -9,8 +9,8 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv._checks import field, namespace, real
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.attended import AvgPool, Pooling, WindowAttention
-from jaxkv.policies.layers import FromScores, LayerBudgets, Reals, finite
-from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.layer_budgets import FromScores, LayerBudgets, Reals, finite
+from jaxkv.policies.methods.snapkv import WindowPolicy
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed, Scores
 
@@ -24,7 +24,7 @@ def _variance(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Arr
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VaryingAttention(WindowAttention):
-    """CAKE's scorer: mean of the window's attention to each row plus `gamma` times its variance over queries, pooled.
+    """CAKE's scorer: mean of the window's attention to each entry plus `gamma` times its variance over queries, pooled.
 
     Attributes:
         gamma: weight of the variance.
@@ -46,14 +46,14 @@ class VaryingAttention(WindowAttention):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreferenceLayers(FromScores):
-    """CAKE's layer budgets: rows in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention.
+    """CAKE's layer budgets: entries in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention.
 
-    Rows that a layer does not have go to the others in even parts, as in the published code; whole rows are made by
+    Entries that a layer does not have go to the others in even parts, as in the published code; whole entries are made by
     largest remainder, where that code rounds down and gives what is left to the first layers.
 
     Attributes:
-        tau1: temperature of the entropy of each query's attention over rows.
-        tau2: temperature of the variance of each row's attention over queries.
+        tau1: temperature of the entropy of each query's attention over entries.
+        tau2: temperature of the variance of each entry's attention over queries.
     """
 
     needs_queries = True
@@ -68,7 +68,7 @@ class PreferenceLayers(FromScores):
     def of_heads(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G 2"]:
-        """Entropy and variance `[B, K, G, 2]` of each query head's attention to the rows before the last queries."""
+        """Entropy and variance `[B, K, G, 2]` of each query head's attention to the entries before the last queries."""
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G 2"]:
             before = jnp.arange(p.shape[-1], dtype=jnp.int32) <= position[-1] - len(position)
@@ -79,27 +79,27 @@ class PreferenceLayers(FromScores):
         return seen.window_mass(reduce)
 
     def weight(self, heads: Float[Array, "B H 2"]) -> Float[Array, " B"]:
-        """Log weight `[B]` of one layer in dividing rows, from its heads' summed entropy and summed variance."""
+        """Log weight `[B]` of one layer in dividing entries, from its heads' summed entropy and summed variance."""
         logs = jnp.log(jnp.maximum(heads.sum(axis=1), jnp.finfo(jnp.float32).tiny))
         return logs[:, 0] / self.tau1 + logs[:, 1] / self.tau2
 
     def proportions(self, weights: Any) -> Reals:
-        """Numbers `[L, N]` in whose proportion layers share rows: exp(`weights`), divided by the largest layer's."""
+        """Numbers `[L, N]` in whose proportion layers share entries: exp(`weights`), divided by the largest layer's."""
         logs = finite(weights)
         return namespace(logs).exp(logs - logs.max(axis=0))
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CAKE(WindowMethod):
-    """Keeps rows of high or varying attention from the window's queries; more in layers of spread, varying attention.
+class CAKE(WindowPolicy):
+    """Keeps entries of high or varying attention from the window's queries; more in layers of spread, varying attention.
 
-    Layers are compressed again while those above run, as in the published cascade, to what they may still get: the
+    Layers are recompressed while those above run, as in the published cascade, to what they may still get: the
     result is that of layers held whole. Tokens after the prompt are appended.
 
     Attributes:
         gamma: weight of the attention's variance over queries beside its mean.
-        allocation: budgets of the layers. The published code sets `PreferenceLayers(tau1=..., tau2=...)` by model.
+        layers: budgets of the layers. The published code sets `PreferenceLayers(tau1=..., tau2=...)` by model.
 
     References:
         Qin et al., CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv:2503.12491.
@@ -107,7 +107,7 @@ class CAKE(WindowMethod):
 
     pooling: Pooling = AvgPool(5)
     gamma: float = 200.0
-    allocation: LayerBudgets = PreferenceLayers()
+    layers: LayerBudgets = PreferenceLayers()
 
     paper = "CAKE, arXiv:2503.12491"
 

@@ -5,19 +5,19 @@ import dataclasses
 from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
 from jaxkv.policies.folding import ValueMerge
-from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.methods.snapkv import WindowPolicy
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaM(WindowMethod):
-    """Keeps rows as SnapKV does, without pooling, after adding shares of values to those of the tokens after them.
+class CaM(WindowPolicy):
+    """Keeps entries as SnapKV does, without pooling, after adding shares of values to those of the tokens after them.
 
     Attributes:
         start: first share of the prompt whose values are not folded.
-        expected: fold the expected part of each value instead of drawing by the call's key.
+        expected: fold the expected part of each value instead of sampling by the call's key.
 
     References:
         Zhang et al., CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024; in the form of

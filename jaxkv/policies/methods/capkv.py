@@ -1,4 +1,4 @@
-"""CAPKV: keep the rows whose values span most of what queries are likely to read."""
+"""CAPKV: keep the entries whose values span most of what queries are likely to read."""
 
 import dataclasses
 from functools import partial
@@ -25,9 +25,9 @@ _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # not TF32 on G
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueCapacity(Scorer):
-    """CAPKV's scorer: leverage of a row's value among all values, weighted by how well its key fits the mean query.
+    """CAPKV's scorer: leverage of an entry's value among all values, weighted by how well its key fits the mean query.
 
-    A row's weight w is exp(tau * cosine of key and mean query), over the largest of the query head; its score is
+    An entry's weight w is exp(tau * cosine of key and mean query), over the largest of the query head; its score is
     w v^T A^-1 v with A = I + sum of w v v^T, averaged over the group's query heads; where values are so large that
     float32 loses 1 beside them, I grows to a millionth of the trace. The mean query is that of the text's queries,
     rotated by the mean rotation of the 512 positions to come. `sinks` first rows take no part.
@@ -46,7 +46,7 @@ class ValueCapacity(Scorer):
         return Needs(queries=self.remembered, moments=moments)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: weighted leverage of each row's value, mean over the group's query heads."""
+        """Scores `[B, K, S]`: weighted leverage of each entry's value, mean over the group's query heads."""
         counts = jnp.broadcast_to(seen.between(first=self.sinks), seen.k.shape[:3])
         v = jnp.where(counts[..., None], jnp.clip(seen.v, -_MOST, _MOST), 0)
 
@@ -68,7 +68,7 @@ class ValueCapacity(Scorer):
             )
             return (weight * leverage).mean(axis=0)
 
-        # A kv head at a time: float32 copies of all rows are in memory for one head alone.
+        # A kv head at a time: float32 copies of all entries are in memory for one head alone.
         mean, k, v, counts = (
             each.reshape(-1, *each.shape[2:]) for each in (seen.moments.mean, seen.k, v, counts)
         )
@@ -83,12 +83,12 @@ class ValueCapacity(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CAPKV(BudgetMethod):
-    """Keeps sinks and the rows whose values have the highest leverage, weighted by their keys' fit to the mean query.
+    """Keeps sinks and the entries whose values have the highest leverage, weighted by their keys' fit to the mean query.
 
     Attributes:
         sinks: first tokens that always stay; their queries are left out of the mean.
-        tau: sharpness of the weights: 0 weighs all rows alike.
-        remembered: last queries whose mean counts where rows are chosen again (`every`).
+        tau: sharpness of the weights: 0 weighs all entries alike.
+        remembered: last queries whose mean counts where entries are chosen again (`every`).
 
     References:
         CAPKV, arXiv:2604.25975; with normalised keys and a rotated mean query, as in kvpress.
@@ -105,6 +105,6 @@ class CAPKV(BudgetMethod):
         field(self, "remembered", whole, "remember at least 1 query")
 
     def scoring(self) -> ValueCapacity:
-        """Scorer by the weighted leverage of rows' values, which remembers queries if the cache is compressed again."""
+        """Scorer by the weighted leverage of entries' values, which remembers queries if the cache is recompressed."""
         remembered = 0 if self.every is None else self.remembered
         return self.part(ValueCapacity, remembered=remembered)

@@ -1,4 +1,4 @@
-"""ChunkKV: keep whole chunks of neighbouring rows, the same ones in all kv heads, by any policy's scores."""
+"""ChunkKV: keep whole chunks of neighbouring entries, the same ones in all kv heads, by any policy's scores."""
 
 import dataclasses
 
@@ -7,9 +7,9 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv._checks import field, flag, optional, whole
 from jaxkv._errors import require
-from jaxkv.policies.heads import Order, ScoredRows, SharedHeads
+from jaxkv.policies.head_budgets import Order, ScoredRows, SharedHeads
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register
 from jaxkv.policies.topk import count, only, sortable, top
 from jaxkv.policies.wrapper import Wrapper
@@ -20,16 +20,16 @@ _TINY = 1e-8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedHeads(SharedHeads):
-    """Head budgets under which a layer's kv heads keep the same chunks of consecutive rows, of highest mean score.
+    """Head budgets under which a layer's kv heads keep the same chunks of consecutive entries, of highest mean score.
 
-    Chunks with rows that stay anyway are completed first, lowest position first; the others follow by the mean score of
-    their rows, over heads and rows. Of the first chunk that does not fit, its best rows fill the budget. With `peaks`,
-    chunks without rows that stay anyway keep only so many rows if their mean score is at least the chunks' median and
-    the entropy of their rows' scores is below the median; the best of all other rows fill what is left of the budget.
+    Chunks with entries that stay anyway are completed first, lowest position first; the others follow by the mean score of
+    their entries, over heads and entries. Of the first chunk that does not fit, its best entries fill the budget. With `peaks`,
+    chunks without entries that stay anyway keep only so many entries if their mean score is at least the chunks' median and
+    the entropy of their entries' scores is below the median; the best of all other entries fill what is left of the budget.
 
     Attributes:
-        chunk: rows of a chunk; the last one of a prompt may have fewer.
-        peaks: rows kept of a chunk of high but uneven scores; None keeps all.
+        chunk: entries of a chunk; the last one of a prompt may have fewer.
+        peaks: entries kept of a chunk of high but uneven scores; None keeps all.
     """
 
     chunk: int = 20
@@ -40,18 +40,20 @@ class ChunkedHeads(SharedHeads):
         optional(self, "peaks", whole, "give 1 row or more")
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of `base` candidates, the same in all heads: the best chunks, then best rows to fill up."""
+        """Mask `[B, K, S]` of `base` candidates, the same in all heads: the best chunks, then best entries to fill up."""
         scores, base = rows.scores, rows.base
-        batch, _, slots = scores.shape
+        batch, _, padded_len = scores.shape
 
         def chunks(of: Array) -> Array:
             """Array `[B, C, chunk]`: an array `[B, S]` split into chunks of neighbours, with zeros added at its end."""
-            return jnp.pad(of, ((0, 0), (0, -slots % self.chunk))).reshape(batch, -1, self.chunk)
+            return jnp.pad(of, ((0, 0), (0, -padded_len % self.chunk))).reshape(
+                batch, -1, self.chunk
+            )
 
-        # Heads that share positions have the same candidates, which with the forced rows are all rows of the text.
+        # Heads that share positions have the same candidates, which with the forced entries are all entries of the text.
         free = rows.candidates[:, 0]
-        length = count(free) + rows.forced
-        stays = (jnp.arange(slots, dtype=jnp.int32) < length[:, None]) & ~free
+        length = count(free) + rows.always_kept
+        stays = (jnp.arange(padded_len, dtype=jnp.int32) < length[:, None]) & ~free
         mean = jnp.where(free, scores.mean(axis=1), 0.0)
         inside = count(chunks(free))
         of_chunk = sortable(chunks(mean).sum(axis=-1) / jnp.maximum(inside, 1).astype(jnp.float32))
@@ -69,7 +71,7 @@ class ChunkedHeads(SharedHeads):
         )
         taken = jnp.take_along_axis(taken, jnp.argsort(order, axis=-1), axis=-1)
         keys = only(sortable(mean), free)
-        chosen = top(chunks(keys), taken).reshape(batch, -1)[:, :slots]
+        chosen = top(chunks(keys), taken).reshape(batch, -1)[:, :padded_len]
         if self.peaks is not None:
             rest = only(keys, ~chosen)
             chosen = chosen | top(rest, base - taken.sum(axis=-1, dtype=jnp.int32))
@@ -83,7 +85,7 @@ class ChunkedHeads(SharedHeads):
         stays: Bool[Array, "B C n"],
         peaks: int,
     ) -> Int[Array, "B C"]:
-        """Number of rows `[B, C]` that each chunk keeps if chosen: `peaks` if its scores are high but uneven, else all.
+        """Number of entries `[B, C]` that each chunk keeps if chosen: `peaks` if its scores are high but uneven, else all.
 
         `of_chunk` are sort keys of the chunks' mean scores.
         """
@@ -109,18 +111,18 @@ def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkKV(Wrapper):
-    """Keeps whole chunks of neighbouring rows, the same in all kv heads, by the mean of the base policy's scores.
+    """Keeps whole chunks of neighbouring entries, the same in all kv heads, by the mean of the base policy's scores.
 
-    The sum of rows is the budget's: of the first chunk that does not fit, its best rows stay. Chunks that have rows of
+    The sum of entries is the budget's: of the first chunk that does not fit, its best entries stay. Chunks that have entries of
     the window, sinks or protected spans are completed before others. With `gated=True`, chunks of high scores that come
-    from few of their rows keep only these, and the rows that this frees go to further chunks.
+    from few of their entries keep only these, and the entries that this frees go to further chunks.
 
     Attributes:
-        base: the policy whose scores, kept rows and layer budgets are used.
-        chunk: rows of a chunk; None: 20, or 10 if `gated`.
-        gated: keep only the best rows of chunks whose mean score is at least the median and whose scores' entropy is
+        base: the policy whose scores, kept entries and layer budgets are used.
+        chunk: entries of a chunk; None: 20, or 10 if `gated`.
+        gated: keep only the best entries of chunks whose mean score is at least the median and whose scores' entropy is
             below the median; otherwise chunks stay whole.
-        peaks: rows kept of such a chunk; 4, if None.
+        peaks: entries kept of such a chunk; 4, if None.
 
     References:
         Liu et al., ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference,
@@ -149,13 +151,13 @@ class ChunkKV(Wrapper):
             chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if self.gated else None
         )
 
-    def check_base(self, base: Method, parts: Parts) -> None:
+    def check_base(self, base: Policy, parts: Parts) -> None:
         """Checks the base policy; raises ValueError if it sets head budgets, nests layers, or evicts row by row."""
         plain = parts.heads.order in (Order.OWN, Order.MEAN) and not parts.heads.needs_norms
         require(plain, "base", base, "its heads choose in a way of their own: give SnapKV(), say")
-        remedy = "its layers choose among the rows of the layer below: give SnapKV(), say"
+        remedy = "its layers choose among the entries of the layer below: give SnapKV(), say"
         require(not parts.nested, "base", base, remedy)
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's `Parts` with `ChunkedHeads`: a layer's kv heads keep the same chunks of rows."""
+        """Returns the base's `Parts` with `ChunkedHeads`: a layer's kv heads keep the same chunks of entries."""
         return base.replace(heads=self.heads)

@@ -1,4 +1,4 @@
-"""Compactor: keep rows by attention within blocks of the prompt, and keys that others do not stand for."""
+"""Compactor: keep entries by attention within blocks of the prompt, and keys that others do not stand for."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from jaxkv.sharding.mesh import Axes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockAndLeverage(Scorer):
-    """Compactor's scorer: attention from a row's own block times its value norm, plus the leverage score of its key.
+    """Compactor's scorer: attention from an entry's own block times its value norm, plus the leverage score of its key.
 
     Leverage is that of centred keys, with a ridge of 0.01, or more beside keys so large that float32 would lose it.
 
@@ -37,8 +37,8 @@ class BlockAndLeverage(Scorer):
         return Needs(blocks=self.blocks, unrotated=True)
 
     @property
-    def draws(self) -> bool:
-        """True if `observe` draws a random projection of keys: if `blending` is above 0."""
+    def uses_key(self) -> bool:
+        """True if `observe` samples a random projection of keys: if `blending` is above 0."""
         return self.blending > 0
 
     def observe(self, seen: Observed) -> Scores:
@@ -51,14 +51,14 @@ class BlockAndLeverage(Scorer):
         score = _normalised(
             AvgPool(3)(received * jnp.linalg.norm(v, axis=-1), counts), counts, seen.axes
         )
-        if not self.draws:
+        if not self.uses_key:
             return score
         heads = score.shape[1] * (1 if seen.axes is None else seen.axes.size("K"))
-        draws = jax.random.normal(
+        uses_key = jax.random.normal(
             jax.random.fold_in(seen.key, seen.layer), (heads, seen.k.shape[-1], self.sketch)
         )
         leverage = _leverage(
-            seen.unrotated, own(draws, "K", 0, seen.axes) / self.sketch**0.5, counts[..., None]
+            seen.unrotated, own(uses_key, "K", 0, seen.axes) / self.sketch**0.5, counts[..., None]
         )
         return score + jnp.float32(self.blending) * _normalised(leverage, counts, seen.axes)
 
@@ -83,7 +83,7 @@ def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S
 def _normalised(
     x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Axes | None
 ) -> Float[Array, "B K S"]:
-    """Z-scores `[B, K, S]` of `x` over the rows in mask `counts` of all kv heads; other rows get arbitrary numbers."""
+    """Z-scores `[B, K, S]` of `x` over the entries in mask `counts` of all kv heads; other entries get arbitrary numbers."""
 
     def summed(each: Array) -> Array:
         return total(jnp.where(counts, each, 0.0).sum(axis=(1, 2), keepdims=True), axes, "K")
@@ -96,14 +96,14 @@ def _normalised(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compactor(BudgetMethod):
-    """Keeps rows by attention within blocks of the prompt, without a causal mask, and by leverage of their keys.
+    """Keeps entries by attention within blocks of the prompt, without a causal mask, and by leverage of their keys.
 
     Attributes:
         sinks: first tokens that always stay, and take no part in the scores.
         window: last tokens that always stay, and take no part in the scores.
         block: tokens of a block.
         sketch: columns of the random projection of keys.
-        blending: weight of leverage; None takes the share of rows that a ratio drops, and 0.35 for a number of rows.
+        blending: weight of leverage; None takes the share of entries that a ratio drops, and 0.35 for a number of entries.
         published: kvpress' arithmetic within blocks: logits are not divided by sqrt(D), and zeros fill the last block.
 
     References:

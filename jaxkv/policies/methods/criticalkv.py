@@ -1,9 +1,9 @@
-"""CriticalKV: half of a head's rows by score alone, the others by score and value."""
+"""CriticalKV: half of a head's entries by score alone, the others by score and value."""
 
 import dataclasses
 
 from jaxkv._errors import require
-from jaxkv.policies.heads import (
+from jaxkv.policies.head_budgets import (
     Order,
     TwoStageHeads,
     shares_positions,
@@ -12,7 +12,7 @@ from jaxkv.policies.heads import (
     without_threshold,
 )
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import Wrapper
 
@@ -20,9 +20,9 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticalKV(Wrapper):
-    """Keeps half of each head's rows by the base's score, the rest by score times the projected value's L1 norm.
+    """Keeps half of each head's entries by the base's score, the rest by score times the projected value's L1 norm.
 
-    `CriticalKV(base=AdaKV(budget=256))` and `AdaKV(base=CriticalKV(budget=256))` both let heads compete for rows first.
+    `CriticalKV(base=AdaKV(budget=256))` and `AdaKV(base=CriticalKV(budget=256))` both let heads compete for entries first.
 
     Attributes:
         first: the share chosen by score alone.
@@ -41,14 +41,16 @@ class CriticalKV(Wrapper):
     usual = "snapkv"
     once = True
 
-    def check_base(self, base: Method, parts: Parts) -> None:
+    def check_base(self, base: Policy, parts: Parts) -> None:
         """Checks the base policy; ValueError if its heads read value norms or keep chunks, or it evicts in decoding."""
         require(not parts.heads.needs_norms, "base", base, "it looks at values already")
         chunks = parts.heads.order is Order.OTHER and shares_positions(parts.heads)
-        remedy = "it keeps whole chunks, not the best rows: give a policy that chooses row by row"
+        remedy = (
+            "it keeps whole chunks, not the best entries: give a policy that chooses row by row"
+        )
         require(not chunks, "base", base, remedy)
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's `Parts` with `TwoStageHeads`: rows chosen by score, then by score times value norm."""
+        """Returns the base's `Parts` with `TwoStageHeads`: entries chosen by score, then by score times value norm."""
         heads = self.part(TwoStageHeads, budgets=without_threshold(base.heads))
         return base.replace(heads=with_threshold(heads, threshold_of(base.heads)))

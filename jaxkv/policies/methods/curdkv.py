@@ -1,4 +1,4 @@
-"""CurDKV: keep the rows that a CUR decomposition would choose, by the norms of keys and values."""
+"""CurDKV: keep the entries that a CUR decomposition would choose, by the norms of keys and values."""
 
 import dataclasses
 import enum
@@ -16,7 +16,7 @@ _MOST = 1e30
 
 
 class Leverage(enum.Enum):
-    """Enum of the leverage that CurDKV scores rows by: of the KEY, of the VALUE, their AVERAGE or their PRODUCT."""
+    """Enum of the leverage that CurDKV scores entries by: of the KEY, of the VALUE, their AVERAGE or their PRODUCT."""
 
     KEY = "key"
     VALUE = "value"
@@ -26,11 +26,11 @@ class Leverage(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalLeverage(Scorer):
-    """CurDKV's scorer: approximate leverage of keys and values, squared norms over their sum in a window of rows.
+    """CurDKV's scorer: approximate leverage of keys and values, squared norms over their sum in a window of entries.
 
     Attributes:
         leverage: `Leverage`, or its value: which of the two count.
-        local_window: rows of a window, counted from the first row; a window as long as the text compares all its rows.
+        local_window: entries of a window, counted from the first row; a window as long as the text compares all its entries.
 
     References:
         Sengupta et al., Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv:2509.15038.
@@ -58,20 +58,22 @@ class LocalLeverage(Scorer):
     def _shares(
         self, rows: Float[Array, "B K S D"], inside: Bool[Array, "B 1 S"]
     ) -> Float[Array, "B K S"]:
-        """Squared L2 norm `[B, K, S]` of each key (or value) over its sum in the block of `local_window` rows."""
-        slots = rows.shape[2]
-        size = min(self.local_window, slots)
+        """Squared L2 norm `[B, K, S]` of each key (or value) over its sum in the block of `local_window` entries."""
+        padded_len = rows.shape[2]
+        size = min(self.local_window, padded_len)
         square = jnp.minimum((rows.astype(jnp.float32) ** 2).sum(axis=-1), _MOST)
-        square = jnp.pad(jnp.where(inside, square, 0.0), ((0, 0), (0, 0), (0, -slots % size)))
-        windows = square.reshape(*square.shape[:2], -1, size)
-        total = windows.sum(axis=-1, keepdims=True)
-        return (windows / jnp.where(total > 0, total, 1.0)).reshape(square.shape)[..., :slots]
+        square = jnp.pad(jnp.where(inside, square, 0.0), ((0, 0), (0, 0), (0, -padded_len % size)))
+        sliding_windows = square.reshape(*square.shape[:2], -1, size)
+        total = sliding_windows.sum(axis=-1, keepdims=True)
+        return (sliding_windows / jnp.where(total > 0, total, 1.0)).reshape(square.shape)[
+            ..., :padded_len
+        ]
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurDKV(BudgetMethod):
-    """Keeps sinks and the rows whose keys and values have the largest norms among their neighbours.
+    """Keeps sinks and the entries whose keys and values have the largest norms among their neighbours.
 
     Norms stand for the leverage scores of a CUR decomposition, without the random projection that estimates them
     cheaper. It looks at keys and values alone: no question has to be known, and no attention is computed.

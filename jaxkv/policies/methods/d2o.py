@@ -1,4 +1,4 @@
-"""D2O: budgets of layers by variance, eviction at every step, and dropped rows merged into those they resemble."""
+"""D2O: budgets of layers by variance, eviction at every step, and dropped entries merged into those they resemble."""
 
 import dataclasses
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from jaxkv._checks import alike, field, flag
 from jaxkv._errors import require
 from jaxkv.policies.folding import Decision, Merge, Scope, Weights
-from jaxkv.policies.layers import LayerBudgets
+from jaxkv.policies.layer_budgets import LayerBudgets
 from jaxkv.policies.merger import Merger
 from jaxkv.policies.methods.heavy import HeavyMethod
 from jaxkv.policies.parts import Parts
@@ -19,23 +19,23 @@ _OFFICIAL: dict[str, Any] = {
     "merge": Merge(
         beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
     ),
-    "allocation": OfficialVarianceLayers(),
+    "layers": OfficialVarianceLayers(),
 }
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class D2O(HeavyMethod):
-    """Keeps four sinks, heavy hitters and recent tokens 3:1, more in layers of even attention; merges dropped rows.
+    """Keeps four sinks, heavy hitters and recent tokens 3:1, more in layers of even attention; merges dropped entries.
 
-    `D2O(merge=None)` drops without merging, `D2O(allocation=UniformLayers())` gives all layers as many rows: the
-    ablations of the paper's Table 6. A prompt shorter than a budget in rows has nothing to divide yet: its layers may
+    `D2O(merge=None)` drops without merging, `D2O(layers=UniformLayers())` gives all layers as many entries: the
+    ablations of the paper's Table 6. A prompt shorter than a budget in entries has nothing to divide yet: its layers may
     all grow to that budget.
 
     Attributes:
-        allocation: budgets of the layers; those by variance share one pool, so that their sum is exact.
+        layers: budgets of the layers; those by variance share one pool, so that their sum is exact.
         official: the published code's arithmetic instead of the paper's: three layers keep the prompt, sizes are cut
-            to integers, one threshold per layer with beta 0.5, heads' dropped rows judged together, cosines as
+            to integers, one threshold per layer with beta 0.5, heads' dropped entries judged together, cosines as
             weights, heavy hitters (sinks among them) to recent tokens 1:1. Scores stay those of kv heads, and
             compression happens after the prompt instead of at the first new token.
 
@@ -47,7 +47,7 @@ class D2O(HeavyMethod):
     sinks: int = 4
     recent: float = 0.25
     merge: Merger | None = Merge()
-    allocation: LayerBudgets = VarianceLayers()
+    layers: LayerBudgets = VarianceLayers()
     official: bool = False
 
     paper = "D2O, arXiv:2406.13035"
@@ -63,5 +63,5 @@ class D2O(HeavyMethod):
     def parts(self) -> Parts:
         """Returns `Parts` of cumulative attention, layer budgets and merging; published settings if `official`."""
         of = _OFFICIAL if self.official else vars(self)
-        layers, merge = of["allocation"], of["merge"]
+        layers, merge = of["layers"], of["merge"]
         return self.attended(recent=of["recent"], layers=layers, merge=merge)

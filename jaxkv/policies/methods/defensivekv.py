@@ -1,9 +1,9 @@
-"""DefensiveKV: keep the rows that any query of the window may need, heads of a layer or of all layers competing."""
+"""DefensiveKV: keep the entries that any query of the window may need, heads of a layer or of all layers competing."""
 
 import dataclasses
 
-from jaxkv.policies.heads import AdaptiveHeads
-from jaxkv.policies.layers import GlobalLayers
+from jaxkv.policies.head_budgets import AdaptiveHeads
+from jaxkv.policies.layer_budgets import GlobalLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
@@ -13,15 +13,15 @@ from jaxkv.policies.unseen import WorstAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DefensiveKV(BudgetMethod):
-    """Keeps rows by the largest attention of any window query and by value norms; a layer's kv heads compete.
+    """Keeps entries by the largest attention of any window query and by value norms; a layer's kv heads compete.
 
     Attributes:
-        window: number of the prompt's last tokens: their queries score the other rows, and they are always kept.
+        window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
         sinks: first tokens that always stay.
         kernel: neighbours over which attention is averaged.
-        stage: a first stage, whose rows stay whatever their scores: "mass", those of most attention that with the
+        stage: a first stage, whose entries stay whatever their scores: "mass", those of most attention that with the
             window hold 90 % of it; "published", the released code's arithmetic; or "none".
-        capacity: on a mesh, rows that the heads of one device may hold, over their even share.
+        capacity: on a mesh, entries that the heads of one device may hold, over their even share.
 
     References:
         DefensiveKV, arXiv:2510.13334.
@@ -38,7 +38,7 @@ class DefensiveKV(BudgetMethod):
     scored_by = WorstAttention
 
     def parts(self) -> Parts:
-        """Config `Parts`: scores by largest attention times value norm; a layer's kv heads compete for rows."""
+        """Config `Parts`: scores by largest attention times value norm; a layer's kv heads compete for entries."""
         heads = self.part(AdaptiveHeads, alpha=0.0)
         return self.observed(heads=heads)
 
@@ -46,9 +46,9 @@ class DefensiveKV(BudgetMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerDefensiveKV(DefensiveKV):
-    """Keeps rows by DefensiveKV's scores under one budget for which the kv heads of all layers compete.
+    """Keeps entries by DefensiveKV's scores under one budget for which the kv heads of all layers compete.
 
-    Rows that can no longer be kept are dropped as later layers come: prefill takes the memory of the budget's rows of
+    Entries that can no longer be kept are dropped as later layers come: prefill takes the memory of the budget's entries of
     all layers, twice while they are packed, and of one full layer.
 
     References:

@@ -1,4 +1,4 @@
-"""DropKV: keep the rows whose loss alone would change the attention output of the prompt's last queries most."""
+"""DropKV: keep the entries whose loss alone would change the attention output of the prompt's last queries most."""
 
 import dataclasses
 
@@ -14,10 +14,10 @@ from jaxkv.policies.scorer import Observed, Scores
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputChange(WindowScorer):
-    """DropKV's scorer: squared change of the window's attention outputs if the row alone is dropped.
+    """DropKV's scorer: squared change of the window's attention outputs if the entry alone is dropped.
 
     Query i, with probabilities p and output o, then gives o + (o - v_j) p_j / (1 - p_j): attention is normalised anew
-    over the other rows. The squared L2 norm of the change is summed over the window's queries, and averaged over the
+    over the other entries. The squared L2 norm of the change is summed over the window's queries, and averaged over the
     query heads of a group.
 
     Attributes:
@@ -28,23 +28,23 @@ class OutputChange(WindowScorer):
     pooling: Pooling = NoPool()
 
     def observe(self, seen: Observed) -> Scores:
-        """Squared change `[B, K, S]` of the window's attention outputs if a row is dropped, mean over query heads."""
+        """Squared change `[B, K, S]` of the window's attention outputs if an entry is dropped, mean over query heads."""
         return seen.window_mass(_changes, seen.v)
 
 
 def _changes(
     p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]
 ) -> Float[Array, " S"]:
-    """Squared change `[S]` of one kv head's outputs if each row alone is dropped, from attention and values."""
+    """Squared change `[S]` of one kv head's outputs if each entry alone is dropped, from attention and values."""
     index = jnp.arange(p.shape[-1], dtype=jnp.int32)
     inside = index <= position[-1]
     v = jnp.where(inside[:, None], v.astype(jnp.float32), 0.0)
     # Differences of values are all that counts: near their mean, squares cancel least.
     mean = v.sum(axis=0) / jnp.maximum(position[-1] + 1, 1).astype(jnp.float32)
     v = jnp.where(inside[:, None], v - mean, 0.0)
-    # One row may have nearly all of a query's attention. Its change, p (v - output of the other rows), is computed
-    # without 1 - p and without the small difference of v and o; the other rows' p is at most a half. Where float32
-    # holds none of theirs (logits 87 below the peak's), their mean output counts as that of all rows, 0 here.
+    # One row may have nearly all of a query's attention. Its change, p (v - output of the other entries), is computed
+    # without 1 - p and without the small difference of v and o; the other entries' p is at most a half. Where float32
+    # holds none of theirs (logits 87 below the peak's), their mean output counts as that of all entries, 0 here.
     peak = p.argmax(axis=-1)
     is_peak = index == peak[..., None]
     others, most, best = jnp.where(is_peak, 0.0, p), p.max(axis=-1, keepdims=True), v[peak]
@@ -64,10 +64,10 @@ def _changes(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DropKV(BudgetMethod):
-    """Keeps the rows without which the attention outputs of the prompt's last queries would change most.
+    """Keeps the entries without which the attention outputs of the prompt's last queries would change most.
 
     Attributes:
-        window: number of the prompt's last tokens: their queries score the other rows, and they are always kept.
+        window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
         sinks: first tokens that always stay.
         pooling: how scores spread to neighbours.
 

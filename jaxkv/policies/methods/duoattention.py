@@ -1,4 +1,4 @@
-"""DuoAttention: kv heads of two kinds: some keep every row, the others the first and the most recent ones."""
+"""DuoAttention: kv heads of two kinds: some keep every entry, the others the first and the most recent ones."""
 
 import dataclasses
 import functools
@@ -12,16 +12,16 @@ from jaxtyping import Array, Bool, Int
 
 from jaxkv._checks import ENDLESS, field, real, whole
 from jaxkv._errors import require
-from jaxkv.models.config import Windows
+from jaxkv.models.config import SlidingWindows
+from jaxkv.policies.head_budgets import HeadBudgets, ScoredRows
 from jaxkv.policies.head_scores import as_pattern
-from jaxkv.policies.heads import HeadBudgets, ScoredRows
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layers import Counts, Division, LayerBudgets, Table
+from jaxkv.policies.layer_budgets import Counts, Division, LayerBudgets, Table
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.rank import ByAge
-from jaxkv.policies.reading import without_window
+from jaxkv.policies.reads import without_window
 from jaxkv.policies.registry import register
 from jaxkv.policies.topk import top
 from jaxkv.policies.unseen import Position
@@ -29,13 +29,13 @@ from jaxkv.policies.unseen import Position
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
-    """Layer and head budgets of DuoAttention: retrieval kv heads keep all rows, the others `reach` rows.
+    """Layer and head budgets of DuoAttention: retrieval kv heads keep all entries, the others `reach` entries.
 
-    A plan's rows per kv head are the mean over a layer's heads, rounded up.
+    A plan's entries per kv head are the mean over a layer's heads, rounded up.
 
     Attributes:
-        pattern: a number for each layer and kv head; the heads of the largest keep every row and grow while decoding.
-        reach: rows of the other heads, first and most recent ones together.
+        pattern: a number for each layer and kv head; the heads of the largest keep every entry and grow while decoding.
+        reach: entries of the other heads, first and most recent ones together.
         sparsity: share of heads that are these others: streaming heads.
     """
 
@@ -70,62 +70,62 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
         """Number of kv heads of the model."""
         return len(self.pattern[0])
 
-    def among(self, windows: Windows) -> "HeadKinds":
+    def among(self, sliding_windows: SlidingWindows) -> "HeadKinds":
         """Copy with the kinds of the layers without a window alone: the share `sparsity` is one of their heads."""
-        self.require_sizes(layers=len(windows))
-        pattern = tuple(self.pattern[layer] for layer in without_window(windows))
+        self.require_sizes(layers=len(sliding_windows))
+        pattern = tuple(self.pattern[layer] for layer in without_window(sliding_windows))
         return dataclasses.replace(self, pattern=pattern)
 
     def rows(self, of: Division) -> Table:
-        """Mean rows per kv head `[L, N]`, rounded up, whatever the budget; ValueError for another number of layers."""
+        """Mean entries per kv head `[L, N]`, rounded up, whatever the budget; ValueError for another number of layers."""
         self.require_sizes(layers=of.layers)
         xp, heads = of.xp, self.heads
-        few = xp.minimum(of.length, xp.maximum(of.forced, self.reach))
+        few = xp.minimum(of.length, xp.maximum(of.always_kept, self.reach))
         full = xp.asarray(self.retrieval.sum(axis=1, keepdims=True), xp.int64)
         return -(-(full * of.length + (heads - full) * few) // heads)
 
-    def average(self, length: Counts, forced: Counts) -> Counts:
-        """Mean rows per kv head `[N]` of each prompt over all layers and heads, rounded up."""
+    def average(self, length: Counts, always_kept: Counts) -> Counts:
+        """Mean entries per kv head `[N]` of each prompt over all layers and heads, rounded up."""
         layers = len(self.pattern)
-        rows = self.rows(Division(length, length, forced, layers))
+        rows = self.rows(Division(length, length, always_kept, layers))
         return -(-rows.sum(axis=0) // layers)
 
     @property
     def grows_to(self) -> int:
-        """Rows that segments of the other heads grow to: `reach`."""
+        """Entries that segments of the other heads grow to: `reach`."""
         return self.reach
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """Mask `[L]` of layers in which some kv head is a retrieval head, so that it keeps all new rows."""
+        """Mask `[L]` of layers in which some kv head is a retrieval head, so that it keeps all new entries."""
         return np.asarray(self.retrieval.any(axis=1))
 
     def limits(self) -> Int[np.ndarray, "L K"]:
-        """Rows `[L, K]` that each kv head's segment may grow to: 2**30 (no limit) in retrieval heads, else `reach`."""
+        """Entries `[L, K]` that each kv head's segment may grow to: 2**30 (no limit) in retrieval heads, else `reach`."""
         return np.where(self.retrieval, ENDLESS, self.reach)
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of rows to keep: all candidates in retrieval heads, in others the best `reach - forced`."""
+        """Mask `[B, K, S]` of entries to keep: all candidates in retrieval heads, in others the best `reach - always_kept`."""
         self.require_sizes(heads=rows.scores.shape[1])
-        few = top(rows.keys, jnp.maximum(jnp.int32(self.reach) - rows.forced, 0)[:, None])
+        few = top(rows.keys, jnp.maximum(jnp.int32(self.reach) - rows.always_kept, 0)[:, None])
         return rows.candidates & (few | jnp.asarray(self.retrieval)[rows.layer][None, :, None])
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DuoAttention(Method):
-    """Keeps every row in retrieval heads, the first and most recent ones in other kv heads, also while decoding.
+class DuoAttention(Policy):
+    """Keeps every entry in retrieval heads, the first and most recent ones in other kv heads, also while decoding.
 
-    How many rows stay follows from the pattern: there is no budget. For each new row the oldest one after the sinks of
-    a streaming head goes. Prompts are read by full attention in all heads, as in kvpress, and room for new rows is as
+    How many entries stay follows from the pattern: there is no budget. For each new entry the oldest one after the sinks of
+    a streaming head goes. Prompts are read by full attention in all heads, as in kvpress, and room for new entries is as
     large behind streaming heads as behind retrieval heads.
 
     Attributes:
-        pattern: how much each layer's kv heads need all rows, `[L][K]` numbers from 0 to 1, or the published folder;
-            one row for every layer of the model, those of layers with a window are ignored.
+        pattern: how much each layer's kv heads need all entries, `[L][K]` numbers from 0 to 1, or the published folder;
+            one entry for every layer of the model, those of layers with a window are ignored.
         sparsity: share of kv heads that are streaming heads: those of the lowest numbers. Heads of layers with a
             window do not count.
         sinks: first tokens that always stay; None: config.json's in the pattern's folder, 64 without one.
-        window: most recent tokens that stay in streaming heads, where rows of `protect` take the places of its oldest;
+        window: most recent tokens that stay in streaming heads, where entries of `protect` take the places of its oldest;
             None: config.json's, 256 without one.
 
     References:
@@ -158,7 +158,7 @@ class DuoAttention(Method):
         )
 
     def parts(self) -> Parts:
-        """Config `Parts`: retrieval heads keep all rows; others keep sinks and recent rows and evict by age."""
+        """Config `Parts`: retrieval heads keep all entries; others keep sinks and recent entries and evict by age."""
         assert self.sinks is not None and self.window is not None
         assert not isinstance(self.pattern, str)
         reach, pattern = self.sinks + self.window, self.pattern or ()

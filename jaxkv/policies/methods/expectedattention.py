@@ -1,4 +1,4 @@
-"""ExpectedAttention: keep the rows that queries after the prompt are expected to attend to."""
+"""ExpectedAttention: keep the entries that queries after the prompt are expected to attend to."""
 
 import dataclasses
 
@@ -11,9 +11,9 @@ from jaxkv.policies.unseen import FutureAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(BudgetMethod):
-    """Keeps the rows that queries after the prompt are expected to attend to most, by the prompt's query statistics.
+    """Keeps the entries that queries after the prompt are expected to attend to most, by the prompt's query statistics.
 
-    `AdaKV(base=ExpectedAttention(budget=0.25, epsilon=0.01))` lets heads compete for rows, as its authors recommend.
+    `AdaKV(base=ExpectedAttention(budget=0.25, epsilon=0.01))` lets heads compete for entries, as its authors recommend.
 
     Attributes:
         sinks: first tokens that always stay; their queries are left out of the statistics.
@@ -21,7 +21,7 @@ class ExpectedAttention(BudgetMethod):
         covariance: count the covariance of the queries as well as their mean.
         value_norms: multiply by the L2 norm of the value.
         epsilon: added to the expected attention before that.
-        remembered: last queries whose statistics count where rows are chosen again (`every`); the cache then holds
+        remembered: last queries whose statistics count where entries are chosen again (`every`); the cache then holds
             4 * remembered * D bytes for each query head and layer.
 
     References:
@@ -44,6 +44,6 @@ class ExpectedAttention(BudgetMethod):
         field(self, "remembered", whole, "remember at least 1 query")
 
     def scoring(self) -> FutureAttention:
-        """Scorer by expected attention, which remembers queries if the cache is compressed again."""
+        """Scorer by expected attention, which remembers queries if the cache is recompressed."""
         remembered = 0 if self.every is None else self.remembered
         return self.part(FutureAttention, positions=self.future, remembered=remembered)

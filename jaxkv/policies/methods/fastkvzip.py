@@ -1,4 +1,4 @@
-"""Fast KVzip: rows by a gate of learned queries and keys, trained to predict KVzip's scores from hidden states."""
+"""Fast KVzip: entries by a gate of learned queries and keys, trained to predict KVzip's scores from hidden states."""
 
 import dataclasses
 
@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from jaxkv._checks import field, optional, real, share_of
-from jaxkv.policies.heads import AdaptiveHeads, as_threshold, with_threshold
-from jaxkv.policies.layers import GlobalLayers
+from jaxkv.policies.head_budgets import AdaptiveHeads, as_threshold, with_threshold
+from jaxkv.policies.layer_budgets import GlobalLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
@@ -36,17 +36,17 @@ class RecentGateScores(GateScores):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastKVzip(BudgetMethod):
-    """Keeps the rows that a trained gate expects to be attended to when the prompt is repeated; all heads compete.
+    """Keeps the entries that a trained gate expects to be attended to when the prompt is repeated; all heads compete.
 
     Attributes:
         gate: the model's gate: a safetensors file, or what `FastKVzipGate.read` returned.
-        threshold: the least score, between 0 and 1, of a row that stays, as in `KVzap`; rows of `recent` have more.
-            None keeps as many rows as the budget says.
+        threshold: the least score, between 0 and 1, of an entry that stays, as in `KVzap`; entries of `recent` have more.
+            None keeps as many entries as the budget says.
         sinks: first tokens that always stay.
-        recent: share of a prompt, from its end, whose rows come before all others; 0.02 is published for prompts below
+        recent: share of a prompt, from its end, whose entries come before all others; 0.02 is published for prompts below
             32,000 tokens.
         window: last tokens that always stay; for longer prompts 4,096 is published, with `recent=0`.
-        capacity: on a mesh, rows that the heads of one device may hold, over their even share.
+        capacity: on a mesh, entries that the heads of one device may hold, over their even share.
 
     References:
         Kim et al., Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction, arXiv:2601.17668.

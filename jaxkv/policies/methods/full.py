@@ -3,17 +3,17 @@
 import dataclasses
 
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register
 
 
 @register(name="full")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FullKV(Method):
-    """Keeps every row: the reference without compression."""
+class FullKV(Policy):
+    """Keeps every entry: the reference without compression."""
 
     paper = "Attention Is All You Need, arXiv:1706.03762"
 
     def parts(self) -> Parts:
-        """Config `Parts` without a scorer, so that every row is kept."""
+        """Config `Parts` without a scorer, so that every entry is kept."""
         return self.compose(scorer=None)

@@ -1,9 +1,9 @@
-"""One budget for the kv heads of all layers, over any policy that keeps the best rows."""
+"""One budget for the kv heads of all layers, over any policy that keeps the best entries."""
 
 import dataclasses
 
-from jaxkv.policies.heads import own_budgets
-from jaxkv.policies.layers import GlobalLayers
+from jaxkv.policies.head_budgets import own_budgets
+from jaxkv.policies.layer_budgets import GlobalLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import Wrapper
@@ -12,17 +12,17 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalBudget(Wrapper):
-    """Keeps the best rows of all layers and kv heads together by the base's scores: one top-k, exact in sum.
+    """Keeps the best entries of all layers and kv heads together by the base's scores: one top-k, exact in sum.
 
-    `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. Rows that can no longer be kept are dropped as
-    later layers come: prefill takes the memory of the budget's rows of all layers, twice while they are packed, and of
-    one full layer. It holds all layers' rows, as much as the full cache, for bases that merge dropped rows or read the
+    `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. Entries that can no longer be kept are dropped as
+    later layers come: prefill takes the memory of the budget's entries of all layers, twice while they are packed, and of
+    one full layer. It holds all layers' entries, as much as the full cache, for bases that merge dropped entries or read the
     prompt twice, and on a mesh where `alpha` or two stages meet a `capacity` below the number of kv devices.
 
     Attributes:
         base: the policy whose scores and window are used; its heads' guaranteed share and capacity stay.
         alpha: for a base whose heads have equal budgets, the guaranteed share of each head's even part.
-        capacity: for such a base, rows that the heads of one device may hold on a mesh, over their even share.
+        capacity: for such a base, entries that the heads of one device may hold on a mesh, over their even share.
 
     References:
         DefensiveKV, arXiv:2510.13334 (LayerDefensiveKV); KVzip, arXiv:2505.23416, section 3.

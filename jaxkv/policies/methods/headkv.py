@@ -4,21 +4,21 @@ import dataclasses
 
 from jaxkv._errors import require
 from jaxkv.policies.head_shares import Importance
-from jaxkv.policies.layers import UniformLayers
-from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.layer_budgets import UniformLayers
+from jaxkv.policies.methods.snapkv import WindowPolicy
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadKV(WindowMethod):
-    """Keeps rows as SnapKV does, more in heads found important for retrieval, under one budget over all layers.
+class HeadKV(WindowPolicy):
+    """Keeps entries as SnapKV does, more in heads found important for retrieval, under one budget over all layers.
 
     Attributes:
         scores: importance of each layer's query or kv heads, `[L][H]`, or a JSON file of it; None: all alike. One row
             for every layer of the model; those of layers with a window are ignored.
-        beta: 1/beta of the rows go by the scores, the rest evenly: larger is more even.
+        beta: 1/beta of the entries go by the scores, the rest evenly: larger is more even.
 
     References:
         Fu et al., Not All Heads Matter, arXiv:2410.19258; a kv head takes the sum of its query heads' shares.
@@ -36,6 +36,6 @@ class HeadKV(WindowMethod):
             self.part(Importance, scores=((1.0,),))
             return self.observed()
         remedy = "leave it out: scores say it"
-        require(self.allocation == UniformLayers(), "allocation", self.allocation, remedy)
+        require(self.layers == UniformLayers(), "layers", self.layers, remedy)
         budgets = self.part(Importance)
         return self.observed(layers=budgets, heads=budgets)

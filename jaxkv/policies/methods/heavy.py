@@ -1,4 +1,4 @@
-"""Policies by the attention that each row receives: H2O, RoCo and TOVA. They drop a row for every new token."""
+"""Policies by the attention that each entry receives: H2O, RoCo and TOVA. They drop an entry for every new token."""
 
 import dataclasses
 import enum
@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxkv._checks import choice, field, flag, real
 from jaxkv.policies.attended import CumulativeAttention, LastAttention
-from jaxkv.policies.heads import SharedHeads, UniformHeads
+from jaxkv.policies.head_budgets import SharedHeads, UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 
 
 class Mode(enum.Enum):
-    """Enum: STREAMING evicts a row per new token beyond the budget; PREFILL compresses the prompt, then appends."""
+    """Enum: STREAMING evicts an entry per new token beyond the budget; PREFILL compresses the prompt, then appends."""
 
     STREAMING = "streaming"
     PREFILL = "prefill"
@@ -67,7 +67,7 @@ class HeavyMethod(_Streaming):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2O(HeavyMethod):
-    """Keeps heavy hitters by cumulative attention and the most recent tokens, 1:1; evicts a row per new token.
+    """Keeps heavy hitters by cumulative attention and the most recent tokens, 1:1; evicts an entry per new token.
 
     References:
         Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
@@ -80,27 +80,27 @@ class H2O(HeavyMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoCo(HeavyMethod):
-    """Keeps rows as H2O does, but by mean attention: what a row received over the number of queries that saw it.
+    """Keeps entries as H2O does, but by mean attention: what an entry received over the number of queries that saw it.
 
     References:
         Ren and Zhu, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference,
-        arXiv:2402.06262, the mean attention score; rows are protected by recency, not by their deviation.
+        arXiv:2402.06262, the mean attention score; entries are protected by recency, not by their deviation.
     """
 
     paper = "RoCo, arXiv:2402.06262"
 
     def scoring(self) -> CumulativeAttention:
-        """Scorer by mean attention per query that could see the row."""
+        """Scorer by mean attention per query that could see the entry."""
         return CumulativeAttention(mean=True)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TOVA(_Streaming):
-    """Keeps the rows that the last token attends to most, the same in all heads; evicts a row per new token.
+    """Keeps the entries that the last token attends to most, the same in all heads; evicts an entry per new token.
 
     Attributes:
-        per_head: let each kv head drop a row of its own.
+        per_head: let each kv head drop an entry of its own.
 
     References:
         Oren et al., Transformers are Multi-State RNNs, arXiv:2401.06104, section 4.
@@ -117,5 +117,5 @@ class TOVA(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Config `Parts`: scores by the last token's attention; heads keep the same rows unless `per_head`."""
+        """Config `Parts`: scores by the last token's attention; heads keep the same entries unless `per_head`."""
         return self.attended(heads=UniformHeads() if self.per_head else SharedHeads())

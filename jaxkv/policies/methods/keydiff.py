@@ -10,7 +10,7 @@ from jaxkv.policies.unseen import KeyDifference
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyDiff(BudgetMethod):
-    """Keeps the rows whose keys are least like the mean of their head's unit keys; equally many per layer and head.
+    """Keeps the entries whose keys are least like the mean of their head's unit keys; equally many per layer and head.
 
     It looks at keys alone: no question has to be known, and no attention is computed. The paper reads prompts in blocks
     of 128 tokens and evicts behind each; prefill reads them whole, and `Session.extend` in blocks of `every` tokens.

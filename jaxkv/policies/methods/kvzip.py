@@ -1,12 +1,12 @@
-"""KVzip: keep the rows that the model needs to repeat the prompt, measured by a second pass over it."""
+"""KVzip: keep the entries that the model needs to repeat the prompt, measured by a second pass over it."""
 
 import dataclasses
 
 import jax.numpy as jnp
 
 from jaxkv._errors import require
-from jaxkv.policies.heads import AdaptiveHeads, HeadBudgets, UniformHeads
-from jaxkv.policies.layers import GlobalLayers, UniformLayers
+from jaxkv.policies.head_budgets import AdaptiveHeads, HeadBudgets, UniformHeads
+from jaxkv.policies.layer_budgets import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
@@ -15,7 +15,7 @@ from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Replay, Scorer, 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReplayAttention(Scorer):
-    """KVzip's scorer: the largest attention that a row receives while the model repeats the prompt.
+    """KVzip's scorer: the largest attention that an entry receives while the model repeats the prompt.
 
     Attributes:
         replay: settings of the second pass.
@@ -31,7 +31,7 @@ class ReplayAttention(Scorer):
         return Needs(replay=self.replay)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: largest attention that a row received in the second pass over the prompt; 1 for sinks."""
+        """Scores `[B, K, S]`: largest attention that an entry received in the second pass over the prompt; 1 for sinks."""
         sink = seen.index < self.replay.sinks
         return jnp.where(sink, jnp.float32(1.0), seen.replay)
 
@@ -39,14 +39,14 @@ class ReplayAttention(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzip(BudgetMethod):
-    """Keeps the rows that the model attends to most when it repeats the prompt; no question has to be known.
+    """Keeps the entries that the model attends to most when it repeats the prompt; no question has to be known.
 
     A second pass reads the prompt again in chunks, each behind a request to repeat it, on top of the full cache:
     prefill takes two to four times as long, and the memory of the full cache. It reads at positions behind the prompt:
     where the model has fewer than prompt, texts and a chunk need, scores come from beyond them; a smaller chunk helps.
 
     Attributes:
-        over: which rows compete for one budget: those of the whole "model", of each "layer", or of each kv "head".
+        over: which entries compete for one budget: those of the whole "model", of each "layer", or of each kv "head".
         sinks: first tokens that always stay.
         chunk: tokens of the prompt that are read again at a time.
         tail: last tokens of the chunk before, repeated behind `following`.
@@ -54,7 +54,7 @@ class KVzip(BudgetMethod):
         following: text, or token ids, before each later chunk.
         closing: text, or token ids, right before a chunk; None for the end of the user's turn in the chat template.
         weighted: KVzip+: times the norm of the value at the layer's output, over the norm of the query's hidden state.
-        capacity: on a mesh, rows that the heads of one device may hold, over their even share.
+        capacity: on a mesh, entries that the heads of one device may hold, over their even share.
 
     References:
         Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416.
@@ -81,7 +81,7 @@ class KVzip(BudgetMethod):
         )
 
     def parts(self) -> Parts:
-        """Returns `Parts`: scores by the second pass; rows compete within the model, a layer or kv head (`over`)."""
+        """Returns `Parts`: scores by the second pass; entries compete within the model, a layer or kv head (`over`)."""
         heads: HeadBudgets = self.part(AdaptiveHeads, alpha=0.0)
         heads = UniformHeads() if self.over == "head" else heads
         layers = GlobalLayers() if self.over == "model" else UniformLayers()

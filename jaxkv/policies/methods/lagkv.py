@@ -1,4 +1,4 @@
-"""LagKV: keep the rows that stand out against the stretch of text that follows them."""
+"""LagKV: keep the entries that stand out against the stretch of text that follows them."""
 
 import dataclasses
 
@@ -11,23 +11,23 @@ from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed, Scorer, Scores
 
-# Channels that hardly vary in the next partition stretch rows by more than squares in float32 can hold.
+# Channels that hardly vary in the next partition stretch entries by more than squares in float32 can hold.
 _MOST = 1e15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagInformation(Scorer):
-    """LagKV's scorer: a row's rank in its partition by std over channels, scaled by the next partition's min and max.
+    """LagKV's scorer: an entry's rank in its partition by std over channels, scaled by the next partition's min and max.
 
-    Rows behind the sinks form partitions of `lag` rows. Each channel of a partition is scaled by minimum and maximum of
+    Entries behind the sinks form partitions of `lag` entries. Each channel of a partition is scaled by minimum and maximum of
     the same channel in the next one, a channel that does not vary there counting as 0; the standard deviation over
     channels goes through a softmax over the partition, for keys and values, and the mean of both ranks the partition's
-    rows. The last full partition and the rows behind it, which have no next one, score higher than all others, later
-    rows first.
+    entries. The last full partition and the entries behind it, which have no next one, score higher than all others, later
+    entries first.
 
     Attributes:
         sinks: number of first rows that belong to no partition.
-        lag: rows of a partition.
+        lag: entries of a partition.
         cross_scoring: score by the mean itself instead of by ranks, so that partitions and heads compete.
 
     References:
@@ -45,27 +45,27 @@ class LagInformation(Scorer):
         field(self, "cross_scoring", flag)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: rank / `lag` or softmax of a row's spread in its partition; 1 to 2: sinks, last rows."""
-        slots, lag = seen.k.shape[2], self.lag
+        """Scores `[B, K, S]`: rank / `lag` or softmax of an entry's spread in its partition; 1 to 2: sinks, last entries."""
+        padded_len, lag = seen.k.shape[2], self.lag
         index, length = seen.index, seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
         recent = jnp.broadcast_to(recent, seen.k.shape[:3])
-        scored = (slots - self.sinks) // lag - 1
+        scored = (padded_len - self.sinks) // lag - 1
         if scored < 1:
             return recent
         score = (self._shares(seen.k, scored) + self._shares(seen.v, scored)) / 2
         if not self.cross_scoring:
-            # Stable sorts: of rows alike the first one ranks higher.
+            # Stable sorts: of entries alike the first one ranks higher.
             place = jnp.argsort(jnp.argsort(-score, axis=-1), axis=-1)
             score = (lag - 1 - place).astype(jnp.float32) / lag
         score = score.reshape(*score.shape[:2], scored * lag)
-        first, rest = self.sinks, slots - self.sinks - scored * lag
+        first, rest = self.sinks, padded_len - self.sinks - scored * lag
         score = jnp.pad(score, ((0, 0), (0, 0), (first, rest)))
         end = first + ((length - first) // lag - 1) * lag
         return jnp.where((index >= first) & (index < end), score, recent)
 
     def _shares(self, rows: Float[Array, "B K S D"], scored: int) -> Float[Array, "B K P lag"]:
-        """Softmax `[B, K, P, lag]` in each partition of rows' std over channels, scaled by the next one's range."""
+        """Softmax `[B, K, P, lag]` in each partition of entries' std over channels, scaled by the next one's range."""
         first, lag = self.sinks, self.lag
         parts = rows[:, :, first : first + (scored + 1) * lag].astype(jnp.float32)
         parts = parts.reshape(*rows.shape[:2], scored + 1, lag, rows.shape[-1])
@@ -80,10 +80,10 @@ class LagInformation(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagKV(BudgetMethod):
-    """Keeps sinks, the last rows, and of each partition before them the rows that stand out against the next one.
+    """Keeps sinks, the last entries, and of each partition before them the entries that stand out against the next one.
 
     It looks at keys and values alone: no question has to be known, and no attention is computed. A text shorter than
-    `sinks + 2 * lag` has no partition to choose from: its last rows stay, as do those of a budget below the last ones.
+    `sinks + 2 * lag` has no partition to choose from: its last entries stay, as do those of a budget below the last ones.
 
     Attributes:
         sinks: first tokens that always stay.

@@ -5,11 +5,11 @@ import dataclasses
 from jaxkv._checks import optional
 from jaxkv._errors import require
 from jaxkv.policies.checks import Share
+from jaxkv.policies.head_budgets import inner_budgets
 from jaxkv.policies.head_scores import as_curves
 from jaxkv.policies.head_shares import CurveBudgets
-from jaxkv.policies.heads import inner_budgets
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
+from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import Wrapper
 
@@ -20,14 +20,14 @@ _SHARES = 99
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LUKV(Wrapper):
-    """Keeps the base policy's best rows, as many in each kv head of all layers as its curve gives for the budget.
+    """Keeps the base policy's best entries, as many in each kv head of all layers as its curve gives for the budget.
 
     Curves belong to one model and one scorer. The one nearest to the budget is taken, and its shares are scaled to the
-    budget: sums over heads are exact. What a head has no rows for goes to its layer's others, by score.
-    Rows that stay anyway, such as the base's sinks, come first: the shares are of the others.
+    budget: sums over heads are exact. What a head has no entries for goes to its layer's others, by score.
+    Entries that stay anyway, such as the base's sinks, come first: the shares are of the others.
 
     Attributes:
-        curves: share of rows that each kv head drops where all together drop 1 %, 2 %, to 99 %: a .npy file of
+        curves: share of entries that each kv head drops where all together drop 1 %, 2 %, to 99 %: a .npy file of
             `[99, L, K]` numbers in [0, 1], as published, or a table of them; None: all heads alike. L counts every
             layer of the model; curves of layers with a window are ignored.
         base: the policy whose scores are used, and its budget, a share; by default ExpectedAttention. The curves
@@ -47,8 +47,8 @@ class LUKV(Wrapper):
         optional(self, "curves", as_curves, _SHARES)
         super()._check()
 
-    def check_base(self, base: Method, parts: Parts) -> None:
-        """Checks the base policy; ValueError for a budget in rows with curves."""
+    def check_base(self, base: Policy, parts: Parts) -> None:
+        """Checks the base policy; ValueError for a budget in entries with curves."""
         remedy = "curves are of shares: give a share of the prompt, such as 0.25"
         require(
             self.curves is None or isinstance(parts.budget, Share), "budget", parts.budget, remedy

@@ -1,11 +1,11 @@
-"""OmniKV: every row is kept; filter layers choose the tokens that the layers above them read; and its baseline."""
+"""OmniKV: every entry is kept; filter layers choose the tokens that the layers above them read; and its baseline."""
 
 import dataclasses
 
 from jaxkv._errors import require
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.policy import Method
-from jaxkv.policies.reading import FilteredReads, LoadedReads, Selector
+from jaxkv.policies.policy import Policy
+from jaxkv.policies.reads import FilteredReads, LoadedReads, Selector
 from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import Reader
 
@@ -13,26 +13,26 @@ from jaxkv.policies.wrapper import Reader
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OmniKV(Reader):
-    """Keeps every row; a few filter layers choose, for every new token, the tokens that layers above them read.
+    """Keeps every entry; a few filter layers choose, for every new token, the tokens that layers above them read.
 
     Attributes:
         filter_layers: layers that choose, by their index in the model; None takes those found for the model, which its
             manifest names. Layers with a window neither choose nor read a choice.
         budget: int: tokens of the prompt that the other layers read. float in (0, 1]: that share of each sequence's
             own prompt. By default 1024. Tokens after the prompt are read besides. At least the window, if it counts: a
-            smaller number is refused, a smaller share of a short prompt becomes the window.
+            smaller number is rejected, a smaller share of a short prompt becomes the window.
         mem: the paper's Mem% in place of a budget: the share of the cache that layers which read everything hold, and
             the others' tokens, at least the window as above.
         selector: `Selector`, or its value: which queries choose.
         window: newest tokens whose queries choose, unless only the last one's does.
-        adjacent: number of layers above a filter that read everything, while chosen rows are being loaded; layers with
+        adjacent: number of layers above a filter that read everything, while chosen entries are being loaded; layers with
             a window do not count, nor do they for `mem`.
         include_generated: tokens after the prompt are read only if they are chosen as well.
-        offload: rows of the layers that read chosen tokens wait in host memory.
+        offload: entries of the layers that read chosen tokens wait in host memory.
         prefill_ratio: None runs prompts through full attention. Otherwise prompts go chunk by chunk, and those layers
             read this many chosen earlier tokens for each token of the chunk, and the chunk.
         prefill_chunk: number of tokens of a chunk.
-        base: a policy (or its name or class) that compresses the prompt first; its heads read those of their kept rows
+        base: a policy (or its name or class) that compresses the prompt first; its heads read those of their kept entries
             that are chosen.
 
     References:
@@ -64,7 +64,7 @@ class OmniKV(Reader):
         once = self.inner is None or not generated
         require(once, "include_generated", generated, remedy)
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Method:
+    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Policy:
         """Returns this policy, filter layers set to `found` if it has none, base adapted; ValueError without any."""
         if self.filter_layers is not None:
             return super().for_model(layers, found)
@@ -75,11 +75,11 @@ class OmniKV(Reader):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BrutalOffload(Method):
-    """Keeps every row, upper layers' in host memory, loaded whole for every token: OmniKV's baseline.
+class BrutalOffload(Policy):
+    """Keeps every entry, upper layers' in host memory, loaded whole for every token: OmniKV's baseline.
 
     Attributes:
-        resident_layers: layers from the bottom whose rows stay on the device, besides all layers with a window.
+        resident_layers: layers from the bottom whose entries stay on the device, besides all layers with a window.
         ahead: number of layers by which loads are started ahead of use.
 
     References:
@@ -92,5 +92,5 @@ class BrutalOffload(Method):
     paper = "OmniKV, ICLR 2025, section 5.2"
 
     def parts(self) -> Parts:
-        """Config `Parts`: every row is kept, and upper layers' rows are loaded from host memory."""
+        """Config `Parts`: every entry is kept, and upper layers' entries are loaded from host memory."""
         return self.compose(scorer=None, read=self.part(LoadedReads))

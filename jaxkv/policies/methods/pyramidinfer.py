@@ -1,26 +1,26 @@
-"""PyramidInfer: fewer rows from layer to layer, each layer's chosen among those of the one below."""
+"""PyramidInfer: fewer entries from layer to layer, each layer's chosen among those of the one below."""
 
 import dataclasses
 
 from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
-from jaxkv.policies.heads import SharedHeads
-from jaxkv.policies.layers import LayerBudgets, LinearLayers
-from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.head_budgets import SharedHeads
+from jaxkv.policies.layer_budgets import LayerBudgets, LinearLayers
+from jaxkv.policies.methods.snapkv import WindowPolicy
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PyramidInfer(WindowMethod):
-    """Keeps rows by the window's attention: one set of positions per layer, a subset of the layer below's.
+class PyramidInfer(WindowPolicy):
+    """Keeps entries by the window's attention: one set of positions per layer, a subset of the layer below's.
 
     The prompt's own attention stays whole here: hidden states of dropped tokens run on to the top, so that this saves
     the paper's memory, not its prefill time.
 
     Attributes:
-        allocation: the schedule over layers; it must not grow.
+        layers: the schedule over layers; it must not grow.
 
     References:
         Yang et al., PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference, arXiv:2405.12532,
@@ -28,13 +28,13 @@ class PyramidInfer(WindowMethod):
     """
 
     pooling: Pooling = NoPool()
-    allocation: LayerBudgets = LinearLayers(beta=20.0)
+    layers: LayerBudgets = LinearLayers(beta=20.0)
 
     paper = "PyramidInfer, arXiv:2405.12532"
 
     def parts(self) -> Parts:
-        """Config `Parts`: scores by the window's attention; heads share a subset of the lower layer's rows."""
+        """Config `Parts`: scores by the window's attention; heads share a subset of the lower layer's entries."""
         parts = self.observed(heads=SharedHeads(), nested=True)
         remedy = "give a schedule, LinearLayers() say"
-        require(not parts.layers.from_scores, "allocation", self.allocation, remedy)
+        require(not parts.layers.from_scores, "layers", self.layers, remedy)
         return parts

@@ -1,19 +1,19 @@
-"""PyramidKV: many rows in the lower layers, few in the upper ones."""
+"""PyramidKV: many entries in the lower layers, few in the upper ones."""
 
 import dataclasses
 
-from jaxkv.policies.layers import LayerBudgets, LinearLayers
-from jaxkv.policies.methods.snapkv import WindowMethod
+from jaxkv.policies.layer_budgets import LayerBudgets, LinearLayers
+from jaxkv.policies.methods.snapkv import WindowPolicy
 from jaxkv.policies.registry import register
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PyramidKV(WindowMethod):
-    """Keeps rows as SnapKV does, many in lower layers and few in upper ones; the average over layers is exact.
+class PyramidKV(WindowPolicy):
+    """Keeps entries as SnapKV does, many in lower layers and few in upper ones; the average over layers is exact.
 
     Attributes:
-        allocation: the schedule over layers: LinearLayers (the paper's), GeometricLayers, ExponentialLayers,
+        layers: the schedule over layers: LinearLayers (the paper's), GeometricLayers, ExponentialLayers,
             EntropyLayers, GiniLayers, or OfficialLayers and KVPressLayers, which reproduce published arithmetic.
 
     References:
@@ -22,6 +22,6 @@ class PyramidKV(WindowMethod):
     """
 
     window: int = 8
-    allocation: LayerBudgets = LinearLayers(beta=20.0)
+    layers: LayerBudgets = LinearLayers(beta=20.0)
 
     paper = "PyramidKV, arXiv:2406.02069"

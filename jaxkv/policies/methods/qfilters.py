@@ -1,4 +1,4 @@
-"""QFilters: keep the keys that lie in the main direction of their head's queries, known beforehand or of the prompt."""
+"""QFilters: keep the keys that are in the main direction of their head's queries, known beforehand or of the prompt."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class HeadFilters(FileArrays):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredKeys(Scorer):
-    """QFilters' scorer: minus the dot product of a row's key and its head's filter vector.
+    """QFilters' scorer: minus the dot product of an entry's key and its head's filter vector.
 
     Attributes:
         q_filters: the model's filters; None finds them in each prompt: minus the first right singular vector of its
@@ -101,7 +101,7 @@ def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QFilters(BudgetMethod):
-    """Keeps the rows whose keys have the smallest products with their head's filter, a main direction of its queries.
+    """Keeps the entries whose keys have the smallest products with their head's filter, a main direction of its queries.
 
     Published filters belong to one model and come from a file: the first right singular vectors of queries of many
     texts, signed so that attention falls with the product. Without a file each prompt's own queries take their place.

@@ -1,4 +1,4 @@
-"""Quest: every row is kept; each kv head reads the pages of rows whose keys promise it the largest logits."""
+"""Quest: every entry is kept; each kv head reads the pages of entries whose keys promise it the largest logits."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,7 +11,7 @@ from jaxkv._errors import require
 from jaxkv.cache.layout import Layout
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.checks import Budget, Kept, Share, Tokens
-from jaxkv.policies.reading import WHOLE, Reading, Reads, as_tokens, require_fewer
+from jaxkv.policies.reads import WHOLE, Reading, Reads, as_tokens, require_fewer
 from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import Reader
 
@@ -39,7 +39,7 @@ class PagedReads(Reads):
 
     @property
     def _least(self) -> int:
-        """Least number of rows that a layer reads: those of three pages."""
+        """Least number of entries that a layer reads: those of three pages."""
         return _PAGES * self.page
 
     def require_fits(self, config: ModelConfig) -> None:
@@ -47,14 +47,14 @@ class PagedReads(Reads):
         require_fewer("dense_layers", self.dense_layers, config)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of rows, new tokens' included, that each kv head reads per token in layers that read pages.
+        """Number `[B]` of entries, new tokens' included, that each kv head reads per token in layers that read pages.
 
         Args:
             lengths: tokens of each prompt.
             layers: number of layers that attend to the whole prompt.
 
         Returns:
-            The budget in rows, or the share's whole number of each prompt; at least three pages of rows.
+            The budget in entries, or the share's whole number of each prompt; at least three pages of entries.
         """
         budget = self.budget
         if isinstance(budget, Tokens):
@@ -62,14 +62,14 @@ class PagedReads(Reads):
         assert isinstance(budget, Share)
         return np.maximum(budget.rows(lengths), self._least)
 
-    def reading(self, layers: int, slots: int, *, every_row: bool) -> Reading:
-        """Static config `Reading`: layers from `dense_layers` up read pages that each chooses, others every row."""
+    def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
+        """Static config `Reading`: layers from `dense_layers` up read pages that each chooses, others every entry."""
         return Reading(
             sources=tuple(WHOLE if layer < self.dense_layers else layer for layer in range(layers)),
             include_generated=True,
-            every_row=every_row,
-            slots=slots,
-            width=int(self.tokens(np.asarray([slots]), layers)[0]),
+            every_entry=every_entry,
+            padded_len=padded_len,
+            width=int(self.tokens(np.asarray([padded_len]), layers)[0]),
             page=self.page,
         )
 
@@ -77,23 +77,23 @@ class PagedReads(Reads):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quest(Reader):
-    """Keeps every row; at each drawn token every kv head reads only the pages of rows with the largest bound of q.k.
+    """Keeps every entry; at each sampled token every kv head reads only the pages of entries with the largest bound of q.k.
 
-    Rows of a kv head lie in pages of `page` consecutive rows, each with the element-wise minimum and maximum of its
+    Entries of a kv head are in pages of `page` consecutive entries, each with the element-wise minimum and maximum of its
     keys as they are cached, after RoPE. The bound of a page for a query head is the sum over channels of
     max(q * minimum, q * maximum); the query heads of a kv head share its pages, by the largest of their bounds. The
-    page of the newest row is always read. Prompts, and questions on top of a cache, attend to all rows.
+    page of the newest row is always read. Prompts, and questions on top of a cache, attend to all entries.
 
     Attributes:
-        budget: int: rows that a kv head reads of a layer's cache at each drawn token, those after the prompt included.
+        budget: int: entries that a kv head reads of a layer's cache at each sampled token, those after the prompt included.
             float in (0, 1]: that share of each sequence's own prompt. By default 1024. Whole pages are read, as many
-            as the budget has room for: of 3 pages at least, so that a smaller number is refused, and a smaller share
+            as the budget has room for: of 3 pages at least, so that a smaller number is rejected, and a smaller share
             of a short prompt becomes 3 pages.
-        page: rows of a page.
-        dense_layers: number of layers from the bottom that read every row; layers with a window, which read theirs,
+        page: entries of a page.
+        dense_layers: number of layers from the bottom that read every entry; layers with a window, which read theirs,
             do not count.
         base: a policy (or its name or class) that compresses the prompt first, equally in all heads of a layer, and
-            then appends; pages are pages of the rows that it keeps.
+            then appends; pages are pages of the entries that it keeps.
 
     References:
         Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, ICML 2024 (2406.10774),
@@ -111,5 +111,5 @@ class Quest(Reader):
         super()._check()
         if self.inner is not None:
             equal = self.inner.composed.layout is Layout.EQUAL
-            remedy = "heads of unequal rows, and layers whose rows depend on the text, have no pages: give SnapKV, say"
+            remedy = "heads of unequal entries, and layers whose entries depend on the text, have no pages: give SnapKV, say"
             require(equal, "base", self.inner, remedy)

@@ -1,4 +1,4 @@
-"""R-KV: keep rows that the last queries attend to and whose keys other rows do not repeat, also while decoding."""
+"""R-KV: keep entries that the last queries attend to and whose keys other entries do not repeat, also while decoding."""
 
 import dataclasses
 
@@ -23,12 +23,12 @@ COSINES = 1 << 22
 class Redundancy(WindowScorer):
     """R-KV's scorer: `mix_lambda` * attention from the last queries - (1 - `mix_lambda`) * redundancy of the key.
 
-    Attention of a query is the softmax over the rows before the window of the largest logit of the group's query heads;
-    its mean over the window's queries is pooled over neighbours. Redundancy is the softmax over all rows of the mean
-    cosine of a row's key with the other rows' keys; of the rows that resemble a key, with a cosine above `threshold`,
+    Attention of a query is the softmax over the entries before the window of the largest logit of the group's query heads;
+    its mean over the window's queries is pooled over neighbours. Redundancy is the softmax over all entries of the mean
+    cosine of an entry's key with the other entries' keys; of the entries that resemble a key, with a cosine above `threshold`,
     the last one is not charged with that cosine.
 
-    Cosines are computed in blocks of rows of one kv head: at most 2^22 of them (16 MiB) are in memory at a time, or one
+    Cosines are computed in blocks of entries of one kv head: at most 2^22 of them (16 MiB) are in memory at a time, or one
     row of them if a text has more tokens than that, beside a copy of the head's keys. A prompt's take as many products
     as causal attention of one more query head for each kv head.
 
@@ -56,7 +56,7 @@ class Redundancy(WindowScorer):
         field(self, "threshold", real, "give a cosine between 0 and 1", high=1.0)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: weighted attention minus weighted redundancy, for rows before the window; else 0."""
+        """Scores `[B, K, S]`: weighted attention minus weighted redundancy, for entries before the window; else 0."""
         (batch, heads), column = seen.k.shape[:2], seen.index
         before = seen.between(last=self.window)
         # The softmax is taken of the largest logits of all query heads, also where devices share them.
@@ -91,15 +91,15 @@ def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Arr
 def _mean_cosines(
     k: Float[Array, "S D"], length: Int[Array, ""], threshold: float
 ) -> Float[Array, " S"]:
-    """Mean cosine `[S]` of each key with its head's other keys; among a key's similar rows the last is not charged."""
-    slots, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
+    """Mean cosine `[S]` of each key with its head's other keys; among a key's similar entries the last is not charged."""
+    padded_len, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
-    size = min(slots, max(1, COSINES // slots))
+    size = min(padded_len, max(1, COSINES // padded_len))
 
     def add(index: Int[Array, ""], sums: Float[Array, " S"]) -> Float[Array, " S"]:
         row = index * size + jnp.arange(size, dtype=jnp.int32)
-        at = jnp.minimum(row, slots - 1)
+        at = jnp.minimum(row, padded_len - 1)
         # Products of keys of 16 bits are exact in float32: normalised keys would be rounded, or slow, on GPUs.
         products = jnp.einsum(
             "rd,sd->rs",
@@ -113,26 +113,26 @@ def _mean_cosines(
         last = jnp.where(cosines > threshold, column, -1).max(axis=-1, keepdims=True)
         return sums + jnp.where(column == last, 0.0, cosines).sum(axis=0)
 
-    sums = lax.fori_loop(0, (length + size - 1) // size, add, jnp.zeros((slots,), jnp.float32))
+    sums = lax.fori_loop(0, (length + size - 1) // size, add, jnp.zeros((padded_len,), jnp.float32))
     return sums / jnp.maximum(length, 1).astype(jnp.float32)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RKV(BudgetMethod):
-    """Keeps the rows that the last queries attend to and whose keys others do not repeat, of prompt and answer alike.
+    """Keeps the entries that the last queries attend to and whose keys others do not repeat, of prompt and answer alike.
 
     A prompt above the budget is compressed as well, where the paper compresses only while decoding. The released code
-    differs in two points: `mix_lambda` is 0.07, and rows that resemble no other leave out the first row's cosine.
+    differs in two points: `mix_lambda` is 0.07, and entries that resemble no other leave out the first row's cosine.
 
     Attributes:
-        window: number of last tokens: their queries score the other rows, and they are always kept.
+        window: number of last tokens: their queries score the other entries, and they are always kept.
         sinks: first tokens that always stay.
         pooling: how attention spreads to neighbours.
         mix_lambda: weight of attention; that of redundancy is 1 minus it.
         threshold: cosine above which two keys resemble each other.
-        every: compress again after this many more tokens, the paper's buffer: the cache never holds more than the
-            budget and this many rows. None compresses the prompt only.
+        every: recompress after this many more tokens, the paper's buffer: the cache never holds more than the
+            budget and this many entries. None compresses the prompt only.
 
     References:
         Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, arXiv:2505.24133.

@@ -1,4 +1,4 @@
-"""SimLayerKV: layers that look far back keep every row, lazy ones the first and the most recent rows."""
+"""SimLayerKV: layers that look far back keep every entry, lazy ones the first and the most recent entries."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from jaxkv._checks import field, whole
 from jaxkv.attention.columns import mean_over_window
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layers import Division, LayerBudgets, Table, finite
+from jaxkv.policies.layer_budgets import Division, LayerBudgets, Table, finite
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
@@ -19,14 +19,14 @@ from jaxkv.policies.unseen import Position
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LazyLayers(LayerBudgets):
-    """SimLayerKV's layer budgets: layers that look back furthest keep every row until the budget is spent; exact sum.
+    """SimLayerKV's layer budgets: layers that look back furthest keep every entry until the budget is spent; exact sum.
 
-    A layer is the lazier, the more of the last queries' attention falls on its first and most recent rows. Once the
-    budget is used up, layers keep the forced rows alone; the layer that uses it up keeps as many more as are left.
+    A layer is the lazier, the more of the last queries' attention falls on its first and most recent entries. Once the
+    budget is used up, layers keep the forced entries alone; the layer that uses it up keeps as many more as are left.
 
     Attributes:
         sinks: number of first rows.
-        recent: number of most recent rows.
+        recent: number of most recent entries.
     """
 
     from_scores = True
@@ -42,7 +42,7 @@ class LazyLayers(LayerBudgets):
     def of_heads(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G"]:
-        """Mean attention `[B, K, G]` of the last queries, by query head, on all rows but first and most recent ones."""
+        """Mean attention `[B, K, G]` of the last queries, by query head, on all entries but first and most recent ones."""
 
         def reduce(
             p: Float[Array, "G w S"], position: Int[Array, " w"], length: Int[Array, ""]
@@ -55,16 +55,16 @@ class LazyLayers(LayerBudgets):
         return seen.window_mass(reduce, length)
 
     def rows(self, of: Division) -> Table:
-        """Rows per kv head `[L, N]`: all in layers of largest weight while the budget lasts, else the forced rows."""
+        """Entries per kv head `[L, N]`: all in layers of largest weight while the budget lasts, else the forced entries."""
         xp, order = of.xp, of.xp.argsort(-finite(of.weights), axis=0, stable=True)
         rank = xp.argsort(order, axis=0, stable=True)
-        beside = of.length - of.forced
-        return of.forced + xp.clip(of.layers * of.base - rank * beside, 0, beside)
+        beside = of.length - of.always_kept
+        return of.always_kept + xp.clip(of.layers * of.base - rank * beside, 0, beside)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recency(Position):
-    """SimLayerKV's scorer: later rows score higher; it requests the last `window` queries for `LazyLayers`.
+    """SimLayerKV's scorer: later entries score higher; it requests the last `window` queries for `LazyLayers`.
 
     Attributes:
         window: number of the prompt's last queries.
@@ -83,10 +83,10 @@ class Recency(Position):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimLayerKV(BudgetMethod):
-    """Keeps every row in layers that look far back; in lazy layers, which do not, the first and most recent rows.
+    """Keeps every entry in layers that look far back; in lazy layers, which do not, the first and most recent entries.
 
     The published method compares each layer with a threshold, so that the text decides how large a cache becomes. Here
-    the budget decides how many layers are lazy, and the comparison which ones. All layers' rows are held until the last
+    the budget decides how many layers are lazy, and the comparison which ones. All layers' entries are held until the last
     one has been looked at. Tokens after the prompt are appended.
 
     A prompt of no more than `sinks` + `recent` tokens is kept whole, whatever its share.
@@ -113,7 +113,7 @@ class SimLayerKV(BudgetMethod):
         field(self, "window", whole, "give at least 1 last query")
 
     def parts(self) -> Parts:
-        """Config `Parts`: layers that look back furthest keep all rows, others sinks and recent rows alone."""
+        """Config `Parts`: layers that look back furthest keep all entries, others sinks and recent entries alone."""
         keep = Keep(sinks=self.sinks, window=self.recent)
         layers = self.part(LazyLayers)
         return self.observed(keep=keep, layers=layers)

@@ -1,26 +1,26 @@
-"""SnapKV: keep what the end of the prompt looks at; and `WindowMethod`, the base of methods with such a window."""
+"""SnapKV: keep what the end of the prompt looks at; and `WindowPolicy`, the base of methods with such a window."""
 
 import dataclasses
 from typing import Any
 
 from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
-from jaxkv.policies.layers import LayerBudgets, UniformLayers
+from jaxkv.policies.layer_budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowMethod(BudgetMethod):
-    """Base of SnapKV-like policies: the prompt's last `window` queries score the rows before them.
+class WindowPolicy(BudgetMethod):
+    """Base of SnapKV-like policies: the prompt's last `window` queries score the entries before them.
 
     Attributes:
-        window: number of the prompt's last tokens: their queries score the other rows, and they are always kept.
+        window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
         sinks: first tokens that always stay.
         pooling: how scores spread to neighbours.
         group: `GroupReduce`, or its value: how query heads' scores are reduced to their kv head's.
         order: pooling after the means (published code) or before them (Ada-KV's Algorithm 2).
-        allocation: budgets of the layers.
+        layers: budgets of the layers.
     """
 
     window: int = 32
@@ -28,19 +28,19 @@ class WindowMethod(BudgetMethod):
     pooling: Pooling = MaxPool(7)
     group: GroupReduce | str = GroupReduce.MEAN
     order: PoolOrder | str = PoolOrder.LAST
-    allocation: LayerBudgets = UniformLayers()
+    layers: LayerBudgets = UniformLayers()
 
     scored_by = WindowAttention
 
     def observed(self, **parts: Any) -> Parts:
         """Returns `Parts` with this policy's scorer, sinks, window, layer budgets; `parts` gives other fields."""
-        return super().observed(**({"layers": self.allocation} | parts))
+        return super().observed(**({"layers": self.layers} | parts))
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SnapKV(WindowMethod):
-    """Keeps the rows that the prompt's last queries attend to most, pooled over neighbours; equally many per head.
+class SnapKV(WindowPolicy):
+    """Keeps the entries that the prompt's last queries attend to most, pooled over neighbours; equally many per head.
 
     References:
         Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.

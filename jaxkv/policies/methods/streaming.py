@@ -18,7 +18,7 @@ class StreamingLLM(BudgetMethod):
 
     Attributes:
         sinks: first tokens that always stay; the rest of the budget goes to the last ones.
-        rolling_positions: number rows by their place in the cache, as the paper does, instead of their place in the
+        rolling_positions: number entries by their place in the cache, as the paper does, instead of their place in the
             text: keys are kept before RoPE and rotated at every read.
         slide: drop the oldest row after the sinks for every new token, instead of appending.
 
@@ -37,7 +37,7 @@ class StreamingLLM(BudgetMethod):
         field(self, "slide", flag)
 
     def parts(self) -> Parts:
-        """Config `Parts`: scores by position; sinks and newest token stay; `slide` evicts a row per new token."""
+        """Config `Parts`: scores by position; sinks and newest token stay; `slide` evicts an entry per new token."""
         keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
         return self.compose(
             scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions

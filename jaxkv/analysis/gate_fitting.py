@@ -1,0 +1,121 @@
+"""KVzap's linear gate for a model: ridge regression of KVzip+'s scores on hidden states that enter attention."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Float
+
+from jaxkv import _checks
+from jaxkv._errors import require
+from jaxkv.analysis.full_attention import encoded, finite, layers_of
+from jaxkv.attention import Implementation
+from jaxkv.engine.lengths import bucket
+from jaxkv.engine.progress import run_to_end
+from jaxkv.engine.replay import Padded, replayed, texts_of
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.scorer import Replay
+from jaxkv.policies.trained import KVzapGate, KVzapWeights
+from jaxkv.sharding.mesh import host
+from jaxkv.text.prompts import Prompt
+
+
+class FittedGate(NamedTuple):
+    """Result of `fit_gate`: KVzap's `gate`, number of `tokens`, and share of the scores' variance `explained` by layer.
+
+    Attributes:
+        gate: the gate, for `KVzap(gate=...)`; `gate.to_bytes()` is the content of its file.
+        tokens: number of tokens of all texts.
+        explained: share of the variance of each layer's scores that the gate explains in these texts, mean over heads.
+    """
+
+    gate: KVzapGate
+    tokens: int
+    explained: tuple[float, ...]
+
+
+def fit_gate(
+    params: LanguageModel,
+    texts: Sequence[Prompt],
+    *,
+    penalty: int | float = 1.0,
+    chunk: int = Replay.chunk,
+) -> FittedGate:
+    """Fits KVzap's linear gate to a model by ridge regression, from the texts' KVzip+ scores; returns a `FittedGate`.
+
+    Each text is read twice by the whole model, and one layer's weights minimise the squared error of the scores'
+    logarithms, plus the penalty times the squared weights; biases are not penalised. Sums of products are float64, on
+    the host: L x E x E numbers.
+
+    Args:
+        params: from `jaxkv.load`.
+        texts: long texts, or their ids, one at a time; of 750 to 1,250 tokens in the paper.
+        penalty: of the squared weights, above 0.
+        chunk: tokens of a text that are read again at a time.
+
+    Returns:
+        The gate and its fit.
+
+    Raises:
+        ValueError: for no texts, texts that are empty or too long, scores that are not finite, and a penalty of 0.
+    """
+    asked, config = Replay(chunk=chunk, sinks=0, weighted=True), params.config
+    penalty = _checks.real(
+        "penalty", penalty, "give a number above 0", low=0.0, high=1e30, open_low=True
+    )
+    remedy = "some layers have windows: gates are fitted to models whose layers all attend to the whole text"
+    require(not any(config.sliding_windows), "model", params.name, remedy)
+    size = config.embed + 1 + config.kv_heads
+    products = np.zeros((config.layers, size, size))
+    for prompt in encoded(params, texts):
+        for layer, (hidden, scores) in enumerate(_observed(params, prompt, asked)):
+            rows = np.concatenate([hidden, np.ones((len(hidden), 1)), scores], axis=1)
+            products[layer] += rows.T @ rows
+    finite(params, products)
+    fits = [_fit(each, config.embed + 1, penalty) for each in products]
+    return FittedGate(
+        gate=KVzapGate.of_weights(tuple(weights for weights, _ in fits)),
+        tokens=int(products[0, config.embed, config.embed]),
+        explained=tuple(share for _, share in fits),
+    )
+
+
+def _observed(
+    params: LanguageModel, prompt: Any, asked: Replay
+) -> list[tuple[Float[np.ndarray, "n E"], Float[np.ndarray, "n K"]]]:
+    """Reads one text twice; list by layer of (normed hidden states `[n, E]`, logarithms of KVzip+ scores `[n, K]`).
+
+    An entry that receives no attention counts as the least of its head's that receive some.
+    """
+    ran, count = dict(layers_of(params, prompt, hidden=True)), len(prompt.ids[0])
+    asks = texts_of(asked, params.text, params.config)
+    padded = Padded(prompt.padded(bucket(count)), prompt.lengths, asks)
+    xla = Implementation.XLA
+    peaks = run_to_end(replayed(params.flat, ran, padded, asked, implementation=xla, worth=1.0))
+    found = []
+    for layer, peak in enumerate(peaks):
+        scores = host(peak.astype(jnp.float32))[0, :, :count].astype(np.float64).T
+        least = np.where(scores > 0, scores, np.inf).min(axis=0)
+        states = host(ran[layer].extras["hidden"])[0, :count].astype(np.float64)
+        found.append((states, np.log(np.maximum(scores, least))))
+    return found
+
+
+def _fit(
+    products: Float[np.ndarray, "n n"], size: int, penalty: float
+) -> tuple[KVzapWeights, float]:
+    """One layer's ridge solution, its biases not penalised, and the share of the scores' variance that it explains.
+
+    `products` are sums over tokens of all products of hidden states, a 1 (`size` numbers with it) and scores. The share
+    is the mean over heads, 1 where scores do not vary.
+    """
+    xx, xy, yy = products[:size, :size], products[:size, size:], np.diag(products)[size:]
+    ridge = np.full(size, penalty)
+    ridge[-1] = 0.0
+    solved = np.linalg.solve(xx + np.diag(ridge), xy).astype(np.float32)
+    of = solved.astype(np.float64)
+    error = yy - 2 * (of * xy).sum(axis=0) + (of * (xx @ of)).sum(axis=0)
+    spread = yy - xy[-1] ** 2 / xx[-1, -1]
+    share = np.where(spread > 0, 1 - error / np.where(spread > 0, spread, 1.0), 1.0).mean()
+    return KVzapWeights(weight=solved[:-1].T, bias=solved[-1]), float(share)

@@ -1,0 +1,69 @@
+"""Pictures of arrays: lines by name, and heat maps side by side."""
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxkv._plotting import style
+
+
+def draw_lines(
+    figure: Any,
+    lines: Mapping[str, tuple[np.ndarray, np.ndarray]],
+    *,
+    across: str,
+    up: str,
+    log: str = "",
+) -> None:
+    """Samples lines into one panel.
+
+    Args:
+        figure: matplotlib's, such as `pyplot.figure(layout="constrained")`.
+        lines: numbers across and up, by name.
+        across: what the horizontal axis shows.
+        up: what the vertical axis shows.
+        log: axes with a logarithmic scale: "", "x", "y" or "xy".
+    """
+    panel = figure.add_subplot()
+    for at, (name, (x, y)) in enumerate(lines.items()):
+        panel.plot(x, y, label=name, markersize=3.5, **style(at))
+    scales = {f"{axis}scale": "log" if axis in log else "linear" for axis in "xy"}
+    panel.set(xlabel=across, ylabel=up, **scales)
+    panel.legend(frameon=False, fontsize=8)
+
+
+def draw_maps(
+    figure: Any,
+    maps: Mapping[str, np.ndarray],
+    *,
+    across: str,
+    down: str,
+    label: str,
+    most: int | float | None = None,
+) -> None:
+    """Samples heat maps, five side by side, all on one scale of colours; cells of NaN stay empty.
+
+    Args:
+        figure: matplotlib's, such as `pyplot.figure(layout="constrained")`.
+        maps: arrays of two axes, by title; their entries are sampled from top to bottom.
+        across: what the arrays' columns are.
+        down: what their entries are.
+        label: what the colours show.
+        most: end of the scale; by default the largest number.
+    """
+    wide = min(len(maps), 5)
+    grid = figure.subplots(-(-len(maps) // wide), wide, squeeze=False, sharey=True)
+    panels, spare = grid.flat[: len(maps)], grid.flat[len(maps) :]
+    if most is None:
+        most = max(float(np.nanmax(each)) for each in maps.values())
+    for panel, (title, values) in zip(panels, maps.items(), strict=True):
+        image = panel.imshow(values, vmin=0, vmax=most, cmap="viridis", aspect="auto")
+        panel.set_title("\n".join(textwrap.wrap(title, 24)), fontsize=8)
+        panel.set_xlabel(across)
+    for panel in spare:
+        panel.remove()
+    for panel in grid[:, 0]:
+        panel.set_ylabel(down)
+    figure.colorbar(image, ax=list(panels), label=label)

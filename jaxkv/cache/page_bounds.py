@@ -1,0 +1,121 @@
+"""Bounds of pages: element-wise minimum and maximum of the keys of each page of entries, kept beside the entries (Quest)."""
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv._checks import namespace
+from jaxkv.cache.layout import Numbers
+from jaxkv.cache.stores import Store, put_cells
+from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.sharded_program import sharded_jit
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=["page"])
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PageBounds:
+    """Element-wise minimum and maximum of the keys of a layer's segments by page; exact for full pages alone.
+
+    Page p of a segment has the entries from p * page on, counted from the segment's first row. Bounds of a page that is
+    not full are those of some of its entries, or of entries that it no longer has; bounds of full pages are exact.
+
+    Attributes:
+        page: entries of a page.
+        low: `[B, K, n, D]` minimum of each page.
+        high: `[B, K, n, D]` maximum of each page.
+    """
+
+    page: int
+    low: Float[Array, "B K n D"]
+    high: Float[Array, "B K n D"]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the minimum and maximum of one page of one segment."""
+        return 2 * self.low.shape[3] * self.low.dtype.itemsize
+
+    def with_headroom(self, each: int) -> "PageBounds":
+        """`PageBounds` resized to the pages of segments of `each` entries: adds zero pages, or cuts off the last ones."""
+        pages = -(-each // self.page)
+        low, high = (sized(leaf, pages) for leaf in (self.low, self.high))
+        return dataclasses.replace(self, low=low, high=high)
+
+    def renewed(
+        self,
+        keys: Float[Array, "B K n D"],
+        length: Int[Array, "B K"],
+        count: Int[Array, " B"],
+    ) -> "PageBounds":
+        """Copy of the page bounds, recomputed from `keys` for pages into which `count` entries appended at `length` fall.
+
+        `keys` are those of the entries that `joined_rows` names; sequences with a `count` of 0 are unchanged.
+        """
+        batch, heads, pages, dim = self.low.shape
+        new = keys.shape[2] // self.page
+        first = length // self.page
+        end = length + count[:, None]
+        index = first[..., None] + jnp.arange(new, dtype=jnp.int32)
+        written = (index * self.page < end[..., None]) & (count > 0)[:, None, None]
+        at = index + jnp.arange(heads, dtype=jnp.int32)[:, None] * pages
+        at = jnp.where(written, at, heads * pages).reshape(batch, -1)
+        held = (first * self.page)[..., None] + jnp.arange(keys.shape[2], dtype=jnp.int32) < end[
+            ..., None
+        ]
+
+        def put(leaf: Array, extreme: Array) -> Array:
+            flat = leaf.reshape(batch, heads * pages, dim)
+            return put_cells(flat, at, extreme.reshape(batch, -1, dim)).reshape(leaf.shape)
+
+        low, high = _extremes(keys, held, self.page)
+        return dataclasses.replace(self, low=put(self.low, low), high=put(self.high, high))
+
+
+def sized(leaf: Numbers, pages: int) -> Numbers:
+    """Minima or maxima `[B, K, n, D]` of so many pages: cut off at the end, or with zeros behind."""
+    leaf = leaf[:, :, :pages]
+    more = ((0, 0), (0, 0), (0, pages - leaf.shape[2]), (0, 0))
+    return namespace(leaf).pad(leaf, more)
+
+
+def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array, "B K n"]:
+    """Row offsets `[B, K, n]` in each segment, of all pages that `tokens` entries appended at `length` can fall into."""
+    pages = (tokens + page - 2) // page + 1
+    return (length // page * page)[..., None] + jnp.arange(pages * page, dtype=jnp.int32)
+
+
+@sharded_jit(static=("page", "axes"))
+def bounds_of(
+    store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes | None = None
+) -> PageBounds:
+    """Compiled: `PageBounds` (min/max keys) of all pages of equally large segments; zeros for pages without entries.
+
+    `length` entries of each segment count.
+    """
+    keys, (batch, heads) = store.view()[0], length.shape
+    each, dim = keys.shape[1] // heads, keys.shape[2]
+    wide = jnp.pad(
+        keys.reshape(batch, heads, each, dim), ((0, 0), (0, 0), (0, -each % page), (0, 0))
+    )
+    held = jnp.arange(wide.shape[2], dtype=jnp.int32) < length[..., None]
+    low, high = _extremes(wide, held, page)
+    return PageBounds(page=page, low=low, high=high)
+
+
+def _extremes(
+    keys: Float[Array, "B K n D"], held: Bool[Array, "B K n"], page: int
+) -> tuple[Array, Array]:
+    """Pair of minimum and maximum `[B, K, n / page, D]` of each page's keys in mask `held`; zeros for empty pages."""
+    batch, heads, rows, dim = keys.shape
+    some = held.reshape(batch, heads, rows // page, page).any(axis=3)[..., None]
+
+    def extreme(fill: float, reduce: Callable[..., Array]) -> Array:
+        filled = jnp.where(held[..., None], keys, jnp.asarray(fill, keys.dtype))
+        return jnp.where(
+            some, reduce(filled.reshape(batch, heads, rows // page, page, dim), axis=3), 0
+        )
+
+    return extreme(jnp.inf, jnp.min), extreme(-jnp.inf, jnp.max)

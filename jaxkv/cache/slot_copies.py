@@ -1,0 +1,68 @@
+"""Copies sequences into slots of a running batch and out again, along the axis that annotations name B."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Int
+
+from jaxkv.sharding.collectives import first
+from jaxkv.sharding.mesh import Axes, with_logical_axes
+from jaxkv.sharding.sharded_program import sharded_jit
+
+
+def _batch_axes(tree: Any) -> list[int]:
+    """List with the index of the batch axis B of each leaf, read from the fields' jaxtyping annotations."""
+    return [
+        logical_axes.replace("#", "").split().index("B")
+        for _, logical_axes, _ in with_logical_axes(tree)
+    ]
+
+
+@sharded_jit(static=("axes",), donate=("running",))
+def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
+    """Compiled: copies sequences into slots `slot` (-1: skipped) of a running batch (donated); returns the batch.
+
+    Both are dataclasses of the same arrays whose annotations name an axis B. `slot` is the index of each new sequence's
+    slot, -1 to leave it out; on a mesh it is in the sequence's own group.
+    """
+    leaves, tree = jax.tree.flatten(running)
+    slots = leaves[0].shape[_batch_axes(running)[0]]
+    begin = first("B", slots, axes)
+    for index, (axis, given) in enumerate(
+        zip(_batch_axes(running), jax.tree.leaves(new), strict=True)
+    ):
+        for sequence in range(slot.shape[0]):
+            at = slot[sequence] - begin
+            here, at = (at >= 0) & (at < slots), jnp.clip(at, 0, slots - 1)
+            old = lax.dynamic_slice_in_dim(leaves[index], at, 1, axis)
+            put = jnp.where(here, lax.slice_in_dim(given, sequence, sequence + 1, axis=axis), old)
+            leaves[index] = lax.dynamic_update_slice_in_dim(leaves[index], put, at, axis)
+    return jax.tree.unflatten(tree, leaves)
+
+
+@sharded_jit(static=("axes",))
+def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
+    """Compiled: copy of the arrays of the sequences in slots `slot` of a running batch, as `insert` takes them.
+
+    `slot` holds slot indices; on a mesh one of each group, -1 for any of the group's slots.
+    """
+    leaves, tree = jax.tree.flatten(running)
+    out = []
+    for axis, leaf in zip(_batch_axes(running), leaves, strict=True):
+        at = jnp.clip(slot - first("B", leaf.shape[axis], axes), 0, leaf.shape[axis] - 1)
+        out.append(jnp.take(leaf, at, axis=axis))
+    return jax.tree.unflatten(tree, out)
+
+
+@sharded_jit(static=("slots", "axes"))
+def spread(one: Any, *, slots: int, axes: Axes | None = None) -> Any:
+    """Compiled: makes the arrays of a batch of `slots` slots by repeating the first sequence (on a mesh, per group)."""
+    each = slots if axes is None else slots // axes.size("B")
+    leaves, tree = jax.tree.flatten(one)
+    out = [
+        jnp.repeat(lax.slice_in_dim(leaf, 0, 1, axis=axis), each, axis=axis)
+        for axis, leaf in zip(_batch_axes(one), leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, out)

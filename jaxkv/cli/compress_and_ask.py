@@ -1,0 +1,104 @@
+"""`jaxkv compress` saves a document's compressed cache; `jaxkv ask` loads it and answers questions about it."""
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Annotated
+
+from jaxkv._errors import require
+from jaxkv.arguments import random_key
+from jaxkv.cache.saved import load_cache
+from jaxkv.cli.generating import SamplingOptions
+from jaxkv.cli.models import Computing
+from jaxkv.cli.options import Name, Seed, Spelled, Word
+from jaxkv.cli.outputs import read_text, to_stderr, to_stdout
+from jaxkv.generation import generate, prefill
+from jaxkv.planning.plans import policy_name
+
+NOTES = """\
+`jaxkv compress` reads a document once and saves its compressed cache to a folder; `jaxkv ask` answers questions from
+that folder, in any later process with the same model. The questions are not known when the document is compressed:
+choose a policy that does not go by the prompt's end, such as kvzip, keydiff or defensivekv.
+
+examples:
+  keep a quarter of a report's cache, and ask it two questions:
+    jaxkv compress report.txt --policy kvzip --budget 0.25 --out report.cache
+    jaxkv ask report.cache "Who is the director?" "What did it cost?"
+
+"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Compress(Computing):
+    """`jaxkv compress`.
+
+    Attributes:
+        file: a UTF-8 text file with the document, 64 MiB at most; - for stdin.
+        out: folder to make for the compressed cache.
+        raw: plain text: no chat template.
+        seed: of policies that use random numbers.
+    """
+
+    file: Annotated[str, Word("FILE", place=True)]
+    out: Name
+    raw: bool = False
+    seed: Seed = 0
+    policy: Spelled
+
+    def run(self) -> None:
+        """Prefills the document, saves its cache, and prints figures to stderr."""
+        policy, out = self.policy.policy(), Path(os.path.expanduser(self.out))
+        fine = not os.path.lexists(out) and out.parent.is_dir()
+        remedy = "give a new folder in one that is there"
+        require(fine, "--out", self.out, remedy)
+        text = read_text(self.file, "FILE").strip()
+        cache = prefill(
+            self.loaded(),
+            text,
+            policy=policy,
+            key=random_key(self.seed),
+            raw=self.raw,
+            implementation=self.implementation,
+        )
+        cache.save(out)
+        rows = f"{cache.kept.mean():,.0f} of {int(cache.seen.max()):,} entries per kv head"
+        sizes = f"{cache.kept_nbytes / 1e6:,.1f} of {cache.full_nbytes / 1e6:,.1f} MB"
+        to_stderr(f"jaxkv: {self.out}: {rows}, {sizes}, {policy_name(policy)}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ask(SamplingOptions):
+    """`jaxkv ask`.
+
+    Attributes:
+        folder: what `jaxkv compress`, or `cache.save` in Python, has written.
+        questions: a question; several are answered side by side, by programs that are compiled for each number of
+            questions.
+        json: a list on stdout: question, text, token ids, reason of the end.
+    """
+
+    folder: Annotated[str, Word("FOLDER", place=True)]
+    questions: Annotated[tuple[str, ...], Word("QUESTION", tuple, "extend", place=True)]
+    json: bool = False
+
+    def run(self) -> None:
+        """Loads a saved cache, answers all questions on top of it, and prints them."""
+        questions = list(self.questions)
+        # Before the minutes that a large model takes to load.
+        cache = load_cache(self.folder)
+        answers = generate(self.loaded(), questions, cache=cache, **self.keywords)
+        stats = answers.stats
+        told = f"{len(questions)} questions, read in {stats.prefill_seconds:.1f} s"
+        told += f"; {stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} a second"
+        to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of these compiling")
+        found = [
+            {"question": question, **dataclasses.asdict(answer), "tokens": answer.tokens.tolist()}
+            for question, answer in zip(questions, answers, strict=True)
+        ]
+        if self.json:
+            to_stdout(json.dumps(found))
+            return
+        for each in found:
+            told = f"{each['question']}\n  {' '.join(each['text'].split())}"
+            to_stdout(each["text"] if len(found) == 1 else told)

@@ -1,0 +1,323 @@
+"""Results of `generate`: `Generation`, `Completion`, `Stats` and `Stream`; and `Answers`: from sampled ids to text."""
+
+import dataclasses
+import operator
+from collections.abc import Container, Generator, Iterator, Sequence
+from typing import Any, Literal, SupportsIndex, overload
+
+import numpy as np
+from jaxtyping import Bool, Int
+
+from jaxkv._checks import own_settings, shortened
+from jaxkv.cache import KVCache
+from jaxkv.text.tokenizer import StreamDecoder, Text
+
+# Why sampling ended, in OpenAI's and vLLM's words.
+FinishReason = Literal["stop", "length"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Stats:
+    """Measurements of one `generate` call: numbers of tokens, seconds, bytes and entries.
+
+    Attributes:
+        prompt_tokens: tokens of the prompts, over all sequences.
+        new_tokens: tokens sampled, over all sequences.
+        prefill_seconds: wall-clock from ids to the compressed cache and the first logits. A first call includes
+            compilation.
+        decode_seconds: wall-clock from there to the last token, without the time a stream's reader takes between
+            tokens. A first call includes compilation.
+        compile_seconds: tracing and compiling on the host, while the device may run; 0 where shapes were met before.
+        compiled_programs: programs compiled, or read from a cache on disk.
+        full_bytes: bytes of all entries (keys and values) of the sequences' prompts, uncompressed.
+        kept_bytes: bytes of the entries that are kept on the device after prefill, as stored; headroom, positions,
+            scores and tables are not counted, as in full_bytes.
+        cache_bytes: all bytes of the cache after prefill, positions and tables included.
+        allocated_bytes: bytes of the cache in the end, with room for new entries.
+        kept: entries per kv head and layer on the device after prefill, averaged.
+        attention: the implementation of attention that ran.
+        layout: the layout of segments in the pools, by which decoding's formulation is chosen.
+        decode_steps: steps of decoding, each a token of every sequence that had not ended.
+        host_bytes: bytes of the cache in host memory.
+        transfers: transfers of host memory's entries to the device while tokens were sampled; on a mesh, those to each of
+            this process' devices.
+        transferred_bytes: bytes of these transfers.
+        loaded_bytes: bytes of whole layers that a prompt on top of the cache brought to the device before.
+        filter_layers: indices of layers that choose which entries others read.
+        moved_entries: entries that were kept in another device's heads than they scored best in, because of the policy's
+            `capacity`, over all sequences; 0 without a mesh.
+        evicted_above_threshold: entries whose scores reached the policy's `threshold` and which were dropped because the budget was full,
+            over all sequences, layers and kv heads, while tokens were sampled as well; 0 without a threshold.
+        raised_budgets: prompts whose budget, a share of them, came out below the entries that must stay and was raised to
+            these.
+    """
+
+    prompt_tokens: int
+    new_tokens: int
+    prefill_seconds: float
+    decode_seconds: float
+    compile_seconds: float
+    compiled_programs: int
+    full_bytes: int
+    kept_bytes: int
+    cache_bytes: int
+    allocated_bytes: int
+    kept: float
+    attention: str
+    layout: str
+    decode_steps: int
+    host_bytes: int = 0
+    transfers: int = 0
+    transferred_bytes: int = 0
+    loaded_bytes: int = 0
+    filter_layers: tuple[int, ...] = ()
+    moved_entries: int = 0
+    evicted_above_threshold: int = 0
+    raised_budgets: int = 0
+
+    def __repr__(self) -> str:
+        """One-line summary of tokens, speed and cache size."""
+        cache = f"{self.full_bytes / 1e6:.2f} MB full, {self.kept_bytes / 1e6:.2f} MB kept"
+        cache += f" in {self.cache_bytes / 1e6:.2f} MB of memory"
+        speed = f"{self.decode_tokens_per_second:.1f} tokens/s"
+        return (
+            f"Stats({self.prompt_tokens} prompt tokens in {self.prefill_seconds:.2f} s; {self.new_tokens} new ones at "
+            f"{speed}; {self.compile_seconds:.2f} s of it compiling; {cache}, {self.kept:.1f} entries per kv head)"
+        )
+
+    @property
+    def decode_tokens_per_second(self) -> float:
+        """New tokens of all sequences per second of decoding; a first call includes compilation."""
+        return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
+
+    @property
+    def slack_bytes(self) -> int:
+        """Bytes within `cache_bytes` that hold no entry: places that are free or padding, positions, scores, tables."""
+        return self.cache_bytes - self.kept_bytes
+
+    @property
+    def transfers_per_step(self) -> float:
+        """Mean number of transfers from host memory per decoding step."""
+        return self.transfers / max(1, self.decode_steps)
+
+    @property
+    def transferred_bytes_per_step(self) -> float:
+        """Mean number of bytes transferred from host memory per decoding step."""
+        return self.transferred_bytes / max(1, self.decode_steps)
+
+
+# Arrays have no single truth: results are equal only to themselves.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Completion:
+    """Answer to one prompt of a `generate` call: text, token ids, and why sampling ended.
+
+    Attributes:
+        text: the answer; None without a tokenizer.
+        tokens: `i32[n]` ids of the tokens sampled, the one that ended the answer included.
+        finish_reason: "stop" at an end-of-answer token or a stop string, "length" after `max_new_tokens` tokens.
+        stop_reason: the stop string that ended the answer; None if an end-of-answer token or the length did.
+    """
+
+    text: str | None
+    tokens: Int[np.ndarray, " n"]
+    finish_reason: FinishReason
+    stop_reason: str | None = None
+
+    def __repr__(self) -> str:
+        """One-line summary: text or token ids, number of tokens and reason of the end."""
+        shown = (
+            f"tokens={shortened(str(self.tokens.tolist()))}"
+            if self.text is None
+            else repr(shortened(self.text))
+        )
+        ended = (
+            self.finish_reason
+            if self.stop_reason is None
+            else f"{self.finish_reason} at {self.stop_reason!r}"
+        )
+        return f"Completion({shown}, {len(self.tokens)} tokens, {ended})"
+
+
+# Arrays have no single truth: results are equal only to themselves.
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Generation:
+    """Result of `generate`: texts, token ids, cache and stats; `out[0]` and iteration give one `Completion` a prompt.
+
+    For a list of prompts all but `cache` and `stats` are lists. `len(out)` is the number of prompts.
+
+    Attributes:
+        text: the answers; None without a tokenizer.
+        tokens: `i32[n]` ids of the tokens sampled, the one that ended the answer included.
+        finish_reason: "stop" at an end-of-answer token or a stop string, "length" after `max_new_tokens` tokens.
+        stop_reason: the stop string that ended the answer; None if an end-of-answer token or the length did.
+        cache: the cache after the answer, for the next turn.
+        stats: seconds, bytes and entries.
+    """
+
+    text: str | list[str] | None
+    tokens: np.ndarray | list[np.ndarray]
+    finish_reason: FinishReason | list[FinishReason]
+    stop_reason: str | None | list[str | None]
+    cache: KVCache
+    stats: Stats
+
+    def __len__(self) -> int:
+        """Number of prompts."""
+        return len(self.tokens) if isinstance(self.tokens, list) else 1
+
+    @overload
+    def __getitem__(self, at: SupportsIndex) -> Completion: ...
+    @overload
+    def __getitem__(self, at: slice) -> list[Completion]: ...
+    def __getitem__(self, at: SupportsIndex | slice) -> Completion | list[Completion]:
+        """The `Completion` of the prompt at an index, negative ones from the end; a list of them for a slice.
+
+        Args:
+            at: index or slice.
+
+        Returns:
+            The completion, or a list of them.
+
+        Raises:
+            IndexError: for an index beyond the prompts.
+            TypeError: for anything but an index or a slice.
+        """
+        if isinstance(at, slice):
+            return [self[number] for number in range(*at.indices(len(self)))]
+        # A range has the errors and negative indices of a list.
+        number = range(len(self))[operator.index(at)]
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Completion)}
+        if isinstance(self.tokens, list):
+            fields = {
+                name: each[number] if isinstance(each, list) else each
+                for name, each in fields.items()
+            }
+        return Completion(**fields)
+
+    def __iter__(self) -> Iterator[Completion]:
+        """Yields the `Completion` of each prompt, in order."""
+        return (self[number] for number in range(len(self)))
+
+    def __repr__(self) -> str:
+        """One-line summary: the answer's text, or the number of answers, and the cache."""
+        several = isinstance(self.tokens, list)
+        tokens = sum(map(len, self.tokens)) if several else len(self.tokens)
+        shown = f"{len(self.tokens)} answers, {tokens} tokens" if several else f"{tokens} tokens"
+        if isinstance(self.text, str):
+            shown = f"text={shortened(self.text)!r}, {shown}"
+        return f"Generation({shown}; {self.cache!r})"
+
+
+class Stream(Iterator[Any]):
+    """Iterator over generated text: each item is the new text of a token, or a list with one text per prompt.
+
+    With `stream_interval=n` an item is the text of n tokens. It is empty where tokens complete no character, or may
+    begin a stop string.
+
+    Attributes:
+        result: the whole `Generation` after the last piece; None before.
+    """
+
+    def __init__(self, pieces: Generator[list[str], None, Generation], single: bool):
+        self.result: Generation | None = None
+        self._pieces = pieces
+        self._single = single
+
+    def __next__(self) -> Any:
+        """Returns the next piece of text; at the end, stores the `Generation` in `result`."""
+        try:
+            with own_settings():
+                piece = next(self._pieces)
+        except StopIteration as end:
+            self.result = end.value if end.value is not None else self.result
+            raise StopIteration from None
+        return piece[0] if self._single else piece
+
+
+class Answers:
+    """Collects the token ids and text of each sequence as they are sampled, and ends sequences at stop strings.
+
+    Attributes:
+        tokens: ids of each sequence so far.
+        met: the stop string that each sequence's text has met; None for none.
+    """
+
+    def __init__(self, text: Text | None, batch: int, stops: Sequence[str]):
+        self.tokens: list[list[int]] = [[] for _ in range(batch)]
+        self.met: list[str | None] = [None] * batch
+        self._decoders = [None if text is None else StreamDecoder(text) for _ in range(batch)]
+        self._text = [""] * batch
+        self._shown = [0] * batch
+        self._stops = tuple(stops)
+
+    @property
+    def stopped(self) -> Bool[np.ndarray, " B"]:
+        """Mask of sequences whose text has met a stop string."""
+        return np.asarray([stop is not None for stop in self.met], bool)
+
+    def take(self, drawn: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
+        """Adds sampled ids, -1 after a sequence's end; returns the count of ids after a stop string, per sequence."""
+        surplus = np.zeros(len(self.tokens), np.int64)
+        for row, ids in enumerate(drawn.tolist()):
+            fresh = [token for token in ids if token >= 0]
+            for used, token in enumerate(fresh, start=1):
+                if self._push(row, token):
+                    surplus[row] = len(fresh) - used
+                    break
+        return surplus
+
+    def fresh(self) -> list[str]:
+        """List of each sequence's new text since the last call, less a trailing part that may begin a stop string."""
+        return [self._show(row) for row in range(len(self.tokens))]
+
+    def flush(self) -> list[str]:
+        """Ends all sequences; returns the list of texts held back so far, such as beginnings of stop strings."""
+        for row, decoder in enumerate(self._decoders):
+            if decoder is not None and self.met[row] is None:
+                self._text[row] += decoder.flush()
+        return [self._show(row, whole=True) for row in range(len(self.tokens))]
+
+    def completions(self, eos: Container[int]) -> list[Completion]:
+        """List of a `Completion` for each sequence; `eos` are the ids that end one."""
+        made = []
+        for ids, stop, text, decoder in zip(
+            self.tokens, self.met, self._text, self._decoders, strict=True
+        ):
+            ended = stop is not None or ids[-1] in eos
+            made.append(
+                Completion(
+                    text=None if decoder is None else text,
+                    tokens=np.asarray(ids, np.int32),
+                    finish_reason="stop" if ended else "length",
+                    stop_reason=stop,
+                )
+            )
+        return made
+
+    def _push(self, row: int, token: int) -> bool:
+        """Adds one id to a sequence; returns True if that completed a stop string."""
+        self.tokens[row].append(token)
+        decoder = self._decoders[row]
+        if decoder is None:
+            return False
+        self._text[row] += decoder.push([token])
+        found = [(at, stop) for stop in self._stops if (at := self._text[row].find(stop)) >= 0]
+        if found:
+            # Of two at one place the first of the list.
+            at, self.met[row] = min(found, key=operator.itemgetter(0))
+            self._text[row] = self._text[row][:at]
+        return bool(found)
+
+    def _show(self, row: int, *, whole: bool = False) -> str:
+        """New text of a sequence, marked as shown, less a trailing part that may begin a stop string unless `whole`."""
+        text = self._text[row]
+        end = len(text)
+        if not whole and self.met[row] is None:
+            # Hold back a trailing part that may be the beginning of a stop string.
+            end -= max(
+                (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
+                default=0,
+            )
+        piece = text[self._shown[row] : end]
+        self._shown[row] = max(end, self._shown[row])
+        return piece

@@ -1,0 +1,257 @@
+"""Decode step over a cache whose upper layers wait in host memory: programs on the device, and transfers between them.
+
+A step runs stretches of consecutive layers. A stretch ends with the choice of the next filter layer; the next stretch,
+this filter's attention and the layers above it, runs while the host packs the chosen entries for the stretch after it.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from jaxkv.cache import Cache, Tables
+from jaxkv.cache.host_store import Loader
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.embedding import embed
+from jaxkv.engine.layers.binding import bound
+from jaxkv.engine.layers.blocks import Bound, QueryBuffer, run_blocks
+from jaxkv.engine.layers.step import Step
+from jaxkv.engine.residual import Residual
+from jaxkv.engine.sparse import Chosen, chosen_at, new_tokens
+from jaxkv.engine.spec import Spec
+from jaxkv.engine.tokens import remembered, step_angles
+from jaxkv.models.config import SlidingWindows
+from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
+from jaxkv.models.values import LayerSpec
+from jaxkv.policies.reads import Reading
+from jaxkv.sharding.mesh import Axes, place
+from jaxkv.sharding.sharded_program import sharded_jit
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LayerGroup:
+    """Consecutive layers of one program, those whose entries are loaded from the host, filter layer asked at its end."""
+
+    layers: tuple[int, ...]
+    loaded: tuple[int, ...]
+    ask: int | None
+
+
+@lru_cache(maxsize=64)
+def kv_shards(
+    reading: Reading, sliding_windows: SlidingWindows, *, whole: bool
+) -> tuple[LayerGroup, ...]:
+    """Splits a step's layers into a cached tuple of `LayerGroup`es, cut at filter and offloaded layers; `whole` reads all.
+
+    Filters then choose nothing. `sliding_windows` are `ModelConfig.sliding_windows`: sliding-window layers join the layer below.
+    """
+    runs: list[list[int]] = []
+    below = False
+    for layer, width in enumerate(sliding_windows):
+        if runs and width is not None:
+            runs[-1].append(layer)
+            continue
+        away = layer in reading.offloaded
+        alone = whole and (away or below)
+        # A filter layer begins a new run: its choice is computed before its own attention.
+        if runs and below == away and not alone and (whole or layer not in reading.filters):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+        below = away
+    if not whole and reading.filters[0] == 0:
+        runs.insert(0, [])
+    after = [run[0] if run and run[0] in reading.filters else None for run in runs[1:]] + [None]
+    return tuple(
+        LayerGroup(
+            layers=tuple(run),
+            loaded=tuple(layer for layer in run if layer in reading.offloaded),
+            ask=None if whole else ask,
+        )
+        for run, ask in zip(runs, after, strict=True)
+    )
+
+
+@sharded_jit(static=("graphs",), on="graphs")
+def _finish(
+    ends: Leaves,
+    x: Float[Array, "B N E"],
+    tables: Tables,
+    count: Int[Array, " B"],
+    *,
+    graphs: Graphs,
+) -> tuple[Float[Array, "B V"], Int[Array, " B"], Int[Array, "L B K"]]:
+    """Compiled: triple of logits after each sequence's last real token, and `seen` and `length` tables, advanced."""
+    x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
+    return graphs.ends(ends).logits(x[:, 0]), tables.seen + count, tables.length + count[:, None]
+
+
+class Inputs(NamedTuple):
+    """Inputs of a stretch: its layers' parameters, query buffers and indices; filter's pool; loaded entries, positions.
+
+    If a filter layer is asked at the end of the stretch, its parameters, query buffer and index come last, and `filter` is its
+    pool. `loaded` are chosen entries from host memory, `chosen` their positions.
+    """
+
+    blocks: tuple[Leaves, ...]
+    query_buffers: tuple[QueryBuffer | None, ...]
+    layers: Int[Array, " n"]
+    filter: Pool | None = None
+    loaded: Float[Array, "B n T 2 K D"] | None = None
+    chosen: Chosen | None = None
+
+
+@sharded_jit(static=("spec", "kinds"), donate=("pools",), on="spec")
+def run_layer_group(
+    pools: tuple[Pool, ...],
+    given: Inputs,
+    tables: Tables,
+    x: Float[Array, "B N E"],
+    count: Int[Array, " B"],
+    *,
+    spec: Spec,
+    kinds: tuple[LayerSpec, ...],
+) -> tuple[Float[Array, "B N E"], tuple[Pool, ...], tuple[QueryBuffer | None, ...], Chosen | None]:
+    """Compiled: runs a stretch of layers; returns hidden states, pools, query buffers, and the asked filter's choice.
+
+    Equal stretches share a program. Pools are donated; `tables` are of all layers before the step; `kinds` are the
+    specs of the layers and of the filter.
+    """
+    mine = tables.of_layers(given.layers)
+    assert mine.state is not None and mine.state.choosable is not None
+    choosable = mine.state.choosable
+    new = new_tokens(spec, tables, count, x.shape[1])
+    turned = step_angles(spec, kinds, new.positions, Cache(pools=pools, tables=mine))
+    blocks = [
+        spec.graphs.of(kind).block(leaves) for kind, leaves in zip(kinds, given.blocks, strict=True)
+    ]
+    # Where entries are loaded, they are those of all layers but sliding-window layers.
+    away = (
+        []
+        if given.loaded is None
+        else [at for at, kind in enumerate(kinds) if not kind.sliding_window]
+    )
+
+    def bind(index: int, block: Block, pool: Pool) -> Bound:
+        """The layer as it is before the step."""
+        by, loaded, first = turned[index], None, None
+        if given.loaded is not None and index in away:
+            loaded, first = given.loaded[:, away.index(index)], choosable[index]
+        rows = bound(
+            spec,
+            pool,
+            mine.start[index],
+            mine.length[index],
+            shaping=block.shaping,
+            sliding_window=block.spec.sliding_window,
+            choosable=first,
+            loaded=loaded,
+            rotated=by.turning,
+        )
+        return Bound(rows=rows, by=by, query_buffer=given.query_buffers[index])
+
+    begun = Step(new=new, chosen=given.chosen)
+    ran = run_blocks(blocks[: len(pools)], spec, Residual(x=x), begun, pools, bind)
+    x, choice = ran.stream.x, None
+    if given.filter is not None:
+        q = blocks[-1].queries(blocks[-1].normed(x), turned[-1].new).astype(given.filter.dtype)
+        query_buffer = (
+            given.query_buffers[-1]
+            if given.query_buffers[-1] is None
+            else remembered(given.query_buffers[-1], q, new)
+        )
+        own = (given.filter, mine.start[-1], choosable[-1])
+        choice = chosen_at(spec, *own, q, query_buffer, new, blocks[-1].shaping)
+    return x, tuple(ran.pools), tuple(ran.query_buffers), choice
+
+
+@lru_cache(maxsize=1024)
+def _numbers(layers: tuple[int, ...], there: jax.Device | Axes) -> Int[Array, " n"]:
+    """Device array of layer indices; cached, so that it is transferred once."""
+    numbers = np.asarray(layers, np.int32)
+    return place(numbers, "n", there) if isinstance(there, Axes) else jax.device_put(numbers, there)
+
+
+def step(
+    flat: Flat,
+    cache: Cache,
+    tokens: Int[Array, "B N"],
+    count: Int[Array, " B"],
+    *,
+    spec: Spec,
+    loader: Loader,
+) -> tuple[Float[Array, "B V"], Cache]:
+    """Runs N new tokens over a cache with entries in host memory; returns last logits and cache; pools are donated.
+
+    Several tokens at once read all entries of every layer.
+    """
+    reading, graphs, tables, state = spec.reading, spec.graphs, cache.tables, cache.tables.state
+    assert state is not None
+    whole = tokens.shape[1] > 1 or not reading.filters
+    pools, query_buffers = (
+        list(cache.pools),
+        dict[int, QueryBuffer | None](zip(reading.filters, state.query_buffers, strict=False)),
+    )
+    there = spec.axes or next(iter(tables.seen.devices()))
+    x, chosen = embed(flat.ends, tokens, graphs=graphs), None
+    cut = kv_shards(reading, spec.config.sliding_windows, whole=whole)
+    single = [part.loaded[0] for part in cut if part.loaded]
+    layers = _loaded_ahead(loader, single, tables.seen, reading.ahead)
+    if whole:
+        nothing = place(np.zeros((len(tables.seen), 1), np.int32), "B T", spec.axes)
+        chosen = Chosen(positions=nothing, count=state.prompt)
+    for part in cut:
+        loaded = None
+        if part.loaded and whole:
+            # Whole layers are large: no more of them are on the device than the plan says.
+            jax.block_until_ready(x)
+            loaded = next(layers)
+        elif part.loaded:
+            assert chosen is not None
+            # Waits for the choice only: meanwhile the device runs the filter's own stretch.
+            loaded = loader.rows(part.loaded, chosen.positions)
+        every = part.layers if part.ask is None else (*part.layers, part.ask)
+        given = Inputs(
+            blocks=tuple(flat.blocks[layer] for layer in every),
+            query_buffers=tuple(query_buffers.get(layer) for layer in every),
+            layers=_numbers(every, there),
+            filter=None if part.ask is None else pools[part.ask],
+            loaded=loaded,
+            chosen=chosen if part.loaded else None,
+        )
+        mine, kinds = (
+            tuple(pools[layer] for layer in part.layers),
+            tuple(map(spec.config.spec_of, every)),
+        )
+        x, mine, kept, choice = run_layer_group(
+            mine, given, tables, x, count, spec=spec, kinds=kinds
+        )
+        chosen = chosen if choice is None else choice
+        for layer, pool, query_buffer in zip(part.layers, mine, kept, strict=True):
+            pools[layer], query_buffers[layer] = pool, query_buffer
+    logits, seen, length = _finish(flat.ends, x, tables, count, graphs=graphs)
+    state = dataclasses.replace(
+        state,
+        query_buffers=tuple(
+            query_buffer
+            for _, query_buffer in sorted(query_buffers.items())
+            if query_buffer is not None
+        ),
+    )
+    return logits, cache.updated(pools=tuple(pools), state=state, seen=seen, length=length)
+
+
+def _loaded_ahead(
+    loader: Loader, layers: list[int], like: Int[Array, " B"], ahead: int
+) -> Iterator[Array]:
+    """Yields the device arrays of whole offloaded layers in order; starts the transfers of `ahead` further ones."""
+    coming: list[Array] = []
+    while layers or coming:
+        while layers and len(coming) <= ahead:
+            coming.append(loader.whole_layer(layers.pop(0), like))
+        yield coming.pop(0)

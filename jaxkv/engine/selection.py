@@ -1,0 +1,334 @@
+"""Chooses the entries to keep, by scores and head budgets; on a mesh over all devices' heads."""
+
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from jaxkv._checks import ENDLESS
+from jaxkv.cache.arrays import Tally
+from jaxkv.cache.packing import Unpacked
+from jaxkv.models.config import SlidingWindows
+from jaxkv.policies.head_budgets import (
+    HeadBudgets,
+    Order,
+    ScoredRows,
+    ThresholdHeads,
+    most_rows,
+    own_budgets,
+    within_capacity,
+    without_threshold,
+)
+from jaxkv.policies.survivors import survivors
+from jaxkv.policies.topk import count, keys_of, top
+from jaxkv.sharding.collectives import gathered, own
+from jaxkv.sharding.mesh import Axes, inside
+from jaxkv.sharding.sharded_program import sharded_jit
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """One layer's entries to choose from, in order of position: scores, positions, masks of real and of forced entries.
+
+    Entries outside of `inside` are padding. `always_kept` entries stay whatever their score, and all entries do if `scores` is None;
+    the most recent entries are counted back from `seen` tokens. `norms` are the values', `claim` is the layer's on a
+    budget that layers compete for. Entries whose `first`, a rank in their head, is below a head's even part of the entries to
+    choose come before all others.
+    """
+
+    scores: Float[Array, "B K S"] | None
+    inside: Bool[Array, "B #K S"]  # noqa: F821
+    always_kept: Bool[Array, "B #K S"]  # noqa: F821
+    positions: Int[Array, "#B #K S"]
+    seen: Int[Array, " B"]
+    norms: Float[Array, "B K S"] | None = None
+    claim: Float[Array, " B"] | None = None
+    first: Int[Array, "B K S"] | None = None
+
+
+@jax.jit
+def of_prompt(
+    scores: Float[Array, "B K S"] | None, always_kept: Bool[Array, "B S"], length: Int[Array, " B"]
+) -> Candidates:
+    """Makes the `Candidates` of one layer of right-padded prompts: scores, masks of real and forced entries, positions."""
+    positions = jnp.arange(always_kept.shape[-1], dtype=jnp.int32)[None, None]
+    inside = positions < length[:, None, None]
+    return Candidates(
+        scores=scores,
+        inside=inside,
+        always_kept=always_kept[:, None] & inside,
+        positions=positions,
+        seen=length,
+    )
+
+
+def last_rows(rows: Candidates, window: int | None) -> Candidates:
+    """`Candidates` of which the last `window` entries stay, which later tokens may attend to; all of them for None."""
+    return _last_rows(rows, window) if window else rows
+
+
+@partial(jax.jit, static_argnames=("window",))
+def _last_rows(rows: Candidates, window: int) -> Candidates:
+    """Compiled `last_rows` of a window."""
+    return dataclasses.replace(
+        rows, inside=rows.inside & (rows.positions >= rows.seen[:, None, None] - window)
+    )
+
+
+def within_window(
+    rows: Unpacked, layer: Candidates, window: int | None, *, cut: bool, axes: Axes | None
+) -> tuple[Unpacked, Candidates]:
+    """Entries and `Candidates` of a prompt whose last `window` entries stay; with `cut` the others are gone already."""
+    if not (window and cut):
+        return rows, last_rows(layer, window)
+    return _cut(rows, layer, window=min(window, rows.k.shape[2]), axes=axes)
+
+
+@sharded_jit(static=("window", "axes"))
+def _cut(
+    rows: Unpacked, layer: Candidates, *, window: int, axes: Axes | None
+) -> tuple[Unpacked, Candidates]:
+    """Compiled `within_window`: a copy of the last `window` entries of each sequence, and `Candidates` that all stay."""
+    index = layer.seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
+    shape, at = (*rows.k.shape[:2], window), jnp.maximum(index, 0)
+    k, v = (jnp.take_along_axis(each, at[:, None, :, None], axis=2) for each in (rows.k, rows.v))
+    inside, positions = (jnp.broadcast_to(each[:, None], shape) for each in (index >= 0, at))
+    cut = dataclasses.replace(
+        layer, inside=inside, always_kept=jnp.zeros_like(inside), positions=positions
+    )
+    return Unpacked(k, v, inside, positions=positions), cut
+
+
+class Selection(NamedTuple):
+    """Masks of the entries to keep, one per layer, and the `Tally` of entries moved between devices and entries cut (counts)."""
+
+    masks: tuple[Bool[Array, "B K S"], ...]
+    tally: Tally
+
+
+def limits_of(
+    heads: HeadBudgets,
+    kept: Int[Array, "L B K"],
+    usual: Int[Array, "L B K"],
+    axes: Axes | None,
+    sliding_windows: SlidingWindows,
+    of: slice = slice(None),
+) -> Int[Array, "L B K"]:
+    """Row limits `[L, B, K]` of segments: `usual`, or if budgets fix limits per head, the larger of that and `kept`.
+
+    `sliding_windows` are `ModelConfig.sliding_windows`: segments of layers that have one grow without an end. `of` are the layers.
+    """
+    own_of = heads.limits()
+    if own_of is None:
+        return usual
+    near = np.asarray([width is not None for width in sliding_windows])
+    whole = jnp.asarray(np.where(near[:, None], ENDLESS, own_of)[of], jnp.int32)[:, None]
+    return jnp.maximum(kept, own(whole, "K", 2, axes) if inside() else whole)
+
+
+def choose(
+    layers: Sequence[Candidates],
+    rows: Int[Array, " B"],
+    recent: Int[Array, " B"] | None = None,
+    allowed: Bool[Array, "B S"] | None = None,
+    due: Bool[Array, " B"] | None = None,
+    *,
+    heads: HeadBudgets,
+    axes: Axes | None = None,
+    index: int = 0,
+) -> Selection:
+    """Chooses the entries to keep by score; returns `Selection`: a mask `[B, K, S]` per layer, counts of entries moved and cut.
+
+    `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
+    last `recent` entries of every layer. Only entries in `allowed`, by default all, can be chosen. Sequences that are not
+    `due` keep all entries. `index` is that of the first layer, counted among those without a window. Ties go to the lowest
+    head, then to the lowest layer, then to the lowest position.
+    """
+    if layers[0].scores is None:
+        return Selection(tuple(layer.inside for layer in layers), Tally())
+    layer = jnp.int32(index) if heads.needs_layer else None
+    return _choose(tuple(layers), rows, recent, allowed, due, layer, heads=heads, axes=axes)
+
+
+@sharded_jit(static=("heads", "axes"))
+def _choose(
+    layers: tuple[Candidates, ...],
+    rows: Int[Array, " B"],
+    recent: Int[Array, " B"] | None,
+    allowed: Bool[Array, "B S"] | None,
+    due: Bool[Array, " B"] | None,
+    index: Int[Array, ""] | None,
+    *,
+    heads: HeadBudgets,
+    axes: Axes | None,
+) -> Selection:
+    """Compiled `choose`: masks of the entries to keep, one per layer, and the `Tally` of entries moved and cut."""
+    budgets, layer = without_threshold(heads), _joined(layers)
+    mine = layer.inside
+    # Heads that compete need the scores of all devices' heads.
+    over = None if budgets.order is Order.OWN else axes
+    layer = dataclasses.replace(layer, always_kept=_always_kept(layer, recent))
+    scores, inside, always_kept, norms, first = _of_all_heads(layer, over)
+    assert scores is not None and inside is not None and always_kept is not None
+    candidates = (
+        inside & ~always_kept if allowed is None else inside & ~always_kept & allowed[:, None]
+    )
+    limited = isinstance(heads, ThresholdHeads)
+    base, anyway = _per_head(candidates, always_kept, rows, uneven=limited)
+    scores = _first_above(scores, first, base)
+    scored = ScoredRows(scores, candidates, base, anyway, norms, index)
+    chosen = budgets.choose(scored)
+    shared = not budgets.uniform and budgets.limits() is None
+    if shared and (candidates.shape[1] > 1 or index is not None):
+        # A head's share can be more than it has; what it leaves goes to the best entries of the others.
+        chosen = chosen & candidates
+        left = keys_of(scores, candidates & ~chosen).reshape(len(base), -1)
+        missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
+        chosen = chosen | top(left, missing).reshape(chosen.shape)
+    moved, cut, uneven, devices = (
+        None,
+        None,
+        own_budgets(budgets),
+        1 if over is None else over.size("K"),
+    )
+    # When a cache is recompressed, heads may hold fewer entries than the budget has room for.
+    chosen = chosen & candidates if limited else chosen
+    if uneven is not None and uneven.capacity < devices:
+        # Keep only what each device's part of the pool has room for.
+        heads_here = chosen.shape[1] // devices
+        headroom = most_rows(uneven.capacity, heads_here * (base + anyway)) - heads_here * anyway
+        keys = keys_of(scores, candidates)
+        chosen, moved = within_capacity(chosen, keys, uneven.floor(base, anyway), headroom, devices)
+    if isinstance(heads, ThresholdHeads):
+        chosen, cut = heads.above(chosen, scored)
+        cut = (
+            own(cut, "K", 1, over).reshape(len(base), -1, len(layers)).sum(axis=-1, dtype=jnp.int32)
+        )
+    mask = own(always_kept | chosen, "K", 1, over)
+    if due is not None:
+        mask = jnp.where(due[:, None, None], mask, mine)
+        moved = None if moved is None else jnp.where(due, moved, 0)
+        cut = None if cut is None else jnp.where(due[:, None], cut, 0)
+    masks = [mask]
+    if len(layers) > 1:
+        batch, _, padded_len = mask.shape
+        masks = list(jnp.moveaxis(mask.reshape(batch, -1, len(layers), padded_len), 2, 0))
+    return Selection(tuple(masks), Tally(moved=moved, cut=cut))
+
+
+def surviving(
+    layer: Candidates,
+    rows: Int[Array, " B"],
+    recent: Int[Array, " B"],
+    there: Bool[Array, "K 1"],
+    *,
+    heads: HeadBudgets,
+    most: int,
+) -> Bool[Array, "B K S"]:
+    """Mask `[B, K, S]` of one device's entries that may still be kept once all layers ran; at most `most` per sequence.
+
+    `layer` has the heads of all layers; those not `there` have no entries yet. The other arguments are those of `choose`.
+    """
+    always_kept = _always_kept(layer, recent)
+    candidates = layer.inside & ~always_kept
+    base, anyway = _per_head(candidates, always_kept, rows)
+    assert layer.scores is not None
+    headroom = most - layer.scores.shape[1] * anyway
+    rows_here = ScoredRows(layer.scores, candidates & there, base, anyway, layer.norms)
+    chosen = survivors(heads, rows_here, headroom)
+    return chosen | always_kept & there
+
+
+def within(
+    layer: Candidates, most: Int[Array, "B K"], recent: Int[Array, " B"], there: Bool[Array, "K 1"]
+) -> Bool[Array, "B K S"]:
+    """Mask `[B, K, S]` of each head's forced entries and its best others, `most[b, k]` in all; none of heads not `there`.
+
+    Bounds of entries that grow smaller as layers run drop no entry that the last of them would have kept.
+    """
+    always_kept = _always_kept(layer, recent) & there
+    candidates = layer.inside & ~always_kept & there
+    anyway, each = (count(mask) for mask in (always_kept, candidates))
+    assert layer.scores is not None
+    keys = keys_of(layer.scores, candidates)
+    return top(keys, jnp.clip(most - anyway, 0, each)) | always_kept
+
+
+def _always_kept(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:  # noqa: F821
+    """Mask of the entries kept whatever their score: `always_kept` ones and the `recent` last ones, padding left out."""
+    stays = layer.always_kept
+    if recent is not None:
+        stays = stays | (layer.positions >= (layer.seen - recent)[:, None, None])
+    return stays & layer.inside
+
+
+def staged(
+    layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]
+) -> Float[Array, "B K S"]:
+    """Scores `[B, K, S]`, infinite for the entries that a two-stage scorer takes first; unchanged for other scorers."""
+    assert layer.scores is not None
+    always_kept = _always_kept(layer, recent)
+    return _first_above(
+        layer.scores, layer.first, _per_head(layer.inside & ~always_kept, always_kept, rows)[0]
+    )
+
+
+def _first_above(
+    scores: Float[Array, "B K S"], first: Int[Array, "B K S"] | None, base: Int[Array, " B"]
+) -> Float[Array, "B K S"]:
+    """Scores, infinite for the entries whose rank `first` in their head is below `base`; unchanged if `first` is None."""
+    return scores if first is None else jnp.where(first < base[:, None, None], jnp.inf, scores)
+
+
+def _per_head(
+    candidates: Bool[Array, "B #K S"],  # noqa: F821
+    always_kept: Bool[Array, "B #K S"],  # noqa: F821
+    rows: Int[Array, " B"],
+    *,
+    uneven: bool = False,
+) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
+    """Two counts `[B]` per head: entries to choose on average (of `rows`, less the forced ones), and forced entries.
+
+    At most as many as the heads have on average; with `uneven`, as many as the head that has most.
+    """
+    anyway, each = (count(mask) for mask in (always_kept[:, 0], candidates))
+    most = (
+        each.max(axis=-1) if uneven else each.sum(axis=-1, dtype=jnp.int32) // candidates.shape[1]
+    )
+    return jnp.clip(rows - anyway, 0, most), anyway
+
+
+def _joined(layers: tuple[Candidates, ...]) -> Candidates:
+    """Joins the `Candidates` of L layers into a single one with K * L heads, so that the heads of all layers compete.
+
+    The layers of one head lie side by side: on a mesh, a device's heads stay together.
+    """
+    first = layers[0]
+    if len(layers) == 1 or first.scores is None:
+        return first
+    _, heads, padded_len = first.scores.shape
+
+    def joined(*leaves: Array) -> Array:
+        """Arrays of all layers as one, `[B, K * L, S]`; the first layer's if it is shared by all heads."""
+        if leaves[0].shape[1] < heads:
+            return leaves[0]
+        return jnp.stack(leaves, axis=2).reshape(leaves[0].shape[0], -1, padded_len)
+
+    names = ("scores", "inside", "always_kept", "positions", "norms", "first")
+    of_layers = [{name: getattr(layer, name) for name in names} for layer in layers]
+    return dataclasses.replace(first, **jax.tree.map(joined, *of_layers))
+
+
+def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
+    """List of a layer's scores, masks of real and forced entries, norms, ranks; with `axes`, gathered from all devices."""
+    known = [layer.scores, layer.inside, layer.always_kept, layer.norms, layer.first]
+    if axes is None or layer.scores is None:
+        return known
+    shape = layer.scores.shape
+    return jax.tree.map(lambda each: gathered(jnp.broadcast_to(each, shape), "K", 1, axes), known)

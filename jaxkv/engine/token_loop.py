@@ -1,0 +1,247 @@
+"""Token loop: a compiled loop over decode steps, or a loop in Python for caches with entries in host memory."""
+
+import dataclasses
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
+
+from jaxkv.cache import Cache, Tables
+from jaxkv.cache.host_store import Loader, Traffic
+from jaxkv.cache.pools import Pool
+from jaxkv.engine.decode import extend, step
+from jaxkv.engine.sampling import Sampler, argument
+from jaxkv.engine.spec import Spec
+from jaxkv.models.decoder import Flat, Leaves
+from jaxkv.sharding.collectives import count_of_all, first, gathered
+from jaxkv.sharding.mesh import Axes, host, inside, settle_down
+from jaxkv.sharding.sharded_program import sharded_jit
+
+
+def _one_command_buffer() -> dict[str, str]:
+    """XLA compiler options that make the token loop one GPU command buffer; empty if XLA_FLAGS already sets them.
+
+    The GPU then waits for the host once, not at every token.
+    """
+    name = "xla_gpu_enable_command_buffer"
+    if name in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    usual = "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION"
+    return {name: f"{usual},CONDITIONAL,WHILE"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingState:
+    """Sampling state of each sequence: next token's logits, mask of ended ones, tokens left, random key, end ids.
+
+    None of it depends on another sequence.
+
+    Attributes:
+        logits: `f32[B, V]` of the next token.
+        done: mask of sequences that have ended.
+        left: tokens that each may still sample; the last of them ends it, as an end token does.
+        key: random keys; each step folds in `row` and the position.
+        row: numbers folded into the keys: the index of a sequence among those that share a key.
+        ends: ids that end each sequence; -2 is none.
+    """
+
+    logits: Float[Array, "B V"]
+    done: Bool[Array, " B"]
+    left: Int[Array, " B"]
+    key: Key[Array, " B"]
+    row: Int[Array, " B"]
+    ends: Int[Array, "B n"]
+
+    def after(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "SamplingState":
+        """Sampling state after a step: new logits and `done` mask, `left` less one; ended sequences keep old logits.
+
+        A token that ends a sequence becomes no entry: the logits stay those of the last row.
+        """
+        left = self.left - (~self.done).astype(jnp.int32)
+        return dataclasses.replace(
+            self, logits=jnp.where(done[:, None], self.logits, logits), done=done, left=left
+        )
+
+
+@sharded_jit(static=("axes",))
+def first_sampling_state(
+    logits: Float[Array, "B V"],
+    done: Bool[Array, " B"],
+    key: PRNGKeyArray,
+    eos: Int[Array, " n"],
+    *,
+    axes: Axes | None = None,
+) -> SamplingState:
+    """Compiled: makes a batch's first sampling state: one random key, one set of end ids `eos`, no limit of tokens."""
+    batch = done.shape[0]
+    return SamplingState(
+        logits=logits,
+        done=done,
+        left=jnp.full((batch,), jnp.iinfo(jnp.int32).max, jnp.int32),
+        key=jnp.broadcast_to(key, (batch,)),
+        row=jnp.arange(batch, dtype=jnp.int32) + first("B", batch, axes),
+        ends=jnp.broadcast_to(eos, (batch, *eos.shape)),
+    )
+
+
+class SampledTokens(NamedTuple):
+    """One token id sampled per sequence, the id to show, mask of ended sequences, and 1 if the token is run (else 0).
+
+    `token` is V for an id outside of the vocabulary; `shown` is -1 for sequences that had ended before; `done` masks
+    sequences that have ended now; `fed` is 1 where the token runs through the model.
+    """
+
+    token: Int[Array, " B"]
+    shown: Int[Array, " B"]
+    done: Bool[Array, " B"]
+    fed: Int[Array, " B"]
+
+
+def sample_next(
+    sampling_state: SamplingState,
+    seen: Int[Array, " B"],
+    sampling: Sampler,
+    axes: Axes | None = None,
+) -> SampledTokens:
+    """Samples the next token of each sequence; returns `SampledTokens`; TypeError unless the sampler gives integers `[B]`."""
+    logits = gathered(sampling_state.logits, "V", 1, axes)
+    keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(
+        sampling_state.key, sampling_state.row, seen
+    )
+    token = sampling(logits, keys)
+    whole = jnp.issubdtype(jnp.asarray(token).dtype, jnp.integer)
+    if not whole or jnp.shape(token) != seen.shape:
+        found = f"{jnp.asarray(token).dtype}{list(jnp.shape(token))}"
+        raise TypeError(
+            f"sampling={sampling}: it gives {found}: give one token id for each sequence, int32 [B]"
+        )
+    vocab = logits.shape[1]
+    # V stands for an id outside of the vocabulary, which `Drawing.sampling_state` rejects; -1 would be taken for an end.
+    token = jnp.where((token < 0) | (token >= vocab), vocab, token.astype(jnp.int32))
+    done = (
+        sampling_state.done
+        | (token[:, None] == sampling_state.ends).any(axis=1)
+        | (sampling_state.left <= 1)
+    )
+    return SampledTokens(
+        token, jnp.where(sampling_state.done, -1, token), done, (~done).astype(jnp.int32)
+    )
+
+
+@sharded_jit(static=("axes",))
+def next_tokens(
+    sampling_state: SamplingState, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None
+) -> SampledTokens:
+    """Compiled: samples the next token of every sequence; returns `SampledTokens` (token ids, mask of ended sequences)."""
+    return sample_next(sampling_state, seen, sampling, axes)
+
+
+def decode(
+    flat: Flat,
+    cache: Cache,
+    sampling_state: SamplingState,
+    steps: int | Int[Array, ""],
+    *,
+    spec: Spec,
+    sampling: Sampler,
+    size: int,
+    idle: int | None = None,
+    loader: Loader | None = None,
+) -> tuple[Cache, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
+    """Samples up to `steps` tokens per sequence; returns cache, sampling state, ids `[B, size]`, count of steps run.
+
+    Ids are -1 after a sequence's end; the pools of `cache` are donated.
+    Runs one compiled loop, or a loop in Python with a `loader` of entries in host memory.
+    A sampled token runs through the model before the next one is sampled, so that the cache holds all that was said; a
+    token that ends a sequence does not. Sampling stops early once more than `idle` sequences have ended, by default all.
+    `steps`, at most `size`, and `idle` are not compiled in; 0 steps compile everything and change nothing.
+    """
+    # On a mesh, sequences that fill up its groups have ended, too.
+    many = sampling_state.done.shape[0] * (
+        flat.axes.size("B") if flat.axes is not None and inside() else 1
+    )
+    idle = many - 1 if idle is None else idle
+    if loader is None:
+        arguments = loop_arguments(flat, cache, sampling_state, steps, sampling, idle, spec=spec)
+        return _loop(*arguments, spec=spec, size=size)
+    there = next(iter(cache.tables.seen.devices()))
+    sampling_state = (
+        settle_down(sampling_state, flat.axes)
+        if flat.axes
+        else jax.device_put(sampling_state, there)
+    )
+    out, ran, ended = (
+        np.full((len(sampling_state.done), size), -1, np.int32),
+        0,
+        host(sampling_state.done),
+    )
+    if steps == 0:
+        # A step that counts no token.
+        new = next_tokens(sampling_state, cache.tables.seen, argument(sampling), axes=flat.axes)
+        loader, none = dataclasses.replace(loader, traffic=Traffic()), new.fed * 0
+        logits, cache = extend(flat, cache, new.token[:, None], none, spec=spec, loader=loader)
+        jax.block_until_ready(logits)
+    while ran < int(steps) and ended.sum() <= idle:
+        new = next_tokens(sampling_state, cache.tables.seen, argument(sampling), axes=flat.axes)
+        logits, cache = extend(flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader)
+        sampling_state = sampling_state.after(logits, new.done)
+        # Copied to the host only now, while the device runs the step.
+        out[:, ran], ended = host(new.shown), host(new.done)
+        ran += 1
+    return cache, sampling_state, jnp.asarray(out), jnp.int32(ran)
+
+
+def loop_arguments(
+    flat: Flat,
+    cache: Cache,
+    sampling_state: SamplingState,
+    steps: int | Int[Array, ""],
+    sampling: Sampler,
+    idle: int,
+    *,
+    spec: Spec,
+) -> tuple[Any, ...]:
+    """Tuple of the compiled loop's non-static arguments, in order; the second is donated when the loop is called."""
+    weights, limits = (flat.ends, spec.blocks_of(flat)), (jnp.int32(steps), jnp.int32(idle))
+    return weights, cache.pools, cache.tables, sampling_state, limits, argument(sampling)
+
+
+@sharded_jit(static=("spec", "size"), donate=("pools",), on="spec", compiler=_one_command_buffer())
+def _loop(
+    weights: tuple[Leaves, tuple[Leaves, ...]],
+    pools: tuple[Pool, ...],
+    tables: Tables,
+    sampling_state: SamplingState,
+    limits: tuple[Int[Array, ""], Int[Array, ""]],
+    sampling: Any,
+    *,
+    spec: Spec,
+    size: int,
+) -> tuple[Cache, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
+    """Compiled token loop: returns the cache (its pools are donated), sampling state, ids, steps run.
+
+    `limits` are the number of steps, and the number of ended sequences above which the loop stops.
+    """
+    steps, idle = limits
+
+    def going(carry):
+        index, _, sampling_state, _ = carry
+        # Stops at the requested number of steps, or once more than `idle` sequences have ended.
+        return (index < steps) & (count_of_all(sampling_state.done, spec.axes) <= idle)
+
+    def body(carry):
+        index, cache, sampling_state, out = carry
+        new = sample_next(sampling_state, cache.tables.seen, sampling, spec.axes)
+        out = lax.dynamic_update_slice(out, new.shown[:, None], (0, index))
+        logits, cache = step(*weights, cache, new.token[:, None], new.fed, spec=spec)
+        return index + 1, cache, sampling_state.after(logits, new.done), out
+
+    out = jnp.full((sampling_state.done.shape[0], size), -1, jnp.int32)
+    begun = jnp.int32(0), Cache(pools=pools, tables=tables), sampling_state, out
+    index, cache, sampling_state, out = lax.while_loop(going, body, begun)
+    return cache, sampling_state, out, index

@@ -1,0 +1,152 @@
+"""Tasks whose samples are questions: a model answers them over compressed caches, and a metric scores the answer."""
+
+import abc
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from jaxkv.cache import Turn
+from jaxkv.evals.task import How, Outcome, Sample, Task
+from jaxkv.generation import generate, prefill
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.policy import Policy
+from jaxkv.sharding.mesh import host
+from jaxkv.text.prompts import rendered
+from jaxkv.text.tokenizer import Text, user
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QuestionTask(Task):
+    """Base of tasks whose answers are texts: a subclass defines `samples`, and `score` for a predicted text.
+
+    A question-agnostic run compresses a context once for all samples of a batch that have it.
+    """
+
+    @abc.abstractmethod
+    def score(self, sample: Sample, prediction: str) -> float:
+        """Returns the score in [0, 1] of the text that a model predicted for one sample.
+
+        Args:
+            sample: the sample.
+            prediction: text that the model has sampled, without the sample's prefix.
+
+        Returns:
+            The score, a share in [0, 1].
+        """
+
+    def run(
+        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
+    ) -> list[Outcome]:
+        """Generates the answers to a batch of samples; returns an `Outcome` per sample: score, text, rows and bytes."""
+        drawn = asked(params, policy, samples, how)
+        return [
+            dataclasses.replace(each, score=self.score(sample, each.prediction))
+            for sample, each in zip(samples, drawn, strict=True)
+        ]
+
+    def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
+        """Ids of the prompt, or in a question-agnostic run of the context alone."""
+        return _split(params, sample, how)[0]
+
+
+def ids_of(text: Text, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
+    """Token ids of a sample's context and of its question, as two lists; concatenated they are the prompt.
+
+    Args:
+        text: the model's tokenizer.
+        sample: the sample.
+        raw: True leaves the chat template out, as `Sample.raw` does.
+
+    Returns:
+        The context's ids, with the template's opening; the question's, with the template's closing and the prefix.
+    """
+    question = sample.question
+    if raw or sample.raw or not text.has_template:
+        return text.encode(sample.context, bos=True), text.encode(
+            question + sample.prefix, bos=False
+        )
+    context = rendered([user(sample.context)], text, turn=Turn.START, close=False)
+    asked = rendered([user(question)], text, turn=Turn.USER, close=True, parted=False)
+    encode = partial(text.encode, bos=False, shielded=True)
+    return encode(context), encode(asked + sample.prefix)
+
+
+def asked(
+    params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
+) -> list[Outcome]:
+    """Samples a model's answers to a batch of samples over compressed caches; returns an unscored `Outcome` for each.
+
+    Rows and bytes are those of the compressed tokens when the answer ends. Samples that compress the same tokens share
+    their cache.
+
+    Args:
+        params: from `jaxkv.load`.
+        policy: the compression.
+        samples: the batch.
+        how: settings of the run: question-agnostic or not, chat template, seed.
+
+    Returns:
+        One outcome per sample, in order, with a score of 0.
+    """
+    # A sample without a question runs the same whether or not the run is question-agnostic.
+    # Answers of equal `new_tokens` are sampled together, so that no sample samples more tokens than it asks for.
+    kinds: dict[tuple[bool, int], dict[int, tuple[list[int], list[int]]]] = {}
+    for number, sample in enumerate(samples):
+        pair = _split(params, sample, how)
+        kinds.setdefault((bool(pair[1]), sample.new_tokens), {})[number] = pair
+    found: dict[int, Outcome] = {}
+    for (_, new), pairs in kinds.items():
+        found |= _drawn(params, policy, pairs, size=len(samples), new=new, seed=how.seed)
+    return [found[number] for number in range(len(samples))]
+
+
+def _split(params: LanguageModel, sample: Sample, how: How) -> tuple[list[int], list[int]]:
+    """Ids of a sample that are compressed, and those that follow: of a question-agnostic run, its question's."""
+    context, question = ids_of(params.tokenizer, sample, raw=how.raw)
+    return (context, question) if how.agnostic else (context + question, [])
+
+
+def _drawn(
+    params: LanguageModel,
+    policy: Policy,
+    pairs: Mapping[int, tuple[list[int], list[int]]],
+    *,
+    size: int,
+    new: int,
+    seed: int,
+) -> dict[int, Outcome]:
+    """`Outcome` by sample number, from ids to compress and ids that follow, which all samples have, or none."""
+    # The first sample of each context and question: a batch may be filled up with copies.
+    asks: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
+    first = {
+        number: asks.setdefault(tuple(context), {}).setdefault(tuple(question), number)
+        for number, (context, question) in pairs.items()
+    }
+    # Programs are compiled for a number of contexts: copies of the last one fill them up to few such numbers.
+    several = [[*each.values()] for each in asks.values()]
+    several += several[-1:] * (min(size, 1 << (len(several) - 1).bit_length()) - len(several))
+    contexts = [pairs[numbers[0]][0] for numbers in several]
+    drawing = partial(generate, params, max_new_tokens=new, key=seed, progress=False)
+    follows = any(question for _, question in pairs.values())
+    if follows:
+        cache = prefill(params, contexts, policy=policy, key=seed, progress=False)
+    found: dict[int, Outcome] = {}
+    for turn in range(max(map(len, several))):
+        rows = [numbers[min(turn, len(numbers) - 1)] for numbers in several]
+        if follows:
+            out = drawing([pairs[number][1] for number in rows], cache=cache)
+        else:
+            out = drawing(contexts, policy=policy)
+        # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
+        kept = np.minimum(host(out.cache.limit)[:, : len(rows)], out.cache.kept)
+        for row, (number, text) in enumerate(zip(rows, out.text or (), strict=True)):
+            found[number] = Outcome(
+                score=0.0,
+                prediction=text,
+                tokens=sum(map(len, pairs[number])),
+                rows=float(kept[:, row].mean()),
+                nbytes=int(kept[:, row].sum()) * out.cache.entry_bytes,
+            )
+    return {number: found[at] for number, at in first.items()}

@@ -1,0 +1,162 @@
+"""RULER's question answering: documents with the answer among other documents of the same data set."""
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numpy.random import Generator
+
+from jaxkv._errors import invalid, require
+from jaxkv.evals.ruler.recipe import Prompt, Recipe
+from jaxkv.evals.texts import text_of_file
+
+# RULER's, scripts/data/synthetic/{qa,constants}.py.
+_ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+_OPENING = f"{_ORDER}\n\nThe following are given documents.\n\n"
+_QUESTION = f"\n\n{_ORDER}\n\nQuestion: {{asked}}"
+_PREFIX = " Answer:"
+# RULER's file names, and the addresses of the files.
+FILES = {
+    "qa_1": ("squad.json", "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
+    "qa_2": (
+        "hotpotqa.json",
+        "http://curtis.ml.cmu.edu/datasets/hotpot/hotpot_dev_distractor_v1.json",
+    ),
+}
+
+
+class DocumentQuestion(NamedTuple):
+    """One question with its right answers, and indices of its own documents and of others in their article.
+
+    Attributes:
+        text: the question.
+        answers: right answers, any of which counts.
+        context: indices of the question's documents; of HotpotQA, those that distract too.
+        near: indices of documents of the same article, which are taken before all others.
+    """
+
+    text: str
+    answers: tuple[str, ...]
+    context: tuple[int, ...]
+    near: tuple[int, ...] = ()
+
+
+class DataSet(NamedTuple):
+    """Questions of a data set in the file's order, and its distinct documents, sorted."""
+
+    questions: tuple[DocumentQuestion, ...]
+    documents: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DocumentQA(Recipe):
+    """Recipe of question answering over a data set's documents; a haystack's size is its number of documents."""
+
+    data: DataSet
+
+    @property
+    def least(self) -> int:
+        """Smallest number of documents in a prompt: as many as the question with the most documents needs."""
+        return max(len(each.context) for each in self.data.questions)
+
+    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
+        """Makes a `Prompt`: the file's question `index` (ValueError beyond the last) and `size` documents, shuffled."""
+        have = len(self.data.questions)
+        require(
+            index < have,
+            "count",
+            index + 1,
+            f"the file has {have} questions: ask for so many at most",
+        )
+        asked = self.data.questions[index]
+        return self.write(asked, self.draw(asked, size, rng))
+
+    def draw(self, asked: DocumentQuestion, size: int, rng: Generator) -> tuple[int, ...]:
+        """Tuple of `size` document indices in random order, the question's own included; repeats if too few."""
+        have, more = len(self.data.documents), size - len(asked.context)
+        if size >= have:
+            chosen = [each % have for each in range(size)]
+        elif more <= len(asked.near):
+            chosen = [*asked.context, *_some(asked.near, more, rng)]
+        else:
+            taken = {*asked.context, *asked.near}
+            others = [each for each in range(have) if each not in taken]
+            chosen = [*asked.context, *asked.near, *_some(others, more - len(asked.near), rng)]
+        return tuple(_some(chosen, len(chosen), rng))
+
+    def write(self, asked: DocumentQuestion, order: Sequence[int]) -> Prompt:
+        """Renders a question as a `Prompt`, with the documents of these indices in this order."""
+        texts = [
+            f"Document {at}:\n{self.data.documents[each]}" for at, each in enumerate(order, start=1)
+        ]
+        stand = [at for at, each in enumerate(order) if each in asked.context]
+        return Prompt(
+            context=_OPENING + "\n\n".join(texts),
+            question=_QUESTION.format(asked=asked.text),
+            prefix=_PREFIX,
+            answers=asked.answers,
+            target=f" {asked.answers[0]}",
+            depth=sum(stand) / len(stand) / len(order),
+        )
+
+
+def read(folder: str | None, name: str) -> DataSet:
+    """Reads the `DataSet` (questions, documents) of "qa_1" (SQuAD 2.0) or "qa_2" (HotpotQA) from a file in `folder`.
+
+    A missing file is a FileNotFoundError that says what to put where; a file of another format is rejected.
+    """
+    file, address = FILES[name]
+    path = Path(folder or ".").expanduser() / file
+    if folder is None or not path.is_file():
+        raise FileNotFoundError(
+            f"data={folder!r}: {name} asks questions of a file: put {address} there as {file}"
+        )
+    try:
+        content = json.loads(text_of_file(path))
+        return _squad(content) if name == "qa_1" else _hotpot(content)
+    except (KeyError, TypeError, ValueError):
+        remedy = f"not the format of {address}: download it again"
+        raise invalid("data", str(path), remedy) from None
+
+
+def _squad(content: dict[str, Any]) -> DataSet:
+    """`DataSet` of the answerable questions in SQuAD 2.0's parsed JSON; its documents are paragraphs."""
+    articles = [[part["context"] for part in article["paragraphs"]] for article in content["data"]]
+    documents = sorted({text for texts in articles for text in texts})
+    places = {text: at for at, text in enumerate(documents)}
+    questions = []
+    for article, texts in zip(content["data"], articles, strict=True):
+        for part in article["paragraphs"]:
+            mine = places[part["context"]]
+            near = tuple(places[text] for text in texts if places[text] != mine)
+            for asked in part["qas"]:
+                if not asked["is_impossible"]:
+                    answers = tuple(each["text"] for each in asked["answers"])
+                    questions.append(DocumentQuestion(asked["question"], answers, (mine,), near))
+    return DataSet(tuple(questions), tuple(documents))
+
+
+def _hotpot(content: list[dict[str, Any]]) -> DataSet:
+    """`DataSet` of the questions in HotpotQA's parsed JSON; its documents are articles with their titles."""
+
+    def document(title: str, lines: list[str]) -> str:
+        return f"{title}\n{''.join(lines)}"
+
+    documents = sorted({document(*each) for case in content for each in case["context"]})
+    places = {text: at for at, text in enumerate(documents)}
+    questions = [
+        DocumentQuestion(
+            case["question"],
+            (case["answer"],),
+            tuple(places[document(*each)] for each in case["context"]),
+        )
+        for case in content
+    ]
+    return DataSet(tuple(questions), tuple(documents))
+
+
+def _some(places: Sequence[int], count: int, rng: Generator) -> list[int]:
+    """List of `count` of the given indices, sampled without replacement, in random order."""
+    return [places[each] for each in rng.permutation(len(places))[:count].tolist()]

@@ -1,0 +1,41 @@
+"""Controls that other policies are held against: recency, key norms and chance."""
+
+import dataclasses
+
+from jaxkv.policies.policy import BudgetMethod
+from jaxkv.policies.registry import register
+from jaxkv.policies.unseen import KeyNorm, Position, Uniform01
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LocalWindow(BudgetMethod):
+    """Keeps the most recent tokens only, without sinks: a control."""
+
+    paper = "Longformer's sliding window, arXiv:2004.05150"
+
+    scored_by = Position
+
+
+@register
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class KNorm(BudgetMethod):
+    """Keeps the entries whose keys have the smallest L2 norms.
+
+    References:
+        Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430.
+    """
+
+    paper = "L2 norm, arXiv:2406.11430"
+
+    scored_by = KeyNorm
+
+
+@register(name="random")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RandomKV(BudgetMethod):
+    """Keeps entries sampled at random with the key given to `prefill` or `generate`: a control."""
+
+    paper = "control"
+
+    scored_by = Uniform01

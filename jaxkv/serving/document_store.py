@@ -1,0 +1,275 @@
+"""Documents of an engine: compressed caches that are asked many times; the least recently used ones wait on disk."""
+
+import collections
+import dataclasses
+import json
+import logging
+import os
+import re
+import secrets
+import shutil
+import tempfile
+import threading
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jaxkv.cache import KVCache, Turn, laid_out
+from jaxkv.cache.saved import load_cache
+from jaxkv.checkpoints.whole_files import write_whole
+from jaxkv.engine.slot_shape import SlotShape
+from jaxkv.loading import LanguageModel
+from jaxkv.policies.policy import Policy
+from jaxkv.serving.kept_tokens import KeptTokens
+
+_ID = re.compile("doc-[0-9a-f]{16}")
+_NOTICES = logging.getLogger("jaxkv")
+
+
+class UnknownDocument(ValueError):
+    """Error for a document's id that the engine does not know, or no longer."""
+
+
+class UnreadableDocument(ValueError):
+    """Error for a document that waits on disk and cannot be read: its folder is damaged or gone."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Document:
+    """A document that an engine has compressed, for `submit(question, document=...)`: id, tokens, entries, bytes.
+
+    Attributes:
+        id: name of the document in its engine.
+        tokens: tokens of the document.
+        rows: entries kept per kv head and layer, averaged.
+        nbytes: bytes of its cache on the device; free places for a question and an answer are those of a slot.
+        kept_nbytes: bytes of the entries (keys and values) that were kept.
+        full_nbytes: bytes of the entries of all of its tokens in an uncompressed cache.
+        kept: its token ids, and which kv heads of which layers keep each token's row.
+        turn: turn of the conversation after it.
+    """
+
+    id: str
+    tokens: int
+    rows: float
+    nbytes: int
+    kept_nbytes: int
+    full_nbytes: int
+    kept: KeptTokens = dataclasses.field(repr=False, compare=False)
+    turn: Turn
+
+
+def _remove_folder(folder: Path, process: int) -> None:
+    """Removes a folder and what is in it, in the process that made it: a forked one leaves it."""
+    if os.getpid() == process:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class DocumentStore:
+    """Caches of an engine's documents, at most `most_bytes` on the device; the least recently used wait in a folder.
+
+    With a folder of the user's, every document is written there when it is added, and found there by all engines of
+    the same model, policy and slots, those that run beside this one included.
+    """
+
+    def __init__(
+        self,
+        params: LanguageModel,
+        policy: Policy,
+        *,
+        shape: SlotShape,
+        most_bytes: int,
+        folder: Path | None,
+    ):
+        """Finds the documents in `folder`, if one is given; reads none of their caches yet.
+
+        `shape` is that of the slots, which a document enters to be asked.
+        """
+        self.most_bytes, self._shape = most_bytes, shape
+        self._params, self._policy, self._lock = params, policy, threading.Lock()
+        self._known: dict[str, Document] = {}
+        # Ids of files in the folder that are no documents of this engine.
+        self._others = set[str]()
+        # In order of use, the latest last.
+        self._held: collections.OrderedDict[str, KVCache] = collections.OrderedDict()
+        self._kept = folder is not None
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="jaxkv-documents-"))
+            # Removed with this object, or when the process ends.
+            self._remove = weakref.finalize(self, _remove_folder, folder, os.getpid())
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        self._look()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the documents' caches on the device."""
+        with self._lock:
+            return sum(self._known[name].nbytes for name in self._held)
+
+    def all(self) -> list[Document]:
+        """List of all documents, in order of their ids."""
+        with self._lock:
+            self._look()
+            return [self._known[name] for name in sorted(self._known)]
+
+    def of(self, name: str) -> Document:
+        """The document with an id; ValueError if there is none."""
+        with self._lock:
+            if _ID.fullmatch(name):
+                self._look(name)
+            if name not in self._known:
+                told = "there is none of this id: it was removed, or is another engine's"
+                raise UnknownDocument(f"document={name!r}: {told}")
+            return self._known[name]
+
+    def add(self, cache: KVCache, ids: Sequence[int]) -> Document:
+        """Adds the cache of one document of token ids, without its free places; returns its `Document`.
+
+        Others may leave the device for it.
+        """
+        tight = laid_out(dataclasses.replace(cache, logits=None), cache.axes)
+        made = Document(
+            id=f"doc-{secrets.token_hex(8)}",
+            tokens=int(np.asarray(cache.seen)[0]),
+            rows=float(np.mean(cache.kept)),
+            nbytes=tight.nbytes,
+            kept_nbytes=cache.kept_nbytes // cache.batch,
+            full_nbytes=cache.full_nbytes // cache.batch,
+            kept=KeptTokens.of(cache, ids),
+            turn=cache.turn if isinstance(cache.turn, Turn) else cache.turn[0],
+        )
+        if self._kept:
+            self._write(made, tight)
+        with self._lock:
+            self._known[made.id] = made
+        try:
+            self._hold(made.id, tight)
+        except OSError:
+            # There is no room for it if no other document can leave for the disk.
+            self.remove(made.id)
+            raise
+        return made
+
+    def cache_of(self, name: str) -> KVCache:
+        """Cache of the document with an id in the shape of a slot, read from disk if it waits there.
+
+        ValueError if there is none.
+        """
+        made = self.of(name)
+        with self._lock:
+            cache = self._held.get(name)
+        if cache is None:
+            try:
+                cache = load_cache(self._folder / made.id, self._params, policy=self._policy)
+            except ValueError as error:
+                # Whoever removed it meanwhile took its folder away.
+                self.of(name)
+                raise UnreadableDocument(
+                    f"document={name!r}: its saved cache cannot be read: {error}"
+                ) from error
+        self._hold(name, cache)
+        return laid_out(cache, cache.axes, rows=self._shape.rows)
+
+    def remove(self, name: str) -> None:
+        """Removes the document with an id from the device and the disk; ValueError if there is none."""
+        self.of(name)
+        with self._lock:
+            self._known.pop(name, None)
+            self._held.pop(name, None)
+        self._unlink(name)
+
+    def close(self) -> None:
+        """Drops all caches; removes the folder unless it is the user's."""
+        with self._lock:
+            self._held.clear()
+        if not self._kept:
+            self._remove()
+
+    def _hold(self, name: str, cache: KVCache) -> None:
+        """Keeps a cache on the device as the one used last; writes others to disk and drops them if bytes are short."""
+        with self._lock:
+            if name in self._known:
+                self._held[name] = cache
+                self._held.move_to_end(name)
+            held = [self._known[each] for each in self._held]
+        over = sum(each.nbytes for each in held) - self.most_bytes
+        # The one that is asked now stays, whatever it weighs.
+        for document in held[:-1]:
+            if over <= 0:
+                break
+            waiting = self._held.get(document.id)
+            # On disk first: where that fails, nothing is lost.
+            if waiting is not None and not self._json(document.id).exists():
+                try:
+                    self._write(document, waiting)
+                except OSError:
+                    # Whoever removed it meanwhile took its folder away.
+                    if document.id in self._known:
+                        raise
+            with self._lock:
+                self._held.pop(document.id, None)
+            over -= document.nbytes
+            if document.id not in self._known:
+                # It was removed while it was written.
+                self._unlink(document.id)
+
+    def _unlink(self, name: str) -> None:
+        """Removes the files of a document, if there are any."""
+        self._json(name).unlink(missing_ok=True)
+        shutil.rmtree(self._folder / name, ignore_errors=True)
+
+    def _json(self, name: str) -> Path:
+        """Path of the file that describes a document; it is written last, so that a half-written one is not found."""
+        return self._folder / f"{name}.json"
+
+    def _made_for(self) -> dict[str, Any]:
+        """Dict that tells documents of this engine's model and policy from those of others."""
+        return {"model": str(self._params.fingerprint), "policy": repr(self._policy)}
+
+    def _write(self, document: Document, cache: KVCache) -> None:
+        """Writes a document's cache and description to disk."""
+        cache.save(self._folder / document.id)
+        described = dataclasses.asdict(document) | {
+            "turn": document.turn.value,
+            "kept": document.kept.described(),
+            "made_for": self._made_for(),
+        }
+        write_whole(self._json(document.id), json.dumps(described).encode())
+
+    def _look(self, *names: str) -> None:
+        """Finds documents, by default all, that others wrote into a kept folder; forgets those that others removed."""
+        if not self._kept:
+            return
+        for name in names or sorted(
+            self._known.keys() | {each.stem for each in self._folder.glob("*.json")}
+        ):
+            there = self._json(name).exists()
+            if not there:
+                self._known.pop(name, None)
+                self._held.pop(name, None)
+            elif name not in self._known and name not in self._others:
+                self._others.add(name)
+                self._find(self._json(name))
+
+    def _find(self, path: Path) -> None:
+        """Adds the document that a file describes; leaves out, with a notice, one of another model or policy."""
+        try:
+            described = json.loads(path.read_text())
+            for_whom = described.pop("made_for")
+            read = {"turn": Turn(described["turn"]), "kept": KeptTokens.read(described["kept"])}
+            document = Document(**described | read)
+        except (ValueError, TypeError, KeyError, OSError) as error:
+            _NOTICES.warning("%s: left out, it describes no document: %s", path, error)
+            return
+        if for_whom != self._made_for() or document.id != path.stem:
+            _NOTICES.warning("%s: left out, it was made by another model or policy", path)
+        elif document.tokens > self._shape.prompt:
+            said = "%s: left out, %d tokens are more than a prompt's"
+            _NOTICES.warning(said, path, document.tokens)
+        else:
+            self._known[document.id] = document
+            self._others.discard(document.id)

@@ -1,0 +1,43 @@
+"""`EngineConfig`: what an engine is made of, in values that can be sent to another process or machine."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from jaxkv.loading import load
+from jaxkv.machine.compilation import enable_compilation_cache
+from jaxkv.serving.engine import Engine
+from jaxkv.sharding.mesh_argument import mesh_of, mesh_sizes
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Model, dtype, mesh and arguments of an `Engine`.
+
+    Attributes:
+        model: name or folder of the model, as `jaxkv.load` takes it.
+        dtype: dtype of activations, caches and, unless `weights` is given, of weights; None for the device's.
+        weights: "int8" or "int4" for linear maps in fewer bits, as `jaxkv.load` takes it.
+        mesh: devices by data and model, such as "1x8"; None for one device.
+        options: other arguments of `Engine`.
+    """
+
+    model: str
+    dtype: str | None = None
+    weights: str | None = None
+    mesh: str | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that the engine runs on."""
+        return 1 if self.mesh is None else math.prod(mesh_sizes(self.mesh, "mesh"))
+
+    def made(self) -> Engine:
+        """Loads the model and makes the engine; ValueError for a model without a tokenizer."""
+        mesh = mesh_of(self.mesh, name="mesh")
+        enable_compilation_cache()
+        params = load(self.model, dtype=self.dtype, weights=self.weights)
+        _ = params.tokenizer  # answers are texts
+        return Engine(params, mesh=mesh, **self.options)

@@ -1,0 +1,94 @@
+"""Number of slots that fit into free memory, and of prompts that are prefilled ahead of them."""
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxkv import _checks
+from jaxkv._checks import settled
+from jaxkv._errors import require
+from jaxkv.engine.session import Session
+from jaxkv.engine.slot_shape import slot_shape
+from jaxkv.loading import LanguageModel
+from jaxkv.machine import memory
+from jaxkv.models.config import ModelConfig
+
+# Share of the free memory that slots may take; the rest is for documents and what XLA allocates.
+_SHARE = 0.9
+# The most that "auto" makes. A CPU's decode step costs more than a larger batch gains; on GPUs entries are what limits.
+_MOST_ON_CPUS, _MOST = 64, 1024
+_USUAL_PROMPT = 4096
+
+
+def ahead_of(slots: int) -> int:
+    """Most prompts that are prefilled while all of `slots` slots are taken: a quarter of their number, at least 2."""
+    return max(2, slots // 4)
+
+
+def limits_of(config: ModelConfig, *, prompt: Any, new: Any, question: Any) -> dict[str, int]:
+    """Most tokens of a prompt, an answer and a question by the names that `Slots` has; ValueError if they cannot be.
+
+    A prompt's are by default the model's positions less the others, at most 4096.
+    """
+    new = _checks.whole("max_new_tokens", new, "sample at least 1 token")
+    question = _checks.whole("max_question_tokens", question, "give 0 for none", least=0)
+    if prompt is None:
+        left = config.max_positions - new - question
+        remedy = f"the model was made for {config.max_positions}: leave tokens for the prompt"
+        require(left > 0, "max_new_tokens", new, remedy)
+        prompt = min(_USUAL_PROMPT, left)
+    prompt = _checks.whole("max_prompt_tokens", prompt, "take prompts of at least 1 token")
+    return {"max_prompt": prompt, "max_new_tokens": new, "max_question": question}
+
+
+def share_of_next(left: int, *, promised: int, device: jax.Device) -> float:
+    """Share of the free memory for the next of `left` engines that are still to be made.
+
+    `promised` bytes are left to the documents of engines that are there.
+    """
+    free = memory.available_bytes(device)
+    return max(0.01, 1 - promised / free) / left if free > 0 else 1 / left
+
+
+@settled
+def slots_that_fit(
+    session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
+) -> int:
+    """Number of slots that fit into nine tenths of a share of the free memory beside one prefill.
+
+    At most 64 on a CPU, else 1024, and on a mesh a multiple of its groups. Raises MemoryError, naming the bytes, if not
+    even one slot of each group fits.
+    """
+    params, parts = session.params, session.policy.parts()
+    config, axes = params.config, params.axes
+    groups, kv_shards = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
+    shape = slot_shape(
+        parts,
+        config,
+        prompt=max_prompt,
+        question=max_question,
+        new=max_new_tokens,
+        kv_shards=kv_shards,
+    )
+    device = device_of(params)
+    # Devices of a CPU mesh share the machine's memory.
+    together = 1 if axes is None else axes.in_one_memory
+    each = (
+        sum(shape.rows) * parts.row_bytes(config.head_dim, params.cache_dtype.itemsize) * together
+    )
+    # A prompt that is prefilled ahead waits in the shape of a slot, in each group.
+    beside = session.planned(np.asarray([max_prompt]), 0).peak_bytes
+    memory.check_bytes(
+        beside + each * (1 + ahead_of(groups)), "one slot, its queue and a prefill", device
+    )
+    fit = (int(_SHARE * share * memory.available_bytes(device)) - beside) // each
+    made = _MOST_ON_CPUS if device.platform == "cpu" else _MOST
+    counts = range(1, made // groups + 1)
+    most = max((count for count in counts if count + ahead_of(count * groups) <= fit), default=1)
+    return most * groups
+
+
+def device_of(params: LanguageModel) -> jax.Device:
+    """A device that the model is on."""
+    return memory.default_device() if params.axes is None else params.axes.mesh.local_devices[0]

@@ -1,0 +1,190 @@
+"""Submits the requests of one HTTP body to an engine, reads their answers, and notices when their client goes."""
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from typing import Any, TypeVar
+
+import jax
+from starlette.types import Receive
+
+from jaxkv.arguments import random_key
+from jaxkv.engine.generation_results import Completion
+from jaxkv.serving.document_store import Document
+from jaxkv.serving.engine import Engine
+from jaxkv.serving.errors import ClientGone, HttpError
+from jaxkv.serving.limits import RequestLimits
+from jaxkv.serving.requests import Request
+from jaxkv.serving.schemas import ChatBody, ChatChoice, Reply, TextBody, TextChoice, Usage
+
+T = TypeVar("T")
+
+
+def submitted(
+    engine: Engine,
+    body: TextBody | ChatBody,
+    document: Document | None,
+    *,
+    limits: RequestLimits,
+    seed: int | None = None,
+    offline: bool = False,
+) -> list[Request]:
+    """Submits a request for each prompt and answer; cancels all of them if one is rejected, and raises its error.
+
+    `limits` say how many answers a body may ask for, and how long they may take.
+    Answer i of several samples with `jax.random.fold_in(key, i)`; a single one with the seed's own key: that of the body,
+    else `seed`, else one that is sampled. An answer has at most as many tokens as the engine's slots have room for.
+    """
+    chat, prompts, count = isinstance(body, ChatBody), body.prompts, body.n * len(body.prompts)
+    if count > limits.answers:
+        most = f"ask for {limits.answers} at most at a time"
+        said = f"n={body.n}: these are {count} answers: {most}"
+        raise HttpError(400, said, param="n")
+    options: dict[str, Any] = {
+        "max_new_tokens": min(body.most or engine.limits.new, engine.limits.new),
+        "sampling": body.sampling,
+        "stop": body.stop,
+        "budget": body.budget,
+        "stop_at_eos": not body.ignore_eos,
+        # A document's turn says whether its question is plain text.
+        "raw": not chat and document is None,
+        "document": document,
+        "offline": offline,
+    }
+    if body.seed is not None:
+        seed = body.seed
+    elif body.temperature == 0:
+        seed = None
+    elif seed is None:
+        seed = secrets.randbits(32)
+    key = None if seed is None else random_key(seed)
+    ends, made = time.monotonic() + limits.seconds, list[Request]()
+    try:
+        for at, prompt in enumerate(prompts):
+            drawn = range(at * body.n, (at + 1) * body.n)
+            keys = [
+                key if key is None or count == 1 else jax.random.fold_in(key, each)
+                for each in drawn
+            ]
+            left = max(1e-3, ends - time.monotonic())
+            first = engine.submit(prompt, key=keys, deadline=left, **options)
+            made += [first, *first.others]
+    except BaseException:
+        cancel(made)
+        raise
+    return made
+
+
+def whole(
+    body: TextBody | ChatBody,
+    model: str,
+    requests: list[Request],
+    completions: list[Completion],
+    document: Document | None,
+) -> Reply:
+    """OpenAI's object of a complete answer."""
+    choices = [_choice(body, at, each) for at, each in enumerate(completions)]
+    kind = "chat.completion" if isinstance(body, ChatBody) else "text_completion"
+    usage = usage_of(requests, body.n, document)
+    return Reply(object=kind, **reply_head(body, model), choices=choices, usage=usage)
+
+
+def reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
+    """Fields that all events of one answer share."""
+    prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": model,
+    }
+
+
+def _choice(body: TextBody | ChatBody, at: int, completion: Completion) -> Any:
+    """One choice of a complete answer."""
+    text = completion.text or ""
+    told: dict[str, Any] = {
+        "index": at,
+        "logprobs": None,
+        "finish_reason": completion.finish_reason,
+    }
+    if isinstance(body, TextBody):
+        return TextChoice(text=text, **told)
+    return ChatChoice(message={"role": "assistant", "content": text, "invalid": None}, **told)
+
+
+def usage_of(requests: list[Request], n: int, document: Document | None) -> Usage:
+    """Numbers of tokens of answered requests, `n` to each prompt."""
+    stats = [request.stats for request in requests if request.stats is not None]
+    cached = 0 if document is None else document.tokens * len(stats[::n])
+    prompt = cached + sum(each.prompt_tokens for each in stats[::n])
+    new = sum(each.new_tokens for each in stats)
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=new,
+        total_tokens=prompt + new,
+        prompt_tokens_details={"cached_tokens": cached},
+    )
+
+
+def cancel(requests: list[Request]) -> None:
+    """Cancels all requests that have not ended."""
+    for request in requests:
+        request.cancel()
+
+
+@contextlib.contextmanager
+def while_asked(requests: list[Request]) -> Iterator[None]:
+    """Context manager that cancels all requests that have not ended when it is left."""
+    try:
+        yield
+    finally:
+        cancel(requests)
+
+
+async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Completion]]:
+    """Yields each request's pieces of text as they are sampled, with its index, and at its end its `Completion`."""
+    found: asyncio.Queue[tuple[int, str | Completion | Exception]] = asyncio.Queue()
+
+    async def read(at: int, request: Request) -> None:
+        try:
+            async for piece in request:
+                await found.put((at, piece))
+            await found.put((at, await request))
+        except Exception as error:  # noqa: BLE001 - raised below, where the requests are answered
+            await found.put((at, error))
+
+    readers = [asyncio.create_task(read(at, request)) for at, request in enumerate(requests)]
+    try:
+        left = len(requests)
+        while left:
+            at, piece = await found.get()
+            if isinstance(piece, Exception):
+                raise piece
+            left -= isinstance(piece, Completion)
+            yield at, piece
+    finally:
+        for reader in readers:
+            reader.cancel()
+
+
+async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Result of `work`; cancels it and raises `ClientGone` once the client closes the connection."""
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            return working.result()
+        raise ClientGone
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        # What is cancelled has ended before the connection is given back.
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    """Returns once the client has closed the connection; the body must have been read."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

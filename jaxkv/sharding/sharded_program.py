@@ -1,0 +1,183 @@
+"""`program`, the one door to compiled programs: `jax.jit`, and on a mesh `jax.shard_map` by arrays' logical axes.
+
+Inside a program on a mesh every array is one device's part, and the code is that of one device.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array
+
+from jaxkv.sharding.logical_axes import hints_of, known, logical_axes_at
+from jaxkv.sharding.mesh import Axes, inside, leaf_placed, partition_spec, tree_placed
+from jaxkv.sharding.record import recorder
+
+
+class ShardedProgram:
+    """Compiled function: `jax.jit`, or on a mesh `jax.shard_map`; shards arrays by the logical axes of its annotations.
+
+    Placement follows from the logical axes in the annotations of the function and of the dataclasses that it takes and
+    returns; arrays annotated "...", such as parameters, keep their placement.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        static: tuple[str, ...],
+        donate: tuple[str, ...],
+        on: str,
+        compiler: dict[str, str],
+    ):
+        self._fn, self._static, self._given, self._on = fn, static, donate, on
+        self._signature = inspect.signature(fn)
+        self._nested: Any = jax.jit(fn, static_argnames=static) if compiler else None
+        self._plain: Any = jax.jit(
+            fn, static_argnames=static, donate_argnames=donate, compiler_options=compiler
+        )
+        run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
+        # Profiles show the same name as without a mesh.
+        run.__name__ = fn.__name__
+        statics = ("axes", "ins", "statics")
+        self._split: Any = jax.jit(
+            run, static_argnames=statics, donate_argnames=("given",), compiler_options=compiler
+        )
+        functools.update_wrapper(self, fn)
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        """Runs the program and returns its results; while a recorder is active, records the call and runs nothing."""
+        noting = recorder()
+        if noting is not None:
+            return noting.call(self, args, options)
+        axes = self._axes(options)
+        if axes is None or inside():
+            traced = self._nested and any(
+                isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)
+            )
+            return (self._nested if traced else self._plain)(*args, **options)
+        given, rest, static = self._bound(axes, args, options)
+        return self._split(given, rest, **static)
+
+    def apart(
+        self, *args: Any, **options: Any
+    ) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
+        """Splits a call for export: function of flat arrays, list of (path, logical axes, array), number of donated ones."""
+        axes, hints = self._axes(options), hints_of(self._fn)
+        *sides, static = self._bound(None, args, options)
+        paths, tree = jax.tree_util.tree_flatten_with_path(sides)
+        told = []
+        for (side, name, *rest), leaf in paths:
+            value = sides[side.idx][name.key]
+            logical_axes = logical_axes_at(value, hints.get(name.key), tuple(rest))
+            placed = leaf if axes is None else leaf_placed(leaf, logical_axes, axes)
+            told.append(((name, *rest), logical_axes, placed))
+        static |= {"axes": axes, "ins": tuple(leaf.sharding.spec for *_, leaf in told if axes)}
+
+        def run(*flat):
+            given, rest = jax.tree.unflatten(tree, flat)
+            if axes is None:
+                return self._fn(**given, **rest, **dict(static["statics"]))
+            return self._run(given, rest, **static)
+
+        return run, told, len(jax.tree.leaves(sides[0]))
+
+    def arguments_placed(
+        self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any
+    ) -> tuple[Any, ...]:
+        """Abstract arguments with the shardings of their logical axes; off a mesh with `sharding`."""
+        axes, hints = self._axes(options), hints_of(self._fn)
+        if axes is None:
+            return jax.tree.map(
+                lambda leaf: leaf if sharding is None else leaf.update(sharding=sharding), args
+            )
+        named = self._signature.bind_partial(*args).arguments
+        return tuple(tree_placed(value, hints.get(name), axes) for name, value in named.items())
+
+    def results_placed(self, out: Any, options: dict[str, Any]) -> Any:
+        """Abstract results with the shardings of their logical axes."""
+        axes = self._axes(options)
+        out = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), out)
+        return out if axes is None else tree_placed(out, hints_of(self._fn)["return"], axes)
+
+    def trace(self, *args: Any, **options: Any) -> Any:
+        """Traces the program for concrete or abstract arrays, also of absent devices; returns `jax.stages.Traced`."""
+        axes = self._axes(options)
+        if axes is None:
+            return self._plain.trace(*args, **options)
+        given, rest, static = self._bound(axes, args, options)
+        return self._split.trace(given, rest, **static)
+
+    def clear_cache(self) -> None:
+        """Drops the compiled executables of this program."""
+        self._plain.clear_cache()
+        self._split.clear_cache()
+
+    def _axes(self, options: dict[str, Any]) -> Axes | None:
+        """Axes of the mesh that a call runs on, from the static argument that carries them; None without a mesh."""
+        carrier = options.get(self._on)
+        return None if carrier is None else carrier.axes
+
+    def _bound(self, axes: Axes | None, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
+        """Binds a call's arguments: donated and other arrays by name, placed on a mesh, and static ones."""
+        bound = self._signature.bind(*args, **options)
+        bound.apply_defaults()
+        hints, statics = hints_of(self._fn), []
+        given, rest = dict[str, Any](), dict[str, Any]()
+        for name, value in bound.arguments.items():
+            if name in self._static:
+                statics.append((name, value))
+                continue
+            side = given if name in self._given else rest
+            side[name] = value if axes is None else tree_placed(value, hints.get(name), axes)
+        ins = tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)) if axes)
+        return given, rest, {"axes": axes, "ins": ins, "statics": tuple(statics)}
+
+    def _run(
+        self,
+        given: dict[str, Any],
+        rest: dict[str, Any],
+        *,
+        axes: Axes,
+        ins: tuple[P, ...],
+        statics: tuple[Any, ...],
+    ) -> Any:
+        """Runs the function over a mesh by `jax.shard_map`; returns its results as whole arrays."""
+        leaves, tree = jax.tree.flatten((given, rest))
+        found: dict[str, Any] = {}
+
+        def local(*mine: Array) -> list[Array]:
+            """Runs the function on one device's parts; returns flat results, and notes their tree and specs."""
+            donated, others = jax.tree.unflatten(tree, mine)
+            out = self._fn(**donated, **others, **dict(statics))
+            flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
+            hint = hints_of(self._fn)["return"]
+            found["outs"] = [
+                partition_spec(known(logical_axes_at(out, hint, path), leaf), axes.mesh)
+                for path, leaf in flat
+            ]
+            return [leaf for _, leaf in flat]
+
+        split = functools.partial(
+            jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False
+        )
+        # The output specs are known only once the function has been traced.
+        jax.eval_shape(split(out_specs=P()), *leaves)
+        return jax.tree.unflatten(found["tree"], split(out_specs=found["outs"])(*leaves))
+
+
+def sharded_jit(
+    *,
+    static: tuple[str, ...] = (),
+    donate: tuple[str, ...] = (),
+    on: str = "axes",
+    compiler: dict[str, str] | None = None,
+) -> Callable[[Callable[..., Any]], ShardedProgram]:
+    """Decorator that turns a function into a `ShardedProgram`, a compiled program that runs with or without a mesh.
+
+    `static` and `donate` name arguments; `on` names the static keyword argument that carries the `Axes` to run on, or
+    None; `compiler` gives XLA options, whatever the device.
+    """
+    return lambda fn: ShardedProgram(fn, static, donate, on, compiler or {})
