@@ -64,8 +64,8 @@ WEIGHTS = Kind(
 )
 CACHE = Kind(
     format="jaxkv cache",
-    # From version 4 on, counts of moved and cut entries are one record.
-    version=4,
+    # From version 5 on, fields have the glossary's names.
+    version=5,
     listed=ARRAYS,
     one="array",
     writer="KVCache.save",

@@ -21,7 +21,7 @@ from jaxkv._checks import shortened
 from jaxkv._errors import require
 
 RESULTS = "results.jsonl"
-_FORMAT = 2
+_FORMAT = 3
 # More lengths than these are the samples' own, not lengths that samples were made for.
 _MOST_LENGTHS = 25
 # Shards, and machines with the same weights, may differ in these.

@@ -123,7 +123,7 @@ class Model:
         try:
             said = self.said = json.loads(raw := path.read_bytes())
             need(
-                (said["format"], said["version"]) == ("jaxkv export", 4),
+                (said["format"], said["version"]) == ("jaxkv export", 5),
                 "not of this runtime.py's version",
             )
         except (OSError, ValueError, LookupError, TypeError) as error:

@@ -44,7 +44,7 @@ from jaxkv.models.decoder import Ends
 from jaxkv.policies.model_policy import policy_for
 from jaxkv.policies.policy import Policy
 
-FORMAT, VERSION = "jaxkv export", 4
+FORMAT, VERSION = "jaxkv export", 5
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # Days for which JAX promises that later and earlier versions read an export:
 # https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees
