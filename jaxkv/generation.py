@@ -16,7 +16,7 @@ from jaxkv._checks import settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import KVCache, Turn
 from jaxkv.engine.decode_loop import DecodeLoop
-from jaxkv.engine.generation_results import Answers, Completion, Generation, Stats, Stream
+from jaxkv.engine.generation_results import Answers, Generation, Stats, Stream
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.progress import run_to_end
 from jaxkv.engine.sampling import Sampler
@@ -309,15 +309,8 @@ def answered(call: GenerateCall) -> Generator[list[str], None, Generation]:
     closing = answers.flush()
     if call.interval is not None and any(closing):
         yield closing
-    made = answers.completions(eos)
-    names = [field.name for field in dataclasses.fields(Completion)]
-    fields: dict[str, Any] = {name: [getattr(each, name) for each in made] for name in names}
-    if encoded.single:
-        fields = {name: each for name, (each,) in fields.items()}
-    elif params.text is None:
-        fields["text"] = None
     return Generation(
-        **fields,
+        completions=tuple(answers.completions(eos)),
         cache=dataclasses.replace(cache, turn=encoded.turn, logits=None),
         stats=_stats(call, cache, sizes, answers, decode_loop),
     )

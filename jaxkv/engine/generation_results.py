@@ -141,70 +141,79 @@ class Completion:
 # Arrays have no single truth: results are equal only to themselves.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Generation:
-    """Result of `generate`: texts, token ids, cache and stats; `out[0]` and iteration give one `Completion` a prompt.
+    """Result of `generate`: a `Completion` for each prompt, the cache and statistics; a sequence of the completions.
 
-    For a list of prompts all but `cache` and `stats` are lists. `len(out)` is the number of prompts.
+    The answer to a single prompt is read without an index: `out.text` is `out[0].text`. With several prompts, `text`,
+    `tokens`, `finish_reason` and `stop_reason` raise an AttributeError.
 
     Attributes:
-        text: the answers; None without a tokenizer.
-        tokens: `i32[n]` ids of the tokens sampled, the one that ended the answer included.
-        finish_reason: "stop" at an end-of-answer token or a stop string, "length" after `max_new_tokens` tokens.
-        stop_reason: the stop string that ended the answer; None if an end-of-answer token or the length did.
-        cache: the cache after the answer, for the next turn.
+        completions: one for each prompt, in order.
+        cache: the cache after the answers, for the next turn.
         stats: seconds, bytes and entries.
     """
 
-    text: str | list[str] | None
-    tokens: np.ndarray | list[np.ndarray]
-    finish_reason: FinishReason | list[FinishReason]
-    stop_reason: str | None | list[str | None]
+    completions: tuple[Completion, ...]
     cache: KVCache
     stats: Stats
 
+    @property
+    def text(self) -> str | None:
+        """Answer to the only prompt; None without a tokenizer."""
+        return self._only("text").text
+
+    @property
+    def tokens(self) -> Int[np.ndarray, " n"]:
+        """Sampled token ids `i32[n]` of the only prompt, the one that ended the answer included."""
+        return self._only("tokens").tokens
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the answer to the only prompt ended: "stop" or "length", as `Completion.finish_reason`."""
+        return self._only("finish_reason").finish_reason
+
+    @property
+    def stop_reason(self) -> str | None:
+        """Stop string that ended the answer to the only prompt; None if a token or the length did."""
+        return self._only("stop_reason").stop_reason
+
+    def _only(self, name: str) -> Completion:
+        """Completion of the only prompt; AttributeError for several."""
+        if len(self.completions) > 1:
+            count = len(self.completions)
+            raise AttributeError(f"{name}: of {count} completions. Use out[0].{name}, or iterate.")
+        return self.completions[0]
+
     def __len__(self) -> int:
         """Number of prompts."""
-        return len(self.tokens) if isinstance(self.tokens, list) else 1
+        return len(self.completions)
 
     @overload
     def __getitem__(self, at: SupportsIndex) -> Completion: ...
     @overload
-    def __getitem__(self, at: slice) -> list[Completion]: ...
-    def __getitem__(self, at: SupportsIndex | slice) -> Completion | list[Completion]:
-        """The `Completion` of the prompt at an index, negative ones from the end; a list of them for a slice.
+    def __getitem__(self, at: slice) -> tuple[Completion, ...]: ...
+    def __getitem__(self, at: SupportsIndex | slice) -> Completion | tuple[Completion, ...]:
+        """Completion of the prompt at an index, negative ones from the end; a tuple of them for a slice.
 
         Args:
             at: index or slice.
 
         Returns:
-            The completion, or a list of them.
-
-        Raises:
-            IndexError: for an index beyond the prompts.
-            TypeError: for anything but an index or a slice.
+            The completion, or a tuple of them.
         """
-        if isinstance(at, slice):
-            return [self[number] for number in range(*at.indices(len(self)))]
-        # A range has the errors and negative indices of a list.
-        number = range(len(self))[operator.index(at)]
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Completion)}
-        if isinstance(self.tokens, list):
-            fields = {
-                name: each[number] if isinstance(each, list) else each
-                for name, each in fields.items()
-            }
-        return Completion(**fields)
+        return self.completions[at]
 
     def __iter__(self) -> Iterator[Completion]:
-        """Yields the `Completion` of each prompt, in order."""
-        return (self[number] for number in range(len(self)))
+        """Iterates over the prompts' completions."""
+        return iter(self.completions)
 
     def __repr__(self) -> str:
         """One-line summary: the answer's text, or the number of answers, and the cache."""
-        several = isinstance(self.tokens, list)
-        tokens = sum(map(len, self.tokens)) if several else len(self.tokens)
-        shown = f"{len(self.tokens)} answers, {tokens} tokens" if several else f"{tokens} tokens"
-        if isinstance(self.text, str):
-            shown = f"text={shortened(self.text)!r}, {shown}"
+        tokens, text = sum(len(each.tokens) for each in self), self[0].text
+        shown = f"{tokens} tokens"
+        if len(self) > 1:
+            shown = f"{len(self)} answers, {shown}"
+        elif text is not None:
+            shown = f"text={shortened(text)!r}, {shown}"
         return f"Generation({shown}; {self.cache!r})"
 
 

@@ -141,10 +141,10 @@ def _drawn(
             out = drawing(contexts, policy=policy)
         # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
         kept = np.minimum(host(out.cache.limit)[:, : len(rows)], out.cache.kept)
-        for row, (number, text) in enumerate(zip(rows, out.text or (), strict=True)):
+        for row, (number, completion) in enumerate(zip(rows, out, strict=True)):
             found[number] = Outcome(
                 score=0.0,
-                prediction=text,
+                prediction=completion.text or "",
                 tokens=sum(map(len, pairs[number])),
                 rows=float(kept[:, row].mean()),
                 nbytes=int(kept[:, row].sum()) * out.cache.entry_bytes,

@@ -139,10 +139,10 @@ class Visible(Task):
         prompts = [sum(ids_of(params.tokenizer, sample, raw=how.raw), []) for sample in samples]
         drawn = generate(
             params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False
-        ).tokens
+        )
         out = []
-        for ids, tokens in zip(prompts, drawn, strict=True):
-            answer = np.asarray(tokens).tolist()
+        for ids, completion in zip(prompts, drawn, strict=True):
+            answer = completion.tokens.tolist()
             found, rows = visible_attention(params, policy, ids, answer, key=how.seed)
             score, figures = float(found.mean()), {"visible": found.tolist()}
             out.append(Outcome(score=score, figures=figures, tokens=len(ids), rows=rows))

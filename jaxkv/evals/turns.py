@@ -110,7 +110,7 @@ class Turns(Task):
             )
             cache = out.cache
             kept.append(cache.kept)
-            spoken.append(out.text or ())
+            spoken.append([each.text or "" for each in out])
         assert cache is not None
         tokens, outcomes = host(cache.seen), []
         for row, (sample, said) in enumerate(zip(samples, zip(*spoken, strict=True), strict=True)):

@@ -152,7 +152,7 @@ class JaxKVLM(TemplateLM):
             key=key,
             progress=False,
         )
-        return out.text
+        return [each.text for each in out]
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
