@@ -61,7 +61,7 @@ def row(model, name, folder):
         answer = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=NEW, progress=False)
         cache = jaxkv.prefill(model, prompts, policy=policy, progress=False)
         asking = jaxkv.generate(model, questions, cache=cache, max_new_tokens=NEW, progress=False)
-        wanted.append([[tokens.tolist() for tokens in each.tokens] for each in (answer, asking)])
+        wanted.append([[tokens.tokens.tolist() for tokens in each] for each in (answer, asking)])
     begun = time.perf_counter()
     jaxkv.export(model, folder, policy=policy, lengths=512, batch=(1, 3), question=16, new=NEW)
     seconds = time.perf_counter() - begun

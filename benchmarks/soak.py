@@ -153,13 +153,18 @@ def run(model, call):
         more = jaxkv.generate(model, question, cache=answers[-1].cache, **options)
         if call["way"] == "fork":
             again = jaxkv.generate(model, question, cache=answers[-1].cache, **options)
-            same = all((a == b).all() for a, b in zip(more.tokens, again.tokens, strict=True))
+            same = all(
+                (a == b).all()
+                for a, b in zip(
+                    (each.tokens for each in more), (each.tokens for each in again), strict=True
+                )
+            )
             if not same:
                 raise SystemExit(f"a fork gave other tokens: {call}")
         answers.append(more)
     return [
         [
-            [row.tolist() for row in answer.tokens],
+            [row.tokens.tolist() for row in answer],
             int(answer.cache.kept.sum()),
             answer.cache.seen.tolist(),
         ]

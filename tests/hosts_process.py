@@ -61,7 +61,7 @@ def answers(model, name, **options):
         progress=False,
         **options,
     )
-    return [each.tolist() for each in made.tokens], [
+    return [each.tokens.tolist() for each in made], [
         sorted(part.pos.tolist()) for part in segments(made.cache)
     ]
 

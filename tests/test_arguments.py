@@ -86,7 +86,12 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
     assert repr(out) == f"Generation(2 answers, 24 tokens; {shown})"
     one = jaxkv.generate(model, DOC, **DRAWING)
     assert repr(one).startswith(f"Generation(text={one.text!r}, 12 tokens; KVCache(")
-    for value in (one, out.cache, out.stats, dataclasses.replace(one, text="x" * 500)):
+    for value in (
+        one,
+        out.cache,
+        out.stats,
+        dataclasses.replace(one, completions=(dataclasses.replace(one[0], text="x" * 500),)),
+    ):
         assert "\n" not in repr(value) and len(repr(value)) < 300, repr(value)
     plan = plan_prefill(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
     assert "2 prompts in 64 slots; 16 to 16 entries per kv head" in repr(plan)
@@ -142,7 +147,9 @@ def test_a_cache_goes_to_numpy_and_back(policy):
     before = [leaf.copy() for leaf in jax.tree.leaves(host)]
     for given in (host, jax.device_put(cache)):
         out = jaxkv.generate(model, [[1, 2], [3]], cache=given, max_new_tokens=4, stop_at_eos=False)
-        for one, other in zip(out.tokens, expected.tokens, strict=True):
+        for one, other in zip(
+            (each.tokens for each in out), (each.tokens for each in expected), strict=True
+        ):
             np.testing.assert_array_equal(one, other)
         assert (
             out.cache.host_nbytes == expected.cache.host_nbytes

@@ -62,7 +62,7 @@ def refused(message, *, kind=ValueError, model=None, cache=None):
     for old, new in zip(before, after, strict=True):
         np.testing.assert_array_equal(old, new)
     out = jaxkv.generate(model, ids(5), cache=cache, max_new_tokens=NEW, stop_at_eos=False)
-    assert len(out.tokens if isinstance(out.tokens, np.ndarray) else out.tokens[0]) == NEW
+    assert len(out[0].tokens) == NEW
 
 
 # --- models and files -----------------------------------------------------------------------------------------------
@@ -239,4 +239,4 @@ def test_as_many_prompts_as_the_cache_holds(model):
             jaxkv.generate(model, [ids(5)] * count, cache=two, max_new_tokens=NEW)
     # The cache is as it was: both rows answer.
     out = jaxkv.generate(model, [ids(5)] * 2, cache=two, max_new_tokens=NEW, stop_at_eos=False)
-    assert [len(each) for each in out.tokens] == [NEW, NEW]
+    assert [len(each.tokens) for each in out] == [NEW, NEW]

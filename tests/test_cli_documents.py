@@ -47,7 +47,7 @@ def test_answers_are_those_of_python(model, saved, capsys):
     assert cli.main([*asked, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [each["question"] for each in found] == list(QUESTIONS)
-    assert [each["tokens"] for each in found] == [each.tolist() for each in expected.tokens]
+    assert [each["tokens"] for each in found] == [each.tokens.tolist() for each in expected]
     assert [(each["text"], each["finish_reason"]) for each in found] == [
         (each.text, each.finish_reason) for each in expected
     ]

@@ -315,6 +315,6 @@ def test_reasoning_does_not_end_an_answer():
     script = text.encode(":r<end><s>4<return>", bos=False)
     model = scripted(script, text=text, vocab=tokenizer.get_vocab_size())
     out = jaxkv.generate(model, ["2 + 2?", "How much is 2 + 2?"], max_new_tokens=12)
-    assert [each.tolist() for each in out.tokens] == [script[1:]] * 2 and out.finish_reason == [
-        "stop"
-    ] * 2
+    assert [each.tokens.tolist() for each in out] == [script[1:]] * 2 and [
+        each.finish_reason for each in out
+    ] == ["stop"] * 2

@@ -37,25 +37,27 @@ def test_eos_ends_rows_separately(tmp_path, model):
     rows = ids(1, 60, 38, 45)
     free = jaxkv.generate(model, rows, **DRAWING)
     # Ids that the first two rows say early.
-    enders = [int(free.tokens[0][3]), int(free.tokens[1][6])]
+    enders = [int(free[0].tokens[3]), int(free[1].tokens[6])]
     other = with_eos(tmp_path, enders)
     out = jaxkv.generate(other, rows, max_new_tokens=NEW)
-    for row, tokens in enumerate(free.tokens):
+    for row, tokens in enumerate(each.tokens for each in free):
         at = [index for index, token in enumerate(tokens.tolist()) if token in enders]
         want = tokens[: at[0] + 1] if at else tokens
-        np.testing.assert_array_equal(out.tokens[row], want)
+        np.testing.assert_array_equal(out[row].tokens, want)
         # What ended the answer was sampled, but is not in the cache: the next turn's text brings its own.
         assert int(out.cache.seen[row]) == len(rows[row]) + len(want) - bool(at)
-    assert len(out.tokens[0]) <= 4 and len(out.tokens[1]) <= 7
-    ended = ["stop" if tokens[-1] in enders else "length" for tokens in out.tokens]
+    assert len(out[0].tokens) <= 4 and len(out[1].tokens) <= 7
+    ended = ["stop" if each.tokens[-1] in enders else "length" for each in out]
     assert (
-        out.finish_reason == ended and ended[:2] == ["stop"] * 2 and out.stop_reason == [None] * 3
+        [each.finish_reason for each in out] == ended
+        and ended[:2] == ["stop"] * 2
+        and not any(each.stop_reason for each in out)
     )
     assert out.text is None and out.stats.new_tokens == sum(map(len, out.tokens))
     ignored = jaxkv.generate(other, rows, **DRAWING)
-    for a, b in zip(ignored.tokens, free.tokens, strict=True):
+    for a, b in zip((each.tokens for each in ignored), (each.tokens for each in free), strict=True):
         np.testing.assert_array_equal(a, b)
-    assert ignored.finish_reason == ["length"] * 3
+    assert {each.finish_reason for each in ignored} == {"length"}
 
 
 def expected_stop(model, tokens, stops):
@@ -72,21 +74,17 @@ def test_stop_strings(model):
     rows = ids(1, 60, 38, 45)
     free = jaxkv.generate(model, rows, stop_at_eos=False, max_new_tokens=16)
     # One string over a seam of three tokens of the first row, another of the second; the third never meets either.
-    stops = [free.text[0][2:5], free.text[1][9:11]]
-    assert all(stop not in free.text[2] for stop in stops)
+    stops = [free[0].text[2:5], free[1].text[9:11]]
+    assert all(stop not in free[2].text for stop in stops)
     out = jaxkv.generate(model, rows, stop=stops, stop_at_eos=False, max_new_tokens=16)
     for row in range(3):
-        count, text = expected_stop(model, free.tokens[row], stops)
-        np.testing.assert_array_equal(out.tokens[row], free.tokens[row][:count])
-        assert out.text[row] == text and not any(stop in out.text[row] for stop in stops)
+        count, text = expected_stop(model, free[row].tokens, stops)
+        np.testing.assert_array_equal(out[row].tokens, free[row].tokens[:count])
+        assert out[row].text == text and not any(stop in out[row].text for stop in stops)
         assert int(out.cache.seen[row]) == len(rows[row]) + count
-    assert (
-        [len(each) for each in out.tokens][0]
-        < [len(each) for each in out.tokens][1]
-        < 16
-        == len(out.tokens[2])
-    )
-    assert out.finish_reason == ["stop", "stop", "length"] and out.stop_reason == [*stops, None]
+    assert len(out[0].tokens) < len(out[1].tokens) < 16 == len(out[2].tokens)
+    assert [each.finish_reason for each in out] == ["stop", "stop", "length"]
+    assert [each.stop_reason for each in out] == [*stops, None]
     # Alone, and streamed: nothing of a stop string is ever shown.
     for row in range(2):
         stream = jaxkv.generate(
@@ -94,20 +92,16 @@ def test_stop_strings(model):
         )
         assert stream.result is None
         pieces = list(stream)
-        assert "".join(pieces) == stream.result.text == out.text[row]
-        np.testing.assert_array_equal(stream.result.tokens, out.tokens[row])
+        assert "".join(pieces) == stream.result.text == out[row].text
+        np.testing.assert_array_equal(stream.result.tokens, out[row].tokens)
         assert (stream.result.finish_reason, stream.result.stop_reason) == ("stop", stops[row])
     # The prompts' answers one by one: as a sequence, though the result is none.
     texts = [each.text for each in out]
-    assert (
-        len(out) == 3
-        and texts == out.text
-        and [each.stop_reason for each in out[1:]] == [stops[1], None]
-    )
+    assert len(out) == 3 and [each.stop_reason for each in out[1:]] == [stops[1], None]
     for row in (1, -2, np.int64(1)):
         each = out[row]
         assert (each.text, each.finish_reason, each.stop_reason) == (texts[1], "stop", stops[1])
-        assert each.tokens is out.tokens[1]
+        assert each.tokens is out[1].tokens
     # Each is equal to itself alone: no array is asked for its truth.
     first, again = out[1], out[1]
     assert first != again and first == first
@@ -156,12 +150,14 @@ def test_streams_of_lists(model):
     stream = jaxkv.generate(model, rows, stream=True, stop_at_eos=False, max_new_tokens=16)
     pieces = list(stream)
     # A token is a letter here, or a special one without text.
-    spoken = zip(*stream.result.tokens, strict=True)
+    spoken = zip(*(each.tokens for each in stream.result), strict=True)
     assert (
         pieces == [[shown(model, [token]) for token in tokens] for tokens in spoken]
         and len(pieces) == 16
     )
-    assert ["".join(each) for each in zip(*pieces, strict=True)] == stream.result.text
+    assert ["".join(each) for each in zip(*pieces, strict=True)] == [
+        each.text for each in stream.result
+    ]
     assert next(stream, None) is None and stream.result.stats.new_tokens == 48
 
 

@@ -88,7 +88,7 @@ def test_a_question_on_a_full_cache_gives_the_logits_of_one_long_prompt():
     out = jaxkv.generate(of, questions, cache=cache, max_new_tokens=5, stop_at_eos=False)
     whole = [document[0] + each for each in questions]
     expected = jaxkv.generate(of, whole, max_new_tokens=5, stop_at_eos=False)
-    assert [each.tolist() for each in out.tokens] == [each.tolist() for each in expected.tokens]
+    assert [each.tokens.tolist() for each in out] == [each.tokens.tolist() for each in expected]
 
 
 # --- budgets that drop nothing ---------------------------------------------------------------------------------------
@@ -104,6 +104,6 @@ def test_growing_block_by_block_equals_one_run(layout):
     cache, logits = running.prefill(model("gqa3"), ids, policy)
     expected = running.greedy(model("gqa3"), cache, steps).tolist()
     out = jaxkv.generate(model("gqa3"), ids, policy=policy, max_new_tokens=steps, stop_at_eos=False)
-    assert [each.tolist() for each in out.tokens] == expected
+    assert [each.tokens.tolist() for each in out] == expected
     assert np.asarray(out.cache.seen).tolist() == [90 + steps, 60 + steps]
     assert np.array_equal(out.cache.kept, cache.kept + steps)

@@ -68,7 +68,7 @@ def wanted(name: str, dtype: str = "float32"):
     model, policy, (prompts, questions) = tiny.tiny(MODEL, dtype=dtype), POLICIES[name], asked()
     answers = jaxkv.generate(model, prompts, policy=policy, max_new_tokens=NEW)
     cache = jaxkv.prefill(model, prompts, policy=policy)
-    return [[row.tolist() for row in each.tokens] for each in (answers, jaxkv.generate(
+    return [[row.tokens.tolist() for row in each] for each in (answers, jaxkv.generate(
         model, questions, cache=cache, max_new_tokens=NEW))]  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def test_a_batch_is_filled_and_a_cache_is_asked_many_times(folders):
     ours = [model.generate(questions, NEW, cache=cache)[0] for _ in range(2)]
     theirs = jaxkv.prefill(tiny.tiny(MODEL), prompts[:1], policy=POLICIES["snapkv"])
     theirs = jaxkv.generate(tiny.tiny(MODEL), questions, cache=theirs, max_new_tokens=NEW)
-    assert ours[0] == ours[1] == [row.tolist() for row in theirs.tokens]
+    assert ours[0] == ours[1] == [row.tokens.tolist() for row in theirs]
     assert heard == [NEW, NEW]
 
 
@@ -110,7 +110,7 @@ def test_an_answer_in_a_filled_batch_serves_several_prompts(folders):
     own = tiny.tiny(MODEL, dtype="bfloat16")
     cache = jaxkv.generate(own, prompt[:1], max_new_tokens=NEW).cache
     theirs = jaxkv.generate(own, questions, cache=cache, max_new_tokens=NEW)
-    assert mine == [row.tolist() for row in theirs.tokens]
+    assert mine == [row.tokens.tolist() for row in theirs]
 
 
 def test_a_stream_tells_each_token_once(capsys, monkeypatch):
@@ -224,7 +224,7 @@ def test_numbers_of_samplers_are_arguments(tmp_path):
             sampling=jaxkv.Sampling(temperature=heat, top_p=p),
             key=7,
         )
-        assert mine == [theirs.tokens[0].tolist()]
+        assert mine == [theirs[0].tokens.tolist()]
     with pytest.raises(ValueError, match="sampling=.TopK.: give of "):
         exported.generate(ids, NEW, sampling="TopK")
 

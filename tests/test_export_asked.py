@@ -57,12 +57,8 @@ def short(root):
 
 def answer(out):
     """Tokens and text, as runtime.py gives them."""
-    tokens = (
-        [row.tolist() for row in out.tokens]
-        if isinstance(out.tokens, list)
-        else out.tokens.tolist()
-    )
-    return tokens, out.text
+    tokens, texts = [each.tokens.tolist() for each in out], [each.text for each in out]
+    return (tokens, texts) if len(out) > 1 else (tokens[0], texts[0])
 
 
 def invalid(call, *given, **options):

@@ -89,7 +89,7 @@ def test_kernels_generate_what_xla_does(name, policy):
         jaxkv.generate(model_of(name), prompts(3, LENGTHS), implementation=each, **options)
         for each in ("xla", "pallas")
     )
-    assert [each.tolist() for each in kernels.tokens] == [each.tolist() for each in plain.tokens]
+    assert [each.tokens.tolist() for each in kernels] == [each.tokens.tolist() for each in plain]
     assert tiny.kept(kernels.cache) == tiny.kept(plain.cache)
 
 

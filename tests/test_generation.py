@@ -42,22 +42,22 @@ def test_every_kind_of_prompt_of_the_same_ids_gives_the_same_answer(model):
     user = [BOS, *model.text.encode(f"[{DOC}]=", bos=False)]
     chat = [{"role": "user", "content": DOC}]
     kinds = [
-        (DOC, user, True),
-        ([DOC], user, False),
-        (chat, user, True),
-        ([chat], user, False),
-        (plain, plain, True),
-        ([plain], plain, False),
-        (np.asarray(plain), plain, True),
-        (jnp.asarray([plain], jnp.uint16), plain, False),
-        ([np.asarray(plain)], plain, False),
+        (DOC, user),
+        ([DOC], user),
+        (chat, user),
+        ([chat], user),
+        (plain, plain),
+        ([plain], plain),
+        (np.asarray(plain), plain),
+        (jnp.asarray([plain], jnp.uint16), plain),
+        ([np.asarray(plain)], plain),
     ]
     want = {tuple(each): jaxkv.generate(model, each, **DRAWING) for each in (user, plain)}
     assert want[tuple(user)].tokens.tolist() != want[tuple(plain)].tokens.tolist()
-    for prompt, same_as, single in kinds:
+    for prompt, same_as in kinds:
         out, expected = jaxkv.generate(model, prompt, **DRAWING), want[tuple(same_as)]
-        tokens, text = (out.tokens, out.text) if single else (out.tokens[0], out.text[0])
-        assert isinstance(out.tokens, np.ndarray) == single and isinstance(out.text, str) == single
+        tokens, text = out.tokens, out.text
+        assert len(out) == 1 and out[0].tokens is tokens
         assert tokens.dtype == np.int32
         np.testing.assert_array_equal(tokens, expected.tokens)
         assert text == expected.text == shown(model, expected.tokens)
@@ -87,7 +87,7 @@ def test_conversations_and_batches_of_them(model):
     assert out.stats.prompt_tokens == sum(map(len, wanted))
     for row, alone in enumerate(wanted):
         np.testing.assert_array_equal(
-            out.tokens[row], jaxkv.generate(model, alone, **DRAWING).tokens
+            out[row].tokens, jaxkv.generate(model, alone, **DRAWING).tokens
         )
     # A prefilled conversation leaves its last turn open.
     cache = jaxkv.prefill(model, long)
@@ -98,11 +98,11 @@ def test_conversations_and_batches_of_them(model):
 def test_the_real_model_batched_streamed_and_asked_twice(smol):
     prompts = ["What is the capital of France?", "Hi"]
     out = jaxkv.generate(smol, prompts, max_new_tokens=16)
-    assert "Paris" in out.text[0]
+    assert "Paris" in out[0].text
     for row, prompt in enumerate(prompts):
         alone = jaxkv.generate(smol, prompt, max_new_tokens=16, stream=True)
-        assert "".join(alone) == alone.result.text == out.text[row]
-        np.testing.assert_array_equal(out.tokens[row], alone.result.tokens)
+        assert "".join(alone) == alone.result.text == out[row].text
+        np.testing.assert_array_equal(out[row].tokens, alone.result.tokens)
         assert alone.result.text == smol.text.decode(alone.result.tokens.tolist())
     # The piece "document, then question" is tokenized here as the whole is: a sentence each.
     document, question = (

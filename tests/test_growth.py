@@ -132,7 +132,7 @@ def test_questions_of_up_to_64_tokens_share_programs(model, policy):
     assert [each.stats.compiled_programs for each in others] == [0, 0]
     # Padding changes no answer.
     alone = jaxkv.generate(model, tiny.prompts(4, [16]), **options)
-    np.testing.assert_array_equal(alone.tokens[0], first.tokens[0])
+    np.testing.assert_array_equal(alone[0].tokens, first[0].tokens)
 
 
 def test_a_clock_counts_nested_compilations_once():
@@ -172,7 +172,7 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
     assert events.programs <= 40
     for one, other in zip(found, expected, strict=True):
         for row in range(2):
-            np.testing.assert_array_equal(one.tokens[row], other.tokens[row])
+            np.testing.assert_array_equal(one[row].tokens, other[row].tokens)
         np.testing.assert_array_equal(one.cache.kept, other.cache.kept)
 
 
@@ -259,7 +259,7 @@ def test_rolling_positions_where_layers_hold_different_rows():
     both = jaxkv.generate(model, prompts, policy=policy, **options)
     kept = both.cache.kept[:, 0, 0]
     assert len(set(kept.tolist())) > 1
-    for prompt, tokens in zip(prompts, both.tokens, strict=True):
+    for prompt, tokens in zip(prompts, (each.tokens for each in both), strict=True):
         alone = jaxkv.generate(model, prompt, policy=policy, **options)
         np.testing.assert_array_equal(alone.tokens, tokens)
         # The next token does not depend on whether rows were read back one at a time or all at once.

@@ -101,7 +101,9 @@ def both(model, ids, policy, implementation, **options):
     kwargs = {"policy": policy, "max_new_tokens": 5, "stop_at_eos": False}
     plain = jaxkv.generate(model, ids, implementation="xla", **kwargs)
     other = jaxkv.generate(model, ids, implementation=implementation, **kwargs, **options)
-    for ours, theirs in zip(other.tokens, plain.tokens, strict=True):
+    for ours, theirs in zip(
+        (each.tokens for each in other), (each.tokens for each in plain), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
     assert tiny.kept(other.cache) == tiny.kept(plain.cache)
     interpreted = " (interpreted)" if jax.default_backend() == "cpu" else ""
@@ -196,7 +198,9 @@ def test_kernels_answer_a_question_on_a_cache():
         )
         for each in ("xla", "pallas")
     ]
-    for ours, theirs in zip(answers[1].tokens, answers[0].tokens, strict=True):
+    for ours, theirs in zip(
+        (each.tokens for each in answers[1]), (each.tokens for each in answers[0]), strict=True
+    ):
         np.testing.assert_array_equal(ours, theirs)
 
 
@@ -204,7 +208,10 @@ def test_kernels_keep_rows_of_16_bits():
     """Interpreted on a CPU: a prefill has the rows that they sample."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS, dtype="bfloat16"), tiny.prompts(5, [7, 4])
     drawn = jaxkv.generate(model, ids, implementation="pallas", max_new_tokens=6, stop_at_eos=False)
-    whole = [[*prompt, *answer] for prompt, answer in zip(ids, drawn.tokens, strict=True)]
+    whole = [
+        [*prompt, *answer]
+        for prompt, answer in zip(ids, (each.tokens for each in drawn), strict=True)
+    ]
     expected = jaxkv.prefill(model, whole, implementation="xla")
     for ours, theirs in zip(tiny.segments(drawn.cache), tiny.segments(expected), strict=True):
         assert ours.pos.tolist() == theirs.pos.tolist()

@@ -333,7 +333,7 @@ def test_one_cache_serves_three_prompts():
     alone = [
         jaxkv.generate(model, question, cache=cache, max_new_tokens=4) for question in questions
     ]
-    assert [row.tolist() for row in forked.tokens] == [each.tokens.tolist() for each in alone]
+    assert [row.tokens.tolist() for row in forked] == [each.tokens.tolist() for each in alone]
     assert _bytes(cache) == before
 
 

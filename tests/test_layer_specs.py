@@ -125,7 +125,7 @@ def test_a_mesh_answers_as_one_device_does():
     alone, apart = (
         jaxkv.generate(model, ids, **of, **more) for more in ({}, {"mesh": mesh_of(2, 4)})
     )
-    assert [each.tolist() for each in alone.tokens] == [each.tolist() for each in apart.tokens]
+    assert [each.tokens.tolist() for each in alone] == [each.tokens.tolist() for each in apart]
 
 
 def test_alike_layers_share_programs():

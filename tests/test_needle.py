@@ -72,7 +72,8 @@ def right(policy):
         progress=False,
     )
     return sum(
-        case["answer"] in text for case, text in zip(NEEDLES["cases"], out.text, strict=True)
+        case["answer"] in text
+        for case, text in zip(NEEDLES["cases"], (each.text for each in out), strict=True)
     )
 
 

@@ -116,9 +116,9 @@ def test_offloading_changes_no_token():
         )
         for offload in (False, True)
     ]
-    assert [each.tolist() for each in out[0].tokens] == [each.tolist() for each in out[1].tokens]
+    assert [each.tokens.tolist() for each in out[0]] == [each.tolist() for each in out[1].tokens]
     full = jaxkv.generate(model, ids, max_new_tokens=12, stop_at_eos=False)
-    assert [each.tolist() for each in out[0].tokens] != [each.tolist() for each in full.tokens]
+    assert [each.tokens.tolist() for each in out[0]] != [each.tokens.tolist() for each in full]
     assert out[1].stats.host_bytes > 0 and out[0].stats.host_bytes == 0
     assert out[0].stats.filter_layers == FILTERS
 
@@ -127,17 +127,16 @@ def test_offloading_changes_no_ending():
     """A sequence ends before the other, tokens are sampled by chance, and the cache outgrows its first block."""
     ids, options = tiny.prompts(17, LENGTHS), {"max_new_tokens": 80, "key": jax.random.key(2)}
     options["sampling"] = jaxkv.Sampling(temperature=1.5)
-    free = jaxkv.generate(
-        tiny.tiny(CONFIG), ids, policy=omni(12), stop_at_eos=False, **options
-    ).tokens
+    free = jaxkv.generate(tiny.tiny(CONFIG), ids, policy=omni(12), stop_at_eos=False, **options)
+    free = [each.tokens for each in free]
     end = next(token for token in free[0][4:].tolist() if token not in free[1].tolist())
     model, out = tiny.tiny(dataclasses.replace(CONFIG, eos=(end,))), []
     for offload in (False, True):
         out.append(jaxkv.generate(model, ids, policy=omni(12, offload=offload), **options))
-        assert out[-1].tokens[0].tolist() == free[0][: free[0].tolist().index(end) + 1].tolist()
-        assert out[-1].tokens[1].tolist() == free[1].tolist()
+        assert out[-1][0].tokens.tolist() == free[0][: free[0].tolist().index(end) + 1].tolist()
+        assert out[-1][1].tokens.tolist() == free[1].tolist()
         assert np.asarray(out[-1].cache.seen).tolist() == [
-            LENGTHS[0] + len(out[-1].tokens[0]) - 1,
+            LENGTHS[0] + len(out[-1][0].tokens) - 1,
             LENGTHS[1] + 80,
         ]
     on_device, away = (each.cache for each in out)
@@ -162,7 +161,7 @@ def test_questions_read_everything_and_forks_share_the_bank():
     whole = jaxkv.generate(
         model, [document + each for each in questions], max_new_tokens=6, stop_at_eos=False
     )
-    assert [each.tolist() for each in forked.tokens] == [each.tolist() for each in whole.tokens]
+    assert [each.tokens.tolist() for each in forked] == [each.tokens.tolist() for each in whole]
     assert [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(cache)] == before
     assert forked.cache.host_store is cache.host_store
 

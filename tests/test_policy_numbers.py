@@ -94,7 +94,7 @@ def test_numbers_beyond_any_text_mean_all_of_it():
     ):
         out = jaxkv.generate(model, ids, policy=policy, max_new_tokens=3, stop_at_eos=False)
         assert out.stats.kept == 40
-        np.testing.assert_array_equal(out.tokens[0], full.tokens[0])
+        np.testing.assert_array_equal(out[0].tokens, full[0].tokens)
     # A span that begins within the text and never ends.
     kept, _, _ = tiny.run(model, ids, KNorm(budget=10, protect=((35, 10**20),)))
     assert all(set(range(35, 40)) <= set(head) for layer in tiny.kept(kept) for head in layer[0])

@@ -27,7 +27,7 @@ def encoded(prompt, *, close=True, **options):
 
 
 def tokens(out):
-    return [row.tolist() for row in out.tokens]
+    return [row.tokens.tolist() for row in out]
 
 
 # --- turns ----------------------------------------------------------------------------------------------------------

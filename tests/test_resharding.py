@@ -38,7 +38,7 @@ def asked(name, where):
 @functools.cache
 def answers(name):
     made = jaxkv.generate(model_of(4), prompts(6, (5, 19, 8)), cache=asked(name, "one"), **OPTIONS)
-    return [tokens.tolist() for tokens in made.tokens]
+    return [tokens.tokens.tolist() for tokens in made]
 
 
 def rows(cache):
@@ -78,7 +78,7 @@ def test_a_cache_goes_on_elsewhere(name, before, after):
             pool.rows // parts[1],
         )
     made = jaxkv.generate(on(after), prompts(6, (5, 19, 8)), cache=moved, **OPTIONS)
-    assert [tokens.tolist() for tokens in made.tokens] == answers(name)
+    assert [tokens.tokens.tolist() for tokens in made] == answers(name)
 
 
 def test_rows_that_no_share_allows_stay():

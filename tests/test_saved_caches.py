@@ -113,7 +113,7 @@ def test_a_fresh_process_answers_with_the_same_tokens(tmp_path):
         "model = jaxkv.load(sys.argv[1])\n"
         "cache = jaxkv.load_cache(sys.argv[2], model)\n"
         "out = jaxkv.generate(model, [[1, 2], [3]], cache=cache, max_new_tokens=8, stop_at_eos=False)\n"
-        "print(json.dumps([each.tolist() for each in out.tokens]))\n"
+        "print(json.dumps([each.tokens.tolist() for each in out]))\n"
     )
     command = [sys.executable, "-c", code, str(folder), str(tmp_path / "cache")]
     out = subprocess.run(

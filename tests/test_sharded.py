@@ -32,7 +32,7 @@ def run(model, policy, **options):
     asked = jaxkv.prefill(model, ids, **given, **options)
     made = jaxkv.generate(model, ids, max_new_tokens=NEW, stop_at_eos=False, **given, **options)
     return (
-        [tokens.tolist() for tokens in made.tokens],
+        [tokens.tokens.tolist() for tokens in made],
         [positions(each) for each in (asked, made.cache)],
         made,
     )

@@ -18,14 +18,19 @@ def moved():
 def told(made):
     """Text, tokens and what is kept of a generation."""
     kept = [each.tolist() for each in (made.cache.kept, made.cache.seen[: made.cache.batch])]
-    return made.text, [each.tolist() for each in made.tokens], kept, made.cache.turn
+    return (
+        [each.text for each in made],
+        [each.tokens.tolist() for each in made],
+        kept,
+        made.cache.turn,
+    )
 
 
 def test_streams_stop_strings_and_turns():
     """Three texts for two groups: one ends at a stop string before the others; then a question on top of each."""
     rows, out, policy = ids(1, 60, 38, 45), [], jaxkv.H2O(budget=16)
     free = jaxkv.generate(tiny(), rows, policy=policy, **OPTIONS)
-    stops = [free.text[0][2:5], free.text[1][9:11]]
+    stops = [free[0].text[2:5], free[1].text[9:11]]
     for model in (tiny(), moved()):
         stream = jaxkv.generate(model, rows, policy=policy, stop=stops, stream=True, **OPTIONS)
         pieces = list(stream)

@@ -30,7 +30,7 @@ def waits(cache):
 
 
 def told(made):
-    return [each.tolist() for each in made.tokens], positions(made.cache)
+    return [each.tokens.tolist() for each in made], positions(made.cache)
 
 
 @functools.cache

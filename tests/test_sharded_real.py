@@ -31,7 +31,7 @@ def answers(name, mesh=None):
         stop_at_eos=False,
         mesh=None if mesh is None else mesh_of(*mesh),
     )
-    return [each.tolist() for each in made.tokens], [
+    return [each.tokens.tolist() for each in made], [
         sorted(part.pos.tolist()) for part in segments(made.cache)
     ]
 

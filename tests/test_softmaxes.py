@@ -308,7 +308,7 @@ def tokens_of(model, policy, **given):
     made = jaxkv.generate(
         model, prompts(), max_new_tokens=12, stop_at_eos=False, policy=policy, **given
     )
-    return [each.tolist() for each in made.tokens]
+    return [each.tokens.tolist() for each in made]
 
 
 # By kernels, or split by heads; some of both kinds of models.

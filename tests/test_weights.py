@@ -348,7 +348,7 @@ def test_one_vector_is_multiplied_by_codes_as_they_are_stored(as_on_a_gpu, bits)
         for each in (loaded("llama_gqa8", bits), stood_for("llama_gqa8", bits)[0])
     )
     assert set(as_on_a_gpu) == {1}
-    assert ours.tokens[0].tolist() == theirs.tokens[0].tolist()
+    assert ours[0].tokens.tolist() == theirs[0].tokens.tolist()
 
 
 def test_larger_batches_widen_codes(as_on_a_gpu):

@@ -85,8 +85,8 @@ def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens():
     full = jaxkv.generate(model, prompts(), policy=jaxkv.FullKV(), **options)
     ours = jaxkv.generate(model, prompts(), policy=policy, **options)
     alone = jaxkv.generate(model, prompts()[2:], policy=policy, **options)
-    assert [each.tolist() for each in ours.tokens] == [each.tolist() for each in full.tokens]
-    assert alone.tokens[0].tolist() == full.tokens[2].tolist()
+    assert [each.tokens.tolist() for each in ours] == [each.tokens.tolist() for each in full]
+    assert alone[0].tokens.tolist() == full[2].tokens.tolist()
 
 
 def test_kernels():
@@ -102,7 +102,7 @@ def test_kernels():
         )
         for each in ("xla", "pallas")
     )
-    assert [each.tolist() for each in found.tokens] == [each.tolist() for each in plain.tokens]
+    assert [each.tokens.tolist() for each in found] == [each.tokens.tolist() for each in plain]
 
 
 def test_stores():
@@ -203,5 +203,5 @@ def test_long_answers_on_a_mesh():
         split = jaxkv.generate(tiny.tiny(SHAPE), prompts(), mesh=mesh_of(2, 2), **options)
     with mock.patch.object(headroom, "_LEAST_BEYOND", 4096):
         alone = jaxkv.generate(tiny.tiny(SHAPE), prompts(), **options)
-    assert [each.tolist() for each in split.tokens] == [each.tolist() for each in alone.tokens]
+    assert [each.tokens.tolist() for each in split] == [each.tokens.tolist() for each in alone]
     assert split.cache.pools[0].rows == 2 * (WINDOW + LEAST) < alone.cache.pools[0].rows

@@ -166,7 +166,7 @@ def drawn(policy, **given):
     """Tokens that are sampled behind the prompts, past the window."""
     options = {"policy": policy, "max_new_tokens": NEW, "stop_at_eos": False}
     made = jaxkv.generate(tiny.tiny(SHAPE), prompts(), **options, **given)
-    return [each.tolist() for each in made.tokens]
+    return [each.tokens.tolist() for each in made]
 
 
 def test_a_budget_of_the_whole_prompt_gives_the_full_caches_tokens():

@@ -39,7 +39,7 @@ def drawn(model, texts, policy, **options):
     made = jaxkv.generate(
         model, texts, policy=policy, max_new_tokens=12, stop_at_eos=False, **options
     )
-    return [each.tolist() for each in made.tokens]
+    return [each.tokens.tolist() for each in made]
 
 
 @pytest.mark.parametrize("name", ["d2o", "global, every"])
