@@ -1,4 +1,4 @@
-"""Results of `generate`: `Generation`, `Completion`, `Stats` and `Stream`; and `Answers`: from sampled ids to text."""
+"""Results of `generate`: `Generation`, `Completion`, `Stats`, `Stream`; and `Answers`, from sampled ids to text."""
 
 import dataclasses
 import operator
@@ -12,7 +12,7 @@ from jaxkv._checks import own_settings, shortened
 from jaxkv.cache import KVCache
 from jaxkv.text.tokenizer import StreamDecoder, Text
 
-# Why sampling ended, in OpenAI's and vLLM's words.
+# OpenAI's and vLLM's names for why sampling ended.
 FinishReason = Literal["stop", "length"]
 
 
@@ -21,35 +21,36 @@ class Stats:
     """Measurements of one `generate` call: numbers of tokens, seconds, bytes and entries.
 
     Attributes:
-        prompt_tokens: tokens of the prompts, over all sequences.
-        new_tokens: tokens sampled, over all sequences.
-        prefill_seconds: wall-clock from ids to the compressed cache and the first logits. A first call includes
-            compilation.
-        decode_seconds: wall-clock from there to the last token, without the time a stream's reader takes between
-            tokens. A first call includes compilation.
-        compile_seconds: tracing and compiling on the host, while the device may run; 0 where shapes were met before.
-        compiled_programs: programs compiled, or read from a cache on disk.
-        full_bytes: bytes of all entries (keys and values) of the sequences' prompts, uncompressed.
-        kept_bytes: bytes of the entries that are kept on the device after prefill, as stored; headroom, positions,
-            scores and tables are not counted, as in full_bytes.
-        cache_bytes: all bytes of the cache after prefill, positions and tables included.
-        allocated_bytes: bytes of the cache in the end, with room for new entries.
+        prompt_tokens: number of prompt tokens, over all sequences.
+        new_tokens: number of sampled tokens, over all sequences.
+        prefill_seconds: wall-clock seconds from token ids to the compressed cache and the first logits. A first call
+            includes compilation.
+        decode_seconds: wall-clock seconds from the first logits to the last token, without the time that a stream's
+            consumer spends between tokens. A first call includes compilation.
+        compile_seconds: seconds of tracing and compiling on the host, during which the device may run; 0 if all shapes
+            were compiled before.
+        compiled_programs: number of programs compiled or loaded from a compile cache on disk.
+        full_bytes: bytes of all entries (keys and values) of the prompts, uncompressed.
+        kept_bytes: bytes of the entries kept on the device after prefill, as stored. Like full_bytes, without headroom,
+            positions, scores and tables.
+        cache_bytes: bytes of the whole cache after prefill, positions and tables included.
+        allocated_bytes: bytes of the cache at the end, headroom included.
         kept: entries per kv head and layer on the device after prefill, averaged.
-        attention: the implementation of attention that ran.
-        layout: the layout of segments in the pools, by which decoding's formulation is chosen.
-        decode_steps: steps of decoding, each a token of every sequence that had not ended.
+        attention: name of the attention implementation.
+        layout: layout of segments in the pools, which determines the formulation of decode attention.
+        decode_steps: number of decode steps; each samples a token of every active sequence.
         host_bytes: bytes of the cache in host memory.
-        transfers: transfers of host memory's entries to the device while tokens were sampled; on a mesh, those to each of
-            this process' devices.
+        transfers: number of transfers of entries from host memory to the device during decoding; on a mesh, to each
+            device of this process.
         transferred_bytes: bytes of these transfers.
-        loaded_bytes: bytes of whole layers that a prompt on top of the cache brought to the device before.
-        filter_layers: indices of layers that choose which entries others read.
-        moved_entries: entries that were kept in another device's heads than they scored best in, because of the policy's
-            `capacity`, over all sequences; 0 without a mesh.
-        evicted_above_threshold: entries whose scores reached the policy's `threshold` and which were dropped because the budget was full,
-            over all sequences, layers and kv heads, while tokens were sampled as well; 0 without a threshold.
-        raised_budgets: prompts whose budget, a share of them, came out below the entries that must stay and was raised to
-            these.
+        loaded_bytes: bytes of whole layers that a prompt on top of the cache loaded to the device before decoding.
+        filter_layers: indices of layers that select which entries other layers attend to.
+        moved_entries: entries kept in heads of another device than the one where they scored best, because of the
+            policy's `capacity`, over all sequences; 0 without a mesh.
+        evicted_above_threshold: entries with scores above the policy's `threshold` that were evicted because the budget
+            was full, over all sequences, layers and kv heads, decoding included; 0 without a threshold.
+        raised_budgets: number of prompts whose budget, a fraction of the prompt, was below the always-kept entries and
+            was raised to their number.
     """
 
     prompt_tokens: int
@@ -87,35 +88,35 @@ class Stats:
 
     @property
     def decode_tokens_per_second(self) -> float:
-        """New tokens of all sequences per second of decoding; a first call includes compilation."""
+        """Tokens sampled per second of decoding, over all sequences; a first call includes compilation."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     @property
     def slack_bytes(self) -> int:
-        """Bytes within `cache_bytes` that hold no entry: places that are free or padding, positions, scores, tables."""
+        """Bytes within `cache_bytes` that hold no entry: headroom, padding, positions, scores, tables."""
         return self.cache_bytes - self.kept_bytes
 
     @property
     def transfers_per_step(self) -> float:
-        """Mean number of transfers from host memory per decoding step."""
+        """Mean number of transfers from host memory per decode step."""
         return self.transfers / max(1, self.decode_steps)
 
     @property
     def transferred_bytes_per_step(self) -> float:
-        """Mean number of bytes transferred from host memory per decoding step."""
+        """Mean number of bytes transferred from host memory per decode step."""
         return self.transferred_bytes / max(1, self.decode_steps)
 
 
-# Arrays have no single truth: results are equal only to themselves.
+# Arrays have no single truth value, so results are equal only to themselves.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """Answer to one prompt of a `generate` call: text, token ids, and why sampling ended.
+    """Answer to one prompt of a `generate` call: text, token ids, finish reason.
 
     Attributes:
         text: the answer; None without a tokenizer.
-        tokens: `i32[n]` ids of the tokens sampled, the one that ended the answer included.
+        tokens: ids of the sampled tokens, `i32[n]`, including the token that ended the answer.
         finish_reason: "stop" at an end-of-answer token or a stop string, "length" after `max_new_tokens` tokens.
-        stop_reason: the stop string that ended the answer; None if an end-of-answer token or the length did.
+        stop_reason: the stop string that ended the answer; None for an end-of-answer token or "length".
     """
 
     text: str | None
@@ -124,7 +125,7 @@ class Completion:
     stop_reason: str | None = None
 
     def __repr__(self) -> str:
-        """One-line summary: text or token ids, number of tokens and reason of the end."""
+        """One-line summary: text or token ids, number of tokens, finish reason."""
         shown = (
             f"tokens={shortened(str(self.tokens.tolist()))}"
             if self.text is None
@@ -138,16 +139,16 @@ class Completion:
         return f"Completion({shown}, {len(self.tokens)} tokens, {ended})"
 
 
-# Arrays have no single truth: results are equal only to themselves.
+# Arrays have no single truth value, so results are equal only to themselves.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Generation:
-    """Result of `generate`: a `Completion` for each prompt, the cache and statistics; a sequence of the completions.
+    """Result of `generate`: a sequence with one `Completion` per prompt, plus the cache and statistics.
 
-    The answer to a single prompt is read without an index: `out.text` is `out[0].text`. With several prompts, `text`,
+    For a single prompt, no index is needed: `out.text` is `out[0].text`. With several prompts, `text`,
     `tokens`, `finish_reason` and `stop_reason` raise an AttributeError.
 
     Attributes:
-        completions: one for each prompt, in order.
+        completions: one `Completion` per prompt, in order.
         cache: the cache after the answers, for the next turn.
         stats: seconds, bytes and entries.
     """
@@ -163,28 +164,28 @@ class Generation:
 
     @property
     def tokens(self) -> Int[np.ndarray, " n"]:
-        """Sampled token ids `i32[n]` of the only prompt, the one that ended the answer included."""
+        """Sampled token ids `i32[n]` of the only prompt, including the token that ended the answer."""
         return self._only("tokens").tokens
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the answer to the only prompt ended: "stop" or "length", as `Completion.finish_reason`."""
+        """Why the answer to the only prompt ended: "stop" or "length", as in `Completion.finish_reason`."""
         return self._only("finish_reason").finish_reason
 
     @property
     def stop_reason(self) -> str | None:
-        """Stop string that ended the answer to the only prompt; None if a token or the length did."""
+        """Stop string that ended the answer to the only prompt; None for an end-of-answer token or "length"."""
         return self._only("stop_reason").stop_reason
 
     def _only(self, name: str) -> Completion:
-        """Completion of the only prompt; AttributeError for several."""
+        """Return the `Completion` of the only prompt; raise AttributeError for several prompts."""
         if len(self.completions) > 1:
             count = len(self.completions)
             raise AttributeError(f"{name}: of {count} completions. Use out[0].{name}, or iterate.")
         return self.completions[0]
 
     def __len__(self) -> int:
-        """Number of prompts."""
+        """Return the number of prompts."""
         return len(self.completions)
 
     @overload
@@ -192,18 +193,18 @@ class Generation:
     @overload
     def __getitem__(self, at: slice) -> tuple[Completion, ...]: ...
     def __getitem__(self, at: SupportsIndex | slice) -> Completion | tuple[Completion, ...]:
-        """Completion of the prompt at an index, negative ones from the end; a tuple of them for a slice.
+        """Return the `Completion` of the prompt at an index, or a tuple of completions for a slice.
 
         Args:
-            at: index or slice.
+            at: index, negative ones from the end, or slice.
 
         Returns:
-            The completion, or a tuple of them.
+            The completion, or a tuple of completions.
         """
         return self.completions[at]
 
     def __iter__(self) -> Iterator[Completion]:
-        """Iterates over the prompts' completions."""
+        """Iterate over the completions of the prompts."""
         return iter(self.completions)
 
     def __repr__(self) -> str:
@@ -220,11 +221,11 @@ class Generation:
 class Stream(Iterator[Any]):
     """Iterator over generated text: each item is the new text of a token, or a list with one text per prompt.
 
-    With `stream_interval=n` an item is the text of n tokens. It is empty where tokens complete no character, or may
-    begin a stop string.
+    With `stream_interval=n` an item is the text of n tokens. An item is empty if its tokens complete no character or
+    may begin a stop string.
 
     Attributes:
-        result: the whole `Generation` after the last piece; None before.
+        result: the `Generation`, set after the last item; None before.
     """
 
     def __init__(self, pieces: Generator[list[str], None, Generation], single: bool):
@@ -233,7 +234,7 @@ class Stream(Iterator[Any]):
         self._single = single
 
     def __next__(self) -> Any:
-        """Returns the next piece of text; at the end, stores the `Generation` in `result`."""
+        """Return the next item; at the end, store the `Generation` in `result`."""
         try:
             with own_settings():
                 piece = next(self._pieces)
@@ -244,11 +245,11 @@ class Stream(Iterator[Any]):
 
 
 class Answers:
-    """Collects the token ids and text of each sequence as they are sampled, and ends sequences at stop strings.
+    """Token ids and text of each sequence, collected during sampling; ends sequences at stop strings.
 
     Attributes:
         tokens: ids of each sequence so far.
-        met: the stop string that each sequence's text has met; None for none.
+        met: the stop string in each sequence's text; None without one.
     """
 
     def __init__(self, text: Text | None, batch: int, stops: Sequence[str]):
@@ -261,11 +262,11 @@ class Answers:
 
     @property
     def stopped(self) -> Bool[np.ndarray, " B"]:
-        """Mask of sequences whose text has met a stop string."""
+        """Mask `[B]` of sequences whose text contains a stop string."""
         return np.asarray([stop is not None for stop in self.met], bool)
 
     def take(self, drawn: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
-        """Adds sampled ids, -1 after a sequence's end; returns the count of ids after a stop string, per sequence."""
+        """Append sampled ids, -1 after a sequence's end; return the number of ids after a stop string, per sequence."""
         surplus = np.zeros(len(self.tokens), np.int64)
         for row, ids in enumerate(drawn.tolist()):
             fresh = [token for token in ids if token >= 0]
@@ -276,18 +277,18 @@ class Answers:
         return surplus
 
     def fresh(self) -> list[str]:
-        """List of each sequence's new text since the last call, less a trailing part that may begin a stop string."""
+        """Return each sequence's new text since the last call, without a suffix that may begin a stop string."""
         return [self._show(row) for row in range(len(self.tokens))]
 
     def flush(self) -> list[str]:
-        """Ends all sequences; returns the list of texts held back so far, such as beginnings of stop strings."""
+        """End all sequences; return their remaining text, such as beginnings of stop strings."""
         for row, decoder in enumerate(self._decoders):
             if decoder is not None and self.met[row] is None:
                 self._text[row] += decoder.flush()
         return [self._show(row, whole=True) for row in range(len(self.tokens))]
 
     def completions(self, eos: Container[int]) -> list[Completion]:
-        """List of a `Completion` for each sequence; `eos` are the ids that end one."""
+        """Return the `Completion` of each sequence; `eos` are the ids that end one."""
         made = []
         for ids, stop, text, decoder in zip(
             self.tokens, self.met, self._text, self._decoders, strict=True
@@ -304,7 +305,7 @@ class Answers:
         return made
 
     def _push(self, row: int, token: int) -> bool:
-        """Adds one id to a sequence; returns True if that completed a stop string."""
+        """Append one id to a sequence; return True if its text then contains a stop string."""
         self.tokens[row].append(token)
         decoder = self._decoders[row]
         if decoder is None:
@@ -312,17 +313,17 @@ class Answers:
         self._text[row] += decoder.push([token])
         found = [(at, stop) for stop in self._stops if (at := self._text[row].find(stop)) >= 0]
         if found:
-            # Of two at one place the first of the list.
+            # Of two stop strings at one place, the first in the list wins.
             at, self.met[row] = min(found, key=operator.itemgetter(0))
             self._text[row] = self._text[row][:at]
         return bool(found)
 
     def _show(self, row: int, *, whole: bool = False) -> str:
-        """New text of a sequence, marked as shown, less a trailing part that may begin a stop string unless `whole`."""
+        """Return a sequence's text not yet shown; `whole` includes a suffix that may begin a stop string."""
         text = self._text[row]
         end = len(text)
         if not whole and self.met[row] is None:
-            # Hold back a trailing part that may be the beginning of a stop string.
+            # Hold back a suffix that may be the beginning of a stop string.
             end -= max(
                 (n for stop in self._stops for n in range(1, len(stop)) if text.endswith(stop[:n])),
                 default=0,

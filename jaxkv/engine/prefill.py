@@ -1,7 +1,8 @@
-"""Prefill, layer by layer: a layer's keys and values are compressed before the next layer begins.
+"""Prefill, layer by layer: a layer's keys and values are compressed before the next layer runs.
 
-The outer loop is over layers, one jitted call each; the inner one over blocks of queries, only those that a sequence
-fills, so padding costs memory but no time. Alive at once: hidden states, one layer's K and V, kept entries of the others.
+The outer loop runs over layers, one jitted call each; the inner loop over blocks of queries, only as many as a sequence
+fills. Padding therefore costs memory but no time. Memory holds hidden states, one layer's keys and values, and the kept
+entries of other layers.
 """
 
 import dataclasses
@@ -43,13 +44,13 @@ from jaxkv.policies.scorer import Needs, Observed
 from jaxkv.sharding.mesh import inside, place, put, settle_down, where
 from jaxkv.sharding.sharded_program import sharded_jit
 
-# Share of a prefill's progress that stands for the first of two passes.
+# Fraction of a prefill's progress for the first of two passes.
 _FIRST_PASS = 0.4
 
 
 _LAYER_STATICS = ("graphs", "needs", "last", "implementation")
 _layer = sharded_jit(static=_LAYER_STATICS, donate=("x",), on="graphs")(layer)
-# The top block returns one token's hidden state: a donated buffer could not be reused.
+# The top block returns a single token's hidden state, so a donated buffer could not be reused.
 _top_layer = sharded_jit(static=_LAYER_STATICS, on="graphs")(layer)
 
 
@@ -62,7 +63,7 @@ def run_layer(
     needs: Needs,
     implementation: Implementation,
 ) -> LayerOut:
-    """Runs one block over prompts; returns `LayerOut` (K, V, hidden states); donates `x`, except in the top block."""
+    """Run one block over prompts; return its `LayerOut`. Donate `x`, except in the top block."""
     last, graphs = index == len(flat.blocks) - 1, flat.graphs_of(index)
     return (_top_layer if last else _layer)(
         flat.blocks[index],
@@ -79,12 +80,12 @@ def run_layer(
 def read_layers(
     flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs
 ) -> Iterator[LayerOut]:
-    """Generator: runs right-padded prompts through the model, no compression, and yields each layer's `LayerOut`.
+    """Generator: run right-padded prompts through the model without compression; yield each layer's `LayerOut`.
 
-    A layer's hidden states are donated to the next one; `needs` adds to keys and values of layers without a window.
+    A layer's hidden states are donated to the next layer. `needs` applies to layers without a sliding window.
     """
     special = [each for each in flat.config.kinds if each.softcap]
-    require(not special, "model", special, "attention of capped logits is not analysed")
+    require(not special, "model", special, "analysis of capped logits not supported: load another")
     x = embed(flat.ends, tokens, graphs=flat.graphs)
     tables = angles_by_rope(flat, tokens.shape[1])
     for index, window in enumerate(flat.config.sliding_windows):
@@ -93,7 +94,7 @@ def read_layers(
         )
         x = out.x
         yield out
-        # One layer at a time: the caller must drop its reference, too.
+        # Keep a single layer alive: the caller must drop its reference, too.
         del out
 
 
@@ -106,14 +107,14 @@ def prefill(
     key: PRNGKeyArray,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Generator: prefills right-padded prompts, yields layers run since the last yield; returns cache, last logits.
+    """Generator: prefill right-padded prompts with the plan `needed`; return the cache and last logits `[B, V]`.
 
-    Yields 1 after each layer, 0 after each packing, parts of one for policies that read prompts in chunks; the device
-    may not be done yet. `needed` is the plan for these lengths.
+    Yields progress in layers: 1 after each layer, 0 after each packed layer, fractions of a layer in chunked prefill.
+    The device may not have finished at a yield.
     """
     tokens, lengths, _ = padded
     if policy.composed.read.chunk:
-        # Each chunk goes through the whole model.
+        # Each chunk runs through the whole model.
         return (
             yield from chunked.prefill(
                 flat, tokens, lengths, policy, needed, implementation=implementation
@@ -125,7 +126,7 @@ def prefill(
         cache = yield from read(prompts)
     else:
         yield from prompts.read_twice(padded)
-        # Its layers were counted when they ran.
+        # The first pass has reported the progress of these layers.
         cache = yield from without_progress(read(prompts))
     prompts.require_ordered()
     if prompts.to_host_store:
@@ -136,9 +137,9 @@ def prefill(
 
 
 def read(prompts: "Prompts") -> Walk[KVCache]:
-    """Generator: runs and compresses all layers; yields layers run since the last yield, returns the `KVCache`.
+    """Generator: run and compress all layers; yield the layers run since the last yield, return the `KVCache`.
 
-    Prompt lengths may be traced; unlike in `prefill` the check for NaN scores is left to the caller.
+    Prompt lengths may be traced. Unlike `prefill`, this leaves the check for NaN scores to the caller.
     """
     flat, needed, parts = prompts.flat, prompts.needed, prompts.parts
     headroom = np.asarray(needed.headroom, np.int32)
@@ -174,11 +175,11 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
 
 
 class Prompts(PromptSource):
-    """Source of layers during prefill: runs the model layer by layer and gives `compress` each layer's entries and scores.
+    """Layer source of prefill: runs the model layer by layer and gives `compress` each layer's entries and scores.
 
     Attributes:
-        x: hidden states after the layers that have run; after the last layer, of the last token only.
-        query_buffers: buffer of last queries, of the layers that keep some.
+        x: hidden states after the last layer that ran; after the top layer, of the last token only.
+        query_buffers: query buffers of the layers that have one.
         to_host_store: entries of offloaded layers in host memory.
         centres: means of keys by layer, if the cache holds transformed entries.
     """
@@ -193,9 +194,9 @@ class Prompts(PromptSource):
         key: PRNGKeyArray,
         implementation: Implementation,
     ):
-        """Places right-padded prompts on the device, embeds them, prepares masks and angles; runs no layer yet.
+        """Place right-padded prompts on the device, embed them, prepare masks and angles; run no layer.
 
-        Of the plan slots, pools, room and the policy's numbers are read, which are traced if the lengths are.
+        Reads the plan's padded length, pools, headroom and numbers, which are traced if the lengths are.
         """
         config, axes, parts = flat.config, flat.axes, policy.composed
         super().__init__(
@@ -223,7 +224,7 @@ class Prompts(PromptSource):
         self.transforms, self.centres = transforms(parts), list[Array]()
 
     def read_twice(self, padded: Padded) -> Walk[None]:
-        """Generator: runs all layers, reads prompts a second time, stores peak attention per row; yields progress."""
+        """Generator: run all layers, then the second pass; store peak attention per entry; yield progress."""
         asked = self.parts.needs.replay
         assert asked is not None
         for index in self.indices:
@@ -237,7 +238,7 @@ class Prompts(PromptSource):
             self.ran[index].extras["replay"] = peaks[index]
 
     def _run(self, index: int) -> LayerOut:
-        """Runs a layer on the hidden states of the one below; returns its `LayerOut`, whose hidden states it stores."""
+        """Run a layer on the current hidden states; replace these by its output; return its `LayerOut`."""
         needs = self.parts.needs if self.sliding_windows[index] is None else Needs()
         out = run_layer(
             self.flat, index, self.x, self.length, self.angles, needs, self.implementation
@@ -246,7 +247,7 @@ class Prompts(PromptSource):
         return out
 
     def candidates(self, index: int) -> Candidates:
-        """Runs a layer unless it has run; returns masks, scores as `Candidates`; keeps K and V to pack or offload."""
+        """Run a layer unless it has run; return its `Candidates`; hold keys and values to be packed or offloaded."""
         parts, length = self.parts, self.length
         out = self.ran.pop(index) if index in self.ran else self._run(index)
         k = out.extras.get("unrotated", out.k) if parts.rolling else out.k
@@ -261,7 +262,7 @@ class Prompts(PromptSource):
                 )
             )
         if index in self.reading.offloaded:
-            # Wait for the transfer before this one: at most two layers' entries are held for transfers.
+            # Wait for the previous transfer, so that transfers hold entries of at most two layers.
             jax.block_until_ready(self.to_host_store[-1:])
             k, v = (each.astype(self.dtype) for each in (k, out.v))
             self.to_host_store.append(put_away(k, v, self.axes))
@@ -274,8 +275,8 @@ class Prompts(PromptSource):
         return self.scored(index, rows, seen, norms)
 
     def observed(self, out: LayerOut, index: int) -> Observed:
-        """Makes the scorer's `Observed` input of a layer's output: what its needs, or those of layer budgets, name."""
-        # Queries and norms may be there for other parts of the policy, too.
+        """Return the scorer's input from a layer's output: the fields that its needs name."""
+        # Other parts of the policy may have requested queries and norms, too.
         flat, needs = self.flat, self.parts.scorer.needs
         asked, first = ("sums", *needs.extras), out.q.shape[3] - needs.queries
         extras: Any = {name: each for name, each in out.extras.items() if name in asked}
@@ -299,7 +300,7 @@ class Prompts(PromptSource):
         )
 
     def at_most(self, layer_weights: list[Array | None]) -> tuple[Array, Array]:
-        """Pair of counts `[L, B]`: upper bounds of entries per kv head, most recent entries in these; 0 for later layers."""
+        """Return upper bounds `[L, B]` of entries per kv head and of recent entries; 0 for layers that have not run."""
         numbers, layers = self.numbers, len(self.indices)
         weights = self.weights(layer_weights)
         found = most_by_layer_weights(
@@ -312,18 +313,18 @@ class Prompts(PromptSource):
         return rows, recents
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """Size P in rows of the pool of a group of layers, taken from the plan; `kept` is not read."""
+        """Return the size P in entries of the pool of a group of layers, from the plan; `kept` is not used."""
         return self.needed.pools[group[0]]
 
     def packed_rows(self, index: int, size: int) -> int:
-        """Largest P of layers of this one's window: a program for each size would compile longer than it packs."""
+        """Return the largest P among layers with this layer's sliding window, so that these share one program."""
         if is_traced(self.length):
             return size
         alike = zip(self.sliding_windows, self.needed.pools, strict=True)
         return max(rows for window, rows in alike if window == self.sliding_windows[index])
 
     def rows(self, index: int) -> Unpacked:
-        """Removes one layer's waiting keys and values from the source and returns them as `Unpacked` entries."""
+        """Remove one layer's keys and values from the source and return them as `Unpacked`."""
         rows = super().rows(index)
         if not self.transforms:
             return rows
@@ -331,7 +332,7 @@ class Prompts(PromptSource):
         return rows._replace(k=k, v=v)
 
     def ordered(self) -> Bool[Array, ""]:
-        """Traced bool, True if no score of any layer is NaN; for compiled programs, which cannot raise errors."""
+        """Return a traced bool, True if no score of any layer is NaN; compiled programs cannot raise errors."""
         return ~jnp.stack([*self.nans, jnp.zeros((), bool)]).any()
 
 
@@ -340,9 +341,9 @@ def first_state(
     made: Compressed,
     query_buffers: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> tuple[Int[Array, "L B K"], State | None]:
-    """Row limits of segments behind prompts, and what the policy remembers; None if it compresses prompts only.
+    """Return the entry limits of segments after a prompt, and the policy's `State`; None if the policy has none.
 
-    A limit is the number of entries kept, where the policy does not go on compressing.
+    If the policy compresses prompts only, a limit is the number of entries kept.
     """
     parts = source.parts
     if parts.ongoing.compresses:
@@ -357,10 +358,10 @@ def first_state(
 def _going_on(
     source: PromptSource, made: Compressed, query_buffers: tuple[Float[Array, "B K G R D"], ...]
 ) -> tuple[Int[Array, "L B K"], State]:
-    """Pair for policies that evict or recompress after the prompt: row limits `[L, B, K]` of segments, first `State`.
+    """Return entry limits `[L, B, K]` and the first `State` of policies that evict or recompress after the prompt.
 
-    A limit is the number of entries kept; the budget if the prompt is shorter and there is no threshold; a number never
-    reached for layers that grow without end; or what head budgets with limits of their own say.
+    A limit is the number of kept entries, or the budget if the prompt is shorter and the policy has no threshold.
+    Layers without a limit get a number that no cache reaches. Head budgets may fix their own limits.
     """
     parts, lengths, numbers = source.parts, source.lengths, source.numbers
     of = slice(source.indices[0], source.indices[-1] + 1)

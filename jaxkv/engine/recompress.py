@@ -1,4 +1,4 @@
-"""Compresses a cache again: its policy chooses anew among the entries of prompt and answer, in order of position."""
+"""Recompress a cache: its policy selects again among the entries of prompt and answer, in order of position."""
 
 import dataclasses
 import math
@@ -39,26 +39,26 @@ from jaxkv.sharding.collectives import gathered, most_of_devices, own
 from jaxkv.sharding.mesh import Axes, host, place, settle_down
 from jaxkv.sharding.sharded_program import sharded_jit
 
-# L1 norms `[B, K, S]` of values `[B, K, S, D]` behind the output projection.
+# L1 norms `[B, K, S]` of values `[B, K, S, D]` after the output projection.
 Norms = Callable[[Float[Array, "B K S D"]], Float[Array, "B K S"]]
 
 
 def no_norms(v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
-    """Raises TypeError: of a model outside jaxkv no output projection is known."""
-    raise TypeError("norms of values: the model's output projection is not known here")
+    """Raise TypeError: the output projection of a model outside jaxkv is not known."""
+    raise TypeError("norms of values: output projection not known. Choose a policy without norms.")
 
 
 def beyond(cache: KVCache) -> Any:
-    """Number of entries `[B]` by which each sequence's fullest segment exceeds its limit; negative while there is room."""
+    """Return the entries `[B]` of each sequence's fullest segment minus its limit; negative below the limit."""
     if is_traced(cache.length):
         return most_of_devices((cache.length - cache.limit).max(axis=(0, 2)), "K", cache.axes)
     return (host(cache.length).astype(np.int64) - host(cache.limit)).max(axis=(0, 2))
 
 
 def due(cache: KVCache) -> Any:
-    """Mask `bool[B]` of sequences that must be recompressed; a host array unless traced.
+    """Return the mask `bool[B]` of sequences to recompress; a host array unless traced.
 
-    These have `every` or more entries beyond their limit, or any beyond it if each new entry evicts one.
+    Their fullest segment exceeds its limit by at least `every` entries, or by any if each new entry evicts one.
     """
     parts = cache.policy.composed
     if not parts.ongoing.compresses:
@@ -68,11 +68,11 @@ def due(cache: KVCache) -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fixed:
-    """Fixed sizes for `recompress`: P of each new pool, most entries of a segment; needed where cache arrays are traced.
+    """Fixed sizes of the caches that `recompress` returns; needed where cache arrays are traced.
 
     Attributes:
-        rows: P of each pool; on a mesh, of the part of it that one device holds.
-        padded_len: entries that a segment holds at most.
+        rows: size P of each pool; on a mesh, of one device's part.
+        padded_len: maximum number of entries per segment.
     """
 
     rows: tuple[int, ...]
@@ -87,10 +87,11 @@ def recompress(
     headroom: int | Int[np.ndarray, " L"],
     fixed: Fixed | None = None,
 ) -> KVCache:
-    """Copy of a cache whose policy compresses sequences over their row limits again; others copied, `cache` unchanged.
+    """Recompress the sequences of a cache that exceed their entry limits; copy the others.
 
-    Each pool is as small as its fullest sequence allows, with `headroom` entries behind every segment, or `fixed` where the
-    cache's numbers are traced. The policy must go on after the prompt.
+    `cache` itself is unchanged; its policy must recompress after the prompt. Each pool is as small as its fullest
+    sequence allows, with `headroom` free places behind every segment. If the cache's tables are traced, `fixed` sets
+    the sizes.
     """
     parts, state = cache.policy.composed, cache.state
     assert state is not None
@@ -120,7 +121,7 @@ def recompress(
         limit=jnp.where(again, target, cache.limit),
         state=dataclasses.replace(state, tau=made.tau),
     )
-    # A head that competes with others may now hold more entries than the prompt had.
+    # A head that competes with others may now hold more entries than the prompt has tokens.
     made_anew = dataclasses.replace(
         made_anew, tally=cache.tally.plus(made.tally), extended=not parts.heads.uniform
     )
@@ -129,16 +130,16 @@ def recompress(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldStatic:
-    """Static config of what reads a held layer's entries again: policy parts, layout, most entries of a segment.
+    """Static config of the functions that read a cached layer's entries.
 
     Attributes:
         ongoing: what the policy does after the prompt.
-        scorer: what scores entries anew where no rank does.
-        heads: how a layer's entries are shared by its heads.
-        layout: of the pools.
-        padded_len: most entries of a segment.
-        spec: of the layer.
-        axes: of the mesh that programs run on; None off a mesh.
+        scorer: computes new scores where the policy has no rank.
+        heads: how a layer's entries are divided among its heads.
+        layout: layout of the pools.
+        padded_len: maximum number of entries per segment.
+        spec: static config of the layer.
+        axes: axes of the mesh that programs run on; None without a mesh.
     """
 
     ongoing: Ongoing
@@ -151,7 +152,7 @@ class HeldStatic:
 
     @classmethod
     def of(cls, parts: Parts, **given: Any) -> "HeldStatic":
-        """Config of a policy's parts and the other fields."""
+        """Return the config of a policy's parts, with the other fields as keyword arguments."""
         return cls(
             ongoing=parts.ongoing,
             scorer=parts.scorer,
@@ -164,7 +165,7 @@ class HeldStatic:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeldLayer:
-    """Arrays of one held layer: pool, buffer of last queries, tables, its indices in these and the model, random key."""
+    """Arrays of one cached layer: pool, tables, query buffer, index in the cache and in the model, random key."""
 
     pool: Pool
     tables: Tables
@@ -175,17 +176,17 @@ class HeldLayer:
 
     @property
     def segments(self) -> Segments:
-        """`Segments` (start, length, limit, ...) of this layer, taken from the tables of all layers."""
+        """Segments (start, length, limit, ...) of this layer, sliced from the tables of all layers."""
         return segments_of(self.tables.of_layers(self.row[None]), 0)
 
     @property
     def centre(self) -> Float[Array, "B K D"] | None:
-        """Vector taken off this layer's keys before they were transformed; None if entries are as they are."""
+        """Vector `[B, K, D]` subtracted from this layer's keys before their transform; None without a transform."""
         return None if self.tables.centre is None else self.tables.centre[self.row]
 
 
 class _Held(LayerSource):
-    """Source of layers for `compress` that reads entries from an existing cache, to compress it again."""
+    """Layer source for `compress` that reads the entries of an existing cache."""
 
     def __init__(
         self,
@@ -195,7 +196,7 @@ class _Held(LayerSource):
         headroom: Int[np.ndarray, " L"],
         fixed: Fixed | None,
     ):
-        """Makes the source; computes counts of entries and of recent entries to keep by layer, most entries of a segment."""
+        """Compute the padded segment length and, per layer, the entries and recent entries to keep."""
         parts, state = cache.policy.composed, cache.state
         assert state is not None
         self.flat, self.cache, self.key, self.headroom, self.fixed = (
@@ -215,17 +216,17 @@ class _Held(LayerSource):
         )
         if fixed is None:
             most = max(pool.rows for pool in cache.pools) // cache.kv_shards
-            # Entries that the text, or a segment, could hold: content never changes this number, and growth rarely.
+            # Upper bound from the text and the pool: independent of content, and rarely changed by growth.
             heads = cache.start.shape[2] // cache.kv_shards
             padded_len = min(bucket(int(host(cache.seen).max())), cache.layout.widest(most, heads))
         self.parts, self.padded_len = parts, padded_len if fixed is None else fixed.padded_len
 
     def candidates(self, index: int) -> Candidates:
-        """Returns one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or its scorer."""
+        """Return one layer's `Candidates`: masks, positions, and scores from the policy's rank or its scorer."""
         return _candidates(self.flat.blocks[index], self._layer(index), **self._static(index))
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Size P in entries of the new pool, room included: the policy's target, or a bucket of the entries `kept`."""
+        """Return the size P in entries of the new pool with headroom: the policy's target or a bucket of `kept`."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.pool_of(group[0])]
         part = slice(group[0], group[-1] + 1)
@@ -233,12 +234,12 @@ class _Held(LayerSource):
         heads = kept.shape[2] // kv_shards
 
         def share(rows: int) -> int:
-            """Largest number of entries that one device's heads may hold when their even share is `rows`."""
+            """Return the maximum number of entries in one device's heads when their even share is `rows`."""
             return min(most_rows(capacity, rows), kv_shards * rows)
 
         length, layout = host(kept).astype(np.int64), self.cache.layout
         rows = share(-(-int(layout.takes(length).max()) // kv_shards))
-        # A sequence that is not due may hold more than that if the cache was made on another mesh.
+        # A sequence that is not due may hold more entries if the cache comes from another mesh.
         rows = max(rows, layout.fullest(length, heads))
         target = share(int(heads * self.kept_entries[part].sum(axis=0).max()))
         size = heads * bucket(-(-rows // heads))
@@ -247,13 +248,13 @@ class _Held(LayerSource):
         )
 
     def rows(self, index: int) -> Unpacked:
-        """One layer's keys, values, positions and scores as `Unpacked` entries, gathered from the pool."""
+        """Return one layer's keys, values, positions and scores as `Unpacked`, gathered from the pool."""
         rows = _unpacked(self.flat.blocks[index], self._layer(index), **self._static(index))
-        # What a merger makes of entries is rounded to the model's dtype, too.
+        # Merged entries are rounded to the model's dtype, too.
         return rows if self.parts.merge is None else rows.widened(jnp.dtype(self.cache.dtype))
 
     def _static(self, index: int) -> dict[str, Any]:
-        """Static arguments of the programs that read layer `index`."""
+        """Return the static arguments of the programs that read layer `index`."""
         graphs = self.flat.graphs_of(index)
         static = HeldStatic.of(
             self.parts, padded_len=self.padded_len, spec=graphs.spec, axes=self.axes
@@ -261,7 +262,7 @@ class _Held(LayerSource):
         return {"graphs": graphs, "static": static}
 
     def _layer(self, index: int) -> HeldLayer:
-        """Arrays of layer `index`: pool, tables, buffer of last queries, random key."""
+        """Return the arrays of layer `index`: pool, tables, query buffer, random key."""
         cache, state, sliding_windows = (
             self.cache,
             self.cache.state,
@@ -281,44 +282,46 @@ class _Held(LayerSource):
 
 
 def _numbers(table: Array) -> Any:
-    """Host copy of an array as int64; the array itself if traced."""
+    """Return an int64 host copy of an array; a traced array unchanged."""
     return table if is_traced(table) else host(table).astype(np.int64)
 
 
 def counts_again(
     parts: Parts, tables: Tables, sliding_windows: SlidingWindows, axes: Axes | None = None
 ) -> tuple[Any, Any]:
-    """Pair `[L, B]`: entries to keep per kv head, and most recent entries that stay among them.
+    """Return two counts `[L, B]`: entries to keep per kv head, and the most recent entries among them.
 
-    Entries are the mean of a layer's limits, or the budget schedule's for the text; of sliding-window layers their windows'.
+    The entries are the mean of a layer's limits, or come from the budget schedule for the current length.
+    Sliding-window layers keep the entries of their windows.
     """
     state, seen = tables.state, _numbers(tables.seen)
     assert state is not None
     always_kept, xp = parts.keep.counts(seen, _numbers(state.prompt)), namespace(seen)
     by_limits = parts.evicts and parts.heads.limits() is None
-    # Segments under a threshold may hold fewer entries than their budget.
+    # Segments under a threshold may hold fewer entries than their budget, so their limits give no budget.
     if by_limits or (parts.layers.from_scores and parts.threshold is None):
         limit = _numbers(tables.limit)[np.asarray([width is None for width in sliding_windows])]
-        # Limits may differ between heads: take their mean over a layer's heads, or over all layers if these compete.
+        # Heads may have different limits: average over a layer's heads, or over all layers if layers compete.
         of_all = gathered(limit, "K", 2, axes) if is_traced(limit) else limit
         over = (0, 2) if parts.layers.joint else (2,)
         rows = of_all.sum(axis=over, dtype=of_all.dtype) // math.prod(of_all.shape[i] for i in over)
         rows = xp.broadcast_to(rows, of_all.shape[:2])
         if not parts.evicts and not parts.layers.joint:
-            # A prompt shorter than the entries that always stay grows until it has these.
+            # A prompt shorter than its always-kept entries grows until it has all of them.
             rows = xp.maximum(rows, always_kept)
         rows = with_sliding_windows(rows, seen, sliding_windows)
     else:
         now = xp.maximum(xp.minimum(_numbers(state.budget), seen), always_kept)
         rows, _ = rows_of(parts, now, seen, always_kept, sliding_windows)
-    # Entries that other protected entries leave to the most recent ones in each layer.
+    # Subtract the other protected entries of each layer from the most recent ones.
     left = xp.maximum(rows - (always_kept - parts.keep.window), parts.keep.window)
-    # For a prompt below its budget they were a share of the budget: a layer with a smaller schedule holds fewer.
+    # The recent entries of a prompt below its budget are a share of the budget: layers with a smaller budget hold
+    # fewer.
     return rows, xp.minimum(_numbers(state.recent), left)
 
 
 def taken(layer: HeldLayer, static: HeldStatic) -> Unpacked:
-    """One layer's entries gathered from its segments as `Unpacked`, in order of position, padded to a segment's slots."""
+    """Return one layer's entries as `Unpacked`, gathered from its segments, sorted by position and padded."""
     pool, segments = layer.pool, layer.segments
     batch, heads = segments.start.shape
     padded_len = min(static.padded_len, static.layout.widest(pool.rows, heads))
@@ -348,7 +351,7 @@ def taken(layer: HeldLayer, static: HeldStatic) -> Unpacked:
 
 
 def _plain(rows: Unpacked, layer: HeldLayer) -> Unpacked:
-    """Entries with the keys and values that transformed ones were made of; entries that are as they are unchanged."""
+    """Return entries with their keys and values before the transform; unchanged if the layer has no transform."""
     if layer.centre is None:
         return rows
     return rows._replace(k=keys_of(rows.k, layer.centre), v=transformed(rows.v))
@@ -356,7 +359,7 @@ def _plain(rows: Unpacked, layer: HeldLayer) -> Unpacked:
 
 @sharded_jit(static=("graphs", "static"), on="static")
 def _unpacked(leaves: Leaves, layer: HeldLayer, *, graphs: Graphs, static: HeldStatic) -> Unpacked:
-    """Compiled: one layer's entries to pack, as `Unpacked`; with new attention mass if the merger compares no entries."""
+    """Compiled `rows_again`: one layer's entries to pack, with norms from the model's output projection."""
     block = graphs.block(leaves)
     return rows_again(layer, static, block.shaping, partial(value_norms, block))
 
@@ -365,7 +368,7 @@ def _unpacked(leaves: Leaves, layer: HeldLayer, *, graphs: Graphs, static: HeldS
 def _candidates(
     leaves: Leaves, layer: HeldLayer, *, graphs: Graphs, static: HeldStatic
 ) -> Candidates:
-    """Compiled: one layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer."""
+    """Compiled `candidates_again`: one layer's scores, positions and masks."""
     block = graphs.block(leaves)
     return candidates_again(layer, static, block.shaping, partial(value_norms, block))
 
@@ -373,7 +376,7 @@ def _candidates(
 def rows_again(
     layer: HeldLayer, static: HeldStatic, shaping: Shaping, norms_of: Norms = no_norms
 ) -> Unpacked:
-    """One layer's entries to pack, as `Unpacked`; with new attention mass if the merger compares no entries."""
+    """Return one layer's entries to pack, with new attention mass unless the merger compares entries."""
     rows, merge = taken(layer, static), static.ongoing.merge
     if merge is None or merge.compares:
         return rows
@@ -384,10 +387,10 @@ def rows_again(
 def candidates_again(
     layer: HeldLayer, static: HeldStatic, shaping: Shaping, norms_of: Norms = no_norms
 ) -> Candidates:
-    """One layer's scores, positions, masks as `Candidates`; scores by the policy's rank, or by its scorer.
+    """Return one layer's `Candidates`: masks, positions, and scores from the policy's rank or its scorer.
 
-    Of a sliding-window layer the entries within the window stay, without scores. `norms_of` are of values, for policies that need
-    them.
+    A sliding-window layer keeps the entries of its window and has no scores. `norms_of` computes norms of values, for
+    policies that need them.
     """
     rows, ongoing, window = taken(layer, static), static.ongoing, static.spec.sliding_window
     pos, segments = rows.positions, layer.segments
@@ -418,7 +421,7 @@ def _observed(
     shaping: Shaping,
     norms_of: Norms,
 ) -> tuple[Array, Array]:
-    """Pair `f32[B, K, S]` for one layer's entries: new scores and attention mass, computed from the remembered queries."""
+    """Compute new scores and attention mass `f32[B, K, S]` of one layer's entries from its query buffer."""
     segments, scorer, centre = layer.segments, static.scorer, layer.centre
     k = rows.k
     batch, heads = segments.length.shape
@@ -437,11 +440,11 @@ def _observed(
             rope = static.spec.rope
             extras["moments"] = last_moments(remembered, segments.seen, rope, needs.moments)
     sinks = shaping.sink_logits
-    # If heads hold different numbers of entries, each head is a sequence of its own for the scorer.
+    # If heads hold different numbers of entries, the scorer sees each head as a sequence.
     fold = not static.heads.uniform
 
     def flat(array: Array) -> Array:
-        """Reshapes `[B, K, ...]` to `[B * K, 1, ...]` if heads hold different entries; otherwise the array itself."""
+        """Reshape `[B, K, ...]` to `[B * K, 1, ...]` if heads hold different entries; else return the array."""
         return array.reshape(batch * heads, 1, *array.shape[2:]) if fold else array
 
     length = segments.length.reshape(-1) if fold else segments.length[:, 0]
@@ -463,13 +466,13 @@ def _observed(
 
 
 def _value_norms(norms_of: Norms, rows: Unpacked, axes: Axes | None) -> tuple[Array, Array]:
-    """Pair `[B, K, S]`: L1 norms of projected values, and their sums over all kv heads that hold the same position."""
+    """Return two arrays `[B, K, S]`: L1 norms of projected values, and their sums over kv heads per position."""
     assert rows.positions is not None
     norms = norms_of(rows.v)
     of_all = gathered(jnp.where(rows.inside, norms, 0.0), "K", 1, axes)
     where = gathered(rows.positions, "K", 1, axes)
     batch, heads, padded_len = of_all.shape
-    # Entries of one position lie side by side once they are sorted; a head holds a position once.
+    # Sorting makes entries of one position adjacent; a head holds each position once.
     order = jnp.argsort(where.reshape(batch, -1), axis=-1, stable=True)
     place = jnp.take_along_axis(where.reshape(batch, -1), order, axis=-1)
     sums = value = jnp.take_along_axis(of_all.reshape(batch, -1), order, axis=-1)

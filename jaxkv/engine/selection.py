@@ -1,4 +1,4 @@
-"""Chooses the entries to keep, by scores and head budgets; on a mesh over all devices' heads."""
+"""Select the entries to keep, by scores and head budgets; on a mesh, among the heads of all devices."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -34,12 +34,18 @@ from jaxkv.sharding.sharded_program import sharded_jit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """One layer's entries to choose from, in order of position: scores, positions, masks of real and of forced entries.
+    """One layer's candidate entries in order of position: scores, positions, masks of valid and always-kept entries.
 
-    Entries outside of `inside` are padding. `always_kept` entries stay whatever their score, and all entries do if `scores` is None;
-    the most recent entries are counted back from `seen` tokens. `norms` are the values', `claim` is the layer's on a
-    budget that layers compete for. Entries whose `first`, a rank in their head, is below a head's even part of the entries to
-    choose come before all others.
+    Attributes:
+        scores: scores of entries; None keeps all entries.
+        inside: mask of entries; the others are padding.
+        always_kept: mask of entries that are kept regardless of their scores.
+        positions: positions of entries.
+        seen: number of tokens, from which the most recent entries are counted back.
+        norms: norms of values.
+        claim: the layer's claim on a budget that layers compete for.
+        first: rank of each entry in its head. Entries with a rank below a head's even share of the entries to select
+            come before all others.
     """
 
     scores: Float[Array, "B K S"] | None
@@ -56,7 +62,7 @@ class Candidates:
 def of_prompt(
     scores: Float[Array, "B K S"] | None, always_kept: Bool[Array, "B S"], length: Int[Array, " B"]
 ) -> Candidates:
-    """Makes the `Candidates` of one layer of right-padded prompts: scores, masks of real and forced entries, positions."""
+    """Return the `Candidates` of one layer of right-padded prompts."""
     positions = jnp.arange(always_kept.shape[-1], dtype=jnp.int32)[None, None]
     inside = positions < length[:, None, None]
     return Candidates(
@@ -69,13 +75,13 @@ def of_prompt(
 
 
 def last_rows(rows: Candidates, window: int | None) -> Candidates:
-    """`Candidates` of which the last `window` entries stay, which later tokens may attend to; all of them for None."""
+    """Restrict candidates to the last `window` entries, which later tokens may attend to; None keeps all."""
     return _last_rows(rows, window) if window else rows
 
 
 @partial(jax.jit, static_argnames=("window",))
 def _last_rows(rows: Candidates, window: int) -> Candidates:
-    """Compiled `last_rows` of a window."""
+    """Compiled `last_rows` with a window."""
     return dataclasses.replace(
         rows, inside=rows.inside & (rows.positions >= rows.seen[:, None, None] - window)
     )
@@ -84,7 +90,7 @@ def _last_rows(rows: Candidates, window: int) -> Candidates:
 def within_window(
     rows: Unpacked, layer: Candidates, window: int | None, *, cut: bool, axes: Axes | None
 ) -> tuple[Unpacked, Candidates]:
-    """Entries and `Candidates` of a prompt whose last `window` entries stay; with `cut` the others are gone already."""
+    """Restrict a prompt's entries and `Candidates` to the last `window`; with `cut`, slice the arrays to these."""
     if not (window and cut):
         return rows, last_rows(layer, window)
     return _cut(rows, layer, window=min(window, rows.k.shape[2]), axes=axes)
@@ -94,7 +100,7 @@ def within_window(
 def _cut(
     rows: Unpacked, layer: Candidates, *, window: int, axes: Axes | None
 ) -> tuple[Unpacked, Candidates]:
-    """Compiled `within_window`: a copy of the last `window` entries of each sequence, and `Candidates` that all stay."""
+    """Compiled `within_window`: copy the last `window` entries of each sequence, with `Candidates` that keep all."""
     index = layer.seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
     shape, at = (*rows.k.shape[:2], window), jnp.maximum(index, 0)
     k, v = (jnp.take_along_axis(each, at[:, None, :, None], axis=2) for each in (rows.k, rows.v))
@@ -106,7 +112,7 @@ def _cut(
 
 
 class Selection(NamedTuple):
-    """Masks of the entries to keep, one per layer, and the `Tally` of entries moved between devices and entries cut (counts)."""
+    """Masks of the entries to keep, one per layer, and a `Tally` of entries moved between devices and entries cut."""
 
     masks: tuple[Bool[Array, "B K S"], ...]
     tally: Tally
@@ -120,9 +126,9 @@ def limits_of(
     sliding_windows: SlidingWindows,
     of: slice = slice(None),
 ) -> Int[Array, "L B K"]:
-    """Row limits `[L, B, K]` of segments: `usual`, or if budgets fix limits per head, the larger of that and `kept`.
+    """Return entry limits `[L, B, K]` of segments: `usual`, or the larger of `kept` and a head's fixed limit.
 
-    `sliding_windows` are `ModelConfig.sliding_windows`: segments of layers that have one grow without an end. `of` are the layers.
+    `sliding_windows` are those of all layers; a layer with one has no limit. `of` selects the layers.
     """
     own_of = heads.limits()
     if own_of is None:
@@ -143,12 +149,22 @@ def choose(
     axes: Axes | None = None,
     index: int = 0,
 ) -> Selection:
-    """Chooses the entries to keep by score; returns `Selection`: a mask `[B, K, S]` per layer, counts of entries moved and cut.
+    """Select the entries to keep by score.
 
-    `rows` are those per kv head and layer on average, forced ones included: L * K times as many stay, and so do the
-    last `recent` entries of every layer. Only entries in `allowed`, by default all, can be chosen. Sequences that are not
-    `due` keep all entries. `index` is that of the first layer, counted among those without a window. Ties go to the lowest
-    head, then to the lowest layer, then to the lowest position.
+    Ties go to the lowest head, then to the lowest layer, then to the lowest position.
+
+    Args:
+        layers: candidates of L layers.
+        rows: average number of entries per kv head and layer, always-kept ones included; L * K times as many are kept.
+        recent: number of last entries that every layer keeps.
+        allowed: mask of entries that may be selected; all if None.
+        due: mask of sequences to compress; the others keep all entries. All if None.
+        heads: how the entries are divided among heads.
+        axes: axes of the mesh; None without a mesh.
+        index: index of the first layer among those without a sliding window.
+
+    Returns:
+        A mask `[B, K, S]` per layer, and counts of entries moved and cut.
     """
     if layers[0].scores is None:
         return Selection(tuple(layer.inside for layer in layers), Tally())
@@ -171,7 +187,7 @@ def _choose(
     """Compiled `choose`: masks of the entries to keep, one per layer, and the `Tally` of entries moved and cut."""
     budgets, layer = without_threshold(heads), _joined(layers)
     mine = layer.inside
-    # Heads that compete need the scores of all devices' heads.
+    # Heads that compete need the scores of all devices.
     over = None if budgets.order is Order.OWN else axes
     layer = dataclasses.replace(layer, always_kept=_always_kept(layer, recent))
     scores, inside, always_kept, norms, first = _of_all_heads(layer, over)
@@ -186,7 +202,7 @@ def _choose(
     chosen = budgets.choose(scored)
     shared = not budgets.uniform and budgets.limits() is None
     if shared and (candidates.shape[1] > 1 or index is not None):
-        # A head's share can be more than it has; what it leaves goes to the best entries of the others.
+        # A head's budget can exceed its entries; the best entries of other heads use the rest.
         chosen = chosen & candidates
         left = keys_of(scores, candidates & ~chosen).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
@@ -197,10 +213,10 @@ def _choose(
         own_budgets(budgets),
         1 if over is None else over.size("K"),
     )
-    # When a cache is recompressed, heads may hold fewer entries than the budget has room for.
+    # In recompression heads may hold fewer entries than the budget allows.
     chosen = chosen & candidates if limited else chosen
     if uneven is not None and uneven.capacity < devices:
-        # Keep only what each device's part of the pool has room for.
+        # Keep only the entries that fit into each device's part of the pool.
         heads_here = chosen.shape[1] // devices
         headroom = most_rows(uneven.capacity, heads_here * (base + anyway)) - heads_here * anyway
         keys = keys_of(scores, candidates)
@@ -231,9 +247,9 @@ def surviving(
     heads: HeadBudgets,
     most: int,
 ) -> Bool[Array, "B K S"]:
-    """Mask `[B, K, S]` of one device's entries that may still be kept once all layers ran; at most `most` per sequence.
+    """Return the mask `[B, K, S]` of at most `most` of a device's entries that may survive the remaining layers.
 
-    `layer` has the heads of all layers; those not `there` have no entries yet. The other arguments are those of `choose`.
+    `layer` has the heads of all layers; heads outside `there` have no entries yet. Other arguments are as in `choose`.
     """
     always_kept = _always_kept(layer, recent)
     candidates = layer.inside & ~always_kept
@@ -248,9 +264,9 @@ def surviving(
 def within(
     layer: Candidates, most: Int[Array, "B K"], recent: Int[Array, " B"], there: Bool[Array, "K 1"]
 ) -> Bool[Array, "B K S"]:
-    """Mask `[B, K, S]` of each head's forced entries and its best others, `most[b, k]` in all; none of heads not `there`.
+    """Return the mask `[B, K, S]` of each head's always-kept and best entries, `most[b, k]` in all, if in `there`.
 
-    Bounds of entries that grow smaller as layers run drop no entry that the last of them would have kept.
+    If `most` only decreases as layers run, no entry is evicted that the last layer would have kept.
     """
     always_kept = _always_kept(layer, recent) & there
     candidates = layer.inside & ~always_kept & there
@@ -261,7 +277,7 @@ def within(
 
 
 def _always_kept(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:  # noqa: F821
-    """Mask of the entries kept whatever their score: `always_kept` ones and the `recent` last ones, padding left out."""
+    """Return the mask of entries kept regardless of their scores: `always_kept` and the `recent` last ones."""
     stays = layer.always_kept
     if recent is not None:
         stays = stays | (layer.positions >= (layer.seen - recent)[:, None, None])
@@ -271,7 +287,7 @@ def _always_kept(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Arr
 def staged(
     layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]
 ) -> Float[Array, "B K S"]:
-    """Scores `[B, K, S]`, infinite for the entries that a two-stage scorer takes first; unchanged for other scorers."""
+    """Return scores `[B, K, S]`, infinite for the entries that a two-stage scorer selects first."""
     assert layer.scores is not None
     always_kept = _always_kept(layer, recent)
     return _first_above(
@@ -282,7 +298,7 @@ def staged(
 def _first_above(
     scores: Float[Array, "B K S"], first: Int[Array, "B K S"] | None, base: Int[Array, " B"]
 ) -> Float[Array, "B K S"]:
-    """Scores, infinite for the entries whose rank `first` in their head is below `base`; unchanged if `first` is None."""
+    """Return scores, infinite where the rank `first` is below `base`; unchanged if `first` is None."""
     return scores if first is None else jnp.where(first < base[:, None, None], jnp.inf, scores)
 
 
@@ -293,9 +309,9 @@ def _per_head(
     *,
     uneven: bool = False,
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Two counts `[B]` per head: entries to choose on average (of `rows`, less the forced ones), and forced entries.
+    """Return two counts `[B]` per head: entries to select on average (`rows` less always-kept ones), always-kept ones.
 
-    At most as many as the heads have on average; with `uneven`, as many as the head that has most.
+    The first count is at most the heads' average number of entries; with `uneven`, their maximum.
     """
     anyway, each = (count(mask) for mask in (always_kept[:, 0], candidates))
     most = (
@@ -305,9 +321,9 @@ def _per_head(
 
 
 def _joined(layers: tuple[Candidates, ...]) -> Candidates:
-    """Joins the `Candidates` of L layers into a single one with K * L heads, so that the heads of all layers compete.
+    """Join the `Candidates` of L layers into one with K * L heads, so that the heads of all layers compete.
 
-    The layers of one head lie side by side: on a mesh, a device's heads stay together.
+    The layers of a kv head are adjacent, so that each device's heads are contiguous on a mesh.
     """
     first = layers[0]
     if len(layers) == 1 or first.scores is None:
@@ -315,7 +331,7 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
     _, heads, padded_len = first.scores.shape
 
     def joined(*leaves: Array) -> Array:
-        """Arrays of all layers as one, `[B, K * L, S]`; the first layer's if it is shared by all heads."""
+        """Stack the arrays of all layers to `[B, K * L, S]`; return the first one if all heads share it."""
         if leaves[0].shape[1] < heads:
             return leaves[0]
         return jnp.stack(leaves, axis=2).reshape(leaves[0].shape[0], -1, padded_len)
@@ -326,7 +342,7 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
 
 
 def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
-    """List of a layer's scores, masks of real and forced entries, norms, ranks; with `axes`, gathered from all devices."""
+    """Return a layer's scores, masks, norms and ranks; with `axes`, gathered from all devices."""
     known = [layer.scores, layer.inside, layer.always_kept, layer.norms, layer.first]
     if axes is None or layer.scores is None:
         return known

@@ -1,4 +1,4 @@
-"""`Session`: a model and a policy; prefill makes caches, extend adds tokens to them, sample generates tokens."""
+"""`Session`: a model and a policy; `prefill` creates caches, `extend` appends tokens, `sample` generates tokens."""
 
 import dataclasses
 from collections.abc import Callable, Iterable
@@ -36,25 +36,26 @@ from jaxkv.text.prompts import Encoded, Prompt, encode
 
 
 class Session:
-    """A model and a policy with the steps of `generate` as methods: prefill, extend, sample; calls return new caches.
+    """A model and a policy, with the steps of `generate` as methods: prefill, extend, sample.
 
-    Caches are immutable: calls return new ones, and reuse the buffers of the one given only with `donate`.
+    Caches are immutable: each call returns a new one, and reuses the buffers of its argument only with `donate`.
 
     ```python
     session = jaxkv.Session(params, jaxkv.SnapKV(budget=256))
     cache = session.prefill(document)
     cache = session.extend(cache, question)
-    cache, tokens = session.draw(cache, 32)
+    cache, tokens = session.sample(cache, 32)
     ```
 
     Attributes:
         params: the model.
-        policy: the compression.
+        policy: the compression policy.
         implementations: attention backends of prefill and decode.
-        texts: token ids that a second pass reads before each chunk; None for policies that read prompts once.
-        key: random key for policies that use random numbers, and for sampling.
-        clocks: wall-clock seconds that the session has taken so far.
-        read, decode_traffic: transfers from host memory for tokens read on top of caches, and for tokens sampled.
+        texts: token ids that a second pass runs before each chunk; None for policies without a second pass.
+        key: random key for sampling and for policies that use random numbers.
+        clocks: wall-clock seconds of prefill and decode so far.
+        question_traffic, decode_traffic: transfers from host memory for prompts on top of caches, and for sampled
+            tokens.
     """
 
     @settled
@@ -66,17 +67,18 @@ class Session:
         implementation: Implementation | str | None = Implementation.AUTO,
         key: PRNGKeyArray | int | None = None,
     ):
-        """Makes a session: checks the arguments and chooses attention backends; compiles nothing.
+        """Check the arguments and select attention backends; compile nothing.
 
         Args:
-            params: from `jaxkv.load`.
-            policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything.
-            implementation: attention backend; by default the fastest one here.
-            key: random key or seed, for policies that use random numbers and for sampling.
+            params: model from `jaxkv.load`.
+            policy: compression policy, or the name or class of one with default arguments; `FullKV()` keeps every
+                entry.
+            implementation: attention backend; by default the fastest one on this device.
+            key: random key or seed, for sampling and for policies that use random numbers.
 
         Raises:
-            ValueError: for a policy that the model cannot honour.
-            TypeError: for an argument of the wrong kind, with what to give instead.
+            ValueError: for a policy that the model does not support.
+            TypeError: for an argument of the wrong type.
         """
         self.params = arguments.as_model(params)
         fitted = policy_for(
@@ -94,17 +96,17 @@ class Session:
             self.key = jax.random.key(0) if given is None else given
 
     def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> PrefillPlan:
-        """Plan of a prefill with room for `new` tokens; raises MemoryError if its bytes do not fit into free memory.
+        """Plan a prefill with headroom for `new` tokens, and check that its bytes fit into free memory.
 
         Args:
-            lengths: `[B]` tokens of each prompt.
-            new: tokens that will be sampled.
+            lengths: number of tokens of each prompt, `[B]`.
+            new: number of tokens to sample later.
 
         Returns:
             The plan.
 
         Raises:
-            MemoryError: if the plan's bytes, which it names, are not free.
+            MemoryError: if the plan's bytes exceed free memory.
         """
         parts, config, mesh = self.policy.composed, self.params.config, self.params.flat.mesh
         device = None if mesh is None else mesh.local_devices[0]
@@ -113,7 +115,7 @@ class Session:
         with self.clocks.prefill, hosts.together("a session's plan", mesh):
             check_memory(needed, device)
             if new > MOST_AHEAD and not parts.ongoing.compresses:
-                # The cache grows to that size on the way, where a MemoryError would lose the answer.
+                # The cache will grow to this size, and a MemoryError during decoding would lose the answer.
                 grown = self.planned(lengths, bucket(new)).cache_bytes
                 memory.check_bytes(grown, f"the cache behind max_new_tokens={new}", device)
         return needed
@@ -121,19 +123,19 @@ class Session:
     def planned(
         self, lengths: Int[np.ndarray, " B"], headroom: int | tuple[int, ...]
     ) -> PrefillPlan:
-        """Plan of a prefill with `headroom` free places behind each segment; does not check memory.
+        """Plan a prefill with `headroom` free places behind each segment, without a memory check.
 
-        Bytes are those of one device, on a CPU's mesh those of all its devices, which are in one memory.
+        Bytes are those of one device; on a CPU mesh, of all its devices, which share one memory.
 
         Args:
-            lengths: `[B]` tokens of each prompt.
-            headroom: entries to leave behind every segment; one number, or one for each layer.
+            lengths: number of tokens of each prompt, `[B]`.
+            headroom: free places behind every segment, or one number per layer.
 
         Returns:
             The plan.
 
         Raises:
-            ValueError: for a budget the policy cannot honour.
+            ValueError: for a budget that the policy does not support.
         """
         params, axes = self.params, self.params.axes
         mine = plan_prefill(
@@ -148,7 +150,7 @@ class Session:
         if axes is None:
             return mine
         held, peak = (each * axes.in_one_memory for each in (mine.cache_bytes, mine.peak_bytes))
-        # Entries wait beside each device that reads them, in the memory of its process' machine.
+        # Each local device has its own copy of the host store, in the memory of its process's machine.
         waiting = mine.host_bytes * len(axes.mesh.local_devices)
         return dataclasses.replace(mine, cache_bytes=held, peak_bytes=peak, host_bytes=waiting)
 
@@ -162,21 +164,21 @@ class Session:
         tick: Callable[..., object] = lambda layers=1.0: None,
         key: PRNGKeyArray | int | None = None,
     ) -> KVCache:
-        """Runs prompts through the model; returns a cache of their keys and values, compressed by the policy.
+        """Run prompts through the model; return a cache of their keys and values, compressed by the policy.
 
         Args:
-            ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
-            new: tokens to be sampled later, for which room is left.
-            needed: a plan in place of the one that `plan` gives.
-            tick: called with the number of layers done since its last call.
-            key: random key or seed for policies that use random numbers, in place of the session's.
+            ids: token ids of one or several prompts; plain text if the model has a tokenizer.
+            new: number of tokens to sample later; reserves headroom for these.
+            needed: plan to use instead of the one from `plan`.
+            tick: called with the number of layers run since its last call.
+            key: random key or seed, for policies that use random numbers, in place of the session's.
 
         Returns:
             The cache, with the logits of each prompt's last token.
 
         Raises:
-            ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
-            MemoryError: if the plan's bytes, which it names, are not free.
+            ValueError: for an empty or over-long prompt, or a budget that the policy does not support.
+            MemoryError: if the plan's bytes exceed free memory.
         """
         walk = self.prefilling(ids, new=new, needed=needed, key=key)
         return run_to_end(walk, lambda layers: tick(layers) if layers else None)
@@ -189,24 +191,23 @@ class Session:
         needed: PrefillPlan | None = None,
         key: PRNGKeyArray | int | None = None,
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yields layers run since the last yield (a float); returns the `KVCache`.
+        """Generator form of `prefill`: yield the number of layers run since the last yield; return the `KVCache`.
 
         Args:
-            ids: token ids of a prompt, or of several; plain text if the model has a tokenizer.
-            new: tokens to be sampled later, for which room is left.
-            needed: a plan in place of the one that `plan` gives.
-            key: random key or seed for policies that use random numbers, in place of the session's.
+            ids: token ids of one or several prompts; plain text if the model has a tokenizer.
+            new: number of tokens to sample later; reserves headroom for these.
+            needed: plan to use instead of the one from `plan`.
+            key: random key or seed, for policies that use random numbers, in place of the session's.
 
         Yields:
-            Layers run since the last time: 1 after each, 0 after a layer was packed, and fractions for policies that
-            read prompts in chunks.
+            A float: 1 after each layer, 0 after each packed layer, fractions of a layer in chunked prefill.
 
         Returns:
             The cache, with the logits of each prompt's last token.
 
         Raises:
-            ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
-            MemoryError: if the plan's bytes, which it names, are not free.
+            ValueError: for an empty or over-long prompt, or a budget that the policy does not support.
+            MemoryError: if the plan's bytes exceed free memory.
         """
         with own_settings():
             self._require_same("prefill", ids, new=new, needed=needed, key=key)
@@ -248,25 +249,25 @@ class Session:
         chunk: int | None = None,
         donate: bool = False,
     ) -> KVCache:
-        """Runs prompts on top of a cache; returns a cache with entries added; `new` recompresses sequences over limit.
+        """Run prompts on top of a cache; return a cache with their entries appended.
 
         Args:
-            cache: of this model and policy; one sequence serves many prompts.
-            ids: token ids of a prompt for each sequence; plain text if the model has a tokenizer.
-            new: tokens to be sampled later; with it, sequences over their limit are recompressed and room is made.
-            chunk: tokens at a time; by default 256, or 64 or 128 if they are fewer. Tokens read one at a time evict
-                entries and read chosen entries as sampled tokens do.
-            donate: True gives the cache up, so that its own buffers are written.
+            cache: from the same model and policy; a single sequence serves any number of prompts.
+            ids: token ids of one prompt per sequence; plain text if the model has a tokenizer.
+            new: number of tokens to sample later. If positive, recompress sequences over their limit and make headroom.
+            chunk: tokens per chunk; by default 256, or 64 or 128 for shorter prompts. With chunk=1 tokens evict entries
+                and attend to selected entries, as sampled tokens do.
+            donate: True donates the cache's buffers.
 
         Returns:
             The cache, with the logits of each prompt's last token.
 
         Raises:
             ValueError: for an empty or over-long prompt, or a cache of another policy or model.
-            MemoryError: if the copy does not fit.
+            MemoryError: if the copy does not fit into memory.
         """
         self._require_same("extend", ids, cache=cache, new=new, chunk=chunk, donate=donate)
-        chunk = None if chunk is None else whole("chunk", chunk, "read at least 1 token at a time")
+        chunk = None if chunk is None else whole("chunk", chunk, "not a positive integer: give 1")
         encoded, flat = self.encoded(ids, cache), self.params.flat
         self._check(encoded.lengths, new, cache)
         batch, longest = len(encoded.ids), int(encoded.lengths.max())
@@ -278,7 +279,7 @@ class Session:
             logits = cache.logits
             cache = dataclasses.replace(cache, extended=cache.extended or chunk != 1)
             if new and self.policy.composed.ongoing.compresses:
-                # Of a long question only those entries stay that the policy keeps.
+                # The policy compresses a long question, too.
                 cache = make_headroom(flat, cache, new, key=self.key)
             jax.block_until_ready((logits, cache))
         return dataclasses.replace(cache, logits=logits)
@@ -286,13 +287,16 @@ class Session:
     def on_top(
         self, cache: KVCache, encoded: Encoded, spec: Spec, chunk: int | None = None
     ) -> KVCache:
-        """Reads a prompt for each sequence on top of a cache, whose buffers are given up; returns it with new logits.
+        """Run one prompt per sequence on top of a cache and donate its buffers; return it with new logits.
 
         Args:
-            cache: with room for the prompts.
-            encoded: the prompts; the last one is read by what fills up a mesh's groups, too.
-            spec: static config of the program.
-            chunk: tokens at a time; by default as many as the prompts' length asks for.
+            cache: with free places for the prompts.
+            encoded: the prompts; copies of the last one fill up a mesh's groups.
+            spec: static config of the compiled program.
+            chunk: tokens per chunk; by default chosen by the prompts' length.
+
+        Returns:
+            The cache.
         """
         longest = int(encoded.lengths.max())
         size = tokens_per_call(max(SHORT, longest)) if chunk is None else chunk
@@ -315,26 +319,26 @@ class Session:
         key: PRNGKeyArray | int | None = None,
         donate: bool = False,
     ) -> tuple[KVCache, Int[np.ndarray, "B n"]]:
-        """Samples up to `steps` tokens per sequence on top of a cache; returns the new cache and the token ids.
+        """Sample up to `steps` tokens per sequence on top of a cache; return the new cache and the token ids.
 
         Args:
             cache: from this session, or another of the same model and policy.
-            steps: the most tokens to sample per sequence.
-            new: tokens that this call and the following ones will sample together, so that they share programs; by
-                default `steps`.
-            sampling: how to sample; the likeliest tokens if None.
+            steps: maximum number of tokens to sample per sequence.
+            new: total number of tokens of this and the following calls, so that all share compiled programs; by default
+                `steps`.
+            sampling: sampler; greedy if None.
             eos: ids that end a sequence.
-            key: random key or seed for the sampling, in place of the session's.
-            donate: True gives the cache up, so that its own buffers are written.
+            key: random key or seed for sampling, in place of the session's.
+            donate: True donates the cache's buffers.
 
         Returns:
-            The cache with the tokens, ready for the next ones; and the tokens `i32[B, n]`, -1 behind a sequence's end.
+            The cache with the sampled tokens, and their ids `i32[B, n]`, -1 after a sequence's end.
 
         Raises:
-            ValueError: for a cache without logits, or of another policy or model; for too many steps.
+            ValueError: for a cache without logits or of another policy or model, or for too many steps.
         """
         self._require_same(
-            "draw",
+            "sample",
             None,
             cache=cache,
             steps=steps,
@@ -370,14 +374,17 @@ class Session:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> DecodeLoop:
-        """Makes a `DecodeLoop` object, which takes over a cache (donates its buffers) and samples tokens block by block.
+        """Create a `DecodeLoop`, which donates a cache's buffers and samples tokens block by block.
 
         Args:
-            cache: with logits; its buffers are given up.
-            new: tokens that will be sampled.
-            sampling: how to sample; the likeliest tokens if None.
+            cache: with logits; its buffers are donated.
+            new: number of tokens to sample.
+            sampling: sampler; greedy if None.
             eos: ids that end a sequence.
-            key: random key or seed for the sampling, in place of the session's.
+            key: random key or seed for sampling, in place of the session's.
+
+        Returns:
+            The loop.
 
         Raises:
             ValueError: for a cache without logits.
@@ -388,7 +395,7 @@ class Session:
         require(
             keyed, "key", key, f"{sampling} samples at random: give key=jax.random.key(0), or key=0"
         )
-        remedy = "give what a session's prefill, extend or sample returned"
+        remedy = "give a cache from a session's prefill, extend or sample"
         require(cache.logits is not None, "cache", "without logits", remedy)
         flat, key = self.params.flat, self.key_of(key)
         with self.clocks.decode:
@@ -406,14 +413,14 @@ class Session:
 
     @settled
     def compress_again(self, cache: KVCache, *, headroom: int = 0) -> KVCache:
-        """Compresses sequences again that are `every` entries over their limit; returns a new cache, or the same if none.
+        """Recompress the sequences that exceed their limit by `every` entries.
 
         Args:
-            cache: of this model and policy.
-            headroom: free places to leave behind every segment.
+            cache: from the same model and policy.
+            headroom: free places behind every segment.
 
         Returns:
-            A new cache; the same one if no sequence is due.
+            A new cache, or `cache` itself if no sequence is due.
 
         Raises:
             ValueError: for a cache of another policy or model.
@@ -427,12 +434,12 @@ class Session:
             )
 
     def key_of(self, given: PRNGKeyArray | int | None) -> PRNGKeyArray:
-        """Random key of a call: the key or seed that it was given, else the session's."""
+        """Return the random key of a call: its own key or seed, else the session's."""
         key = arguments.as_key(given)
         return self.key if key is None else key
 
     def _require_same(self, call: str, ids: Any, **given: Any) -> None:
-        """Raises an error if arguments differ between a mesh's processes; encoded prompts were compared before."""
+        """Raise an error if arguments differ between a mesh's processes; skip prompts that are already encoded."""
         if not isinstance(ids, Encoded):
             mine = {
                 "policy": self.policy,
@@ -442,7 +449,7 @@ class Session:
             hosts.require_same(f"Session.{call}", self.params, None, **{"ids": ids} | mine | given)
 
     def encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
-        """Prompts as `Encoded` token ids, tokenised if needed; plain text continues the cache's conversation."""
+        """Return prompts as `Encoded` token ids, tokenized if needed; plain text continues the cache's conversation."""
         if isinstance(ids, Encoded):
             return ids
         turn = Turn.START if cache is None else cache.turn
@@ -451,7 +458,7 @@ class Session:
     def _check(
         self, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None = None
     ) -> None:
-        """Raises an error for a cache of another model or policy, or more tokens than the model has positions."""
+        """Raise an error for a cache of another model or policy, or more tokens than the model has positions."""
         if cache is not None:
             arguments.require_ours(self.params, cache, self.policy)
         arguments.require_fits(self.params.config, self.policy, lengths, new, cache)

@@ -1,4 +1,4 @@
-"""`Slots`: a running batch whose sequences join and leave one by one, sampled from by the loop that `generate` runs."""
+"""`Slots`: a running batch for continuous batching, whose sequences join and leave independently."""
 
 import copy
 import dataclasses
@@ -36,25 +36,26 @@ PARTS = 2
 
 
 class Slots:
-    """A running batch whose sequences join and leave one by one; once it has started, nothing more is compiled.
+    """A running batch whose sequences join and leave independently; nothing compiles after construction.
 
-    The pools of a slot fit any prompt of up to `max_prompt` tokens with its new tokens, and prompts are prefilled
-    straight into that shape: to join is a copy. What a sequence samples depends on no other sequence and on no slot.
+    The pools of a slot fit any prompt of up to `max_prompt` tokens and its new tokens. Prompts are prefilled directly
+    into pools of that shape, so inserting a sequence is a copy. Sampled tokens depend neither on other sequences nor on
+    the slot.
 
     ```python
     slots = Slots(jaxkv.Session(params, policy), count=4, max_prompt=2048, max_new_tokens=256)
     slots.insert(slots.begin(slots.prefill(ids), max_new_tokens=64), 2)
-    tokens = slots.decode(8, until="any")          # [4, n], -1 where a slot draws nothing
+    tokens = slots.decode(8, until="any")          # [4, n], -1 where a slot samples nothing
     ```
 
     Attributes:
         session: model, policy and attention backends.
         count: number of slots.
-        size: the most tokens that one run of the compiled loop samples.
-        shape: the most entries and tokens of a slot.
+        size: maximum number of tokens per call of the compiled loop.
+        shape: maximum numbers of entries and tokens per slot.
         needed: bytes of the entries of all slots.
-        done: `bool[B]` mask of slots that sample nothing: never filled, released, or at their end.
-        uncompiled: padded lengths that `compiling` has not met yet, each behind whether it is a question's.
+        done: mask `bool[B]` of slots that sample nothing: empty, released, or finished.
+        uncompiled: padded lengths that `compiling` has not compiled yet, as pairs (is a question, length).
     """
 
     @settled
@@ -70,16 +71,22 @@ class Slots:
         size: int = 64,
         start: bool = True,
     ):
-        """Allocates `count` slots and compiles all programs for filling, sampling from and emptying them.
+        """Allocate `count` slots and compile all programs that fill, sample from and empty them.
 
-        A slot takes a prompt of up to `max_prompt`, a question of up to `max_question` and an answer of up to
-        `max_new_tokens` tokens, and up to `ends` ids that end its sequence; one run of the compiled loop samples up to
-        `size` tokens. On a mesh `count` is a multiple of its groups. `start=False` leaves all to `compile`.
+        Args:
+            session: model, policy and attention backends.
+            count: number of slots; on a mesh, a multiple of its groups.
+            max_prompt: maximum number of tokens per prompt.
+            max_new_tokens: maximum number of sampled tokens per sequence.
+            max_question: maximum number of tokens per question.
+            ends: maximum number of ids that end a sequence.
+            size: maximum number of tokens per call of the compiled loop.
+            start: False defers allocation and compilation to `compile`.
 
         Raises:
-            ValueError: for a policy that keeps entries in host memory or reads prompts in chunks; for a number of slots
-                that a mesh cannot divide; for more tokens than the model has positions.
-            MemoryError: if all slots take more bytes than are free.
+            ValueError: for a policy with a host store or chunked prefill, a number of slots that the mesh cannot
+                divide, or more tokens than the model has positions.
+            MemoryError: if the slots need more bytes than are free.
         """
         params, self.session = session.params, session
         self.count = count = whole("count", count, "give at least 1 slot")
@@ -98,7 +105,7 @@ class Slots:
             count % self._groups == 0,
             "count",
             count,
-            f"give a multiple of the mesh's {self._groups} groups",
+            f"not divisible by the mesh's {self._groups} groups: give a multiple",
         )
         tokens = max_prompt + max_question + max_new_tokens
         remedy = (
@@ -129,7 +136,7 @@ class Slots:
         device = None if self._axes is None else self._axes.mesh.local_devices[0]
         memory.check_bytes(self.needed // self._groups, f"count={count} slots", device)
         self._parts, self._every = parts, parts.every
-        # Layers whose entries are dropped as they leave the window.
+        # Layers that evict entries outside their sliding windows.
         self._sliding = np.asarray(
             [width is not None and slides(parts) for width in config.sliding_windows]
         )
@@ -141,8 +148,8 @@ class Slots:
             implementation=session.implementations.decode,
         )
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
-        # Known for each slot without reading the device: entries beyond its limit, and entries left behind the windows of
-        # layers that slide.
+        # Per slot, known without a device read: entries beyond the limit, and free places behind sliding-window
+        # segments.
         self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(2))
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
         self._all: Any = ()
@@ -152,19 +159,29 @@ class Slots:
 
     @settled
     def prefill(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
-        """Prefills one prompt (on a mesh, one for each group) into pools of a slot's size; returns its cache.
+        """Prefill one prompt (on a mesh, one per group) into pools of a slot's size; return its cache.
 
-        The cache serves any number of sequences; `key` replaces the session's. Raises ValueError for an empty or
-        over-long prompt, and for a budget that the policy cannot honour.
+        Any number of sequences can begin from the cache.
+
+        Args:
+            ids: token ids of the prompt; plain text if the model has a tokenizer.
+            key: random key or seed in place of the session's.
+
+        Returns:
+            The cache.
+
+        Raises:
+            ValueError: for an empty or over-long prompt, or a budget that the policy does not support.
         """
         return run_to_end(self.prefilling(ids, key=key))
 
     def prefilling(
         self, ids: Prompt, *, key: PRNGKeyArray | int | None = None, policy: Policy | None = None
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yields how many layers ran since the last yield; returns the `KVCache`.
+        """Generator form of `prefill`: yield the layers run since the last yield, return the `KVCache`.
 
-        Slots may decode between two yields. `policy` is that of the slots with another budget, of no more entries.
+        Slots may decode between two yields. `policy` is the slots' policy with another budget of at most as many
+        entries.
         """
         with own_settings():
             session = copy.copy(self.session)
@@ -175,7 +192,7 @@ class Slots:
                 longest <= most,
                 "ids",
                 f"{longest} tokens",
-                f"these slots take up to max_prompt={most}",
+                f"longer than max_prompt={most} of these slots: shorten the prompt",
             )
             many = f"give one prompt, or one for each of the mesh's {self._groups} groups"
             require(
@@ -184,7 +201,7 @@ class Slots:
             needed = session.planned(encoded.lengths, 0)
             needed = dataclasses.replace(needed, pools=self.shape.rows)
         cache = yield from session.prefilling(encoded, needed=needed, key=key)
-        # Limits of segments are arrays of the cache: how decoding goes on does not depend on the budget.
+        # Limits are arrays of the cache: decoding does not depend on the budget.
         return dataclasses.replace(cache, policy=self.session.policy)
 
     @settled
@@ -196,10 +213,19 @@ class Slots:
         key: PRNGKeyArray | int | None = None,
         donate: bool = False,
     ) -> KVCache:
-        """Copy of a prompt's cache with a question appended to each sequence, recompressed if over its entry limit.
+        """Append a question to each sequence of a cache; recompress sequences over their limit.
 
-        `key` replaces the session's, `donate` gives the cache up for its buffers. Raises ValueError for an empty or
-        over-long question, and for a cache that these slots' `prefill` did not make.
+        Args:
+            cache: from `prefill` of these slots.
+            ids: token ids of one question per sequence.
+            key: random key or seed in place of the session's.
+            donate: True donates the cache's buffers.
+
+        Returns:
+            A new cache.
+
+        Raises:
+            ValueError: for an empty or over-long question, or a cache that does not come from these slots' `prefill`.
         """
         encoded = self.session.encoded(ids)
         longest, most = int(encoded.lengths.max()), self.shape.question
@@ -207,12 +233,12 @@ class Slots:
             longest <= most,
             "ids",
             f"{longest} tokens",
-            f"these slots take up to max_question={most}",
+            f"longer than max_question={most} of these slots: shorten the question",
         )
         self._require_fits(
             cache, longest + (0 if self._parts.ongoing.compresses else self.shape.new)
         )
-        many = f"the cache holds {cache.batch}: give a question for each"
+        many = f"the cache holds {cache.batch} sequences: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         copy = cache if donate else jax.tree.map(jnp.copy, cache)
         if self._free(copy).min() < longest:
@@ -233,17 +259,31 @@ class Slots:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> Paused:
-        """Makes a sequence (`Paused`) that will sample tokens on top of a cache from `prefill` or `extend`; for `insert`.
+        """Create a sequence that samples tokens on top of a cache, for `insert`; the cache is unchanged.
 
-        The cache is unchanged. The last token sampled, like one of the ids `eos`, does not run through the model. Raises
-        ValueError for more tokens or end ids than the slots were made for, and for a cache that these slots' `prefill`
-        did not make; TypeError for a user's own sampler.
+        The last sampled token, including one in `eos`, does not run through the model.
+
+        Args:
+            cache: from `prefill` or `extend` of these slots.
+            max_new_tokens: maximum number of tokens to sample.
+            sampling: sampler; greedy if None.
+            eos: ids that end the sequence.
+            key: random key or seed in place of the session's.
+
+        Returns:
+            The paused sequence.
+
+        Raises:
+            ValueError: for more tokens or end ids than the slots allow, or a cache that does not come from these slots.
+            TypeError: for a custom sampler.
         """
         new = whole("max_new_tokens", max_new_tokens, "sample at least 1 token")
         self._require_fits(cache, 1 if self._parts.ongoing.compresses else new)
         most, ids = self.shape.new, sorted(set(eos))
-        require(new <= most, "max_new_tokens", new, f"these slots were made for up to {most}")
-        require(len(ids) <= self._ends, "eos", ids, f"these slots were made for up to {self._ends}")
+        require(new <= most, "max_new_tokens", new, f"more than the slots' {most}: lower it")
+        require(
+            len(ids) <= self._ends, "eos", ids, f"more than the slots' {self._ends}: give fewer"
+        )
         key = self.session.key_of(key)
         table = np.full(self._ends, -2, np.int32)
         table[: len(ids)] = ids
@@ -252,7 +292,7 @@ class Slots:
 
     @settled
     def peek(self, sequence: Paused) -> int:
-        """Id of the first token that a sequence will sample in a slot; the sequence itself is unchanged."""
+        """Return the id of the first token that a sequence will sample in a slot; the sequence is unchanged."""
         arrays = sequence.arrays
         seen = arrays.cache.tables.seen
         return int(
@@ -265,7 +305,7 @@ class Slots:
 
     @settled
     def insert(self, sequence: Paused, slot: int) -> None:
-        """Copies a sequence from `begin` or `take` into a slot, in place; the other slots are unchanged."""
+        """Copy a sequence from `begin` or `take` into a slot, in place; other slots are unchanged."""
         where = self._placed(self._of_groups(slot))
         self._all = insert(self._all, sequence.arrays, where, axes=self._axes)
         self.done[slot] = sequence.done
@@ -275,7 +315,7 @@ class Slots:
 
     @settled
     def take(self, slot: int) -> Paused:
-        """Copy of a slot's sequence as a `Paused`, to be inserted into any slot; the original stays in its slot."""
+        """Return a copy of a slot's sequence, to be inserted into any slot; the slot is unchanged."""
         arrays = taken(self._all, self._placed(self._of_groups(slot)), axes=self._axes)
         over, left = (np.full(self._groups, each[slot]) for each in (self._beyond, self._left))
         return Paused(
@@ -284,7 +324,7 @@ class Slots:
 
     @settled
     def release(self, slots: Iterable[int]) -> None:
-        """Ends the sequences in slots with these indices; the slots sample nothing until others are inserted."""
+        """End the sequences in the slots with these indices; the slots sample nothing until the next `insert`."""
         which = np.zeros(self.count, bool)
         for slot in slots:
             self._require_slot(slot)
@@ -297,12 +337,19 @@ class Slots:
 
     @settled
     def decode(self, steps: int, *, until: Literal["any", "all"] = "all") -> Int[np.ndarray, "B n"]:
-        """Samples up to `steps` tokens in every slot that is not done; returns ids `[B, n]`, -1 where none was sampled.
+        """Sample up to `steps` tokens in every active slot, and recompress sequences that become due.
 
-        Sequences that become due are recompressed on the way. `until="any"` stops as soon as another slot is done,
-        "all" only when all are.
+        Args:
+            steps: maximum number of tokens per slot.
+            until: "any" stops as soon as another slot is done, "all" when all slots are done.
+
+        Returns:
+            Token ids `i32[B, n]`, -1 where none was sampled.
+
+        Raises:
+            ValueError: for another `until`, or fewer than 1 step.
         """
-        require(until in ("any", "all"), "until", until, "give 'any' or 'all'")
+        require(until in ("any", "all"), "until", until, "unknown value: give 'any' or 'all'")
         steps = whole("steps", steps, "sample at least 1 token")
         idle = self.count - 1 if until == "all" else int(self.done.sum())
         parts = [np.zeros((self.count, 0), np.int32)]
@@ -312,9 +359,10 @@ class Slots:
         return np.concatenate(parts, axis=1)
 
     def _run(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
-        """One call of the compiled loop, up to `steps` tokens per slot; returns ids `[B, n]`, -1 where none was sampled.
+        """Run the compiled loop once; return ids `[B, n]`, -1 where none was sampled.
 
-        It samples fewer if a sequence becomes due to be recompressed or to drop entries of windows.
+        The call ends before `steps` tokens if a sequence must be recompressed or must evict entries outside its
+        windows.
         """
         steps = min(steps, self.size)
         if self._every is not None:
@@ -338,21 +386,21 @@ class Slots:
         )
         self._all = dataclasses.replace(now, cache=cache, sampling_state=sampling_state)
         tokens, self.done = host(out)[:, : int(host(ran))], np.array(host(sampling_state.done))
-        # A token that ends a sequence becomes no entry.
+        # The token that ends a sequence adds no entry.
         rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
         self._beyond, self._left = self._beyond + rows, self._left - rows
         return tokens
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of all slots over all devices."""
+        """Bytes of the arrays of all slots, over all devices."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._all))
 
     @settled
     def compile(
         self, tick: Callable[[str], object] = lambda what: None, *, lengths: bool = True
     ) -> None:
-        """Allocates all slots; compiles the programs of all `lengths`, or one, by running them; ticks `PARTS` times."""
+        """Allocate all slots; compile the programs of all `lengths`, or of one, by running them; tick `PARTS` times."""
         tick("prefill")
         cache = None
         while cache is None:
@@ -377,9 +425,10 @@ class Slots:
         memory.trim()
 
     def compiling(self, question: bool, size: int) -> Walk[KVCache | None]:
-        """Generator: compiles the programs of one of the lengths `uncompiled`, yields between them.
+        """Generator: compile the programs of one padded length from `uncompiled`, yield in between.
 
-        No slot changes: another thread may use them. Returns a made-up cache, or None if the policy rejects the length.
+        Slots are unchanged, so another thread may use them. Return a dummy cache, or None if the policy rejects the
+        length.
         """
         try:
             cache = yield from _made_up(self.session, self.shape, self._usual if question else size)
@@ -392,61 +441,61 @@ class Slots:
         return cache
 
     def _of_groups(self, slot: int) -> Int[np.ndarray, " g"]:
-        """Array with one entry per mesh group: the slot's index for the group that holds it, -1 for the others."""
+        """Return one number per mesh group: the slot's index for the group that holds it, else -1."""
         self._require_slot(slot)
         return np.where(np.arange(self._groups) == self._group_of(slot), slot, -1).astype(np.int32)
 
     def _require_slot(self, slot: int) -> None:
-        """Raises ValueError unless the slot index is in [0, count)."""
-        require(0 <= slot < self.count, "slot", slot, f"there are {self.count}: give one from 0 on")
+        """Raise ValueError unless the slot index is in [0, count)."""
+        require(0 <= slot < self.count, "slot", slot, f"no such slot: give 0 to {self.count - 1}")
 
     def _require_fits(self, cache: KVCache, rows: int) -> None:
-        """Raises an error for a cache of another model, policy, store or pool size, or with fewer than `rows` free."""
+        """Raise ValueError for a cache of another model, policy, store or pool size, or without `rows` free places."""
         arguments.require_ours(self.session.params, cache, self.session.policy)
         self.shape.require_fits(self._parts, cache, rows, self._sliding)
 
     def _group_of(self, slot: int) -> int:
-        """Index of the mesh group whose devices hold a slot."""
+        """Return the index of the mesh group that holds a slot."""
         return slot * self._groups // self.count
 
     def _placed(self, of_each: np.ndarray) -> jax.Array:
-        """Device array of a host array `[B]` with one number per slot, sharded over the mesh if there is one."""
+        """Return a device array of one number per slot, sharded over the mesh if the session has one."""
         return place(of_each, "B", self._axes)
 
     def _again(self, slot: int) -> None:
-        """Compresses the sequence in a slot again, as its policy does every `every` entries, in place."""
+        """Recompress the sequence in a slot, in place."""
         self._renew(slot, partial(self._compressed, key=self._keys[slot]))
 
     def _slide(self, slot: int) -> None:
-        """Drops the entries of a slot's sliding-window layers that have left their windows, in place."""
+        """Evict the entries outside the windows of a slot's sliding-window layers, in place."""
         self._renew(slot, partial(drop_outside_sliding_windows, rows=self.shape.rows))
 
     def _renew(self, slot: int, change: Callable[[KVCache], KVCache]) -> None:
-        """Puts what a function makes of a slot's cache in its place."""
+        """Replace a slot's cache by the result of a function of it."""
         one = self.take(slot)
         cache = change(self._handle(one.arrays.cache))
         arrays = dataclasses.replace(one.arrays, cache=cache.arrays)
         self.insert(dataclasses.replace(one, arrays=arrays, **self._counts(cache)), slot)
 
     def _counts(self, cache: KVCache) -> dict[str, Any]:
-        """Fields `beyond` and `left` of a cache's `Paused`."""
+        """Return the fields `beyond` and `left` of a cache's `Paused`."""
         over = beyond(cache) if self._every else np.zeros(self._groups, np.int64)
         return {"beyond": over, "left": self._free(cache)}
 
     def _free(self, cache: KVCache) -> Int[np.ndarray, " g"]:
-        """Fewest free places `[g]` behind windows of layers that slide, per mesh group; the largest int64 if none."""
+        """Return the fewest free places `[g]` per mesh group in sliding-window layers, or the largest int64."""
         if not self._sliding.any():
             return np.full(self._groups, np.iinfo(np.int64).max)
         return cache.free_rows()[self._sliding].min(axis=0)
 
     def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
-        """Copy of a cache with sequences over their row limit recompressed, in pools of the slots' fixed size."""
+        """Recompress a copy of a cache into pools of the slots' fixed size."""
         return recompress(
             self.session.params.flat, cache, key=key, headroom=self._every or 1, fixed=self._fixed
         )
 
     def _handle(self, arrays: Cache) -> KVCache:
-        """Makes a `KVCache` from the device arrays of a sequence taken out of a slot."""
+        """Return the `KVCache` of the device arrays of a slot's sequence."""
         return KVCache(
             arrays=arrays,
             layout=self._parts.layout,
@@ -459,11 +508,11 @@ class Slots:
 
 
 def _made_up(session: Session, shape: SlotShape, size: int) -> Walk[KVCache]:
-    """Generator: prefills a made-up prompt of padded length `size`, few tokens unless the policy rejects that.
+    """Generator: prefill a dummy prompt of padded length `size`, with few tokens unless the policy rejects that.
 
-    Returns its cache in pools of a slot; ValueError if the policy rejects all prompts of this length.
+    Return its cache in pools of a slot's size; raise ValueError if the policy rejects all prompts of this length.
     """
-    # Clocks belong to one thread.
+    # Clocks are not shared between threads.
     session = copy.copy(session)
     session.clocks = Clocks()
     longest = min(size, shape.prompt)
