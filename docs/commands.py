@@ -1,6 +1,7 @@
 """Options of all commands as Markdown, read from the commands' parsers; `make_lists.py` writes them into the page."""
 
 import argparse
+import collections
 import re
 import textwrap
 
@@ -9,7 +10,11 @@ from jaxkv.cli import _parser as of_jaxkv
 
 _WIDTH = 132
 _POLICY = "policy"
-_HEAD = "## Options of policies\n"
+# What the page says of options of policies, of which there are about a hundred.
+_POLICIES = "`jaxkv policies` prints the options of each policy, [their reference](api/policies.rst) says more."
+_SEVERAL = "## Options of several commands\n"
+# Options of this many commands are described once.
+_MANY = 2
 _TITLES = {"positional arguments": "Arguments", "options": "Options"}
 # What Markdown would take for markup.
 _MARKS = re.compile(r"([<>*_|\[\]\\])")
@@ -18,15 +23,28 @@ _MARKS = re.compile(r"([<>*_|\[\]\\])")
 def text() -> str:
     """Markdown of all commands of both programs: a section each, with its options by group, and its examples.
 
-    The options of policies, which several commands share, have a section of their own, the last.
+    Options that several commands share are described once, in the last section; those of policies are left out.
     """
     found = commands()
-    shared = {_policies(parser) for parser, _ in found.values()} - {""}
-    if len(shared) != 1:
-        raise SystemExit(
-            "commands differ in their options of policies: give each its own list in docs/commands.py"
-        )
-    return "\n".join([*(_section(name, *each) for name, each in found.items()), _HEAD, *shared])
+    counts = collections.Counter(
+        line for parser, _ in found.values() for line in map(_described, _options(parser))
+    )
+    several = {line: None for line, count in counts.items() if count >= _MANY}
+    sections = [_section(name, *each, several) for name, each in found.items()]
+    return "\n".join([*sections, _SEVERAL, *several])
+
+
+def _options(
+    parser: argparse.ArgumentParser,
+) -> list[tuple[argparse.Action, argparse.ArgumentParser]]:
+    """A command's options, those of policies left out, each with the parser."""
+    groups = [group for group in parser._action_groups if group.title != _POLICY]
+    return [(each, parser) for group in groups for each in group._group_actions if _shown(each)]
+
+
+def _described(option: tuple[argparse.Action, argparse.ArgumentParser]) -> str:
+    """Markdown item of an option."""
+    return _option(*option)
 
 
 def commands() -> dict[str, tuple[argparse.ArgumentParser, str]]:
@@ -50,30 +68,31 @@ def _commands_of(
     return found
 
 
-def _policies(parser: argparse.ArgumentParser) -> str:
-    """A command's options of policies as a Markdown list; empty if it has none."""
-    groups = [group for group in parser._action_groups if group.title == _POLICY]
-    return "\n".join(
-        f"{_option(each, parser)}"
-        for group in groups
-        for each in group._group_actions
-        if _shown(each)
-    )
-
-
-def _section(name: str, parser: argparse.ArgumentParser, about: str) -> str:
-    """One command's section."""
+def _section(
+    name: str, parser: argparse.ArgumentParser, about: str, several: dict[str, None]
+) -> str:
+    """One command's section; options in `several` are named only."""
     lines = [f"## {name}", "", f"{_plain(about[:1].upper() + about[1:])}.", ""]
+    shared = []
     for group in parser._action_groups:
-        options = [_option(action, parser) for action in group._group_actions if _shown(action)]
+        options = []
+        for action in filter(_shown, group._group_actions):
+            line = _option(action, parser)
+            if group.title != _POLICY and line in several:
+                shared.append(f"`{(action.option_strings or [action.dest])[0]}`")
+            else:
+                options.append(line)
         if not options:
             continue
         title = _TITLES.get(group.title or "", (group.title or "").capitalize())
         said = f" {_plain(group.description)}" if group.description else ""
         if group.title == _POLICY:
-            said, options = f" [Options of policies](#options-of-policies).{said}", []
+            said, options = f" {_POLICIES}{said}", []
         lines += [*textwrap.wrap(f"**{title}.**{said}", _WIDTH, break_on_hyphens=False), ""]
         lines += [*options, ""] if options else []
+    if shared:
+        said = f"[Options of several commands](#options-of-several-commands): {', '.join(shared)}."
+        lines += [*textwrap.wrap(said, _WIDTH, break_on_hyphens=False), ""]
     if parser.epilog:
         lines += ["```text", parser.epilog.strip("\n"), "```", ""]
     return "\n".join(lines)
