@@ -44,7 +44,7 @@ def generation(text: str = ANSWER) -> Generation:
 
 
 class Pieces:
-    """A stream of the answer's logical axes."""
+    """a stream of the answer's letters."""
 
     def __init__(self, given: list[str]):
         self.result, self._given = generation(), given

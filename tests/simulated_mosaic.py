@@ -20,7 +20,7 @@ from test_kernels import DTYPES, draw, wide
 from pallas_kernels import mosaic
 
 TILES = mosaic.HopperTiles(queries=16, keys=16, stages=2)
-# Two unequal prompts of no multiple of a block: more blocks of keys than the query buffer holds, and a tile of padding. Then
+# Two unequal prompts of no multiple of a block: more blocks of keys than the ring holds, and a tile of padding. Then
 # the last queries alone, some before the beginning, some past the end, and a sequence of no tokens.
 CASES = {
     "whole-64-bfloat16": dict(

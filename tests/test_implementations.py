@@ -162,7 +162,7 @@ def test_a_tpus_kernels_on_a_mesh():
 
 @on_a_cpu
 def test_layers_with_windows_on_a_tpu():
-    """Sliding-window layers, whose rows are in query buffers, read and write them by the kernel."""
+    """Sliding-window layers, whose rows are in rings, read and write them by the kernel."""
     policy = jaxkv.SnapKV(budget=16, window=6)
     both(tiny.tiny(test_windows.SHAPE), test_windows.prompts(), policy, "tpu")
 
