@@ -71,7 +71,7 @@ def _version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports a public name or a submodule at its first use, keeps and returns it; AttributeError for other names.
+    """Import a public name or a submodule at its first use, keeps and return it; AttributeError for other names.
 
     `__version__` is looked up at its first use as well.
     """

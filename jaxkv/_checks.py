@@ -31,7 +31,7 @@ ENDLESS = 2**30
 
 
 def plain(value: Any) -> Any:
-    """Converts a numpy or JAX scalar to a Python bool, int, float or str; returns any other value unchanged.
+    """Convert a numpy or JAX scalar to a Python bool, int, float or str; return any other value unchanged.
 
     A float32 becomes the decimal that it prints as: 0.2, not 0.20000000298.
     """
@@ -52,7 +52,7 @@ def plain(value: Any) -> Any:
 
 
 def normalise(value: Any) -> None:
-    """Converts a dataclass's fields in place, also if frozen: numpy and JAX scalars to Python's, lists to tuples."""
+    """Convert a dataclass's fields in place, also if frozen: numpy and JAX scalars to Python's, lists to tuples."""
     for field in dataclasses.fields(value):
         if not field.init:
             continue
@@ -161,7 +161,7 @@ E = TypeVar("E", bound=enum.Enum)
 
 
 def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int = FARTHEST) -> int:
-    """Validates an integer of Python, numpy or JAX within [least, most] and returns it as an int.
+    """Validate an integer of Python, numpy or JAX within [least, most] and return it as an int.
 
     Args:
         name: the argument or field, for the error message.
@@ -193,7 +193,7 @@ def real(
     high: int | float = math.inf,
     open_low: bool = False,
 ) -> float:
-    """Validates a number of Python, numpy or JAX within [low, high] and returns it as a float.
+    """Validate a number of Python, numpy or JAX within [low, high] and return it as a float.
 
     Args:
         name: the argument or field, for the error message.
@@ -221,7 +221,7 @@ def real(
 
 
 def flag(name: str, value: Any) -> bool:
-    """Validates a bool of Python, numpy or JAX and returns it as a Python bool.
+    """Validate a bool of Python, numpy or JAX and return it as a Python bool.
 
     Args:
         name: the argument or field, for the error message.
@@ -239,7 +239,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def choice(name: str, value: Any, kind: type[E]) -> E:
-    """Validates an enum member, given as member or value, and returns the member.
+    """Validate an enum member, given as member or value, and return the member.
 
     Args:
         name: the argument or field, for the error message.
@@ -259,7 +259,7 @@ def choice(name: str, value: Any, kind: type[E]) -> E:
 
 
 def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
-    """Validates a list, tuple, array or iterator and returns its elements as a tuple of at least one.
+    """Validate a list, tuple, array or iterator and return its elements as a tuple of at least one.
 
     Args:
         name: the argument or field, for the error message.
@@ -283,7 +283,7 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
 
 
 def index(name: str, value: Any, size: int) -> int:
-    """Validates an index into `size` elements and returns it as an int from 0 on; negative ones count from the end.
+    """Validate an index into `size` elements and return it as an int from 0 on; negative ones count from the end.
 
     Args:
         name: the argument or field, for the error message.
@@ -303,7 +303,7 @@ def index(name: str, value: Any, size: int) -> int:
 
 
 def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
-    """Returns `value` if it is an instance of a class or protocol.
+    """Return `value` if it is an instance of a class or protocol.
 
     Args:
         name: the argument or field, for the error message.
@@ -323,7 +323,7 @@ def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
 
 
 def static(name: str, value: Any) -> Any:
-    """Returns `value` if it has a hash, by which compiled programs are kept; raises TypeError otherwise.
+    """Return `value` if it has a hash, by which compiled programs are kept; raise TypeError otherwise.
 
     Args:
         name: the argument or field, for the error message.
@@ -346,7 +346,7 @@ def static(name: str, value: Any) -> Any:
 def checked(
     part: Any, method: str, given: Any, shape: tuple[int, ...], about: str, dtype: Any = jnp.float32
 ) -> Array:
-    """Returns the array that a user's part gave, if it has this shape and dtype.
+    """Return the array that a user's part gave, if it has this shape and dtype.
 
     Args:
         part: the user's part, for the error message.
@@ -371,7 +371,7 @@ def checked(
 
 
 def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Validates one field of a frozen dataclass with `check`, during construction, and stores the checked value in it.
+    """Validate one field of a frozen dataclass with `check`, during construction, and stores the checked value in it.
 
     Args:
         value: the dataclass, in its `__post_init__`.
@@ -387,7 +387,7 @@ def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **option
 
 
 def optional(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Validates a field of a frozen dataclass that may be None, as `field` does; None stays."""
+    """Validate a field of a frozen dataclass that may be None, as `field` does; None stays."""
     if getattr(value, name) is not None:
         field(value, name, check, *args, **options)
 
@@ -426,7 +426,7 @@ class UnseenQuestionWarning(UserWarning):
 
 
 def warn_once(category: type[Warning], subject: str, message: str) -> None:
-    """Issues a warning at the user's line of code, once per process for each category and subject.
+    """Issue a warning at the user's line of code, once per process for each category and subject.
 
     `subject` is, for example, a policy class's name; the message should name the remedy.
     """
@@ -438,7 +438,7 @@ def warn_once(category: type[Warning], subject: str, message: str) -> None:
 
 
 def forget() -> None:
-    """Clears the record of warnings given, so that each is given once more; for tests."""
+    """Clear the record of warnings given, so that each is given once more; for tests."""
     _told.clear()
 
 

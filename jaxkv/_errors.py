@@ -9,13 +9,13 @@ _LONGEST = 300
 
 
 def require(condition: bool, field: str, value: Any, remedy: str) -> None:
-    """Raises a ValueError `field=value: remedy` unless `condition` holds."""
+    """Raise a ValueError `field=value: remedy` unless `condition` holds."""
     if not condition:
         raise invalid(field, value, remedy)
 
 
 def invalid(field: str, value: Any, remedy: str) -> ValueError:
-    """Returns a ValueError with text `field=value: remedy`, for the caller to raise."""
+    """Return a ValueError with text `field=value: remedy`, for the caller to raise."""
     # The `str` of a path is without its class, that of a policy without the fields that have their defaults.
     plain = hasattr(value, "__fspath__") or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -10,7 +10,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def drawing() -> Any:
-    """Imports and returns matplotlib; ImportError with the extra to install if it is missing.
+    """Import and return matplotlib; ImportError with the extra to install if it is missing.
 
     pyplot is not imported: its backend is the user's choice, and notebooks would show the figures.
     """

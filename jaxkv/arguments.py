@@ -28,7 +28,7 @@ _SEEDS = 2**32
 
 
 def as_model(params: Any, mesh: Any = None) -> LanguageModel:
-    """Validates a `LanguageModel` and returns it, on `mesh` if one is given; TypeError for other values."""
+    """Validate a `LanguageModel` and return it, on `mesh` if one is given; TypeError for other values."""
     if isinstance(params, LanguageModel):
         return params if mesh is None else params.on(mesh)
     given = f"{params!r}"[:60] if isinstance(params, str) else type(params).__name__
@@ -38,7 +38,7 @@ def as_model(params: Any, mesh: Any = None) -> LanguageModel:
 
 
 def as_cache(cache: Any) -> KVCache | None:
-    """Validates a `KVCache` or None and returns it, with numpy arrays moved to the device; TypeError for other values.
+    """Validate a `KVCache` or None and return it, with numpy arrays moved to the device; TypeError for other values.
 
     A cache of numpy arrays is put on the device. Anything but a `KVCache` is rejected by a TypeError.
     """
@@ -78,7 +78,7 @@ def on_device(cache: KVCache) -> KVCache:
 
 
 def as_sampling(given: Any, **numbers: Any) -> Sampler:
-    """Validates a sampler, or the numbers of a `Sampling`, greedy without any; TypeError for other values."""
+    """Validate a sampler, or the numbers of a `Sampling`, greedy without any; TypeError for other values."""
     named = {name: value for name, value in numbers.items() if value is not None}
     if named and given is not None:
         raise TypeError(f"{', '.join(named)}: sampling= says it already. Give one of them.")
@@ -155,14 +155,14 @@ def as_implementation(given: Any) -> Implementation:
 
 
 def as_progress(given: Any) -> bool | None:
-    """Validates a bool that switches progress bars on or off, or None to let the terminal decide; returns it."""
+    """Validate a bool that switches progress bars on or off, or None to let the terminal decide; return it."""
     return None if given is None else _checks.flag("progress", given)
 
 
 def require_sampling(
     params: LanguageModel, sampling: Sampler, key: PRNGKeyArray | None, stops: tuple[str, ...]
 ) -> None:
-    """Raises ValueError for a sampler that samples at random without a key, and stop strings without a tokenizer."""
+    """Raise ValueError for a sampler that samples at random without a key, and stop strings without a tokenizer."""
     remedy = f"{sampling} samples at random: give key=jax.random.key(0), or seed=0"
     require(is_greedy(sampling) or key is not None, "key", key, remedy)
     shown = stops[0] if len(stops) == 1 else stops
@@ -175,7 +175,7 @@ def require_sampling(
 
 
 def require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
-    """Raises ValueError for a cache of another model, mesh or policy; policy None accepts the cache's own."""
+    """Raise ValueError for a cache of another model, mesh or policy; policy None accepts the cache's own."""
     remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"
     require(policy is None or policy.composed == cache.policy.composed, "policy", policy, remedy)
     ours = cache.config == params.config and cache.model == params.fingerprint
@@ -198,7 +198,7 @@ def require_fits(
     new: int,
     cache: KVCache | None,
 ) -> None:
-    """Raises ValueError if prompts plus `new` tokens exceed the model's positions or do not match the cache's batch."""
+    """Raise ValueError if prompts plus `new` tokens exceed the model's positions or do not match the cache's batch."""
     seen, limit = np.zeros(1, np.int32), config.max_positions
     if cache is not None:
         remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"
@@ -212,7 +212,7 @@ def require_fits(
 
 
 def warn_unseen(policy: Policy, encoded: Encoded, budget: Int[np.ndarray, " B"]) -> None:
-    """Warns, once per process and policy class, if documents lose entries before a question is seen.
+    """Warn, once per process and policy class, if documents lose entries before a question is seen.
 
     Only for policies that score entries by the attention of the document's end. `budget` is in entries per kv head.
     """
@@ -233,7 +233,7 @@ def warn_unseen(policy: Policy, encoded: Encoded, budget: Int[np.ndarray, " B"])
 def _require_places(
     config: ModelConfig, policy: Policy, lengths: np.ndarray, new: int, cache: KVCache | None
 ) -> None:
-    """Raises ValueError if a policy with rolling positions would hold more entries than the model has positions."""
+    """Raise ValueError if a policy with rolling positions would hold more entries than the model has positions."""
     limit, parts = config.max_positions, policy.composed
     if cache is None:
         read, numbers = int(lengths.max()), by_length(parts, lengths, config.sliding_windows)

@@ -1,4 +1,4 @@
-"""`prefill` and `generate`: from prompts to a compressed cache and generated text."""
+"""`prefill` and `generate`: compress prompts into a cache and generate text over it."""
 
 import dataclasses
 import sys
@@ -42,31 +42,33 @@ def prefill(
     implementation: Implementation | str = Implementation.AUTO,
     progress: bool | None = None,
 ) -> KVCache:
-    """Prefills one or more prompts into a compressed `KVCache`, which questions can then be asked on many times.
+    """Prefill one or more prompts into a compressed `KVCache`, to be reused for any number of questions.
 
-    A text prompt leaves the user's turn open: `generate(params, question, cache=cache)` closes it. A policy that scores
-    entries by the attention of the prompt's end (SnapKV, PyramidKV, TOVA) cannot know the question: it warns, once.
+    A text prompt leaves the user's turn open; `generate(params, question, cache=cache)` closes it. Policies that score
+    entries by the attention of the prompt's end (SnapKV, PyramidKV, TOVA) cannot see the question. They warn once.
 
     Args:
-        params: from `jaxkv.load`.
+        params: model from `jaxkv.load`.
         prompt: text, chat messages, token ids, or a list of such prompts.
-        policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every entry.
+        policy: compression policy, its name, or its class for default settings. FullKV(), the default, keeps every
+            entry.
         raw: True if the text is plain text, not a user's message.
         key: random key or seed, for policies that use random numbers.
-        mesh: devices with the axes "data" and "model" to run on; the model is moved there once. None for where it is.
-        implementation: the implementation of attention; by default the fastest one for these devices.
-        progress: True for a progress bar on stderr; by default if stderr is a terminal.
+        mesh: mesh with the axes "data" and "model". The model is copied to it once. None runs on the model's own
+            devices.
+        implementation: attention implementation; by default the fastest one on these devices.
+        progress: True shows a progress bar on stderr. By default a bar is shown on terminals only.
 
     Returns:
-        A cache without room for new entries. It is immutable: questions do not change it.
+        A cache without headroom. It is immutable: questions do not change it.
 
     Raises:
-        ValueError: for an empty or over-long prompt, or a budget the policy cannot honour.
-        TypeError: for an argument of the wrong kind, with what to give instead.
-        MemoryError: naming the plan's bytes, if they are not there.
+        ValueError: for an empty or too long prompt, or a budget that is too small for the policy.
+        TypeError: for an argument of the wrong type; the message says what to pass.
+        MemoryError: if the planned bytes exceed the free memory; the message names them.
 
     Warns:
-        UnseenQuestionWarning: for text of which such a policy drops entries, once per process and policy class.
+        UnseenQuestionWarning: if such a policy evicts entries of a text, once per process and policy class.
     """
     hosts.require_same(
         "jaxkv.prefill",
@@ -92,7 +94,7 @@ def prefill(
 
 
 class _SamplingNumbers(TypedDict, total=False):
-    """Types of the fields of a `Sampling` that `generate` takes as arguments."""
+    """Types of the `Sampling` fields that `generate` accepts as arguments."""
 
     temperature: int | float | np.number | None
     top_k: int | np.integer | None
@@ -101,7 +103,7 @@ class _SamplingNumbers(TypedDict, total=False):
 
 
 class _AnswerOptions(_SamplingNumbers, total=False):
-    """Types of the arguments of `generate` that say how tokens are sampled, and where answers end."""
+    """Types of the `generate` arguments for sampling and for the end of answers."""
 
     max_new_tokens: int | np.integer
     sampling: Sampler | None
@@ -112,7 +114,7 @@ class _AnswerOptions(_SamplingNumbers, total=False):
 
 
 class _Options(_AnswerOptions, total=False):
-    """Types of the keyword arguments that all overloads of `generate` share."""
+    """Types of the keyword arguments shared by all overloads of `generate`."""
 
     policy: Policy | type[Policy] | str | None
     cache: KVCache | None
@@ -163,43 +165,47 @@ def generate(
     implementation: Implementation | str = Implementation.AUTO,
     progress: bool | None = None,
 ) -> Generation | Stream:
-    """Generates answers to one or more prompts over a compressed cache; returns a `Generation` or a `Stream`.
+    """Generate answers to one or more prompts over a compressed cache; return a `Generation` or a `Stream`.
 
     Args:
-        params: from `jaxkv.load`.
-        prompt: text, chat messages, token ids, or a list of such prompts; with a cache, what follows its text. After
-            `prefill` of a text a question follows behind a blank line, unless it begins with a line break or is ids.
-        policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every entry. With a
-            cache it is the cache's policy.
-        cache: from `prefill` or an earlier `generate`; it is not changed. One sequence serves many prompts.
-        max_new_tokens: largest number of tokens to sample.
-        sampling: how tokens are sampled, a `Sampling` or a callable of logits and keys; the likeliest tokens if None.
-        temperature: of a `Sampling`, given here instead.
-        top_k: of a `Sampling`.
-        top_p: of a `Sampling`.
-        min_p: of a `Sampling`.
+        params: model from `jaxkv.load`.
+        prompt: text, chat messages, token ids, or a list of such prompts. With a cache, the text that continues it.
+            After `prefill` of a text, a question is separated by a blank line, unless it begins with a line break or
+            consists of ids.
+        policy: compression policy, its name, or its class for default settings. FullKV(), the default, keeps every
+            entry. With a cache the policy is the cache's.
+        cache: cache from `prefill` or an earlier `generate`; it is not changed. A cache of one sequence serves many
+            prompts.
+        max_new_tokens: maximum number of tokens to sample.
+        sampling: a `Sampling`, or a callable of logits and keys that samples tokens. None is greedy decoding.
+        temperature: as in `Sampling`.
+        top_k: as in `Sampling`.
+        top_p: as in `Sampling`.
+        min_p: as in `Sampling`.
         seed: `key` as a number.
-        stop: strings that end an answer. They are left out of its text, but stay in its tokens and in the cache: a
-            policy that has dropped entries for them cannot restore those.
-        stop_at_eos: True to end at the model's end-of-answer tokens.
-        key: random key or seed for sampling and for policies that use random numbers; needed if sampling is not greedy.
+        stop: strings that end an answer. The answer's text excludes them; its tokens and the cache include them.
+            Entries that the policy evicted for these tokens are not restored.
+        stop_at_eos: True ends answers at the model's end-of-answer tokens.
+        key: random key or seed for sampling and for policies that use random numbers; required unless decoding is
+            greedy.
         raw: True if the text is plain text, not a user's message.
-        stream: True to return a `Stream` that yields the text of each token as it is sampled.
-        stream_interval: number of tokens whose text a `Stream` yields at once.
-        mesh: devices with the axes "data" and "model" to run on; the model is moved there once. None for where it is.
-        implementation: the implementation of attention; by default the fastest one for these devices.
-            `stats.attention` says which ran.
-        progress: True for progress bars on stderr; by default if stderr is a terminal.
+        stream: True returns a `Stream` that yields text as tokens are sampled.
+        stream_interval: number of tokens per text that a `Stream` yields.
+        mesh: mesh with the axes "data" and "model". The model is copied to it once. None runs on the model's own
+            devices.
+        implementation: attention implementation; by default the fastest one on these devices. `stats.attention` names
+            the one that ran.
+        progress: True shows progress bars on stderr. By default bars are shown on terminals only.
 
     Returns:
-        A `Generation`, or a `Stream` whose `result` will be one. For a list of prompts its `text`, `tokens`,
-        `finish_reason` and `stop_reason` are lists; iterating over it gives one `Completion` a prompt.
+        A `Generation`, or a `Stream` whose `result` is one. For a list of prompts, `text`, `tokens`, `finish_reason`
+        and `stop_reason` are lists, and iteration yields one `Completion` per prompt.
 
     Raises:
-        ValueError: for an empty or over-long prompt, a budget the policy cannot honour, a cache of another policy or
-            model.
-        TypeError: for an argument of the wrong kind, with what to give instead.
-        MemoryError: naming the plan's bytes, if they are not there.
+        ValueError: for an empty or too long prompt, a budget that is too small for the policy, or a cache of another
+            policy or model.
+        TypeError: for an argument of the wrong type; the message says what to pass.
+        MemoryError: if the planned bytes exceed the free memory; the message names them.
     """
     hosts.require_same(
         "jaxkv.generate",
@@ -266,7 +272,7 @@ def generate(
 class GenerateCall:
     """Validated arguments of one `generate` call: session, encoded prompts, cache and options.
 
-    `interval` is the number of tokens after each of which new text is yielded; None yields no text.
+    `interval` is the number of tokens between two yields of new text; None yields no text.
     """
 
     session: Session
@@ -281,7 +287,7 @@ class GenerateCall:
 
 
 def bar(progress: bool | None, total: int, title: str) -> tqdm:
-    """`tqdm` progress bar on stderr, only in the first process; with `progress` None, only on a terminal."""
+    """`tqdm` progress bar on stderr, in the first process only; with `progress=None`, on terminals only."""
     shown = sys.stderr.isatty() if progress is None else progress
     return tqdm(
         total=total,
@@ -293,7 +299,7 @@ def bar(progress: bool | None, total: int, title: str) -> tqdm:
 
 
 def answered(call: GenerateCall) -> Generator[list[str], None, Generation]:
-    """Generator that runs one `generate` call: yields new texts if requested, returns the `Generation`."""
+    """Generator that runs one `generate` call: yields new text if requested, returns the `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
     cache, sizes = _read(call)
     eos = params.ends if call.stop_at_eos else ()
@@ -317,10 +323,10 @@ def answered(call: GenerateCall) -> Generator[list[str], None, Generation]:
 
 
 def _read(call: GenerateCall) -> tuple[KVCache, dict[str, Any]]:
-    """Prefills the prompts, or reads them on top of the given cache; returns the cache and its sizes for `Stats`."""
+    """Prefill the prompts, or append them to the given cache; return the cache and its sizes for `Stats`."""
     session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
-        # Read before the cache is extended.
+        # Sizes are read before the cache is extended.
         sizes = _sizes(given, given.nbytes)
         return session.extend(given, encoded, new=new), sizes
     needed = session.plan(encoded.lengths, new)
@@ -331,7 +337,7 @@ def _read(call: GenerateCall) -> tuple[KVCache, dict[str, Any]]:
 
 
 def _sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
-    """Fields of `Stats` for a cache of `weighs` bytes after prefill."""
+    """Size fields of `Stats` for a cache of `weighs` bytes after prefill."""
     entries = {"full_bytes": cache.full_nbytes, "kept_bytes": cache.kept_nbytes}
     return entries | {"cache_bytes": weighs, "kept": float(np.mean(cache.kept))}
 
@@ -339,14 +345,15 @@ def _sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
 def _sampled(
     call: GenerateCall, decode_loop: DecodeLoop, answers: Answers
 ) -> Generator[list[str], None, None]:
-    """Generator that samples tokens until all sequences have ended; yields each sequence's new text if requested."""
+    """Generator that samples tokens until all sequences end; yields each sequence's new text if requested."""
     axes = call.session.params.axes
     with bar(call.progress, call.max_new_tokens, "decode") as shown:
-        # Only one of several processes shows the bar, but all must sample blocks of the same size.
+        # One process shows the bar; all processes sample blocks of the same size.
         look = (
             bool(call.stops) or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
         )
-        # Entries after a stop string are rolled back; with eviction or rescoring that is impossible: one token per block.
+        # Entries after a stop string are rolled back. Eviction and rescoring cannot be rolled back: one token per
+        # block.
         pace = 1 if call.stops and decode_loop.final else LOOK if look else decode_loop.size
         interval = call.interval or decode_loop.left
         ended, wanted = False, interval
@@ -370,13 +377,13 @@ def _stats(
     answers: Answers,
     decode_loop: DecodeLoop,
 ) -> Stats:
-    """`Stats` of one `generate` call, from its clocks, cache sizes and transfers; logs slow compilation once."""
+    """Return the `Stats` of one `generate` call from its clocks, cache sizes and transfers; log slow compilation."""
     session, given = call.session, call.cache
     clocks, reading = session.clocks, decode_loop.reading
     moved, cut = _tallied(cache)
     tell_if_slow(clocks.compile_seconds)
     if given is not None:
-        # The given cache's sequences may be repeated.
+        # The cache's sequences may be repeated.
         before = [rows * cache.batch // given.batch for rows in _tallied(given)]
         moved, cut = moved - before[0], cut - before[1]
     return Stats(
@@ -405,7 +412,7 @@ def _stats(
 
 
 def _tallied(cache: KVCache) -> tuple[int, int]:
-    """Counts (moved, cut) over all sequences: entries that `capacity` moved to other devices, entries that the budget cut."""
+    """Counts (moved, cut) over all sequences: entries moved to other devices by `capacity`, and cut by the budget."""
     moved, cut = (
         0 if each is None else int(host(each)[: cache.batch].sum())
         for each in (cache.tally.moved, cache.tally.cut)

@@ -1,4 +1,4 @@
-"""`load`: from a name or path to a `LanguageModel`; every tensor of the checkpoint is used, or rejected by name."""
+"""`load`: load a checkpoint as a `LanguageModel`. Every tensor of the checkpoint is used, or rejected by name."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ from jaxkv.text.prompts import Prompt, encode
 from jaxkv.text.shown import Shown, joined, pieces_of
 from jaxkv.text.tokenizer import Text
 
-# Buffers that some exporters write; rotations are computed from the config.
+# Buffers that some exporters write. Rotations are computed from the config instead.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
 
 _LAYER = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.")
@@ -41,14 +41,14 @@ _HEAD = "lm_head.weight"
 
 
 class LanguageModel(nnx.Module):
-    """A loaded model: a Flax decoder (`decoder`) with its tokenizer (`text`).
+    """A loaded model: a Flax decoder (`decoder`) and its tokenizer (`text`).
 
     Attributes:
-        decoder: the parameters, a Flax NNX module.
-        text: tokenizer and chat template, or None where the checkpoint has none; it never enters jitted code.
-        name: name or path that was loaded.
-        filter_layers: layers whose attention tells best what the layers above them attend to (OmniKV), or None.
-        fingerprint: hash that tells these weights from others of the same shape; caches carry it.
+        decoder: the Flax NNX module that holds the parameters.
+        text: tokenizer and chat template, or None if the checkpoint has none. It never enters jitted code.
+        name: name or path of the checkpoint.
+        filter_layers: layers whose attention best predicts what the layers above attend to (OmniKV), or None.
+        fingerprint: hash of these weights. Caches carry it, so that a cache of other weights is rejected.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class LanguageModel(nnx.Module):
         weights = "" if self.decoder.weights is None else f" with {self.decoder.weights} weights"
         return f"LanguageModel({self.name!r}, {layers} layers, {self.dtype}{weights}, {megabytes:,.1f} MB)"
 
-    __str__ = __repr__  # Flax would print every parameter
+    __str__ = __repr__  # Flax would print every parameter.
 
     @property
     def config(self) -> ModelConfig:
@@ -82,13 +82,13 @@ class LanguageModel(nnx.Module):
     def tokenizer(self) -> Text:
         """The tokenizer; ValueError for a checkpoint without one."""
         if self.text is None:
-            remedy = "the checkpoint has no tokenizer: give token ids where they are taken"
+            remedy = "the checkpoint has no tokenizer: pass token ids instead of text"
             raise invalid("params", self.name, remedy)
         return self.text
 
     @property
     def ends(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer, the config's and the tokenizer's, in order."""
+        """Ids of the tokens that end an answer: the config's, then the tokenizer's."""
         return tuple(sorted({*self.config.eos, *(self.text.eos_ids if self.text else ())}))
 
     @property
@@ -97,23 +97,23 @@ class LanguageModel(nnx.Module):
         return self.flat.axes
 
     def shown(self, cache: KVCache, prompt: Prompt) -> Shown:
-        """The prompts of a cache of this model as text, each token shaded by how many heads keep it (`KVCache.show`).
+        """Show the prompts of a cache of this model, each token shaded by how many heads keep it (`KVCache.show`).
 
         Args:
-            cache: made by this model.
-            prompt: what the cache was made of.
+            cache: a cache of this model.
+            prompt: the prompt, as it was passed to prefill.
 
         Returns:
-            A `Shown`.
+            A `Shown` text.
 
         Raises:
-            ValueError: for another model's cache, without a tokenizer, or for a prompt that is not the cache's.
+            ValueError: for a cache of another model, a model without a tokenizer, or a prompt that is not the cache's.
         """
         require(
             cache.model == self.fingerprint,
             "params",
             self.name,
-            "another model made this cache: give that one",
+            "the cache belongs to another model: pass the model that made it",
         )
         text = self.tokenizer
         raw, fresh = cache.turn is Turn.RAW, (Turn.START,) * cache.batch
@@ -123,7 +123,7 @@ class LanguageModel(nnx.Module):
         )
         passages = []
         for ids, counts in zip(encoded.ids, held, strict=True):
-            remedy = f"the cache has seen {len(counts)}: give the prompt that it was made of"
+            remedy = f"the cache has seen {len(counts)}: pass the prompt that it was made from"
             require(len(ids) <= len(counts), "prompt", f"{len(ids)} tokens", remedy)
             passages.append(joined(pieces_of(ids, text).texts, counts[: len(ids)].tolist()))
         return Shown(
@@ -131,17 +131,18 @@ class LanguageModel(nnx.Module):
         )
 
     def on(self, mesh: Mesh) -> "LanguageModel":
-        """Model with its parameters sharded over a mesh: a copy, cached after the first call, or this very model.
+        """Return the model with its parameters sharded over a mesh, a cached copy; this model if already on the mesh.
 
         Args:
-            mesh: devices with the axes "data" and "model".
+            mesh: mesh with the axes "data" and "model".
 
         Returns:
-            A model that shares nothing but the tokenizer; this one, if it lies there already.
+            A model that shares only the tokenizer with this one, or this model if its parameters are already on the
+            mesh.
 
         Raises:
-            TypeError: for a mesh that is none.
-            ValueError: for a mesh whose axes are others, or do not divide the model.
+            TypeError: if `mesh` is not a mesh.
+            ValueError: for a mesh with other axes, or with axes that do not divide the model.
         """
         axes = Axes(mesh=model_mesh(mesh, self.config))
         if axes == self.axes:
@@ -156,25 +157,25 @@ class LanguageModel(nnx.Module):
                 decoder, text=self.text, name=self.name, filter_layers=self.filter_layers
             )
             self.flat.on_mesh = {axes: there}
-        # The filter layers may have been set since the copy was made.
+        # The filter layers may have changed since the copy was made.
         there.filter_layers = self.filter_layers
         return there
 
     @property
     def flat(self) -> Flat:
-        """The decoder split for jitted code (`Flat`), cached until a parameter is replaced."""
+        """Flat form of the decoder for jitted code (`Flat`), cached until a parameter is replaced."""
         if self._flat is None or not self._flat.is_of(self.decoder):
             leaves = (each.get_raw_value() for _, each in named_parameters(self.decoder))
             axes = next(filter(None, map(Axes.of, leaves)), None)
             if axes is not None:
-                # A replaced parameter may lie whole on one device, or on each of them.
+                # A replaced parameter may be on one device, or replicated on each of them.
                 _spread_over(self.decoder, self.decoder, axes.mesh)
             self._flat = Flat(self.decoder)
         return self._flat
 
     @property
     def cache_dtype(self) -> jnp.dtype:
-        """Dtype in which the model's devices hold the entries of caches: on a CPU float32, else the model's."""
+        """Dtype in which devices hold cache entries: float32 on a CPU, else the model's dtype."""
         platform = jax.default_backend() if self.axes is None else self.axes.platform
         return held_dtype(self.dtype, platform)
 
@@ -199,34 +200,34 @@ def load(
     mesh: Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
-    """Loads a model by name, path or hub id and returns a `LanguageModel`.
+    """Load a model by name, path or hub id and return a `LanguageModel`.
 
     Args:
         name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, a hub id, or a
             folder that `python -m jaxkv.checkpoints convert` has written.
         dtype: float32, bfloat16 or float16; by default bfloat16 on a GPU and float32 on a CPU.
-        weights: "int8" holds linear maps as 8-bit codes with a float32 scale per output, rounded as they are read:
-            about half of 16 bits' memory. "int4" holds them as 4-bit codes with a scale and a least value for 32 of
-            them: 5 bits each. An NVIDIA GPU multiplies one sequence's vectors by codes as they are; else each step
-            converts them, and takes longer. None holds them in `dtype`, in which embeddings, activations and caches are
-            in any case.
-        max_positions: tokens of the longest sequence, new ones included, if that is less than the model was made for.
-            A model with longrope (Phi-3 128K, Phi-4-mini) then rotates as for texts of that length: one list of factors
-            for its original length and below, another above, whatever a text's own length is.
-        mesh: devices with the axes "data" and "model": each gets its part of every parameter. A process reads what its
-            own devices get, and holds that and two tensors at most. The checksums of a converted folder are of whole
-            tensors, so that parts of them are read unchecked.
-        progress: show bars on stderr, if it is a terminal.
+        weights: quantisation of linear maps. None keeps them in `dtype`. "int8" stores 8-bit codes with a float32 scale
+            per output: about half the memory of 16 bits. "int4" stores 4-bit codes with a scale and a minimum per 32
+            codes: 5 bits per weight. Weights are quantised while they are loaded. An NVIDIA GPU multiplies one
+            sequence's vectors by codes directly; elsewhere each step dequantises them, which is slower. Embeddings,
+            activations and caches are in `dtype` in every case.
+        max_positions: tokens of the longest sequence, including new ones; by default the model's own limit. A model
+            with longrope (Phi-3 128K, Phi-4-mini) rotates as for texts of that length. It uses one list of factors up
+            to its original length and another above, independently of each text's length.
+        mesh: mesh with the axes "data" and "model"; parameters are sharded over it. A process reads the shards of its
+            own devices, and holds these and at most two tensors. Checksums of a converted folder cover complete
+            tensors, so shards are read without them.
+        progress: True shows bars on stderr if stderr is a terminal.
 
     Returns:
-        The parameters as a Flax module, with the tokenizer beside it.
+        A `LanguageModel`: the parameters as a Flax module, and the tokenizer.
 
     Raises:
-        TypeError: for a name that is neither a string nor a path; for a mesh that is none.
-        ValueError: for an unknown model, an unsupported config key, more positions than the model was made for, weights
-            that are corrupt, missing, left over, of the wrong shape, or not finite; for a mesh whose axes are others,
-            or do not divide the model.
-        MemoryError: naming the bytes, if parameters, or a device's part of them, do not fit.
+        TypeError: for a name that is neither a string nor a path, or a `mesh` that is not a mesh.
+        ValueError: for an unknown model, an unsupported config key, or more positions than the model supports; for
+            weights that are corrupt, missing, unexpected, of the wrong shape, or not finite; for a mesh with other
+            axes, or with axes that do not divide the model.
+        MemoryError: if the parameters, or one device's shard of them, do not fit; the message names the bytes.
     """
     if dtype is None:
         platform = (
@@ -249,22 +250,22 @@ def load(
 
 
 def as_dtype(given: Any) -> np.dtype:
-    """Validates the parameters' dtype, float32, bfloat16 or float16, and returns it; ValueError for others."""
+    """Validate the parameters' dtype, float32, bfloat16 or float16, and return it; ValueError for others."""
     try:
         name = jnp.dtype(plain(given)).name
-    except TypeError:  # not a dtype
+    except TypeError:  # Not a dtype.
         name = given
-    require(name in DTYPES, "dtype", name, f"give one of {', '.join(DTYPES)}")
+    require(name in DTYPES, "dtype", name, f"not supported: use one of {', '.join(DTYPES)}")
     return jnp.dtype(name)
 
 
 def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> None:
-    """Fills a decoder's parameters from a checkpoint, tensor by tensor; ValueError unless all fit and are finite.
+    """Fill a decoder's parameters from a checkpoint, tensor by tensor.
 
-    With `mesh` (from `model_mesh`) each device gets its shard; otherwise the default device gets whole parameters.
+    With `mesh` (from `model_mesh`) each device gets its shard; without, the default device gets all parameters.
 
     Raises:
-        ValueError: naming the tensor that is missing, left over, misshapen or not finite.
+        ValueError: for a tensor that is missing, unexpected, of the wrong shape or not finite; the message names it.
     """
     sources = sources_of(decoder, str(checkpoint.config.get("model_type")), checkpoint.names)
     parameters = dict(named_parameters(decoder))
@@ -274,19 +275,20 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
     twice = decoder.head is None and _HEAD in names
     names -= {_HEAD} if twice else set()
     missing, extra = sorted(places - names), sorted(names - places)
-    # Processes of a mesh wait for one another when they check whole parameters, after each has read its part.
+    # With several processes the check of sharded parameters is collective, so it follows all reads.
     with hosts.together("reading weights", mesh):
         require(
             not missing,
             "weights",
             missing[:4],
-            "the checkpoint lacks these tensors; it may be another model's",
+            "missing in the checkpoint, which may belong to another model: get the "
+            "checkpoint again",
         )
         require(
             not extra,
             "weights",
             extra[:4],
-            "the config has no place for these tensors; it may be another model's",
+            "not a parameter of this config: use the config.json of this checkpoint",
         )
         for of in sources.values():
             for source in of:
@@ -307,24 +309,24 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
             )
             for each, value in zip((path, *beside), values, strict=True):
                 parameters[each].set_value(value)
-    # Codes are finite; scales are not where a weight is not.
+    # Codes are finite; a scale is not finite if one of its weights is not.
     held = {path: parameters[next(iter(_beside(path, parameters)), path)] for path in sources}
     _check_finite({of: held[path].get_value() for path, of in sources.items()})
 
 
 def _beside(path: str, parameters: Mapping[str, Any]) -> list[str]:
-    """Paths of the parameters that stand beside a linear weight's codes, its scales first; none beside floats."""
+    """Paths of the scales and minima that belong to a quantised weight, scales first; empty for float weights."""
     return [
         each for name in ("scale", "scales", "leasts") if (each := f"{path}_{name}") in parameters
     ]
 
 
 def _check_headroom(parameters: dict[str, Any], mesh: Mesh | None) -> None:
-    """Raises MemoryError if the parameters do not fit on their devices, before any tensor is read."""
+    """Raise MemoryError if the parameters do not fit on their devices, before any tensor is read."""
     if mesh is None:
         total = sum(math.prod(each.shape) * each.dtype.itemsize for each in parameters.values())
         memory.check_bytes(
-            total, "the model", remedy="give a narrower dtype, or a mesh of several devices"
+            total, "the model", remedy="use a narrower dtype, or a mesh of several devices"
         )
         return
     total = 0
@@ -332,12 +334,15 @@ def _check_headroom(parameters: dict[str, Any], mesh: Mesh | None) -> None:
         total += math.prod(part_shape(path, each.shape, mesh)) * each.dtype.itemsize
     for device in mesh.local_devices:
         share = total * Axes(mesh=mesh).in_one_memory
-        remedy = f"give mesh.model more than {mesh.shape['kv'] * mesh.shape['rep']} devices, or a narrower dtype"
-        memory.check_bytes(share, "a device's part of the model", device, remedy=remedy)
+        remedy = (
+            f"use more than mesh.model={mesh.shape['kv'] * mesh.shape['rep']} devices, "
+            "or a narrower dtype"
+        )
+        memory.check_bytes(share, "a device's shard of the model", device, remedy=remedy)
 
 
 def _check_finite(parameters: dict[tuple[TensorSource, ...], jax.Array]) -> None:
-    """Raises ValueError, naming the tensors, if parameters contain NaN or infinity."""
+    """Raise ValueError, naming the tensors, if parameters contain NaN or infinity."""
     # All computations are dispatched before the first result is awaited.
     finite = {
         of: _replicated(_finite(len(of[0].at)), value)(value) for of, value in parameters.items()
@@ -346,25 +351,25 @@ def _check_finite(parameters: dict[tuple[TensorSource, ...], jax.Array]) -> None
     for of, rows in finite.items():
         sound = np.asarray(rows)
         bad += [source.name for source in of if not sound[source.at]]
-    remedy = "these tensors hold NaN or infinity: get the checkpoint again, or a wider dtype"
+    remedy = "these tensors contain NaN or infinity: get the checkpoint again, or use a wider dtype"
     require(not bad, "weights", list(dict.fromkeys(bad))[:4], remedy)
 
 
 @functools.cache
 def _finite(depth: int) -> Callable[[jax.Array], jax.Array]:
-    """Function that maps a parameter to bools over its first `depth` axes: True where all values are finite."""
+    """Return a function of a parameter: bools over its first `depth` axes, True where all values are finite."""
     return lambda value: jnp.isfinite(value).all(axis=tuple(range(depth, value.ndim)))
 
 
 def _replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
-    """Jitted form of a function of one parameter; on a mesh, its result is replicated on all of its devices."""
+    """Jit a function of one parameter; on a mesh its result is replicated on all devices."""
     mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
     return _jitted(fn, mesh)
 
 
 @functools.cache
 def _jitted(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
-    """Jitted form of a function, cached; on a mesh, its results are replicated on all devices."""
+    """Jit a function, cached; on a mesh its results are replicated on all devices."""
     return (
         jax.jit(fn)
         if mesh is None
@@ -373,30 +378,33 @@ def _jitted(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
 
 
 def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
-    """Raises ValueError if the config has more layers than the checkpoint, before any block is made."""
+    """Raise ValueError if the config has more layers than the checkpoint, before any block is built."""
     held = {match[1] for name in checkpoint.names if (match := _LAYER.match(name))}
-    remedy = f"the checkpoint holds {len(held)} layers: mend its config.json, or get the checkpoint again"
+    remedy = (
+        f"the checkpoint has {len(held)} layers: correct its config.json, or get the "
+        "checkpoint again"
+    )
     require(config.layers <= len(held), "num_hidden_layers", config.layers, remedy)
 
 
 def _check_stored(source: TensorSource, tensor: StoredTensor) -> None:
-    """Raises ValueError if a stored tensor is not floating point or has another shape than the config requires."""
-    remedy = "weights are floating point; load the unquantised ones, or a GGUF"
+    """Raise ValueError if a stored tensor is not floating point, or its shape differs from the config's."""
+    remedy = "not floating point: load the unquantised weights, or a GGUF file"
     require(
         jnp.issubdtype(tensor.dtype, jnp.floating),
         f"{source.name}.dtype",
         tensor.dtype.name,
         remedy,
     )
-    remedy = f"the config asks for {source.shape}; the weights belong to another model"
+    remedy = f"the config requires {source.shape}: use the config.json of this checkpoint"
     require(tensor.shape == source.shape, source.name, tensor.shape, remedy)
 
 
 def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
-    """Raises ValueError if a tied model's output matrix is stored and differs from the embedding."""
+    """Raise ValueError if a tied model stores an output matrix that differs from the embedding."""
     remedy = (
-        "it differs from the embedding, which tie_word_embeddings=true puts in its place: write "
-        '"tie_word_embeddings": false into config.json to use it, or remove it from the weights'
+        "it differs from the embedding, which tie_word_embeddings=true uses instead: set "
+        '"tie_word_embeddings": false in config.json to use it, or remove it from the weights'
     )
     first, second = embedding.read(()), head.read(())
     if first.dtype != second.dtype:
@@ -405,7 +413,7 @@ def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
 
 
 def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
-    """Copies all parameters of the decoder `source` into `target`, in place, sharded over a mesh."""
+    """Copy all parameters of `source` into the decoder `target`, in place, sharded over a mesh."""
     values = dict(named_parameters(source))
     for path, parameter in named_parameters(target):
         part_shape(path, values[path].get_value().shape, mesh)
@@ -413,7 +421,7 @@ def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
 
 
 def _fingerprint(decoder: Decoder) -> str:
-    """Hash of a model as 16 hex digits: of its config, and of each parameter's first row and sum of bits."""
+    """Return a model's hash as 16 hex digits: of its config, and of each parameter's first row and sum of bits."""
     digest = hashlib.sha256(_unusual(decoder.config).encode())
     # All computations are dispatched before the first result is awaited.
     for piece in [
@@ -425,9 +433,9 @@ def _fingerprint(decoder: Decoder) -> str:
 
 
 def _unusual(value: Any) -> str:
-    """Text of a dataclass's fields that differ from their defaults, of its parts as well; `repr` of other values.
+    """Return a dataclass's fields that differ from their defaults, recursively, as text; else the `repr`.
 
-    A field that a later version adds, and that this model does not set, leaves it as it is.
+    Fields that later versions add do not change the text of models that do not set them.
     """
     if isinstance(value, tuple):
         return f"({', '.join(map(_unusual, value))})"
@@ -441,9 +449,9 @@ def _unusual(value: Any) -> str:
 
 
 def _sampled(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Bits of a parameter's first row, and the uint32 sum of all its bits, which is the same in any order."""
+    """Bits of a parameter's first row, and the uint32 sum of all its bits, which does not depend on the order."""
     bits = jax.lax.bitcast_convert_type(
         leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
     )
-    # As bits: a mesh gathers floats by adding zeros, which makes -0.0 another number.
+    # Bits, because a mesh gathers floats by adding zeros, which turns -0.0 into 0.0.
     return bits[(0,) * (leaf.ndim - 1)], bits.sum(dtype=jnp.uint32)

@@ -1,7 +1,7 @@
-"""Tests for user-written policies: a tiny model, and checks of the properties that every jaxkv policy has.
+"""Tests for user-written policies: a tiny model, and checks of the properties of every jaxkv policy.
 
 ```python
-jaxkv.testing.check_policy(Policy(budget=24, scorer=MyScorer()))
+jaxkv.testing.check_policy(CustomPolicy(budget=24, scorer=MyScorer()))
 ```
 """
 
@@ -31,7 +31,7 @@ from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import host
 
 _NEW = 12
-# No tiny model takes longer texts.
+# The limit of the tiny models.
 _LONGEST = 4096
 _ROUNDING = 1e-4
 
@@ -40,10 +40,10 @@ class Segment(NamedTuple):
     """One segment of a cache: keys, values and positions of one layer, sequence and kv head, as numpy arrays.
 
     Attributes:
-        layer: its layer.
-        sequence: its sequence.
-        head: its kv head.
-        k: `[n, D]` keys; those that pools hold transformed are transformed back, as are values.
+        layer: index of the layer.
+        sequence: index of the sequence.
+        head: index of the kv head.
+        k: `[n, D]` keys. Keys and values that pools store transformed are transformed back.
         v: `[n, D]` values.
         pos: `i32[n]` positions.
     """
@@ -57,17 +57,17 @@ class Segment(NamedTuple):
 
 
 def segments(cache: KVCache) -> Iterator[Segment]:
-    """Yields every `Segment` of a cache, layer by layer.
+    """Yield every `Segment` of a cache, layer by layer.
 
     Args:
-        cache: any cache.
+        cache: the cache.
 
     Yields:
-        Its segments, layer by layer.
+        Segments in order of layer, sequence and kv head.
     """
     if not isinstance(cache, KVCache):
         raise TypeError(
-            f"cache={shortened(brief(cache))}: give a KVCache, as prefill and Session return it"
+            f"cache={shortened(brief(cache))}: not a KVCache. Pass one from prefill or Session"
         )
     whole = [(host(pool.k), host(pool.v), host(pool.pos)) for pool in cache.pools]
     centre = None if cache.tables.centre is None else host(cache.tables.centre)
@@ -87,9 +87,9 @@ def tiny_model(
     """`LanguageModel` with random weights and without a tokenizer; prompts are token ids.
 
     Args:
-        config: the model's; by default three layers of two kv heads with three query heads each.
-        seed: of the weights. Queries and keys are large, so that attention is far from flat.
-        dtype: of the weights.
+        config: the model's config; by default three layers of two kv heads with three query heads each.
+        seed: seed of the weights. Queries and keys are large, so that attention is far from uniform.
+        dtype: dtype of the weights.
 
     Returns:
         The model.
@@ -114,7 +114,7 @@ def tiny_model(
             at = at[part] if isinstance(part, int) else getattr(at, part)  # type: ignore[call-overload,index]
         if names[-1] in ("scale", "q_gain", "k_gain"):
             value = 1 + 0.1 * rng.standard_normal(size)
-            # Norms take away what makes attention far from flat.
+            # Norms would make attention nearly uniform.
             value *= 1.0 if names[-1] == "scale" else 1.6
         else:
             gain = {"q": 1.6, "kv": 1.6, "embedding": size[-1] ** 0.5}.get(str(names[-1]), 1.0)
@@ -125,12 +125,12 @@ def tiny_model(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Given(Policy):
-    """Policy whose `parts()` are those given to it, so that tests can replace one part of a policy."""
+    """Policy with the `parts()` passed to it, so that tests can replace one part of a policy."""
 
     made: Parts = Parts()
 
     def parts(self) -> Parts:
-        """The given parts."""
+        """Return the parts."""
         return self.made
 
 
@@ -165,13 +165,13 @@ class _Case:
     def prefilled(
         self, prompts: Sequence[list[int]], policy: Policy | None = None, *, key: int = 0
     ) -> KVCache:
-        """Compressed `KVCache` of some prompts, by the policy under test or another one."""
+        """Return the compressed `KVCache` of some prompts, by the policy under test or another one."""
         return prefill(
             self.model, list(prompts), policy=policy or self.policy, key=key, progress=False
         )
 
-    def drawn(self, policy: Policy) -> Generation:
-        """`Generation` of 12 tokens after both prompts, with a policy."""
+    def generated(self, policy: Policy) -> Generation:
+        """Return the `Generation` of 12 tokens after both prompts, with a policy."""
         prompts = [list(prompt) for prompt in self.prompts]
         return generate(
             self.model,
@@ -187,18 +187,21 @@ class _Case:
 def check_policy(
     policy: Policy | type[Policy] | str, *, model: LanguageModel | None = None, seed: int = 0
 ) -> None:
-    """Checks that a policy has the properties that every jaxkv policy must have; AssertionError if not.
+    """Check that a policy has the properties that every jaxkv policy must have.
 
-    Kept entries are the prompt's own, in order and each once; sinks, window and protected spans are kept; the number of
-    entries and the cache's bytes are those of the plan; neither other sequences in the batch nor padding change a
-    sequence's kept entries; a budget of the whole prompt changes no token; another random key changes nothing, unless a
-    part declares that it samples; during decoding the cache grows as the policy declares; and equal policies make equal
-    caches.
+    - Kept entries are entries of the prompt, in order and without repeats.
+    - Sinks, observation window and protected spans are kept.
+    - The number of entries and the cache's bytes are equal to the plan's.
+    - Neither other sequences in the batch nor padding change a sequence's kept entries.
+    - With a budget of the full prompt, no token changes.
+    - Another random key changes no kept entry, unless a part declares that it samples.
+    - During decoding, the cache grows as the policy declares.
+    - Equal policies make equal caches.
 
     Args:
-        policy: a policy, or its name or class. Prompts are longer than a budget in entries, so that entries are dropped.
+        policy: a policy, its name or its class. Prompts are longer than a budget in entries, so entries are evicted.
         model: any small model; `tiny_model()` by default.
-        seed: of the prompts.
+        seed: seed of the prompts.
 
     Raises:
         AssertionError: naming the property that does not hold, and where.
@@ -207,7 +210,7 @@ def check_policy(
     policy = policy_for(policy, model.config, model.filter_layers, dtype=model.dtype)
     budget, rng = policy.composed.budget, np.random.default_rng(seed)
     longest = max(2 * budget.value + 1, 24) if isinstance(budget, Tokens) else 97
-    # Alone, the shorter prompt is padded to a smaller bucket, and it still has entries to drop.
+    # Without the other, the shorter prompt has a smaller bucket and more tokens than the budget.
     lengths = (longest, bucket(longest) // 2)
     prompts = tuple(rng.integers(0, model.config.vocab, length).tolist() for length in lengths)
     case = _Case(policy, model, prompts)
@@ -216,14 +219,14 @@ def check_policy(
 
 
 def _require(holds: Any, about: str, *where: object) -> None:
-    """Raises AssertionError with the property `about` and its location, unless `holds` is True."""
+    """Raise AssertionError with the property `about` and its location unless `holds` is True."""
     if not holds:
         raise AssertionError(about + "".join(f"; {each}" for each in where))
 
 
-def _rows_are_the_prompts(case: _Case) -> None:
-    """Asserts that kept entries are equal to the prompt's own entries, in ascending order without repeats."""
-    # Rounded as the policy's store rounds them.
+def _entries_are_the_prompts(case: _Case) -> None:
+    """Assert that kept entries are equal to the prompt's own, in ascending order without repeats."""
+    # Entries are rounded as the policy's store rounds them.
     everything = _Given(made=Parts(store=case.parts.store))
     whole = {part[:3]: part for part in segments(case.prefilled(case.prompts, everything))}
     merges, rolls = case.parts.merge is not None, case.parts.rolling
@@ -248,8 +251,8 @@ def _rows_are_the_prompts(case: _Case) -> None:
                 _require(close, f"kept {name} are the prompt's own", where)
 
 
-def _what_must_stay_stays(case: _Case) -> None:
-    """Asserts that every segment keeps the entries that the policy must keep: sinks, window, protected spans."""
+def _always_kept_are_kept(case: _Case) -> None:
+    """Assert that every segment keeps sinks, observation window and protected spans."""
     keep = case.parts.keep
     mask = keep.mask(np.asarray(case.lengths), max(case.lengths))
     for part in segments(case.cache):
@@ -257,36 +260,42 @@ def _what_must_stay_stays(case: _Case) -> None:
         missing = sorted(must - set(part.pos.tolist()))
         _require(
             not missing,
-            f"{keep} always stay",
+            f"{keep} are always kept",
             f"missing in layer {part.layer}, head {part.head}: {missing}",
         )
 
 
 def _as_many_as_planned(case: _Case) -> None:
-    """Asserts that the number of kept entries and the cache's bytes equal the prefill plan's."""
+    """Assert that the number of kept entries and the cache's bytes are equal to the prefill plan's."""
     kept, needed = case.cache.kept.sum(axis=2), case.needed
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
-        # Entries that differ between heads by themselves have a mean that is rounded up.
+        # The mean of entries that differ between heads is rounded up.
         spare = case.model.config.kv_heads - 1 if case.parts.layers.sets_rows else 0
         fits = ((kept <= wanted) & (kept >= wanted - spare)).all()
-        _require(fits, "each layer keeps what the plan says", f"{kept.tolist()}, {wanted.tolist()}")
+        _require(
+            fits,
+            "each layer keeps as many entries as planned",
+            f"{kept.tolist()}, {wanted.tolist()}",
+        )
     elif case.parts.threshold is not None or case.parts.layers.exact:
         wanted, held = kept.shape[0] * case.model.config.kv_heads * needed.budget, kept.sum(axis=0)
         fits = held <= wanted if case.parts.threshold is not None else held == wanted
-        _require(fits.all(), "all layers together keep what the plan says", wanted.tolist())
+        _require(fits.all(), "all layers together keep as many entries as planned", wanted.tolist())
     weighs, planned = case.cache.nbytes, needed.cache_bytes
     _require(
-        weighs == planned, "the cache weighs what the plan says", f"{weighs} and {planned} bytes"
+        weighs == planned,
+        "the cache has as many bytes as planned",
+        f"{weighs} bytes, planned {planned}",
     )
 
 
 def _neighbours_change_nothing(case: _Case) -> None:
-    """Asserts that another sequence in the batch, or padding, does not change a sequence's kept positions."""
+    """Assert that neither another sequence in the batch nor padding changes a sequence's kept positions."""
     first, second = case.prompts
     for about, prompts, row, sequence in (
-        ("another sequence beside it changes what is kept", (first, second[::-1]), 0, 0),
-        ("padding, or a longer sequence beside it, changes what is kept", (second,), 0, 1),
+        ("another sequence in the batch changes what is kept", (first, second[::-1]), 0, 0),
+        ("padding, or a longer sequence in the batch, changes what is kept", (second,), 0, 1),
     ):
         alone, beside = (
             case.prefilled(prompts).holds(row, _LONGEST),
@@ -295,11 +304,14 @@ def _neighbours_change_nothing(case: _Case) -> None:
         _require((alone == beside).all(), about, f"sequence {sequence}")
 
 
-def _draws_are_said(case: _Case) -> None:
-    """Asserts that another random key changes no kept entry, unless the policy declares that it samples."""
+def _sampling_is_declared(case: _Case) -> None:
+    """Assert that another random key changes no kept entry, unless the policy declares that it samples."""
     if case.parts.uses_key:
         return
-    remedy = "another random key changes what is kept: a scorer or merger that samples has a property `draws`, True"
+    remedy = (
+        "another random key changes what is kept: set the property `draws` of the "
+        "scorer or merger to True"
+    )
     for mine, other in zip(
         segments(case.cache), segments(case.prefilled(case.prompts, key=1)), strict=True
     ):
@@ -307,41 +319,41 @@ def _draws_are_said(case: _Case) -> None:
         _require(same, remedy, f"layer {mine.layer}, sequence {mine.sequence}, head {mine.head}")
 
 
-def _a_whole_budget_changes_nothing(case: _Case) -> None:
-    """Asserts that with a budget of the whole text and no threshold, the tokens are those of FullKV."""
+def _full_budget_changes_nothing(case: _Case) -> None:
+    """Assert that a budget of the full text without a threshold yields the tokens of FullKV."""
     if case.parts.budget is None or case.parts.rolling or case.parts.threshold is not None:
         return
     roomy = _Given(made=case.parts.replace(budget=Tokens(max(case.lengths) + _NEW)))
     ours, whole = (
-        case.drawn(roomy),
-        case.drawn(_Given(made=Parts(read=case.parts.read, store=case.parts.store))),
+        case.generated(roomy),
+        case.generated(_Given(made=Parts(read=case.parts.read, store=case.parts.store))),
     )
     same = all((one.tokens == other.tokens).all() for one, other in zip(ours, whole, strict=True))
-    _require(same, "a budget of the whole text changes no token")
+    _require(same, "a budget of the full text changes no token")
 
 
-def _it_grows_as_it_says(case: _Case) -> None:
-    """Asserts that during decoding, segments append, evict or compress as the policy declares."""
-    after, parts = case.drawn(case.policy).cache, case.parts
+def _growth_is_as_declared(case: _Case) -> None:
+    """Assert that segments append, evict or recompress during decoding as the policy declares."""
+    after, parts = case.generated(case.policy).cache, case.parts
     grown = after.kept.astype(np.int64) - case.cache.kept
     new = np.asarray(after.seen) - np.asarray(case.lengths)
     beyond = after.kept - np.asarray(after.limit)
     if parts.evicts:
         _require(
             (beyond <= 0).all(),
-            "no segment holds more than its limit while entries go one by one",
+            "no segment exceeds its limit while entries are evicted one by one",
             beyond.max(),
         )
     elif parts.every is not None:
         _require(
             (beyond < parts.every).all(),
-            "no segment grows by `every` entries beyond its limit",
+            "no segment exceeds its limit by `every` entries",
             beyond.max(),
         )
     else:
         _require(
             (grown == new[None, :, None]).all(),
-            "an entry is added for each new token",
+            "each new token appends an entry",
             grown.tolist(),
         )
     for part in segments(after):
@@ -349,25 +361,27 @@ def _it_grows_as_it_says(case: _Case) -> None:
         last = int(np.asarray(after.seen)[part.sequence])
         _require(
             distinct and part.pos.max() < last,
-            "positions stay distinct and of the text while decoding",
+            "positions are distinct and within the text during decoding",
         )
 
 
 def _equal_policies_are_equal(case: _Case) -> None:
-    """Asserts that a copy of the policy is equal to it, has the same hash, and keeps the same entries."""
+    """Assert that a copy of the policy is equal, has the same hash, and keeps the same entries."""
     same = dataclasses.replace(case.policy)
-    _require(same == case.policy and hash(same) == hash(case.policy), "a policy equals its copy")
+    _require(
+        same == case.policy and hash(same) == hash(case.policy), "a policy is equal to its copy"
+    )
     alike = case.prefilled(case.prompts, same).holds(0, _LONGEST) == case.cache.holds(0, _LONGEST)
-    _require(alike.all(), "and keeps the same entries")
+    _require(alike.all(), "a copy keeps the same entries")
 
 
 _CHECKS: tuple[Callable[[_Case], None], ...] = (
-    _rows_are_the_prompts,
-    _what_must_stay_stays,
+    _entries_are_the_prompts,
+    _always_kept_are_kept,
     _as_many_as_planned,
     _neighbours_change_nothing,
-    _draws_are_said,
-    _a_whole_budget_changes_nothing,
-    _it_grows_as_it_says,
+    _sampling_is_declared,
+    _full_budget_changes_nothing,
+    _growth_is_as_declared,
     _equal_policies_are_equal,
 )

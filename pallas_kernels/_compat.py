@@ -55,7 +55,7 @@ def call(
     interpret: bool,
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Runs a Triton kernel once per point of its grid by `pallas_call`; returns the outputs by name.
+    """Run a Triton kernel once per point of its grid by `pallas_call`; return the outputs by name.
 
     Args:
         kernel: takes one object with a ref per name.
@@ -113,7 +113,7 @@ def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
 
 
 def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -> jax.Array:
-    """Computes 2 ** (x * scale + shift) inside a kernel in two instructions; results below 2 ** -126 are 0.
+    """Compute 2 ** (x * scale + shift) inside a kernel in two instructions; results below 2 ** -126 are 0.
 
     `jnp.exp2` takes six: nothing joins its product and its sum, and denormal results get a path of their own.
 
@@ -131,19 +131,19 @@ def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) ->
 
 
 def log2_of(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Computes the logarithm to base 2 of positive normal float32 inside a kernel in one instruction."""
+    """Compute the logarithm to base 2 of positive normal float32 inside a kernel in one instruction."""
     return (
         jnp.log2(x) if interpret else _asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
     )
 
 
 def inverse_of(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Computes 1 / x of normal float32 inside a kernel in one instruction."""
+    """Compute 1 / x of normal float32 inside a kernel in one instruction."""
     return 1 / x if interpret else _asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
 
 
 def capped(logits: jax.Array, cap: float | None, *, interpret: bool) -> jax.Array:
-    """Computes cap * tanh(logits / cap) inside a kernel; the logits as they are if there is no cap.
+    """Compute cap * tanh(logits / cap) inside a kernel; the logits as they are if there is no cap.
 
     As cap - 2 cap / (1 + e ** (2 logits / cap)), in five instructions; off by some 1e-7 of the cap.
 
@@ -257,7 +257,7 @@ _ADD_4 = (
 def add_products_8(
     total: jax.Array, codes: jax.Array, x: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """Computes total + codes * x inside a kernel, element by element, for int8 codes, in three instructions each.
+    """Compute total + codes * x inside a kernel, element by element, for int8 codes, in three instructions each.
 
     Args:
         total: float32.
@@ -279,7 +279,7 @@ def add_products_4(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Computes total + ((1 + a / 128) * low + (1 + b / 128) * high) * factor for bytes a + 16 b of two 4-bit codes.
+    """Compute total + ((1 + a / 128) * low + (1 + b / 128) * high) * factor for bytes a + 16 b of two 4-bit codes.
 
     Six instructions for two codes; what the ones add is known before, and can be taken off elsewhere.
 
@@ -311,7 +311,7 @@ def pad_dim(dim: int) -> int:
 def take_rows(
     ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *lead: Any
 ) -> jax.Array:
-    """Loads rows of a `[rows, dim]` ref as `[n, pad_dim(dim)]`; masked rows and padding columns are 0.
+    """Load rows of a `[rows, dim]` ref as `[n, pad_dim(dim)]`; masked rows and padding columns are 0.
 
     Args:
         ref: the block.
@@ -330,7 +330,7 @@ def take_rows(
 def put_rows(
     ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array
 ) -> None:
-    """Stores `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref; masked rows are not written."""
+    """Store `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref; masked rows are not written."""
     columns = jnp.arange(pad_dim(dim), dtype=jnp.int32)
     mask = _mask(rows, columns, inside, dim)
     store(ref.at[rows[:, None], columns[None, :]], values.astype(ref.dtype), mask=mask)

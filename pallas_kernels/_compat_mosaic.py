@@ -41,7 +41,7 @@ def call(
     threads: tuple[str, int],
     interpret: bool,
 ) -> Any:
-    """Runs a Mosaic GPU kernel once per point of its grid, with several warpgroups; returns the outputs.
+    """Run a Mosaic GPU kernel once per point of its grid, with several warpgroups; return the outputs.
 
     Args:
         kernel: takes a ref in global memory per input and output, then a tuple of what `scratch` asks for.
@@ -99,12 +99,12 @@ def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = F
 
 
 def finish() -> None:
-    """Waits until this warpgroup's copies to global memory are done."""
+    """Wait until this warpgroup's copies to global memory are done."""
     _mosaic.wait_smem_to_gmem(0)
 
 
 def tile(array: jax.Array, *, interpret: bool) -> jax.Array:
-    """Converts a matrix, or a vector with one element per row, to the register layout of a product's result."""
+    """Convert a matrix, or a vector with one element per row, to the register layout of a product's result."""
     if interpret:
         return array
     layout = _mosaic.Layout.WGMMA
@@ -117,7 +117,7 @@ def count(shape: tuple[int, ...], axis: int, *, interpret: bool) -> jax.Array:
 
 
 def by_row(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcasts a vector with one element per row over the columns of a tile `like`."""
+    """Broadcast a vector with one element per row over the columns of a tile `like`."""
     return lax.broadcast_in_dim(vector, like.shape, [0])
 
 

@@ -58,7 +58,7 @@ class Blocks:
         return take_rows(ref, at, inside, self.dim, self.sequence).astype(self.dtype)
 
     def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Writes a new row to row `at` of the pool if `writes`; returns its parts as stored, float32, and their scale.
+        """Write a new row to row `at` of the pool if `writes`; return its parts as stored, float32, and their scale.
 
         The scale, by which codes have to be multiplied, is None where there is none.
         """
@@ -96,7 +96,7 @@ class ByteBlocks(Blocks):
         return load(place, mask=inside, other=0.0).astype(jnp.float32)
 
     def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Encodes a new row and writes it to row `at` of the pool if `writes`; returns its codes and their scale."""
+        """Encode a new row and write it to row `at` of the pool if `writes`; return its codes and their scale."""
         rounded = [each.astype(self.dtype).astype(jnp.float32) for each in parts]
         largest = (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in rounded)
         scale = scale_of(reduce(jnp.maximum, largest))
@@ -167,7 +167,7 @@ class NibbleBlocks(Blocks):
         return [half_of_word(pairs[group // 2], group % 2) for group in range(self.groups)]
 
     def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Encodes a new row and writes it to row `at` of the pool if `writes`; returns its decoded groups."""
+        """Encode a new row and write it to row `at` of the pool if `writes`; return its decoded groups."""
         order = [groups_of_block(block, self.blocks, self.groups) for block in range(self.blocks)]
         codes, scales, leasts, stored = {}, {}, {}, []
         narrow = [each.astype(self.dtype) for each in parts]

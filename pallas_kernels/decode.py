@@ -130,7 +130,7 @@ def decode_token(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """Rotates one new token per sequence, appends its row to the pool, attends; returns output, pool, scores if given.
+    """Rotate one new token per sequence, appends its row to the pool, attends; return output, pool, scores if given.
 
     Rows are written in place if the pool is donated. An ended sequence attends to the rows that it has.
 

@@ -27,7 +27,7 @@ def compact(
     block: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gathers one layer's chosen rows into a pool; returns its keys, values and positions.
+    """Gather one layer's chosen rows into a pool; return its keys, values and positions.
 
     Args:
         k: `[B, K, S, D]` keys of a whole layer.

@@ -34,12 +34,12 @@ class Reader:
 
 
 class PlainKeys(Reader):
-    """Reads one sequence's keys, in the model's dtype, in a decode kernel: logits, and new rows."""
+    """Read one sequence's keys, in the model's dtype, in a decode kernel: logits, and new rows."""
 
     name = "k"
 
     def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> Parts:
-        """Loads rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
+        """Load rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
         if len(self.columns) == 1:
             return (take_rows(ref, rows, real, self.dim),)
         return tuple(
@@ -60,13 +60,13 @@ class PlainKeys(Reader):
         return dot(queries, self.blocks.rows(at, inside), transpose_b=True) * scale
 
     def put_new(self, at: Any, parts: Parts, writes: jax.Array) -> Parts:
-        """Writes a new key to row `at` of the pool if `writes`; returns its parts as stored, in float32."""
+        """Write a new key to row `at` of the pool if `writes`; return its parts as stored, in float32."""
         stored, scale = self.blocks.put(at, parts, writes)
         return stored if scale is None else tuple(each * scale for each in stored)
 
 
 class CodedKeys(PlainKeys):
-    """Reads one sequence's int8 keys, a float16 scale per row, in a decode kernel: logits, and new rows.
+    """Read one sequence's int8 keys, a float16 scale per row, in a decode kernel: logits, and new rows.
 
     Two codes of a row are loaded as a word of 16 bits. Products are of float16, whose mantissa holds a code exactly on
     top of an offset; what that adds, `HALF_OFFSET` times the sum of the query's elements, is subtracted again. Queries
@@ -98,7 +98,7 @@ class CodedKeys(PlainKeys):
 
 
 class NibbleKeys(PlainKeys):
-    """Reads one sequence's 4-bit keys (scale and least value per group of 32) in a decode kernel: logits, new rows."""
+    """Read one sequence's 4-bit keys (scale and least value per group of 32) in a decode kernel: logits, new rows."""
 
     kind = NibbleBlocks
 

@@ -162,7 +162,7 @@ def _parts(tiles, pieces, at_once):
 
 
 def _loaded(at, mask):
-    """Loads an array of the elements at `at`, with 0 where `mask` is False; all of them for None."""
+    """Load an array of the elements at `at`, with 0 where `mask` is False; all of them for None."""
     if mask is None:
         return load(at)
     return load(at, mask=mask, other=0 if jnp.issubdtype(at.ref.dtype, jnp.integer) else 0.0)

@@ -32,7 +32,7 @@ def merge(
     how: How,
     sequences: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merges the partial attention of each segment's chunks into the segment's output and log-sum-exp.
+    """Merge the partial attention of each segment's chunks into the segment's output and log-sum-exp.
 
     Blocks of a program (s, r): part [W*R, D] and lse [W*R], whole; the layer, a scalar; first and count of all layers'
     segments [L, B*K], whole, and the sink logits [K*R]; out: out [R, D] and lse [R] of segment s, of which it writes
@@ -143,7 +143,7 @@ def add_mass(
     *,
     how: How,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds each row's softmax weight, mean over queries, to its score; returns the unchanged output and the scores.
+    """Add each row's softmax weight, mean over queries, to its score; return the unchanged output and the scores.
 
     Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],
     whole; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not read; out again, and score, of which

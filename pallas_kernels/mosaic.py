@@ -195,7 +195,7 @@ def _program(
 
 
 def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
-    """Computes the attention of one warpgroup's queries over `steps` blocks of keys; writes output and lse."""
+    """Compute the attention of one warpgroup's queries over `steps` blocks of keys; write output and lse."""
     q_ref, out_ref, lse_ref = refs
     q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turns = memory
     q_smem, lse_smem = q_smem.at[me], lse_smem.at[me]

@@ -19,7 +19,7 @@ def add_norm(
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Adds split-K parts of a product to hidden states; returns the sum and its RMS norm (arXiv:1910.07467).
+    """Add split-K parts of a product to hidden states; return the sum and its RMS norm (arXiv:1910.07467).
 
     Args:
         x: `[..., E]` float.

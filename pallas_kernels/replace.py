@@ -30,7 +30,7 @@ def replace_rows(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Moves row `last` of each segment in mask `over` to row `place`, and empties its old row; returns the pool.
+    """Move row `last` of each segment in mask `over` to row `place`, and empties its old row; return the pool.
 
     Args:
         k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.
@@ -85,7 +85,7 @@ def evict_rows(
     weigh: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
-    """Evicts the lowest-ranked row of segments over their limit for the newest; returns the pool, and 1 where evicted.
+    """Evict the lowest-ranked row of segments over their limit for the newest; return the pool, and 1 where evicted.
 
     Args:
         k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.
@@ -181,7 +181,7 @@ def _written(pools):
 
 
 def _move(refs, pools, to, at):
-    """Copies row `at` of a sequence's pool leaves to row `to`, then marks row `at` empty (position -1, score 0)."""
+    """Copy row `at` of a sequence's pool leaves to row `to`, then marks row `at` empty (position -1, score 0)."""
     dim = pools["k"].shape[2]
     column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
     mask = None if pad_dim(dim) == dim else column < dim

@@ -376,7 +376,7 @@ class _NewRow:
         )
 
     def turned(self, ref, rows, inside, of_sequence):
-        """Loads queries, sums split-K parts, applies RoPE; returns `f32[n, columns]` for each part of a key."""
+        """Load queries, sums split-K parts, applies RoPE; return `f32[n, columns]` for each part of a key."""
         of_part = self.sequences * of_sequence
 
         def rotated(column, partner, real, cos, sin):
@@ -405,7 +405,7 @@ class _NewRow:
         return reduce(jnp.add, each)
 
     def put(self, refs, row, writes, keys, values):
-        """Writes the new token's row to the pool if `writes`; returns its key's and value's parts, and their scale."""
+        """Write the new token's row to the pool if `writes`; return its key's and value's parts, and their scale."""
         at, writes = (self.sequence, row), self.joins & writes
         key, (value, of_value) = (
             keys.put_new(at, self.key, writes),

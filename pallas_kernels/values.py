@@ -25,7 +25,7 @@ from pallas_kernels.keys import Reader, split_halves
 
 
 class PlainValues(Reader):
-    """Reads one sequence's values, in the model's dtype, in a decode kernel: weighted sums, and new rows."""
+    """Read one sequence's values, in the model's dtype, in a decode kernel: weighted sums, and new rows."""
 
     name = "v"
 
@@ -73,11 +73,11 @@ class PlainValues(Reader):
         sums: Parts,
         total: jax.Array,
     ) -> None:
-        """Writes the accumulators, divided by the softmax's denominator, to the queries' rows of a ref."""
+        """Write the accumulators, divided by the softmax's denominator, to the queries' rows of a ref."""
         put_rows(ref, query, real, self.dim, sums[0] / total[:, None])
 
     def put_new(self, at: Any, values: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Writes a new value to row `at` of the pool if `writes`; returns its parts, float32, and their scale.
+        """Write a new value to row `at` of the pool if `writes`; return its parts, float32, and their scale.
 
         The scale is None where values need none.
         """
@@ -85,7 +85,7 @@ class PlainValues(Reader):
 
 
 class CodedValues(PlainValues):
-    """Reads one sequence's int8 values, a float16 scale per row, in a decode kernel: weighted sums, and new rows.
+    """Read one sequence's int8 values, a float16 scale per row, in a decode kernel: weighted sums, and new rows.
 
     Two codes of a row are loaded as a word of 16 bits: low bytes hold the even columns, high bytes the odd ones, so
     that there are two matrices and two accumulators. Products are of float16, whose mantissa holds a code exactly on
@@ -120,7 +120,7 @@ class CodedValues(PlainValues):
         at: jax.Array,
         inside: jax.Array,
     ) -> Parts:
-        """Sums times `shrink`, plus softmax weights times the codes of pool rows `at`."""
+        """Sum times `shrink`, plus softmax weights times the codes of pool rows `at`."""
         factors = self.blocks.halves(at, inside)
         parts = split_halves(weights, self.dtype)
         # Rounded weights are summed by a product with ones, so that the offset cancels.
@@ -141,7 +141,7 @@ class CodedValues(PlainValues):
         sums: Parts,
         total: jax.Array,
     ) -> None:
-        """Writes sums over the total weight to the queries' rows of a ref."""
+        """Write sums over the total weight to the queries' rows of a ref."""
         for (column, exists), each in zip(self.columns, sums, strict=True):
             place, mask = ref.at[query[:, None], column[None, :]], self._mask(real, exists)
             store(place, each / total[:, None], mask=mask)
@@ -159,7 +159,7 @@ class CodedValues(PlainValues):
 
 
 class NibbleValues(CodedValues):
-    """Reads one sequence's 4-bit values (scale and least value per group of 32) in a decode kernel."""
+    """Read one sequence's 4-bit values (scale and least value per group of 32) in a decode kernel."""
 
     kind = NibbleBlocks
     lifted, lifted_new = PlainValues.lifted, PlainValues.lifted_new
@@ -172,7 +172,7 @@ class NibbleValues(CodedValues):
         at: jax.Array,
         inside: jax.Array,
     ) -> Parts:
-        """Sums times `shrink`, plus softmax weights times the values of pool rows `at`."""
+        """Sum times `shrink`, plus softmax weights times the values of pool rows `at`."""
         weights = weights.astype(self.blocks.decodes_to)
         values = self.blocks.decoded(at, inside)
         return tuple(

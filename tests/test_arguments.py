@@ -116,7 +116,7 @@ def test_a_cache_prints_whatever_its_leaves_are():
     start = "KVCache(OmniKV(budget=8, filter_layers=(0,)"
     assert all(repr(each).startswith(start) and "\n" not in repr(each) for each in others)
     assert repr(others[0]) == repr(cache)
-    with pytest.raises(ValueError, match="cache='deleted': .*prefill anew"):
+    with pytest.raises(ValueError, match="cache='deleted': .*prefill again"):
         jaxkv.generate(tiny.tiny(GQA), [[1], [2]], cache=deleted, max_new_tokens=1)
 
 

@@ -130,7 +130,7 @@ def test_saved_caches_say_rows(tmp_path):
     cache = jaxkv.Session(model, policy).prefill(tiny.prompts(5, (90, 61)))
     cache.save(tmp_path / "cache")
     assert jaxkv.load_cache(tmp_path / "cache", model).policy == jaxkv.SnapKV(budget=39, window=8)
-    with pytest.raises(ValueError, match="leave the policy out"):
+    with pytest.raises(ValueError, match="omit the policy"):
         jaxkv.load_cache(tmp_path / "cache", model, policy=policy)
 
 

@@ -314,7 +314,7 @@ def test_other_files_and_models_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"^gate='heads=2': the model has 3"):
         jaxkv.Session(tiny.tiny(heads), zap(CONFIG, budget=12))
     k = jax.numpy.zeros((1, 2, 20, 8))
-    with pytest.raises(ValueError, match="looks at more than keys"):
+    with pytest.raises(ValueError, match="reads more than keys"):
         jaxkv.compress(k, k, policy=zap(CONFIG, budget=12))
     with pytest.raises(ValueError, match="weights are in no exported program"):
         jaxkv.export(

@@ -341,5 +341,5 @@ def test_scales_that_are_no_number_are_refused(tmp_path):
     path = gpt_oss(
         tmp_path / "m.gguf", "gpt_oss_mxfp4", tensors={name: np.full_like(blocks[name], 255)}
     )
-    with pytest.raises(ValueError, match="these tensors hold NaN or infinity"):
+    with pytest.raises(ValueError, match="these tensors contain NaN or infinity"):
         jaxkv.load(path, progress=False)

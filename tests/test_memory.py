@@ -82,8 +82,8 @@ def test_no_memory_for_weights(monkeypatch, mesh):
     monkeypatch.setattr(memory, "available_bytes", lambda device: held)
     jaxkv.load(path, **options)
     monkeypatch.setattr(memory, "available_bytes", lambda device: held - 1)
-    what = "the model" if mesh is None else "a device's part of the model"
-    with refused(f"{what} needs {held:,} bytes .* has {held - 1:,} free: give .*narrower dtype"):
+    what = "the model" if mesh is None else "a device's shard of the model"
+    with refused(f"{what} needs {held:,} bytes .* has {held - 1:,} free: use .*narrower dtype"):
         jaxkv.load(path, **options)
 
 

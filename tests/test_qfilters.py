@@ -110,7 +110,7 @@ def test_saved_caches_need_no_file(written, tmp_path):
     for given in (None, policy):
         loaded = jaxkv.load_cache(tmp_path / "cache", model, policy=given)
         assert loaded.policy == policy and (np.asarray(loaded.length) == 20).all()
-    with pytest.raises(ValueError, match="another one compressed the cache"):
+    with pytest.raises(ValueError, match="another policy compressed the cache"):
         jaxkv.load_cache(tmp_path / "cache", model, policy=other)
     alone = jaxkv.load_cache(tmp_path / "cache", model).policy
     with pytest.raises(ValueError, match=r"^q_filters=HeadFilters.*which are in no saved cache"):
@@ -123,7 +123,7 @@ def test_arrays_of_other_layers_are_refused(as_users_call, written):
     for make, message in (
         (
             lambda: jaxkv.compress(k, k, policy=policy),
-            "layers=None: QFilters keeps other entries in other layers: give layer=",
+            "layers=None: QFilters keeps different entries in each layer: give layer=",
         ),
         (
             lambda: jaxkv.compress(k, k, policy=policy, layer=2, layers=3),

@@ -77,7 +77,7 @@ class DrawsInSilence(Uniform01):
     "policy, message",
     [
         (CustomPolicy(budget=24, scorer=DrawsInSilence()), "another random key"),
-        (CustomPolicy(budget=24, scorer=LooksAtMates()), "another sequence beside it"),
+        (CustomPolicy(budget=24, scorer=LooksAtMates()), "another sequence in the batch"),
         (CustomPolicy(budget=24, scorer=LooksAtPadding()), "padding"),
         (CustomPolicy(budget=24, scorer=KeyNorm(), merge=Infinite()), "entries are finite"),
     ],

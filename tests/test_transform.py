@@ -25,7 +25,7 @@ def invalid(row: Row) -> str | None:
     if row.rolling:
         return "RoPE"
     if row.name == "omnikv":
-        return "what others read"
+        return "selects for other layers"
     names = ("capkv", "compactor", "kvzip", "qfilters")
     more = row.name in names or any(
         each in row.name for each in ("expected", "critical", "defensive")

@@ -106,7 +106,9 @@ def test_tokens_without_room_are_refused_or_left_out(policy):
     k, v, q = draw()
     rows = jaxkv.compress(k, v, queries=q, length=jnp.asarray([64, 60]), policy=policy, headroom=2)
     rows = rows.append(k[:, :, :1], v[:, :, :1])
-    message = "^k='[0-9]+ tokens': [0-9]+ more than there is room for: give jaxkv.compress a larger headroom"
+    message = (
+        "^k='[0-9]+ tokens': [0-9]+ more than the headroom: give jaxkv.compress a larger headroom"
+    )
     with pytest.raises(ValueError, match=message):
         rows.append(9 + k[:, :, :40], 9 + v[:, :, :40])
     after = jax.jit(jaxkv.CompressedKV.append)(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])

@@ -147,7 +147,7 @@ def test_what_a_step_cannot_honour_is_rejected_by_name():
     drawn = draw(5, 2)
     several = [each[:, :, :2] for each in (queries(drawn.q_new), drawn.k_new, drawn.v_new)]
     state = compressed(drawn, H2O(budget=16))
-    with pytest.raises(ValueError, match="^k='2 tokens': .*one at a time"):
+    with pytest.raises(ValueError, match="^k='2 tokens': .*one token per call"):
         state.step(*map(jnp.asarray, several))
     for half in (
         lambda: state.append(*map(jnp.asarray, several[1:])),

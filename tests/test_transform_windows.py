@@ -173,7 +173,7 @@ def test_what_is_refused():
         with pytest.raises(ValueError, match=told):
             jaxkv.compress(k[0], v[0], policy=policy, queries=q[0], **given)
     with pytest.raises(
-        ValueError, match="sliding_windows='1 layers': give as many as there are of k: 2"
+        ValueError, match="sliding_windows='1 layers': wrong number of layers: give 2, as for k"
     ):
         jaxkv.compress_layers(k, v, policy=policy, queries=q, sliding_windows=[6])
     with pytest.raises(

@@ -236,7 +236,7 @@ class Backend(abc.ABC):
     def packed(
         self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], source: Int[Array, "B P"]
     ) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]]:
-        """Gathers one layer's keys and values at the indices `source`; returns pool rows' keys, values and positions.
+        """Gather one layer's keys and values at the indices `source`; return pool rows' keys, values and positions.
 
         Args:
             k: keys as the pool stores them.
@@ -262,7 +262,7 @@ class Backend(abc.ABC):
     def gathered(
         self, k: Float[Array, "B P D"], v: Float[Array, "B P D"], rows: Int[Array, "B K T"]
     ) -> tuple[Float[Array, "B n D"], Float[Array, "B n D"]]:
-        """Gathers pool rows by index for reading; returns their keys and values, finite ones where an index is -1.
+        """Gather pool rows by index for reading; return their keys and values, finite ones where an index is -1.
 
         Args:
             k: keys of a pool.
@@ -283,7 +283,7 @@ class Backend(abc.ABC):
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Any]:
-        """Writes one new entry behind each segment and attends to it and others; output, log-sum-exp, pool.
+        """Write one new entry behind each segment and attend to it and others; output, log-sum-exp, pool.
 
         Args:
             q: rotated queries.
@@ -307,7 +307,7 @@ class Backend(abc.ABC):
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Any]:
-        """Appends a token's row, attends, and adds attention received to entries' scores; returns output, pool.
+        """Append a token's row, attends, and add attention received to entries' scores; return output, pool.
 
         Args:
             q: rotated queries.
@@ -357,7 +357,7 @@ class Backend(abc.ABC):
         scored: bool = False,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "M K G D"], Any]:
-        """Appends a token's row and attends to what it reaches and to chosen entries; returns output, pool.
+        """Append a token's row and attend to what it reaches and to chosen entries; return output, pool.
 
         Args:
             q: rotated queries.
@@ -395,7 +395,7 @@ class Backend(abc.ABC):
         eps: float,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-        """Adds split-K parts to hidden states; returns the sum and its RMS norm.
+        """Add split-K parts to hidden states; return the sum and its RMS norm.
 
         Args:
             x: hidden states.
@@ -414,7 +414,7 @@ class Backend(abc.ABC):
     def evict_rows(
         self, *args: Array | None, weigh: Any
     ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Evicts an entry of segments over a limit; returns pool and i32 flags; NotImplementedError in this base class.
+        """Evict an entry of segments over a limit; return pool and i32 flags; NotImplementedError in this base class.
 
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
@@ -427,7 +427,7 @@ class Backend(abc.ABC):
         raise NotImplementedError
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Overwrites an entry of masked segments by another; returns the pool; NotImplementedError in this base class.
+        """Overwrite an entry of masked segments by another; return the pool; NotImplementedError in this base class.
 
         Args:
             *args: keys, values, positions and scores of a pool; entries that are overwritten, entries that are moved, and a

@@ -44,7 +44,7 @@ class Implementation(enum.Enum):
     backend: str
 
     def __new__(cls, value: Any, backend: str = "") -> Any:
-        """Creates an `Implementation` member with a user's name as value and the import path of its backend class."""
+        """Create an `Implementation` member with a user's name as value and the import path of its backend class."""
         member = object.__new__(cls)
         member._value_, member.backend = value, backend
         return member
@@ -69,7 +69,7 @@ _INTERPRETED = {
 
 @cache
 def backend_of(implementation: Implementation) -> Backend:
-    """Imports and returns the `Backend` instance of an `Implementation` other than AUTO; one instance each, cached."""
+    """Import and return the `Backend` instance of an `Implementation` other than AUTO; one instance each, cached."""
     backend: Backend = resolve_name(implementation.backend)()
     return backend
 
@@ -104,7 +104,7 @@ def choose(
     head_dim: int,
     capability: tuple[int, int] | None = None,
 ) -> Implementations:
-    """Chooses `Implementations` (prefill, decode) for a name, dtype, head dim and device; ValueError if it cannot run.
+    """Choose `Implementations` (prefill, decode) for a name, dtype, head dim and device; ValueError if it cannot run.
 
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not run there.

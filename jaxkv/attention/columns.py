@@ -133,7 +133,7 @@ def window_mass(
     *rows: Shaped[Array, "B K ..."],
     shaping: Shaping = PLAIN,
 ) -> Float[Array, "B K *n"]:
-    """Applies `reduce` to each kv head's attention probabilities `[G, w, S]`; returns results stacked to `[B, K, ...]`.
+    """Apply `reduce` to each kv head's attention probabilities `[G, w, S]`; return results stacked to `[B, K, ...]`.
 
     `reduce` takes one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
     array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w. Sink logits of
@@ -191,7 +191,7 @@ def pool_sums(
     weight: float,
     softcap: float | None,
 ) -> Float[Array, "B P"]:
-    """Scores `f32[B, P]` of pool rows plus `weight` times the attention received from R queries with known log-sum-exp.
+    """Score `f32[B, P]` of pool rows plus `weight` times the attention received from R queries with known log-sum-exp.
 
     R folds the group and the tokens; `lse` is +inf for queries that do not count. Logits are `xla.capped`.
     """
@@ -283,7 +283,7 @@ def _walk_sums(q, k, lse, reach, score, weight, softcap):
 def add_windows(
     leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]
 ) -> Float[Array, "B P"]:
-    """Adds n values per segment to a pool array from element `begin` on; returns the new array; windows may overlap."""
+    """Add n values per segment to a pool array from element `begin` on; return the new array; windows may overlap."""
     batch, heads, size = new.shape
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(2,),

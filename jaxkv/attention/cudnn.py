@@ -54,7 +54,7 @@ def causal(
     batch, heads, group, padded_len, dim = q.shape
 
     def by_token(a: Array) -> Array:
-        """Transposes `[B, K, .., S, D]` to cuDNN's layout `[B, S, heads, D]`, kv heads and group as one axis."""
+        """Transpose `[B, K, .., S, D]` to cuDNN's layout `[B, S, heads, D]`, kv heads and group as one axis."""
         return jnp.swapaxes(a.reshape(batch, -1, padded_len, dim), 1, 2)
 
     def attend(q: Array, k: Array, v: Array) -> Array:

@@ -50,7 +50,7 @@ class FilterQuery:
 def by_row(
     asked: FilterQuery, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Scores `f32[B, n]` of positions 0 to n - 1: attention of `asked`, max over heads, weighted sum over its queries.
+    """Score `f32[B, n]` of positions 0 to n - 1: attention of `asked`, max over heads, weighted sum over its queries.
 
     Row p of each head's segment holds position p. Positions from `candidates` on score 0. The queries' weights are
     those of `asked`. On a mesh the maximum is taken over all devices' heads.
@@ -115,7 +115,7 @@ def by_position(
     padded_len: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
-    """Scores `f32[B, S]` of a pool's token positions: attention of `asked`, max over heads, weighted sum over queries.
+    """Score `f32[B, S]` of a pool's token positions: attention of `asked`, max over heads, weighted sum over queries.
 
     The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` entries
     of each segment are scored; `padded_len` exceeds all positions.
@@ -130,7 +130,7 @@ def by_position(
     size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
 
     def received(index: Array | int) -> Array:
-        """Scores `f32[B, S]` of all positions by one block of queries: maximum over heads, weighted sum of queries."""
+        """Score `f32[B, S]` of all positions by one block of queries: maximum over heads, weighted sum of queries."""
 
         def part(a: Array, axis: int) -> Array:
             """Block `index` of `size` queries, sliced from an array along `axis`."""
@@ -185,7 +185,7 @@ def by_page(
 def _loudest(
     shares: Float[Array, "B K G w n"], asked: FilterQuery, axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Scores `f32[B, n]` from attention probabilities: maximum over heads, then weighted sum over queries."""
+    """Score `f32[B, n]` from attention probabilities: maximum over heads, then weighted sum over queries."""
     most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
     return (most * asked.weights[..., None]).sum(axis=1)
 

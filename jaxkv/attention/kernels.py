@@ -141,14 +141,14 @@ class Kernels(Backend):
         return out, score
 
     def _scores(self, score: Array, reach: Reach, **more: Any) -> Any:
-        """Scores as kernels take them; segments at strides have no more entries than one stride."""
+        """Score as kernels take them; segments at strides have no more entries than one stride."""
         widest = reach.widest
         if reach.walk is Walk.STRIDES:
             widest = score.shape[1] // reach.start.shape[1]
         return self._kernels.Scores(score=score, widest=widest, **more)
 
     def packed(self, k: Array, v: Array, source: Array) -> tuple[Array, Array, Array]:
-        """Gathers a layer's keys and values at `source` into a pool, by a kernel: pool keys, values, positions."""
+        """Gather a layer's keys and values at `source` into a pool, by a kernel: pool keys, values, positions."""
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
     def work_table(self, start: Array, length: Array, *, dim: int, itemsize: int | float) -> Any:
@@ -168,7 +168,7 @@ class Kernels(Backend):
         scored: bool = False,
         shaping: Shaping = PLAIN,
     ) -> tuple[Array, Any]:
-        """Rotates a token, appends its entry and attends, in one kernel if steps are fused; returns output, pool."""
+        """Rotate a token, appends its entry and attend, in one kernel if steps are fused; return output, pool."""
         if split is None:
             given = (q, split, new, pool, reach, work)
             return super().decode_token(*given, scored=scored, shaping=shaping)
@@ -195,7 +195,7 @@ class Kernels(Backend):
     def add_norm(
         self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype
     ) -> tuple[Array, Array]:
-        """Adds split-K parts of a product to hidden states in one kernel; returns the sum and its RMS norm."""
+        """Add split-K parts of a product to hidden states in one kernel; return the sum and its RMS norm."""
         return self._kernels.add_norm(
             x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret
         )
@@ -203,11 +203,11 @@ class Kernels(Backend):
     def evict_rows(
         self, *args: Array | None, weigh: Any
     ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Overwrites the lowest-ranked row of segments above their limit by the newest; returns pool and i32 flags."""
+        """Overwrite the lowest-ranked row of segments above their limit by the newest; return pool and i32 flags."""
         return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Moves an entry of each masked segment over another, in a kernel; returns keys, values, positions, scores."""
+        """Move an entry of each masked segment over another, in a kernel; return keys, values, positions, scores."""
         return self._kernels.replace_rows(*args, interpret=self.interpret)
 
 

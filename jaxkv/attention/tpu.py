@@ -146,7 +146,7 @@ class Tpu(Xla):
         return shaping.joined(*self._decode.attend(q, *rows, **how))
 
     def gathered(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
-        """Gathers pool rows by index; returns keys and values, those of row 0 where an index is -1.
+        """Gather pool rows by index; return keys and values, those of row 0 where an index is -1.
 
         Masks would take a TPU as long as the entries themselves.
         """
@@ -180,7 +180,7 @@ class Tpu(Xla):
     def append_and_attend(
         self, q: Array, new: NewEntries, pool: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Array, Array, Any]:
-        """Writes new entries behind their segments and attends, in one kernel where it serves; output, lse, pool."""
+        """Write new entries behind their segments and attend, in one kernel where it serves; output, lse, pool."""
         store = pool.store
         if not self._takes(store, reach):
             return super().append_and_attend(q, new, pool, reach, shaping=shaping)

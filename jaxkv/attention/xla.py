@@ -269,7 +269,7 @@ def head_sums(
 def _weighted(
     weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]
 ) -> Float[Array, "B K R D"]:
-    """Sums `f32[B, K, R, D]` of value entries by unnormalised attention weights; long sums in chunks, for CPU cores."""
+    """Sum `f32[B, K, R, D]` of value entries by unnormalised attention weights; long sums in chunks, for CPU cores."""
     batch, heads, rows, count = weights.shape
     chunk = next((size for size in _SPLIT_CHUNKS if count % size == 0), count)
     if count < _SPLIT_FROM or chunk == count:
@@ -356,7 +356,7 @@ def block_rows(
 def row_blocks(
     rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int
 ) -> Shaped[Array, "B K n *D"]:
-    """Gathers `[B, K, size, ...]`: `size` consecutive pool rows from row `begin` on, for each sequence and kv head."""
+    """Gather `[B, K, size, ...]`: `size` consecutive pool rows from row `begin` on, for each sequence and kv head."""
     batch, count, *rest = rows.shape
     first = begin + count * jnp.arange(batch, dtype=jnp.int32)[:, None]
     numbers = lax.GatherDimensionNumbers(

@@ -105,7 +105,7 @@ class Xla(Backend):
 
 
 def _each(one: Callable[..., Any], *arrays: Array) -> Any:
-    """Applies `one` to each sequence of `arrays` (first axis), one after the other; returns the stacked results."""
+    """Apply `one` to each sequence of `arrays` (first axis), one after the other; return the stacked results."""
     if arrays[0].shape[0] > 1:
         return lax.map(lambda row: one(*row), arrays)
     alone = one(*(each.reshape(each.shape[1:]) for each in arrays))

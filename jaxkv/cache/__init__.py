@@ -1,4 +1,4 @@
-"""The KV cache: pools of key and value entries cut into segments, their layout, and entries offloaded to host memory."""
+"""The KV cache: pools of entries divided into segments, their layout, and entries offloaded to host memory."""
 
 from jaxkv.cache.arrays import Cache, State, Tables
 from jaxkv.cache.host_store import HostStore

@@ -1,4 +1,4 @@
-"""Writes and reads the folder of a saved cache: a JSON manifest (see `encoding`) and one file per array."""
+"""The folder of a saved cache: a JSON manifest (see `encoding`) and one file per array."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +23,7 @@ from jaxkv.machine import hosts
 
 
 def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> None:
-    """Writes a cache and its policy to a new folder atomically; of several processes on one mesh only the first writes.
+    """Write a cache and its policy to a new folder atomically; with several processes only the first writes.
 
     `cache` is laid out for one device and has no policy. ValueError if `folder` exists or cannot be written, or if the
     policy holds a value that cannot be encoded.
@@ -36,10 +36,10 @@ def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> Non
 
 
 def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:
-    """Reads a saved `KVCache`, without its policy, onto a device or the host; ValueError if arrays are damaged.
+    """Read a saved `KVCache`, without its policy, to a device or the host; ValueError if arrays are missing or damaged.
 
-    `on_host=True` puts all arrays into host memory, False only those of the host store, the others on the default device.
-    ValueError if arrays are missing, too.
+    `on_host=True` reads all arrays into host memory. False does so for the host store only and uses the default device
+    for the others.
     """
     entries = described(folder, manifest.get(CACHE.listed), CACHE)
     device = next(iter(jnp.zeros(()).devices()))
@@ -49,7 +49,7 @@ def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> A
             name in entries,
             "array",
             name,
-            f"the manifest in {folder} says nothing of it: {CACHE.again}",
+            f"missing in the manifest in {folder}: {CACHE.again}",
         )
         read = read_array(folder / ARRAYS, entries[name])
         waits = name.startswith("bank.") or on_host

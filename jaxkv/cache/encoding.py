@@ -1,4 +1,4 @@
-"""Encodes frozen dataclasses as JSON with arrays by name, for the manifest of a saved cache; never pickles."""
+"""JSON encoding of frozen dataclasses with arrays by name, for the manifest of a saved cache; never pickles."""
 
 import dataclasses
 import enum
@@ -21,10 +21,11 @@ class UnknownClass(ValueError):
 
 
 def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> Any:
-    """Encodes a value as JSON (dicts, lists, numbers, text); puts its arrays into `arrays` under their paths.
+    """Encode a value as JSON (dicts, lists, numbers, text); put its arrays into `arrays` under their paths.
 
     The value is a frozen dataclass of numbers, text, tuples, enums, classes, arrays and such dataclasses; ValueError
-    names the path of anything else. With `arrays` None arrays are rejected, too. `name` is the path of `value` itself.
+    names the path of any other value. With `arrays=None` arrays are rejected, too. `name` is the path of `value`
+    itself.
     """
     if type(value) in _PLAIN:
         return value
@@ -38,7 +39,7 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
     if isinstance(value, enum.Enum):
         return {"enum": _path(type(value)), "member": value.name}
     kinds = "numbers, text, tuples, enums" + (" and" if arrays is None else ", arrays and")
-    remedy = f"what can be saved is {kinds} frozen dataclasses of them: make it one of these"
+    remedy = f"cannot be saved: give {kinds} frozen dataclasses of these"
     require(_is_frozen(type(value)), name or "value", type(value).__name__, remedy)
     fields = [field.name for field in dataclasses.fields(value) if field.init]
     return {
@@ -50,10 +51,10 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
 
 
 def decode(said: Any, array: Callable[[str], Any]) -> Any:
-    """Rebuilds the value (a dataclass, tuple, number, array) from `encode`'s JSON; `array` loads arrays by path.
+    """Decode a value (dataclass, tuple, number, array) from `encode`'s JSON; `array` loads arrays by path.
 
-    UnknownClass for a class that this process has not imported (nothing is imported here); ValueError for anything
-    that `encode` does not write, and for fields that a class does not take.
+    UnknownClass for a class that this process has not imported (decoding imports nothing). ValueError for JSON that
+    `encode` does not write, and for fields that the class does not have.
     """
     if type(said) in _PLAIN:
         return said
@@ -66,23 +67,23 @@ def decode(said: Any, array: Callable[[str], Any]) -> Any:
         return _found(said["type"])
     if kind == {"enum", "member"}:
         members = getattr(_found(said["enum"]), "__members__", {})
-        remedy = f"{said['enum']} has no such member here: {CACHE.again}"
+        remedy = f"{said['enum']} has no such member in this version: {CACHE.again}"
         require(said["member"] in members, "member", said["member"], remedy)
         return members[said["member"]]
     sound = kind == {"class", "fields"} and isinstance(said["fields"], dict)
-    require(sound, "manifest", said, f"no value that KVCache.save writes: {CACHE.again}")
+    require(sound, "manifest", said, f"not a value that KVCache.save writes: {CACHE.again}")
     cls = _found(said["class"])
     require(
         _is_frozen(cls),
         "class",
         said["class"],
-        f"saved values are of frozen dataclasses: {CACHE.again}",
+        f"not a frozen dataclass: {CACHE.again}",
     )
     try:
         return cls(**{name: decode(each, array) for name, each in said["fields"].items()})
     except TypeError as error:
         raise ValueError(
-            f"class={said['class']!r}: it is made otherwise here ({error}): {CACHE.again}"
+            f"class={said['class']!r}: its fields differ in this version ({error}): {CACHE.again}"
         ) from error
 
 
@@ -93,12 +94,12 @@ def _is_frozen(cls: Any) -> bool:
 
 
 def _inside(name: str, part: object) -> str:
-    """Path (text) of field or element `part` of the value at path `name`, joined by a dot; `part` alone at the top."""
+    """Join path `name` and field or element `part` by a dot; `part` alone at the top."""
     return f"{name}.{part}" if name else str(part)
 
 
 def _path(cls: type) -> str:
-    """Text `module:qualname` that names a class, by a public module that exports it, else by the defining module.
+    """Return a class's path `module:qualname`, with a public module that exports it if one does.
 
     Internal modules may move.
     """
@@ -109,11 +110,11 @@ def _path(cls: type) -> str:
 
 
 def _found(path: Any) -> Any:
-    """Looks up a class by its path `module:qualname` in imported modules; raises UnknownClass if there is none."""
+    """Look up a class by its path `module:qualname` in imported modules; raise UnknownClass if there is none."""
     module, _, names = path.partition(":") if isinstance(path, str) else ("", "", "")
     found: Any = sys.modules.get(module)
     for name in names.split("."):
         found = getattr(found, name, None)
     if not isinstance(found, type):
-        raise UnknownClass(f"class={path!r}: it is not in this process: import its module first")
+        raise UnknownClass(f"class={path!r}: not in this process: import its module first")
     return found

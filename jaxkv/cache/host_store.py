@@ -1,4 +1,4 @@
-"""The host store: cache entries of some layers in host memory, and the transfers that bring them to the device."""
+"""The host store: cache entries of some layers in host memory, and their transfers to the device."""
 
 import dataclasses
 import os
@@ -23,10 +23,10 @@ _HOST = "pinned_host"
 class HostStore:
     """Keys and values of whole prompts in host memory, one array `[B, S, 2, K, D]` for each offloaded layer; immutable.
 
-    Copies of a cache share it.
+    All copies of a cache share it.
 
     Attributes:
-        rows: one `[B, S, 2, K, D]` per layer, key and value of a token side by side.
+        rows: one array `[B, S, 2, K, D]` per layer, a token's key and value next to each other.
         layers: layer numbers, ascending.
     """
 
@@ -35,44 +35,44 @@ class HostStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the host store's entries take."""
+        """Bytes of the host store's entries."""
         return sum(each.nbytes for each in self.rows)
 
     def put_back(self, axes: Axes | None) -> "HostStore":
-        """Host store with all arrays in pinned host memory: the same object if they are there already, else a copy."""
+        """Return the host store in pinned host memory: the same object if it is already, else a copy."""
         there = [
             isinstance(rows, jax.Array) and rows.sharding.memory_kind == _HOST for rows in self.rows
         ]
         return self if all(there) else self.moved(None, axes)
 
     def widened(self, dtype: jnp.dtype, axes: Axes | None) -> "HostStore":
-        """Copy of the host store in another dtype, in pinned host memory; itself if it has that dtype."""
+        """Return a copy of the host store in another dtype, in pinned host memory; itself if it has that dtype."""
         if dtype == self.rows[0].dtype:
             return self
         rows = tuple(waiting(host(each).astype(dtype), axes) for each in self.rows)
         return dataclasses.replace(self, rows=rows)
 
     def moved(self, of: Int[np.ndarray, " B"] | None, axes: Axes | None) -> "HostStore":
-        """Copy of the host store for the sequences of indices `of` (None: all), in pinned host memory, sharded by `axes`."""
+        """Return the sequences of indices `of` (None: all) as a new host store, sharded by `axes`."""
         rows = [host(each) if of is None else host(each).take(of, axis=0) for each in self.rows]
         return dataclasses.replace(self, rows=tuple(waiting(each, axes) for each in rows))
 
 
 @dataclasses.dataclass
 class Traffic:
-    """Mutable counters of transfers of entries from host memory to the device: their number and their bytes."""
+    """Mutable counters of transfers from host memory to the device: their number and their bytes."""
 
     transfers: int = 0
     bytes: int = 0
 
 
 def host_of(device: jax.Device) -> SingleDeviceSharding:
-    """JAX sharding that places an array in a device's pinned host memory."""
+    """Return the JAX sharding that places an array in a device's pinned host memory."""
     return SingleDeviceSharding(device, memory_kind=_HOST)
 
 
 def waiting(rows: Any, axes: Axes | None) -> Float[Array, "B S 2 K D"]:
-    """Starts copying one layer's entries to pinned host memory, sharded on a mesh; returns the array without waiting."""
+    """Start copying one layer's entries to pinned host memory, sharded on a mesh; return without waiting."""
     if axes is None:
         return jax.device_put(rows, host_of(next(iter(jnp.zeros(()).devices()))))
     there = NamedSharding(axes.mesh, axes.spec("B S 2 K D", rows.shape), memory_kind=_HOST)
@@ -80,10 +80,10 @@ def waiting(rows: Any, axes: Axes | None) -> Float[Array, "B S 2 K D"]:
 
 
 def committed(tree: Any) -> Any:
-    """The tree with its arrays committed (as by `jax.device_put`) to the device where they lie; unchanged on a mesh.
+    """Commit the arrays of a tree (as by `jax.device_put`) to their device; on a mesh return the tree unchanged.
 
-    JAX compiles apart for committed and uncommitted arrays: a cache that was not committed from the beginning would
-    have every program of its first step compiled again for the second. On a mesh all are.
+    JAX compiles separately for committed and uncommitted arrays. Without this, every program of a cache's first step
+    would be compiled again for the second. On a mesh all arrays are committed.
     """
     if Axes.of(jax.tree.leaves(tree)[0]) is not None:
         return tree
@@ -93,7 +93,7 @@ def committed(tree: Any) -> Any:
 def put_away(
     k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], axes: Axes | None
 ) -> Float[Array, "B S 2 K D"]:
-    """Starts copying a layer's keys and values to host memory; returns the array `[B, S, 2, K, D]` without waiting."""
+    """Start copying a layer's keys and values to host memory; return `[B, S, 2, K, D]` without waiting."""
     rows = _by_token(k, v, axes=axes)
     return jax.device_put(rows, rows.sharding.with_memory_kind(_HOST))
 
@@ -102,29 +102,30 @@ def put_away(
 def _by_token(
     k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], *, axes: Axes | None
 ) -> Float[Array, "B S 2 K D"]:
-    """Compiled: stacks keys and values `[B, K, S, D]` into one array `[B, S, 2, K, D]`, token by token."""
+    """Stack keys and values `[B, K, S, D]` into one array `[B, S, 2, K, D]`, token by token; compiled."""
     return jnp.moveaxis(jnp.stack([k, v]), (0, 3), (2, 1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loader:
-    """Loader of a `HostStore`: copies entries from host memory to the device, counting bytes; one sequence serves any batch."""
+    """Loader of a `HostStore`: copies entries to the device and counts bytes; one sequence serves any batch."""
 
     host_store: HostStore
     traffic: Traffic
 
     @classmethod
     def of(cls, host_store: HostStore | None, traffic: Traffic) -> "Loader | None":
-        """Makes the `Loader` of a `host_store`, which counts its transfers in `traffic`; returns None if `host_store` is None."""
+        """Return the `Loader` of `host_store`, whose transfers are counted in `traffic`; None without a host store."""
         return None if host_store is None else cls(host_store=host_store, traffic=traffic)
 
     def rows(
         self, layers: tuple[int, ...], positions: Int[Array, "B T"]
     ) -> Float[Array, "B n T 2 K D"]:
-        """Copies entries at `positions` of n layers to the device, `[B, n, T, 2, K, D]`; adds its transfers to `traffic`.
+        """Copy entries at `positions` of n layers to the device, `[B, n, T, 2, K, D]`, and count the transfers.
 
-        The gather is the host's own work, not a program's: a device executes programs in order, and so it would wait
-        for those that it is to run beside. On a mesh each device gets those of its own heads and sequences.
+        The host gathers the entries without a JAX program: a device executes programs in order, so a program would wait
+        for those that should overlap with the transfer. On a mesh each device gets the entries of its own heads and
+        sequences.
         """
         host_store, axes = self.host_store, Axes.of(positions)
         sources = [host_store.rows[host_store.layers.index(each)] for each in layers]
@@ -133,7 +134,7 @@ class Loader:
             {device: _bits(part) for device, part in _by_device(source, axes).items()}
             for source in sources
         ]
-        # Off a mesh, `positions` may be on another device than the one that the host store belongs to.
+        # Without a mesh, `positions` may be on another device than the host store's.
         held = held if axes is not None else [dict.fromkeys(asked, *each.values()) for each in held]
         where, at = list(asked), [np.asarray(part) for part in asked.values()]
         batch, count = at[0].shape
@@ -151,7 +152,7 @@ class Loader:
                 mode="clip",
             )
 
-        # numpy's copies release the interpreter lock: each task copies one sequence's entries of one layer.
+        # numpy's copies release the interpreter lock, so tasks, of one sequence and layer each, run in parallel.
         list(_threads().map(take, np.ndindex(len(where), batch, len(layers))))
         dtype = host_store.rows[0].dtype
         sent = [
@@ -165,7 +166,7 @@ class Loader:
         return jax.make_array_from_single_device_arrays(whole, split, sent)
 
     def whole_layer(self, layer: int, like: Int[Array, " B"]) -> Float[Array, "B 1 S 2 K D"]:
-        """Copies all entries of a layer to the devices of `like`, `[B, 1, S, 2, K, D]`, repeated for its B sequences."""
+        """Copy all entries of a layer to the devices of `like`, `[B, 1, S, 2, K, D]`, for its B sequences."""
         axes, rows = Axes.of(like), self.host_store.rows[self.host_store.layers.index(layer)]
         if axes is None:
             sent = self._sent(rows, SingleDeviceSharding(next(iter(like.devices()))))
@@ -174,7 +175,7 @@ class Loader:
         return _of_each(sent, like, axes=axes)
 
     def _sent(self, rows: Array | np.ndarray, there: Sharding) -> Array:
-        """Starts the transfer of entries to the sharding `there`, adds it to `traffic`, and returns the device array."""
+        """Start the transfer of entries to the sharding `there`, count it, and return the device array."""
         parts = (
             list(_by_device(rows, Axes.of(rows)).values())
             if isinstance(rows, jax.Array)
@@ -189,26 +190,26 @@ class Loader:
 def _of_each(
     rows: Float[Array, "#B S 2 K D"], like: Int[Array, " B"], *, axes: Axes | None
 ) -> Float[Array, "B 1 S 2 K D"]:
-    """Compiled: broadcasts one layer's entries to `[B, 1, S, 2, K, D]`; one sequence is repeated for all B of `like`."""
+    """Broadcast one layer's entries to `[B, 1, S, 2, K, D]`, one sequence for all B of `like`; compiled."""
     return jnp.broadcast_to(rows[:, None], (len(like), 1, *rows.shape[1:]))
 
 
 def _by_device(leaf: Array, axes: Axes | None) -> dict[jax.Device, Array]:
-    """Dict from each device of this process to its part of an array."""
+    """Map each device of this process to its shard of an array."""
     if axes is None:
         return {next(iter(leaf.devices())): leaf}
     return {part.device: part.data for part in leaf.addressable_shards}
 
 
 def _bits(rows: Array) -> np.ndarray:
-    """Numpy view, without a copy, of a host array's bits as unsigned integers: numpy has no bfloat16."""
+    """View a host array's bits as unsigned integers in numpy, which has no bfloat16; no copy."""
     host = np.asarray(rows)
     return host.view(np.uint16 if host.dtype.itemsize == 2 else np.uint32)
 
 
 @cache
 def _threads() -> ThreadPoolExecutor:
-    """Thread pool, made once, of at most 8 threads that gather entries in host memory."""
+    """Thread pool of at most 8 threads that gather entries in host memory; created once."""
     return ThreadPoolExecutor(
-        max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="jaxkv-bank"
+        max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="jaxkv-host-store"
     )

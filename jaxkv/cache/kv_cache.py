@@ -1,12 +1,12 @@
-"""The KV cache that users hold: one pool of entries per layer (or one for all), with a segment per sequence and kv head.
+"""The KV cache of the public API: a pool of entries per layer (or for all), a segment per sequence and kv head.
 
 ```
-pool of one layer, one sequence, K = 3           | start[0] ..         | start[1] ..   | start[2] ..
-rows      0                                     P
-          [ head 0: kept rows | room ][ head 1: kept | room ][ head 2: kept rows | room ]
+pool of one layer, one sequence, K = 3               | start[0] ..             | start[1] ..       | start[2] ..
+rows      0                                                     P
+          [ head 0: entries | headroom ][ head 1: entries | headroom ][ head 2: entries | headroom ]
 ```
 Budgets that depend on data change `start` and `length`, never a shape. Caches are immutable: every function returns a
-new cache, and none donates the buffers of the cache it was given.
+new cache, and none donates the buffers of its argument.
 """
 
 import dataclasses
@@ -37,7 +37,7 @@ from jaxkv.sharding.mesh import Axes, host, place, with_logical_axes
 
 
 class Turn(enum.Enum):
-    """Enum, state of a conversation: nothing seen, in the user's turn, in the answer, or plain text without turns."""
+    """Enum of a conversation's states: empty, in the user's turn, in the answer, or plain text without turns."""
 
     START = "start"
     USER = "user"
@@ -67,22 +67,22 @@ class KVCache:
 
     Attributes:
         arrays: pools, segment tables and policy state on the device.
-        host_store: prompt entries of offloaded layers, in host memory; the pools of those layers hold only later entries.
-        logits: `f32[B, V]` of the next token; None where no token is to be sampled. Not counted in `nbytes`.
-        tally: entries that a mesh moved or a budget cut.
+        host_store: prompt entries of offloaded layers, in host memory; these layers' pools hold only later entries.
+        logits: `f32[B, V]` of the next token; None if no token is to be sampled. Not counted in `nbytes`.
+        tally: numbers of entries that a mesh moved or a budget cut.
         layout: placement of segments in their pools.
         policy: the policy that compressed the cache.
-        config: the model's shape.
-        dtype: name of the model's dtype, to which entries are rounded, and in which they are saved.
-        padded_len: S, the bucket that the prompts were padded to.
-        extended: True if segments may hold more entries than the policy keeps of prompts of `padded_len` tokens, because
-            several tokens at once were appended, or heads competed for the entries of a longer text.
+        config: the model's config.
+        dtype: name of the model's dtype. Entries are rounded to it, and saved in it.
+        padded_len: S, the bucket of the prompts.
+        extended: True if segments may hold more entries than the policy keeps of prompts of `padded_len` tokens.
+            Several tokens were appended in one step, or heads competed for the entries of a longer text.
         model: fingerprint of the weights that made the cache.
-        turn: state of the conversation; a tuple, one for each sequence, if sequences differ.
-        axes: the mesh that the cache is sharded over, or None. Each device holds the part of every pool with its own
-            heads' segments, and `start` counts from the beginning of that part.
-        padding: number of trailing sequences that only fill up a mesh's groups, copies of the last real one. `batch`,
-            `kept`, `first_rows` and the other counts leave them out.
+        turn: state of the conversation; a tuple with one state per sequence if sequences differ.
+        axes: the mesh that the cache is sharded over, or None. Each device holds the shard of every pool with its own
+            heads' segments; `start` counts from the first row of that shard.
+        padding: number of trailing sequences that only fill a mesh's groups, copies of the last real one. `batch`,
+            `kept`, `first_rows` and the other counts exclude them.
     """
 
     arrays: Cache
@@ -101,7 +101,7 @@ class KVCache:
     padding: int = 0
 
     def __repr__(self) -> str:
-        """One-line text: policy, sequences, tokens, entries per kv head, bytes, turn; counts left out if unreadable."""
+        """Return one line: policy, sequences, tokens, entries per kv head, bytes, turn; no counts if unreadable."""
         layers, batch, heads = _shape(self.length) or (0, 0, 0)
         batch -= self.padding
         parts = [brief(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
@@ -131,7 +131,7 @@ class KVCache:
 
     @property
     def start(self) -> Int[Array, "L B K"]:
-        """First row of each segment, `i32[L, B, K]`; on a mesh counted from the first row of the device's part."""
+        """First row of each segment, `i32[L, B, K]`; on a mesh counted from the first row of the device's shard."""
         return self.tables.start
 
     @property
@@ -146,7 +146,7 @@ class KVCache:
 
     @property
     def seen(self) -> Int[Array, " B"]:
-        """Number of tokens that each sequence has had, `i32[B]`, which is its next position."""
+        """Number of tokens seen by each sequence, `i32[B]`, which is its next position."""
         return self.tables.seen
 
     @property
@@ -155,36 +155,36 @@ class KVCache:
         return self.tables.state
 
     def updated(self, *, pools: tuple[Pool, ...] | None = None, **tables: Any) -> "KVCache":
-        """Copy with `pools` replaced, or tables replaced by name (`start`, `length`, `limit`, `seen`, `state`)."""
+        """Return a copy with `pools`, or tables by name (`start`, `length`, `limit`, `seen`, `state`), replaced."""
         return dataclasses.replace(self, arrays=self.arrays.updated(pools=pools, **tables))
 
     def widened(self, dtype: Any) -> "KVCache":
-        """Copy of the cache with its entries in another dtype."""
+        """Return a copy of the cache with its entries in another dtype."""
         dtype, host_store = jnp.dtype(dtype), self.host_store
         cache = self.updated(pools=tuple(pool.widened(dtype) for pool in self.pools))
         host_store = None if host_store is None else host_store.widened(dtype, self.axes)
         return dataclasses.replace(cache, host_store=host_store)
 
     def held_here(self) -> "KVCache":
-        """Copy of the cache with its entries in the dtype in which its devices hold them."""
+        """Return a copy of the cache with its entries in the dtype that its devices hold."""
         platform = jax.default_backend() if self.axes is None else self.axes.platform
         return self.widened(held_dtype(self.dtype, platform))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Saves the cache to a folder, atomically and in the model's dtype; `jaxkv.load_cache` reads it in any process.
+        """Save the cache to a folder, atomically and in the model's dtype; `jaxkv.load_cache` loads it in any process.
 
-        With several processes on one mesh all must call it, and the first one writes.
+        With several processes on one mesh all must call it; the first one writes.
 
         Args:
-            path: the folder to make; it must not exist.
+            path: the folder to create; it must not exist.
 
         Raises:
-            ValueError: if `path` exists or cannot be written, if the cache's arrays were donated, or if its policy
-                holds a value that cannot be written as text.
+            ValueError: if `path` exists or cannot be written, if the cache's arrays were donated, or if its policy has
+                a value that cannot be written as text.
         """
         self.require_arrays()
         given = dataclasses.replace(self.widened(self.dtype), policy=None)
-        # Saved caches are independent of the mesh: entries are laid out as on one device.
+        # Saved caches do not depend on the mesh: entries are laid out as on one device.
         there = host_of(next(iter(self.seen.sharding.addressable_devices)))
         whole = (
             given
@@ -199,24 +199,27 @@ class KVCache:
         )
 
     def require_arrays(self) -> None:
-        """Raises ValueError if any of the cache's arrays has been donated."""
+        """Raise ValueError if any of the cache's arrays has been donated."""
         gone = [
             leaf
             for leaf in jax.tree.leaves(self)
             if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
         require(
-            not gone, "cache", "deleted", "its arrays were donated to an earlier call: prefill anew"
+            not gone,
+            "cache",
+            "deleted",
+            "its arrays were donated to an earlier call: prefill again",
         )
 
     @property
     def batch(self) -> int:
-        """B, the number of sequences, padding sequences left out."""
+        """B, the number of sequences, without padding sequences."""
         return self.seen.shape[0] - self.padding
 
     @property
     def nbytes(self) -> int:
-        """Bytes on devices of pools (with free places), tables and policy state; not of host store, logits and tally."""
+        """Bytes on devices of pools (with headroom), tables and policy state, without host store, logits and tally."""
         held = dataclasses.replace(self, host_store=None, logits=None, tally=Tally())
         return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
@@ -227,20 +230,20 @@ class KVCache:
 
     @property
     def entry_bytes(self) -> int:
-        """Bytes of one entry: a key and a value as stored, a quantised store's scales included; nothing beside."""
+        """Bytes of one entry: a key and a value as stored, with a quantised store's scales."""
         pool = self.pools[0]
         return pool.store.row_bytes(self.config.head_dim, pool.dtype.itemsize)
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one pool row: an entry, its position and, if pools keep scores, score, which sliding-window layers' lack."""
+        """Bytes of one pool row: an entry, its position and, in layers whose pools hold scores, its score."""
         return self.entry_bytes + 4 * (1 + any(pool.score is not None for pool in self.pools))
 
     def headroom_nbytes(self, headroom: Sequence[int]) -> int:
-        """Bytes per sequence of `headroom[l]` more free places behind each segment of layer l, with page bounds (Quest).
+        """Return the bytes per sequence of `headroom[l]` more entries per segment of layer l, with page bounds (Quest).
 
         Args:
-            headroom: free places, one number for each layer.
+            headroom: headroom in entries, one number per layer.
 
         Returns:
             Bytes, summed over layers and kv heads.
@@ -253,40 +256,40 @@ class KVCache:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of all entries of an uncompressed cache, of windows those within; compare with `kept_nbytes`."""
+        """Bytes of all entries of an uncompressed cache, or those within sliding windows; see `kept_nbytes`."""
         each = self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
         return each * int(self._attended.sum())
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the entries on devices, without free places, positions, scores and tables, which `nbytes` counts."""
-        # Entries that a window has left wait for the pool to fill up.
+        """Bytes of the entries on devices, without headroom, positions, scores and tables, which `nbytes` includes."""
+        # Entries outside a sliding window are removed when the pool is full.
         return self.entry_bytes * int(np.minimum(self.kept, self._attended[..., None]).sum())
 
     @property
     def _attended(self) -> Int[np.ndarray, "L B"]:
-        """Number of tokens that each layer may attend to in each sequence: those seen, or its window's."""
+        """Number of tokens that each layer may attend to in each sequence: all tokens seen, or the sliding window's."""
         seen = host(self.seen)[: self.batch]
         return np.stack([np.minimum(seen, width or seen) for width in self.config.sliding_windows])
 
     @property
     def kept(self) -> np.ndarray:
-        """Number of entries in each segment on the device, a numpy array `i32[L, B, K]`."""
+        """Number of entries in each segment on the device, numpy `i32[L, B, K]`."""
         return host(self.length)[:, : self.batch]
 
     @property
     def kv_shards(self) -> int:
-        """Number of parts that each pool is sharded into, one per group of kv heads; 1 off a mesh."""
+        """Number of shards of each pool, one per group of kv heads; 1 without a mesh."""
         return 1 if self.axes is None else self.axes.size("K")
 
     @property
     def first_rows(self) -> np.ndarray:
-        """First row of each segment counted from the beginning of its whole pool, a numpy array `i32[L, B, K]`."""
+        """First row of each segment counted from the first row of the complete pool, numpy `i32[L, B, K]`."""
         start, rows = host(self.start), [pool.rows for pool in self.pools]
         return self.layout.in_pools(start, rows, self.kv_shards)[:, : self.batch]
 
     def spans(self) -> Iterator[tuple[int, int, int, int, slice]]:
-        """Yields (layer, sequence, kv head, pool index, slice of its entries) for every segment, layer by layer."""
+        """Yield (layer, sequence, kv head, pool index, slice of the entries) for each segment, layer by layer."""
         first, length = self.first_rows, self.kept
         for layer, sequence, head in np.ndindex(*first.shape):
             begin = first[layer, sequence, head]
@@ -294,38 +297,39 @@ class KVCache:
             yield layer, sequence, head, self.layout.pool_of(layer), rows
 
     def counts(self) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
-        """Numbers of kv heads, over `compressed_layers`, that keep each token seen, by sequence; not merged ones."""
+        """Count the kv heads of `compressed_layers` that keep each token seen, by sequence, merged entries excluded."""
         return [held[self.compressed_layers].sum(axis=(0, 1)) for held in self._held()]
 
     def positions(self, layer: int, head: int) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
-        """Positions of the tokens that a kv head keeps, on the device or in host memory, ascending.
+        """Return the positions of the tokens that a kv head keeps, on the device or in host memory, ascending.
 
         Args:
             layer: index of the layer.
             head: index of the kv head in its layer.
 
         Returns:
-            An array for each sequence.
+            An array per sequence.
         """
         return [np.flatnonzero(held[layer, head]) for held in self._held()]
 
     def show(self, params: Any, prompt: Any) -> Any:
-        """Text of the prompts, which a cache does not hold, each token shaded by how many heads keep it.
+        """Show the text of the prompts, each token shaded by how many heads keep it.
 
         Args:
             params: the model that made the cache.
-            prompt: what the cache was made of, as `jaxkv.prefill` took it. Later tokens are left out.
+            prompt: the prompt, as passed to `jaxkv.prefill`; a cache does not hold it. Later tokens are not shown.
 
         Returns:
             A `Shown`: HTML in a notebook, colours in a terminal, plain text elsewhere.
 
         Raises:
             ValueError: for another model, one without a tokenizer, or a prompt that is not the cache's.
-            TypeError: for anything but a model.
+            TypeError: if `params` is not a model.
         """
         if not hasattr(params, "shown"):
             raise TypeError(
-                f"params={type(params).__name__}: not a model. Give jaxkv.load's, then the prompt"
+                f"params={type(params).__name__}: not a model. Pass one from jaxkv.load, "
+                "then the prompt"
             )
         return params.shown(self, prompt)
 
@@ -338,20 +342,20 @@ class KVCache:
         ]
 
     def _held(self) -> Iterator[Bool[np.ndarray, "L K _"]]:
-        """Yields the mask `holds` of all tokens seen, sequence by sequence."""
+        """Yield the mask `holds` of all tokens seen, sequence by sequence."""
         return (
             self.holds(at, seen) for at, seen in enumerate(host(self.seen)[: self.batch].tolist())
         )
 
     def holds(self, sequence: int, tokens: int) -> Bool[np.ndarray, "L K n"]:
-        """Mask of one sequence's first `tokens` tokens: True where a layer's kv head keeps the token's entry.
+        """Return a mask of one sequence's first `tokens` tokens: True where a layer's kv head keeps the token's entry.
 
         Args:
             sequence: index of the sequence.
-            tokens: n, the number of tokens, from the first on.
+            tokens: n, the number of tokens, counted from the first.
 
         Returns:
-            The mask.
+            The mask, `bool[L, K, n]`.
         """
         positions = [host(pool.pos)[sequence] for pool in self.pools]
         mask = np.zeros((self.config.layers, self.config.kv_heads, tokens), bool)
@@ -364,13 +368,13 @@ class KVCache:
         return mask
 
     def free(self) -> Int[np.ndarray, " L"]:
-        """Numbers of free places behind segments, for each layer the smallest over its segments."""
+        """Headroom of each layer in entries: the minimum over its segments."""
         return self.free_rows().min(axis=1)
 
     def free_rows(self) -> Int[np.ndarray, "L B"]:
-        """Numpy array `[L, B]` of free places behind segments: the smallest number over a sequence's kv heads."""
+        """Headroom in entries, numpy `[L, B]`: the minimum over a sequence's kv heads."""
         parts = self.kv_shards
-        # Each device's part of a pool is laid out as a pool of its own for its heads.
+        # Each device's shard of a pool is laid out as a pool of its own for its heads.
         start, length = (
             a.reshape(a.shape[0], -1, a.shape[2] // parts)
             for a in map(host, (self.start, self.length))
@@ -388,24 +392,24 @@ def laid_out(
     rows: Sequence[int] | None = None,
     put: Callable[[np.ndarray, str], Array] | None = None,
 ) -> KVCache:
-    """Copy of a cache on another mesh (None: one device), through the host, with pools repacked to `rows` or the least.
+    """Return a copy of a cache on another mesh (None: one device), repacked through the host.
 
-    `rows` is P of each pool, or of each device's part of it; by default the least that fits. `put` places an array
-    with these logical axes; by default on the mesh.
+    `rows` is P of each pool, or of each device's shard of it; by default the smallest that fits. `put` places an array
+    with the given logical axes; by default on the mesh.
     """
     if put is None:
         # `jnp.asarray` would compile a program for each shape.
         put = partial(place, axes=axes) if axes else lambda a, _: jax.device_put(a)
     groups, kv_shards = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
     batch, layout = cache.batch, cache.layout
-    # The last sequence repeated fills up the groups.
+    # Copies of the last sequence fill the groups.
     of = np.minimum(np.arange(-(-batch // groups) * groups), batch - 1)
     first, length = cache.first_rows[:, of], cache.kept[:, of]
     layers, count, heads = length.shape
     start, sizes, pages = np.empty_like(first), [], []
     for index, part in enumerate(layout.parts(layers)):
         held = length[part]
-        # Each device's part of a pool is laid out as a pool of its own.
+        # Each device's shard of a pool is laid out as a pool of its own.
         apart = held.reshape(len(held), -1, heads // kv_shards)
         each = int(layout.takes(apart).max()) if rows is None else rows[index]
         start[part] = layout.place(apart, each).reshape(held.shape)
@@ -425,7 +429,7 @@ def laid_out(
     there = jax.tree.unflatten(jax.tree.structure(made), leaves)
     if cache.host_store is None:
         return there
-    # The host store may hold one sequence that all share.
+    # The host store may hold one sequence, shared by all.
     alone = len(cache.host_store.rows[0]) < len(cache.seen)
     return dataclasses.replace(
         there, host_store=cache.host_store.moved(of[:groups] * 0 if alone else of, axes)
@@ -441,9 +445,9 @@ def _relocated(
     start: np.ndarray,
     pages: list[int],
 ) -> np.ndarray:
-    """Numpy array of one leaf of a cache: pool rows `sources` of sequences `of`, or `start` for the leaf `start`.
+    """Return one leaf of a cache as numpy: pool rows `sources` of sequences `of`, or `start` for the leaf `start`.
 
-    `pages` are those of each segment of a pool, for bounds of pages.
+    `pages` are the numbers of pages per segment of each pool, for page bounds.
     """
     if path[-1] == GetAttrKey("start"):
         return start
@@ -469,26 +473,26 @@ def _shape(leaf: Any) -> tuple[int, ...] | None:
 
 
 def _known(leaf: Any) -> np.ndarray | None:
-    """Numpy array of an array's values; None for tracers, deleted, empty or partly remote arrays, and non-arrays."""
+    """Return an array's values as numpy; None for tracers, deleted, empty or partly remote arrays, and non-arrays."""
     if (
         isinstance(leaf, jax.core.Tracer)
         or not isinstance(leaf, (jax.Array, np.ndarray))
         or not leaf.size
     ):
         return None
-    # No transfer between processes: one process may print a cache while the others do not.
+    # No transfer between processes: one process may print a cache while others do not.
     gone = isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable)
     return None if gone else np.asarray(leaf)
 
 
 def _range(numbers: np.ndarray) -> str:
-    """Text `low to high` of the smallest and largest number; one number if they are equal."""
+    """Return `low to high` for the smallest and largest number; one number if they are equal."""
     low, high = int(numbers.min()), int(numbers.max())
     return str(low) if low == high else f"{low} to {high}"
 
 
 def _bytes(tree: Any) -> int:
-    """Total bytes of a tree's arrays, from their shapes and dtypes."""
+    """Total bytes of a tree's arrays by shape and dtype."""
     leaves = [
         leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")
     ]

@@ -1,4 +1,4 @@
-"""Stores by the names that policies take: a new store is a file of its own, and a line here."""
+"""Stores by the names that policies accept. A new store needs its own file and a line here."""
 
 from jaxkv.cache.quantised import Int4, Int8, Mixed
 from jaxkv.cache.stores import Dense, Store

@@ -1,4 +1,4 @@
-"""Gathers the kept entries of a layer into its own pool, or into the pool that all layers share."""
+"""Packing of a layer's kept entries into its own pool, or into the pool that all layers share."""
 
 from typing import NamedTuple
 
@@ -17,12 +17,12 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 class Unpacked(NamedTuple):
-    """One layer's entries before packing, padded to S per kv head: keys, values, mask, positions, scores, attention mass.
+    """One layer's entries before packing, padded to S per kv head: keys, values, mask, positions, scores, mass.
 
     Attributes:
         k: `[B, K, S, D]` keys as the pool stores them.
         v: `[B, K, S, D]` values.
-        inside: `bool[B, K|1, S]` mask of slots that hold an entry.
+        inside: `bool[B, K|1, S]` mask of the indices that hold an entry.
         score: `f32[B, K, S]` score of each entry, for pools that keep scores.
         positions: `i32[B, K, S]` positions of the entries; None for 0 to S - 1.
         mass: `f32[B, K, S]` attention mass that each entry received, for mergers.
@@ -38,7 +38,7 @@ class Unpacked(NamedTuple):
     tau: Float[Array, "B K n"] | None = None
 
     def widened(self, dtype: jnp.dtype | None) -> "Unpacked":
-        """The entries with keys and values in another dtype; unchanged for None."""
+        """Return the entries with keys and values in another dtype; unchanged for None."""
         return (
             self if dtype is None else self._replace(k=self.k.astype(dtype), v=self.v.astype(dtype))
         )
@@ -56,11 +56,11 @@ def pack(
     implementation: Implementation = Implementation.XLA,
     axes: Axes | None = None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Compiled: copies a layer's entries in `mask` to a new pool of P = `rows`; returns the pool and segments' first rows.
+    """Copy a layer's entries in `mask` to a new pool of P = `rows`; return the pool and first rows; compiled.
 
-    Entries are in order of slot, spare places are spread evenly behind the segments as in a pool of `size`, which is at most
-    P: `cut` makes such pools of wider ones. On a mesh P is that of one device's heads. First rows have a leading axis
-    of one layer.
+    Entries keep their order. Spare places are spread evenly behind the segments, as in a pool of `size`, which is at
+    most P: `cut` makes pools of that size. On a mesh P is that of one device's heads. First rows have a leading axis of
+    one layer.
     """
     batch, heads, padded_len, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
@@ -69,7 +69,7 @@ def pack(
     segment = segment_of_row(start, rows)
     offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
     real = offset < jnp.take_along_axis(length, segment, axis=1)
-    # The offset-th chosen position of a segment is the first whose running count exceeds the offset: bisect for it.
+    # The offset-th selected entry of a segment is the first whose running count exceeds the offset: bisect for it.
     count = jnp.cumsum(mask, axis=-1, dtype=jnp.int32).reshape(batch, heads * padded_len)
     low, high = jnp.zeros_like(offset), jnp.full_like(offset, padded_len - 1)
 
@@ -100,7 +100,7 @@ def pack(
 def cut(
     pools: tuple[Pool, ...], *, rows: tuple[int, ...], axes: Axes | None = None
 ) -> tuple[Pool, ...]:
-    """Compiled: pools of the first P of `rows` entries of each pool; on a mesh of each device's part."""
+    """Return pools of the first `rows` rows of each pool, on a mesh of each device's shard; compiled."""
     each = zip(pools, rows, strict=True)
     return tuple(jax.tree.map(lambda leaf, size=size: leaf[:, :size], pool) for pool, size in each)
 
@@ -114,7 +114,7 @@ def placed(
     headroom: tuple[int, ...] | None = None,
     axes: Axes | None = None,
 ) -> Int[Array, "n B K"]:
-    """Compiled `Layout.place`: first row `[n, B, K]` of each segment in a pool; on a mesh in its device's part."""
+    """Compiled `Layout.place`: first row `[n, B, K]` of each segment in a pool; on a mesh in the device's shard."""
     return layout.place(length, rows, None if headroom is None else np.asarray(headroom, np.int32))
 
 
@@ -127,7 +127,7 @@ def pack_shared(
     *,
     axes: Axes | None = None,
 ) -> Pool:
-    """Compiled: writes a layer's entries in `mask` to the shared pool (donated) from row `start` on; returns the pool."""
+    """Write a layer's entries in `mask` to the shared pool (donated) from row `start` on; return it; compiled."""
     batch, heads, padded_len, dim = layer.k.shape
     rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
     row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * padded_len)
@@ -157,11 +157,11 @@ def empty_pool(
     store: type[Store] = Dense,
     axes: Axes | None = None,
 ) -> Pool:
-    """Makes an empty pool: P = `rows` (on a mesh, per device), zeros, positions -1; with scores if `scored`."""
+    """Return an empty pool: P = `rows` (on a mesh, per device), zeros, positions -1; with scores if `scored`."""
     axes = None if inside() else axes
     cells = (batch, rows if axes is None else rows * axes.size("K"))
     wide, narrow = where("B P D", (*cells, dim), axes), where("B P", cells, axes)
-    # Two arrays: both are written in place.
+    # Two arrays, because both are written in place.
     zeros = [jnp.zeros((*cells, dim), dtype, device=wide) for _ in range(2)]
     return Pool(
         store=store.of(*zeros),

@@ -1,4 +1,4 @@
-"""Bounds of pages: element-wise minimum and maximum of the keys of each page of entries, kept beside the entries (Quest)."""
+"""Page bounds (Quest): element-wise minimum and maximum of the keys of each page of entries."""
 
 import dataclasses
 from collections.abc import Callable
@@ -18,13 +18,13 @@ from jaxkv.sharding.sharded_program import sharded_jit
 @partial(jax.tree_util.register_dataclass, data_fields=["low", "high"], meta_fields=["page"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PageBounds:
-    """Element-wise minimum and maximum of the keys of a layer's segments by page; exact for full pages alone.
+    """Element-wise minimum and maximum of the keys of a layer's segments by page, exact for full pages only.
 
-    Page p of a segment has the entries from p * page on, counted from the segment's first row. Bounds of a page that is
-    not full are those of some of its entries, or of entries that it no longer has; bounds of full pages are exact.
+    Page p of a segment has the entries from p * page on, counted from the segment's first row. Bounds of full pages are
+    exact. Bounds of other pages cover some of their entries, or evicted ones.
 
     Attributes:
-        page: entries of a page.
+        page: entries per page.
         low: `[B, K, n, D]` minimum of each page.
         high: `[B, K, n, D]` maximum of each page.
     """
@@ -39,7 +39,7 @@ class PageBounds:
         return 2 * self.low.shape[3] * self.low.dtype.itemsize
 
     def with_headroom(self, each: int) -> "PageBounds":
-        """`PageBounds` resized to the pages of segments of `each` entries: adds zero pages, or cuts off the last ones."""
+        """Return page bounds resized to segments of `each` entries: zero pages appended, or the last ones removed."""
         pages = -(-each // self.page)
         low, high = (sized(leaf, pages) for leaf in (self.low, self.high))
         return dataclasses.replace(self, low=low, high=high)
@@ -50,9 +50,9 @@ class PageBounds:
         length: Int[Array, "B K"],
         count: Int[Array, " B"],
     ) -> "PageBounds":
-        """Copy of the page bounds, recomputed from `keys` for pages into which `count` entries appended at `length` fall.
+        """Return the bounds with the pages recomputed that `count` entries appended at `length` fall into.
 
-        `keys` are those of the entries that `joined_rows` names; sequences with a `count` of 0 are unchanged.
+        `keys` are those of the entries at `joined_rows`; sequences with a `count` of 0 are unchanged.
         """
         batch, heads, pages, dim = self.low.shape
         new = keys.shape[2] // self.page
@@ -75,14 +75,14 @@ class PageBounds:
 
 
 def sized(leaf: Numbers, pages: int) -> Numbers:
-    """Minima or maxima `[B, K, n, D]` of so many pages: cut off at the end, or with zeros behind."""
+    """Resize minima or maxima `[B, K, n, D]` to a number of pages: cut at the end, or zeros appended."""
     leaf = leaf[:, :, :pages]
     more = ((0, 0), (0, 0), (0, pages - leaf.shape[2]), (0, 0))
     return namespace(leaf).pad(leaf, more)
 
 
 def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array, "B K n"]:
-    """Row offsets `[B, K, n]` in each segment, of all pages that `tokens` entries appended at `length` can fall into."""
+    """Offsets `[B, K, n]` in each segment of all pages that `tokens` entries appended at `length` may fall into."""
     pages = (tokens + page - 2) // page + 1
     return (length // page * page)[..., None] + jnp.arange(pages * page, dtype=jnp.int32)
 
@@ -91,9 +91,9 @@ def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array,
 def bounds_of(
     store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes | None = None
 ) -> PageBounds:
-    """Compiled: `PageBounds` (min/max keys) of all pages of equally large segments; zeros for pages without entries.
+    """Return the `PageBounds` of all pages of equal-sized segments; zeros for empty pages; compiled.
 
-    `length` entries of each segment count.
+    `length` is the number of entries of each segment.
     """
     keys, (batch, heads) = store.view()[0], length.shape
     each, dim = keys.shape[1] // heads, keys.shape[2]
@@ -108,7 +108,7 @@ def bounds_of(
 def _extremes(
     keys: Float[Array, "B K n D"], held: Bool[Array, "B K n"], page: int
 ) -> tuple[Array, Array]:
-    """Pair of minimum and maximum `[B, K, n / page, D]` of each page's keys in mask `held`; zeros for empty pages."""
+    """Minimum and maximum `[B, K, n / page, D]` of each page's keys in mask `held`; zeros for empty pages."""
     batch, heads, rows, dim = keys.shape
     some = held.reshape(batch, heads, rows // page, page).any(axis=3)[..., None]
 

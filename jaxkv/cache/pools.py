@@ -20,10 +20,10 @@ class Pool:
     A segment's entries ascend in position until one is evicted.
 
     Attributes:
-        store: keys after RoPE at their original position (before it, where the policy rolls positions), and values.
-        pos: `i32[B, P]` original position of each entry; -1 where no entry is.
-        score: `f32[B, P]` accumulated score of each entry, for policies that score while decoding; 0 where no entry is.
-        bounds: of the pages of the segments' keys, in layers that choose pages to read; None in others.
+        store: keys after RoPE at their original position (before RoPE if the policy rolls positions), and values.
+        pos: `i32[B, P]` original position of each entry; -1 in free places.
+        score: `f32[B, P]` accumulated score of each entry, for policies that score while decoding; 0 in free places.
+        bounds: page bounds of the segments' keys, in layers that select pages to read; None in others.
     """
 
     store: Store
@@ -43,11 +43,11 @@ class Pool:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of keys and values as attention reads them; decodes no entry."""
+        """Dtype of keys and values as attention reads them; nothing is decoded."""
         return self.store.dtype
 
     def widened(self, dtype: jnp.dtype) -> "Pool":
-        """Copy of the pool with keys, values and page bounds in another dtype; itself if it has that dtype."""
+        """Return the pool with keys, values and page bounds in another dtype; itself if it has that dtype."""
         if dtype == self.dtype:
             return self
         bounds = jax.tree.map(lambda leaf: leaf.astype(dtype), self.bounds)
@@ -55,36 +55,36 @@ class Pool:
 
     @property
     def rows(self) -> int:
-        """P, the number of entries per sequence."""
+        """P, the number of rows per sequence."""
         return self.pos.shape[1]
 
     def appended(self, new: NewEntries) -> "Pool":
-        """Pool with new entries behind each segment; in place if the pool is donated."""
+        """Return the pool with new entries behind each segment; in place if the pool is donated."""
         row = self._behind(new)
         k, v = (each.reshape(len(row), -1, each.shape[-1]) for each in (new.k, new.v))
         pool = self.placed(new)
         return dataclasses.replace(pool, store=self.store.put((row, k), (row, v)))
 
     def placed(self, new: NewEntries) -> "Pool":
-        """Pool with positions and scores of new entries, whose keys and values are left to those who writes them."""
+        """Return the pool with positions and scores of new entries; a kernel writes their keys and values."""
         row, batch = self._behind(new), len(new.end)
         spread = jnp.broadcast_to(new.positions[:, None], new.k.shape[:3]).reshape(batch, -1)
         return dataclasses.replace(self.begun(new), pos=put_cells(self.pos, row, spread))
 
     def rescored(self, change: Callable[[Array], Array]) -> "Pool":
-        """Pool with changed scores; itself if it keeps none."""
+        """Return the pool with changed scores; itself if it holds none."""
         if self.score is None:
             return self
         return dataclasses.replace(self, score=change(self.score))
 
     def begun(self, new: NewEntries) -> "Pool":
-        """Pool with the first scores of new entries; itself if it keeps none."""
+        """Return the pool with initial scores of new entries; itself if it holds none."""
         row = self._behind(new)
         begun = jnp.zeros(row.shape) if new.score is None else new.score.reshape(row.shape)
         return self.rescored(lambda score: put_cells(score, row, begun))
 
     def _behind(self, new: NewEntries) -> Int[Array, "B n"]:
-        """Row indices `[B, n]` to which the new entries of every segment go, head by head; P where none is written."""
+        """Row indices `[B, n]` of the new entries of every segment, head by head; P where none is written."""
         offset = jnp.arange(new.k.shape[2], dtype=jnp.int32)
         real = offset < new.count[:, None]
         return jnp.where(real[:, None], new.end[..., None] + offset, self.rows).reshape(
@@ -93,15 +93,15 @@ class Pool:
 
 
 def segment_of_row(start: Int[Array, "B K"], rows: int) -> Int[Array, "B P"]:
-    """Index, `i32[B, P]`, of the segment in which each of P = `rows` rows of a pool lies, by the segments' first rows.
+    """Return the segment index of each of P = `rows` pool rows, `i32[B, P]`, from the segments' first rows.
 
-    `start` ascends from 0.
+    `start` is in ascending order from 0.
     """
     row = jnp.arange(rows, dtype=jnp.int32)
     return (row >= start[..., None]).sum(axis=-2, dtype=jnp.int32) - 1
 
 
 def row_norms(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
-    """Euclidean norm of each vector along the last axis, float32, at least 1e-6 so that it can be a divisor."""
+    """Euclidean norm of each vector along the last axis, float32, at least 1e-6 for use as a divisor."""
     wide = rows.astype(jnp.float32)
     return jnp.maximum(jnp.sqrt((wide * wide).sum(axis=-1)), 1e-6)

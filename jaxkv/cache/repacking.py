@@ -1,4 +1,4 @@
-"""Copies a cache into new buffers with more free places, or for more sequences."""
+"""Copies of a cache in new buffers with more headroom, or for more sequences."""
 
 import dataclasses
 
@@ -27,7 +27,7 @@ def _repacked(
     headroom: tuple[int, ...],
     axes: Axes | None,
 ) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Copies a pool to P = `rows` with `headroom` free places behind each segment; returns it and first rows `[n, B, K]`."""
+    """Copy a pool to P = `rows` with `headroom` per segment; return it and first rows `[n, B, K]`."""
     placed = layout.place(length, rows, np.asarray(headroom, np.int32))
     start, length, new_start = (by_sequence(table) for table in (start, length, placed))
     segment = segment_of_row(new_start, rows)
@@ -43,13 +43,13 @@ def _repacked(
         if pool.score is None
         else jnp.where(real, jnp.take_along_axis(pool.score, source, axis=1), 0.0)
     )
-    # Segments of pools with pages are of equal size, and entries keep their places in them.
+    # Segments of pools with pages have equal sizes, and entries keep their places within them.
     bounds = None if pool.bounds is None else pool.bounds.with_headroom(rows // start.shape[1])
     return Pool(store=pool.store.take(source, real), pos=pos, score=score, bounds=bounds), placed
 
 
 def _give_up(pool: Pool, copy: Pool) -> None:
-    """Deletes a pool's arrays once its `copy` is there."""
+    """Delete a pool's arrays once its `copy` is complete."""
     jax.block_until_ready(copy)
     for leaf in jax.tree.leaves(pool):
         leaf.delete()
@@ -63,13 +63,15 @@ def repack(
     release: bool = False,
     sizes: tuple[int, ...] | None = None,
 ) -> KVCache:
-    """Copy of a cache with `headroom` more free places per segment; `batch` repeats its sequence, `release` frees old pools.
+    """Copy a cache with more `headroom` per segment; `batch` repeats its sequence, `release` frees old pools.
 
-    `headroom` is one number, or one per layer; segments of sliding-window layers keep the entries of their windows alone, and have at
-    least as many free places. `batch` repeats a cache of one sequence that many times, and on a mesh pads to whole
-    groups; ValueError if the cache holds several. `release` gives up the cache: its pools are deleted one by one, so
-    that both never exist whole, and those without more `headroom` are the new cache's. `sizes` are P of sliding-window layers' new
-    pools (on a mesh, of a device's part), one for each layer, in place of what their `headroom` asks for.
+    `headroom` is one number, or one per layer. Segments of sliding-window layers keep only the entries of their
+    windows, with at least as much headroom.
+
+    `batch` repeats a cache of one sequence that many times, and on a mesh pads to complete groups; ValueError if the
+    cache holds several. `release` invalidates the cache: pools are copied and deleted one by one, to limit peak memory;
+    pools without more `headroom` move to the new cache. `sizes` are P of sliding-window layers' new pools (on a mesh,
+    of a device's shard), one per layer, instead of the P that their `headroom` implies.
     """
     copies, padding = 0, cache.padding
     if batch is not None and batch != cache.batch:
@@ -77,13 +79,13 @@ def repack(
             cache.batch == 1,
             "cache",
             f"{cache.batch} sequences",
-            f"give {cache.batch} prompts, or a cache of one",
+            f"give {cache.batch} prompts, or a cache of one sequence",
         )
         padding = missing(batch, cache.axes)
         copies = batch + padding
 
     def repeat(leaf: Array, axis: int = 0) -> Array:
-        """Array with its first sequence repeated `copies` times; the array itself if `copies` is 0."""
+        """Repeat an array's first sequence `copies` times; return the array itself if `copies` is 0."""
         if not copies:
             return leaf
         # Sequences that pad a mesh's groups are stale: only the first one is copied.
@@ -104,7 +106,7 @@ def repack(
         headroom_of, widths = tuple(headrooms[of].tolist()), cache.config.sliding_windows[of]
         stays = not any(headroom_of) if sizes is None else not any(widths)
         if release and not copies and stays:
-            # Pools that stay as they are belong to the new cache.
+            # Unchanged pools move to the new cache.
             pools.append(pool)
             placed.append(start[of])
             continue
@@ -121,7 +123,7 @@ def repack(
             else:
                 rows = kv_shards * sizes[of.start]
         copied, first = _repacked(
-            jax.tree.map(repeat, pool),  # a user's store need not name its axes
+            jax.tree.map(repeat, pool),  # A user's store need not name its axes.
             first,
             held,
             layout=cache.layout,
@@ -140,8 +142,9 @@ def repack(
 
 
 def drop_outside_sliding_windows(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
-    """Copy of a cache whose sliding-window layers hold their windows' entries alone, in pools of P = `rows`; old pools deleted.
+    """Return a cache whose sliding-window layers hold only their windows' entries, in pools of P = `rows`.
 
-    `rows` has one size for each layer (on a mesh, of a device's part); layers without a window stay as they are.
+    `rows` has one size per layer (on a mesh, of a device's shard). Old pools are deleted; layers without a sliding
+    window are unchanged.
     """
     return repack(cache, headroom=0, release=True, sizes=rows)

@@ -1,4 +1,4 @@
-"""Caches on disk: `load_cache` reads what `KVCache.save` wrote, in any process."""
+"""Caches on disk: `load_cache` loads what `KVCache.save` wrote, in any process."""
 
 import contextlib
 import dataclasses
@@ -31,30 +31,30 @@ def load_cache(
     policy: Policy | type[Policy] | str | None = None,
     mesh: Mesh | None = None,
 ) -> KVCache:
-    """Loads a `KVCache` that `KVCache.save` wrote; ValueError if damaged, or another model's or policy's.
+    """Load a `KVCache` from a folder that `KVCache.save` wrote.
 
     Args:
         path: the folder.
-        params: the model that the cache will be used with; the cache of another model is then rejected here.
-        policy: the policy that compressed the cache, as given to `prefill`; needed if its class cannot be found in this
-            process by name.
-        mesh: devices with the axes "data" and "model" to put the cache on; by default the model's devices, or the
+        params: the model to use the cache with; the cache of another model is rejected.
+        policy: the policy that compressed the cache, as passed to `prefill`; required if its class is not imported in
+            this process.
+        mesh: mesh with the axes "data" and "model" to place the cache on; by default the model's devices, or the
             default device.
 
     Returns:
-        The cache; entries that wait in host memory are there.
+        The cache; offloaded entries are in host memory.
 
     Raises:
-        TypeError: for a policy, class, model or mesh of the wrong kind.
-        ValueError: for a folder without a saved cache; a cache that is half-written, damaged, of another version of the
-            format or made by another model or policy; a policy whose class is not in this process; and a mesh that does
-            not divide the model.
+        TypeError: for a policy, class, model or mesh of the wrong type.
+        ValueError: for a folder without a saved cache; a cache that is incomplete, damaged, of another format version,
+            or of another model or policy; a policy whose class is not imported in this process; or a mesh that does not
+            divide the model.
     """
     given = None if policy is None else as_policy(policy)
     model = None if params is None else as_model(params, mesh)
     there = mesh if mesh is not None or model is None or model.axes is None else model.axes.mesh
     with hosts.together("jaxkv.load_cache", there):
-        # A cache that is to be sharded need not fit on one device.
+        # A cache that is to be sharded need not fit on one device, so it is read to the host.
         cache = _read(Path(os.path.expanduser(path)), given, on_host=there is not None)
     if mesh is not None:
         cache = reshard(cache, mesh)
@@ -68,7 +68,7 @@ def load_cache(
 
 
 def _read(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
-    """Reads the cache and its policy from a folder, onto the default device or, with `on_host`, into host memory."""
+    """Read the cache and its policy from a folder, onto the default device or, with `on_host`, into host memory."""
     manifest = read_manifest(folder, CACHE)
     said = manifest.get("policy")
     made_by = _decoded(said) if given is None else given
@@ -77,7 +77,7 @@ def _read(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
         isinstance(cache, KVCache),
         "cache",
         type(cache).__name__,
-        f"{folder} holds no cache: {CACHE.again}",
+        f"{folder} contains no cache: {CACHE.again}",
     )
     if given is not None:
         made_by = _agreed(given, said, cache.config.layers)
@@ -85,31 +85,31 @@ def _read(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
 
 
 def _decoded(said: Any) -> Policy:
-    """Policy decoded from its description in a cache's manifest; ValueError if its class is unknown."""
+    """Decode the policy from a cache's manifest; ValueError if its class is unknown."""
     try:
         policy = decode(said, lambda name: None)
     except UnknownClass as error:
         raise ValueError(
-            f"{error}, or give the policy that compressed the cache: policy=..."
+            f"{error}, or pass the policy that compressed the cache: policy=..."
         ) from error
     require(isinstance(policy, Policy), "policy", said, f"no policy: {CACHE.again}")
     return policy
 
 
 def _agreed(given: Policy, said: Any, layers: int) -> Policy:
-    """The user's policy, bound to the model; ValueError if the manifest describes another one."""
+    """Return the user's policy, bound to the model; ValueError if the manifest describes another one."""
     fields = said.get("fields") if isinstance(said, dict) else None
-    # The manifest has the model's filter layers where the policy names none.
+    # The manifest has the model's filter layers if the policy names none.
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None
     with contextlib.suppress(
         ValueError
-    ):  # a policy that no model of so many layers takes is another one
+    ):  # A policy that rejects this number of layers is another one.
         given = given.for_model(layers, tuple(filters) if isinstance(filters, list) else None)
     budget, remedy = (
         given.composed.budget,
-        "a saved cache says how many entries they were: leave the policy out",
+        "a saved cache has its number of entries: omit the policy",
     )
     require(not isinstance(budget, Bytes), "policy.budget", budget, remedy)
-    remedy = "another one compressed the cache: leave it out, or give that one"
+    remedy = "another policy compressed the cache: omit it, or pass that one"
     require(encode(given, None, "policy") == said, "policy", given, remedy)
     return given

@@ -1,4 +1,4 @@
-"""Copies sequences into slots of a running batch and out again, along the axis that annotations name B."""
+"""Copies of sequences into and out of the slots of a running batch, along the axis that annotations name B."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 def _batch_axes(tree: Any) -> list[int]:
-    """List with the index of the batch axis B of each leaf, read from the fields' jaxtyping annotations."""
+    """Return the index of each leaf's batch axis B, read from the fields' jaxtyping annotations."""
     return [
         logical_axes.replace("#", "").split().index("B")
         for _, logical_axes, _ in with_logical_axes(tree)
@@ -22,10 +22,10 @@ def _batch_axes(tree: Any) -> list[int]:
 
 @sharded_jit(static=("axes",), donate=("running",))
 def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Compiled: copies sequences into slots `slot` (-1: skipped) of a running batch (donated); returns the batch.
+    """Copy sequences into slots `slot` (-1: skipped) of a running batch (donated); return the batch; compiled.
 
-    Both are dataclasses of the same arrays whose annotations name an axis B. `slot` is the index of each new sequence's
-    slot, -1 to leave it out; on a mesh it is in the sequence's own group.
+    Both are dataclasses of the same arrays, with annotations that name an axis B. `slot` is the slot of each new
+    sequence, -1 to skip it; on a mesh it is in the sequence's own group.
     """
     leaves, tree = jax.tree.flatten(running)
     slots = leaves[0].shape[_batch_axes(running)[0]]
@@ -44,9 +44,9 @@ def insert(running: Any, new: Any, slot: Int[Array, " B"], *, axes: Axes | None 
 
 @sharded_jit(static=("axes",))
 def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> Any:
-    """Compiled: copy of the arrays of the sequences in slots `slot` of a running batch, as `insert` takes them.
+    """Copy the arrays of the sequences in slots `slot` of a running batch, the inverse of `insert`; compiled.
 
-    `slot` holds slot indices; on a mesh one of each group, -1 for any of the group's slots.
+    `slot` holds slot indices; on a mesh one per group, -1 for any slot of the group.
     """
     leaves, tree = jax.tree.flatten(running)
     out = []
@@ -58,7 +58,7 @@ def taken(running: Any, slot: Int[Array, " B"], *, axes: Axes | None = None) -> 
 
 @sharded_jit(static=("slots", "axes"))
 def spread(one: Any, *, slots: int, axes: Axes | None = None) -> Any:
-    """Compiled: makes the arrays of a batch of `slots` slots by repeating the first sequence (on a mesh, per group)."""
+    """Make the arrays of a batch of `slots` slots by repeating the first sequence (on a mesh, per group); compiled."""
     each = slots if axes is None else slots // axes.size("B")
     leaves, tree = jax.tree.flatten(one)
     out = [

@@ -1,4 +1,4 @@
-"""Stores: how a pool holds the keys and values of its cache entries; beside them only fused kernels write these arrays."""
+"""Stores: encodings of the keys and values of a pool. Other than stores, only fused kernels write these arrays."""
 
 import abc
 import dataclasses
@@ -13,9 +13,9 @@ from jaxkv._checks import overrides
 
 
 def held_dtype(dtype: Any, platform: str) -> jnp.dtype:
-    """Dtype in which a cache on a platform holds the entries of a model of `dtype`: on a CPU always float32.
+    """Dtype in which a cache on a platform holds the entries of a model of `dtype`: float32 on a CPU.
 
-    There it holds the same numbers: entries are rounded to the model's dtype first.
+    The values are equal, because entries are rounded to the model's dtype first.
     """
     return jnp.dtype(jnp.float32 if platform == "cpu" else dtype)
 
@@ -23,15 +23,15 @@ def held_dtype(dtype: Any, platform: str) -> jnp.dtype:
 class Store(abc.ABC):
     """Abstract store of a pool's keys and values: a dataclass of arrays `[B, P, ...]`, registered as a pytree.
 
-    A subclass defines how entries are encoded (`of`), decoded (`view`, of `dtype`), written (`put`) and how many bytes a
-    row takes (`row_bytes`); `take` gathers encoded entries.
+    A subclass defines how entries are encoded (`of`), decoded (`view`, of `dtype`) and written (`put`), and the bytes
+    per row (`row_bytes`); `take` gathers encoded entries.
 
     Attributes:
-        kernels: what backends' kernels call the forms of keys and of values in `held`, of those in `Capabilities`:
-            "rows" (arrays as they are), "bytes", "nibbles". Empty: no kernel reads them, entries are decoded for XLA.
-        columns: number of which the head dim has to be a multiple for kernels.
-        transformed: True if the store takes entries transformed by a Hadamard matrix, keys less their head's mean,
-            wherever a policy does not compare keys.
+        kernels: names in `Capabilities` of the forms of keys and of values in `held`: "rows" (arrays as they are),
+            "bytes", "nibbles". Empty: kernels cannot read entries, which are decoded for XLA.
+        columns: divisor of the head dim that kernels require.
+        transformed: True if entries are transformed by a Hadamard matrix, with the head's mean subtracted from keys,
+            unless a policy compares keys.
     """
 
     kernels: ClassVar[tuple[str, ...]] = ()
@@ -39,20 +39,20 @@ class Store(abc.ABC):
     transformed: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that changes how entries are held says itself which kernels read them."""
+        """Reset `kernels` of a subclass that changes the encoding without its own `kernels`."""
         super().__init_subclass__(**options)
         if overrides(cls, "kernels"):
             cls.kernels = ()
 
     @classmethod
     def read_by(cls, kernels: Set[str], dim: int) -> bool:
-        """True if kernels for entries of these names read and write entries of `dim` elements as the store holds them."""
+        """True if kernels with these names read and write entries of `dim` elements in the store's encoding."""
         return bool(cls.kernels) and kernels >= set(cls.kernels) and dim % cls.columns == 0
 
     @classmethod
     @abc.abstractmethod
     def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
-        """Encodes keys and values `[B, P, D]` as a store of P rows.
+        """Encode keys and values `[B, P, D]` as a store of P rows.
 
         Args:
             k: keys `[B, P, D]`.
@@ -65,7 +65,7 @@ class Store(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes that one encoded row takes: its key and its value.
+        """Bytes of one encoded row: its key and its value.
 
         Args:
             dim: D.
@@ -81,10 +81,10 @@ class Store(abc.ABC):
         """Dtype of the keys and values that `view` returns: the model's."""
 
     def widened(self, dtype: jnp.dtype) -> "Store":
-        """Copy of the store whose `view` returns entries in another dtype.
+        """Return a copy of the store whose `view` returns entries in another dtype.
 
         Args:
-            dtype: that of the store returned.
+            dtype: the new dtype of `view`.
 
         Returns:
             The store.
@@ -93,20 +93,20 @@ class Store(abc.ABC):
 
     @property
     def element_bytes(self) -> int | float:
-        """Bytes of a stored element, mean of keys and values, scales left out; by default those of `dtype`."""
+        """Bytes of a stored element, mean of keys and values, without scales; by default those of `dtype`."""
         return self.dtype.itemsize
 
     @abc.abstractmethod
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Pair of decoded keys and values `[B, P, D]` in the model's dtype, as attention reads them."""
+        """Decoded keys and values `[B, P, D]` in the model's dtype, as attention reads them."""
 
     @property
     def held(self) -> tuple[Any, Any]:
-        """Pair of keys and values as kernels take them: arrays, or tuples of codes, scales, maybe least values."""
+        """Keys and values as kernels accept them: arrays, or tuples of codes, scales, and minima if any."""
         return self.view()
 
     def holding(self, k: Any, v: Any) -> "Store":
-        """Store with the keys and values that a kernel returned, of the same kind as `held`.
+        """Return the store with the keys and values that a kernel returned, in the form of `held`.
 
         Args:
             k: keys.
@@ -123,18 +123,18 @@ class Store(abc.ABC):
         k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
-        """Store with the keys and values of some entries overwritten, in place if the buffers are donated.
+        """Return the store with the keys and values of some entries overwritten, in place if buffers are donated.
 
         Args:
-            k: row indices, P or more to write nothing, and keys in any float dtype.
-            v: row indices, which may differ from those of `k`, and values.
+            k: row indices (P or more writes nothing), and keys in any float dtype.
+            v: row indices (which may differ from those of `k`), and values.
 
         Returns:
             The updated store.
         """
 
     def take(self, row: Int[Array, "B n"], real: Bool[Array, "B n"] | None = None) -> "Store":
-        """Gathers entries by index into a store of n entries, still encoded; zeros where the mask `real` is False.
+        """Gather entries by index into a store of n entries, still encoded; zeros where the mask `real` is False.
 
         Args:
             row: row indices.
@@ -155,7 +155,7 @@ class Store(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Dense(Store):
-    """Store that holds keys and values unencoded, in the model's dtype; on a CPU as float32."""
+    """Store of keys and values without encoding, in the model's dtype; float32 on a CPU."""
 
     kernels = ("rows", "rows")
     k: Float[Array, "B P D"]
@@ -163,12 +163,12 @@ class Dense(Store):
 
     @classmethod
     def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
-        """Wraps keys and values `[B, P, D]` as a store of P rows, without a copy."""
+        """Wrap keys and values `[B, P, D]` as a store of P rows, without a copy."""
         return cls(k=k, v=v)
 
     @classmethod
     def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes that one entry takes: a key and a value of `dim` elements each."""
+        """Bytes of one entry: a key and a value of `dim` elements each."""
         return 2 * dim * itemsize
 
     @property
@@ -177,7 +177,7 @@ class Dense(Store):
         return self.k.dtype
 
     def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Pair of keys and values in the model's dtype: the stored arrays themselves."""
+        """Keys and values in the model's dtype: the stored arrays."""
         return self.k, self.v
 
     def put(
@@ -185,7 +185,7 @@ class Dense(Store):
         k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
-        """Store with the keys and values of some entries overwritten, cast to the model's dtype."""
+        """Return the store with the keys and values of some entries overwritten, cast to the model's dtype."""
         (k_row, keys), (v_row, values) = k, v
         k_leaf = put_cells(self.k, k_row, keys.astype(self.k.dtype))
         v_leaf = put_cells(self.v, v_row, values.astype(self.v.dtype))
@@ -193,6 +193,6 @@ class Dense(Store):
 
 
 def put_cells(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
-    """Pool array with `new` (one or more numbers per row) written at row indices `row`; P or more writes nothing."""
+    """Write `new` (one or more numbers per row) to a pool array at row indices `row`; P or more writes nothing."""
     index = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.at[index, row].set(new, mode="drop", unique_indices=True)

@@ -113,7 +113,7 @@ class ModelConfig:
         self._check_ropes()
 
     def _check_ropes(self) -> None:
-        """Raises ValueError where layers rotate other channels, or no whole pairs of them."""
+        """Raise ValueError where layers rotate other channels, or no whole pairs of them."""
         ropes = {self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))}
         shares = {rope.share for rope in ropes}
         remedy = "layers share one order of channels: give all the same"
@@ -127,7 +127,7 @@ class ModelConfig:
             require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yields each rule of fields that go together: a field's name, whether it holds, and the remedy."""
+        """Yield each rule of fields that go together: a field's name, whether it holds, and the remedy."""
         alone = not self.kinds or self.rope == Rope()
         yield "rope", alone, "each of kinds says its own: leave rope out"
         whole_groups = self.heads % self.kv_heads == 0
@@ -231,7 +231,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Config) -> ModelConfig:
-        """Builds a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unknown keys and values.
+        """Build a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unknown keys and values.
 
         A key that is left out means what transformers' config class of the family makes of it.
 

@@ -307,7 +307,7 @@ class Ends(nnx.Module):
 
 
 def parts_of(module: nnx.Module) -> Iterator[tuple[dict[str, Any], str, nnx.Module | nnx.Param]]:
-    """Yields (owner's attributes, name, part) for each nested module and parameter, modules before their parts."""
+    """Yield (owner's attributes, name, part) for each nested module and parameter, modules before their parts."""
     held = vars(module)
     for name, part in held.items():
         if isinstance(part, (nnx.Param, nnx.Module)):
@@ -317,7 +317,7 @@ def parts_of(module: nnx.Module) -> Iterator[tuple[dict[str, Any], str, nnx.Modu
 
 
 def named_parameters(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
-    """Yields (path, `nnx.Param`) for every parameter of a module; a path is such as `blocks.0.attention.q`."""
+    """Yield (path, `nnx.Param`) for every parameter of a module; a path is such as `blocks.0.attention.q`."""
     for name, part in vars(module).items():
         if isinstance(part, nnx.Param):
             yield f"{prefix}{name}", part
@@ -368,7 +368,7 @@ class Flat:
         return self.graphs.of(self.config.spec_of(layer))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickles and copies as None, so that a copied model splits its own arrays again."""
+        """Pickle and copies as None, so that a copied model splits its own arrays again."""
         return type(None), ()
 
     def around(self, ends: Leaves, blocks: tuple[Leaves, ...]) -> "Flat":

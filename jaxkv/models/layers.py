@@ -27,7 +27,7 @@ def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
 
 
 def add_linear(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> None:
-    """Gives a module an uninitialised weight `name`, stored as floats or, for the dtypes int8 and int4, as codes.
+    """Return a module an uninitialised weight `name`, stored as floats or, for the dtypes int8 and int4, as codes.
 
     Beside codes stand `name_scale` (8 bits), or `name_scales` and `name_leasts` (4 bits); the others are None.
     """
@@ -199,7 +199,7 @@ class RMSNorm(nnx.Module):
         self.eps, self.offset = eps, offset
 
     def __call__(self, x: Vectors) -> Vectors:
-        """Normalises the last axis; the result has the dtype of the scale parameter."""
+        """Normalise the last axis; the result has the dtype of the scale parameter."""
         wide, scale = x.astype(jnp.float32), self.scale[...]
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return (wide * (scale.astype(jnp.float32) + self.offset)).astype(scale.dtype)
@@ -214,7 +214,7 @@ class LayerNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: Vectors) -> Vectors:
-        """Normalises the last axis; the result has the dtype of the parameters."""
+        """Normalise the last axis; the result has the dtype of the parameters."""
         wide, scale, bias = x.astype(jnp.float32), self.scale[...], value_of(self.bias)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)

@@ -120,7 +120,7 @@ def angles(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> Angles:
 def rotate(
     x: Float[Array, "B *heads N D"], by: Angles, dtype: jnp.dtype | None = None
 ) -> Float[Array, "B *heads N D"]:
-    """Applies RoPE to queries or keys: rotates channel pairs (i, i + D/2) by their position's angle, in float32."""
+    """Apply RoPE to queries or keys: rotates channel pairs (i, i + D/2) by their position's angle, in float32."""
     heads = tuple(range(1, x.ndim - 2))
     cos, sin = jnp.expand_dims(by.cos, heads), jnp.expand_dims(by.sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -113,7 +113,7 @@ def _of(
     config: ModelConfig,
     names: frozenset[str],
 ) -> Iterator[TensorSource]:
-    """Yields the `TensorSource`s of a parameter `inner` of a block, or of the ends, whose tensors begin with `prefix`."""
+    """Yield the `TensorSource`s of a parameter `inner` of a block, or of the ends, whose tensors begin with `prefix`."""
     kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
     base = inner.removesuffix("_bias")
     fused = base in ("attention.q", "attention.kv")
@@ -164,7 +164,7 @@ def _plain(name: str, shape: Shape, at: Shape = ()) -> TensorSource:
 
 
 def _falcon(base: str, name: str, bias: bool, config: ModelConfig) -> Iterator[TensorSource]:
-    """Yields the `TensorSource`s of a Falcon's queries, or of its keys and values, of which all share one tensor."""
+    """Yield the `TensorSource`s of a Falcon's queries, or of its keys and values, of which all share one tensor."""
     # It holds, for every kv head, its queries, then its key, then its value.
     outputs = (config.kv_heads, config.group + 2, config.head_dim)
     axes = (outputs,) if bias else (outputs, (config.embed,))
@@ -177,7 +177,7 @@ def _falcon(base: str, name: str, bias: bool, config: ModelConfig) -> Iterator[T
 
 
 def _phi3(base: str, name: str, shape: Shape, config: ModelConfig) -> Iterator[TensorSource]:
-    """Yields the `TensorSource`s of a Phi-3's queries, or of its keys and values, which share one tensor."""
+    """Yield the `TensorSource`s of a Phi-3's queries, or of its keys and values, which share one tensor."""
     queries, keys = config.heads, config.kv_heads
     rows = (queries + 2 * keys) * config.head_dim
     parts: list[tuple[Shape, Shape, int]] = [(shape, (), 0)]
@@ -191,7 +191,7 @@ def _phi3(base: str, name: str, shape: Shape, config: ModelConfig) -> Iterator[T
 def _mixture(
     base: str, prefix: str, shape: Shape, family: str, names: frozenset[str]
 ) -> Iterator[TensorSource]:
-    """Yields the `TensorSource`s of a mixture's router or experts: one fused tensor, or one tensor per expert."""
+    """Yield the `TensorSource`s of a mixture's router or experts: one fused tensor, or one tensor per expert."""
     # transformers 5 keeps all experts in one tensor; files on the hub have a tensor for each expert.
     fused = f"{prefix}mlp.experts.gate_up_proj" in names
     called = "block_sparse_moe" if family == "mixtral" and not fused else "mlp"

@@ -19,12 +19,12 @@ _WEIGHTS = f"give {', '.join(map(repr, WEIGHTS))}, or None for the model's dtype
 
 
 def positive(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
-    """Validates a positive number below 1e38 and returns it as a float; raises ValueError for anything else."""
+    """Validate a positive number below 1e38 and return it as a float; raise ValueError for anything else."""
     return real(name, value, remedy, high=math.nextafter(1e38, 0), open_low=True)
 
 
 def factors(name: str, value: Any) -> tuple[float, ...]:
-    """Validates a list of positive numbers and returns them as a tuple of floats; raises ValueError for others."""
+    """Validate a list of positive numbers and return them as a tuple of floats; raise ValueError for others."""
     listed = isinstance(value, (list, tuple)) and len(value) > 0
     require(
         listed, name, value, "give a list with a positive number for each pair of rotated channels"
@@ -43,7 +43,7 @@ READERS: dict[Any, Callable[..., Any]] = {
 
 
 def check_numbers(value: Any) -> None:
-    """Validates a frozen dataclass's int, float and bool fields and stores Python values; raises ValueError."""
+    """Validate a frozen dataclass's int, float and bool fields and stores Python values; raise ValueError."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if field.type in READERS and not (given is None and field.default is None):
@@ -261,7 +261,7 @@ class Experts:
 
 
 def as_weights(given: Any) -> str | None:
-    """Validates how linear weights are held: "int8" or "int4", as text or dtype, or None; ValueError for others."""
+    """Validate how linear weights are held: "int8" or "int4", as text or dtype, or None; ValueError for others."""
     name = given
     if not (given is None or isinstance(given, str)):
         with contextlib.suppress(TypeError):

@@ -35,7 +35,7 @@ def most_of_devices(x: Array, logical_axis: str, axes: Axes | None) -> Array:
 
 
 def gathered(x: Array, logical_axis: str, axis: int, axes: Axes | None) -> Array:
-    """Gathers devices' parts along `axis`, named `logical_axis`, into the whole array on each device; `x` without a mesh."""
+    """Gather devices' parts along `axis`, named `logical_axis`, into the whole array on each device; `x` without a mesh."""
     return _across(lax.all_gather, x, logical_axis, axes, axis=axis, tiled=True)
 
 

@@ -51,7 +51,7 @@ class Axes:
         return cls(mesh=typing.cast(Any, sharding).mesh) if fits else None
 
     def __reduce__(self) -> tuple[Callable[..., "Axes"], tuple[Any, ...]]:
-        """Pickles the mesh as platform and device ids, because devices belong to a process."""
+        """Pickle the mesh as platform and device ids, because devices belong to a process."""
         ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices)
         return _of_devices, (self.platform, ids.tolist())
 
@@ -83,7 +83,7 @@ class Axes:
 
 
 def _of_devices(platform: str, ids: list[Any]) -> Axes:
-    """Unpickles `Axes` from a platform and device ids; ValueError if this process lacks a device."""
+    """Unpickle `Axes` from a platform and device ids; ValueError if this process lacks a device."""
     there, names = {device.id: device for device in jax.devices(platform)}, np.asarray(ids)
     gone = sorted(set(names.ravel().tolist()) - set(there))
     remedy = f"this process has {len(there)} of {platform}: a cache goes to others by its save, and jaxkv.load_cache"
@@ -124,7 +124,7 @@ def partition_spec(logical_axes: str, mesh: Mesh | AbstractMesh | None = None) -
 
 
 def host(value: Any) -> np.ndarray:
-    """Copies an array to the host as numpy; gathers its parts if several processes hold them."""
+    """Copy an array to the host as numpy; gather its parts if several processes hold them."""
     if isinstance(value, jax.Array) and not (
         value.is_fully_addressable or value.is_fully_replicated
     ):
@@ -135,7 +135,7 @@ def host(value: Any) -> np.ndarray:
 
 
 def place(value: Any, logical_axes: str, axes: Axes | None, dtype: Any = None) -> Array:
-    """Puts a host array on the devices, split by its logical axes; on the default device without `axes`."""
+    """Put a host array on the devices, split by its logical axes; on the default device without `axes`."""
     if axes is None or isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)
@@ -164,12 +164,12 @@ def missing(batch: int, axes: Axes | None) -> int:
 
 
 def settle_down(tree: Any, axes: Axes | None) -> Any:
-    """Puts a dataclass's arrays on a mesh by the logical axes of its fields; no-op off a mesh or in a program."""
+    """Put a dataclass's arrays on a mesh by the logical axes of its fields; no-op off a mesh or in a program."""
     return tree if axes is None or inside() else tree_placed(tree, type(tree), axes)
 
 
 def tree_placed(value: Any, hint: Any, axes: Axes) -> Any:
-    """Puts a pytree's arrays on a mesh by the logical axes of its annotation `hint`."""
+    """Put a pytree's arrays on a mesh by the logical axes of its annotation `hint`."""
     leaves, tree = jax.tree.flatten(value)
     logical_axes = logical_axes_of(value, hint, tree)
     return jax.tree.unflatten(
@@ -187,7 +187,7 @@ def with_logical_axes(tree: Any) -> list[tuple[Any, str, Any]]:
 
 
 def put(leaf: Any, there: NamedSharding) -> Any:
-    """Moves an array to a sharding; unchanged if it has it already. Abstract arrays get the sharding.
+    """Move an array to a sharding; unchanged if it has it already. Abstract arrays get the sharding.
 
     An array of the host or of one device must be whole in every process.
     """
@@ -217,7 +217,7 @@ def put(leaf: Any, there: NamedSharding) -> Any:
 
 
 def leaf_placed(leaf: Any, logical_axes: str | None, axes: Axes) -> Any:
-    """Puts an array on a mesh by its logical axes; TypeError if one annotated "..." does not lie there already."""
+    """Put an array on a mesh by its logical axes; TypeError if one annotated "..." does not lie there already."""
     if logical_axes != "...":
         logical_axes = known(logical_axes, leaf)
         return put(leaf, _there(axes.mesh, logical_axes, np.shape(leaf)))

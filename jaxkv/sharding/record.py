@@ -50,7 +50,7 @@ def recorder() -> "Recorder | None":
 
 
 class Recorder:
-    """Records program calls in order instead of running them; equal calls are traced once."""
+    """Record program calls in order instead of running them; equal calls are traced once."""
 
     def __init__(self, sharding: Any):
         """Empty recorder; `sharding` is given to the arrays of programs that run off a mesh."""
@@ -60,7 +60,7 @@ class Recorder:
         self._results = list[list[Any]]()
 
     def call(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Records a program call; returns tracers with the shapes of its results."""
+        """Record a program call; return tracers with the shapes of its results."""
         given, tree = jax.tree.flatten(args)
         shapes = [_shape(leaf) for leaf in given]
         known = door, tree, *shapes, *sorted(options.items(), key=lambda option: option[0])
@@ -84,7 +84,7 @@ class Recorder:
         return jax.tree.unflatten(result, self._results[-1])
 
     def _traced(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> RecordedCall:
-        """Traces a program for abstract arguments; returns the `RecordedCall`. Programs called inside become part of it."""
+        """Trace a program for abstract arguments; return the `RecordedCall`. Programs called inside become part of it."""
         token = _RECORDER.set(None)
         try:
             placed = door.arguments_placed(args, options, self._sharding)
@@ -104,7 +104,7 @@ class Recorder:
 def record(
     walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: Any = None
 ) -> tuple[list[RecordedCall], Any]:
-    """Traces a function that calls programs; returns the program calls in order, and its abstract results.
+    """Trace a function that calls programs; return the program calls in order, and its abstract results.
 
     `args` are its abstract arrays, and its results live to its end. `resident` are abstract arrays that live all the
     while; the walk must pass these very objects. `sharding` is that of arrays off a mesh, None for the default device.

@@ -18,7 +18,7 @@ from jaxkv.sharding.parameters import model_mesh
 
 @settled
 def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
-    """Returns a cache on another mesh or on one device, with equal rows per head: a copy, or itself if it lies there.
+    """Return a cache on another mesh or on one device, with equal rows per head: a copy, or itself if it lies there.
 
     Rows that the policy's `capacity` moved to other heads stay there, and no others are moved: a device whose heads
     hold more gets a larger pool.
@@ -45,7 +45,7 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
 
 
 def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
-    """Returns a cache on the mesh of `axes`, or on the default device for None: a copy, or itself if it lies there."""
+    """Return a cache on the mesh of `axes`, or on the default device for None: a copy, or itself if it lies there."""
     if axes == cache.axes:
         return cache
     there = laid_out(

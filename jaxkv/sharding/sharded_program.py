@@ -48,7 +48,7 @@ class ShardedProgram:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Runs the program and returns its results; while a recorder is active, records the call and runs nothing."""
+        """Run the program and return its results; while a recorder is active, records the call and run nothing."""
         noting = recorder()
         if noting is not None:
             return noting.call(self, args, options)
@@ -64,7 +64,7 @@ class ShardedProgram:
     def apart(
         self, *args: Any, **options: Any
     ) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
-        """Splits a call for export: function of flat arrays, list of (path, logical axes, array), number of donated ones."""
+        """Split a call for export: function of flat arrays, list of (path, logical axes, array), number of donated ones."""
         axes, hints = self._axes(options), hints_of(self._fn)
         *sides, static = self._bound(None, args, options)
         paths, tree = jax.tree_util.tree_flatten_with_path(sides)
@@ -103,7 +103,7 @@ class ShardedProgram:
         return out if axes is None else tree_placed(out, hints_of(self._fn)["return"], axes)
 
     def trace(self, *args: Any, **options: Any) -> Any:
-        """Traces the program for concrete or abstract arrays, also of absent devices; returns `jax.stages.Traced`."""
+        """Trace the program for concrete or abstract arrays, also of absent devices; return `jax.stages.Traced`."""
         axes = self._axes(options)
         if axes is None:
             return self._plain.trace(*args, **options)
@@ -111,7 +111,7 @@ class ShardedProgram:
         return self._split.trace(given, rest, **static)
 
     def clear_cache(self) -> None:
-        """Drops the compiled executables of this program."""
+        """Drop the compiled executables of this program."""
         self._plain.clear_cache()
         self._split.clear_cache()
 
@@ -121,7 +121,7 @@ class ShardedProgram:
         return None if carrier is None else carrier.axes
 
     def _bound(self, axes: Axes | None, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
-        """Binds a call's arguments: donated and other arrays by name, placed on a mesh, and static ones."""
+        """Bind a call's arguments: donated and other arrays by name, placed on a mesh, and static ones."""
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         hints, statics = hints_of(self._fn), []
@@ -144,12 +144,12 @@ class ShardedProgram:
         ins: tuple[P, ...],
         statics: tuple[Any, ...],
     ) -> Any:
-        """Runs the function over a mesh by `jax.shard_map`; returns its results as whole arrays."""
+        """Run the function over a mesh by `jax.shard_map`; return its results as whole arrays."""
         leaves, tree = jax.tree.flatten((given, rest))
         found: dict[str, Any] = {}
 
         def local(*mine: Array) -> list[Array]:
-            """Runs the function on one device's parts; returns flat results, and notes their tree and specs."""
+            """Run the function on one device's parts; return flat results, and notes their tree and specs."""
             donated, others = jax.tree.unflatten(tree, mine)
             out = self._fn(**donated, **others, **dict(statics))
             flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)

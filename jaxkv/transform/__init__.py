@@ -1,1 +1,1 @@
-"""The transform for models outside jaxkv: `compress` makes a state of a layer's arrays, to which `step` adds tokens."""
+"""Compression for models outside jaxkv: `compress` makes a state of a layer's arrays; `step` adds tokens to it."""

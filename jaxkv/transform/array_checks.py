@@ -1,4 +1,4 @@
-"""Checks of arrays that callers outside jaxkv hand over: keys, values, queries, counts, sink logits."""
+"""Checks of arrays from callers outside jaxkv: keys, values, queries, counts, sink logits."""
 
 from typing import Any
 
@@ -11,33 +11,38 @@ from jaxkv._errors import require
 
 
 def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
-    """Validates a layer's keys and values `[B, K, S, D]` and returns them as JAX arrays; ValueError otherwise."""
+    """Validate a layer's keys and values `[B, K, S, D]` and return JAX arrays; ValueError otherwise."""
     k, v = jnp.asarray(k), jnp.asarray(v)
     for field, rows in (("k", k), ("v", v)):
         require(
             rows.ndim == 4,
             field,
             list(rows.shape),
-            "give [B, K, S, D]: batch, kv heads, tokens, head dim",
+            "wrong shape: give [B, K, S, D], that is batch, kv heads, tokens, head dim",
         )
         require(
             jnp.issubdtype(rows.dtype, jnp.floating),
             field,
             str(rows.dtype),
-            "give floating-point entries",
+            "not floating point: give floating-point entries",
         )
     require(
         v.shape == k.shape and v.dtype == k.dtype,
         "v",
         shown(v),
-        f"give values as the keys are: {shown(k)}",
+        f"values and keys differ: give values as the keys are, {shown(k)}",
     )
-    require(k.dtype.itemsize <= 4, "k", str(k.dtype), "give float32, bfloat16 or float16")
+    require(
+        k.dtype.itemsize <= 4,
+        "k",
+        str(k.dtype),
+        "dtype not supported: give float32, bfloat16 or float16",
+    )
     return k, v
 
 
 def order_hint(k: Array) -> str:
-    """Text for errors about `[B, K, S, D]` with more heads than tokens, which may be `[B, S, K, D]`; else empty."""
+    """Hint for errors about `[B, K, S, D]` with more heads than tokens, probably `[B, S, K, D]`; else empty text."""
     heads, tokens = k.shape[1:3]
     return (
         f"; {heads} heads of {tokens} tokens: give [B, S, K, D] as k.swapaxes(1, 2)"
@@ -49,9 +54,9 @@ def order_hint(k: Array) -> str:
 def as_grouped(
     field: str, q: Any, batch: int, heads: int, rows: Array
 ) -> Float[Array, "B K G N D"]:
-    """Validates queries `[B, H, N, D]` and returns them as `[B, K, G, N, D]`; ValueError if they do not fit the keys.
+    """Validate queries `[B, H, N, D]` and return them as `[B, K, G, N, D]`; ValueError if they do not fit the keys.
 
-    `field` is the argument's name in errors, `rows` are the keys.
+    `field` is the argument's name for errors; `rows` are the keys.
     """
     q = jnp.asarray(q)
     dim, shape = rows.shape[-1], list(q.shape)
@@ -59,47 +64,54 @@ def as_grouped(
         q.ndim == 4,
         field,
         shape,
-        "give [B, H, N, D]; q of [B, K, G, N, D] as q.reshape(B, K * G, N, D)",
+        "wrong shape: give [B, H, N, D]; q of [B, K, G, N, D] as q.reshape(B, K * G, N, D)",
     )
     fits = (q.shape[0], q.shape[3]) == (batch, dim) and q.shape[1] % heads == 0 and q.size > 0
     require(
         fits,
         field,
         shape,
-        f"give [B, H, N, D] with B = {batch}, D = {dim}, and H a multiple of K = {heads}",
+        f"wrong shape: give [B, H, N, D] with B = {batch}, D = {dim}, and H a multiple of K "
+        f"= {heads}",
     )
     require(
-        q.dtype == rows.dtype, field, str(q.dtype), f"keys are {rows.dtype}: give queries of it"
+        q.dtype == rows.dtype,
+        field,
+        str(q.dtype),
+        f"keys are {rows.dtype}: give queries of the same dtype",
     )
     return q.reshape(batch, heads, -1, *q.shape[2:])
 
 
 def as_sinks(given: Any, heads: int, group: int | None = None) -> Float[Array, "K G"] | None:
-    """Validates sink logits `[H]` of K kv heads' groups and returns them as `[K, G]`, or None; else ValueError."""
+    """Validate sink logits `[H]` of K kv heads' groups and return them as `[K, G]`, or None; else ValueError."""
     if given is None:
         return None
     array = jnp.asarray(given)
     floats = jnp.issubdtype(array.dtype, jnp.floating)
-    require(floats, "sink_logits", shown(array), "give floating-point numbers")
+    require(floats, "sink_logits", shown(array), "not floating point: give floating-point numbers")
     wanted = f"a multiple of {heads}" if group is None else heads * group
     fits = array.ndim == 1 and array.size % heads == 0 and group in (None, array.size // heads)
-    remedy = f"give one number for each query head, f[H], H = {wanted}"
+    remedy = f"wrong shape: give one number for each query head, f[H], H = {wanted}"
     require(fits and array.size > 0, "sink_logits", list(array.shape), remedy)
     return array.reshape(heads, -1)
 
 
 def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> Int[Array, " B"]:
-    """Validates numbers of tokens per sequence within [0, most] and returns `i32[B]`; `most` for None; else ValueError.
+    """Validate tokens per sequence within [0, most] and return `i32[B]`; None returns `most`; else ValueError.
 
-    The error for other numbers ends in `hint`.
+    `hint` is the end of the error message.
     """
     if given is None:
         return jnp.full((batch,), most, jnp.int32)
-    # Host arrays are checked before conversion, which would truncate them to 32 bits.
+    # Host arrays are checked before conversion, which would truncate values to 32 bits.
     counts = given if isinstance(given, jax.Array) else np.asarray(given)
     fits = counts.shape == (batch,) and np.issubdtype(counts.dtype, np.integer)
     require(
-        fits, field, shown(counts), f"give one whole number for each of {batch} sequences, i32[B]"
+        fits,
+        field,
+        shown(counts),
+        f"wrong shape or dtype: give one integer for each of {batch} sequences, i32[B]",
     )
     if known(counts):
         numbers = np.asarray(counts)
@@ -108,16 +120,16 @@ def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> 
             inside,
             field,
             numbers.tolist(),
-            f"there are {most} tokens: give 0 to {most} for each sequence{hint}",
+            f"out of range: give 0 to {most} tokens for each sequence{hint}",
         )
     return jnp.asarray(counts, jnp.int32)
 
 
 def shown(array: Array | np.ndarray) -> str:
-    """Text of an array's dtype and shape, for error messages."""
+    """Return an array's dtype and shape as text for error messages."""
     return f"{array.dtype}{list(array.shape)}"
 
 
 def known(*arrays: Array | np.ndarray) -> bool:
-    """True if none of the arrays is a tracer, so that their values can be read."""
+    """True if none of the arrays is a tracer, so that values can be read."""
     return not any(isinstance(array, jax.core.Tracer) for array in arrays)

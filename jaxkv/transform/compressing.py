@@ -1,11 +1,11 @@
-"""`compress`: compresses keys and values of models outside jaxkv. Pure functions, usable under any `jit`.
+"""`compress`: compress keys and values of models outside jaxkv. Pure functions that run under any `jit`.
 
 ```
 state = jaxkv.compress(k, v, queries=q, length=length, policy=AdaKV(budget=256), headroom=64)  # behind the prompt
 state, out = state.step(q_new, k_new, v_new)                                                   # each token
 ```
-Shapes follow from S, the policy and the headroom: data moves where segments begin and end, so one compilation serves
-all lengths. The engine compresses each layer, here as in prefill; this file checks arguments and looks up sizes.
+Shapes depend on S, the policy and the headroom only. Data decides where segments begin and end, so one compilation
+serves all lengths. Layers are compressed by the engine, as in prefill; this file checks arguments and looks up sizes.
 """
 
 import dataclasses
@@ -70,51 +70,56 @@ def compress(
     softcap: float | None = None,
     key: PRNGKeyArray | int | None = None,
 ) -> CompressedKV:
-    """Compresses one layer's keys and values by a policy; returns the kept entries as `CompressedKV`.
+    """Compress one layer's keys and values by a policy; return the kept entries as `CompressedKV`.
 
-    Pure: it runs under `jit` (with a traced `length`), `vmap` and `grad`; gradients reach the kept keys and values, and
-    stop at the choice (policies that merge have none in reverse). Under `shard_map` the axis of sequences may be split,
-    and that of kv heads where heads do not look at one another: not with AdaKV, nor with policies that keep the same
-    positions in all heads, or uses random numbers for each; policies that count all queries' attention, or merge, want
-    `check_vma=False`.
+    Pure: it runs under `jit` (with a traced `length`), `vmap` and `grad`. Gradients flow to the kept keys and values,
+    but not through the selection; policies that merge have no reverse-mode gradient. Under `shard_map` the axis of
+    sequences may be sharded. The axis of kv heads may be sharded if heads are independent. They are not with AdaKV,
+    with policies that keep the same positions in all heads, or with random numbers per head. Policies that merge, or
+    sum all queries' attention, need `check_vma=False`.
 
     Args:
-        k: `[B, K, S, D]` keys after RoPE, the prompts' tokens first, padding behind them; `[B, S, K, D]`, the order of
-            flax and cuDNN, as `k.swapaxes(1, 2)`.
+        k: `[B, K, S, D]` keys after RoPE: each prompt's tokens, then padding. Pass `[B, S, K, D]`, the order of flax
+            and cuDNN, as `k.swapaxes(1, 2)`.
         v: `[B, K, S, D]` values.
-        policy: the compression, or its name or class. It may look at keys, values and queries of the prompt; a policy
-            that needs more is rejected. A budget below what must stay is raised to it where lengths are traced.
-        queries: `[B, H, w, D]` queries after RoPE, H a multiple of K and head h reading kv head h // (H / K). Either
-            those of each sequence's last w tokens, for policies that observe a window of them, or those of all S
-            tokens. Policies that do not look at attention leave them unread.
-        length: `i32[B]` tokens of each sequence, S by default.
-        headroom: tokens that will be added at most.
-        layer: index of this layer, for policies whose budget, scores or samples differ by layer.
-        layers: L of the model, for policies whose budget or scores do.
-        sliding_window: number of last tokens, its own included, that a token of this layer attends to; None for all. The last
-            `window` entries are kept then, whatever the policy; `layer`, `layers` and tables count the other layers alone.
-        sink_logits: `[H]` learned logits that take part in the softmax of each query head, without a value; scores and
-            `attend` count them.
-        softcap: cap of the layer's logits, which are softcap * tanh(logits / softcap), as well.
+        policy: compression policy, its name, or its class for default settings. It may read the prompt's keys, values
+            and queries; a policy that needs more is rejected. With traced lengths, a budget below the always kept
+            entries is raised to their number.
+        queries: `[B, H, w, D]` queries after RoPE, where H is a multiple of K and head h reads kv head h // (H / K).
+            Pass the queries of each sequence's last w tokens for policies with an observation window, or those of all S
+            tokens. Policies without attention scores ignore them.
+        length: `i32[B]` tokens of each sequence; S by default.
+        headroom: maximum number of tokens to be added.
+        layer: index of this layer, for policies whose budget, scores or samples depend on the layer.
+        layers: L, the model's number of layers, for policies whose budget or scores depend on it.
+        sliding_window: w if a token of this layer attends to the last w tokens, its own included; None for all tokens.
+            Every policy keeps these entries. `layer`, `layers` and tables then count only the layers without a sliding
+            window.
+        sink_logits: `[H]` learned logits, one per query head, that the softmax includes without a value. Scores and
+            `attend` include them.
+        softcap: cap of the layer's logits: softcap * tanh(logits / softcap). Scores and `attend` apply it.
         key: random key or seed, for policies that use random numbers; 0 by default.
 
     Returns:
-        One layer's entries, to which `step` adds tokens.
+        One layer's entries; `step` adds tokens.
 
     Raises:
-        ValueError: naming the argument that is missing or does not fit.
+        ValueError: for an argument that is missing or does not fit; the message names it.
     """
     policy = _as_taken(policy)
     parts = policy.composed
     name = type(policy).__name__
-    remedy = f"{name} looks at all layers: give them to jaxkv.compress_layers"
+    remedy = f"{name} scores all layers together: use jaxkv.compress_layers"
     require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
-    remedy = f"{name} keeps other entries in other layers: give layer= and layers=, or all layers to jaxkv.compress_layers"
+    remedy = (
+        f"{name} keeps different entries in each layer: give layer= and layers=, or use "
+        "jaxkv.compress_layers"
+    )
     uniform = isinstance(parts.layers, UniformLayers) and parts.read.everything
     same = uniform and parts.scorer.model_layers is None
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
-        layers = whole("layers", layers, "give how many layers the model has")
+        layers = whole("layers", layers, "give the model's number of layers")
         layer = index("layer", layer, layers)
     layer = whole("layer", layer, "give the layer's index", least=0)
     given = _Layer(k, v, queries, sliding_window, sink_logits, softcap)
@@ -137,27 +142,27 @@ def compress_layers(
     softcap: float | None = None,
     key: PRNGKeyArray | int | None = None,
 ) -> CompressedKV:
-    """Compresses all layers' keys and values by a policy, as `CompressedKV`; for budgets that depend on several layers.
+    """Compress all layers' keys and values by a policy; return `CompressedKV`. For budgets that depend on all layers.
 
-    If budgets depend on all layers' scores, all layers share one pool.
+    Layers whose budgets depend on all layers' scores share one pool.
 
     Args:
         k: each layer's keys, as for `compress`.
         v: each layer's values.
         policy: as for `compress`.
-        queries: each layer's queries.
+        queries: each layer's queries, as for `compress`.
         length: as for `compress`.
         headroom: as for `compress`.
-        sliding_windows: each layer's sliding window, as for `compress`; the budget is spread over the layers without one.
-        sink_logits: each layer's, as for `compress`.
-        softcap: of all layers, as for `compress`.
+        sliding_windows: each layer's sliding window, as for `compress`. The budget is spread over layers without one.
+        sink_logits: each layer's sink logits, as for `compress`.
+        softcap: cap of all layers' logits, as for `compress`.
         key: as for `compress`.
 
     Returns:
-        All layers' entries; `step`, `append` and `attend` take the layer's index.
+        All layers' entries; `step`, `append` and `attend` accept the layer's index.
 
     Raises:
-        ValueError: naming the argument that is missing or does not fit.
+        ValueError: for an argument that is missing or does not fit; the message names it.
     """
     layers = len(k)
     of_layers = {
@@ -169,7 +174,7 @@ def compress_layers(
     every: Any = [k]
     for name, each in of_layers.items():
         every.append([None] * layers if each is None else each)
-        remedy = f"give as many as there are of k: {layers}"
+        remedy = f"wrong number of layers: give {layers}, as for k"
         require(0 < layers == len(every[-1]), name, f"{len(every[-1])} layers", remedy)
     given = [
         _Layer(k, v, q, width, sinks, softcap) for k, v, q, width, sinks in zip(*every, strict=True)
@@ -182,7 +187,7 @@ def compress_layers(
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
-    """A user's arrays of one layer: keys, values, maybe queries; the layer's sliding window, sink logits and cap of logits."""
+    """A user's arrays of one layer: keys, values, optional queries; sliding window, sink logits and softcap."""
 
     k: Any
     v: Any
@@ -200,9 +205,9 @@ class _Layer:
 def _tables(
     parts: Parts, sliding_windows: SlidingWindows, padded_len: int, headroom: int
 ) -> tuple[tuple[int, ...], ByLength]:
-    """Entries per kv head of each layer at most, of a shared pool in all; numbers for every length from 0 to `padded_len`."""
+    """Capacity in entries per kv head of each layer, or of a shared pool; counts for each length up to `padded_len`."""
     lengths, layers = np.arange(1, padded_len + 1), sliding_windows.count(None)
-    # What a window holds stays, whatever the policy.
+    # Entries within a sliding window are kept by every policy.
     told = by_length(parts if layers else Parts(), lengths, sliding_windows, strict=False)
     if told.rows is None:
         bound = parts.among(sliding_windows).layers.bound
@@ -213,7 +218,7 @@ def _tables(
     else:
         needed = told.rows + headroom
         if parts.ongoing.compresses and layers:
-            # A token joins before another entry goes, or as many as come before the next compression.
+            # A token is appended before another entry is evicted, or `every` tokens before the next recompression.
             beyond = np.maximum(told.rows, told.most) + (parts.every or 1)
             endless = parts.unlimited(sliding_windows)[:, None]
             needed = np.where(endless, needed, np.minimum(needed, beyond))
@@ -221,11 +226,11 @@ def _tables(
         capacity = (sum(capacity),) if parts.layout.one_pool else capacity
 
     def from_none(counts: Any) -> Int[np.ndarray, "..."]:
-        """Table indexed by length, with a 0 for length 0 added at the front; int32."""
+        """Return an int32 table indexed by length, with a 0 for length 0 added in front."""
         return np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)
 
     table = jax.tree.map(from_none, told)
-    # A sequence without a token grows as one of a token does.
+    # A sequence without tokens grows as one of a single token does.
     first = {"most": table.most, "reads": table.reads}
     grown = {
         name: jax.tree.map(lambda of: np.append(of[1:2], of[1:]), of) for name, of in first.items()
@@ -247,18 +252,18 @@ class _Given(PromptSource):
         first: int,
         layers: int,
     ):
-        """Validates the keys, values and queries of the layers from `first` on, and looks up their row counts."""
+        """Validate keys, values and queries of the layers from `first` on, and look up their numbers of entries."""
         self.given, self.key, self.first = given, key, first
         self.query_buffers = list[Array]()
         self.like = as_keys_values(given[0].k, given[0].v)[0]
         batch, heads, padded_len, _ = self.like.shape
         lengths: Any = as_counts("length", length, batch, padded_len, order_hint(self.like))
         widths = tuple(each.sliding_window for each in given)
-        # One layer alone stands for all layers of its kind.
+        # One layer represents all layers of its kind.
         sliding_windows = widths if len(given) == layers else widths * layers
         self.capacity, tables = _tables(parts, sliding_windows, padded_len, headroom)
         if known(lengths):
-            # Budgets can only be validated if lengths are known, not while tracing.
+            # Budgets are validated only if lengths are known, not while tracing.
             lengths = np.asarray(lengths, np.int64)
             parts.among(sliding_windows).budgets(lengths, np.asarray(tables.always_kept)[lengths])
         else:
@@ -274,14 +279,14 @@ class _Given(PromptSource):
         )
 
     def candidates(self, index: int) -> Candidates:
-        """`Candidates` of one layer: its prompt entries with scores, without gradient; stores the entries in `held`."""
+        """Return the `Candidates` of one layer: its prompt entries with scores, without gradient."""
         parts, given, like = self.parts, self.given[index - self.first], self.like
         k, v = as_keys_values(given.k, given.v)
         require(
             k.shape == like.shape and k.dtype == like.dtype,
             "k",
             shown(k),
-            f"the first layer's is {shown(like)}",
+            f"layers differ: give keys as the first layer's, {shown(like)}",
         )
         rows = Unpacked(k, v, self.unscored.inside)
         if not parts.drops or given.sliding_window is not None:
@@ -298,7 +303,7 @@ class _Given(PromptSource):
         return self.scored(index, rows, seen)
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
-        """`Observed` inputs of the scorer for one layer: keys, values, queries and attention sums it needs."""
+        """Return the scorer's `Observed` inputs of one layer: keys, values, queries and attention sums."""
         queries, length, (batch, heads, padded_len, _) = scorer.needs.queries, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
         given, sinks, extras = self.given[index - self.first], None, Extras()
@@ -333,12 +338,12 @@ class _Given(PromptSource):
         )
 
     def shaping(self, given: _Layer) -> Shaping:
-        """`Shaping` of a layer's attention logits: cap and sink logits `[K, G]`."""
+        """Return the `Shaping` of a layer's attention logits: softcap and sink logits `[K, G]`."""
         sinks = as_sinks(given.sink_logits, self.like.shape[1])
         return Shaping(softcap=given.softcap, sink_logits=sinks)
 
     def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """Size P in entries of a group's pool: the most that any length keeps and gains."""
+        """Return P, the size in entries of a group's pool: the maximum over lengths."""
         return self.like.shape[1] * self.capacity[group[0]]
 
 
@@ -352,15 +357,18 @@ def _compressed(
     first: int,
     layers: int,
 ) -> CompressedKV:
-    """The layers from `first` on, compressed by the engine."""
-    remedy = "give how many tokens will be added, 0 or more"
+    """Compress the layers from `first` on with the engine; return their `CompressedKV`."""
+    remedy = "give the number of tokens to be added, 0 or more"
     headroom = whole("headroom", headroom, remedy, least=0)
     key = as_key(0 if key is None else key)
-    remedy = "its budget spans layers, and goes on while tokens are added: use jaxkv.generate"
+    remedy = (
+        "not supported: its budget spans layers and it recompresses while decoding. Use "
+        "jaxkv.generate"
+    )
     spans = parts.layout.one_pool and parts.ongoing.compresses
     require(not spans, "policy", parts.described(), remedy)
     made_for = parts.scorer.model_layers
-    remedy = f"the policy was made for a model of {made_for} layers"
+    remedy = f"the policy requires a model of {made_for} layers: use a policy for this model"
     require(made_for in (None, layers), "layers", layers, remedy)
     given = _Given(
         layers_given, parts, length, headroom=headroom, key=key, first=first, layers=layers
@@ -396,35 +404,38 @@ def _compressed(
 
 
 def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Array, "... S D"]:
-    """Keys, values or queries with padding set to zero, since a NaN there would spread in sums."""
+    """Keys, values or queries with padding set to zero, because NaN in padding would spread in sums."""
     inside = jnp.arange(rows.shape[-2], dtype=jnp.int32) < length[:, None]
     return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
 
 
 def _as_taken(given: Policy | type[Policy] | str) -> Policy:
-    """Validates a policy for `compress` and returns it; ValueError if it needs more than prompt K, V and Q."""
+    """Validate a policy for `compress` and return it; ValueError if it needs more than the prompt's K, V and Q."""
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.composed
     for refused, remedy in (
         (
             isinstance(parts.budget, Bytes),
-            "bytes are those of a whole model's cache: give entries, or a share",
+            "not supported: bytes are those of the full model's cache. Give entries, or a share",
         ),
         (
             not parts.read.by_layer,
-            f"{name} chooses in one layer what others read, or offloads it: use jaxkv.generate",
+            f"not supported: {name} selects for other layers, or offloads entries. Use "
+            "jaxkv.generate",
         ),
         (
             parts.store.transformed,
-            f"{parts.store.__name__} holds transformed entries, and here they are as they come: give int8",
+            f"not supported: {parts.store.__name__} holds transformed entries. Use int8",
         ),
         (
             parts.rolling,
-            "it stores keys before RoPE, and here they come after it: leave rolling positions out",
+            "not supported: it stores keys before RoPE, and these are after RoPE. Omit "
+            "rolling positions",
         ),
         (
             set(parts.needs.extras) - {"queries", "sums"},
-            f"{name} looks at more than keys, values and queries: use KeyDiff, or jaxkv.generate",
+            f"not supported: {name} reads more than keys, values and queries. Use KeyDiff, "
+            "or jaxkv.generate",
         ),
     ):
         require(not refused, "policy", policy, remedy)
@@ -432,7 +443,7 @@ def _as_taken(given: Policy | type[Policy] | str) -> Policy:
 
 
 def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
-    """Validates a layer's queries and returns them as `[B, K, G, w, D]`; ValueError if the policy needs more tokens."""
+    """Validate a layer's queries and return `[B, K, G, w, D]`; ValueError if the policy needs more tokens."""
     padded_len, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
     asks = (
         "all S queries"
@@ -440,7 +451,7 @@ def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
         else f"the last {window} queries of each sequence, or all S"
     )
     require(
-        given is not None, "queries", None, f"{name} looks at attention: give {asks}, [B, H, w, D]"
+        given is not None, "queries", None, f"{name} scores by attention: give {asks}, [B, H, w, D]"
     )
     grouped = as_grouped("queries", given, k.shape[0], k.shape[1], k)
     count = grouped.shape[3]
@@ -449,6 +460,6 @@ def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
         enough,
         "queries",
         f"{count} of {padded_len} tokens",
-        f"{name} looks at attention: give {asks}{order_hint(k)}",
+        f"{name} scores by attention: give {asks}{order_hint(k)}",
     )
     return grouped

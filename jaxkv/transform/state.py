@@ -1,4 +1,4 @@
-"""`CompressedKV`: compressed entries of layers of any model; what a new token adds, reads, and evicts.
+"""`CompressedKV`: compressed entries of the layers of any model, and the steps that append, attend and evict.
 
 ```
 state = jaxkv.compress(k, v, queries=q, length=length, policy=H2O(budget=256), headroom=64)
@@ -62,17 +62,16 @@ class CompressedKV:
     """Immutable pytree of the compressed entries of one or several layers, made by `compress`.
 
     Attributes:
-        pools: each layer's keys, values and positions; a single pool where layers share one (`layout.one_pool`).
-        tables: of each layer held: first row, length and target size of its segments, tokens that its sequences have
-            had, and what the policy remembers.
-        left_out: `i32[L, B]` tokens for which there was no headroom while numbers were traced: 0 in a cache that lacks
-            nothing. Look at it after a `jit`.
-        shapings: what each layer does to the logits of its attention.
+        pools: keys, values and positions of each layer, or a single pool for all layers (`layout.one_pool`).
+        tables: per layer: first row, length and target size of its segments, tokens seen, and the policy's state.
+        left_out: `i32[L, B]` tokens without headroom in traced code, which are not in the cache; 0 if it is complete.
+            Check it after a `jit`.
+        shapings: how each layer changes its attention logits.
         key: random key of a policy that recompresses; None for others.
-        parts: of the policy.
-        sliding_windows: number of last tokens that tokens of each of the model's layers attend to; None for all.
-        first: index in the model of the first layer held.
-        padded_len: S, tokens of the padded prompts.
+        parts: the policy's parts.
+        sliding_windows: sliding window of each layer of the model in tokens; None for full attention.
+        first: index in the model of the first layer.
+        padded_len: S, the padded length of the prompts.
     """
 
     pools: tuple[Pool, ...]
@@ -100,50 +99,50 @@ class CompressedKV:
 
     @property
     def seen(self) -> Int[Array, "L B"]:
-        """Tokens that each sequence has had, `i32[L, B]`, and so the next position; layers differ within a step."""
+        """Tokens seen by each sequence, `i32[L, B]`, which is the next position; layers differ within a step."""
         return jnp.stack([each.seen for each in self.tables])
 
     @property
     def terms(self) -> Terms:
-        """Static config on which new tokens join and read the entries."""
+        """Static config by which new tokens append and read entries."""
         reading = self.parts.reading(self.sliding_windows, self.padded_len)
         return Terms(layout=self.parts.layout, reading=reading, ongoing=self.parts.ongoing)
 
     def pool(self, layer: int = 0) -> Pool:
-        """The `Pool` (keys, values and positions) that holds a layer's segments.
+        """Return the `Pool` (keys, values and positions) that holds a layer's segments.
 
         Args:
-            layer: index among the layers held.
+            layer: index among the state's layers.
 
         Returns:
-            Its keys, values and positions.
+            The layer's pool, or the shared one.
         """
         return self.pools[self.terms.layout.pool_of(layer)]
 
     def sliding_window(self, layer: int) -> int | None:
-        """Number of last tokens that tokens of a layer attend to; None for all."""
+        """Sliding window of a layer in tokens; None for full attention."""
         return self.sliding_windows[self.first + layer]
 
     def free(self, layer: int = 0) -> Int[Array, " B"]:
-        """Number of tokens that can still be appended to a layer, `[B]`: the smallest number over its kv heads.
+        """Return the number of tokens that can be appended to a layer, `[B]`: the minimum over its kv heads.
 
         Args:
-            layer: index among the layers held.
+            layer: index among the state's layers.
 
         Returns:
-            Places, the smallest number over the heads.
+            `i32[B]`, the headroom of each sequence.
         """
         sizes = [pool.rows for pool in self.pools]
         return self.terms.layout.free(self.start, self.length, sizes)[layer].min(axis=1)
 
     def positions(self, layer: int = 0) -> list[list[Int[np.ndarray, " n"]]]:
-        """Original positions of a layer's entries on the host: by sequence and kv head, in the order of the pool.
+        """Return the original positions of a layer's entries on the host, by sequence and kv head, in pool order.
 
         Args:
-            layer: index among the layers held.
+            layer: index among the state's layers.
 
         Returns:
-            A list for each sequence, with an i32 array of length `length[layer, b, h]` for each kv head.
+            A list per sequence, with an i32 array of length `length[layer, b, h]` for each kv head.
         """
         layer = index("layer", layer, len(self.tables))
         tables = self.tables[layer]
@@ -164,34 +163,38 @@ class CompressedKV:
         count: ArrayLike | None = None,
         layer: int = 0,
     ) -> tuple["CompressedKV", Array]:
-        """Adds new tokens to a layer: appends, attends, scores, and evicts or recompresses as the policy says.
+        """Add new tokens to a layer: append, attend, score, then evict or recompress as the policy declares.
 
         Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map` (with `check_vma=False` for several
-        tokens, windows and pages). Reverse-mode gradients are supported for one token at a time that reads all entries.
-        Logits are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D).
+        tokens, windows and pages). Reverse-mode gradients are supported for one token that reads all entries. Logits
+        are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D).
 
         Args:
-            q: `[B, H, N, D]` queries after RoPE at their own positions, which `seen` counts.
+            q: `[B, H, N, D]` queries after RoPE at their own positions, from `seen` on.
             k: `[B, K, N, D]` keys after RoPE.
             v: `[B, K, N, D]` values.
-            count: `i32[B]` tokens of the N that each sequence has, the others being padding; all by default. Sequences
-                of no token stay as they are.
-            layer: index among the layers held.
+            count: `i32[B]` tokens of the N that each sequence has, followed by padding; N by default. A sequence of 0
+                tokens is unchanged.
+            layer: index among the state's layers.
 
         Returns:
-            The new state, and attention output `[B, H, N, D]` in q's dtype, causal among the N; anything finite for
-            padding. Where numbers are traced, tokens for which there is no headroom are not appended and counted in
-            `left_out`; their positions count as seen.
+            The new state, and attention output `[B, H, N, D]` in q's dtype, causal among the N; padding has finite
+            output. In traced code, tokens without headroom are not appended but counted in `left_out` and `seen`.
 
         Raises:
-            ValueError: if arrays do not fit, for several tokens at once where each evicts, or, where numbers are known,
-                if there is no headroom.
+            ValueError: if arrays do not fit, if several tokens are passed to a policy that evicts one by one, or if the
+                headroom is too small and the lengths are known.
         """
         layer = index("layer", layer, len(self.tables))
         new, written = self._joining(k, v, count, layer)
         batch, heads, tokens, _ = new.k.shape
         q, terms = as_grouped("q", q, batch, heads, new.k), self.terms
-        require(q.shape[3] == tokens, "q", f"{q.shape[3]} tokens", f"k has {tokens}: give as many")
+        require(
+            q.shape[3] == tokens,
+            "q",
+            f"{q.shape[3]} tokens",
+            f"k has {tokens} tokens: give as many queries",
+        )
         (pool,) = faded((self.pool(layer),), new.count, terms)
         rows = self._rows(layer, pool, self.tables[layer].length[0], q)
         token = Token(q=q, k=new.k, v=new.v, stored=new.k).widened(pool.dtype)
@@ -211,20 +214,20 @@ class CompressedKV:
     def append(
         self, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0
     ) -> "CompressedKV":
-        """Appends new tokens' keys and values to a layer: the first half of `step`, of policies that evict nothing.
+        """Append new tokens' keys and values to a layer: the first half of `step`, for policies without eviction.
 
         Args:
-            k: `[B, K, N, D]` keys after RoPE at their own positions, which `seen` counts.
+            k: `[B, K, N, D]` keys after RoPE at their own positions, from `seen` on.
             v: `[B, K, N, D]` values.
-            count: `i32[B]` tokens of the N that each sequence has, the others being padding; all by default.
-            layer: index among the layers held.
+            count: `i32[B]` tokens of the N that each sequence has, followed by padding; N by default.
+            layer: index among the state's layers.
 
         Returns:
-            The state with these behind the others; tokens without headroom as in `step`.
+            The new state; tokens without headroom are handled as in `step`.
 
         Raises:
-            ValueError: if arrays do not fit, for a policy that evicts or chooses what is read, or, where numbers are
-                known, if there is no headroom.
+            ValueError: if arrays do not fit, for a policy that evicts or selects what is read, or if the headroom is
+                too small and the lengths are known.
         """
         layer = index("layer", layer, len(self.tables))
         self._require_plain("append")
@@ -233,24 +236,24 @@ class CompressedKV:
 
     @settled
     def attend(self, q: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Array:
-        """Attention of the last N appended tokens' queries over a layer, causal among the N: the second half of `step`.
+        """Compute attention of the last N appended tokens' queries over a layer, causal: the second half of `step`.
 
-        Reverse-mode gradients are supported, except if layers share a pool or a kv head has 48 query heads or more:
-        there a loop walks the segments, with as many steps as the longest needs.
+        Reverse-mode gradients are supported, except if layers share a pool or a kv head has 48 query heads or more. In
+        these cases a loop over segments runs as many steps as the longest segment needs.
 
         Args:
-            q: `[B, H, N, D]` queries after RoPE of the last N tokens, whose entries are the last N of each segment:
-                `append` has put them there, at once or one by one. Where numbers are traced this is not looked at, and
-                an output counts entries of later tokens where it does not hold.
-            count: `i32[B]` tokens of the N that each sequence has, as given to `append`; all by default.
-            layer: index among the layers held.
+            q: `[B, H, N, D]` queries after RoPE of the last N tokens, whose entries are the last N of each segment. One
+                or several calls of `append` have added them. Traced code cannot check this: if it does not hold, the
+                output includes entries of later tokens.
+            count: `i32[B]` tokens of the N that each sequence has, as passed to `append`; N by default.
+            layer: index among the state's layers.
 
         Returns:
-            `[B, H, N, D]` in q's dtype; anything finite for padding.
+            `[B, H, N, D]` in q's dtype; padding has finite output.
 
         Raises:
-            ValueError: if shapes do not fit, for a policy that evicts or chooses what is read, or, where numbers are
-                known, if there are more queries of a sequence than its last entries have positions in a line.
+            ValueError: if shapes do not fit, for a policy that evicts or selects what is read, or if a sequence has
+                more queries than consecutive last positions and these are known.
         """
         layer = index("layer", layer, len(self.tables))
         self._require_plain("attend")
@@ -260,7 +263,7 @@ class CompressedKV:
         grouped = as_grouped("q", q, batch, heads, pool.k)
         tokens = grouped.shape[3]
         written = as_counts("count", count, batch, tokens)
-        # Entries are only appended: later tokens are at the end of each segment, unless there was no room for them.
+        # Entries are only appended: later tokens are at the end of each segment, except those without headroom.
         last = jnp.take_along_axis(pool.pos, jnp.maximum(start + length - 1, 0), axis=1)
         last = jnp.where(length > 0, last, -1).max(axis=1)
         taken = jnp.clip(last + 1 - (tables.seen - written), 0, written)
@@ -269,7 +272,7 @@ class CompressedKV:
             _require_last(pool.pos, start, length, last, taken)
 
         def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
-            """Output of the queries of one token, behind which `after` later ones are appended."""
+            """Return the output of one token's queries, with `after` later tokens left out."""
             rows = self._rows(layer, pool, jnp.maximum(length - after[:, None], 0), grouped)
             reach, attend = rows.reach(rows.length), self.terms.backend.attend
             return attend(q, pool.store, reach, shaping=rows.shaping)[0]
@@ -283,23 +286,23 @@ class CompressedKV:
     def _joining(
         self, k: ArrayLike, v: ArrayLike, count: ArrayLike | None, layer: int
     ) -> tuple[NewEntries, Int[Array, " B"]]:
-        """New tokens' entries, as many of each sequence as there is headroom for; and numbers of its tokens."""
+        """Return new tokens' entries, as many per sequence as fit the headroom, and the sequences' token counts."""
         k, v = as_keys_values(k, v)
         tables = self.tables[layer]
         _, batch, heads = tables.start.shape
         held, tokens = self.pool(layer).k, k.shape[2]
         fits = (*k.shape[:2], k.shape[3]) == (batch, heads, held.shape[2])
-        remedy = f"this state takes [B, K, N, D] = {[batch, heads, 'N', held.shape[2]]}"
+        remedy = f"wrong shape: give [B, K, N, D] = {[batch, heads, 'N', held.shape[2]]}"
         require(fits, "k", list(k.shape), remedy)
-        remedy = f"this state is {held.dtype}: give keys and values of it"
+        remedy = f"this state is {held.dtype}: give keys and values of that dtype"
         require(k.dtype == held.dtype, "k", str(k.dtype), remedy)
         single = tokens == 1 or isinstance(self.parts.after, Append)
-        remedy = "its policy goes on compressing after each: give one at a time"
+        remedy = "its policy evicts or recompresses after each token: give one token per call"
         require(single, "k", f"{tokens} tokens", remedy)
         written, free = as_counts("count", count, batch, tokens), self.free(layer)
         if known(written, free):
             short = int(np.max(np.asarray(written) - np.asarray(free)))
-            remedy = f"{short} more than there is room for: give jaxkv.compress a larger headroom"
+            remedy = f"{short} more than the headroom: give jaxkv.compress a larger headroom"
             require(short <= 0, "k", f"{tokens} tokens", remedy)
         positions = tables.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
         end, taken = tables.start[0] + tables.length[0], jnp.clip(free, 0, written)
@@ -308,7 +311,7 @@ class CompressedKV:
     def _rows(
         self, layer: int, pool: Pool, length: Int[Array, "B K"], q: Float[Array, "B K G N D"]
     ) -> DenseLayer:
-        """View of a layer's entries; ValueError where its sink logits are of other query heads than q's."""
+        """Return a view of a layer's entries; ValueError if its sink logits and q have different numbers of heads."""
         shaping, (_, heads, group, _, _) = self.shapings[layer], q.shape
         sinks = shaping.sink_logits
         remedy = (
@@ -322,7 +325,7 @@ class CompressedKV:
     def _with(
         self, layer: int, pool: Pool, taken: Int[Array, " B"], written: Int[Array, " B"]
     ) -> "CompressedKV":
-        """State with a layer's pool, to which `taken` of `written` tokens were appended."""
+        """Return the state with a layer's pool, to which `taken` of `written` tokens were appended."""
         tables = self.tables[layer]
         length, seen = tables.length + taken[:, None], tables.seen + written
         after = self._updated(layer, pool, length=length, seen=seen)
@@ -332,7 +335,7 @@ class CompressedKV:
     def _updated(
         self, layer: int, pool: Pool | None = None, state: dict[str, Any] | None = None, **of: Any
     ) -> "CompressedKV":
-        """State with another pool of a layer, and other tables and policy's state of it by name."""
+        """Return the state with a layer's pool, tables and policy state replaced by name."""
         tables, at = self.tables[layer], self.terms.layout.pool_of(layer)
         if state and tables.state is not None:
             of["state"] = dataclasses.replace(tables.state, **state)
@@ -342,7 +345,7 @@ class CompressedKV:
         return dataclasses.replace(self, pools=tuple(pools), tables=tuple(every))
 
     def _evicted(self, layer: int, attended: Float[Array, "B K"]) -> "CompressedKV":
-        """State without the entry of lowest rank of each of a layer's segments that is over its limit."""
+        """Return the state without the lowest-ranked entry of each of a layer's segments above its limit."""
         pool, segments = self.pool(layer), segments_of(self.tables[layer], 0)
         how = Eviction(terms=self.terms, heads=attended.shape[1], dtype=pool.dtype)
         pool, left = evict(pool, segments, attended, how)
@@ -350,7 +353,7 @@ class CompressedKV:
         return self._updated(layer, pool, {"tau": tau}, length=left.length[None])
 
     def _remembering(self, layer: int, token: Token, new: NewTokens) -> "CompressedKV":
-        """State whose buffer of a layer's last queries, if it has one, holds the new tokens' queries."""
+        """Return the state with new tokens' queries in a layer's query buffer, if the layer has one."""
         state = self.tables[layer].state
         if state is None or not state.query_buffers:
             return self
@@ -359,14 +362,14 @@ class CompressedKV:
         )
 
     def _recompressed(self, layer: int, every: int) -> "CompressedKV":
-        """State with a layer recompressed in sequences that have `every` entries beyond their limit."""
+        """Return the state with a layer recompressed in sequences that have `every` entries more than their limit."""
         tables = self.tables[layer]
         due = (tables.length - tables.limit).max(axis=(0, 2)) >= every
         again = partial(CompressedKV._compressed_again, layer=layer)
         return lax.cond(due.any(), again, lambda state, _: state, self, due)
 
     def _compressed_again(self, due: Bool[Array, " B"], layer: int) -> "CompressedKV":
-        """State with a layer's sequences that are `due` recompressed, over all that they hold."""
+        """Return the state with the sequences in mask `due` of a layer recompressed, over all their entries."""
         held, parts, tables = HeldAgain(self, layer), self.parts, self.tables[layer]
         made = run_to_end(compress(held, parts, key=held.layer.key, due=due))
         at, usual = self.first + layer, made.length
@@ -384,17 +387,17 @@ class CompressedKV:
         )
 
     def _require_plain(self, half: str) -> None:
-        """Raises ValueError unless tokens are only appended, and read all entries."""
+        """Raise ValueError unless the policy only appends tokens and reads all entries."""
         plain = isinstance(self.parts.after, Append) and self.parts.read.everything
-        remedy = f"its policy evicts, or chooses what is read, in one step: use step, not {half}"
+        remedy = f"its policy evicts, or selects what is read, within a step: use step, not {half}"
         require(plain, "state", brief(self.parts), remedy)
 
 
 class HeldAgain(LayerSource):
-    """Source of one layer of a state, to compress it again."""
+    """Layer source that recompresses one layer of a state."""
 
     def __init__(self, held: CompressedKV, layer: int):
-        """Counts entries to keep, and gathers what programs read of the layer."""
+        """Count the entries to keep, and gather the layer's arrays for the programs."""
         parts, pool, tables = held.parts, held.pool(layer), held.tables[layer]
         assert tables.state is not None and held.key is not None
         query_buffers, at = tables.state.query_buffers, held.first + layer
@@ -419,24 +422,27 @@ class HeldAgain(LayerSource):
         )
 
     def candidates(self, index: int) -> Candidates:
-        """`Candidates` of the layer: scores by the policy's rank, or by its scorer from the last queries."""
+        """Return the `Candidates` of the layer: scores by the policy's rank, or by its scorer from the last queries."""
         return candidates_again(self.layer, self.static, self.shaping)
 
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Size P in entries of the layer's pool, which does not change."""
+        """Return P, the size in entries of the layer's pool, which does not change."""
         return self.size
 
     def rows(self, index: int) -> Unpacked:
-        """The layer's entries, in order of position."""
+        """Return the layer's entries, in order of position."""
         return rows_again(self.layer, self.static, self.shaping)
 
 
 def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: Array) -> None:
-    """Raises ValueError unless the last `taken` entries of each segment have the positions up to `last`."""
-    # Entries are in order of position: the first of them tells.
+    """Raise ValueError unless the last `taken` entries of each segment have the positions up to `last`."""
+    # Entries are in order of position, so comparing the first of them suffices.
     first = jnp.take_along_axis(pos, jnp.maximum(start + length - taken[:, None], 0), axis=1)
     right = (length >= taken[:, None]) & (first == (last + 1 - taken)[:, None])
     wrong = np.asarray((taken > 0) & ~right.all(axis=1))
     at = int(wrong.argmax())
-    remedy = f"of sequence {at} a kv head has not kept as many last positions: give fewer queries, or count="
+    remedy = (
+        f"sequence {at} has evicted one of as many last positions in a kv head: give "
+        "fewer queries, or count="
+    )
     require(not wrong.any(), "q", f"{taken[at]} tokens", remedy)

@@ -55,7 +55,7 @@ def call(
     in_place: dict[int, int],
     interpret: bool,
 ) -> Any:
-    """Runs a TPU kernel once per point of a grid, one program after the other; returns the list of outputs.
+    """Run a TPU kernel once per point of a grid, one program after the other; return the list of outputs.
 
     Args:
         kernel: takes a ref per scalar table, input, output and scratch, in this order.

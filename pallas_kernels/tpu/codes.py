@@ -56,7 +56,7 @@ def scales_of(leaf: jax.Array) -> jax.Array:
 
 
 def joined(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
-    """Writes new rows' scales at row `end`, at P none; returns keys or values and the rows `f32[B, K, 2, D]`.
+    """Write new rows' scales at row `end`, at P none; return keys or values and the rows `f32[B, K, 2, D]`.
 
     Of a row the first line is decoded, as later steps read it, and the second has its codes.
     """

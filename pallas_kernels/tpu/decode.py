@@ -80,7 +80,7 @@ def append_and_attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, Rows, Rows]:
-    """Writes each head's new row behind its segment and attends to the segment with it; output, lse and the pool.
+    """Write each head's new row behind its segment and attend to the segment with it; output, lse and the pool.
 
     Rows are written in place if the pool is donated. A window is a later `start` with a smaller `length`.
 
@@ -131,7 +131,7 @@ def _tables(start, length, counts, tile=TILE):
 
 
 def _run(q, new, k, v, tables, softcap, interpret):
-    """Calls the kernel: `new` rows and five `tables` to append, none and two to attend; its outputs."""
+    """Call the kernel: `new` rows and five `tables` to append, none and two to attend; its outputs."""
     batch, heads, rows, dim = q.shape
     padded = -(-rows // _SUBLANES) * _SUBLANES
     coded, beside = isinstance(k, tuple), ()
@@ -197,7 +197,7 @@ def _run(q, new, k, v, tables, softcap, interpret):
 # multiplied); to append tiles of new rows [2 sequences, keys and values, K, TILE, D], and a semaphore for the reads and
 # one for the writes of both sequences.
 def _kernel(*refs, appends, coded, chunk, softcap):
-    """Attends a program's queries to its segment; begins copies of later blocks, and of the sequences' new rows."""
+    """Attend a program's queries to its segment; begin copies of later blocks, and of the sequences' new rows."""
     start, length, *refs = refs
     counts, before, last, *refs = refs if appends else (None, None, None, *refs)
     q_ref, *refs = refs

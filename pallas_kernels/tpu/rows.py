@@ -56,7 +56,7 @@ class Copies:
         lax.fori_loop(0, AHEAD, lambda index, _: self._begin_next(), None)
 
     def awaited(self, b, h, index):
-        """Waits for a block and begins the copy of a later one; returns the buffer in which it lies, i32."""
+        """Wait for a block and begin the copy of a later one; return the buffer in which it lies, i32."""
         self._begin_next()
         done = self.numbers[4]
         self.numbers[4] = done + 1
@@ -89,7 +89,7 @@ class Copies:
         self.numbers[0], self.numbers[1] = lax.while_loop(empty, after, (b, h))
 
     def _begin_next(self):
-        """Begins the copy of the block that is next in the ring, if any is left, and points at the one behind it."""
+        """Begin the copy of the block that is next in the ring, if any is left, and points at the one behind it."""
         b, h, index, copied = (self.numbers[each] for each in range(4))
         batch, heads = self.start.shape
 
@@ -119,7 +119,7 @@ class Copies:
         return [(row, at < end) for row, at in zip(rows, begins, strict=True)]
 
     def _each(self, b, h, index, slot, act):
-        """Calls `act` on each copy of a block: chunks of keys and values, up to the last row of the segment."""
+        """Call `act` on each copy of a block: chunks of keys and values, up to the last row of the segment."""
         for number, (row, some) in enumerate(self.chunks(b, h, index)):
 
             @tpu.when(some)
@@ -142,7 +142,7 @@ class NewEntries:
         self.read, self.wrote, (self.heads, self.tile) = read, wrote, tiles.shape[2:4]
 
     def append(self, b, sequences):
-        """Puts a sequence's new rows into their tiles and begins to write them; begins to read the next one's."""
+        """Put a sequence's new rows into their tiles and begin to write them; begin to read the next one's."""
         mine = lax.rem(b, jnp.int32(2))
 
         @tpu.when(b == 0)
@@ -167,7 +167,7 @@ class NewEntries:
             self._each_read(b + 1, lambda copy: copy.start())
 
     def finish(self, b):
-        """Waits until a sequence's new rows are written."""
+        """Wait until a sequence's new rows are written."""
         self._each_write(b, lambda copy: copy.wait())
 
     def _base(self, b, h):
@@ -175,7 +175,7 @@ class NewEntries:
         return whole_tile(self.start[b, h] + self.length[b, h], self.tile)
 
     def _change(self, b, h, mine):
-        """Puts a head's new key and value into its tile, or into the one that an earlier head has changed."""
+        """Put a head's new key and value into its tile, or into the one that an earlier head has changed."""
         from_tile = jnp.where(self.before[b, h] < 0, h, self.before[b, h])
         row = self.start[b, h] + self.length[b, h] - self._base(b, h)
         for each, new in enumerate(self.new):
@@ -184,7 +184,7 @@ class NewEntries:
             self.tiles[mine, each, h] = jnp.where(here, new[0, h], old).astype(self.tiles.dtype)
 
     def _each_read(self, b, act):
-        """Calls `act` on the copy of each head's tile from the pools; on none for an ended sequence."""
+        """Call `act` on the copy of each head's tile from the pools; on none for an ended sequence."""
         mine = lax.rem(b, jnp.int32(2))
 
         def one(h, _):
@@ -194,7 +194,7 @@ class NewEntries:
         self._each_head(b, one)
 
     def _each_write(self, b, act):
-        """Calls `act` on the copy of each changed tile to the pools; on none for an ended sequence."""
+        """Call `act` on the copy of each changed tile to the pools; on none for an ended sequence."""
         mine = lax.rem(b, jnp.int32(2))
 
         def one(h, _):
@@ -206,14 +206,14 @@ class NewEntries:
         self._each_head(b, one)
 
     def _each_head(self, b, one):
-        """Calls `one` for each head, unless the sequence has ended."""
+        """Call `one` for each head, unless the sequence has ended."""
 
         @tpu.when(self.counts[b] > 0)
         def _():
             lax.fori_loop(0, self.heads, one, None)
 
     def _places(self, b, h, mine):
-        """Yields the places of a head's tile in the pools and in VMEM, of keys and of values."""
+        """Yield the places of a head's tile in the pools and in VMEM, of keys and of values."""
         for each, pool in enumerate(self.pools):
             there = pool.at[b, tpu.ds(self._base(b, h), self.tile)]
             yield there, self.tiles.at[mine, each, h]
