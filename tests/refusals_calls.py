@@ -226,9 +226,9 @@ ARRAYS = [
                 ({"policy": PyramidKV(budget=16)}, "layers=None"),
                 ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
                 ({"policy": SnapKV(budget=0.1, window=8, min_budget="raise")}, "budget=0.1"),
-                ({"k": jnp.zeros((2, 64, 8))}, r"k=\[2, 64, 8\]: give \[B, K, S, D\]"),
-                ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': give floating-point"),
-                ({"length": jnp.asarray([64, 65])}, r"length=\[64, 65\]: there are 64 tokens"),
+                ({"k": jnp.zeros((2, 64, 8))}, r"k=\[2, 64, 8\]: wrong shape: give \[B, K, S, D\]"),
+                ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': not floating point: give floating-point"),
+                ({"length": jnp.asarray([64, 65])}, r"length=\[64, 65\]: out of range: give 0 to 64"),
                 ({"length": jnp.asarray([64.0, 3.0])}, r"length='float32\[2\]'"),
                 ({"headroom": -1}, "headroom=-1"),
             )
@@ -243,7 +243,7 @@ ARRAYS = [
         on_rows,
         (
             lambda rows, k, v, q: rows.append(k[:, :1], v[:, :1]),
-            r"^k=\[2, 1, 2, 8\]: this state takes",
+            r"^k=\[2, 1, 2, 8\]: wrong shape: give",
         ),
         (
             lambda rows, k, v, q: rows.append(*(x.astype(jnp.bfloat16) for x in (k, v))),

@@ -264,9 +264,9 @@ def test_more_queries_than_the_last_rows_have_positions_are_refused():
     rows = rows.append(*(each[:, :, :2] for each in draw(seed=1)[:2]))
     held = 2 + WINDOW
     many = q[:, :, : held + 6]
-    with pytest.raises(ValueError, match=f"q='{held + 6} tokens': of sequence 0 "):
+    with pytest.raises(ValueError, match=f"q='{held + 6} tokens': sequence 0 "):
         rows.attend(many)
-    with pytest.raises(ValueError, match=f"q='{held + 6} tokens': of sequence 1 "):
+    with pytest.raises(ValueError, match=f"q='{held + 6} tokens': sequence 1 "):
         rows.attend(many, count=jnp.asarray([held, held + 6]))
     # No more than that is right, whether `append` put them there or the window kept them, and so are fewer of some.
     few = many[:, :, :held]
@@ -287,7 +287,7 @@ def test_queries_of_tokens_that_were_appended_one_by_one_and_of_sequences_that_t
         rows = rows.append(new_k[:, :, one], new_v[:, :, one], count=jnp.asarray([1, 0]))
     out = rows.attend(new_q, count=jnp.asarray([4, 0]))
     np.testing.assert_allclose(out[0], attended(new_q, rows, last=4)[0], atol=2e-5)
-    with pytest.raises(ValueError, match="q='4 tokens': of sequence 1 "):
+    with pytest.raises(ValueError, match="q='4 tokens': sequence 1 "):
         rows.attend(new_q, count=jnp.asarray([0, 4]))
     # Of what found no room no row tells, and none is asked for.
     full = jax.jit(lambda *new: start.append(*new))(
