@@ -1,13 +1,11 @@
-"""Writes the lists that follow from the policies themselves: `python docs/make_lists.py`, which `make format` runs.
+"""Write the lists that follow from the policies: `python docs/make_lists.py`, which `make format` runs.
 
-Policies are found in `jaxkv/policies/methods`. Their order, and where each paper lies, is that of the table in
-`docs/policies.md`, which people write. Made of both are the imports of `jaxkv/policies/methods/__init__.py`, the names
-that `jaxkv` knows before it imports them, and the table in `README.md`. The options in `docs/command_line.md` are those
-of the commands' parsers.
+Policies are found in `jaxkv/policies/methods`; their order is that of the table in `docs/policies.md`, written by hand.
+From both follow the imports of `jaxkv/policies/methods/__init__.py` and the policies that `jaxkv` exports. The options
+in `docs/command_line.md` are those of the commands' parsers.
 """
 
 import importlib
-import inspect
 import pkgutil
 import re
 import sys
@@ -23,12 +21,8 @@ from jaxkv.policies.policy import Policy  # noqa: E402
 from jaxkv.policies.registry import POLICIES  # noqa: E402
 
 INIT, TOP = ROOT / "jaxkv/policies/methods/__init__.py", ROOT / "jaxkv/__init__.py"
-README, TABLE, COMMANDS = (
-    ROOT / "README.md",
-    ROOT / "docs/policies.md",
-    ROOT / "docs/command_line.md",
-)
-_ROW = re.compile(r"^\| `(\w+)` \|.*\| ([^|]*)\|$", flags=re.M)
+TABLE, COMMANDS = ROOT / "docs/policies.md", ROOT / "docs/command_line.md"
+_ROW = re.compile(r"^\| `(\w+)` \|.*\|$", flags=re.M)
 _HEADER = '''"""Methods of the literature, one short file each; importing them makes their names known, in this order.
 
 Written by docs/make_lists.py from the files beside this one: a new policy needs no line here.
@@ -39,7 +33,7 @@ Written by docs/make_lists.py from the files beside this one: a new policy needs
 
 
 def found() -> dict[str, type[Policy]]:
-    """Classes of the shipped policies by class name, in the order of the table in docs/policies.md; others behind."""
+    """Classes of the shipped policies by name, in the order of the table in docs/policies.md; others last."""
     for module in pkgutil.iter_modules(methods.__path__):
         importlib.import_module(f"{methods.__name__}.{module.name}")
     classes = {
@@ -47,7 +41,7 @@ def found() -> dict[str, type[Policy]]:
         for cls in POLICIES.values()
         if cls.__module__.startswith(methods.__name__)
     }
-    order = list(_papers())
+    order = _ROW.findall(TABLE.read_text("utf-8"))
     return dict(
         sorted(
             classes.items(),
@@ -56,13 +50,8 @@ def found() -> dict[str, type[Policy]]:
     )
 
 
-def _papers() -> dict[str, str]:
-    """Links to papers by class name, as the table in docs/policies.md has them."""
-    return dict(_ROW.findall(TABLE.read_text("utf-8")))
-
-
 def init_text() -> str:
-    """Text of `methods/__init__.py`: an import of each module's policies, and `__all__`."""
+    """Text of `methods/__init__.py`: imports of each module's policies, and `__all__`."""
     by_module: dict[str, list[str]] = {}
     for name, cls in found().items():
         by_module.setdefault(cls.__module__, []).append(name)
@@ -80,20 +69,6 @@ def top_text() -> str:
     return block.sub(lambda match: match[1] + listed + match[2], TOP.read_text("utf-8"))
 
 
-def readme_text() -> str:
-    """Text of README.md with the table of policies: class, first sentence of its docstring, paper."""
-    papers, text = _papers(), README.read_text("utf-8")
-    rows = []
-    for name, cls in found().items():
-        about = (inspect.getdoc(cls) or "").splitlines()[0].rstrip(".")
-        first, _, rest = about.partition(" ")
-        rows.append(
-            f"| `{name}` | {first.lower() if first.istitle() else first} {rest} | {papers.get(name, '')}|"
-        )
-    head = "| Class | What it does | Paper |\n|---|---|---|\n"
-    return re.sub(re.escape(head) + r"(\|.*\n)*", lambda _: head + "\n".join(rows) + "\n", text)
-
-
 def commands_text() -> str:
     """Text of docs/command_line.md with the options of all commands."""
     head, mark, _ = COMMANDS.read_text("utf-8").partition("<!-- Written by docs/make_lists.py")
@@ -101,8 +76,8 @@ def commands_text() -> str:
 
 
 def main(*, write: bool = True) -> list[str]:
-    """Writes the files; returns the names of those whose text was another."""
-    texts = {INIT: init_text(), TOP: top_text(), README: readme_text(), COMMANDS: commands_text()}
+    """Write the files; return the names of those whose text changed."""
+    texts = {INIT: init_text(), TOP: top_text(), COMMANDS: commands_text()}
     stale = [path for path, text in texts.items() if path.read_text("utf-8") != text]
     for path in stale if write else ():
         path.write_text(texts[path], encoding="utf-8")

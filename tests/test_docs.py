@@ -93,17 +93,13 @@ def test_links_of_notebooks_and_pictures_are_followed(tmp_path):
     assert links.links_of(links.text_of(tmp_path / "n.ipynb")) == [(1, "a.svg")]
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/policies.md"])
-def test_every_policy_is_in_the_tables(name):
-    rows = re.findall(r"^\| `(\w+)` \|(?: `(\w+)` \|)?.*\|(.*)\|$", TEXTS[name], flags=re.M)
-    papers = {cls: paper for cls, _, paper in rows if cls in KNOWN}
+def test_every_policy_is_in_the_table():
+    rows = re.findall(r"^\| `(\w+)` \|.*\|(.*)\|$", TEXTS["docs/policies.md"], flags=re.M)
+    papers = {cls: paper for cls, paper in rows if cls in KNOWN}
     assert set(papers) == {cls.__name__ for cls in POLICIES.values()}
     for policy, cls in POLICIES.items():
         identifier = re.findall(r"\d{4}\.\d{5}", cls.paper or "")
         assert all(each in papers[cls.__name__] for each in identifier), policy
-    assert all(
-        not named or POLICIES[named].__name__ == cls for cls, named, _ in rows if cls in KNOWN
-    )
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -142,7 +138,8 @@ def test_commands_are_taken(name):
                 chosen(options).policy()
 
 
-@pytest.mark.parametrize("name", TEXTS)
+# The page of renamed names has names that are no longer there.
+@pytest.mark.parametrize("name", sorted({*TEXTS} - {"docs/changes.md"}))
 def test_values_between_backticks_can_be_made(name):
     """`SnapKV(budget=256, every=64)` in a sentence or a line has fields that exist, and is not rejected."""
     # What is written from docstrings names what is beside them, too.
@@ -180,16 +177,18 @@ def test_the_architecture_names_files_that_exist():
     ]
 
 
-def test_figures_of_the_readme_are_those_of_the_benchmarks():
-    table = re.search(r"^\| \| how it is known.*?\n\n", TEXTS["README.md"], flags=re.S | re.M)[0]
-    figures = [
-        each
-        for row in table.strip().splitlines()[2:]
-        for each in re.findall(r"[\d.]+", row.split("|", 3)[3])
-    ]
-    assert len(figures) >= 20 and all(
-        re.search(rf"\b{each}\b", TEXTS["docs/benchmarks.md"]) for each in figures
-    )
+def test_figures_of_the_readme_are_those_of_their_pages():
+    why = TEXTS["README.md"].partition("## Why\n")[2].partition("\n## ")[0]
+    rows = [re.findall(r"[^|]+", line) for line in why.splitlines() if re.match(r"\| \w", line)]
+    full, snapkv = ([row[at].strip() for row in rows[:3]] for at in (1, 2))
+    found = [("gpu", "FullKV | 8 x", full), ("gpu", "SnapKV | 8 x", snapkv)]
+    for name, *figures in rows[4:]:
+        found.append(("which_policy", name.split(",")[0].strip(), list(map(str.strip, figures))))
+    assert len(found) == 7 and [row[1].strip() for row in rows[3:4]] == ["5 %"]
+    for page, begins, figures in found:
+        lines = TEXTS[f"docs/{page}.md"].splitlines()
+        lines = [line for line in lines if line.startswith(f"| {begins}")]
+        assert any(all(each in line for each in figures) for line in lines), (begins, figures)
 
 
 def test_the_extra_takes_what_is_pinned():
@@ -208,8 +207,7 @@ def test_the_extra_takes_what_is_pinned():
 
 
 def test_the_readme_is_short():
-    # Without the table of policies, which grows by itself.
-    assert sum(not line.startswith("| `") for line in TEXTS["README.md"].splitlines()) <= 128
+    assert len(TEXTS["README.md"].split()) <= 1300
 
 
 def test_lists_of_policies_are_made_of_their_files(tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""What the README shows first is so: a document compressed once and asked three times is answered three times right."""
+"""The README's example: one compressed document, three questions, three right answers, which the page shows."""
 
 import ast
 import re
@@ -52,12 +52,17 @@ def test_the_report_is_as_long_as_said():
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 def test_three_of_three_are_right(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    model = running.smollm2()
+    monkeypatch.setattr(jaxkv, "load", lambda name: model)
     (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
     (tree, policy), said = asking(), []
-    names = {name: getattr(jaxkv, name) for name in jaxkv.__all__}
-    names |= {"jaxkv": jaxkv, "params": running.smollm2(), "print": said.append, "POLICY": POLICY}
+    names = {"print": said.append, "POLICY": POLICY}
     if POLICY is not None:
         policy.value = ast.Name("POLICY", ast.Load())
     exec(compile(ast.fix_missing_locations(tree), "README.md", "exec"), names)
     assert len(said) == len(ANSWERS) and all(map(str.__contains__, said, ANSWERS)), said
     assert names["cache"].turn is Turn.USER, "loaded as it was saved"
+    (shown,) = re.findall(
+        r"^```text\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), flags=re.S | re.M
+    )
+    assert all(map(str.__contains__, shown.splitlines(), ANSWERS))

@@ -1,6 +1,6 @@
-"""Draws the pictures of docs/concepts.md: SVG by hand, legible on light and dark pages, the same bytes every time.
+"""Draw the pictures of docs/concepts.md: SVG, legible on light and dark pages, the same bytes every time.
 
-`python docs/pictures/make_pictures.py` writes them beside this file; `--check` says which are not what it would write.
+`python docs/pictures/make_pictures.py` writes them next to this file; `--check` lists those that differ.
 """
 
 import argparse
@@ -67,7 +67,7 @@ class Drawing:
         )
 
     def cells(self, x: float, y: float, kinds: Sequence[str]) -> None:
-        """A row of cells, one for each token or row."""
+        """A line of cells, one for each token or entry."""
         for at, kind in enumerate(kinds):
             self.box(x + at * CELL + 1, y, CELL - 2, CELL - 2, kind)
 
@@ -120,14 +120,16 @@ def _choices(*, adaptive: bool) -> list[list[str]]:
 
 
 def pool() -> Drawing:
-    """Two policies' choices, and the pools that they lie in."""
+    """Two policies' choices, and the pools that hold them."""
     drawing = Drawing(
-        760, 430, "Rows of four heads, chosen by SnapKV and by AdaKV, and the pools they lie in"
+        760,
+        430,
+        "Entries of four heads, chosen by SnapKV and by AdaKV, and the pools that hold them",
     )
-    grey = ("24 tokens of a prompt; grey ones", "are gone, and their memory with them.")
-    won = ("Head 3 has won rows of heads 0 and 2.", "(AdaKV's floor under each is left out.)")
+    grey = ("24 tokens of a prompt; grey ones", "are evicted, and their memory is freed.")
+    won = ("Head 3 wins entries from heads 0 and 2.", "(AdaKV's floor per head is left out.)")
     for top, title, adaptive, said in (
-        (28, "SnapKV(budget=8): as many rows in every head", False, grey),
+        (28, "SnapKV(budget=8): equally many entries in every head", False, grey),
         (218, "AdaKV(budget=8): heads compete, the sum is the same", True, won),
     ):
         heads = _choices(adaptive=adaptive)
@@ -154,28 +156,30 @@ def pool() -> Drawing:
             drawing.text(x + len(rows) * CELL / 2, y + 35, f"head {head}", "note", "middle")
             x += len(rows) * CELL + 8
         drawing.box(x + 1, y, 8 * CELL - 2, CELL - 2, "room")
-        drawing.text(x + 4 * CELL, y + 35, "room", "note", "middle")
+        drawing.text(x + 4 * CELL, y + 35, "headroom", "note", "middle")
     drawing.legend(
         76,
         414,
         [
             ("kept", "chosen by score"),
             ("always", "sink and window, always kept"),
-            ("gone", "dropped"),
+            ("gone", "evicted"),
         ],
     )
     return drawing
 
 
 def parts() -> Drawing:
-    """What a policy's parts do, in order."""
-    drawing = Drawing(760, 250, "The parts of a policy in the order in which the engine asks them")
-    drawing.text(20, 28, "behind the prompt, layer by layer", "title")
+    """The parts of a policy, in order."""
+    drawing = Drawing(
+        760, 250, "The parts of a policy, in the order in which the engine calls them"
+    )
+    drawing.text(20, 28, "after the prompt, layer by layer", "title")
     boxes = [
-        ("scorer", "a number for", "every row"),
-        ("layers, heads", "how many rows", "each may keep"),
+        ("scorer", "a score for", "every entry"),
+        ("layers, heads", "how many entries", "each keeps"),
         ("keep", "sinks, window,", "protected spans"),
-        ("merge", "dropped rows join", "kept ones, or not"),
+        ("merge", "adds evicted entries", "to kept ones, or not"),
     ]
     for at, (name, first, second) in enumerate(boxes):
         x = 20 + at * 184
@@ -187,10 +191,10 @@ def parts() -> Drawing:
             drawing.arrow(x - 30, 79, x - 3)
     drawing.text(20, 148, "with each new token", "title")
     later = [
-        ("read", "everything, or what", "filter layers chose"),
-        ("after: Append", "the cache grows", "by a row"),
-        ("after: Evict(rank)", "the weakest row", "goes for it"),
-        ("after: Recompress(every=n)", "after n tokens:", "from the start"),
+        ("read", "all entries, or what", "filter layers choose"),
+        ("after: Append", "the cache grows", "by an entry"),
+        ("after: Evict(rank)", "the lowest-ranked", "entry is evicted"),
+        ("after: Recompress(every=n)", "after n tokens: score", "and select again"),
     ]
     for at, (name, first, second) in enumerate(later):
         x = 20 + at * 184
@@ -206,9 +210,9 @@ def parts() -> Drawing:
     return drawing
 
 
-def drawing_tokens() -> Drawing:
-    """Rows per head while tokens are drawn."""
-    drawing = Drawing(760, 360, "Rows per kv head while 600 tokens are drawn, by policy")
+def decoding() -> Drawing:
+    """Entries per kv head while decoding."""
+    drawing = Drawing(760, 360, "Entries per kv head while 600 tokens are sampled, by policy")
     left, right, top, bottom = 70, 500, 50, 310
 
     def at(tokens, rows):
@@ -217,14 +221,14 @@ def drawing_tokens() -> Drawing:
             bottom - (bottom - top) * rows / 1700,
         )  # noqa: E731
 
-    drawing.text(20, 28, "rows per kv head after a prompt of 1,000 tokens, budget=256", "title")
+    drawing.text(20, 28, "entries per kv head after a prompt of 1,000 tokens, budget=256", "title")
     drawing.curve([(left, top), (left, bottom), (right, bottom)], "line")
     for rows in (0, 256, 1000, 1600):
         x, y = at(0, rows)
         drawing.text(x - 8, y + 4, f"{rows:,}", "note", "end")
     for tokens in (0, 200, 400, 600):
         drawing.text(at(tokens, 0)[0], bottom + 18, str(tokens), "note", "middle")
-    drawing.text((left + right) / 2, bottom + 36, "tokens drawn", "note", "middle")
+    drawing.text((left + right) / 2, bottom + 36, "tokens sampled", "note", "middle")
     saw = [(tokens, 256 + tokens % 64) for tokens in range(0, 601)]
     saw = [each for each in saw if (each[0] % 64) in (0, 63) or each[0] == 600]
     lines: list[tuple[str, list[tuple[int, int]], str, float]] = [
@@ -232,7 +236,7 @@ def drawing_tokens() -> Drawing:
         ("d dashed", [(0, 512), (600, 1112)], "what OmniKV(budget=512) reads", 0),
         ("a", [(0, 256), (600, 856)], "SnapKV: appends", 0),
         ("c", saw, "SnapKV(every=64)", -7),
-        ("b", [(0, 256), (600, 257)], "H2O: one row goes for each", 9),
+        ("b", [(0, 256), (600, 257)], "H2O: evicts one per token", 9),
     ]
     for kind, points, words, shift in lines:
         drawing.curve([at(*each) for each in points], f"curve {kind}")
@@ -243,7 +247,7 @@ def drawing_tokens() -> Drawing:
 def budgets() -> Drawing:
     """How one sum spreads over layers and heads."""
     drawing = Drawing(
-        760, 250, "The same number of rows, spread over layers and over heads in different ways"
+        760, 250, "The same number of entries, spread over layers and over heads in different ways"
     )
     spreads: list[tuple[str, str, list[float]]] = [
         ("UniformLayers", "layers", [256.0] * 8),
@@ -274,13 +278,13 @@ def budgets() -> Drawing:
 PICTURES: dict[str, Callable[[], Drawing]] = {
     "pool": pool,
     "parts": parts,
-    "drawing_tokens": drawing_tokens,
+    "decoding": decoding,
     "budgets": budgets,
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Writes the pictures, or compares them.
+    """Write the pictures, or compare them.
 
     Args:
         argv: the arguments; those of the process if None.
