@@ -273,7 +273,7 @@ def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, mon
     assert len(record["filters"]) == 3 and np.shape(record["similarity"]["mass"]) == (30, 30)
     assert list(checkpoints.manifest(NAME).filter_layers) == record["filters"]
     assert main(["filters", "--text-file", str(text), "--model", "elsewhere", "--save"]) == 2
-    assert "only named models" in capsys.readouterr().err
+    assert "not a named model" in capsys.readouterr().err
     assert main(["filters", "--text-file", str(tmp_path / "none.txt")]) == 2
 
 

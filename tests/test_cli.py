@@ -125,7 +125,7 @@ def test_prompt_file_and_question_are_joined(asked, tmp_path):
         (["--output", "no/such/folder/x.json"], "--output='no/such/folder/x.json'"),
         (["--prompt-file", "no-such-file"], "--prompt-file=no-such-file: No such file"),
         (["--buget", "5"], "unrecognized arguments: --buget 5; did you mean --budget?"),
-        (["--compression-ratio=0.5"], "it is kvpress' share of entries removed: give --budget"),
+        (["--compression-ratio=0.5"], "it is the evicted share in kvpress: use --budget"),
     ],
 )
 def test_bad_options_are_refused_before_anything_is_loaded(capsys, monkeypatch, arguments, message):
@@ -140,7 +140,7 @@ def test_bad_prompt_files(capsys, monkeypatch, tmp_path, content):
     file = tmp_path / "bad.txt"
     file.write_bytes(content)
     message = refused(capsys, "generate", "--prompt-file", str(file), "--question", "Why?")
-    assert ("not UTF-8" if content.startswith(b"\xff") else "it is empty") in message
+    assert ("not UTF-8" if content.startswith(b"\xff") else "the text is empty") in message
 
 
 def test_no_command_and_unknown_models(capsys, monkeypatch):

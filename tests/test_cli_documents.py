@@ -78,7 +78,7 @@ def test_what_is_refused(model, saved, capsys, tmp_path):
     said = lambda *given: refused(capsys, *given)  # noqa: E731
     assert "--out" in said("compress", text, *base, "--out", str(saved)) and saved.is_dir()
     assert "--out=" in said("compress", text, *base, "--out", str(tmp_path / "no" / "folder"))
-    assert "it is empty" in said(
+    assert "the text is empty" in said(
         "compress", str(tmp_path / "empty"), *base, "--out", str(tmp_path / "a")
     )
     assert not (tmp_path / "a").exists()

@@ -81,7 +81,7 @@ def test_a_fifo_is_written_to_and_stays_one(tmp_path, capsys):
     assert capsys.readouterr().out == ANSWER + "\n"
     # Before there is an answer it is not opened, which would wait for a reader.
     asked = ("generate", "--prompt", "", "--output", str(fifo))
-    assert "give --prompt TEXT" in refused(capsys, *asked)
+    assert "no prompt: use --prompt TEXT" in refused(capsys, *asked)
 
 
 def test_devices_are_never_replaced(monkeypatch, tmp_path):

@@ -118,7 +118,7 @@ def test_help_names_the_few_policies_without_an_option(capsys):
     out = capsys.readouterr().out
     first, _, said, *_ = out.splitlines()
     assert first == "usage: jaxkv plan --model NAME --gpus KINDxN --context N [options]"
-    assert said == "Say what fits on GPUs that need not be there."
+    assert said == "Plan memory and speed on GPUs, present or not."
     words = " ".join(out.split())
     without = ", ".join(
         name for name, cls in POLICIES.items() if "--min-budget" not in options.flags_of(cls)
@@ -174,14 +174,14 @@ def test_options_make_the_policy(policy_of, arguments, policy):
         ("--policy snapkv --budget 16", "budget=16: below sinks + window"),
         ("--policy snapkv --window 2.5", "--window=2.5: give a whole number"),
         (f"--policy snapkv --window {2**63}", f"--window={2**63}"),
-        ("--policy snapkv --protect 7", "--protect=7: give first and last + 1"),
+        ("--policy snapkv --protect 7", "--protect=7: not a span: use first:last+1"),
         ("--policy snapkv --group sum", "--group=sum: use one of mean, max"),
         ("--policy snapkv --pool-kernel 4", "kernel=4"),
-        ("--policy h2o --recent nan", "--recent=nan: give a finite number"),
+        ("--policy h2o --recent nan", "--recent=nan: not finite: use a finite number"),
         ("--policy omnikv --filters 1 x", "--filter-layers=1 x: give a whole number"),
         ("--policy adakv --beta 20", "--beta=20: adakv over snapkv has no such option"),
         ("--policy adakv --base full", "give a policy that drops entries"),
-        ("--policy omnikv --base snapkv", "--base='snapkv': omnikv is not supported on a policy"),
+        ("--policy omnikv --base snapkv", "--base='snapkv': omnikv supports no base"),
         ("--protect 1:2", "--protect=1:2: full has no such option"),
         ("--policy cam --no-merge", "--no-merge: cam always folds"),
         ("--policy adakv --base pyramid", "did you mean pyramidkv or pyramidinfer?"),

@@ -81,7 +81,7 @@ def test_chats_are_answered_as_generate_does(client):
         found = client.post(CHATS, json={"messages": messages, **GREEDY, **more}).json()
         assert found["object"] == "chat.completion"
         assert (
-            found["choices"][0]["message"].items() >= {"role": "assistant", "invalid": None}.items()
+            found["choices"][0]["message"].items() >= {"role": "assistant", "refusal": None}.items()
         )
         return found["choices"][0]["message"]["content"], found["choices"][0]["finish_reason"]
 

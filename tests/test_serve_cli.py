@@ -101,7 +101,7 @@ def test_a_busy_address_is_told_before_anything_is_loaded(capsys, monkeypatch):
     with listening("127.0.0.1", 0) as first:
         port = str(first.getsockname()[1])
         said = refused(capsys, "serve", "--port", port)
-    assert f"address='127.0.0.1:{port}'" in said and "give another --host or --port" in said
+    assert f"address='127.0.0.1:{port}'" in said and "use another --host or --port" in said
 
 
 def test_further_policies_are_called_as_they_were_written():
@@ -135,7 +135,7 @@ def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch
         (["--slots", "many"], "--slots=many"),
         (["--port", "70000"], "--port=70000"),
         (["--api-key", "a b"], "without blanks"),
-        (["--host", "256.0.0.1"], "give another --host or --port"),
+        (["--host", "256.0.0.1"], "use another --host or --port"),
         (
             ["--also", "full --window 3"],
             "--also='full --window 3': --window=3: full has no such option",

@@ -263,7 +263,7 @@ def test_further_policies_share_the_budget_unless_they_have_one():
         "tiny:knorm": jaxkv.KNorm(budget=16),
     }
     for given, said in (
-        (["full", "full"], "given twice"),
+        (["full", "full"], "repeated policy"),
         (["snapkv --beams 3"], "--also='snapkv"),
     ):
         with pytest.raises(ValueError, match=said):

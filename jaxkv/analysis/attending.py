@@ -52,7 +52,7 @@ class Density(NamedTuple):
 def density(
     params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.01, bins: int = 64
 ) -> Density:
-    """Measures how evenly each layer's attention is spread.
+    """Measure how evenly each layer's attention is spread.
 
     Args:
         params: from `jaxkv.load`.
@@ -146,7 +146,7 @@ def retained(
     shares: Sequence[float] = SHARES,
     queries: int = 32,
 ) -> Float[np.ndarray, "L K n"]:
-    """Measures the share of each kv head's attention that its most attended keys hold.
+    """Measure the share of each kv head's attention that its most attended keys hold.
 
     Args:
         params: from `jaxkv.load`.
@@ -210,7 +210,7 @@ class FilterLayers(NamedTuple):
 def similarity(
     params: LanguageModel, texts: Sequence[Prompt], *, share: float = 0.067, queries: int = 64
 ) -> Float[np.ndarray, "L L"]:
-    """Measures how much of each layer's attention falls on the top tokens of lower layers.
+    """Measure how much of each layer's attention falls on the top tokens of lower layers.
 
     Args:
         params: from `jaxkv.load`.
@@ -285,7 +285,7 @@ def filter_layers(
     share: float = 0.067,
     queries: int = 64,
 ) -> FilterLayers:
-    """Finds the `m` OmniKV filter layers whose chosen tokens carry most attention of later layers.
+    """Find the `m` OmniKV filter layers whose chosen tokens carry most attention of later layers.
 
     Args:
         params: from `jaxkv.load`.

@@ -43,7 +43,7 @@ def whole_layers_of(params: LanguageModel) -> tuple[int, ...]:
 
 
 def layers_of(params: LanguageModel, text: Encoded, **needs: Any) -> Iterator[tuple[int, LayerOut]]:
-    """Runs a text; yields index and output, with these `Needs`, of each layer that attends to all of it."""
+    """Run a text; yield index and output, with these `Needs`, of each layer that attends to all of it."""
     whole, tokens = whole_layers_of(params), text.padded(bucket(len(text.ids[0])))
     given = place(tokens, "B S", params.axes), place(text.lengths, "B", params.axes)
     for index, out in enumerate(read_layers(params.flat, *given, needs=Needs(**needs))):
@@ -62,7 +62,7 @@ def finite(params: LanguageModel, values: np.ndarray) -> np.ndarray:
 def by_head(
     function: Callable[..., Any], per_head: Sequence[Array], per_sequence: Sequence[Array]
 ) -> Any:
-    """Calls `function` for one kv head of one sequence at a time, to save memory; returns the results `[B, K, ...]`.
+    """Call `function` for one kv head of one sequence at a time, to save memory; return the results `[B, K, ...]`.
 
     `function` takes the arrays `[B, K, ...]`, then the arrays `[B, ...]`, each without its batch and head axes.
     """

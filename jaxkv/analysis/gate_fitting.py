@@ -42,7 +42,7 @@ def fit_gate(
     penalty: int | float = 1.0,
     chunk: int = Replay.chunk,
 ) -> FittedGate:
-    """Fits KVzap's linear gate to a model by ridge regression, from the texts' KVzip+ scores; returns a `FittedGate`.
+    """Fit KVzap's linear gate to a model by ridge regression, from the texts' KVzip+ scores; return a `FittedGate`.
 
     Each text is read twice by the whole model, and one layer's weights minimise the squared error of the scores'
     logarithms, plus the penalty times the squared weights; biases are not penalised. Sums of products are float64, on
@@ -84,7 +84,7 @@ def fit_gate(
 def _observed(
     params: LanguageModel, prompt: Any, asked: Replay
 ) -> list[tuple[Float[np.ndarray, "n E"], Float[np.ndarray, "n K"]]]:
-    """Reads one text twice; list by layer of (normed hidden states `[n, E]`, logarithms of KVzip+ scores `[n, K]`).
+    """Read one text twice; list by layer of (normed hidden states `[n, E]`, logarithms of KVzip+ scores `[n, K]`).
 
     An entry that receives no attention counts as the least of its head's that receive some.
     """

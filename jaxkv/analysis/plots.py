@@ -17,7 +17,7 @@ def draw_lines(
     up: str,
     log: str = "",
 ) -> None:
-    """Samples lines into one panel.
+    """Sample lines into one panel.
 
     Args:
         figure: matplotlib's, such as `pyplot.figure(layout="constrained")`.
@@ -43,7 +43,7 @@ def draw_maps(
     label: str,
     most: int | float | None = None,
 ) -> None:
-    """Samples heat maps, five side by side, all on one scale of colours; cells of NaN stay empty.
+    """Sample heat maps, five side by side, all on one scale of colours; cells of NaN stay empty.
 
     Args:
         figure: matplotlib's, such as `pyplot.figure(layout="constrained")`.

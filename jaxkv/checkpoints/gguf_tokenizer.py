@@ -56,7 +56,7 @@ class GgufTokenizer:
         return self.model == "llama" or "whole" in _PRE.get(self.pre or "", ())
 
     def build(self) -> Any:
-        """Builds a `tokenizers.Tokenizer` from the vocabulary; ValueError for unsupported or inconsistent ones.
+        """Build a `tokenizers.Tokenizer` from the vocabulary; ValueError for unsupported or inconsistent ones.
 
         Returns:
             A `tokenizers.Tokenizer`.
@@ -109,7 +109,7 @@ class GgufTokenizer:
 
 
 def _byte_level(spec: GgufTokenizer) -> Any:
-    """Builds the byte-level BPE `Tokenizer` of a "gpt2" vocabulary; ValueError for an unknown pre-tokenizer."""
+    """Build the byte-level BPE `Tokenizer` of a "gpt2" vocabulary; ValueError for an unknown pre-tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     pre = spec.pre or "default"
@@ -133,7 +133,7 @@ def _byte_level(spec: GgufTokenizer) -> Any:
 
 
 def _sentencepiece(spec: GgufTokenizer) -> Any:
-    """Builds the sentencepiece BPE `Tokenizer` of a "llama" vocabulary; ValueError for unsound tokens or scores."""
+    """Build the sentencepiece BPE `Tokenizer` of a "llama" vocabulary; ValueError for unsound tokens or scores."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     require(

@@ -122,11 +122,11 @@ def with_joined_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredT
 
 
 def _joined(gates: StoredTensor, ups: StoredTensor) -> StoredTensor:
-    """Gates and ups of experts, [X, F, ...] each, as a `StoredTensor` [X, 2, F, ...]."""
+    """Gate and ups of experts, [X, F, ...] each, as a `StoredTensor` [X, 2, F, ...]."""
     shape = (gates.shape[0], 2, *gates.shape[1:])
 
     def read(index: Index) -> np.ndarray:
-        """Reads the part from the gates, the ups or both."""
+        """Read the part from the gates, the ups or both."""
         experts, halves, *rest = _spans(index, shape)
         return np.stack([each.read((experts, *rest)) for each in [gates, ups][halves]], axis=1)
 
@@ -136,7 +136,7 @@ def _joined(gates: StoredTensor, ups: StoredTensor) -> StoredTensor:
 
 
 def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:
-    """Raises ValueError unless a tensor holds MXFP4 blocks, and another one their scales."""
+    """Raise ValueError unless a tensor holds MXFP4 blocks, and another one their scales."""
     remedy = (
         f"MXFP4 blocks are uint8 [experts, outputs, inputs / {_GROUP}, {_GROUP_BYTES}]; {AGAIN}"
     )
@@ -157,12 +157,12 @@ def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) 
 
 
 def _turned(tensor: StoredTensor, *, paired: bool) -> StoredTensor:
-    """Floats [X, inputs, outputs], or biases [X, outputs], as a `StoredTensor` whose inputs are last."""
+    """Float [X, inputs, outputs], or biases [X, outputs], as a `StoredTensor` whose inputs are last."""
     count, *inputs, outputs = tensor.shape
     shape = (count, *_ahead(outputs, paired), *inputs)
 
     def read(index: Index) -> np.ndarray:
-        """Reads the part from the slices of the file's axes that hold it."""
+        """Read the part from the slices of the file's axes that hold it."""
         spans = _spans(index, shape)
         rows, rest = _rows(spans, paired)
         part = np.moveaxis(tensor.read((spans[0], *rest, rows)), -1, 1)
@@ -177,7 +177,7 @@ def _unpacked(blocks: StoredTensor, scales: StoredTensor, *, paired: bool) -> St
     shape = (count, *_ahead(outputs, paired), groups * _GROUP)
 
     def read(index: Index) -> np.ndarray:
-        """Reads the groups that hold the part, and dequantises them."""
+        """Read the groups that hold the part, and dequantises them."""
         spans = _spans(index, shape)
         rows, (inputs,) = _rows(spans, paired)
         first, last = inputs.start // _GROUP, -(-inputs.stop // _GROUP)
@@ -212,7 +212,7 @@ def _parted(part: np.ndarray, spans: list[slice], paired: bool) -> np.ndarray:
 def _dequantised(
     blocks: UInt8[np.ndarray, "*out g 16"], scales: UInt8[np.ndarray, "*out g"]
 ) -> Float[np.ndarray, "*out n"]:
-    """Dequantises MXFP4 blocks to bfloat16: codes times 2 to the power of their group's scale less 127."""
+    """Dequantise MXFP4 blocks to bfloat16: codes times 2 to the power of their group's scale less 127."""
     flat, powers = blocks.reshape(-1, _GROUP_BYTES), scales.reshape(-1)
     array = np.empty((len(flat), _GROUP), ml_dtypes.bfloat16)
     step = _AT_ONCE // _GROUP

@@ -126,7 +126,7 @@ def rotations(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check(config: Config) -> None:
-    """Raises ValueError for a key that is not known, or holds what is not supported, by its name."""
+    """Raise ValueError for a key that is not known, or holds what is not supported, by its name."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     told = f"{_EVERY['optional']} {family.optional} {family.ignored}".split()

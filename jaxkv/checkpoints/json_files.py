@@ -13,7 +13,7 @@ _MOST_BYTES = 32 << 20
 
 
 def check_size(path: Path, most: int = _MOST_BYTES) -> None:
-    """Raises a ValueError if a file has more than `most` bytes."""
+    """Raise a ValueError if a file has more than `most` bytes."""
     size = path.stat().st_size
     require(size <= most, "file", path, f"{size:,} bytes, at most {most:,} are read; {AGAIN}")
 
@@ -51,5 +51,5 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes a value to a file as JSON, atomically; an OSError leaves the old file unchanged."""
+    """Write a value to a file as JSON, atomically; an OSError leaves the old file unchanged."""
     write_whole(path, (json.dumps(value, indent=2) + "\n").encode())

@@ -136,7 +136,7 @@ def manifests_folder() -> Path:
 
 
 def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
-    """Writes the layer indices of a model's OmniKV filters into its manifest in the package; OSError if it cannot.
+    """Write the layer indices of a model's OmniKV filters into its manifest in the package; OSError if it cannot.
 
     Args:
         name: one of `names()`.
@@ -164,7 +164,7 @@ def _manifests() -> dict[str, Manifest]:
 
 
 def _parse(raw: dict[str, Any]) -> Manifest:
-    """Builds a `Manifest` from its parsed JSON."""
+    """Build a `Manifest` from its parsed JSON."""
     source, filters = dict(raw["source"]), raw.get("filter_layers")
     kind = {"wheel": WheelSource, "folder": FolderSource}[source.pop("kind")]
     made = {"source": kind(**source), "filter_layers": filters and tuple(filters)}

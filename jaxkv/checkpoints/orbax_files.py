@@ -123,7 +123,7 @@ def open_converted(
 
 
 def require_free(folder: Path, field: str) -> None:
-    """Raises ValueError if a path exists or its name is reserved; `field` is the argument's name for the error."""
+    """Raise ValueError if a path exists or its name is reserved; `field` is the argument's name for the error."""
     taken = os.path.lexists(folder) or folder.name in (
         "",
         "..",
@@ -215,7 +215,7 @@ def is_plain(name: str) -> bool:
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Writes arrays by name as one Orbax checkpoint, atomically; `folder` must not exist.
+    """Write arrays by name as one Orbax checkpoint, atomically; `folder` must not exist.
 
     Arrays without elements are left out: there is nothing to write.
     """
@@ -271,7 +271,7 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
 def write_folder(
     folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Writes arrays and a manifest that includes `said` as an Orbax folder, atomically; ValueError if it cannot.
+    """Write arrays and a manifest that includes `said` as an Orbax folder, atomically; ValueError if it cannot.
 
     Raises:
         ValueError: where something lies there, or nothing can be written.
@@ -285,7 +285,7 @@ def write_folder(
 
 
 def write_manifest(folder: Path, kind: Kind, said: Mapping[str, Any]) -> None:
-    """Writes a folder's manifest: the format, its version and what is `said`."""
+    """Write a folder's manifest: the format, its version and what is `said`."""
     write_json(folder / MANIFEST, {"format": kind.format, "version": kind.version, **said})
 
 
@@ -309,7 +309,7 @@ def reason(error: Exception) -> str:
 
 
 def read_array(folder: Path, entry: ManifestEntry, index: Index = ()) -> np.ndarray:
-    """Reads an array, or only its part `index`, from an Orbax folder; ValueError if it is missing or damaged.
+    """Read an array, or only its part `index`, from an Orbax folder; ValueError if it is missing or damaged.
 
     Raises:
         ValueError: where it is missing, damaged, or not what its entry says. Damage in a part is only found if

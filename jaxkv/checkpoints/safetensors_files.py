@@ -44,7 +44,7 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _read(path: Path, name: str, index: Index) -> np.ndarray:
-    """Reads part `index` of a tensor, or all of it if `index` is empty, with the safetensors library."""
+    """Read part `index` of a tensor, or all of it if `index` is empty, with the safetensors library."""
     # Opened for each tensor: an open mapping keeps all pages that were read in the process' memory.
     with safetensors.safe_open(path, "np") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)

@@ -45,7 +45,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a Hugging Face folder, a folder written by `convert`, or a GGUF file as `Checkpoint`; reads metadata only.
+    """Open a Hugging Face folder, a folder written by `convert`, or a GGUF file as `Checkpoint`; read metadata only.
 
     Args:
         path: the folder or file; `fetch` finds it for a model's name.
@@ -81,7 +81,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _open_folder(folder: Path) -> Checkpoint:
-    """Opens a folder with a `config.json` and either safetensors or Orbax weights, as a `Checkpoint`."""
+    """Open a folder with a `config.json` and either safetensors or Orbax weights, as a `Checkpoint`."""
     converted = orbax_files.open_converted(folder)
     if not (folder / "config.json").is_file():
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))

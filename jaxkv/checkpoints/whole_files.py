@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes bytes to a file by a temporary file and a rename, flushed to disk; OSError, naming the file, if it fails.
+    """Write bytes to a file by a temporary file and a rename, flushed to disk; OSError, naming the file, if it fails.
 
     A new file gets the mode that the umask gives; a replaced one hands on its mode.
 

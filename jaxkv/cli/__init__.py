@@ -1,4 +1,4 @@
-"""The command line: makes the parser of all commands, runs one, and turns expected errors into one line."""
+"""The command line: builds the parser of all commands, runs one, and prints expected errors as one line."""
 
 import argparse
 import difflib
@@ -14,44 +14,44 @@ _ABOUT = "Answers questions about long texts with a compressed KV cache."
 
 EXAMPLES = """\
 examples:
-  ask a question about a document, keeping 256 entries per kv head of its cache:
+  ask a question about a document with 256 entries per kv head in the cache:
     jaxkv generate --model smollm2-135m-instruct --policy adakv --budget 256 \\
         --prompt-file report.txt --question "What did it cost?"
 
-  keep a fifth of the cache, with PyramidKV; one JSON object on stdout:
+  keep a fifth of the cache with PyramidKV, and print one JSON object:
     jaxkv generate --policy pyramidkv --budget 0.2 --prompt-file report.txt --question "Who?" --json
 
   Ada-KV over PyramidKV, with the first 4 tokens and tokens 100 to 199 always kept:
     jaxkv generate --policy adakv --base pyramidkv --budget 512 --sinks 4 --protect 100:200 --prompt-file report.txt
 
-  no compression, plain text instead of a chat, sampled:
+  no compression, plain text without a chat template, random sampling:
     jaxkv generate --policy full --raw --prompt "Once upon a time" --temperature 0.8 --top-p 0.9 --seed 1
 
-  whether a model, a policy and prompts fit on GPUs that are not there:
+  check whether a model, a policy and prompts fit on GPUs, present or not:
     jaxkv plan --model llama-3.1-70b --gpus h100x8 --context 131072 --batch 4 --policy adakv --budget 2048
 
-  which models and policies there are:
+  list the models and policies:
     jaxkv models
     jaxkv policies
 """
 
-# What each command does; its module, and there the dataclass of its options, whose `run` runs it.
+# Each command with its help, its module, and the dataclass of its options, whose `run` runs it.
 _COMMANDS = {
     "generate": ("answer a prompt", "generating Generate"),
     "compress": ("save a document's compressed cache", "compress_and_ask Compress"),
     "ask": ("answer questions about a saved document", "compress_and_ask Ask"),
-    "serve": ("answer OpenAI's HTTP interface, many requests at a time", "serving Serve"),
-    "batch": ("answer a file of requests into a file of answers", "batching BatchCommand"),
-    "filters": ("find the layers that choose best what others read (OmniKV)", "analysing Filters"),
-    "fit-gate": ("train KVzap's gate for a model", "analysing FitGate"),
-    "export": ("write programs and weights that run without jaxkv", "exporting Export"),
-    "plan": ("say what fits on GPUs that need not be there", "planning Planning"),
-    "eval": ("judge policies by tasks", "evaluating TasksCommand"),
+    "serve": ("serve OpenAI's HTTP API, many requests at a time", "serving Serve"),
+    "batch": ("answer a file of requests, and write a file of answers", "batching BatchCommand"),
+    "filters": ("find the filter layers of a model (OmniKV)", "analysing Filters"),
+    "fit-gate": ("fit KVzap's gate to a model", "analysing FitGate"),
+    "export": ("export programs and weights that run without jaxkv", "exporting Export"),
+    "plan": ("plan memory and speed on GPUs, present or not", "planning Planning"),
+    "eval": ("evaluate policies on tasks", "evaluating TasksCommand"),
     "models": ("list the named models", "listing Models"),
     "policies": ("list the policies: paper, parts, defaults, options", "listing Policies"),
 }
 
-# Raised for bad input, a full disk or a missing package. Anything else is our mistake and keeps its traceback.
+# Errors of bad input, a full disk or a missing package. Any other error is a bug and keeps its traceback.
 _EXPECTED = (
     Unwritten,
     ValueError,
@@ -65,7 +65,7 @@ _EXPECTED = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the command line on `argv` (default: the process's arguments) and returns the exit code.
+    """Run the command line on `argv` (default: the process's arguments) and return the exit code.
 
     The code is 0, 2 after an error, which is one line on stderr, or 130 after an interrupt.
     """
@@ -91,49 +91,47 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """Parses `argv` and runs its command."""
+    """Parse `argv` and run its command."""
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         message, first = " ".join(unknown), unknown[0].partition("=")[0]
         known = [name for action in options.command._actions for name in action.option_strings]
         near = _nearest(first, known)
         if first == "--compression-ratio":
-            near = (
-                "; it is kvpress' share of entries removed: give --budget, the share that is kept"
-            )
+            near = "; it is the evicted share in kvpress: use --budget with the kept share"
         options.command.error(f"unrecognized arguments: {message}{near}")
     options.run(options)
 
 
 def _nearest(word: str, known: list[str]) -> str:
-    """Question whether the nearest of the known words was meant; empty if none is near."""
+    """Suggest the nearest of the known words; return an empty string if none is near."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
 def _remedy(error: Exception) -> str | None:
-    """Remedy for an error that the machine causes as text, empty for other expected ones; None for our mistakes."""
+    """Return the remedy for an out-of-memory error, "" for other expected errors, None for bugs."""
     if isinstance(error, _EXPECTED):
         return ""
     if not isinstance(error, RuntimeError):
         return None
-    from jax.errors import JaxRuntimeError  # here, for `jaxkv --help` does without JAX
+    from jax.errors import JaxRuntimeError  # here, because `jaxkv --help` needs no JAX
 
     full = re.search("RESOURCE_EXHAUSTED|[Oo]ut of memory", str(error))
     if full and isinstance(error, JaxRuntimeError):
-        return "; lower the budget, the window or the prompt's length"
+        return "; lower the budget, the window or the length of the prompt"
     return None
 
 
 def _message(error: BaseException) -> str:
-    """An error's text and notes on one line, or its class name if it has neither."""
+    """Return an error's text and notes on one line, or its class name without either."""
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return "; ".join(lines) or type(error).__name__
 
 
 def _complain(message: str) -> None:
-    """Writes `jaxkv: error: ` and the message to stderr."""
+    """Write `jaxkv: error: ` and the message to stderr."""
     to_stderr(f"jaxkv: error: {message}")
 
 
@@ -152,9 +150,9 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(argv: list[str] | None = None) -> argparse.ArgumentParser:
-    """Builds the `ArgumentParser` of the command line; each command stores its function as `run`.
+    """Build the `ArgumentParser` of the command line; each command stores its function as `run`.
 
-    Only commands named in `argv` are imported, and get their options and `run`; without `argv`, all of them.
+    Only commands in `argv` are imported and get their options and `run`; None imports all of them.
     """
     raw = argparse.RawDescriptionHelpFormatter
     parser = _Parser(prog="jaxkv", description=_ABOUT, epilog=EXAMPLES, formatter_class=raw)

@@ -1,4 +1,4 @@
-"""`jaxkv filters` finds a model's filter layers in some texts; `jaxkv fit-gate` fits KVzap's gate to it."""
+"""`jaxkv filters` finds a model's filter layers on texts; `jaxkv fit-gate` fits KVzap's gate to a model."""
 
 import dataclasses
 import json
@@ -15,7 +15,7 @@ from jaxkv.cli.options import Count, File, Word
 from jaxkv.cli.outputs import Output, Picture, read_text, to_stdout
 from jaxkv.policies.reads import without_window
 
-# Most attended tokens of which a layer's choice is judged, as a share of those that a query sees.
+# Share of the tokens visible to a query that counts as most attended when a layer's choice is scored.
 SHARE = 0.067
 
 
@@ -24,13 +24,13 @@ class Filters(ModelOption):
     """`jaxkv filters`.
 
     Attributes:
-        text_file: UTF-8 texts, long ones; - for stdin.
-        tokens: of each text.
-        m: filter layers.
-        most_whole: layers that may read everything (default: a quarter of all).
+        text_file: UTF-8 files with long texts; - for stdin.
+        tokens: maximum tokens of each text.
+        m: number of filter layers.
+        most_whole: maximum number of layers that may read the whole cache (default: a quarter of all).
         json: print the layers and the map as JSON.
-        picture: sample the map: .png, .svg or .pdf (needs jaxkv[plots]).
-        save: write the layers into the named model's manifest.
+        picture: draw the map to a file: .png, .svg or .pdf (needs jaxkv[plots]).
+        save: write the layers to the manifest of the named model.
     """
 
     text_file: Annotated[tuple[str, ...], Word("FILE", tuple, "extend")]
@@ -42,14 +42,14 @@ class Filters(ModelOption):
     save: bool = False
 
     def run(self) -> None:
-        """Prints the filter layers, then saves and samples them if asked.
+        """Print the filter layers, then save and draw them if requested.
 
-        If saving or sampling fails, the layers are already on stdout.
+        If saving or drawing fails, the layers are already on stdout.
         """
         if self.save:
-            remedy = f"only named models have a manifest: {', '.join(names())}"
+            remedy = f"not a named model: only these have a manifest: {', '.join(names())}"
             require(self.model in names(), "--save", self.model, remedy)
-        # Checked before minutes of work, which an unwritable picture would waste.
+        # Checked first, because the work takes minutes.
         picture = Picture(flag="--picture", name=self.picture)
         if self.picture:
             picture.check([*self.text_file, self.model])
@@ -64,8 +64,8 @@ class Filters(ModelOption):
             to_stdout(json.dumps(record | {"similarity": similarity}))
         else:
             to_stdout(f"filter layers of {self.model}: {', '.join(map(str, found.filters))}")
-            said = f"carries {found.carried:.1%} of the attention above them"
-            to_stdout(f"what they choose ({SHARE:.1%} of the tokens) {said}")
+            said = f"carry {found.carried:.1%} of the attention above them"
+            to_stdout(f"their chosen tokens ({SHARE:.1%} of all) {said}")
         if self.save:
             save_filter_layers(self.model, found.filters)
         if self.picture:
@@ -73,7 +73,7 @@ class Filters(ModelOption):
 
 
 def _drawn(found: FilterLayers, whole: tuple[int, ...], suffix: str) -> bytes:
-    """Bytes of an image file of the similarity map, with the filter layers marked."""
+    """Render the similarity map, with the filter layers marked; return the bytes of the image file."""
     title = "share of attention on the top tokens"
     figure = sheet(3.4, 2.9)
     draw_maps(
@@ -99,8 +99,8 @@ class FitGate(ModelOption):
         model: a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id.
         texts: UTF-8 files, each one text of about a thousand tokens; - for stdin.
         out: safetensors file to write, for `--policy kvzap --gate FILE`.
-        tokens: most tokens read of each text, if the model has as many positions.
-        penalty: above 0: larger numbers make smaller weights, which fit these texts less.
+        tokens: maximum tokens of each text, up to the model's positions.
+        penalty: ridge penalty, above 0; larger values give smaller weights, which fit these texts less.
     """
 
     model: Annotated[str, Word("MODEL", place=True)] = dataclasses.field()
@@ -110,8 +110,8 @@ class FitGate(ModelOption):
     penalty: float = 1.0
 
     def run(self) -> None:
-        """Fits the gate, writes its file, prints how well each layer fits."""
-        # Checked before minutes of work, which a file that cannot be written would waste.
+        """Fit the gate, write its file, and print the fit of each layer."""
+        # Checked first, because the work takes minutes.
         out = Output(flag="--out", name=self.out)
         out.check([*self.texts, self.model])
         texts = [read_text(name, "TEXT") for name in self.texts]
@@ -122,4 +122,4 @@ class FitGate(ModelOption):
         out.write(fitted.gate.to_bytes())
         to_stdout(f"gate of {self.model} from {fitted.tokens} tokens: {self.out}")
         shares = ", ".join(f"{share:.0%}" for share in fitted.explained)
-        to_stdout(f"variance of the scores that it explains in these texts, by layer: {shares}")
+        to_stdout(f"explained variance of the scores in these texts, by layer: {shares}")

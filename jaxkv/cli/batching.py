@@ -1,4 +1,4 @@
-"""`jaxkv batch`: checks its options, loads the model, and answers a file of requests into a file of answers."""
+"""`jaxkv batch`: validates its options, loads the model, and answers a file of requests."""
 
 import contextlib
 import dataclasses
@@ -18,9 +18,9 @@ from jaxkv.cli.serving import needing
 from jaxkv.serving.engine_config import EngineConfig
 
 NOTES = """\
-Each line of FILE is a request in OpenAI's batch format, each line of the output an answer, in the same order. A line
-that cannot be read, or is rejected, has an error there. A run that was ended goes on with the same command: answers lie
-in OUT.jsonl.partial until all are there. Where OUT.jsonl is there, it keeps its answers, and other requests are asked.
+Each line of FILE is a request in OpenAI's batch format. Each line of the output is an answer, in the same order. An
+invalid or rejected line gets an error in the output. To resume a run, repeat the command: answers are in
+OUT.jsonl.partial until all are complete. An existing OUT.jsonl keeps its answers, and only other requests are computed.
 
 a line:
   {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",
@@ -30,7 +30,7 @@ examples:
   answer a file of requests:
     jaxkv batch requests.jsonl -o answers.jsonl --model smollm2-135m-instruct --policy adakv --budget 1024
 
-  by all machines of a Ray cluster:
+  on all machines of a Ray cluster:
     jaxkv batch requests.jsonl -o answers.jsonl --policy adakv --budget 1024 --ray --ray-address auto
 """
 
@@ -40,13 +40,13 @@ class BatchCommand(SlotOptions):
     """`jaxkv batch`.
 
     Attributes:
-        file: requests, one JSON object a line.
-        out: answers, one JSON object a line.
-        documents: folder of documents of `jaxkv serve` that requests may ask.
-        max_question_tokens: most tokens of a question on a document of `jaxkv serve` in --documents; 0: no documents.
-        ray: answer by workers of a Ray cluster, each with an engine.
-        ray_address: the cluster; auto for the one that runs here (default: RAY_ADDRESS, or one of this machine alone).
-        workers: number of engines (default: as many as the cluster's GPUs allow, else one for each machine).
+        file: file of requests, one JSON object per line.
+        out: file of answers, one JSON object per line.
+        documents: folder of documents of `jaxkv serve` for questions.
+        max_question_tokens: maximum tokens of a question on a document in --documents; 0: no documents.
+        ray: answer with workers of a Ray cluster, one engine each.
+        ray_address: address of the cluster; auto for the one on this machine (default: RAY_ADDRESS, or a new one).
+        workers: number of engines (default: as many as the GPUs of the cluster allow, else one per machine).
     """
 
     file: Annotated[str, Word("FILE", place=True)]
@@ -57,7 +57,7 @@ class BatchCommand(SlotOptions):
     workers: Count | None = None
 
     def run(self) -> None:
-        """Answers the requests that earlier runs left and writes all answers."""
+        """Answer the requests that earlier runs left, and write all answers."""
         with needing("serve", "batches need"):
             from jaxkv.serving.batch_answers import QUEUE
             from jaxkv.serving.batch_files import Ledger, alone
@@ -67,16 +67,18 @@ class BatchCommand(SlotOptions):
         requests, out = self._files()
         about = [self.model, self.dtype, repr(policy), self.max_new_tokens]
         fine = self.ray or (self.ray_address is None and self.workers is None)
-        require(fine, "--ray", False, "--ray-address and --workers say something of it: give it")
+        require(fine, "--ray", False, "--ray-address and --workers need it: add --ray")
         with alone(out):
             ledger = Ledger(requests, out, json.dumps(about))
-            require(ledger.lines > 0, "FILE", self.file, "it is empty: give a request a line")
+            require(
+                ledger.lines > 0, "FILE", self.file, "the file is empty: write one request per line"
+            )
             bad = _answered(ledger, lambda: self._answering(recipe))
         refused = f", {bad} of them without status 200" if bad else ""
         to_stderr(f"jaxkv: {ledger.lines} lines in {self.out}{refused}")
 
     def _answering(self, recipe: EngineConfig) -> Any:
-        """Context manager yielding a function from request lines to answers: by an engine here, or by Ray workers."""
+        """Context manager of a function from request lines to answers, with a local engine or Ray workers."""
         if not self.ray:
             return _here(recipe, self.name)
         with needing("ray", "--ray needs"):
@@ -86,19 +88,19 @@ class BatchCommand(SlotOptions):
         )
 
     def _files(self) -> tuple[Path, Path]:
-        """Paths (requests, answers); ValueError unless one is a readable file and the other writable."""
+        """Return the paths (requests, answers); ValueError unless one is a readable file and the other writable."""
         requests, out = Path(self.file).expanduser(), Path(self.out).expanduser().resolve()
-        remedy = "give a file that can be read; it is read twice, so that no pipe will do"
+        remedy = "not a readable file: use one; a pipe is not supported, because it is read twice"
         require(requests.is_file() and os.access(requests, os.R_OK), "FILE", self.file, remedy)
         Output(flag="-o", name=self.out).check([self.file])
         plain = self.out != "-" and (not out.exists() or out.is_file())
-        require(plain, "-o", self.out, "it is no file: give one")
+        require(plain, "-o", self.out, "not a file: use the path of one")
         return requests, out
 
 
 @contextlib.contextmanager
 def _here(recipe: EngineConfig, name: str) -> Iterator[Callable[..., Any]]:
-    """Context manager that makes an engine in this process and yields its function from request lines to answers."""
+    """Context manager that creates an engine in this process and yields its function from request lines to answers."""
     from jaxkv.serving.batch_answers import BatchRunner
 
     with recipe.made() as engine:
@@ -107,7 +109,7 @@ def _here(recipe: EngineConfig, name: str) -> Iterator[Callable[..., Any]]:
 
 
 def _answered(ledger: Any, answering: Callable[[], Any]) -> int:
-    """Answers the lines a ledger has left, with a progress bar, writes the output; returns how many lack status 200."""
+    """Answer the lines that a ledger has left, write the output, and return how many lack status 200."""
     if ledger.kept:
         to_stderr(f"jaxkv: {ledger.kept} of {ledger.lines} lines are answered already")
     try:

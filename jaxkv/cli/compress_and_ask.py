@@ -17,9 +17,9 @@ from jaxkv.generation import generate, prefill
 from jaxkv.planning.plans import policy_name
 
 NOTES = """\
-`jaxkv compress` reads a document once and saves its compressed cache to a folder; `jaxkv ask` answers questions from
-that folder, in any later process with the same model. The questions are not known when the document is compressed:
-choose a policy that does not go by the prompt's end, such as kvzip, keydiff or defensivekv.
+`jaxkv compress` prefills a document once and saves its compressed cache to a folder. `jaxkv ask` answers questions from
+that folder, in any later process with the same model. The questions are unknown when the document is compressed: choose
+a policy that does not score by the end of the prompt, such as kvzip, keydiff or defensivekv.
 
 examples:
   keep a quarter of a report's cache, and ask it two questions:
@@ -34,10 +34,10 @@ class Compress(Computing):
     """`jaxkv compress`.
 
     Attributes:
-        file: a UTF-8 text file with the document, 64 MiB at most; - for stdin.
-        out: folder to make for the compressed cache.
-        raw: plain text: no chat template.
-        seed: of policies that use random numbers.
+        file: a UTF-8 text file with the document, at most 64 MiB; - for stdin.
+        out: new folder for the compressed cache.
+        raw: treat the document as plain text, without a chat template.
+        seed: seed of policies that use random numbers.
     """
 
     file: Annotated[str, Word("FILE", place=True)]
@@ -47,10 +47,10 @@ class Compress(Computing):
     policy: Spelled
 
     def run(self) -> None:
-        """Prefills the document, saves its cache, and prints figures to stderr."""
+        """Prefill the document, save its cache, and print figures to stderr."""
         policy, out = self.policy.policy(), Path(os.path.expanduser(self.out))
         fine = not os.path.lexists(out) and out.parent.is_dir()
-        remedy = "give a new folder in one that is there"
+        remedy = "not a new folder: use a new one in an existing folder"
         require(fine, "--out", self.out, remedy)
         text = read_text(self.file, "FILE").strip()
         cache = prefill(
@@ -72,10 +72,10 @@ class Ask(SamplingOptions):
     """`jaxkv ask`.
 
     Attributes:
-        folder: what `jaxkv compress`, or `cache.save` in Python, has written.
-        questions: a question; several are answered side by side, by programs that are compiled for each number of
+        folder: folder written by `jaxkv compress`, or by `cache.save` in Python.
+        questions: one or more questions, answered as one batch; programs are compiled for each number of
             questions.
-        json: a list on stdout: question, text, token ids, reason of the end.
+        json: print a JSON list with question, text, token ids and finish reason.
     """
 
     folder: Annotated[str, Word("FOLDER", place=True)]
@@ -83,15 +83,15 @@ class Ask(SamplingOptions):
     json: bool = False
 
     def run(self) -> None:
-        """Loads a saved cache, answers all questions on top of it, and prints them."""
+        """Load a saved cache, answer all questions on top of it, and print them."""
         questions = list(self.questions)
-        # Before the minutes that a large model takes to load.
+        # First, because a large model takes minutes to load.
         cache = load_cache(self.folder)
         answers = generate(self.loaded(), questions, cache=cache, **self.keywords)
         stats = answers.stats
-        told = f"{len(questions)} questions, read in {stats.prefill_seconds:.1f} s"
-        told += f"; {stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} a second"
-        to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of these compiling")
+        told = f"{len(questions)} questions, prefilled in {stats.prefill_seconds:.1f} s"
+        told += f"; {stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s"
+        to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of compilation included")
         found = [
             {"question": question, **dataclasses.asdict(answer), "tokens": answer.tokens.tolist()}
             for question, answer in zip(questions, answers, strict=True)

@@ -1,4 +1,4 @@
-"""`jaxkv eval`: checks its options, then loads the model, runs a task under policies, prints and samples."""
+"""`jaxkv eval`: validates its options, loads the model, runs a task under policies, prints and plots results."""
 
 import argparse
 import dataclasses
@@ -34,49 +34,49 @@ from jaxkv.policies.registry import documented
 from jaxkv.sharding.mesh_argument import mesh_of
 
 NOTES = """\
-A run that was ended goes on with the same command, and ends with the same lines. In the folder: results.jsonl,
-what was asked, and a line for each sample under each policy; table.md; pictures where matplotlib is there.
+To resume a run, repeat the command; the results are the same. The folder holds results.jsonl, with the settings and a
+line per sample and policy, table.md, and pictures if matplotlib is installed.
 
 examples:
-  two policies at three budgets, and what they are held against:
+  two policies at three budgets, compared with the full cache:
     jaxkv eval 2stageretr --model smollm2-135m-instruct --policies full,snapkv,adakv --budgets 64,128,0.2 --out found
 
-  the context compressed before the question is seen:
+  compress the context before the question is seen:
     jaxkv eval 2stageretr --policies snapkv,adakv --budgets 128 --question-agnostic --out agnostic
 
-  on two machines, then together:
+  on two machines, then combined:
     jaxkv eval 2stageretr --policies snapkv --budgets 128 --batch 4 --shard 0/2 --out part0
     jaxkv eval 2stageretr --policies snapkv --budgets 128 --batch 4 --shard 1/2 --out part1
     jaxkv eval report part0 part1
 
-  a page to look at and to send:
+  an HTML page of the results:
     jaxkv eval report found
 """
 _TASK = "task "
 
 
 def _shard(text: str) -> tuple[int, int]:
-    """Pair of a shard's index and the number of shards, parsed from text such as 0/4; ValueError for other text."""
+    """Parse the index of a shard and the number of shards from text such as 0/4; ValueError for other text."""
     first, _, count = text.partition("/")
     return whole(first, least=0, most=whole(count) - 1), whole(count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions(Loaded):
-    """Options of a task's run: policies, budgets, folder, batch, shard, mesh.
+    """Options of an evaluation: policies, budgets, folder, batch, shard, mesh.
 
     Attributes:
-        policies: of `jaxkv policies`, with commas between them; options go behind a name: 'snapkv,adakv --base
+        policies: names from `jaxkv policies`, separated by commas, each with options: 'snapkv,adakv --base
             pyramidkv'.
         budgets: entries per kv head and layer, shares of each prompt, or bytes of its cache: 64,0.2,16MB; for policies
-            whose options say none.
-        out: the folder, made where it is not there.
+            without a budget of their own.
+        out: folder of the results, created if missing.
         question_agnostic: compress the context before the question is seen.
-        raw: plain text: no chat template.
-        seed: of samples that are sampled, and of policies that use random numbers (default: the task's).
-        batch: samples at a time.
-        shard: every N-th batch from the I-th on, from 0; `jaxkv eval report` takes all folders.
-        mesh: devices by data and model, such as 1x8 (default: one).
+        raw: treat prompts as plain text, without a chat template.
+        seed: seed of random samples, and of policies that use random numbers (default: the task's).
+        batch: number of samples per batch.
+        shard: run every N-th batch from the I-th on, from 0; `jaxkv eval report` combines the folders.
+        mesh: devices by data and model, such as 1x8 (default: one device).
         json: print JSON instead of the table.
     """
 
@@ -92,9 +92,9 @@ class RunOptions(Loaded):
     json: bool = False
 
     def of(self, task: Task) -> None:
-        """Runs a task under policies; writes its folder, prints table or JSON.
+        """Run a task under policies; write its folder, and print a table or JSON.
 
-        Bad options are rejected before the model is loaded.
+        Invalid options are rejected before the model is loaded.
         """
         policies = self._rows()
         how = How(agnostic=self.question_agnostic, raw=self.raw, seed=self.seed or 0)
@@ -113,14 +113,14 @@ class RunOptions(Loaded):
             progress=True,
         )
         to_stdout(json.dumps(done.as_dict(), indent=2) if self.json else done.table())
-        to_stderr(f"jaxkv: all of it is in {done.folder}")
+        to_stderr(f"jaxkv: the results are in {done.folder}")
 
     def _rows(self) -> dict[str, Policy]:
-        """Dict from row name to policy of the table: each of `--policies` at each budget, or at its own alone."""
+        """Return policies by row name of the table: each of `--policies` at each budget, or at its own."""
         rows: dict[str, Policy] = {}
         for each in spelled(self.policies, "--policies"):
             if each.takes_budget:
-                remedy = f"{each.name} keeps a part of each prompt: say which, such as 128 or 0.2"
+                remedy = f"{each.name} needs a budget: use entries or a share, such as 128 or 0.2"
                 require(bool(self.budgets), "--budgets", None, remedy)
                 rows |= {f"{each.text}@{budget}": each.at(budget) for budget in self.budgets}
             else:
@@ -133,9 +133,9 @@ class Report:
     """`jaxkv eval report`.
 
     Attributes:
-        folders: of one evaluation: its shards, or further policies.
-        samples: of each policy.
-        out: the page (default: report.html in the first folder).
+        folders: folders of one evaluation: its shards, or further policies.
+        samples: number of samples per policy.
+        out: file of the page (default: report.html in the first folder).
     """
 
     folders: Annotated[tuple[str, ...], Word("DIR", tuple, "extend", place=True)]
@@ -143,7 +143,7 @@ class Report:
     out: File | None = None
 
     def run(self) -> None:
-        """Writes an evaluation's HTML page, and prints its path."""
+        """Write an evaluation as an HTML page, and print its path."""
         to_stdout(str(report(*self.folders, samples=self.samples, out=self.out)))
 
 
@@ -152,15 +152,15 @@ class TasksCommand:
     """`jaxkv eval` without a task.
 
     Attributes:
-        list: print the tasks with their settings.
+        list: print the tasks and their settings.
     """
 
     list: bool = False
 
     @staticmethod
     def add(parser: argparse.ArgumentParser) -> None:
-        """Adds the subcommands of `jaxkv eval` to its parser: each task, and report."""
-        commands = parser.add_subparsers(title="tasks, and what is done after them", metavar="TASK")
+        """Add the subcommands of `jaxkv eval` to its parser: each task, and report."""
+        commands = parser.add_subparsers(title="tasks and report", metavar="TASK")
         for name, cls in TASKS.items():
             about = _described(cls).replace("%", "%%")
             one = commands.add_parser(name, help=about.rstrip("."), description=about)
@@ -171,8 +171,8 @@ class TasksCommand:
         add_command(reporting, Report)
 
     def run(self) -> None:
-        """Prints each task with its settings; ValueError without --list."""
-        remedy = f"give one of {', '.join(TASKS)}, or report; --list prints what they are"
+        """Print each task with its settings; ValueError without --list."""
+        remedy = f"no task: use one of {', '.join(TASKS)}, or report; --list describes them"
         require(self.list, "TASK", None, remedy)
         for name, cls in TASKS.items():
             about = documented(cls)
@@ -183,17 +183,17 @@ class TasksCommand:
 
 
 def task_from(cls: type[Task], options: argparse.Namespace) -> Task:
-    """Task with the settings that the parsed options give, the run's seed among them."""
+    """Build a task from the parsed options, with the seed of the run."""
     seed = made(RunOptions, options).seed
     more = {} if seed is None or not hasattr(cls, "seed") else {"seed": seed}
     return made(cls, options, _TASK, **more)
 
 
 def _run(cls: type[Task], options: argparse.Namespace) -> None:
-    """Runs a task by parsed options."""
+    """Run a task with the parsed options."""
     made(RunOptions, options).of(task_from(cls, options))
 
 
 def _described(task: type[Task]) -> str:
-    """First line of a task's docstring."""
+    """Return the first line of a task's docstring."""
     return (task.__doc__ or "").strip().partition("\n")[0].rstrip()

@@ -1,4 +1,4 @@
-"""`jaxkv export`: checks its options, then loads the model, and writes programs that run without jaxkv."""
+"""`jaxkv export`: validates its options, loads the model, and writes programs that run without jaxkv."""
 
 import dataclasses
 import json
@@ -35,17 +35,17 @@ class Export(ModelOption):
     """`jaxkv export`.
 
     Attributes:
-        directory: the folder to make; nothing may be there.
+        directory: new folder to write; the path must not exist.
         dtype: float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU).
-        lengths: tokens of the longest prompt, of each bucket.
-        batch: prompts at a time.
-        question_tokens: tokens that can be read on top of a cache.
-        new: tokens that can be sampled.
-        platforms: of cpu, cuda, rocm, tpu.
-        mesh: devices by data and model, such as 1x8 (default: one).
-        sampling: sample at random, too, with a temperature, top-k, top-p and min-p given where it runs.
-        implementation: xla, or pallas, of which nothing is guaranteed.
-        weights: write the weights, too; without them, programs alone: the loader is then given the weights.
+        lengths: maximum prompt tokens of each bucket.
+        batch: batch sizes.
+        question_tokens: maximum tokens that can be appended to a cache as a question.
+        new: maximum number of sampled tokens.
+        platforms: platforms among cpu, cuda, rocm, tpu.
+        mesh: devices by data and model, such as 1x8 (default: one device).
+        sampling: export random sampling as well, with temperature, top-k, top-p and min-p set at run time.
+        implementation: xla, or pallas, whose programs have no compatibility guarantee.
+        weights: write the weights as well; without them, the loader needs them as an argument.
     """
 
     directory: Annotated[str, Word("DIR", place=True)]
@@ -62,13 +62,13 @@ class Export(ModelOption):
     policy: Spelled
 
     def run(self) -> None:
-        """Writes a folder of programs and weights, and prints their sizes.
+        """Write a folder of programs and weights, and print their sizes.
 
-        Bad options are rejected before the model is loaded.
+        Invalid options are rejected before the model is loaded.
         """
         policy, folder = self.policy.policy(), Path(os.path.expanduser(self.directory))
         require_free(folder, "DIR")
-        # Programs are exported for the mesh's number of devices on any platform; CPU devices stand in for them here.
+        # Programs are exported for the number of devices of the mesh on any platform; CPU devices replace them here.
         mesh = mesh_of(self.mesh, "cpu")
         made = export(
             self.loaded(dtype=self.dtype),

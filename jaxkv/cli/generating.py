@@ -1,4 +1,4 @@
-"""`jaxkv generate`: checks its options, then loads the model, answers, prints and writes."""
+"""`jaxkv generate`: validates its options, loads the model, answers, prints and writes."""
 
 import dataclasses
 import itertools
@@ -19,22 +19,22 @@ from jaxkv.policies import Policy
 
 NOTES = f"""\
 The prompt is the file, the text of --prompt and the question, joined by blank lines. With a chat template it is one
-user message; --raw gives it to the model as it is. The text goes to stdout (as it comes, if that is a terminal), the
-figures to stderr. Options that the policy does not have are rejected: `jaxkv policies` lists what each one has.
+user message; --raw passes it to the model unchanged. The text goes to stdout (streamed on a terminal), the figures to
+stderr. Options that the policy does not support are rejected: `jaxkv policies` lists the options of each policy.
 
-Compiled programs are kept on disk: the second run with prompts of similar length starts faster.
+Compiled programs are cached on disk: the second run with prompts of similar length starts faster.
 
 {EXAMPLES}"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingOptions(Computing):
-    """Options of how tokens are sampled; without one of the sampling, the likeliest.
+    """Options of sampling; greedy decoding by default.
 
     Attributes:
-        max_new_tokens: most tokens of the answer.
-        stop: strings that end it.
-        seed: of random samples; without an option of sampling, the likeliest token is taken.
+        max_new_tokens: maximum tokens of the answer.
+        stop: strings that end the answer.
+        seed: seed of random sampling; without a sampling option, decoding is greedy.
     """
 
     max_new_tokens: Count = 128
@@ -54,14 +54,14 @@ class Generate(SamplingOptions):
     """`jaxkv generate`.
 
     Attributes:
-        prompt: the prompt itself.
-        prompt_file: a UTF-8 text file with the prompt, 64 MiB at most; - for stdin.
-        question: what to ask about this text; follows after a blank line.
-        raw: plain text: no chat template.
-        json: one JSON object on stdout instead of the text.
-        output: also write that JSON object to a file, whole or not at all; a FIFO or device is written to, not
+        prompt: text of the prompt.
+        prompt_file: a UTF-8 text file with the prompt, at most 64 MiB; - for stdin.
+        question: question about the text, added after a blank line.
+        raw: treat the prompt as plain text, without a chat template.
+        json: print one JSON object instead of the text.
+        output: also write the JSON object to a file, complete or not at all; a FIFO or device is written to, not
             replaced.
-        stream: print the text as it comes, if stdout is a terminal.
+        stream: print the text while it is sampled, if stdout is a terminal.
     """
 
     prompt: str = ""
@@ -74,16 +74,16 @@ class Generate(SamplingOptions):
     policy: Spelled
 
     def run(self) -> None:
-        """Prints the answer, writes --output, then figures to stderr.
+        """Print the answer, write --output, then print figures to stderr.
 
-        Options that cannot be honoured are rejected before the model is fetched and loaded. Where stdout fails, the file
-        is written nonetheless.
+        Invalid options are rejected before the model is downloaded and loaded. The file is written even if stdout
+        fails.
         """
         policy, out = self.policy.policy(), None
         if self.output is not None:
             out = Output(flag="--output", name=self.output)
             out.check([self.prompt_file or "", self.model])
-        prompt = self._prompt()  # last: stdin or a FIFO may keep us waiting
+        prompt = self._prompt()  # last, because stdin or a FIFO may block
         model = self.loaded()
         streams = self.stream and not self.json and sys.stdout.isatty()
         answered: Any = generate(
@@ -108,20 +108,20 @@ class Generate(SamplingOptions):
         finally:
             if out is not None:
                 text = json.dumps(record, indent=2, ensure_ascii=False)
-                # What is no UTF-8 in a model's name is escaped, which JSON allows.
+                # Invalid UTF-8 in a model's name is escaped, which JSON allows.
                 out.write(f"{text}\n".encode("utf-8", "backslashreplace"))
         if not self.json:
             _print_stats(result)
 
     def _prompt(self) -> str:
-        """Prompt text: --prompt-file, --prompt, --question joined by blank lines; ValueError without the first two."""
+        """Join --prompt-file, --prompt and --question by blank lines; ValueError without the first two."""
         file = "" if self.prompt_file is None else read_text(self.prompt_file, "--prompt-file")
-        remedy = "give --prompt TEXT or --prompt-file FILE; a question alone is a prompt"
+        remedy = "no prompt: use --prompt TEXT or --prompt-file FILE; a question alone is a prompt"
         require(bool(file.strip() or self.prompt), "prompt", None, remedy)
         return "\n\n".join(filter(None, (file.strip(), self.prompt, self.question)))
 
     def _record(self, policy: Policy, result: Any) -> dict[str, Any]:
-        """Dictionary for JSON of the answer: model, policy, sampler, text, token ids, reason of its end and stats."""
+        """Return the JSON values of an answer: model, policy, sampler, text, token ids, finish reason and stats."""
         stats = dataclasses.asdict(result.stats)
         stats["decode_tokens_per_second"] = result.stats.decode_tokens_per_second
         return {
@@ -137,7 +137,7 @@ class Generate(SamplingOptions):
 
 
 def _print_stats(result: Generation) -> None:
-    """Writes the answer's times, tokens per second, reason of its end and cache bytes to stderr."""
+    """Write an answer's times, tokens per second, finish reason and cache bytes to stderr."""
     stats = result.stats
     ended = "ended by itself" if result.finish_reason == "stop" else "cut at --max-new-tokens"
     ended = ended if result.stop_reason is None else f"ended at {result.stop_reason!r}"
@@ -150,13 +150,13 @@ def _print_stats(result: Generation) -> None:
     ]
     if stats.evicted_above_threshold:
         lines.append(
-            f"cut      {stats.evicted_above_threshold} entries reached the threshold, for which the budget had no room"
+            f"cut      {stats.evicted_above_threshold} entries reached the threshold but exceeded the budget"
         )
     if stats.filter_layers:
         lines.append(
             f"filters  layers {', '.join(map(str, stats.filter_layers))} choose what others read"
         )
     if stats.host_bytes:
-        sent = f"{stats.transfers_per_step:.0f} transfers and {stats.transferred_bytes_per_step / 1e6:.3f} MB a token"
-        lines.append(f"host     {stats.host_bytes / 1e6:.2f} MB there; {sent}")
+        sent = f"{stats.transfers_per_step:.0f} transfers and {stats.transferred_bytes_per_step / 1e6:.3f} MB per token"
+        lines.append(f"host     {stats.host_bytes / 1e6:.2f} MB in host memory; {sent}")
     to_stderr("\n".join(lines))

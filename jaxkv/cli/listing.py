@@ -14,7 +14,7 @@ Record = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Listing:
-    """Option of lists.
+    """Option of commands that list.
 
     Attributes:
         json: print JSON.
@@ -23,7 +23,7 @@ class Listing:
     json: bool = False
 
     def print(self, records: list[Record], told: list[Record]) -> None:
-        """Prints records as JSON, or as they are told: a name above a table of the facts that are not empty."""
+        """Print records as JSON, or `told` as text: a name above a table of its non-empty facts."""
         if self.json:
             to_stdout(json.dumps(records, indent=2))
             return
@@ -36,7 +36,7 @@ class Models(Listing):
     """`jaxkv models`."""
 
     def run(self) -> None:
-        """Prints the named models' sources, sizes, licenses and cache state."""
+        """Print the named models with source, size, license and cache state."""
         records, told = [], []
         for name in names():
             model = manifest(name)
@@ -52,7 +52,7 @@ class Models(Listing):
                 "notes": model.notes,
             }
             records.append(record)
-            cached = f"yes, in {folder}" if record["cached"] else "no, fetched at first use"
+            cached = f"yes, in {folder}" if record["cached"] else "no, downloaded on first use"
             size = f"{source.bytes / 1e6:.1f} MB"
             told.append(record | {"bytes": size, "cached": cached})
         self.print(records, told)
@@ -66,7 +66,7 @@ class Policies(Listing):
     """`jaxkv policies`."""
 
     def run(self) -> None:
-        """Prints each policy's summary, paper, parts, defaults and options."""
+        """Print each policy's summary, paper, parts, defaults and options."""
         records, told = [], []
         for name, cls in POLICIES.items():
             fields = [each for each in dataclasses.fields(cls) if each.init]

@@ -1,4 +1,4 @@
-"""Options that commands with a model share, and how they load it."""
+"""Options of commands with a model, and how they load it."""
 
 import dataclasses
 from typing import Annotated, Any
@@ -22,41 +22,41 @@ class ModelOption:
     model: Name = "smollm2-135m-instruct"
 
     def loaded(self, **options: Any) -> LanguageModel:
-        """Loads the model with options of `load`; compiled programs are kept on disk."""
+        """Load the model with options of `load`; compiled programs are cached on disk."""
         enable_compilation_cache()
         return load(self.model, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loaded(ModelOption):
-    """Options of how a model is loaded.
+    """Options of loading a model.
 
     Attributes:
         dtype: float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU).
-        weights: int8 or int4: linear maps in 8 bits, half of 16 bits' memory, or in 4, a third (default: dtype).
+        weights: quantise linear maps to int8, half the memory of 16 bits, or int4, a third (default: dtype).
     """
 
     dtype: Name | None = None
     weights: Bits | None = None
 
     def loaded(self, **options: Any) -> LanguageModel:
-        """Loads the model in this dtype, with these weights."""
+        """Load the model with this dtype and these weights."""
         return super().loaded(dtype=self.dtype, weights=self.weights, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Computing(Loaded):
-    """Option of how a model computes.
+    """Option of the computation.
 
     Attributes:
-        implementation: what computes attention; auto is the fastest that the device runs.
+        implementation: implementation of attention; auto for the fastest on the device.
     """
 
     implementation: Implementation = Implementation.AUTO
 
 
 def _slots(text: str) -> int | str:
-    """Value of --slots parsed from text: "auto", or an int of at least 1; ValueError for other text."""
+    """Parse the value of --slots: "auto", or an int of at least 1; ValueError for other text."""
     try:
         return text if text == "auto" else whole(text, least=1)
     except ValueError as error:
@@ -65,16 +65,16 @@ def _slots(text: str) -> int | str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlotOptions(Computing):
-    """Options of commands that answer requests by an engine.
+    """Options of commands with an engine.
 
     Attributes:
-        served_model_name: the model's name in requests (default: what --model says).
+        served_model_name: name of the model in requests (default: the value of --model).
         mesh: devices to run on, such as 1x8: slots over D, kv heads over M.
-        slots: requests answered at the same time; auto: as many as fit.
-        max_prompt_tokens: most tokens of a prompt (default: 4096, if the model can).
-        max_new_tokens: most tokens of an answer.
-        max_question_tokens: most tokens of a question on a document; 0: no documents.
-        documents: folder that keeps documents for the next start (default: they are gone at the end).
+        slots: number of requests answered at the same time; auto for as many as fit.
+        max_prompt_tokens: maximum tokens of a prompt (default: 4096, if the model supports them).
+        max_new_tokens: maximum tokens of an answer.
+        max_question_tokens: maximum tokens of a question on a document; 0: no documents.
+        documents: folder that keeps documents for the next start (default: none are kept).
     """
 
     served_model_name: Name | None = None
@@ -88,10 +88,10 @@ class SlotOptions(Computing):
 
     @property
     def name(self) -> str:
-        """The model's name in requests."""
+        """Name of the model in requests."""
         return self.served_model_name or self.model
 
     def engine(self) -> dict[str, Any]:
-        """Dict of the arguments of `Engine` that these options are."""
+        """Return the arguments of `Engine` that these options set."""
         names = "slots max_prompt_tokens max_new_tokens max_question_tokens implementation"
         return picked(self, names)

@@ -1,6 +1,6 @@
 """Dataclasses as options: flags, types and defaults from the fields, help from the docstring's "Attributes".
 
-Commands, tasks, the sampling and policies say their options in this one way. A new policy or task needs no line here.
+Commands, tasks, sampling and policies all declare their options in this way. New ones need no code here.
 """
 
 import argparse
@@ -23,10 +23,10 @@ from jaxkv.policies.merger import Merger
 from jaxkv.policies.registry import POLICIES, documented, policy_class, takes_budget
 from jaxkv.policies.wrapper import Wrapper
 
-# Second spellings of flags.
+# Alternative spellings of flags.
 _ALIASES = {"--filter-layers": ["--filters"], "--out": ["-o"]}
 _POLICY = "policy "
-# mypy takes classes for values without a hash.
+# mypy treats classes as unhashable.
 _cached: Any = lru_cache(maxsize=None)
 _SHARED = frozenset(field.name for field in dataclasses.fields(Policy))
 # Options that set how many entries are kept or read, as a budget does.
@@ -34,29 +34,29 @@ _SIZES = frozenset({"--budget", "--mem"})
 
 
 def whole(text: str, least: int = -FARTHEST, most: int = FARTHEST) -> int:
-    """Integer from `least` to `most` parsed from text; ValueError for other text."""
+    """Parse an integer from `least` to `most`; ValueError for other text."""
     try:
         value = int(text)
     except ValueError:
-        raise ValueError("give a whole number") from None
+        raise ValueError("not a whole number: use one") from None
     if not least <= value <= most:
-        raise ValueError(f"give a whole number from {least} to {most}")
+        raise ValueError(f"out of range: use a whole number from {least} to {most}")
     return value
 
 
 def real(text: str) -> float:
-    """Finite float parsed from text; ValueError for other text."""
+    """Parse a finite float; ValueError for other text."""
     try:
         value = float(text)
     except ValueError:
-        raise ValueError("give a number, such as 0.2") from None
+        raise ValueError("not a number: use one, such as 0.2") from None
     if not math.isfinite(value):
-        raise ValueError("give a finite number")
+        raise ValueError("not finite: use a finite number")
     return value
 
 
 def _number(text: str) -> int | float:
-    """Int parsed from text that is written as one, else a float: as a budget, 1 is one entry and 1.0 is all entries."""
+    """Parse an int, or else a float: as a budget, 1 is one entry and 1.0 is all entries."""
     try:
         return whole(text)
     except ValueError:
@@ -64,20 +64,20 @@ def _number(text: str) -> int | float:
 
 
 def budget(text: str) -> int | float | str:
-    """Budget parsed from text: entries (int), a share (float), or bytes such as "64MB" as they stand; else ValueError."""
+    """Parse a budget: entries (int), a share (float), or bytes such as "64MB" as text; ValueError for other text."""
     return text if bytes_of(text) else _number(text)
 
 
 def _span(text: str) -> tuple[int, int]:
-    """Pair (first position, last + 1) of a span, parsed from text such as 100:200; ValueError for other text."""
+    """Parse a span such as 100:200, from its first position to its last + 1; ValueError for other text."""
     first, colon, last = text.partition(":")
     if not colon:
-        raise ValueError("give first and last + 1, such as 100:200")
+        raise ValueError("not a span: use first:last+1, such as 100:200")
     return whole(first), whole(last)
 
 
 def one_of(choices: Iterable[Any]) -> Callable[[str], Any]:
-    """Returns a function from text to that of the choices that is written so; its ValueError lists them."""
+    """Return a function that parses one of the choices; its ValueError lists them."""
     named = {str(getattr(each, "value", each)): each for each in choices}
 
     def read(text: str) -> Any:
@@ -89,19 +89,19 @@ def one_of(choices: Iterable[Any]) -> Callable[[str], Any]:
 
 
 def _each(read: Callable[[str], Any], words: Iterable[str]) -> tuple[Any, ...]:
-    """Tuple of what `read` parses from each part of the words, which commas part as well."""
+    """Parse each part of the words, which commas separate as well, with `read`; return a tuple."""
     return tuple(read(part) for word in words for part in word.split(",") if part)
 
 
 @dataclasses.dataclass(frozen=True)
 class Word:
-    """How the words behind an option become a value; `Annotated[int, Word(...)]` gives a field its own.
+    """How the words of an option become a value; `Annotated[int, Word(...)]` sets it for one field.
 
     Attributes:
-        metavar: a word's name in the help.
-        read: from the word, or a list of words, or a switch's bool, to the value; its ValueError says what to give.
-        action: argparse's: "store" for a word, "extend" for several, "append" for one each time, or a switch's class.
-        place: True for an argument without a flag, which its place tells.
+        metavar: name of a word in the help.
+        read: converts the word, a list of words, or a switch's bool to the value; its ValueError states the remedy.
+        action: argparse's action: "store", "extend" for several words, "append" for one each time, or a switch's class.
+        place: True for a positional argument.
     """
 
     metavar: str
@@ -120,12 +120,12 @@ Mesh = Annotated[str, Word("DxM")]
 
 
 def commas(read: Callable[[str], Any], metavar: str = "N,N") -> Word:
-    """`Word` of one word that holds several values with commas between them; they become a tuple."""
+    """`Word` of one word with several values, separated by commas; the value is a tuple."""
     return Word(metavar, lambda text: _each(read, [text]))
 
 
 def _word(hint: Any) -> Word | None:
-    """`Word` by a type annotation; None for what cannot be written as text."""
+    """Return the `Word` of a type annotation; None for types without a text form."""
     union = typing.get_origin(hint) in (Union, types.UnionType)
     kinds = [*typing.get_args(hint)] if union else [hint]
     for kind in kinds:
@@ -153,14 +153,14 @@ def _word(hint: Any) -> Word | None:
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """A dataclass's field as an option: its flag or place, how its words are read, and its help.
+    """A dataclass field as an option: its flag or position, how its words are parsed, and its help.
 
     Attributes:
-        name: the field's name.
-        flag: the option's first spelling; what stands for it in the help, if its place tells it.
+        name: name of the field.
+        flag: first spelling of the option; for a positional argument, its name in the help.
         word: how its words become the value.
-        about: its help.
-        default: the field's default; `MISSING` if it must be given.
+        about: help text.
+        default: default of the field; `MISSING` if it is required.
     """
 
     name: str
@@ -170,7 +170,7 @@ class Option:
     default: Any
 
     def value(self, words: Any) -> Any:
-        """The field's value read from what argparse has; a ValueError names the option."""
+        """Parse the field's value from argparse's words; a ValueError names the option."""
         try:
             return self.word.read(words)
         except ValueError as error:
@@ -178,14 +178,14 @@ class Option:
 
     @property
     def help(self) -> str:
-        """Its help, with the default where there is one to show."""
+        """Help text, with the default if it is shown."""
         default = self.default.value if isinstance(self.default, enum.Enum) else self.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         hidden = default in (MISSING, None, "", ()) or isinstance(default, bool)
         return self.about if hidden else f"{self.about} (default: {shortened(shown)})"
 
     def add_to(self, parser: argparse.ArgumentParser, group: Any, prefix: str = "") -> None:
-        """Adds the option to a parser's group; if its flag is taken, with the prefix in it, such as --task-batch."""
+        """Add the option to a group of a parser; if its flag is taken, with the prefix, such as --task-batch."""
         more: dict[str, Any] = {"action": self.word.action, "help": self.help.replace("%", "%%")}
         if isinstance(self.word.action, str):
             more["metavar"] = self.word.metavar
@@ -201,7 +201,7 @@ class Option:
 
 
 def written(flag: str, words: Any) -> str:
-    """An option as it was written, from its flag and what argparse has: --budget=64, --no-merge."""
+    """Format an option as on the command line, from its flag and argparse's words: --budget=64, --no-merge."""
     if isinstance(words, bool):
         return flag if words else f"--no-{flag[2:]}"
     return f"{flag}={shortened(words if isinstance(words, str) else ' '.join(words))}"
@@ -209,7 +209,7 @@ def written(flag: str, words: Any) -> str:
 
 @_cached
 def _options_of(cls: type) -> dict[str, Option]:
-    """Dict from flag to `Option` of a dataclass's fields that can be written as text, in their order."""
+    """Return options by flag, one per field of a dataclass that has a text form, in order."""
     hints, about = typing.get_type_hints(cls, include_extras=True), documented(cls)
     found: dict[str, Option] = {}
     for field in dataclasses.fields(cls):
@@ -220,10 +220,10 @@ def _options_of(cls: type) -> dict[str, Option]:
 
 
 def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
-    """A field's `Option`; None if its type cannot be written as text."""
+    """Return the `Option` of a field; None if its type has no text form."""
     word, default = _word(hint), typing.cast(Any, field.default)
     flag = ("--" if len(field.name) > 1 else "-") + field.name.replace("_", "-")
-    # Parts of a policy that one number or a switch says.
+    # Parts of a policy that one number or a switch sets.
     if MaxPool in typing.get_args(hint):
         kind = AvgPool if isinstance(default, AvgPool) else MaxPool
         flag, word = "--pool-kernel", Word("K", partial(_pooling, kind))
@@ -236,7 +236,7 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
         folding = Merge() if default is None else default
         read = lambda yes: folding if yes else None  # noqa: E731
         word = Word("", read, argparse.BooleanOptionalAction)
-        about = "fold dropped entries into their nearest kept entries, or drop them"
+        about = "merge evicted entries into their nearest kept entries, or only evict them"
     if word is None:
         return None
     flag = word.metavar if word.place else flag
@@ -244,13 +244,13 @@ def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
 
 
 def _pooling(kind: Any, text: str) -> MaxPool | AvgPool | NoPool:
-    """Pooling of a class with the kernel width parsed from text; `NoPool` for width 1."""
+    """Parse the kernel width of a pooling class; `NoPool` for width 1."""
     kernel = whole(text)
     return NoPool() if kernel == 1 else kind(kernel)
 
 
 def _nested(cls: type, prefix: str) -> dict[str, Any]:
-    """Dict of a command's fields that are dataclasses, or policies, with options of their own, and their classes."""
+    """Return the fields of a command that are dataclasses or policies with options of their own, by name."""
     hints = {} if prefix else typing.get_type_hints(cls)
     return {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
 
@@ -258,9 +258,9 @@ def _nested(cls: type, prefix: str) -> dict[str, Any]:
 def add_options(
     parser: argparse.ArgumentParser, cls: type, prefix: str = "", leave: Iterable[str] = ()
 ) -> None:
-    """Adds an option for each field of a dataclass, but those in `leave`, to a parser.
+    """Add an option for each field of a dataclass, except those in `leave`, to a parser.
 
-    An option whose name is taken has `prefix` before it, such as --task-batch.
+    An option whose name is taken gets the prefix `prefix`, such as --task-batch.
     """
     group: Any = parser.add_argument_group(prefix.strip()) if prefix else parser
     for option in _options_of(cls).values():
@@ -274,12 +274,12 @@ def add_options(
 
 
 def picked(command: Any, names: str) -> dict[str, Any]:
-    """Dict of these fields of a command."""
+    """Return these fields of a command by name."""
     return {name: getattr(command, name) for name in names.split()}
 
 
 def add_command(parser: argparse.ArgumentParser, cls: Any) -> None:
-    """Adds a command's options, and what its class `add`s, to its parser, which then runs it."""
+    """Add a command's options, and those of its class's `add`, to its parser, and set the command to run."""
     add_options(parser, cls)
     if hasattr(cls, "add"):
         cls.add(parser)
@@ -287,7 +287,7 @@ def add_command(parser: argparse.ArgumentParser, cls: Any) -> None:
 
 
 def made(cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any) -> Any:
-    """Makes a dataclass of the parsed options that were given, and `more`; other fields keep their defaults."""
+    """Build a dataclass from the parsed options and `more`; other fields keep their defaults."""
     values, given = more, vars(options)
     for flag, option in _options_of(cls).items():
         words = given.get(prefix + flag)
@@ -306,37 +306,37 @@ def made(cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any) -
 
 @_cached
 def policy_options(cls: type[Policy]) -> dict[str, Option]:
-    """Dict from flag to `Option` of a policy class's fields that have an effect."""
+    """Return options by flag for the fields of a policy class that have an effect."""
     without = {"base"} if takes_budget(cls) else {"base", "budget", "min_budget"}
-    if not cls().composed.drops:  # it keeps all entries, and may read fewer
+    if not cls().composed.drops:  # evicts nothing, but may read fewer entries
         without |= _SHARED - {"budget", "store"}
     return {flag: each for flag, each in _options_of(cls).items() if each.name not in without}
 
 
 def _own_options(cls: type[Policy]) -> dict[str, Option]:
-    """Dict from flag to `Option` of a wrapper policy's own fields; all others are its base's, or no wrapper's."""
+    """Return options by flag for a wrapper's own fields; all others belong to its base."""
     wraps = issubclass(cls, Wrapper)
     mine = policy_options(cls).items() if wraps else ()
     return {flag: each for flag, each in mine if each.name not in _SHARED | {"base"}}
 
 
 def flags_of(cls: type[Policy]) -> list[str]:
-    """List of flags that a policy class accepts on the command line; for a wrapper, its default base's flags too."""
+    """List the flags of a policy class on the command line; for a wrapper, with those of its default base."""
     if not issubclass(cls, Wrapper):
         return list(policy_options(cls))
     return list({"--base": None, **_own_options(cls), **policy_options(policy_class(cls.usual))})
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Adds `--policy`, `--base` and all registered policies' options to a parser, after its other options."""
-    about = "An option that the policy does not have is rejected."
+    """Add `--policy`, `--base` and the options of all registered policies to a parser, after its other options."""
+    about = "An option that the policy does not support is rejected."
     group = parser.add_argument_group("policy", about)
     about = f"{', '.join(POLICIES)} (default: full)"
     group.add_argument("--policy", default="full", metavar="NAME", help=about)
     bases = ", ".join(
         f"{cls.usual} of {name}" for name, cls in POLICIES.items() if issubclass(cls, Wrapper)
     )
-    about = f"the policy that another is built on (default: {bases})"
+    about = f"base policy of a wrapper (default: {bases})"
     group.add_argument("--base", dest=_POLICY + "--base", metavar="NAME", help=about)
     having: dict[str, dict[str, Option]] = {}
     for name, cls in POLICIES.items():
@@ -350,7 +350,7 @@ def add_policy_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _help(having: dict[str, Option]) -> str:
-    """Help text of an option: its distinct texts, each after its policies' names, or those without it if fewer."""
+    """Format the help of an option: its distinct texts, each after the names of its policies or of the others."""
     texts: dict[str, list[str]] = {}
     for name, option in having.items():
         texts.setdefault(option.about, []).append(name)
@@ -364,13 +364,13 @@ def _help(having: dict[str, Option]) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Spelled:
-    """One policy as it was written: its name and the words behind its options.
+    """One policy as written on the command line: its name and the words of its options.
 
     Attributes:
-        name: the policy's name.
-        given: what argparse has for each flag that was given, `--base` among them.
-        text: its words, a space between them, where it stands in a list of policies.
-        where: begins its errors: the option that it stands in.
+        name: name of the policy.
+        given: argparse's words of each flag, including `--base`.
+        text: the words, separated by spaces, for a policy in a list.
+        where: prefix of its errors: the option that contains it.
     """
 
     name: str
@@ -380,25 +380,25 @@ class Spelled:
 
     @property
     def takes_budget(self) -> bool:
-        """True if it may be given a budget: its class takes one, and its own words say none."""
+        """True if a budget may be added: the class supports one, and the words set none."""
         return takes_budget(policy_class(self.name)) and not _SIZES & self.given.keys()
 
     @property
     def flags(self) -> set[str]:
-        """Set of the flags that the policy accepts."""
+        """Flags that the policy accepts."""
         return set(flags_of(policy_class(self.name)))
 
     def over(self, shared: dict[str, Any]) -> "Spelled":
-        """Adds to a policy's options those of `shared` that it has and does not say itself."""
+        """Add the options of `shared` that the policy supports and does not set itself."""
         theirs = {flag: words for flag, words in shared.items() if flag in self.flags}
         return dataclasses.replace(self, given=theirs | self.given)
 
     def at(self, budget: Budget) -> Policy:
-        """Builds the policy at a budget, entries, a share or bytes; ValueError for bad options."""
+        """Build the policy at a budget in entries, as a share or in bytes; ValueError for invalid options."""
         return self.over({"--budget": str(budget)}).policy()
 
     def policy(self) -> Policy:
-        """Builds the policy; ValueError for an option that it does not have, and for bad ones."""
+        """Build the policy; ValueError for unsupported or invalid options."""
         try:
             return self._made()
         except ValueError as error:
@@ -411,25 +411,25 @@ class Spelled:
             base = base or cls.usual
             inner = policy_class(base)
         else:
-            require(base is None, "--base", base, f"{self.name} is not supported on a policy")
+            require(base is None, "--base", base, f"{self.name} supports no base: leave it out")
         mine: dict[str, Any] = {}
         fields: dict[str, Any] = {}
         for flag, words in given.items():
             option = own.get(flag) or policy_options(inner).get(flag)
             if option is None:
                 of = f"{self.name} over {base}" if base else self.name
-                raise ValueError(f"{written(flag, words)}: {of} has no such option; leave it out")
+                raise ValueError(f"{written(flag, words)}: {of} has no such option: leave it out")
             (mine if flag in own else fields)[option.name] = option.value(words)
         policy = inner(**fields)
         if issubclass(cls, Wrapper):
             policy = cls(base=policy, **mine)
         if fields.get("merge", ...) is None and policy.parts().merge is not None:
-            raise ValueError(f"--no-merge: {self.name} always folds; leave it out")
+            raise ValueError(f"--no-merge: {self.name} always merges: leave it out")
         return policy
 
 
 def chosen(options: argparse.Namespace) -> Spelled:
-    """`Spelled` policy of a command's parsed options."""
+    """Return the `Spelled` policy of a command's parsed options."""
     given = {
         name.removeprefix(_POLICY): words
         for name, words in vars(options).items()
@@ -439,18 +439,18 @@ def chosen(options: argparse.Namespace) -> Spelled:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser of one policy's words that raises ValueError instead of exiting."""
+    """Parser of one policy's words that raises ValueError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
 def spelled(given: str, option: str) -> list[Spelled]:
-    """List of the policies in an option's text, such as "full,adakv --alpha 0"; ValueError if there is none."""
+    """Parse the policies in an option's text, such as "full,adakv --alpha 0"; ValueError if there is none."""
     parser = _Parser(add_help=False, allow_abbrev=False)
     add_policy_options(parser)
     entries = list(filter(None, (" ".join(each.split()) for each in given.split(","))))
-    require(bool(entries), option, given, f"give some of {', '.join(POLICIES)}")
+    require(bool(entries), option, given, f"no policy: use some of {', '.join(POLICIES)}")
     found = []
     for text in entries:
         where = f"{option}={text!r}: "

@@ -1,4 +1,4 @@
-"""Standard streams, texts that are read, and outputs: `-` or a path, checked before anything is computed."""
+"""Standard streams, input texts, and outputs: `-` or a path, checked before any computation."""
 
 import contextlib
 import dataclasses
@@ -17,7 +17,7 @@ MOST_BYTES = 64 * 2**20
 
 
 class Unwritten(Exception):
-    """Raised when a write to stdout fails; `gone` is True if its reader has left, as `head` does, which is no error."""
+    """Raised when a write to stdout fails; `gone` is True if its reader has ended, as `head` does: not an error."""
 
     def __init__(self, error: OSError):
         super().__init__(f"stdout: {error.strerror or error}")
@@ -25,7 +25,7 @@ class Unwritten(Exception):
 
 
 def prepare_streams() -> None:
-    """Opens standard streams that are closed on nothing; lets stdout escape characters that its encoding lacks."""
+    """Open closed standard streams on the null device; let stdout escape characters that its encoding lacks."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))
@@ -35,7 +35,7 @@ def prepare_streams() -> None:
 
 
 def to_stdout(text: str, *, end: str = "\n") -> None:
-    """Writes and flushes text to stdout; raises `Unwritten` if that fails, and discards all later output."""
+    """Write text to stdout and flush; raise `Unwritten` if that fails, and discard all later output."""
     try:
         print(text, end=end, flush=True)
     except OSError as error:
@@ -44,7 +44,7 @@ def to_stdout(text: str, *, end: str = "\n") -> None:
 
 
 def to_stderr(text: str) -> None:
-    """Writes a line of text to stderr; errors are ignored."""
+    """Write a line of text to stderr; ignore errors."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
@@ -52,14 +52,14 @@ def to_stderr(text: str) -> None:
 
 
 def _silence(stream: Any) -> None:
-    """Redirects a stream to the null device, because a failing flush at exit would end Python with code 120."""
+    """Redirect a stream to the null device: a failing flush at exit would end Python with code 120."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 @contextlib.contextmanager
 def warnings_in_one_line() -> Iterator[None]:
-    """Context manager in which warnings are printed to stderr as one line each."""
+    """Context manager that prints each warning to stderr as one line."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         to_stderr(f"jaxkv: warning: {' '.join(str(message).split())}")
@@ -70,28 +70,30 @@ def warnings_in_one_line() -> Iterator[None]:
 
 
 def read_text(name: str, flag: str) -> str:
-    """Text of a UTF-8 file, or stdin for "-", without byte order mark, line ends as newlines; ValueError above 64 MiB.
+    """Read a UTF-8 file, or stdin for "-", without byte order mark, with newlines as line ends; at most 64 MiB.
 
-    `flag` is the option that names the file, for the error message.
+    `flag` is the option that names the file, for errors. Raises ValueError for invalid texts, OSError for files.
     """
     if name == "-" and sys.stdin.isatty():
-        to_stderr("jaxkv: reading the text from the terminal; Ctrl-D on a line of its own ends it")
+        to_stderr(
+            "jaxkv: reading the text from the terminal; end it with Ctrl-D on a line of its own"
+        )
     try:
         with contextlib.ExitStack() as stack:
             file: Any = sys.stdin.buffer
             if name != "-":
                 file = stack.enter_context(open(os.path.expanduser(name), "rb"))
             data = file.read(MOST_BYTES + 1)
-        most = f"more than {MOST_BYTES >> 20} MiB; give a shorter text"
+        most = f"more than {MOST_BYTES >> 20} MiB: use a shorter text"
         require(len(data) <= MOST_BYTES, flag, name, most)
         text = data.decode("utf-8-sig")
     except OSError as error:
         said = error.strerror or error
-        raise OSError(f"{flag}={name}: {said}; give a readable text file") from None
+        raise OSError(f"{flag}={name}: {said}: use a readable text file") from None
     except UnicodeDecodeError as error:
         said = f"{error.reason} at byte {error.start}"
         raise ValueError(f"{flag}={name}: not UTF-8 text ({said})") from None
-    require(bool(text.strip()), flag, name, "it is empty: give a text")
+    require(bool(text.strip()), flag, name, "the text is empty: use another one")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -99,32 +101,32 @@ def read_text(name: str, flag: str) -> str:
 class Output:
     """Output of a command: stdout for `-`, or a path; call `check` before the work, `write` once afterwards.
 
-    A missing path or a regular file is written beside and renamed, links followed. Anything else that is there (a
-    device, a FIFO) is written to.
+    A missing path or a regular file is written to a temporary file and renamed; links are followed. A device or a FIFO
+    is written to directly.
     """
 
     flag: str
     name: str
 
     def check(self, inputs: Iterable[str] = ()) -> None:
-        """Raises ValueError if it cannot be written or is one of the files `inputs`."""
+        """Raise ValueError if the output cannot be written or is one of the files `inputs`."""
         if self.name == "-":
             return
         path = Path(os.path.expanduser(self.name))
-        # A regular file is replaced in its folder; a folder itself is no place.
+        # A regular file is replaced in its folder; a folder itself is not a valid output.
         folder = path.resolve().parent
         place = path if path.exists() and not path.is_file() else folder
         fits = os.access(place, os.W_OK) and folder.is_dir() and not path.is_dir()
         fits = fits and (place is path or not path.exists() or os.access(path, os.W_OK))
-        remedy = "give a file that can be written, in a folder that is there"
+        remedy = "cannot be written: use a writable file in an existing folder"
         require(fits, self.flag, self.name, remedy)
         files = [each for each in map(os.path.expanduser, inputs) if os.path.isfile(each)]
         read = path.exists() and any(path.samefile(each) for each in files)
-        require(not read, self.flag, self.name, "it is a file that is read; give another")
+        require(not read, self.flag, self.name, "it is an input file: use another one")
 
     def write(self, data: bytes) -> None:
-        """Writes `data`; an OSError names the option."""
-        # Here, for `jaxkv --help` does without numpy.
+        """Write `data`; an OSError names the option."""
+        # Imported here, because `jaxkv --help` needs no numpy.
         from jaxkv.checkpoints.whole_files import write_whole
 
         path = Path(os.path.expanduser(self.name))
@@ -133,30 +135,30 @@ class Output:
                 sys.stdout.buffer.write(data)
                 sys.stdout.flush()
             elif path.exists() and not path.is_file():
-                # Not by `open`: O_CREAT is rejected for others' FIFOs in /tmp.
+                # Not with `open`: O_CREAT is rejected for FIFOs of other users in /tmp.
                 with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
                     file.write(data)
             else:
                 write_whole(path.resolve(), data)
         except OSError as error:
-            # A plain OSError, so that a FIFO's BrokenPipeError is not taken for stdout's.
+            # A plain OSError, so that a FIFO's BrokenPipeError is not mistaken for that of stdout.
             raise OSError(f"{self.flag}={self.name}: {error.strerror or error}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Picture(Output):
-    """Output of a picture, whose suffix says its kind; a PNG on stdout."""
+    """Output of a picture in the format of its suffix; PNG on stdout."""
 
     @property
     def kind(self) -> str:
-        """Its kind: png, svg or pdf; ValueError for another suffix."""
+        """Format of the picture: png, svg or pdf; ValueError for another suffix."""
         kind = "png" if self.name == "-" else Path(self.name).suffix[1:].lower()
-        remedy = "give a file that ends in .png, .svg or .pdf"
+        remedy = "unknown suffix: use a file that ends in .png, .svg or .pdf"
         require(kind in ("png", "svg", "pdf"), self.flag, self.name, remedy)
         return kind
 
     def check(self, inputs: Iterable[str] = ()) -> None:
-        """Raises ValueError as an output does, and for another kind; ImportError without matplotlib."""
+        """Raise ValueError as `Output` does, and for an unknown format; ImportError without matplotlib."""
         _ = self.kind  # raises
         super().check(inputs)
         drawing()

@@ -1,4 +1,4 @@
-"""`jaxkv plan`: whether a model, a policy and prompts fit on GPUs, which need not be present."""
+"""`jaxkv plan`: whether a model, a policy and prompts fit on GPUs, present or not."""
 
 import dataclasses
 import json
@@ -28,20 +28,20 @@ from jaxkv.planning.setting import tokens_of
 from jaxkv.policies import Policy
 
 NOTES = """\
-Memory follows from shapes by arithmetic, at once and on any machine: weights, the compressed cache, what prefill and a
-decode step compute with, for one GPU. --compile asks XLA's own compiler for GPUs that are not there, in some minutes.
-Seconds of prefill, tokens per second and requests an hour are estimates with the rates that one H200 reached, for TPUs,
-too; --gpus cpu has none.
+Memory follows from shapes by arithmetic, on any machine: weights, the compressed cache, and the buffers of prefill and
+of a decode step, for one GPU. --compile runs XLA's compiler for the GPUs, present or not, which takes minutes. Seconds
+of prefill, tokens per second and requests per hour are estimates from rates measured on one H200, for TPUs as well;
+--gpus cpu has none.
 
 examples:
-  does it fit, how much more would, and what would make it fit:
+  does it fit, how much more fits, and what to change if not:
     jaxkv plan --model llama-3.1-70b --gpus h100x8 --context 131072 --batch 4 --policy adakv --budget 2048
 
-  several policies in one table, and a picture of memory against context:
+  several policies in one table, and a plot of memory over context:
     jaxkv plan --model llama-3.1-8b --gpus a100-80gb --context 32768 --batch 8 --budget 1024 \\
         --compare full,snapkv,adakv,omnikv --plot memory.svg
 
-  how many entries the same bytes of a sequence's cache hold in 16 bits, in 8 and in 4:
+  how many entries fit into the same bytes of a sequence's cache in 16, 8 and 4 bits:
     jaxkv plan --model llama-3.1-8b --gpus h200x1 --context 32K --batch 8 --budget 256MB \\
         --compare 'snapkv,snapkv --store int8,snapkv --store int4'
 
@@ -57,22 +57,22 @@ class Planning:
     Attributes:
         model: a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder, a
             .gguf file or a hub id; no weights are read.
-        gpus: h100x8, 8xh100 or h100:8, say, and so a100-80gb, h200, l4, v5e; an unknown kind is told all; or cpu, this
-            machine's.
-        mesh: groups of GPUs with a part of the prompts each, and GPUs of a group (default: one group).
+        gpus: kind and number, such as h100x8, 8xh100 or h100:8, also a100-80gb, h200, l4, v5e; or cpu for this machine.
+            The error for an unknown kind lists all.
+        mesh: data-parallel groups of GPUs, and GPUs per group (default: one group).
         context: tokens of each prompt, such as 128K.
-        batch: prompts.
-        new: tokens to sample.
-        questions: questions that each prompt answers, which share its prefill.
+        batch: number of prompts.
+        new: number of tokens to sample.
+        questions: number of questions per prompt, which share its prefill.
         dtype: bfloat16, float16 or float32 (default: bfloat16 on GPUs, float32 on a CPU).
-        weights: int8 or int4: linear maps in 8 bits, half of 16 bits' memory, or in 4, a third (default: dtype).
-        rope_scaling: N times the model's positions, by YaRN.
-        serve: an engine, too: slots that fit, and such prompts answered an hour.
-        compare: policies, with commas between them: a table, an entry each; options go behind a name: 'snapkv --store
+        weights: quantise linear maps to int8, half the memory of 16 bits, or int4, a third (default: dtype).
+        rope_scaling: extend the model's positions N times by YaRN.
+        serve: also plan an engine: slots that fit, and such prompts answered per hour.
+        compare: compare policies, separated by commas, in a table with a row each; each with options: 'snapkv --store
             int8'.
-        plot: sample memory against context: .png, .svg or .pdf (needs jaxkv[plots]).
-        compile: ask XLA's compiler for these GPUs, too; minutes.
-        json: print JSON; of --compare a list.
+        plot: draw memory over context to a file: .png, .svg or .pdf (needs jaxkv[plots]).
+        compile: also run XLA's compiler for these GPUs, which takes minutes.
+        json: print JSON; a list with --compare.
     """
 
     model: Name
@@ -93,9 +93,9 @@ class Planning:
     policy: Spelled
 
     def run(self) -> None:
-        """Prints plans as text, table or JSON, then writes the picture of `--plot`.
+        """Print plans as text, table or JSON, then write the picture of `--plot`.
 
-        If the picture cannot be written, the plans are already on stdout.
+        If writing the picture fails, the plans are already on stdout.
         """
         out = Picture(flag="--plot", name=self.plot)
         if self.plot:
@@ -117,12 +117,12 @@ class Planning:
             out.write(picture.drawn(plans, out.kind))
 
     def _compared(self) -> list[Policy]:
-        """List of `--compare`'s policies, each with the given options it has; ValueError for one that none has."""
-        remedy = "give it among those of --compare, or leave it out"
+        """Return the policies of `--compare`, each with the shared options it supports; ValueError if none does."""
+        remedy = "conflicts with --compare: add it there, or leave it out"
         require(self.policy.name == "full", "--policy", self.policy.name, remedy)
         entries = spelled(self.compare, "--compare")
         for flag, words in self.policy.given.items():
-            remedy = f"none of them has {written(flag, words)}: leave it out"
+            remedy = f"none of these policies has {written(flag, words)}: leave it out"
             require(any(flag in each.flags for each in entries), "--compare", self.compare, remedy)
-        # A policy that is named twice is compared once.
+        # A repeated policy is compared once.
         return list(dict.fromkeys(each.over(self.policy.given).policy() for each in entries))

@@ -1,4 +1,4 @@
-"""`jaxkv serve`: checks its options, loads the model, makes its engines and answers OpenAI's HTTP interface."""
+"""`jaxkv serve`: validates its options, loads the model, creates its engines and serves OpenAI's HTTP API."""
 
 import contextlib
 import dataclasses
@@ -24,18 +24,18 @@ from jaxkv.serving.slot_memory import device_of, share_of_next
 from jaxkv.sharding.mesh_argument import mesh_of
 
 NOTES = """\
-The addresses are OpenAI's: /v1/models, /v1/completions, /v1/chat/completions; and /v1/documents, /health, /metrics,
-/openapi.json. At / is a page that compresses a document, shows which of its tokens are kept, and asks about it.
-SIGTERM or Ctrl-C answers the requests that are there and takes no new ones; the second one ends at once.
+The endpoints are OpenAI's /v1/models, /v1/completions and /v1/chat/completions, and /v1/documents, /health, /metrics,
+/openapi.json. At / is a page that compresses a document, shows its kept tokens, and answers questions on it.
+SIGTERM or Ctrl-C answers the current requests and rejects new ones; the second signal stops immediately.
 
 examples:
-  64 requests at a time, if they fit, each with 1024 entries per kv head:
+  as many requests at a time as fit, each with 1024 entries per kv head:
     jaxkv serve --model smollm2-135m-instruct --policy adakv --budget 1024 --slots auto --port 8000
 
   several policies over the same weights, as the models smollm2-135m-instruct and smollm2-135m-instruct:full:
     jaxkv serve --model smollm2-135m-instruct --policy adakv --budget 1024 --also full --slots 8
 
-  then, from any of OpenAI's clients:
+  then, from any OpenAI client:
     curl http://127.0.0.1:8000/v1/chat/completions -H "Content-Type: application/json" \\
         -d '{"messages": [{"role": "user", "content": "Why is the sky blue?"}], "temperature": 0}'
 """
@@ -47,16 +47,16 @@ class Serve(SlotOptions):
     """`jaxkv serve`.
 
     Attributes:
-        also: a further policy, as model NAME:POLICY; options go behind its name: 'snapkv --window 8'. Without a budget
-            of its own it has --policy's. May be given again. Each policy has slots of its own, and a folder inside
+        also: a further policy, served as model NAME:POLICY, with options: 'snapkv --window 8'. By default it has the
+            budget of --policy. Repeat the option for several. Each policy has its own slots, and its own folder in
             --documents.
-        document_bytes: most bytes of documents on the device; others wait on disk (default: half of what slots leave).
-        host: address to listen at; 0.0.0.0 for all.
-        port: 0 for any free one.
-        api_key: key that clients must send (default: JAXKV_API_KEY, if it is set).
-        queue: requests that may wait.
+        document_bytes: maximum bytes of documents on the device; others are on disk (default: half of the rest).
+        host: address to listen at; 0.0.0.0 for all interfaces.
+        port: port to listen at; 0 for any free one.
+        api_key: key that clients must send (default: JAXKV_API_KEY, if set).
+        queue: maximum number of waiting requests.
         timeout: seconds until an answer must be complete.
-        max_body_bytes: most bytes of a request's body.
+        max_body_bytes: maximum bytes of the body of a request.
     """
 
     also: Annotated[tuple[str, ...], Word("POLICY", tuple, "append")] = ()
@@ -69,7 +69,7 @@ class Serve(SlotOptions):
     max_body_bytes: Count = 8 << 20
 
     def run(self) -> None:
-        """Serves HTTP until a signal ends the process, with code 0, or 130 if it ends at once."""
+        """Serve HTTP until a signal ends the process, with code 0, or 130 if it stops immediately."""
         with needing("serve", "serving needs"):
             from jaxkv.serving.engine import forget_all
             from jaxkv.serving.http import Application
@@ -108,31 +108,31 @@ class Serve(SlotOptions):
                 for each, engine in models.items():
                     said = f"{engine.stats.slots} slots, {policies[each]}"
                     to_stderr(f"jaxkv: {each} at {address}/v1, {said}")
-                to_stderr(f"jaxkv: a page to ask from at {address}/")
+                to_stderr(f"jaxkv: web page at {address}/")
 
             many_files()
-            to_stderr(f"jaxkv: {address} answers 503 until it is ready")
+            to_stderr(f"jaxkv: {address} answers 503 during the start")
             threading.Thread(target=server.make, args=(make,), daemon=True).start()
             server.run(sockets=[found])
             if server.error is not None:
                 raise server.error
             forget_all()
-            # All is answered or given up, and a program that is being compiled cannot be interrupted.
+            # All requests have ended, and a running compilation cannot be interrupted.
             os._exit(130 if server.cut else 0)
 
 
 def further_policies(given: Iterable[str], first: Policy, model: str) -> dict[str, Policy]:
-    """Dict from model id to policy of all `--also` options; one without a budget gets the first policy's budget.
+    """Parse the `--also` options; return policies by model id, with the first policy's budget by default.
 
-    An id is the model's with what was written, with "-" for what cannot stand in an address. ValueError for a policy
-    given twice.
+    An id is the model's id and the text of the option, with "-" for characters that a URL cannot hold. Raises
+    ValueError for a repeated policy.
     """
     kept = first.composed.budget
     found: dict[str, Policy] = {}
     for text in given:
         for each in spelled(text, "--also"):
             name = f"{model}:{re.sub(r'[^A-Za-z0-9_.]+', '-', each.text).strip('-')}"
-            require(name not in found, "--also", each.text, "it is given twice: leave one out")
+            require(name not in found, "--also", each.text, "repeated policy: leave one out")
             if kept is not None and each.takes_budget:
                 found[name] = each.at(kept.given)
             else:
@@ -149,16 +149,16 @@ def engines(
     tick: Callable[[str], object] = lambda what: None,
     **options: Any,
 ) -> Iterator[dict[str, Engine]]:
-    """Context manager that makes an `Engine` for each policy, yields them by model id, and closes all at its end.
+    """Context manager that creates an `Engine` per policy, yields them by model id, and closes all of them.
 
-    "auto" slots and documents of all engines share the memory. The first keeps its documents in `folder`, the others
-    each in a folder inside it, called as what stands behind the ":" of its model id. `tick` is called
-    before each part is compiled, with its name.
+    "auto" slots and documents of all engines share the memory. The first engine keeps its documents in `folder`, each
+    other one in a subfolder named like its model id after the ":". `tick` is called with the name of each part before
+    it compiles.
     """
     device, made = device_of(params), dict[str, Engine]()
     options |= {"precompile": False, "start": False}
     for policy in policies.values():
-        # Nobody waits minutes for the error of a later one.
+        # Validates every policy first, so that an error does not come after minutes.
         Engine(params, policy=policy, memory_share=1 / len(policies), **options).close()
     with contextlib.ExitStack() as stack:
         for at, (name, policy) in enumerate(policies.items()):
@@ -176,7 +176,7 @@ def engines(
 def needing(extra: str, what: str) -> Iterator[None]:
     """Context manager that turns a missing package into an ImportError that names the extra to install.
 
-    `what` begins the message: "serving needs". A missing module of jaxkv's own is raised as it is.
+    `what` begins the message: "serving needs". A missing module of jaxkv is raised unchanged.
     """
     try:
         yield
@@ -187,11 +187,11 @@ def needing(extra: str, what: str) -> Iterator[None]:
 
 
 def _log_to_stderr() -> None:
-    """Sends the log lines of `jaxkv.serving` to stderr, with times, and not also to the root logger."""
+    """Send the log lines of `jaxkv.serving` to stderr with times, and not to the root logger."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log = logging.getLogger("jaxkv.serving")
     log.addHandler(handler)
     log.setLevel(logging.INFO)
-    # Other libraries give the root logger a handler of its own: each line would be there twice.
+    # Other libraries add a handler to the root logger, which would repeat each line.
     log.propagate = False

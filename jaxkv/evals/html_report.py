@@ -20,7 +20,7 @@ def report(
     samples: int = 200,
     out: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Writes an evaluation as one HTML page and returns its path: tables, plots, settings, samples, tokens kept.
+    """Write an evaluation as one HTML page and return its path: tables, plots, settings, sample, tokens kept.
 
     Of an evaluation that is not finished it shows what is there, and says what is missing. The page loads nothing from
     elsewhere, and shows everything that models drew as text, never as markup.

@@ -138,7 +138,7 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 
 def _sentences(text: str) -> list[list[str]]:
-    """Splits a text at full stops into sentences, each a list of its words."""
+    """Split a text at full stops into sentences, each a list of its words."""
     # A sentence of spaces alone is one of an empty word, as in the package.
     return [" ".join(each.split()).split(" ") for each in text.split(".") if each]
 

@@ -38,7 +38,7 @@ class Story(Recipe):
     depth: float
 
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Makes a `Prompt`: the needle at `depth` of `size` words, from the text's start (`index` 0) or at random."""
+        """Make a `Prompt`: the needle at `depth` of `size` words, from the text's start (`index` 0) or at random."""
         start = int(rng.integers(2**31)) if index else 0
         text = sentences(self.wording.passage(size, start))
         ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]
@@ -90,7 +90,7 @@ class Needle(MadeTask):
         self.require_least(1, "new_tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of needle-in-a-haystack samples, `count` for each prompt length and needle depth."""
+        """Make a list of needle-in-a-haystack samples, `count` for each prompt length and needle depth."""
         lengths = self.lengths_for(params)
         wording, count, made = self.words(), counter(params), list[Sample]()
         for length in lengths:

@@ -57,7 +57,7 @@ class Loss(Task):
         self.require_least(1, "prefix", "tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of one sample per text, longest first; ValueError for texts, or a model, of too few tokens."""
+        """Make a list of one sample per text, longest first; ValueError for texts, or a model, of too few tokens."""
         texts, most = texts_of(self.data, self.count), params.config.max_positions
         need, text = self.tokens + min(self.prefix, self.tokens), params.tokenizer
         lengths = {title: len(text.encode(each, bos=True)) for title, each in texts.items()}
@@ -80,7 +80,7 @@ class Loss(Task):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
-        """Reads texts token by token after a prefix; list of an `Outcome` each: mean loss, curve, rows and bytes."""
+        """Read texts token by token after a prefix; list of an `Outcome` each: mean loss, curve, rows and bytes."""
         prefixes, after = zip(*(self._parts(params, each) for each in samples), strict=True)
         told = np.asarray(after, np.int32)
         found = losses_of(params, policy, prefixes, told, seed=how.seed)

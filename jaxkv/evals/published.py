@@ -68,7 +68,7 @@ class StoredTask(QuestionTask):
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of samples of the benchmark's chosen parts: the first `count` rows of each file (0: all)."""
+        """Make a list of samples of the benchmark's chosen parts: the first `count` rows of each file (0: all)."""
         # Missing files are reported before hours of tokenizing.
         rows = {name: self._rows(name) for name in self.tasks or table(self.benchmark)}
         made = []
@@ -127,7 +127,7 @@ class StoredTask(QuestionTask):
     def _sample(
         self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]
     ) -> Sample:
-        """Makes the `Sample` of row `number` of a benchmark part, its prompt cut to the model's length."""
+        """Make the `Sample` of row `number` of a benchmark part, its prompt cut to the model's length."""
         part, fields = table(self.benchmark)[name], self.fields_of(name, row)
         # Texts of fields may contain braces.
         before, after = (

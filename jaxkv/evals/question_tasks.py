@@ -26,7 +26,7 @@ class QuestionTask(Task):
 
     @abc.abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
-        """Returns the score in [0, 1] of the text that a model predicted for one sample.
+        """Return the score in [0, 1] of the text that a model predicted for one sample.
 
         Args:
             sample: the sample.
@@ -39,7 +39,7 @@ class QuestionTask(Task):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
-        """Generates the answers to a batch of samples; returns an `Outcome` per sample: score, text, rows and bytes."""
+        """Generate the answers to a batch of samples; return an `Outcome` per sample: score, text, rows and bytes."""
         drawn = asked(params, policy, samples, how)
         return [
             dataclasses.replace(each, score=self.score(sample, each.prediction))
@@ -76,7 +76,7 @@ def ids_of(text: Text, sample: Sample, *, raw: bool = False) -> tuple[list[int],
 def asked(
     params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
 ) -> list[Outcome]:
-    """Samples a model's answers to a batch of samples over compressed caches; returns an unscored `Outcome` for each.
+    """Sample a model's answers to a batch of samples over compressed caches; return an unscored `Outcome` for each.
 
     Rows and bytes are those of the compressed tokens when the answer ends. Samples that compress the same tokens share
     their cache.

@@ -127,7 +127,7 @@ def _plain(value: Any) -> Any:
 
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
-    """Returns `out` as a Path; ValueError for a file, or a folder of something else; writes nothing."""
+    """Return `out` as a Path; ValueError for a file, or a folder of something else; write nothing."""
     path = Path(out).expanduser()
     inside = {each.name for each in path.iterdir()} - {".lock"} if path.is_dir() else set()
     fits = not path.is_file() and (not inside or RESULTS in inside)
@@ -153,7 +153,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def append(folder: Path, lines: bytes) -> None:
-    """Appends lines to a locked folder's `results.jsonl`, and syncs it to disk."""
+    """Append lines to a locked folder's `results.jsonl`, and syncs it to disk."""
     with (folder / RESULTS).open("ab") as file:
         file.write(lines)
         file.flush()
@@ -161,7 +161,7 @@ def append(folder: Path, lines: bytes) -> None:
 
 
 def begin(folder: Path, run: Run) -> list[Record]:
-    """Records that a locked folder has; writes `run` to a new one; ValueError for a folder of another run.
+    """Record that a locked folder has; write `run` to a new one; ValueError for a folder of another run.
 
     An incomplete last line, of a run that was killed, is removed.
     """
@@ -326,7 +326,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, *folders: str | os.PathLike[str]) -> "Evaluation":
-        """Reads an evaluation, finished or not, from the folder that it was written to, or the folders of its shards.
+        """Read an evaluation, finished or not, from the folder that it was written to, or the folders of its shards.
 
         Args:
             *folders: what was given as `out`; several are shards, or further policies, of one evaluation.

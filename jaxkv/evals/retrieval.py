@@ -73,7 +73,7 @@ class TwoStage(QuestionTask):
         require(fits, "sizes", self.sizes, "give dictionaries of at least 3 entries")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of one sample per question: the dictionary is its context, the equation its question."""
+        """Make a list of one sample per question: the dictionary is its context, the equation its question."""
         rng, made = np.random.default_rng(self.seed), []
         asked = "Answer the corresponding color based on the addition result."
         if self.reason:
@@ -126,7 +126,7 @@ class Visible(Task):
         self.require_least(1, "count", "steps")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
+        """Make a list of `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
         # Small dictionaries and large ones, however few there are.
         sizes = SIZES[:: max(1, len(SIZES) // self.count)]
         cases = TwoStage(count=self.count, sizes=sizes, seed=self.seed).samples(params)
@@ -219,7 +219,7 @@ def visible_attention(
 def _held(
     session: Session, prompt: Sequence[int], answer: Sequence[int], padded_len: int
 ) -> Bool[np.ndarray, "n L K S"]:
-    """Runs prompt and answer; mask [n, L, K, S] of rows in the cache at each of n answer tokens."""
+    """Run prompt and answer; mask [n, L, K, S] of rows in the cache at each of n answer tokens."""
     masks = []
     cache = session.prefill(list(prompt), new=len(answer))
     for step, token in enumerate(answer):

@@ -55,7 +55,7 @@ def evaluate(
     mesh: Mesh | None = None,
     progress: bool | None = None,
 ) -> Evaluation:
-    """Runs every policy over every sample of a task; writes one line per policy and sample, and returns all results.
+    """Run every policy over every sample of a task; write one line per policy and sample, and return all results.
 
     The same call continues a run that was interrupted, after its last complete batch, and ends with the same bytes.
     With further policies, it runs only these.
@@ -143,7 +143,7 @@ def _fill(
     done: Set[tuple[str, int]],
     progress: bool | None,
 ) -> None:
-    """Runs all batches that are not `done`, under each policy, and appends a line per sample, with a progress bar.
+    """Run all batches that are not `done`, under each policy, and appends a line per sample, with a progress bar.
 
     Errors have a note that names the batch.
     """
@@ -190,7 +190,7 @@ def _seed(job: _Job, policy: Policy, sample: Sample) -> int:
 
 
 def _record(job: _Job, name: str, at: int, outcome: Outcome) -> Record:
-    """Makes the `Record` of one sample's outcome; ValueError for a score not finite, or for shares not in [0, 1]."""
+    """Make the `Record` of one sample's outcome; ValueError for a score not finite, or for shares not in [0, 1]."""
     score, sample, policy = float(outcome.score), job.samples[at], job.policies[name]
     fits = math.isfinite(score)
     if job.run.unit == "%":
@@ -234,7 +234,7 @@ def _devices(params: LanguageModel) -> str:
 
 
 def _free_programs() -> None:
-    """Clears JAX's compiled programs if the process has over 30,000 memory mappings, as Linux allows only 65,530."""
+    """Clear JAX's compiled programs if the process has over 30,000 memory mappings, as Linux allows only 65,530."""
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
         jax.clear_caches()
@@ -269,7 +269,7 @@ def at_budgets(
 
 
 def as_task(task: Task | str) -> Task:
-    """Returns `task` itself, or the task of that name with default settings; ValueError if there is no such task."""
+    """Return `task` itself, or the task of that name with default settings; ValueError if there is no such task."""
     if isinstance(task, Task):
         return task
     require(task in TASKS, "task", task, f"no such task; known tasks: {', '.join(TASKS)}")
@@ -306,6 +306,6 @@ def seed_of(seed: int, name: str) -> int:
 
 
 def require_how(task: Task, how: How) -> None:
-    """Raises ValueError for a question-agnostic run of a task without questions."""
+    """Raise ValueError for a question-agnostic run of a task without questions."""
     fits = task.asks or not how.agnostic
     require(fits, "agnostic", how.agnostic, f"{name_of(task)} asks nothing: leave it out")

@@ -97,7 +97,7 @@ class Task(abc.ABC):
         checks.normalise(self)
 
     def require_least(self, least: int, *names: str) -> None:
-        """Raises ValueError for the first of these settings that is below `least`."""
+        """Raise ValueError for the first of these settings that is below `least`."""
         for name in names:
             require(
                 getattr(self, name) >= least, name, getattr(self, name), f"give {least} or more"
@@ -105,7 +105,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes the sequence of the task's `Sample` values for a model; the same for equal settings and tokenizer.
+        """Make the sequence of the task's `Sample` values for a model; the same for equal settings and tokenizer.
 
         Args:
             params: the model, whose tokenizer counts tokens and whose positions limit them.
@@ -122,7 +122,7 @@ class Task(abc.ABC):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
-        """Runs a batch of samples under one policy and returns one Outcome, with its score, per sample.
+        """Run a batch of samples under one policy and return one Outcome, with its score, per sample.
 
         Args:
             params: the model.

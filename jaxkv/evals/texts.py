@@ -78,6 +78,6 @@ def rows_of_file(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[s
 
 
 def _require_file(path: Path, name: str) -> None:
-    """Raises FileNotFoundError unless there is a file."""
+    """Raise FileNotFoundError unless there is a file."""
     if not path.is_file():
         raise FileNotFoundError(f"{name}={str(path)!r}: no such file")

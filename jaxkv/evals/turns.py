@@ -64,7 +64,7 @@ class Turns(Task):
         self.require_least(1, "count", "words", "new_tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of one sample per conversation, its turns joined in `context`."""
+        """Make a list of one sample per conversation, its turns joined in `context`."""
         passages = [text.split() for text in texts_of(None).values()]
         return [self._sample(number, passages) for number in range(self.count)]
 
@@ -92,7 +92,7 @@ class Turns(Task):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
-        """Runs a batch of conversations; list of one `Outcome` each: mean score, answers, and rows after each turn."""
+        """Run a batch of conversations; list of one `Outcome` each: mean score, answers, and rows after each turn."""
         spoken, kept, cache = list[Sequence[str]](), list[np.ndarray](), None
         for texts in zip(*(sample.context.split(_NEXT) for sample in samples), strict=True):
             if how.raw or not params.tokenizer.has_template:

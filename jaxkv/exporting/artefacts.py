@@ -38,7 +38,7 @@ def artefact(
     platform: str,
     batch: int,
 ) -> Artefact:
-    """Traces and serialises a program by `jax.export`; returns `Artefact`: bytes, manifest entry, abstract results."""
+    """Trace and serialises a program by `jax.export`; return `Artefact`: bytes, manifest entry, abstract results."""
     run, leaves, donated = door.apart(*args, spec=spec)
     fn: Any = vars(door)["__wrapped__"]
     # Donated arrays come first; both groups are sorted by name, the fields of `asked` by their own names.

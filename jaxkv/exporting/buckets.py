@@ -55,7 +55,7 @@ def table(parts: Parts, sliding_windows: SlidingWindows, padded_len: int) -> Tab
     known = _numbers(parts, allowed, sliding_windows)
 
     def by_index(numbers: np.ndarray) -> np.ndarray:
-        """Spreads numbers of allowed lengths into a table `[..., S + 1]` by length, -1 elsewhere."""
+        """Spread numbers of allowed lengths into a table `[..., S + 1]` by length, -1 elsewhere."""
         wide = np.full((*numbers.shape[:-1], padded_len + 1), -1, np.int32)
         wide[..., allowed] = numbers
         return wide
@@ -165,7 +165,7 @@ def _room(
 
 
 def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_len: int) -> None:
-    """Raises ValueError for policies that no export can run: offload, chunked or second prefill, gate, numpy budget."""
+    """Raise ValueError for policies that no export can run: offload, chunked or second prefill, gate, numpy budget."""
     parts, name = policy.composed, type(policy).__name__
     remedy = f"{name} brings entries from host memory while tokens are sampled, which a program by itself cannot: "
     remedy += "export OmniKV without offload, or a policy that drops entries"
@@ -188,7 +188,7 @@ def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_l
 
 
 def require_positions(parts: Parts, known: Table, limits: BucketLimits, positions: int) -> None:
-    """Raises ValueError if entries can outgrow the model's positions, for policies whose positions count cached entries."""
+    """Raise ValueError if entries can outgrow the model's positions, for policies whose positions count cached entries."""
     of = known.allowed[known.allowed <= positions]
     if not parts.rolling or not of.size:
         return

@@ -24,7 +24,7 @@ BOUNDS = {
 }
 # Immutable cache of `count` sequences: arrays by name, the (slots, batch) of its programs, tokens that still fit, the
 # turn of each conversation, and checksum and folder of the export.
-Cache = collections.namedtuple("Cache", "arrays at count room turns of")
+Cache = collections.namedtuple("Cache", "arrays at count headroom turns of")
 
 
 def need(fine, message, kind=ValueError):
@@ -151,7 +151,7 @@ class Model:
             np.reshape(jax.devices()[:many], tuple(mesh.values())), tuple(mesh)
         )
         mine = {
-            (e["kind"], e["slots"], e["batch"]): e
+            (e["kind"], e["padded_len"], e["batch"]): e
             for e in said["programs"]
             if e["platform"] == here
         }
@@ -359,7 +359,7 @@ class Model:
         return new, seed, f"sample.{sampling}", as_32
 
     def read(self, prompt, cache=None, seed=0, new=0, close=False):
-        """Prefills prompts, or appends them to `cache`; returns the cache. `close` ends the user turn of a text."""
+        """Prefill prompts, or append them to `cache`; return the cache. `close` ends the user turn of a text."""
         _, seed, _, _ = self.asked(1, seed)
         cache is None or self.known(cache)
         ids, turns = self.encode(prompts(prompt)[0], cache.turns if cache else ("start",), close)
@@ -394,7 +394,7 @@ class Model:
         return Cache(self.again(out, at)[0], at, count, headroom, turns, self.of)
 
     def sample(self, cache, max_new_tokens, tell=None, seed=0, **drawing):
-        """Samples up to `max_new_tokens`, passing ids to `tell`; returns ids `[B, n]`, -1 after an end, and the cache."""
+        """Sample up to `max_new_tokens`, passing ids to `tell`; return ids `[B, n]`, -1 after an end, and the cache."""
         self.known(cache)
         new, seed, kind, given = self.asked(max_new_tokens, seed, **drawing)
         at, _ = self.fits(np.zeros(cache.count, np.int32), new, cache)
@@ -423,7 +423,7 @@ class Model:
         return drawn, cache._replace(arrays=arrays, headroom=headroom)
 
     def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
-        """Generates answers to a prompt or a list; returns token ids, text (None without tokenizer) and cache."""
+        """Generate answers to a prompt or a list; return token ids, text (None without tokenizer) and cache."""
         new = self.asked(
             self.said["new"] if max_new_tokens is None else max_new_tokens, seed, **drawing
         )[0]

@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 30
 
 
 def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes arrays into one or more safetensors files; returns a dict of file name to size in bytes and SHA-256."""
+    """Write arrays into one or more safetensors files; return a dict of file name to size in bytes and SHA-256."""
     parts = list(_parts(arrays))
     files = {}
     for at, names in enumerate(parts):
@@ -29,7 +29,7 @@ def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[st
 
 
 def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yields the array names of each file, which holds at most `_MOST_BYTES` or a single array."""
+    """Yield the array names of each file, which holds at most `_MOST_BYTES` or a single array."""
     names, size = list[str](), 0
     for name, array in arrays.items():
         if names and size + array.nbytes > _MOST_BYTES:
@@ -41,7 +41,7 @@ def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _write(file: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Writes arrays into one safetensors file; returns a dict of its size in bytes and its SHA-256."""
+    """Write arrays into one safetensors file; return a dict of its size in bytes and its SHA-256."""
     held = {name: np.asarray(host(array), order="C") for name, array in arrays.items()}
     try:
         safetensors.numpy.save_file(held, file)

@@ -71,7 +71,7 @@ def export(
     implementation: Implementation | str = Implementation.XLA,
     weights: bool = True,
 ) -> Path:
-    """Writes a model and a policy as StableHLO programs and weights that run without jaxkv; returns the folder.
+    """Write a model and a policy as StableHLO programs and weights that run without jaxkv; return the folder.
 
     `directory` then holds StableHLO by `jax.export`, `manifest.json`, the weights as safetensors, the tokenizer's file
     if there is one, and `runtime.py`, which generates from them with jax and numpy alone.
@@ -167,7 +167,7 @@ def _counts(name: str, given: Any) -> tuple[int, ...]:
 
 
 def _samplings(given: Any) -> dict[str, Sampler]:
-    """Samplers to export by name: "Greedy" and the given ones by class; ValueError for two of one name."""
+    """Sampler to export by name: "Greedy" and the given ones by class; ValueError for two of one name."""
     listed = given if isinstance(given, (list, tuple)) else (given,)
     chosen = [as_sampling(each) for each in listed]
     found = {"Greedy": GREEDY} | {type(each).__name__: each for each in chosen}
@@ -214,7 +214,7 @@ def _leaf_names(module: Any, prefix: str) -> tuple[str, ...]:
 
 
 def _programs(part: Path, job: _Job) -> _Made:
-    """Writes the programs of every bucket, platform and batch into `part`; returns entries, and tables by bucket."""
+    """Write the programs of every bucket, platform and batch into `part`; return entries, and tables by bucket."""
     entries, tables = list[dict[str, Any]](), dict[int, Table]()
     parts, config = job.policy.composed, job.params.config
     (part / "programs").mkdir()
@@ -232,7 +232,7 @@ def _programs(part: Path, job: _Job) -> _Made:
 def _of_bucket(
     job: _Job, known: Table, padded_len: int, platform: str, batch: int
 ) -> Iterator[tuple[str, Artefact]]:
-    """Yields (kind, serialised program) for every program of one bucket, platform and batch."""
+    """Yield (kind, serialised program) for every program of one bucket, platform and batch."""
     flat, limits = job.params.flat, job.limits
     spec = spec_of_bucket(
         flat, job.policy, known, limits, platform=platform, implementation=job.implementation
@@ -272,7 +272,7 @@ def _of_bucket(
 
 
 def _write(part: Path, job: _Job, made: _Made, weights: bool) -> None:
-    """Writes the export's other files into `part`: manifest, weights, budget tables, tokenizer and `runtime.py`."""
+    """Write the export's other files into `part`: manifest, weights, budget tables, tokenizer and `runtime.py`."""
     entries, tables = made
     manifest = _manifest(part, job, entries)
     if weights:
@@ -354,7 +354,7 @@ def _day(day: datetime.date, later: int) -> str:
 
 
 def _write_text(part: Path, params: LanguageModel) -> dict[str, Any] | None:
-    """Writes `tokenizer.json`; returns its manifest entry with the chat template's turns; None without a tokenizer."""
+    """Write `tokenizer.json`; return its manifest entry with the chat template's turns; None without a tokenizer."""
     if params.text is None:
         return None
     text, turns = params.text, None

@@ -57,7 +57,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
 
 
 def tell_if_slow(seconds: float) -> None:
-    """Logs, once per process, that a call compiled for more than 10 s and no cache on disk keeps its programs."""
+    """Log, once per process, that a call compiled for more than 10 s and no cache on disk keeps its programs."""
     global _told
     kept = jax.config.values["jax_compilation_cache_dir"] is not None
     if _told or seconds <= _SLOW or kept:
@@ -106,20 +106,20 @@ class Clock:
         self._spans: list[tuple[float, float]] = []
 
     def __enter__(self) -> "Clock":
-        """Starts the clock and returns it."""
+        """Start the clock and return it."""
         self._started = time.perf_counter()
         _RUNNING.clocks.append(self)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Stops the clock, and adds its time to the sums."""
+        """Stop the clock, and add its time to the sums."""
         _RUNNING.clocks.remove(self)
         self.seconds += time.perf_counter() - self._started
         self.compile_seconds += sum(end - begin for begin, end in self._spans)
         self._spans = []
 
     def record(self, event: str, duration: float) -> None:
-        """Adds one of JAX's compilation events, which lasted `duration` seconds and ends now."""
+        """Add one of JAX's compilation events, which lasted `duration` seconds and ends now."""
         end = time.perf_counter()
         begin = end - duration
         self.programs += event == _BACKEND

@@ -33,7 +33,7 @@ def client_threads(devices: int) -> int:
 
 
 def warn_of_few_threads(mesh: Mesh) -> None:
-    """Warns, once per process, if XLA has too few threads for a mesh's CPU devices and might deadlock.
+    """Warn, once per process, if XLA has too few threads for a mesh's CPU devices and might deadlock.
 
     The RuntimeWarning names NPROC, its value and the line that sets it. Other meshes, and those of a single device,
     give no warning.

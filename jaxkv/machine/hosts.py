@@ -42,7 +42,7 @@ def spans(mesh: Any) -> bool:
 
 
 def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
-    """Raises ValueError in all processes of a mesh if their arguments differ; all must call it in step.
+    """Raise ValueError in all processes of a mesh if their arguments differ; all must call it in step.
 
     Args:
         call: name of the function that was called.
@@ -113,7 +113,7 @@ def least(number: int | None, mesh: Any) -> int | None:
 
 
 def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Sends a dictionary to all processes of a mesh; returns every process's dictionary by process index.
+    """Send a dictionary to all processes of a mesh; return every process's dictionary by process index.
 
     ValueError if the processes are at different calls.
     """

@@ -17,7 +17,7 @@ def check_bytes(
     detail: str = "",
     remedy: str = _SMALLER,
 ) -> None:
-    """Raises MemoryError if `needed` bytes do not fit on the device, by default JAX's default device.
+    """Raise MemoryError if `needed` bytes do not fit on the device, by default JAX's default device.
 
     The MemoryError names `what`, the bytes needed, `detail`, the bytes available and `remedy`.
     """
@@ -56,6 +56,6 @@ def machine_bytes() -> int:
 
 
 def trim() -> None:
-    """Gives freed memory back to the operating system, where the C library can: compiling leaves gigabytes."""
+    """Give freed memory back to the operating system, where the C library can: compiling leaves gigabytes."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

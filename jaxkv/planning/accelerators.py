@@ -64,7 +64,7 @@ Kind = TypeVar("Kind", bound=Accelerator)
 
 
 def sheets(file: str, kind: type[Kind]) -> dict[str, Kind]:
-    """Reads a packaged JSON file of data sheets; returns a dict of its devices, of class `kind`, by name."""
+    """Read a packaged JSON file of data sheets; return a dict of its devices, of class `kind`, by name."""
     data = json.loads(resources.files(__package__).joinpath("data", file).read_text("utf-8"))
     found = {}
     for name, given in data.items():

@@ -78,7 +78,7 @@ class Known:
 
 @functools.cache
 def catalog() -> dict[str, CatalogModel]:
-    """Reads the packaged catalogue of models; returns a dict of `CatalogModel` by model name, cached."""
+    """Read the packaged catalogue of models; return a dict of `CatalogModel` by model name, cached."""
     found = {}
     for file in sorted(
         (resources.files(__package__) / "data" / "models").iterdir(), key=lambda each: each.name

@@ -122,7 +122,7 @@ def plugin(gpu: Device) -> str:
 
 
 def compile_plan(setting: Workload) -> CompiledPlan:
-    """Compiles a setting's decode and prefill programs in a child process, without GPUs; returns a `CompiledPlan`.
+    """Compile a setting's decode and prefill programs in a child process, without GPUs; return a `CompiledPlan`.
 
     In a child process, because this process's JAX may be in use on other devices; the child's output is discarded.
     ImportError if the compiler is missing; ValueError if it rejects a program, for more TPUs than a slice has, and for
@@ -162,7 +162,7 @@ def compile_plan(setting: Workload) -> CompiledPlan:
 
 
 def _in_another_process(given: bytes, folder: Path, setting: Workload) -> dict[str, Any]:
-    """Runs `worker.main` in a child process, returns its dict; ValueError if XLA rejects."""
+    """Run `worker.main` in a child process, return its dict; ValueError if XLA rejects."""
     # Silences the warnings that there is no GPU, and hides one that is there.
     quiet = {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",

@@ -62,5 +62,5 @@ class GPU(Accelerator):
 
 @functools.cache
 def gpus() -> dict[str, GPU]:
-    """Reads the packaged data sheets; returns a dict of every known `GPU` by name, cached."""
+    """Read the packaged data sheets; return a dict of every known `GPU` by name, cached."""
     return sheets("gpus.json", GPU)

@@ -71,7 +71,7 @@ class Sizes:
 
 
 def sizes_of(setting: Workload) -> Sizes:
-    """Computes the `Sizes` (bytes of one device) of a setting; ValueError if the budget cannot be kept."""
+    """Compute the `Sizes` (bytes of one device) of a setting; ValueError if the budget cannot be kept."""
     parts, config, item = setting.policy.composed, setting.config, jnp.dtype(setting.dtype).itemsize
     lengths = np.array([setting.context])
     headroom = (

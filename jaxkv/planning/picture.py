@@ -24,7 +24,7 @@ def peaks(setting: Workload) -> list[tuple[int, int]]:
 
 
 def drawn(plans: Sequence[Plan], kind: str) -> bytes:
-    """Plots peak memory over context, one line per plan; returns the picture file's bytes in format `kind`."""
+    """Plot peak memory over context, one line per plan; return the picture file's bytes in format `kind`."""
     first = plans[0].setting
     figure = sheet(7.5, 4.5)
     axes = figure.subplots()

@@ -57,7 +57,7 @@ def plan(
     serve: bool = False,
     compile: bool = False,
 ) -> Plan:
-    """Plans memory and speed of prompts on GPUs or TPUs, present or not, or on this machine's CPU; returns a `Plan`.
+    """Plan memory and speed of prompts on GPUs or TPUs, present or not, or on this machine's CPU; return a `Plan`.
 
     Args:
         model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the
@@ -220,7 +220,7 @@ def largest_context(setting: Workload) -> int:
 
 
 def _remedies(setting: Workload) -> Iterator[Remedy]:
-    """Yields `Remedy` values, changed settings that fit: a smaller budget, narrower weights, more GPUs.
+    """Yield `Remedy` values, changed settings that fit: a smaller budget, narrower weights, more GPUs.
 
     Where all entries are kept, the budget is SnapKV's.
     """

@@ -95,7 +95,7 @@ def unmeasured(setting: Workload) -> str:
 
 
 def estimate(setting: Workload) -> Speed | None:
-    """Estimates a setting's `Speed`; None where no rate was measured."""
+    """Estimate a setting's `Speed`; None where no rate was measured."""
     gpu = setting.gpu
     if unmeasured(setting) or not isinstance(gpu, Accelerator):
         return None

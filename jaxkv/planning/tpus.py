@@ -37,5 +37,5 @@ class TPU(Accelerator):
 
 @functools.cache
 def tpus() -> dict[str, TPU]:
-    """Reads the packaged data sheets; returns a dict of every known `TPU` by name, cached."""
+    """Read the packaged data sheets; return a dict of every known `TPU` by name, cached."""
     return sheets("tpus.json", TPU)

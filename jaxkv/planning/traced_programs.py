@@ -109,7 +109,7 @@ class TraceInputs:
 
     @cached_property
     def prefill(self) -> Prefilled:
-        """Traces the engine's prefill on abstract arrays; returns `Prefilled` (program calls, cache); computed once."""
+        """Trace the engine's prefill on abstract arrays; return `Prefilled` (program calls, cache); computed once."""
         flat, planned, of = self.flat, self.planned, jax.ShapeDtypeStruct
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
@@ -149,7 +149,7 @@ class TraceInputs:
 
 
 def traced_loop(work: TraceInputs) -> tuple[Any, tuple[Pool, ...]]:
-    """Traces the decode loop on abstract arrays; returns the traced program, and the abstract pools that it updates."""
+    """Trace the decode loop on abstract arrays; return the traced program, and the abstract pools that it updates."""
     flat, cache = work.flat, work.prefill.cache
     spec = spec_for(flat, cache, work.implementation)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
@@ -167,7 +167,7 @@ def traced_loop(work: TraceInputs) -> tuple[Any, tuple[Pool, ...]]:
 
 
 def prefill_calls(work: TraceInputs) -> Iterator[RecordedCall]:
-    """Yields the recorded `RecordedCall`s of a prefill's programs, the largest of each purpose; tiny programs are left out.
+    """Yield the recorded `RecordedCall`s of a prefill's programs, the largest of each purpose; tiny programs are left out.
 
     Layers of different specs are different purposes: one of a window runs another program, with other temporaries.
     """

@@ -69,7 +69,7 @@ def on_devices(setting: Workload) -> Iterator[TraceInputs]:
 def compiled_program(
     name: str, traced: Any, *, platform: str = "cuda", beside: int = 0
 ) -> tuple[CompiledProgram, str]:
-    """Lowers and compiles a traced program for a platform; returns its `CompiledProgram`, and its HLO text.
+    """Lower and compile a traced program for a platform; return its `CompiledProgram`, and its HLO text.
 
     `beside` is the bytes of live arrays that are not its arguments.
     """
@@ -87,7 +87,7 @@ def compiled_program(
 
 
 def programs_of(setting: Workload) -> dict[str, Any]:
-    """Compiles a setting's programs; returns a dict of `decode`, `prefill`, `weights`, or of `program` and `error`."""
+    """Compile a setting's programs; return a dict of `decode`, `prefill`, `weights`, or of `program` and `error`."""
     name, platform = f"such {setting.gpu.word}s", setting.gpu.platform
     try:
         with on_devices(setting) as work:
@@ -107,7 +107,7 @@ def programs_of(setting: Workload) -> dict[str, Any]:
 
 
 def main(given: IO[bytes]) -> None:
-    """Reads two pickles, setting and path; compiles the setting's programs, pickles figures or error to the path."""
+    """Read two pickles, setting and path; compile the setting's programs, pickles figures or error to the path."""
     began = time.perf_counter()
     setting, result = pickle.load(given), pickle.load(given)
     made = programs_of(setting) | {"seconds": time.perf_counter() - began}

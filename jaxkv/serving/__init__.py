@@ -1,4 +1,4 @@
-"""Many requests at once: `Engine` answers them over the slots of one running batch."""
+"""`Engine`: answers many requests concurrently over the slots of one running batch."""
 
 from jaxkv.serving.document_store import Document
 from jaxkv.serving.engine import Engine

@@ -1,4 +1,4 @@
-"""`Access`: ASGI layer around all routes: API key, draining, limits of bodies, a line of log and a count for each."""
+"""`Access`: ASGI middleware around all routes: API key, draining, body limits, one log line and count per request."""
 
 import asyncio
 import contextlib
@@ -19,13 +19,13 @@ _QUIET = ("/health", "/metrics")
 
 
 class Access:
-    """ASGI application around another one: lets requests in, counts and logs them."""
+    """ASGI middleware that admits, counts and logs requests."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one HTTP request; passes anything else on."""
+        """Answer one HTTP request; pass any other message through."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -43,48 +43,46 @@ class Access:
         try:
             self._admit(scope, works=works)
             given = await self._read(scope, receive) if scope["method"] == "POST" else receive
-            # Starlette answers an unexpected error, and raises it again.
+            # Starlette answers an unexpected error and then raises it again.
             with contextlib.suppress(Exception):
                 await self._app(scope, given, noted)
         except HttpError as refused:
             await refused.response()(scope, receive, noted)
         except ClientGone:
-            pass  # nobody is there to be answered
+            pass  # the client cannot be answered
         finally:
             service.active -= works
-            # What is rejected before it is routed has none.
+            # A request rejected before routing has no route.
             route = getattr(scope.get("route"), "path_format", "other")
             service.metrics.ended(route, record.status)
             _log(scope, record)
 
     def _admit(self, scope: Scope, *, works: bool) -> None:
-        """Rejects a request before its body is read: 401 for a wrong key, 503 while draining."""
+        """Reject a request before reading its body: 401 for a wrong key, 503 while draining."""
         key, path = self._service.limits.api_key, scope["path"]
         if key is not None and (path.startswith("/v1/") or path == "/metrics"):
             given = Headers(scope=scope).get("authorization", "")
             if not hmac.compare_digest(given.encode("utf-8", "replace"), f"Bearer {key}".encode()):
-                message = (
-                    "the API key is missing or wrong: send the header Authorization: Bearer KEY"
-                )
+                message = "missing or wrong API key: send the header Authorization: Bearer KEY"
                 headers = {"WWW-Authenticate": "Bearer"}
                 raise HttpError(401, message, code="invalid_api_key", headers=headers)
         if works and self._service.draining:
             raise draining()
 
     async def _read(self, scope: Scope, receive: Receive) -> Receive:
-        """Reads a body; returns a function that gives it, and then what `receive` does.
+        """Read a body; return a receive function that replays it and then continues with `receive`.
 
-        `HttpError` 415 if it is not called JSON, 413 if it is too long, 408 if it takes too long.
+        Raises `HttpError` 415 if the content type is not JSON, 413 if the body is too long, 408 if it is too slow.
         """
         headers, limits = Headers(scope=scope), self._service.limits
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            # A browser sends other types from any page without asking the server first.
+            # Browsers send other content types across origins without a preflight request.
             said = f"content-type={kind[:100]!r}: send application/json"
             raise HttpError(415, said, code="unsupported_media_type")
         told, data, more = headers.get("content-length", "0"), bytearray(), True
         size = int(told[:16]) if told.isdecimal() else 0
-        # What is rejected is not read to its end: the connection ends with it.
+        # A rejected body is not read to its end: the connection is closed instead.
         close = {"Connection": "close"}
         try:
             async with asyncio.timeout(limits.body_seconds):
@@ -109,7 +107,7 @@ class Access:
 
 
 def _log(scope: Scope, record: RequestLog) -> None:
-    """Writes one line of a request: id, method, path, status, tokens of prompt and answer, seconds; no text of it."""
+    """Log one line per request: id, method, path, status, tokens of prompt and answer, seconds; never its text."""
     path = urllib.parse.quote(scope["path"][:100], errors="replace")
     counts = [
         "-" if count is None else str(count) for count in (record.prompt_tokens, record.new_tokens)

@@ -1,4 +1,4 @@
-"""`BatchRunner`: answers the lines of a batch's file by an engine, as its HTTP interface would answer their bodies."""
+"""`BatchRunner`: answers the lines of a batch file with an engine, as the HTTP server would answer their bodies."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -12,45 +12,45 @@ from jaxkv.serving.errors import HttpError, http_error, unknown_model
 from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.schemas import CHATS, ChatBody, TextBody
 
-# A batch has all the time that it takes.
+# A batch has no deadline.
 _LIMITS = RequestLimits(seconds=1e9)
-# The most lines that are under way at the same time.
+# The most lines in flight at the same time.
 _MOST = 256
-# No request of theirs is rejected because others wait.
+# A queue of this length never rejects a line because others wait.
 QUEUE = _MOST * _LIMITS.answers
 
 
 class BatchRunner:
-    """Answers lines by an engine whose queue has room for `QUEUE` requests.
+    """Answers lines with an engine whose `queue` is at least `QUEUE`.
 
     Attributes:
         engine: the engine.
-        most: the most lines that are under way at the same time.
+        most: the most lines in flight at the same time.
     """
 
     def __init__(self, engine: Engine, *, name: str):
-        """Makes the batch of a model that bodies call `name`; they may leave it out."""
+        """Wrap an engine whose model is called `name` in bodies; bodies may omit the name."""
         self.engine, self._name = engine, name
         self.most = min(2 * engine.stats.slots, _MOST)
 
     def answer(self, line: Line) -> dict[str, Any]:
-        """Answers a line and returns OpenAI's output object; the engine's own failure is raised."""
+        """Answer a line and return OpenAI's output object; raise if the engine itself has failed."""
         if line.fault is not None:
             return failed(line, "invalid_line", line.fault)
         try:
             return responded(line, 200, self._reply(line))
         except Exception as error:
-            # Whatever it is, the other lines are answered.
+            # An error of one line does not end the others.
             if self.engine.error is not None:
                 raise self.engine.error from error
             refused = http_error(error, prompt="messages" if line.url == CHATS else "prompt")
             return responded(line, refused.status, refused.body())
 
     def _reply(self, line: Line) -> dict[str, Any]:
-        """OpenAI's object of the answer to a line's body."""
+        """Return OpenAI's response object for the body of a line."""
         body = (ChatBody if line.url == CHATS else TextBody).model_validate(line.body)
         if body.stream:
-            said = "stream=true: the answers of a batch are whole: leave it out"
+            said = "stream=true: a batch does not stream: leave it out"
             raise HttpError(400, said, param="stream")
         if body.model not in (None, self._name):
             raise unknown_model(body.model, [self._name])
@@ -60,7 +60,7 @@ class BatchRunner:
             body,
             document,
             limits=_LIMITS,
-            # Without a seed, the line has one of its own.
+            # A line without a seed uses one derived from its id.
             seed=line.seed,
             offline=True,
         )
@@ -70,7 +70,7 @@ class BatchRunner:
         return reply.model_dump(exclude_unset=True)
 
     def answers(self, lines: Iterable[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:
-        """Yields each line with its output object, as they are complete; closes the engine if it is ended before."""
+        """Yield each line with its output object as it completes; close the engine if the caller stops early."""
         left, under_way = iter(lines), dict[Future[dict[str, Any]], Line]()
         pool = ThreadPoolExecutor(self.most)
         try:

@@ -1,4 +1,4 @@
-"""Lines of a batch's file: requests in OpenAI's batch format, read one at a time."""
+"""Lines of a batch file: requests in OpenAI's batch format, read one at a time."""
 
 import codecs
 import dataclasses
@@ -20,15 +20,15 @@ PREFIX, _DIGITS = "batch_req_", 32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Line:
-    """One line of a batch's file: a request, or what is wrong with it.
+    """One line of a batch file: a request, or the reason why it is invalid.
 
     Attributes:
-        number: number of the line, from 1 on.
-        id: id of its answer: a digest of the request, and of what else decides the answer.
+        number: line number, from 1 on.
+        id: id of the answer: a digest of the request and of everything else that decides the answer.
         custom_id: the user's name of the request; None if it cannot be read.
-        url: route that it is for.
+        url: HTTP path of the request.
         body: body of the request.
-        fault: why it is no request; None if it is one.
+        fault: why the line is invalid; None for a valid request.
     """
 
     number: int
@@ -40,31 +40,31 @@ class Line:
 
     @property
     def seed(self) -> int:
-        """Seed of 32 bits for a request that gives none: the same file is answered in the same way again."""
+        """Seed of 32 bits for a request without one; the same file gets the same answers again."""
         return int(self.id[-8:], 16)
 
 
 def lines_of(path: Path, about: str) -> Iterator[Line]:
-    """Yields the lines of a file, blank ones left out; `about` says what decides the answers besides the requests."""
+    """Yield the lines of a file without blank ones; `about` names what else decides the answers."""
     most = RequestLimits().body_bytes
     with open(path, "rb") as file:
         number = 0
         while data := file.readline(most + 1):
             number += 1
-            # A byte order mark, which SlidingWindows' programs write.
+            # Programs on Windows write a byte order mark.
             data = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
             long = len(data) > most
             while long and data and not data.endswith(b"\n"):
                 data = file.readline(most)
             if long:
-                fault = f"line {number}: it is longer than {most} bytes: send a shorter request"
+                fault = f"line {number}: it is longer than {most} bytes: use a shorter request"
                 yield Line(number=number, id=_id(about, number), custom_id=None, fault=fault)
             elif data.strip():
                 yield _line(data, number, about)
 
 
 def _line(data: bytes, number: int, about: str) -> Line:
-    """Reads one line; what is wrong with it is its `fault`."""
+    """Read one line; a fault becomes its `fault`."""
     given: Any = None
     try:
         given = from_json(data, allow_inf_nan=False)
@@ -83,18 +83,18 @@ def _line(data: bytes, number: int, about: str) -> Line:
 
 
 def _id(about: str, what: Any) -> str:
-    """Id of an answer from what decides it."""
+    """Return the id of an answer: a digest of what decides it."""
     whole = json.dumps([about, what], sort_keys=True)
     return f"{PREFIX}{hashlib.sha256(whole.encode()).hexdigest()[:_DIGITS]}"
 
 
 def failed(line: Line, code: str, message: str) -> dict[str, Any]:
-    """OpenAI's output object of a line that is no request."""
+    """Return OpenAI's output object of an invalid line."""
     error = {"code": code, "message": message}
     return {"id": line.id, "custom_id": line.custom_id, "response": None, "error": error}
 
 
 def responded(line: Line, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """OpenAI's output object of a request that has a response."""
+    """Return OpenAI's output object of a request with a response."""
     response = {"status_code": status, "request_id": f"req-{line.id[-16:]}", "body": body}
     return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}

@@ -1,4 +1,4 @@
-"""`compile_rest`: compiles programs of further lengths beside a running engine."""
+"""`compile_rest`: compiles programs of further padded lengths while the engine runs."""
 
 import time
 import weakref
@@ -8,34 +8,34 @@ from jaxkv.engine.slots import Slots
 from jaxkv.machine import memory
 from jaxkv.serving.scheduler import Scheduler
 
-# Seconds between two looks: whether a queue has a place, a length is compiled, all engines rest.
+# Seconds between two polls: of a full queue, a length that compiles, engines that compute.
 PATIENCE = 0.02
-# Schedulers of the process that compute, or whose first programs are compiled.
+# Schedulers of the process that compute, or whose first programs compile.
 COMPUTING = weakref.WeakSet[Scheduler]()
 
 
 def compile_rest(slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]) -> None:
-    """Body of a thread: compiles the lengths that requests wait for, and other prompts' while no engine computes.
+    """Compile the lengths that requests wait for, and other prompt lengths while no engine computes (thread body).
 
-    It ends when none is left, or between two programs once `ended`.
+    Ends when no length is left, or between two programs once `ended` returns True.
     """
     left = slots.uncompiled
     try:
         while left and not ended():
             length = scheduler.missed or left[0]
             if scheduler.missed is None and length[0]:
-                # Programs of questions, which are the largest, wait for those who asks one.
+                # Programs of questions are the largest, so they compile only for a waiting request.
                 time.sleep(PATIENCE)
                 continue
             for _ in slots.compiling(*length):
                 while COMPUTING and not (scheduler.missed or ended()):
                     time.sleep(PATIENCE)
                 if ended() or scheduler.missed not in (None, length):
-                    # What is compiled of it stays compiled.
+                    # Programs compiled so far remain cached.
                     break
             else:
                 left.remove(length)
                 memory.trim()
     finally:
-        # After an error those who has one of these lengths compiles it, and is told the error.
+        # After an error, a request of such a length compiles its own programs and gets the error.
         left.clear()

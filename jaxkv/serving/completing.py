@@ -1,4 +1,4 @@
-"""Routes /v1/completions and /v1/chat/completions: one body to requests of the engine, whole or as a stream."""
+"""Endpoints /v1/completions and /v1/chat/completions: one body to requests of the engine, complete or streamed."""
 
 import asyncio
 import contextlib
@@ -33,22 +33,22 @@ _FORM: Any = {"response_model": Reply, "response_model_exclude_unset": True}
 
 @routes.post(TEXTS, summary="Continue a text", **_FORM)
 async def texts(body: TextBody, request: HttpRequest, service: Served) -> Any:
-    """Continues texts or token ids."""
+    """Continue texts or token ids."""
     return await _completed(service, request, body)
 
 
 @routes.post(CHATS, summary="Answer a chat", **_FORM)
 async def chats(body: ChatBody, request: HttpRequest, service: Served) -> Any:
-    """Answers messages by the model's chat template."""
+    """Answer messages with the model's chat template."""
     request.state.record.prompt = "messages"
     return await _completed(service, request, body)
 
 
 async def _completed(service: Service, request: HttpRequest, body: TextBody | ChatBody) -> Any:
-    """Submits the requests of a body; returns the whole answer, or a stream."""
+    """Submit the requests of a body; return the complete response, or a stream."""
     record: RequestLog = request.state.record
     record.model, document = service.asked(body.model, body.document)
-    # Tokenizing a long prompt takes long: other connections are served meanwhile.
+    # In a thread, so that tokenizing a long prompt does not block other connections.
     requests = await run_in_threadpool(_submitted, service, record.model, body, document)
     if body.stream:
         events = _events(service, record, body, requests, document)
@@ -64,7 +64,7 @@ async def _completed(service: Service, request: HttpRequest, body: TextBody | Ch
 def _note(
     service: Service, record: RequestLog, requests: list[Request], usage: Usage | None
 ) -> None:
-    """Notes the numbers of tokens of answered requests for the log and the metrics."""
+    """Record the token counts of answered requests for the log and the metrics."""
     if usage is not None:
         record.prompt_tokens, record.new_tokens = usage.prompt_tokens, usage.completion_tokens
     for each in requests:
@@ -75,24 +75,24 @@ def _note(
 def _submitted(
     service: Service, model: str, body: TextBody | ChatBody, document: Document | None
 ) -> list[Request]:
-    """Submits a body's requests."""
-    # Two bodies of many answers that fill the queue in turns would both be rejected.
+    """Submit the requests of a body."""
+    # One at a time: two bodies of many answers that fill the queue in turns would both be rejected.
     several = body.n * len(body.prompts) > 1
     with service.submitting if several else contextlib.nullcontext():
         return submission.submitted(service.models[model], body, document, limits=service.limits)
 
 
 class EventStream(StreamingResponse):
-    """HTTP response of server-sent events; cancels the requests if its client goes."""
+    """HTTP response of server-sent events; cancels the requests if the client disconnects."""
 
     def __init__(self, events: AsyncIterator[bytes], record: RequestLog, requests: list[Request]):
-        # Proxies must not collect the events.
+        # Proxies must not buffer the events.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self._record, self._requests = record, requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events until the answers are complete or the client has gone."""
+        """Send the events until the answers are complete or the client disconnects."""
         with submission.while_asked(self._requests):
             try:
                 await submission.while_connected(receive, self.stream_response(send))
@@ -107,19 +107,19 @@ async def _events(
     requests: list[Request],
     document: Document | None,
 ) -> AsyncIterator[bytes]:
-    """Yields the events of all answers, in the order in which their text is sampled; an error is the last one."""
+    """Yield the events of all answers in sampling order; an error is the last event."""
     chat, counted = isinstance(body, ChatBody), body.stream_options.include_usage
     kind = "chat.completion.chunk" if chat else "text_completion"
     head = {"object": kind, **submission.reply_head(body, record.model or service.name)}
 
     def chunk(choices: list[Any], usage: Usage | None = None) -> bytes:
-        """Event with choices, or with the stream's numbers of tokens, whose field is there only if asked for."""
+        """Event with choices, or with token counts; the field `usage` is sent only if requested."""
         numbers: dict[str, Any] = {"usage": usage} if counted else {}
         made = Reply(choices=choices, **head, **numbers)
         return _event(made.model_dump_json(exclude_unset=True).encode())
 
     def piece(at: int, delta: dict[str, str], reason: str | None = None) -> bytes:
-        """Event of one choice's chunk."""
+        """Event with one piece of a choice."""
         told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": reason}
         if chat:
             return chunk([ChatPiece(delta=delta, **told)])
@@ -130,7 +130,7 @@ async def _events(
         async for at, found in submission.pieces(requests):
             sent = b""
             if at in unopened:
-                # Clients take the first event for the first token.
+                # Clients measure the time to the first token by the first event.
                 unopened.discard(at)
                 sent = piece(at, {"role": "assistant", "content": ""})
             if isinstance(found, str):
@@ -142,12 +142,12 @@ async def _events(
         if counted:
             yield chunk([], usage)
         yield _event(b"[DONE]")
-    except Exception as error:  # noqa: BLE001 - whatever it is, the client is told
+    except Exception as error:  # noqa: BLE001 - every error is sent to the client
         refused = service.http_error(error, record)
         record.status = refused.status
         yield _event(bytes(refused.response().body))
 
 
 def _event(data: bytes) -> bytes:
-    """A server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + data + b"\n\n"

@@ -1,4 +1,4 @@
-"""Routes /v1/documents: compress a document once, list, look at and delete documents, and see what is kept of one."""
+"""Endpoints /v1/documents: compress a document once, list, describe and delete documents, show kept tokens."""
 
 import contextlib
 from concurrent.futures import Future
@@ -22,10 +22,10 @@ routes = APIRouter(prefix="/v1/documents")
 
 @routes.post("", summary="Compress a document")
 async def add(body: DocumentBody, request: HttpRequest, service: Served) -> dict[str, Any]:
-    """Compresses a text or a chat; a client that goes away leaves nothing behind."""
+    """Compress a text or a chat; the document of a client that disconnects is removed."""
     record: RequestLog = request.state.record
     if (body.text is None) == (body.messages is None):
-        raise HttpError(400, "text: give either a text or messages", param="text")
+        raise HttpError(400, "text: use either text or messages", param="text")
     record.prompt = "text" if body.messages is None else "messages"
     record.model = service.model(body.model)
     engine = service.models[record.model]
@@ -47,9 +47,9 @@ async def add(body: DocumentBody, request: HttpRequest, service: Served) -> dict
 
 
 def document_object(document: Document, model: str) -> dict[str, Any]:
-    """The object of a document of a model: its id, tokens, entries per kv head and layer, bytes on the device.
+    """Return the object of a document: its id, tokens, entries per kv head and layer, bytes on the device.
 
-    `kept_bytes` are those of the kept entries alone, `full_bytes` those of the entries of an uncompressed cache.
+    `kept_bytes` is the size of the kept entries alone, `full_bytes` that of all entries of an uncompressed cache.
     """
     return {
         "id": document.id,
@@ -64,7 +64,7 @@ def document_object(document: Document, model: str) -> dict[str, Any]:
 
 
 def _remove(engine: Engine, ended: Future[Document]) -> None:
-    """Removes a document that nobody waits for any more."""
+    """Remove a document whose client has disconnected."""
     if ended.exception() is None:
         with contextlib.suppress(ValueError):
             engine.documents.remove(ended.result().id)
@@ -72,7 +72,7 @@ def _remove(engine: Engine, ended: Future[Document]) -> None:
 
 @routes.get("", summary="List documents")
 def every(service: Served) -> dict[str, Any]:
-    """All documents, in order of their ids."""
+    """List all documents, in order of their ids."""
     found = [
         document_object(each, model)
         for model, engine in service.models.items()
@@ -81,23 +81,23 @@ def every(service: Served) -> dict[str, Any]:
     return {"object": "list", "data": sorted(found, key=lambda each: each["id"])}
 
 
-@routes.get("/{id}", summary="Look at a document")
+@routes.get("/{id}", summary="Describe a document")
 def one(id: str, service: Served) -> dict[str, Any]:
-    """One document."""
+    """Describe one document."""
     model, document = service.document(id)
     return document_object(document, model)
 
 
-@routes.get("/{id}/kept", summary="See which tokens are kept")
+@routes.get("/{id}/kept", summary="Show the kept tokens")
 def kept(id: str, where: Annotated[KeptQuery, Query()], service: Served) -> dict[str, Any]:
-    """Texts of a document's tokens, and the number of (layer, kv head) pairs that keep each token's row."""
+    """Return the texts of a document's tokens, and how many (layer, kv head) pairs keep each."""
     model, document = service.document(id)
     kept, session = document.kept, service.models[model].session
     (layers, heads, _), layer, head = kept.bits.shape, where.layer, where.head
     if layer is not None and layer >= layers:
-        raise HttpError(400, f"layer={layer}: give one below {layers}", param="layer")
+        raise HttpError(400, f"layer={layer}: out of range: use one below {layers}", param="layer")
     if head is not None and (layer is None or head >= heads):
-        remedy = f"heads are those of a layer: give layer, too, and one below {heads}"
+        remedy = f"not a head of a layer: give layer as well, and a head below {heads}"
         raise HttpError(400, f"head={head}: {remedy}", param="head")
     text = session.params.text
     assert text is not None
@@ -121,7 +121,7 @@ def kept(id: str, where: Annotated[KeptQuery, Query()], service: Served) -> dict
 
 @routes.delete("/{id}", summary="Delete a document")
 def delete(id: str, service: Served) -> dict[str, Any]:
-    """Removes a document from the device and the disk."""
+    """Remove a document from the device and the disk."""
     model, document = service.document(id)
     service.models[model].documents.remove(document.id)
     return {"id": document.id, "object": "document", "deleted": True}

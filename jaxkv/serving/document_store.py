@@ -1,4 +1,4 @@
-"""Documents of an engine: compressed caches that are asked many times; the least recently used ones wait on disk."""
+"""Documents of an engine: compressed caches for many questions; the least recently used ones are on disk."""
 
 import collections
 import dataclasses
@@ -30,25 +30,25 @@ _NOTICES = logging.getLogger("jaxkv")
 
 
 class UnknownDocument(ValueError):
-    """Error for a document's id that the engine does not know, or no longer."""
+    """Error for a document id that the engine does not know, or no longer knows."""
 
 
 class UnreadableDocument(ValueError):
-    """Error for a document that waits on disk and cannot be read: its folder is damaged or gone."""
+    """Error for a document on disk that cannot be read: its folder is damaged or missing."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Document:
-    """A document that an engine has compressed, for `submit(question, document=...)`: id, tokens, entries, bytes.
+    """A compressed document of an engine, for `submit(question, document=...)`: id, tokens, entries, bytes.
 
     Attributes:
-        id: name of the document in its engine.
-        tokens: tokens of the document.
-        rows: entries kept per kv head and layer, averaged.
-        nbytes: bytes of its cache on the device; free places for a question and an answer are those of a slot.
-        kept_nbytes: bytes of the entries (keys and values) that were kept.
-        full_nbytes: bytes of the entries of all of its tokens in an uncompressed cache.
-        kept: its token ids, and which kv heads of which layers keep each token's row.
+        id: id of the document in its engine.
+        tokens: number of tokens of the document.
+        rows: entries kept per kv head and layer, on average.
+        nbytes: size of its cache on the device in bytes; the headroom for a question and an answer belongs to a slot.
+        kept_nbytes: size of the kept entries (keys and values) in bytes.
+        full_nbytes: size of the entries of all of its tokens in an uncompressed cache, in bytes.
+        kept: its token ids, and which kv heads of which layers keep the entry of each token.
         turn: turn of the conversation after it.
     """
 
@@ -63,16 +63,16 @@ class Document:
 
 
 def _remove_folder(folder: Path, process: int) -> None:
-    """Removes a folder and what is in it, in the process that made it: a forked one leaves it."""
+    """Remove a folder with its contents, unless this process is a fork of the one that created it."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class DocumentStore:
-    """Caches of an engine's documents, at most `most_bytes` on the device; the least recently used wait in a folder.
+    """Caches of an engine's documents: at most `most_bytes` on the device, the least recently used in a folder.
 
-    With a folder of the user's, every document is written there when it is added, and found there by all engines of
-    the same model, policy and slots, those that run beside this one included.
+    In a user's folder, every document is written when it is added. All engines of the same model, policy and slots
+    find it there, including those that run now.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class DocumentStore:
         most_bytes: int,
         folder: Path | None,
     ):
-        """Finds the documents in `folder`, if one is given; reads none of their caches yet.
+        """Find the documents in `folder`, if any, without reading their caches.
 
-        `shape` is that of the slots, which a document enters to be asked.
+        `shape` is the shape of the slots, which a document enters for each question.
         """
         self.most_bytes, self._shape = most_bytes, shape
         self._params, self._policy, self._lock = params, policy, threading.Lock()
         self._known: dict[str, Document] = {}
-        # Ids of files in the folder that are no documents of this engine.
+        # Ids of files in the folder that are not documents of this engine.
         self._others = set[str]()
-        # In order of use, the latest last.
+        # In order of use, the most recent last.
         self._held: collections.OrderedDict[str, KVCache] = collections.OrderedDict()
         self._kept = folder is not None
         if folder is None:
@@ -106,30 +106,30 @@ class DocumentStore:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the documents' caches on the device."""
+        """Size of the documents' caches on the device, in bytes."""
         with self._lock:
             return sum(self._known[name].nbytes for name in self._held)
 
     def all(self) -> list[Document]:
-        """List of all documents, in order of their ids."""
+        """Return all documents, in order of their ids."""
         with self._lock:
             self._look()
             return [self._known[name] for name in sorted(self._known)]
 
     def of(self, name: str) -> Document:
-        """The document with an id; ValueError if there is none."""
+        """Return the document with this id; ValueError if unknown."""
         with self._lock:
             if _ID.fullmatch(name):
                 self._look(name)
             if name not in self._known:
-                told = "there is none of this id: it was removed, or is another engine's"
+                told = "unknown document: it was removed, or belongs to another engine"
                 raise UnknownDocument(f"document={name!r}: {told}")
             return self._known[name]
 
     def add(self, cache: KVCache, ids: Sequence[int]) -> Document:
-        """Adds the cache of one document of token ids, without its free places; returns its `Document`.
+        """Add the cache of one document with its token ids, without headroom; return its `Document`.
 
-        Others may leave the device for it.
+        Other documents may be moved to disk.
         """
         tight = laid_out(dataclasses.replace(cache, logits=None), cache.axes)
         made = Document(
@@ -149,15 +149,15 @@ class DocumentStore:
         try:
             self._hold(made.id, tight)
         except OSError:
-            # There is no room for it if no other document can leave for the disk.
+            # The document does not fit if no other document can be moved to disk.
             self.remove(made.id)
             raise
         return made
 
     def cache_of(self, name: str) -> KVCache:
-        """Cache of the document with an id in the shape of a slot, read from disk if it waits there.
+        """Return the cache of a document in the shape of a slot, read from disk if needed.
 
-        ValueError if there is none.
+        Raises ValueError if the id is unknown.
         """
         made = self.of(name)
         with self._lock:
@@ -166,16 +166,16 @@ class DocumentStore:
             try:
                 cache = load_cache(self._folder / made.id, self._params, policy=self._policy)
             except ValueError as error:
-                # Whoever removed it meanwhile took its folder away.
+                # Another thread or process may have removed the document and its folder.
                 self.of(name)
                 raise UnreadableDocument(
-                    f"document={name!r}: its saved cache cannot be read: {error}"
+                    f"document={name!r}: cannot read its saved cache: {error}"
                 ) from error
         self._hold(name, cache)
         return laid_out(cache, cache.axes, rows=self._shape.rows)
 
     def remove(self, name: str) -> None:
-        """Removes the document with an id from the device and the disk; ValueError if there is none."""
+        """Remove a document from the device and the disk; ValueError if unknown."""
         self.of(name)
         with self._lock:
             self._known.pop(name, None)
@@ -183,55 +183,55 @@ class DocumentStore:
         self._unlink(name)
 
     def close(self) -> None:
-        """Drops all caches; removes the folder unless it is the user's."""
+        """Drop all caches; remove the folder unless it is the user's."""
         with self._lock:
             self._held.clear()
         if not self._kept:
             self._remove()
 
     def _hold(self, name: str, cache: KVCache) -> None:
-        """Keeps a cache on the device as the one used last; writes others to disk and drops them if bytes are short."""
+        """Keep a cache on the device as the most recently used; move others to disk if it exceeds the bytes."""
         with self._lock:
             if name in self._known:
                 self._held[name] = cache
                 self._held.move_to_end(name)
             held = [self._known[each] for each in self._held]
         over = sum(each.nbytes for each in held) - self.most_bytes
-        # The one that is asked now stays, whatever it weighs.
+        # The most recent one is kept on the device, whatever its size.
         for document in held[:-1]:
             if over <= 0:
                 break
             waiting = self._held.get(document.id)
-            # On disk first: where that fails, nothing is lost.
+            # Written first: if that fails, nothing is lost.
             if waiting is not None and not self._json(document.id).exists():
                 try:
                     self._write(document, waiting)
                 except OSError:
-                    # Whoever removed it meanwhile took its folder away.
+                    # Another thread or process may have removed the document and its folder.
                     if document.id in self._known:
                         raise
             with self._lock:
                 self._held.pop(document.id, None)
             over -= document.nbytes
             if document.id not in self._known:
-                # It was removed while it was written.
+                # The document was removed while it was written.
                 self._unlink(document.id)
 
     def _unlink(self, name: str) -> None:
-        """Removes the files of a document, if there are any."""
+        """Remove the files of a document, if any."""
         self._json(name).unlink(missing_ok=True)
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _json(self, name: str) -> Path:
-        """Path of the file that describes a document; it is written last, so that a half-written one is not found."""
+        """Return the path of a document's description, which is written last: a partial document is not found."""
         return self._folder / f"{name}.json"
 
     def _made_for(self) -> dict[str, Any]:
-        """Dict that tells documents of this engine's model and policy from those of others."""
+        """Return values that identify documents of this engine's model and policy."""
         return {"model": str(self._params.fingerprint), "policy": repr(self._policy)}
 
     def _write(self, document: Document, cache: KVCache) -> None:
-        """Writes a document's cache and description to disk."""
+        """Write a document's cache and description to disk."""
         cache.save(self._folder / document.id)
         described = dataclasses.asdict(document) | {
             "turn": document.turn.value,
@@ -241,7 +241,7 @@ class DocumentStore:
         write_whole(self._json(document.id), json.dumps(described).encode())
 
     def _look(self, *names: str) -> None:
-        """Finds documents, by default all, that others wrote into a kept folder; forgets those that others removed."""
+        """Find documents, by default all, that other engines wrote into a user's folder; forget removed ones."""
         if not self._kept:
             return
         for name in names or sorted(
@@ -256,19 +256,19 @@ class DocumentStore:
                 self._find(self._json(name))
 
     def _find(self, path: Path) -> None:
-        """Adds the document that a file describes; leaves out, with a notice, one of another model or policy."""
+        """Add the document that a file describes; skip one of another model or policy with a warning."""
         try:
             described = json.loads(path.read_text())
             for_whom = described.pop("made_for")
             read = {"turn": Turn(described["turn"]), "kept": KeptTokens.read(described["kept"])}
             document = Document(**described | read)
         except (ValueError, TypeError, KeyError, OSError) as error:
-            _NOTICES.warning("%s: left out, it describes no document: %s", path, error)
+            _NOTICES.warning("%s: skipped: not a valid description of a document: %s", path, error)
             return
         if for_whom != self._made_for() or document.id != path.stem:
-            _NOTICES.warning("%s: left out, it was made by another model or policy", path)
+            _NOTICES.warning("%s: skipped: it belongs to another model or policy", path)
         elif document.tokens > self._shape.prompt:
-            said = "%s: left out, %d tokens are more than a prompt's"
+            said = "%s: skipped: its %d tokens exceed the maximum of a prompt"
             _NOTICES.warning(said, path, document.tokens)
         else:
             self._known[document.id] = document

@@ -1,4 +1,4 @@
-"""`Engine`: answers many requests at once over the slots of one running batch (continuous batching)."""
+"""`Engine`: answers many requests concurrently over the slots of one running batch (continuous batching)."""
 
 import atexit
 import functools
@@ -38,19 +38,19 @@ from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.work import PrefillWork, RequestWork
 from jaxkv.text.prompts import Prompt, encode
 
-# Most tokens of an answer where a request does not say.
+# Default maximum tokens of an answer.
 _USUAL_NEW = 128
-# Share of the memory that slots leave free which documents may take.
+# Share for documents of the memory that the slots leave free.
 _DOCUMENT_SHARE = 0.5
-# Engines that may have to be closed when the process ends.
+# Engines that are possibly open when the process ends.
 _OPEN = weakref.WeakSet["Engine"]()
 
 
 class Engine:
-    """Answers requests over the slots of one running batch: each is prefilled, compressed, and joins as a slot is free.
+    """Answer requests over the slots of one running batch: prefill each, compress it, and add it to a free slot.
 
-    A request's tokens are those of `jaxkv.generate` alone with its key (in float32), those who is answered beside it.
-    While a prompt is prefilled, tokens of the others are sampled between its layers.
+    The tokens of a request equal those of `jaxkv.generate` with its key (in float32), independent of other requests.
+    Decode steps of running requests alternate with the layers of a prefill.
 
     ```python
     with jaxkv.Engine(params, policy=jaxkv.AdaKV(budget=1024), slots=16) as engine:
@@ -61,9 +61,9 @@ class Engine:
 
     Attributes:
         session: model, policy and attention.
-        limits: most tokens of a prompt, a question and an answer (`prompt`, `question`, `new`), and entries of a slot.
-        documents: the documents that can be asked: `all()`, `of(id)`, `remove(id)`.
-        error: error that ended the engine; None while it can answer.
+        limits: maximum tokens of a prompt, question and answer (`prompt`, `question`, `new`), and entries per slot.
+        documents: the documents of the engine: `all()`, `of(id)`, `remove(id)`.
+        error: error that ended the engine; None while it runs.
     """
 
     @settled
@@ -85,34 +85,34 @@ class Engine:
         precompile: bool = True,
         start: bool = True,
     ):
-        """Allocates the slots, compiles all programs and starts the thread that answers.
+        """Allocate the slots, compile all programs and start the engine's thread.
 
         Args:
             params: from `jaxkv.load`.
-            policy: the compression, or its name or class for the defaults; FullKV(), the default, keeps every entry.
-            slots: number of requests that sample tokens at the same time; "auto" for as many as fit into nine tenths of
-                the free memory, at most 64 on a CPU and 1024 elsewhere. On a mesh a multiple of its groups.
-            max_prompt_tokens: the most tokens of a prompt; with the new tokens they say how many entries a slot holds,
-                where the policy's budget does not. By default the model's positions less the others, at most 4096.
-            max_new_tokens: the most tokens of an answer.
-            max_question_tokens: the most tokens of a question on a document; 0 if none will be asked.
-            queue: the most requests that wait; more are rejected.
-            documents: folder in which documents are kept, and found by the next engine of the same model and policy;
-                None keeps them for as long as this engine lives.
-            document_bytes: the most bytes of documents on the device; the least recently used others wait on disk. By
+            policy: compression policy, or its name or class for the defaults; FullKV(), the default, keeps every entry.
+            slots: number of sequences that decode at the same time; on a mesh a multiple of its groups. "auto" fills
+                nine tenths of the free memory, with at most 64 slots on a CPU and 1024 elsewhere.
+            max_prompt_tokens: maximum tokens of a prompt; with the new tokens it sets the entries per slot, unless the
+                policy's budget does. By default the model's positions less the other limits, at most 4096.
+            max_new_tokens: maximum tokens of an answer.
+            max_question_tokens: maximum tokens of a question on a document; 0 for no questions.
+            queue: maximum number of waiting requests; further ones are rejected.
+            documents: folder that keeps documents for the next engine of the same model and policy; None keeps them
+                only as long as this engine runs.
+            document_bytes: maximum bytes of documents on the device; the least recently used others are on disk. By
                 default half of the memory that the slots leave free.
-            memory_share: share of the free memory for "auto" slots and documents; less leaves room for other engines.
-            mesh: devices with the axes "data" and "model" to run on; slots lie over "data".
-            implementation: the implementation of attention; by default the fastest one for these devices.
-            precompile: False to compile other lengths than a short chat's while it runs: those that requests have
-                at once, other prompts' while no engine of the process computes.
-            start: False to check the arguments only, and leave the rest to `start`.
+            memory_share: share of the free memory for "auto" slots and documents; lower it for several engines.
+            mesh: devices to run on, with the axes "data" and "model"; slots are sharded over "data".
+            implementation: implementation of attention; by default the fastest one for these devices.
+            precompile: False to compile other lengths than a short chat's while the engine runs: lengths of requests
+                immediately, other prompt lengths while no engine of the process computes.
+            start: False to only validate the arguments; call `start` later.
 
         Raises:
-            ValueError: for a policy that keeps entries in host memory or reads prompts in chunks, for limits beyond the
+            ValueError: for a policy that keeps entries in host memory or prefills in chunks, for limits beyond the
                 model's positions, for a mesh of several processes.
-            TypeError: for an argument of the wrong kind, with what to give instead.
-            MemoryError: if the slots, whose bytes it names, do not fit.
+            TypeError: for an argument of the wrong type, with the type to use.
+            MemoryError: if the slots do not fit, with their bytes.
         """
         params = arguments.as_model(params, mesh)
         spread = params.axes is not None and hosts.spans(params.axes.mesh)
@@ -120,9 +120,9 @@ class Engine:
             not spread,
             "mesh",
             "devices of several processes",
-            "an engine runs in one process: give its devices",
+            "an engine runs in one process: use only the devices of this one",
         )
-        self._limit = _checks.whole("queue", queue, "let at least 1 request wait")
+        self._limit = _checks.whole("queue", queue, "allow at least 1 waiting request")
         self.session = Session(
             params, policy, implementation=arguments.as_implementation(implementation)
         )
@@ -134,7 +134,7 @@ class Engine:
         )
         share = _checks.real("memory_share", memory_share, high=1, open_low=True)
         wanted = slots_that_fit(self.session, **limits, share=share) if slots == "auto" else slots
-        count = _checks.whole("slots", wanted, 'give at least 1 slot, or "auto"')
+        count = _checks.whole("slots", wanted, 'use at least 1 slot, or "auto"')
         self._slots = Slots(
             self.session, count=count, ends=max(1, len(params.ends)), start=False, **limits
         )
@@ -143,7 +143,9 @@ class Engine:
         if document_bytes is None:
             left = memory.available_bytes(device_of(params)) - self._slots.needed
             document_bytes = int(_DOCUMENT_SHARE * share * max(0, left))
-        most = _checks.whole("document_bytes", document_bytes, "give bytes", least=0, most=2**62)
+        most = _checks.whole(
+            "document_bytes", document_bytes, "use a number of bytes", least=0, most=2**62
+        )
         self.documents = DocumentStore(
             params, self.session.policy, shape=self.limits, most_bytes=most, folder=folder
         )
@@ -152,7 +154,7 @@ class Engine:
         self._refused, self._closing, self._dropping = 0, False, False
         self.error: BaseException | None = None
         self._precompile = _checks.flag("precompile", precompile)
-        # Daemons: an engine that nobody closes does not keep the process from ending.
+        # Daemon threads: an open engine does not keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="jaxkv.Engine", daemon=True)
         rest = self._slots, self._scheduler, lambda: self._closing
         self._compiler = threading.Thread(target=compile_rest, args=rest, daemon=True)
@@ -164,7 +166,7 @@ class Engine:
     def start(
         self, tick: Callable[[str], object] = lambda what: None, name: str = "engine"
     ) -> None:
-        """Starts an engine made with `start=False`; `tick` is told each part of `name` before it is compiled."""
+        """Start an engine created with `start=False`; call `tick` with each part of `name` before it compiles."""
         COMPUTING.add(self._scheduler)
         self._slots.compile(
             lambda part: tick(f"compiling {part} of {name}"), lengths=self._precompile
@@ -188,28 +190,29 @@ class Engine:
         offline: bool = False,
         document: Document | None = None,
     ) -> Request:
-        """Queues one prompt and returns its `Request` at once; any thread may call it.
+        """Queue one prompt and return its `Request` immediately; any thread may call this.
 
         Args:
             prompt: text, chat messages or token ids; a question if `document` is given.
-            max_new_tokens: the most tokens to sample; by default 128, or the engine's limit if that is lower.
-            sampling: how to sample, a `Sampling`; the likeliest tokens if None.
+            max_new_tokens: maximum number of tokens to sample; by default 128, or the engine's limit if lower.
+            sampling: how to sample, a `Sampling`; None for greedy decoding.
             stop: strings that end the answer and are left out of its text.
             stop_at_eos: True to end at the model's end-of-answer tokens.
-            key: random key or seed, for sampling and policies that use random numbers; a list for several answers (`Request.others`).
+            key: random key or seed, for sampling and policies that use random numbers; a list for several answers,
+                which are in `Request.others`.
             raw: True if the text is plain text, not a user's message.
-            budget: entries per kv head, or share of the prompt, to keep; at most the policy's, which is the default.
+            budget: entries per kv head to keep, or share of the prompt; at most the policy's, which is the default.
             deadline: seconds from now after which the request ends with a TimeoutError; None for none.
-            offline: True if only the whole answer counts: prompts of others go first, for more answers a minute.
-            document: from this engine's `document`, to be asked; it is not changed.
+            offline: True if nobody reads the text early: prefills of other requests go first, for higher throughput.
+            document: from this engine's `document`; the question does not change it.
 
         Returns:
             The request: iterate over its text, or wait for its `result()`.
 
         Raises:
-            QueueFull: if as many requests wait as `queue` allows.
+            QueueFull: if the queue is full.
             ValueError: for an empty or over-long prompt, too many tokens, or a document of another engine.
-            TypeError: for an argument of the wrong kind, with what to give instead.
+            TypeError: for an argument of the wrong type, with the type to use.
             RuntimeError: if the engine has failed, or, an `EngineClosed`, is closed.
         """
         params, most = self.session.params, self.limits.new
@@ -224,17 +227,17 @@ class Engine:
             0 < len(keys) <= self._limit,
             "key",
             f"{len(keys)} keys",
-            f"give 1 to {self._limit}, the queue's length",
+            f"not a valid number of answers: use 1 to {self._limit}, the length of the queue",
         )
         stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
         offline = _checks.flag("offline", offline)
-        # Rejects users' own samplers, which would be compiled in.
+        # Rejects custom samplers, which would have to be compiled into the programs.
         batch_sampling([sampling])
         for each in keys:
             arguments.require_sampling(params, sampling, each, stops)
         if document is not None and not isinstance(document, Document):
             raise TypeError(
-                f"document={type(document).__name__}: give what this engine's document returned"
+                f"document={type(document).__name__}: pass what this engine's document returned"
             )
         turn = Turn.START if document is None else self.documents.of(document.id).turn
         encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
@@ -242,7 +245,7 @@ class Engine:
             encoded.single,
             "prompt",
             f"{len(encoded.ids)} prompts",
-            "submit one, or give all of them to map",
+            "submit takes one prompt: call map for several",
         )
         self._require_fits(int(encoded.lengths[0]), document)
         answer = functools.partial(
@@ -272,30 +275,30 @@ class Engine:
         budget: int | float | np.integer | np.floating | None = None,
         deadline: float | np.floating | np.integer | None = None,
     ) -> Document:
-        """Prefills and compresses a document once and returns its handle, which `submit` takes any number of times.
+        """Prefill and compress a document once; return its handle, which `submit` accepts any number of times.
 
         Args:
-            prompt: text, chat messages or token ids; text leaves the user's turn open for the question.
+            prompt: text, chat messages or token ids; a text leaves the user's turn open for the question.
             raw: True if the text is plain text, not a user's message.
             key: random key or seed, for policies that use random numbers.
-            budget: entries per kv head, or share of the document, to keep; at most the policy's, which is the default.
+            budget: entries per kv head to keep, or share of the document; at most the policy's, which is the default.
             deadline: seconds from now after which it ends with a TimeoutError; None for none.
 
         Returns:
-            The document: its id, tokens, entries, bytes. Documents beyond `document_bytes` wait on disk.
+            The document: its id, tokens, entries, bytes. Documents beyond `document_bytes` are on disk.
 
         Raises:
-            QueueFull: if as many requests wait as `queue` allows.
+            QueueFull: if the queue is full.
             TimeoutError: if the document is not compressed by its deadline.
-            ValueError: for an empty or over-long document, or if the engine was made without `max_question_tokens`.
-            TypeError: for an argument of the wrong kind, with what to give instead.
+            ValueError: for an empty or over-long document, or an engine without `max_question_tokens`.
+            TypeError: for an argument of the wrong type, with the type to use.
             RuntimeError: if the engine is closed or has failed.
         """
         future = self.submit_document(prompt, raw=raw, key=key, budget=budget, deadline=deadline)
         try:
             return future.result()
         finally:
-            future.cancel()  # Whoever is interrupted has no handle.
+            future.cancel()  # An interrupted caller has no handle to cancel.
 
     @settled
     def submit_document(
@@ -307,16 +310,18 @@ class Engine:
         budget: Any = None,
         deadline: Any = None,
     ) -> Future[Document]:
-        """Queues a `document` with the same arguments; returns a future of its handle, whose `cancel` ends it."""
+        """Queue a `document` with the same arguments; return a future of its handle, which can be cancelled."""
         params, key, raw = (
             self.session.params,
             own_key(key, self.session.key),
             _checks.flag("raw", raw),
         )
-        remedy = "make the engine with room for questions: Engine(..., max_question_tokens=256)"
-        require(self.limits.question > 0, "document", "not asked", remedy)
+        remedy = (
+            "this engine accepts no questions: create it with Engine(..., max_question_tokens=256)"
+        )
+        require(self.limits.question > 0, "document", "not supported", remedy)
         encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
-        require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "give one document")
+        require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "pass one document")
         self._require_fits(int(encoded.lengths[0]), None)
         arguments.warn_unseen(
             self.session.policy, encoded, self.session.planned(encoded.lengths, 0).budget
@@ -337,17 +342,17 @@ class Engine:
         key: PRNGKeyArray | int | None = None,
         **options: Any,
     ) -> Iterator[Completion]:
-        """Answers any number of prompts; yields the `Completion` of each, in their order.
+        """Answer any number of prompts; yield the `Completion` of each, in their order.
 
-        Twice as many as slots are under way at once.
+        Twice as many requests as slots are in flight.
 
         Args:
-            prompts: prompts of `submit`, in a list or any other iterable, which is read as answers are taken.
+            prompts: prompts as for `submit`; an iterable is consumed as answers are read.
             key: random key or seed; prompt i samples with `jax.random.fold_in(key, i)`.
             options: other arguments of `submit`, the same for all prompts; `offline` is True by default.
 
         Returns:
-            An iterator over the answers. It raises ValueError at a prompt that is rejected, and cancels those under way.
+            An iterator over the answers. At a rejected prompt, it raises ValueError and cancels the requests in flight.
         """
         waiting, most = self._scheduler.waiting, self._limit
         submit = patient(self.submit, lambda: len(waiting) >= most and self._thread.is_alive())
@@ -356,7 +361,7 @@ class Engine:
 
     @property
     def stats(self) -> EngineStats:
-        """Numbers of requests, slots, tokens and bytes at this moment."""
+        """Current numbers of requests, slots, tokens and bytes."""
         at = self._scheduler
         return EngineStats(
             waiting=len(at.waiting),
@@ -373,7 +378,7 @@ class Engine:
         )
 
     def close(self, *, drain: bool = True) -> None:
-        """Ends the engine: answers the requests it has, or cancels them; new ones are rejected. May be called again.
+        """Close the engine: answer its requests or cancel them, and reject new ones. May be called again.
 
         Args:
             drain: True to answer all requests first, False to cancel them.
@@ -388,49 +393,49 @@ class Engine:
             self.documents.close()
 
     def __enter__(self) -> "Engine":
-        """Returns the engine."""
+        """Return the engine."""
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        """Closes the engine: answers the requests it has; cancels them if the block ended by an error."""
+        """Close the engine: answer its requests, or cancel them if the block raised."""
         self.close(drain=error is None)
 
     def __repr__(self) -> str:
-        """One-line text: policy, numbers of slots and of requests."""
+        """One-line text: policy, numbers of slots and requests."""
         at = self.stats
         return f"Engine({self.session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
 
     def _require_fits(self, tokens: int, document: Document | None) -> None:
-        """Raises `PromptTooLong` for a prompt or question of more tokens than the slots take."""
+        """Raise `PromptTooLong` for a prompt or question longer than the slots allow."""
         kind, most = (
             ("prompt", self.limits.prompt)
             if document is None
             else ("question", self.limits.question)
         )
         if tokens > most:
-            told = f"this engine takes up to max_{kind}_tokens={most}"
+            told = f"too long: this engine accepts at most max_{kind}_tokens={most}"
             raise PromptTooLong(f"prompt={tokens} tokens: {told}")
 
     def _queued(self, works: Sequence[PrefillWork]) -> None:
-        """Queues all requests, or a document, or none, for the engine's thread; raises if full, closed or failed."""
+        """Queue all requests, or a document, or none, for the engine's thread; raise if full, closed or failed."""
         with self._changed:
             if self.error is not None:
                 raise RuntimeError(f"the engine has failed: {self.error}") from self.error
             if self._closing or not self._thread.is_alive():
                 raise EngineClosed(
-                    "the engine is closed, or its thread is in another process: make another one"
+                    "the engine is closed, or its thread is in another process: create a new one"
                 )
             waiting = self._scheduler.waiting
             if len(waiting) + len(works) > self._limit:
                 self._refused += len(works)
                 raise QueueFull(
-                    f"{len(waiting)} requests wait already: try again later, or make the queue longer"
+                    f"the queue is full: {len(waiting)} requests wait: try again later, or raise queue"
                 )
             waiting.extend(works)
             self._changed.notify_all()
 
     def _run(self) -> None:
-        """Body of the engine's thread: computes until the engine is closed; an error of its own ends all requests."""
+        """Compute until the engine is closed; an error of its own ends all requests (thread body)."""
         try:
             while True:
                 with self._changed:
@@ -446,7 +451,7 @@ class Engine:
                     if not self._scheduler.step():
                         time.sleep(PATIENCE)
             self._scheduler.fail(CancelledError("the engine was closed"))
-        except BaseException as error:  # noqa: BLE001 - whatever it is, nobody may wait for an answer for ever
+        except BaseException as error:  # noqa: BLE001 - no caller may wait for ever for an answer
             with self._changed:
                 self.error = error
             failed = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
@@ -458,12 +463,12 @@ class Engine:
 
 @atexit.register
 def _close_all() -> None:
-    """Closes the engines that are still there when the process ends, without answering their requests."""
+    """Close all open engines when the process ends, without answering their requests."""
     for engine in list(_OPEN):
         engine.close(drain=False)
 
 
 def forget_all() -> None:
-    """Removes what open engines keep on disk for themselves, in a process that ends without closing them."""
+    """Remove temporary files of open engines, in a process that ends without closing them."""
     for engine in list(_OPEN):
         engine.documents.close()

@@ -1,4 +1,4 @@
-"""`EngineConfig`: what an engine is made of, in values that can be sent to another process or machine."""
+"""`EngineConfig`: configuration of an engine, in values that can be sent to another process or machine."""
 
 import dataclasses
 import math
@@ -16,9 +16,9 @@ class EngineConfig:
     """Model, dtype, mesh and arguments of an `Engine`.
 
     Attributes:
-        model: name or folder of the model, as `jaxkv.load` takes it.
-        dtype: dtype of activations, caches and, unless `weights` is given, of weights; None for the device's.
-        weights: "int8" or "int4" for linear maps in fewer bits, as `jaxkv.load` takes it.
+        model: name or folder of the model, as in `jaxkv.load`.
+        dtype: dtype of activations, caches and, without `weights`, of weights; None for the device's default.
+        weights: "int8" or "int4" to quantise the linear maps, as in `jaxkv.load`.
         mesh: devices by data and model, such as "1x8"; None for one device.
         options: other arguments of `Engine`.
     """
@@ -35,7 +35,7 @@ class EngineConfig:
         return 1 if self.mesh is None else math.prod(mesh_sizes(self.mesh, "mesh"))
 
     def made(self) -> Engine:
-        """Loads the model and makes the engine; ValueError for a model without a tokenizer."""
+        """Load the model and create the engine; ValueError for a model without a tokenizer."""
         mesh = mesh_of(self.mesh, name="mesh")
         enable_compilation_cache()
         params = load(self.model, dtype=self.dtype, weights=self.weights)

@@ -1,4 +1,4 @@
-"""`HttpError`: an HTTP answer that is an error in OpenAI's form, and which one each Python error becomes."""
+"""`HttpError`: an HTTP error response in OpenAI's form, and its mapping from Python errors."""
 
 import concurrent.futures
 import re
@@ -14,23 +14,23 @@ from starlette.responses import JSONResponse, Response
 from jaxkv.serving.document_store import UnknownDocument, UnreadableDocument
 from jaxkv.serving.requests import EngineClosed, PromptTooLong, QueueFull
 
-# OpenAI's `type` of an error by its status; others are "server_error" from 500 on, else "invalid_request_error".
+# OpenAI's `type` of an error by status; other errors are "server_error" from 500 on, else "invalid_request_error".
 _KINDS = {
     401: "authentication_error",
     404: "not_found_error",
     429: "rate_limit_error",
     504: "timeout_error",
 }
-# Names that the engine's own errors give to fields of a body.
+# Body fields by the names that errors of the engine use.
 _FIELDS = {"max_new_tokens": "max_tokens", "key": "seed", "sampling": "top_p"}
 
 
 class ClientGone(Exception):
-    """Error that ends the work for a client that has closed its connection."""
+    """Ends the work for a client that has closed its connection."""
 
 
 class HttpError(Exception):
-    """Error that ends an HTTP request: status, message, the field at fault, a code for programs, and headers."""
+    """Error that ends an HTTP request: status, message, body field, code for programs, and headers."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class HttpError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, Any]:
-        """OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
+        """Return OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": _whole(str(self)),
@@ -57,26 +57,26 @@ class HttpError(Exception):
         return {"error": error}
 
     def response(self) -> Response:
-        """The HTTP response."""
+        """Return the HTTP response."""
         return JSONResponse(self.body(), self.status, self.headers)
 
 
 def _whole(text: str) -> str:
-    """A text with question marks for halves of characters, which a body's escapes can hold."""
+    """Replace lone surrogates by question marks; escapes in a JSON body may contain them."""
     return text.encode("utf-8", "replace").decode()
 
 
 def http_error(error: BaseException, *, retry_after: int = 1, prompt: str = "prompt") -> HttpError:
-    """The `HttpError` that a Python error becomes; `prompt` is the body's name of the prompt.
+    """Convert a Python error to an `HttpError`; `prompt` is the name of the prompt in the body.
 
-    ValueError and TypeError are 400, an unknown document 404, a damaged one 410, a full queue 429, a deadline 504, a
-    closing engine 503, any other error 500.
+    ValueError and TypeError become 400, an unknown document 404, a damaged one 410, a full queue 429, a passed
+    deadline 504, a closing engine 503, and any other error 500.
     """
     match error:
         case HttpError():
             return error
         case RequestValidationError():
-            # The first part says where it is: in the body, or the query.
+            # The first part of the location is "body" or "query".
             return _of_fields(error.errors(), 1)
         case ValidationError():
             return _of_fields(error.errors(), 0)
@@ -88,7 +88,7 @@ def http_error(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
             headers = {"Retry-After": str(retry_after)}
             return HttpError(429, str(error), code="queue_full", headers=headers)
         case TimeoutError():
-            said = str(error) or "the time for this request is over"
+            said = str(error) or "the deadline of the request has passed"
             return HttpError(504, said, code="deadline_exceeded")
         case concurrent.futures.CancelledError() | EngineClosed():
             return draining()
@@ -97,8 +97,10 @@ def http_error(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
         case UnknownDocument():
             return HttpError(404, str(error), param="document", code="document_not_found")
         case UnreadableDocument():
-            # Its text names files of the server's.
-            remedy = "document: its saved cache is damaged or gone: delete it, and compress it anew"
+            # The text of the error names files of the server.
+            remedy = (
+                "document: its saved cache is damaged or missing: delete it and compress it again"
+            )
             return HttpError(410, remedy, param="document", code="document_unreadable")
         case PromptTooLong():
             return HttpError(400, str(error), param=prompt, code="context_length_exceeded")
@@ -110,31 +112,31 @@ def http_error(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
             return HttpError(400, str(error), param=param)
         case RuntimeError():
             return HttpError(500, str(error), code="engine_failed")
-    said = f"an error of the server's own: {type(error).__name__}"
+    said = f"internal error of the server: {type(error).__name__}"
     return HttpError(500, said, code="internal_error")
 
 
 def _of_fields(errors: Any, skipped: int) -> HttpError:
-    """The rejection of a body or a query by the first of pydantic's errors."""
+    """Return the rejection of a body or a query, from the first of pydantic's errors."""
     first = errors[0]
     path = [str(each) for each in first["loc"][skipped:]]
     named = bool(path) and first["type"] != "json_invalid"
     where = f"{'.'.join(path)}={reprlib.repr(first.get('input'))}: " if named else ""
     extra = first["type"] == "extra_forbidden"
-    said = "there is no such field, or not this value: leave it out" if extra else first["msg"]
+    said = "this field or value is not supported: leave it out" if extra else first["msg"]
     return HttpError(400, where + said, param=path[0][:64] if named else None)
 
 
 def unknown_model(name: str, there: Iterable[str]) -> HttpError:
-    """The answer to a body that names a model of which there is none among the ids `there`."""
+    """Return the error for a body that names an unknown model; `there` are the known ids."""
     known = ", ".join(map(repr, there))
-    said = f"there is none of this id; there are {known}"
+    said = f"unknown model: use one of {known}"
     return HttpError(404, f"model={name[:200]!r}: {said}", param="model", code="model_not_found")
 
 
 def draining() -> HttpError:
-    """The answer to new requests while the server ends."""
-    remedy = "the server is ending: it answers the requests that it has, and takes no new ones"
+    """Return the error for new requests while the server drains."""
+    remedy = "the server is shutting down and accepts no new requests: try again later"
     return HttpError(
         503, remedy, code="draining", headers={"Retry-After": "5", "Connection": "close"}
     )

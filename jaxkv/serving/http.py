@@ -1,4 +1,4 @@
-"""`Application`: OpenAI's HTTP interface to engines, as an ASGI application of FastAPI's."""
+"""`Application`: OpenAI's HTTP interface to engines, as a FastAPI application."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,19 +25,18 @@ routes.get("/", summary="Compress a document and ask", response_class=HTMLRespon
 
 
 class Application(Access):
-    """ASGI application of one or several engines; `service` has its state.
+    """ASGI application of one or several engines; its state is `service`.
 
     Attributes:
-        service: what all routes share.
+        service: state that all routes share.
     """
 
     def __init__(self, models: Mapping[str, Engine], *, limits: RequestLimits | None = None):
-        """Makes the application.
+        """Create the application.
 
         Args:
-            models: engines by the model ids that clients give; they are not closed. Bodies that name none are the
-                first's.
-            limits: limits of a request; the usual ones if None.
+            models: engines by model id; a body without an id uses the first. The caller closes them.
+            limits: limits of a request; None for the defaults.
         """
         self.service = Service(models, limits=limits or RequestLimits())
         caught = (HttpError, RequestValidationError, HTTPException, Exception)
@@ -55,15 +54,15 @@ class Application(Access):
         super().__init__(inner, self.service)
 
     async def _failed(self, request: HttpRequest, error: Exception) -> Response:
-        """Response to an error, in OpenAI's form."""
+        """Convert an error to a response in OpenAI's form."""
         return self.service.http_error(error, request.state.record).response()
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:
-    """OpenAI's object of a model, with its policy and the most tokens of a prompt and of an answer.
+    """Return OpenAI's object of a model, with its policy and the maximum tokens of a prompt and an answer.
 
-    `own_budget` says whether requests and documents may have a smaller budget of their own, `full_cache` whether every
-    row is kept and read.
+    `own_budget` says whether requests and documents may have a smaller budget of their own. `full_cache` says whether
+    every entry is kept and read.
     """
     engine = service.models[name]
     limits, policy = engine.limits, engine.session.policy
@@ -85,30 +84,30 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
 
 @routes.get("/v1/models", summary="List the models")
 async def models(service: Served) -> dict[str, Any]:
-    """All models, the first one first."""
+    """List all models, the default one first."""
     return {"object": "list", "data": [_model_object(service, name) for name in service.models]}
 
 
 @routes.get("/v1/models/{id:path}", summary="Look at a model")
 async def model(id: str, service: Served) -> dict[str, Any]:
-    """The model, or 404."""
+    """Describe one model; 404 if unknown."""
     return _model_object(service, service.model(id))
 
 
 @routes.head("/health", include_in_schema=False)
-@routes.get("/health", summary="Whether requests are taken")
+@routes.get("/health", summary="Whether requests are accepted")
 async def health(service: Served) -> dict[str, Any]:
-    """200, or 503 while the server drains or after its engine has failed."""
+    """Return 200, or 503 while the server drains or after an engine has failed."""
     if service.draining:
         raise draining()
     failed = [name for name, engine in service.models.items() if engine.error is not None]
     if failed:
-        message = f"the engine of {', '.join(failed)} has failed: start the server again"
+        message = f"the engine of {', '.join(failed)} has failed: restart the server"
         raise HttpError(503, message, code="engine_failed")
     return {"status": "ok"}
 
 
 @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 def metrics(service: Served) -> Response:
-    """Numbers in Prometheus' text format."""
+    """Return all metrics in Prometheus' text format."""
     return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

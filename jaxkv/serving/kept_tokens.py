@@ -1,4 +1,4 @@
-"""`KeptTokens`: token ids of a document, and which kv heads of which layers keep each token's row."""
+"""`KeptTokens`: token ids of a document, and which kv heads of which layers keep the entry of each token."""
 
 import base64
 import dataclasses
@@ -14,11 +14,11 @@ from jaxkv.cache import KVCache
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class KeptTokens:
-    """Token ids of a compressed document, and for each token the (layer, kv head) pairs that keep its entry.
+    """Token ids of a compressed document, and the (layer, kv head) pairs that keep the entry of each token.
 
     Attributes:
-        ids: the n token ids.
-        bits: mask `[L, K, n]` of entries that are kept, eight tokens in a byte.
+        ids: token ids, `[n]`.
+        bits: mask `[L, K, n]` of kept entries, eight tokens per byte.
     """
 
     ids: Int[np.ndarray, " n"]
@@ -26,26 +26,26 @@ class KeptTokens:
 
     @classmethod
     def of(cls, cache: KVCache, ids: Sequence[int]) -> "KeptTokens":
-        """Reads the mask from the cache of one document, whose token ids are `ids`."""
+        """Read the mask from the cache of one document with token ids `ids`."""
         return cls(
             ids=np.asarray(ids, np.int32), bits=np.packbits(cache.holds(0, len(ids)), axis=-1)
         )
 
     def counts(self, layer: int | None = None, head: int | None = None) -> Int[np.ndarray, " n"]:
-        """Number of (layer, kv head) pairs that keep each token's row, `[n]`; of one layer, or one head of it."""
+        """Count the (layer, kv head) pairs that keep each token, `[n]`; of one layer, or of one head of it."""
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         heads = slice(None) if head is None else slice(head, head + 1)
         mask = np.unpackbits(self.bits[layers, heads], axis=-1, count=len(self.ids))
         return mask.sum(axis=(0, 1), dtype=np.int64)
 
     def described(self) -> dict[str, Any]:
-        """Values for JSON, from which `read` makes an equal one."""
+        """Return JSON values from which `read` restores an equal object."""
         packed = base64.b64encode(zlib.compress(self.bits.tobytes())).decode("ascii")
         return {"ids": self.ids.tolist(), "shape": list(self.bits.shape), "bits": packed}
 
     @classmethod
     def read(cls, described: Mapping[str, Any]) -> "KeptTokens":
-        """Makes the `KeptTokens` that `described` describes; ValueError, TypeError or KeyError if it is none."""
+        """Restore an object from the values of `described`; ValueError, TypeError or KeyError if they are invalid."""
         try:
             data = zlib.decompress(base64.b64decode(described["bits"], validate=True))
         except zlib.error as error:

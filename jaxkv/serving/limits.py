@@ -1,4 +1,4 @@
-"""`RequestLimits`: what the HTTP server takes of one request, and the key that clients must know."""
+"""`RequestLimits`: limits of one HTTP request, and the API key."""
 
 import dataclasses
 
@@ -11,11 +11,11 @@ class RequestLimits:
     """Limits of one HTTP request: bytes of its body, seconds, answers; and the API key.
 
     Attributes:
-        api_key: key that clients send as `Authorization: Bearer KEY`; None lets everybody in.
-        body_bytes: the most bytes of a body.
-        body_seconds: the most seconds that a body may take to arrive.
-        seconds: seconds from a body's arrival until the answer must be complete.
-        answers: the most answers to one body, prompts times `n`.
+        api_key: key that clients send as `Authorization: Bearer KEY`; None accepts every client.
+        body_bytes: maximum size of a body in bytes.
+        body_seconds: maximum time in seconds for a body to arrive.
+        seconds: maximum time in seconds from the arrival of a body to the complete answer.
+        answers: maximum number of answers to one body, which is prompts times `n`.
     """
 
     api_key: str | None = dataclasses.field(default=None, repr=False)
@@ -25,9 +25,9 @@ class RequestLimits:
     answers: int = 64
 
     def __post_init__(self) -> None:
-        """Checks the numbers, and that the key has characters that a header can hold."""
-        _checks.field(self, "body_bytes", _checks.whole, "take bodies of at least 1 byte")
-        _checks.field(self, "answers", _checks.whole, "give at least 1 answer")
+        """Validate the numbers, and that a header can hold the key."""
+        _checks.field(self, "body_bytes", _checks.whole, "allow bodies of at least 1 byte")
+        _checks.field(self, "answers", _checks.whole, "allow at least 1 answer")
         for name in ("body_seconds", "seconds"):
             _checks.field(self, name, _checks.real, "give seconds above 0", open_low=True, high=1e9)
         key = self.api_key
@@ -36,5 +36,5 @@ class RequestLimits:
             fine,
             "api_key",
             "...",
-            "give visible ASCII characters, without blanks; none at all for no key",
+            "not a valid key: use visible ASCII characters without blanks, or None for no key",
         )

@@ -1,4 +1,4 @@
-"""`mapped`: answers any number of prompts, some of them at a time."""
+"""`mapped`: answers any number of prompts, several at a time."""
 
 import collections
 import contextlib
@@ -23,7 +23,7 @@ def mapped(
     key: PRNGKeyArray | None,
     **options: Any,
 ) -> Iterator[Completion]:
-    """Generator of `Engine.map`, whose arguments are valid; `most` requests are under way at once."""
+    """Generator of `Engine.map`, with valid arguments; `most` requests are in flight."""
     under_way: collections.deque[Request] = collections.deque()
     left = enumerate(prompts)
     try:
@@ -41,13 +41,13 @@ def mapped(
 
 
 def patient(submit: Callable[..., Request], full: Callable[[], bool]) -> Callable[..., Request]:
-    """A `submit` that waits while the queue is full."""
+    """Return a `submit` that waits while the queue is full."""
 
     def patiently(prompt: Prompt, **options: Any) -> Request:
         while True:
             while full():
                 time.sleep(PATIENCE)
-            # Others may have been faster.
+            # Another thread may have filled the queue.
             with contextlib.suppress(QueueFull):
                 return submit(prompt, **options)
 

@@ -1,6 +1,6 @@
-"""Ray Serve application: replicas with an engine each, behind Ray Serve's own router.
+"""Ray Serve application: replicas with one engine each, behind the router of Ray Serve.
 
-`serve run docs/ray_serve.yaml`, whose `import_path` is `jaxkv.serving.ray:app`.
+Start it with `serve run docs/ray_serve.yaml`, whose `import_path` is `jaxkv.serving.ray:app`.
 """
 
 from typing import Any
@@ -13,12 +13,12 @@ from jaxkv.serving.engine_config import EngineConfig
 from jaxkv.serving.http import Application
 from jaxkv.serving.limits import RequestLimits
 
-# Requests under way in a replica: its engine's queue rejects more, not Ray Serve.
+# Requests in flight per replica: the queue of the engine rejects more, not Ray Serve.
 _MOST = 10_000
 
 
 class ModelSettings(BaseModel):
-    """Settings of a `EngineConfig`, by the same names."""
+    """Fields of an `EngineConfig`, by the same names."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -29,7 +29,7 @@ class ModelSettings(BaseModel):
 
 
 class EngineSettings(BaseModel):
-    """Settings of an `Engine`, by the same names."""
+    """Arguments of an `Engine`, by the same names."""
 
     slots: int | str = "auto"
     max_prompt_tokens: int | None = None
@@ -41,7 +41,7 @@ class EngineSettings(BaseModel):
 
 
 class Settings(ModelSettings, EngineSettings):
-    """The `args` of the application's configuration; docs/serving.md says what they are."""
+    """The `args` of the application's configuration, as docs/serving.md describes them."""
 
     name: str | None = None
     policy: str | None = None
@@ -59,25 +59,25 @@ class Replica:
     """One engine behind OpenAI's HTTP interface."""
 
     def __init__(self, recipe: EngineConfig, name: str, limits: RequestLimits):
-        """Loads the model and makes the engine."""
+        """Load the model and create the engine."""
         self._engine = recipe.made()
         self._app = Application({name: self._engine}, limits=limits)
 
     def __serve_build_asgi_app__(self) -> Application:
-        """The application, once the engine is there."""
+        """Return the application of the engine."""
         return self._app
 
     def check_health(self) -> None:
-        """Raises if the engine has failed: Ray Serve then starts another replica."""
+        """Raise if the engine has failed; Ray Serve then starts another replica."""
         if self._engine.error is not None:
             raise RuntimeError("the engine has failed") from self._engine.error
 
 
 def app(settings: Settings) -> Any:
-    """Builds the Ray Serve application from the `args` of its configuration."""
+    """Build the Ray Serve application from the `args` of its configuration."""
     options = settings.model_dump(include=set(EngineSettings.model_fields))
     options["policy"] = as_policy(settings.policy, options=settings.policy_options)
-    # Without a folder that all see, a replica knows its own documents alone.
+    # Without a shared folder, a replica knows only its own documents.
     if settings.replicas > 1 and settings.documents is None:
         options["max_question_tokens"] = 0
     of_model = settings.model_dump(include=set(ModelSettings.model_fields))

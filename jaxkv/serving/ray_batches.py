@@ -1,4 +1,4 @@
-"""`cluster_answers`: answers the lines of a batch by Ray Data's actors, each with an engine."""
+"""`cluster_answers`: answers the lines of a batch with Ray Data actors, one engine each."""
 
 import contextlib
 import math
@@ -14,19 +14,19 @@ from jaxkv.serving.batch_answers import BatchRunner
 from jaxkv.serving.batch_lines import Line
 from jaxkv.serving.engine_config import EngineConfig
 
-# Lines of a block, and blocks that an actor answers at the same time.
+# Lines per block, and blocks that an actor answers at the same time.
 _LINES, _BLOCKS = 8, 32
 
 
 class Worker:
-    """One engine of a batch, in a process of a Ray cluster."""
+    """One engine of a batch, in one process of a Ray cluster."""
 
     def __init__(self, recipe: EngineConfig, name: str):
-        """Loads the model and makes the engine."""
+        """Load the model and create the engine."""
         self._batch = BatchRunner(recipe.made(), name=name)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """Answers some lines at once; lines and answers are pickled."""
+        """Answer a block of lines; lines and answers are pickled."""
         lines = [pickle.loads(each) for each in batch["item"]]
         return {"answered": [pickle.dumps(each) for each in self._batch.answers(lines)]}
 
@@ -35,15 +35,15 @@ class Worker:
 def cluster_answers(
     recipe: EngineConfig, *, name: str, address: str | None, workers: int | None
 ) -> Iterator[Callable[[Iterable[Line]], Iterator[tuple[Line, dict[str, Any]]]]]:
-    """Context manager with the cluster; its function yields each line with its output object, as they are complete.
+    """Context manager of a Ray cluster; its function yields each line with its output object as it completes.
 
-    An actor that ends is started again, and its lines are asked again.
+    Ray restarts an actor that ends, and answers its lines again.
 
     Args:
-        recipe: what each actor's engine is made of.
-        name: the model's name in requests.
-        address: the cluster's address; None for that of RAY_ADDRESS, or a cluster of this machine.
-        workers: number of actors; None for as many as the cluster's GPUs allow, or one for each machine.
+        recipe: configuration of the engine of each actor.
+        name: name of the model in requests.
+        address: address of the cluster; None for RAY_ADDRESS, or else a cluster on this machine.
+        workers: number of actors; None for as many as the GPUs of the cluster allow, or one per machine.
     """
     begun = not ray.is_initialized()
     if begun:
@@ -71,7 +71,7 @@ def cluster_answers(
                     yield pickle.loads(row["answered"])
             except ray.exceptions.RayError as error:
                 said = f"--ray: a worker failed: {type(error).__name__}"
-                raise OSError(f"{said}; the same command goes on from here") from error
+                raise OSError(f"{said}: run the same command again to resume") from error
 
         yield answers
     finally:
@@ -80,7 +80,7 @@ def cluster_answers(
 
 
 def _workers(gpus: int) -> int:
-    """Number of workers of the cluster: its GPUs over those of a worker, or its machines."""
+    """Number of workers of a cluster: its GPUs divided by the GPUs of a worker, or its machines."""
     if not gpus:
         return sum(node["Alive"] for node in ray.nodes())
     there = int(ray.cluster_resources()["GPU"])
@@ -88,6 +88,6 @@ def _workers(gpus: int) -> int:
         there >= gpus,
         "--mesh",
         f"{gpus} devices",
-        f"the cluster has {there} GPUs: give a smaller mesh",
+        f"the cluster has {there} GPUs: use a smaller mesh",
     )
     return there // gpus

@@ -1,4 +1,4 @@
-"""`Request`: the handle of one prompt submitted to an `Engine`, read by any thread or event loop."""
+"""`Request`: the handle of one prompt submitted to an `Engine`, for threads and event loops."""
 
 import asyncio
 import contextlib
@@ -14,11 +14,11 @@ T = TypeVar("T")
 
 
 async def result_of(future: Future[T]) -> T:
-    """Result of a future that another thread sets; raises its error as it is, also one of being cancelled."""
+    """Await a future that another thread sets; raise its error unchanged, including its cancellation."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def tell(_: object) -> None:
-        # The loop may have been closed by then.
+        # The loop may be closed already.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(ended.set)
 
@@ -28,28 +28,28 @@ async def result_of(future: Future[T]) -> T:
 
 
 def claimed(future: Future[Any]) -> bool:
-    """True if a future has not ended: it can no longer be cancelled. False tells `wait` of one that was cancelled."""
+    """Mark a future as running; return False, and notify `wait`, if it was cancelled or has ended."""
     with contextlib.suppress(InvalidStateError):
         return future.set_running_or_notify_cancel()
     return False
 
 
 class QueueFull(RuntimeError):
-    """Error of `Engine.submit` if as many requests wait as the engine's `queue` allows."""
+    """Error of `Engine.submit` when the engine's `queue` is full."""
 
 
 class PromptTooLong(ValueError):
-    """Error of `Engine.submit` for a prompt or a question of more tokens than the engine's slots take."""
+    """Error of `Engine.submit` for a prompt or question longer than the engine's slots allow."""
 
 
 class EngineClosed(RuntimeError):
-    """Error of `Engine.submit` after the engine was closed, or in a process that was forked from the engine's."""
+    """Error of `Engine.submit` on a closed engine, or in a process forked from the engine's."""
 
 
 class Request:
-    """Handle of one submitted prompt: iterates over the answer's text; `result()` waits for its `Completion`.
+    """Handle of one submitted prompt: iterate over its text, or wait for its `Completion` with `result()`.
 
-    Any number of threads may read it, each from the first piece on; `await request` and `async for` work as well.
+    Any number of threads may read it, each from the first piece on; `await request` and `async for` work too.
 
     ```python
     request = engine.submit("Why is the sky blue?", max_new_tokens=200)
@@ -59,15 +59,15 @@ class Request:
     ```
 
     Attributes:
-        others: requests of the further answers to its prompt, where several were asked for.
-        future: future of the `Completion`, for `concurrent.futures.wait` and `as_completed`; its `cancel` ends it.
-        stats: numbers of tokens and seconds of an answered request; None before, and if it failed or was cancelled.
+        others: requests of the further answers to the same prompt.
+        future: future of the `Completion`, for `concurrent.futures.wait` and `as_completed`; its `cancel` cancels it.
+        stats: token counts and seconds of an answered request; None before, and if it failed or was cancelled.
     """
 
     others: tuple["Request", ...] = ()
 
     def __init__(self) -> None:
-        """Makes the handle of a request that has not begun."""
+        """Create the handle of a waiting request."""
         self._pieces: list[str] = []
         self._changed = threading.Condition()
         self._listeners: list[Callable[[], object]] = []
@@ -78,7 +78,7 @@ class Request:
 
     @property
     def done(self) -> bool:
-        """True if the request has been answered, has failed, or was cancelled."""
+        """True if the request was answered, failed, or was cancelled."""
         return self.future.done()
 
     @property
@@ -87,13 +87,13 @@ class Request:
         return self.future.cancelled()
 
     def result(self, timeout: float | int | None = None) -> Completion:
-        """Waits for the answer and returns its `Completion`.
+        """Wait for the answer and return its `Completion`.
 
         Args:
-            timeout: seconds to wait at most; None waits for as long as it takes.
+            timeout: maximum time to wait in seconds; None for no limit.
 
         Returns:
-            The answer's text, token ids and reason of the end.
+            The text, token ids and finish reason of the answer.
 
         Raises:
             TimeoutError: if the answer is not complete after `timeout` seconds, or its `deadline` has passed.
@@ -104,11 +104,11 @@ class Request:
         return self.future.result(timeout)
 
     def cancel(self) -> None:
-        """Ends the request: it leaves the queue at once, or its slot after the current block of tokens."""
+        """Cancel the request: it leaves the queue immediately, or its slot after the current block of tokens."""
         self.future.cancel()
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the answer's text piece by piece as it is sampled; raises what `result` raises."""
+        """Yield the text of the answer in pieces as they are sampled; raise what `result` raises."""
         at = 0
         with self._reading():
             while True:
@@ -123,15 +123,15 @@ class Request:
                     return
 
     def __await__(self) -> Generator[Any, None, Completion]:
-        """Waits for the answer within an event loop and returns its `Completion`; raises what `result` raises."""
+        """Await the answer in an event loop and return its `Completion`; raise what `result` raises."""
         return result_of(self.future).__await__()
 
     async def __aiter__(self) -> AsyncIterator[str]:
-        """Yields the answer's text piece by piece within an event loop; raises what `result` raises."""
+        """Yield the text of the answer in pieces in an event loop; raise what `result` raises."""
         loop, changed, at = asyncio.get_running_loop(), asyncio.Event(), 0
 
         def tell() -> None:
-            # The loop may have been closed by then.
+            # The loop may be closed already.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(changed.set)
 
@@ -156,7 +156,7 @@ class Request:
                     self._listeners.remove(tell)
 
     def __repr__(self) -> str:
-        """One-line text: whether it waits, was answered, failed or was cancelled, and its length in characters."""
+        """One-line text: state of the request, and the length of its text in characters."""
         state = "under way"
         if self.cancelled:
             state = "cancelled"
@@ -167,7 +167,7 @@ class Request:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """Context manager that counts one more reader of the text while it is open."""
+        """Context manager that counts one more reader of the text."""
         with self._changed:
             self._readers += 1
         try:
@@ -178,29 +178,29 @@ class Request:
 
     @property
     def read(self) -> bool:
-        """True if a thread or event loop iterates over the text at the moment."""
+        """True while a thread or event loop iterates over the text."""
         return self._readers > 0
 
     def add(self, piece: str) -> None:
-        """Appends a piece of text and wakes all readers; called by the engine alone."""
+        """Append a piece of text and wake all readers; for the engine only."""
         if piece:
             with self._changed:
                 self._pieces.append(piece)
             self._tell()
 
     def finish(self, completion: Completion, stats: RequestStats) -> None:
-        """Ends the request with its answer and wakes all readers; called by the engine alone."""
+        """Complete the request with its answer and wake all readers; for the engine only."""
         if claimed(self.future):
             self.stats = stats
             self.future.set_result(completion)
 
     def fail(self, error: BaseException) -> None:
-        """Ends the request with an error, which its readers raise; called by the engine alone."""
+        """End the request with an error, which readers raise; for the engine only."""
         if claimed(self.future):
             self.future.set_exception(error)
 
     def _tell(self) -> None:
-        """Wakes all waiting threads and event loops."""
+        """Wake all waiting threads and event loops."""
         with self._changed:
             self._changed.notify_all()
             for listener in self._listeners:

@@ -1,4 +1,4 @@
-"""`Scheduler`: decides, step by step, whether a prompt's next layer or the next tokens of all slots are computed."""
+"""`Scheduler`: decides in each step whether to compute the next layer of a prompt or the next tokens of all slots."""
 
 import collections
 import time
@@ -14,35 +14,35 @@ from jaxkv.serving.document_store import DocumentStore
 from jaxkv.serving.requests import claimed
 from jaxkv.serving.work import PrefillWork, RequestWork
 
-# What one prompt or document can be rejected for; any other error is the engine's own.
+# Errors that reject one prompt or document; any other error is the engine's own.
 _REFUSALS = (ValueError, TypeError, MemoryError, OSError)
 
 
 class Scheduler:
-    """Answers requests over slots: first come, first served; prompts are prefilled ahead while all slots are taken.
+    """Answers requests over slots, first come, first served; prefills prompts ahead while all slots are taken.
 
-    `step` runs on one thread; `waiting` may be appended to by others.
+    `step` runs on one thread; other threads may append to `waiting`.
 
     Attributes:
         slots: the running batch.
-        documents: the documents that can be asked.
-        ahead: the most prompts that are prefilled while no slot is free.
-        waiting: requests that are not prefilled yet, in order of arrival.
-        answered: number of requests answered.
-        tokens: number of tokens sampled.
-        longest_pause: most seconds between two tokens of one request, or between two blocks of up to 8 of them.
+        documents: the documents of the engine.
+        ahead: maximum number of prompts prefilled while no slot is free.
+        waiting: requests that wait for prefill, in order of arrival.
+        answered: number of answered requests.
+        tokens: number of sampled tokens.
+        longest_pause: longest time in seconds between two tokens of one request, or two blocks of up to 8 tokens.
     """
 
     def __init__(self, slots: Slots, documents: DocumentStore, *, ahead: int):
-        """Makes the scheduler of slots that are all free."""
+        """Create the scheduler of free slots."""
         self.slots, self.documents, self.ahead = slots, documents, ahead
         self.waiting: collections.deque[PrefillWork] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
-        # The answers to one prompt, or a document, and its prefill.
+        # The answers to one prompt, or a document, with its prefill.
         self._reading: tuple[list[PrefillWork], Walk[KVCache]] | None = None
         self._ready: collections.deque[RequestWork] = collections.deque()
         self._running: dict[int, RequestWork] = {}
-        # Seconds of a decode step, and when the last one ended.
+        # Seconds of a decode step, and the end of the last one.
         self._step_seconds, self._stepped = 0.0, time.monotonic()
 
     @property
@@ -52,7 +52,7 @@ class Scheduler:
 
     @property
     def prefilling(self) -> int:
-        """1 while a prompt or a document is prefilled, else 0."""
+        """1 during the prefill of a prompt or a document, else 0."""
         return int(self._reading is not None)
 
     @property
@@ -62,24 +62,24 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """True if there is nothing to do until another request arrives."""
+        """True if nothing is to be done until another request arrives."""
         return not (self.waiting or self._reading or self._ready or self._running)
 
     @property
     def missed(self) -> tuple[bool, int] | None:
-        """Length of the first request that waits for its programs to be compiled; None if there is none."""
+        """Padded length of the first request that waits for its programs to compile; None without one."""
         lengths = [each.length for each in list(self.waiting)]
         return next((each for each in lengths if each in self.slots.uncompiled), None)
 
     def step(self) -> bool:
-        """Computes a layer of a prompt, or a block of tokens, or both; returns False if there was nothing to do."""
+        """Compute a layer of a prompt, or a block of tokens, or both; return False if nothing was to be done."""
         self._leave()
         self._enter()
         self._begin()
         if self._reading is not None:
             self._advance()
-            # A prompt's layers take turns with tokens: nobody waits for a whole prompt, and half of the time is theirs.
-            # Where nobody waits for tokens, slots are filled first: a step costs the same for few of them as for all.
+            # Layers alternate with decode steps, so that no request waits for a whole prefill; each gets half the time.
+            # If nobody waits for tokens, slots are filled first: a step costs the same for few of them as for all.
             waited_for = any(not work.offline for work in self._running.values())
             if waited_for and time.monotonic() - self._stepped >= self._step_seconds:
                 self._decode(1)
@@ -91,7 +91,7 @@ class Scheduler:
         return False
 
     def fail(self, error: BaseException) -> None:
-        """Ends every request with an error, whether it waits or has a slot; asks nothing of the device."""
+        """End every request with an error, waiting or running, without using the device."""
         for work in self._all():
             work.fail(error)
         self.waiting.clear()
@@ -100,7 +100,7 @@ class Scheduler:
         self._reading = None
 
     def _all(self) -> Iterator[PrefillWork]:
-        """Yields every request that has not ended."""
+        """Yield every request that has not ended."""
         yield from list(self.waiting)
         if self._reading is not None:
             yield from self._reading[0]
@@ -108,12 +108,12 @@ class Scheduler:
         yield from list(self._running.values())
 
     def _leave(self) -> None:
-        """Ends requests that were cancelled or are past their deadline, and frees their slots."""
+        """End requests that were cancelled or have passed their deadline; free their slots."""
         gone = [work for work in self._all() if work.gone]
         if not gone:
             return
         for work in gone:
-            work.fail(TimeoutError("the deadline passed before it was complete"))
+            work.fail(TimeoutError("the deadline passed before the answer was complete"))
         if self._reading is not None:
             works, walk = self._reading
             left = [work for work in works if work not in gone]
@@ -130,22 +130,22 @@ class Scheduler:
             del self._running[slot]
 
     def _enter(self) -> None:
-        """Copies prefilled sequences into free slots, in order of arrival."""
+        """Copy prefilled sequences into free slots, in order of arrival."""
         for slot in range(self.slots.count):
             if not self._ready:
                 return
             if slot not in self._running:
-                # It leaves the queue only once it has its slot: an error finds it in one of them.
+                # The request leaves the queue only with its slot, so that an error finds it in one of them.
                 work = self._ready[0]
                 assert work.ready is not None
                 self.slots.insert(work.ready, slot)
                 self._running[slot], work.ready = self._ready.popleft(), None
 
     def _begin(self) -> None:
-        """Begins to prefill the request that has waited longest, if a slot is free for it or it may be done ahead.
+        """Start the prefill of the request that has waited longest, for a free slot or ahead.
 
-        Requests of lengths whose programs are not compiled yet wait for these. Further answers to its prompt share the
-        cache, which is copied into the slot of each.
+        Requests whose programs are not compiled yet are skipped. Further answers to the same prompt share the cache,
+        which is copied into the slot of each.
         """
         free = self.slots.count - len(self._running) + self.ahead
         if self._reading is not None or len(self._ready) >= free:
@@ -153,7 +153,7 @@ class Scheduler:
         ready = [each for each in list(self.waiting) if each.length not in self.slots.uncompiled]
         if not ready:
             return
-        # A policy that uses random numbers compresses the prompt with each answer's own key.
+        # A policy with random numbers compresses the prompt with the key of each answer.
         if self.slots.session.policy.parts().uses_key:
             works = ready[:1]
         else:
@@ -164,7 +164,7 @@ class Scheduler:
         self._reading = works, works[0].walk(self.slots, self.documents)
 
     def _advance(self) -> None:
-        """Computes the next layer of the prompt that is being prefilled; a prompt that is rejected ends alone."""
+        """Compute the next layer of the current prefill; a rejected prompt fails alone."""
         assert self._reading is not None
         (works, walk), begun = self._reading, time.monotonic()
         try:
@@ -181,7 +181,7 @@ class Scheduler:
             work.prefill_seconds += time.monotonic() - begun
 
     def _prefilled(self, work: PrefillWork, cache: KVCache) -> None:
-        """Makes a prefilled request ready for a slot, sampling its first token if none is free; or adds a document."""
+        """Prepare a prefilled request for a slot, and sample its first token if none is free; or add a document."""
         if not isinstance(work, RequestWork):
             if claimed(work.future):
                 try:
@@ -208,7 +208,7 @@ class Scheduler:
         self._ready.append(work)
 
     def _decode(self, steps: int) -> None:
-        """Samples up to `steps` tokens in every slot; ends the requests that are complete and frees their slots."""
+        """Sample up to `steps` tokens in every slot; complete requests and free their slots."""
         begun = time.monotonic()
         tokens = self.slots.decode(
             steps, until="any" if self._ready or self._reading or self.waiting else "all"
@@ -227,14 +227,14 @@ class Scheduler:
                 left.append(slot)
         if left:
             self.slots.release(left)
-        # Whoever has an answer may look at once who else is there.
+        # After the slots are freed: the reader of an answer may inspect the engine immediately.
         for work in [self._running.pop(slot) for slot in left]:
             self._finish(work)
 
     def _finish(self, work: RequestWork) -> None:
-        """Ends a request with its answer."""
+        """Complete a request with its answer."""
         self.answered += 1
         try:
             work.finish()
-        except Exception as error:  # noqa: BLE001 - its text is nobody else's business
+        except Exception as error:  # noqa: BLE001 - an error of one answer does not end the others
             work.fail(error)

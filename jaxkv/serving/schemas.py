@@ -1,4 +1,4 @@
-"""Pydantic models of OpenAI's requests and responses, and of documents and lines of a batch's file."""
+"""Pydantic models of OpenAI's requests and responses, of documents, and of lines of a batch file."""
 
 import tomllib
 from pathlib import Path
@@ -10,11 +10,11 @@ from jaxkv.engine.sampling import Sampling
 from jaxkv.text.prompts import Prompt
 
 TEXTS, CHATS = "/v1/completions", "/v1/chat/completions"
-# Fields that OpenAI, vLLM and their clients have, by the values that ask for nothing; null is always one of them.
+# Neutral values of fields of OpenAI and vLLM that are not supported; null is always neutral.
 _NEUTRAL = tomllib.loads(Path(__file__).with_name("neutral.toml").read_text("utf-8"))
 
 Filled = Annotated[str, Field(min_length=1)]
-# It is compared with the answer's end after each token, at each of its lengths.
+# The end of the answer is compared with each stop string after each token.
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Count = Annotated[int, Field(ge=1)]
 Budget = Annotated[int | float, Field(gt=0, lt=2**31)]
@@ -22,14 +22,14 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1,
 
 
 class Body(BaseModel):
-    """A JSON object whose fields have exactly their types; null stands for a field that is left out."""
+    """A JSON object with strictly typed fields; null is the same as an omitted field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _asked(cls, body: Any) -> Any:
-        """Leaves out fields that ask for nothing."""
+        """Remove fields with neutral values."""
         if not isinstance(body, dict):
             return body
         return {
@@ -40,7 +40,7 @@ class Body(BaseModel):
 
 
 def _neutral(name: str, value: Any) -> bool:
-    """True if a field asks for nothing by this value; 0.0 is 0, but False is not."""
+    """True if a value of a field has no effect; 0.0 equals 0, but False does not."""
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool)
         for each in _NEUTRAL.get(name, ())
@@ -48,7 +48,7 @@ def _neutral(name: str, value: Any) -> bool:
 
 
 class Part(Body):
-    """Part of a message's content."""
+    """Part of the content of a message."""
 
     type: Literal["text"]
     text: str
@@ -63,7 +63,7 @@ class Message(Body):
 
     @property
     def plain(self) -> dict[str, str]:
-        """The message as {"role", "content"}, its parts joined."""
+        """The message as {"role", "content"}, with its parts joined."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(each.text for each in parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -73,7 +73,7 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(Body):
-    """Options of a streamed answer: numbers of tokens come once, at its end, where `include_usage` asks for them."""
+    """Options of a streamed answer; `include_usage` adds the token counts in its last event."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -81,7 +81,7 @@ class StreamOptions(Body):
 
 
 class CompletionBody(Body):
-    """Fields that both routes of completions have."""
+    """Fields that both completion routes share."""
 
     model: str | None = None
     document: str | None = None
@@ -97,7 +97,7 @@ class CompletionBody(Body):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     ignore_eos: bool = False
-    # They say who asks, and nothing of the answer.
+    # These identify the client and do not affect the answer.
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -105,7 +105,7 @@ class CompletionBody(Body):
 
     @property
     def sampling(self) -> Sampling:
-        """The body's temperature and cuts."""
+        """The temperature of the body, with its top-k, top-p and min-p limits."""
         return Sampling(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
@@ -123,13 +123,13 @@ class TextBody(CompletionBody):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """Texts or lists of token ids."""
+        """The prompts: texts or lists of token ids."""
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return list(self.prompt) if several else [self.prompt]
 
     @property
     def most(self) -> int:
-        """The most tokens of an answer; OpenAI's default is 16."""
+        """Maximum tokens of an answer; OpenAI's default is 16."""
         return self.max_tokens or 16
 
 
@@ -146,12 +146,12 @@ class ChatBody(CompletionBody):
 
     @property
     def most(self) -> int | None:
-        """The most tokens of an answer; None for the engine's."""
+        """Maximum tokens of an answer; None for the engine's limit."""
         return self.max_completion_tokens or self.max_tokens
 
 
 class DocumentBody(Body):
-    """Body of POST /v1/documents: a text or messages."""
+    """Body of POST /v1/documents: a text, or messages."""
 
     text: Filled | None = None
     messages: Messages | None = None
@@ -169,7 +169,7 @@ class KeptQuery(Body):
 
 
 class BatchLine(Body):
-    """Line of a batch's file."""
+    """Line of a batch file."""
 
     custom_id: Annotated[str, Field(min_length=1, max_length=512)]
     method: Literal["POST"] = "POST"
@@ -178,7 +178,7 @@ class BatchLine(Body):
 
 
 class Usage(BaseModel):
-    """Numbers of tokens: each prompt once for all of its answers, a document as cached."""
+    """Token counts: each prompt once for all of its answers, a document as cached tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -213,7 +213,7 @@ class ChatPiece(Choice):
 
 
 class Reply(BaseModel):
-    """Response of a completion, or an event of its stream."""
+    """Response of a completion, or one event of its stream."""
 
     id: str
     object: str
@@ -224,7 +224,7 @@ class Reply(BaseModel):
 
 
 class Error(BaseModel):
-    """OpenAI's error; `param` names the field at fault."""
+    """OpenAI's error; `param` is the invalid field."""
 
     message: str
     type: str
@@ -233,6 +233,6 @@ class Error(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Body of every answer that is an error."""
+    """Body of every error response."""
 
     error: Error

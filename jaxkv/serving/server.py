@@ -1,4 +1,4 @@
-"""Runs the HTTP application by uvicorn: while it is made, 503; a first signal drains it, a second ends it at once."""
+"""Runs the HTTP application with uvicorn: 503 while it starts; the first signal drains it, the second stops it."""
 
 import contextlib
 import logging
@@ -19,22 +19,22 @@ from jaxkv.serving.errors import HttpError
 from jaxkv.serving.http import Application
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds that clients have to read the end of their answers, once all are complete.
+# Seconds that clients have to read the rest of complete answers.
 _LAST_READ = 5
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server: answers 503 until its application is made, and what it has before it ends.
+    """uvicorn server that answers 503 until its application exists, and answers its requests before it stops.
 
     Attributes:
-        app: the application; None until it is made.
-        progress: what is made before, as JSON.
-        error: what was raised instead of making it.
-        cut: True if a signal ended it before all requests were answered, or any was taken.
+        app: the application; None until it exists.
+        progress: JSON values of the start so far.
+        error: error raised during the start.
+        cut: True if a signal stopped the server before all requests were answered, or during the start.
     """
 
     def __init__(self, app: Application | None = None):
-        """Makes the server; `run` starts it."""
+        """Create the server; `run` starts it."""
         self.app, self.progress = app, dict[str, Any]()
         self.error: BaseException | None = None
 
@@ -58,30 +58,30 @@ class Server(uvicorn.Server):
         self._latest: float | None = None
 
     def _starting(self) -> Response:
-        """Response to all requests until the application is made: an error in OpenAI's form, and the progress."""
+        """Return the response during the start: an error in OpenAI's form, with the progress."""
         refused = HttpError(503, "the server is starting: try again later", code="starting")
         body = {"status": "starting", **self.progress, **refused.body()}
         return JSONResponse(body, 503, {"Retry-After": "5"})
 
     def make(self, make: Callable[[], object]) -> None:
-        """Calls, in a thread, a function that sets `app`; its error ends the server."""
+        """Call a function that sets `app`, from a thread; its error stops the server."""
         try:
             make()
-        except BaseException as error:  # noqa: BLE001 - whoever runs the server raises it
+        except BaseException as error:  # noqa: BLE001 - raised by the caller of `run`
             self.error, self.should_exit = error, True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begins to drain; the second time, or before there is anything to drain, ends at once."""
+        """Start to drain; stop immediately on the second signal, or if nothing is to be drained."""
         if self.app is None or self.app.service.draining:
             self.cut = self.should_exit = self.force_exit = True
-            # It would log a traceback for each answer that is cut off.
+            # uvicorn would log a traceback for each aborted answer.
             logging.getLogger("uvicorn.error").disabled = True
             return
         self.app.service.draining = True
         self._latest = time.monotonic() + self.app.service.limits.seconds + _LAST_READ
 
     async def on_tick(self, counter: int) -> bool:
-        """Ends the server once it drains and nothing is under way, or every deadline has passed."""
+        """Stop the server once it drains and is idle, or every deadline has passed."""
         idle = self.app is not None and self.app.service.active == 0
         if self._latest is not None and (idle or time.monotonic() > self._latest):
             self.should_exit = True
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Context manager in which signals come to `handle_exit`; they end the process in order, not by themselves."""
+        """Context manager that passes signals to `handle_exit`, so that the process stops in order."""
         before = {each: signal.signal(each, self.handle_exit) for each in _SIGNALS}
         try:
             yield
@@ -99,19 +99,19 @@ class Server(uvicorn.Server):
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """Socket that listens at an address; port 0 takes a free one. ValueError names an address that cannot be had."""
+    """Return a socket that listens at an address, on a free port for port 0; ValueError if unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, dualstack_ipv6=":" in host)
     except OSError as error:
         remedy = (
-            f"{os.strerror(error.errno) if error.errno else error}: give another --host or --port"
+            f"{os.strerror(error.errno) if error.errno else error}: use another --host or --port"
         )
         raise invalid("address", f"{host}:{port}", remedy) from None
 
 
 def many_files() -> None:
-    """Raises the process' limit of open files to the most that it may have: each idle connection is one."""
+    """Raise the process's limit of open files to its maximum; each idle connection counts."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

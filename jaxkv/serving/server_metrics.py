@@ -1,4 +1,4 @@
-"""Prometheus metrics of the HTTP server: the engine's state as it is read, and each request as it ends."""
+"""Prometheus metrics of the HTTP server: engine state at collection, and each request when it ends."""
 
 import math
 import tomllib
@@ -20,7 +20,7 @@ class Metrics:
     """Metrics of one server, in a registry of their own."""
 
     def __init__(self, models: Mapping[str, Engine]):
-        """Makes the metrics of engines by model id, all 0."""
+        """Register the metrics of engines by model id, all 0."""
         self._registry = CollectorRegistry()
         self._registry.register(_State(models))
         self._models = models
@@ -41,17 +41,17 @@ class Metrics:
             for name, row in _TABLES["histograms"].items()
         }
         self._mean = dict.fromkeys(models, 1.0)
-        # A model that has answered nothing yet is there with zeros.
+        # A model without answers is listed with zeros.
         for each in self._histograms.values():
             for name in models:
                 each.labels(name)
 
     def ended(self, route: str, status: int) -> None:
-        """Counts one HTTP request."""
+        """Count one HTTP request."""
         self._requests.labels(route, str(status)).inc()
 
     def answered(self, model: str, stats: RequestStats) -> None:
-        """Counts one answer of a model."""
+        """Record one answer of a model."""
         seen: dict[str, int | float] = {
             "time_to_first_token_seconds": stats.first_token_seconds,
             "answer_seconds": stats.seconds,
@@ -66,22 +66,22 @@ class Metrics:
         self._mean[model] += 0.1 * (stats.seconds - self._mean[model])
 
     def retry_after(self, model: str) -> int:
-        """Seconds, 1 to 60, until a place in a model's queue should be free: a mean answer's time over the slots."""
+        """Estimate seconds, 1 to 60, until a model's queue has a place: mean time of an answer over the slots."""
         return max(1, min(60, math.ceil(self._mean[model] / self._models[model].stats.slots)))
 
     def text(self) -> bytes:
-        """All metrics in Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
 
 class _State(Collector):
-    """Collector of the engines' states at the moment of reading."""
+    """Collector of the current state of engines."""
 
     def __init__(self, models: Mapping[str, Engine]):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        """Yields the engines' numbers, each by its model id."""
+        """Yield the numbers of the engines, labelled by model id."""
         numbers = {model: _numbers(engine) for model, engine in self._models.items()}
         for kind, family in _KINDS.items():
             for name, row in _TABLES[kind].items():
@@ -92,7 +92,7 @@ class _State(Collector):
 
 
 def _numbers(engine: Engine) -> dict[str, int | float]:
-    """The numbers of an engine by the names of `EngineStats`, and those of its documents."""
+    """Return the numbers of an engine by the names of `EngineStats`, and those of its documents."""
     documents = engine.documents.all()
     rows = sum(each.rows for each in documents)
     return vars(engine.stats) | {"documents": len(documents), "documents_rows": rows}

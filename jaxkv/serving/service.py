@@ -1,4 +1,4 @@
-"""`Service`: what all routes of the HTTP interface share: engines by model id, and the state that its server reads."""
+"""`Service`: state that all HTTP routes share: engines by model id, limits, metrics."""
 
 import contextlib
 import dataclasses
@@ -21,17 +21,17 @@ from jaxkv.serving.server_metrics import Metrics
 
 @dataclasses.dataclass(kw_only=True)
 class RequestLog:
-    """Entry of the log for one HTTP request: id, time of arrival, status, numbers of tokens, the server's own fault.
+    """Log record of one HTTP request: id, time of arrival, status, token counts, location of an internal error.
 
     Attributes:
-        id: id that the answer's header `x-request-id` has.
+        id: id in the header `x-request-id` of the response.
         begun: time of arrival on the clock `time.monotonic`.
-        status: HTTP status; 499 before the answer begins, and if the client was gone before it was complete.
-        prompt_tokens: tokens of the prompts, once they are known.
-        new_tokens: tokens of the answers, once they are complete.
-        model: id of the model that answers, once it is known.
-        prompt: the body's name of the prompt.
-        fault: where an unexpected error was raised, without its message, which may hold a prompt's text; else empty.
+        status: HTTP status; 499 before the response begins, and if the client disconnects before its end.
+        prompt_tokens: tokens of the prompts, once known.
+        new_tokens: tokens of the answers, once complete.
+        model: id of the model that answers, once known.
+        prompt: name of the prompt in the body.
+        fault: where an unexpected error was raised, else empty; without its message, which may contain a prompt.
     """
 
     id: str
@@ -48,42 +48,42 @@ class Service:
     """Engines behind HTTP: their model ids, limits, metrics, and whether the server drains.
 
     Attributes:
-        models: engines by the model ids that clients give; a body without one is the first's.
+        models: engines by model id; a body without an id uses the first.
         name: id of the first model.
         limits: limits of a request.
-        metrics: what /metrics shows.
-        created: time of the start, seconds since 1970.
-        active: completions and documents that are being answered.
-        draining: True once no new requests are taken.
-        submitting: lock that bodies of several answers hold while their requests are submitted.
+        metrics: metrics of the endpoint /metrics.
+        created: start time, in seconds since 1970.
+        active: number of completions and documents in progress.
+        draining: True once new requests are rejected.
+        submitting: lock held while the requests of a body with several answers are submitted.
     """
 
     def __init__(self, models: Mapping[str, Engine], *, limits: RequestLimits):
-        """Makes the service of engines that are there."""
-        require(len(models) > 0, "models", models, "give at least one engine")
+        """Create the service of running engines."""
+        require(len(models) > 0, "models", models, "no engine: give at least one")
         self.models, self.name, self.limits = dict(models), next(iter(models)), limits
         self.metrics, self.created = Metrics(self.models), int(time.time())
         self.active, self.draining = 0, False
         self.submitting = threading.Lock()
 
     def model(self, name: str | None) -> str:
-        """Id of the model that a body names, the first one's for None; `HttpError` 404 if there is none of this id."""
+        """Return the id of the model that a body names, the first one's for None; `HttpError` 404 if unknown."""
         if name is not None and name not in self.models:
             raise unknown_model(name, self.models)
         return self.name if name is None else name
 
     def document(self, name: str) -> tuple[str, Document]:
-        """The model id of a document, and the document; `HttpError` 404 if there is none of this id."""
+        """Return the model id of a document, and the document; `HttpError` 404 if unknown."""
         for model, engine in self.models.items():
             with contextlib.suppress(ValueError):
                 return model, engine.documents.of(name)
-        message = f"document={name[:200]!r}: there is none of this id: it was removed, or is another server's"
+        message = f"document={name[:200]!r}: unknown document: it was removed, or belongs to another server"
         raise HttpError(404, message, param="document", code="document_not_found")
 
     def asked(self, model: str | None, document: str | None) -> tuple[str, Document | None]:
-        """The model id and the document that a body asks: its document's model if it names none.
+        """Return the model id and the document of a body; by default the model of the document.
 
-        Raises `HttpError` 404 for unknown ids, and 400 for a document that another model compressed.
+        Raises `HttpError` 404 for unknown ids, and 400 for a document of another model.
         """
         if document is None:
             return self.model(model), None
@@ -91,13 +91,13 @@ class Service:
         if model is not None and self.model(model) != owner:
             message = (
                 f"document={document!r}: {owner!r} compressed it, "
-                f"not {model!r}: ask {owner!r}, or compress it anew"
+                f"not {model!r}: use {owner!r}, or compress it again"
             )
             raise HttpError(400, message, param="document", code="document_of_another_model")
         return owner, found
 
     def http_error(self, error: BaseException, record: RequestLog) -> HttpError:
-        """The `HttpError` of any error; notes in `record` where an unexpected one was raised."""
+        """Convert any error to an `HttpError`; record in `record` where an unexpected one was raised."""
         retry_after = self.metrics.retry_after(record.model or self.name)
         refused = http_error(error, retry_after=retry_after, prompt=record.prompt)
         if refused.status == 500:
@@ -109,7 +109,7 @@ class Service:
 
 
 async def _served(request: HttpRequest) -> Service:
-    """The service of a request's application."""
+    """Return the service of the application."""
     service: Service = request.app.state.service
     return service
 

@@ -1,4 +1,4 @@
-"""Number of slots that fit into free memory, and of prompts that are prefilled ahead of them."""
+"""Number of slots that fit into free memory, and number of prompts that are prefilled ahead."""
 
 from typing import Any
 
@@ -14,38 +14,38 @@ from jaxkv.loading import LanguageModel
 from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig
 
-# Share of the free memory that slots may take; the rest is for documents and what XLA allocates.
+# Share of the free memory for slots; the rest is for documents and XLA's temporary buffers.
 _SHARE = 0.9
-# The most that "auto" makes. A CPU's decode step costs more than a larger batch gains; on GPUs entries are what limits.
+# Maximum of "auto". On a CPU, a larger batch gains less than its decode step costs; on GPUs the entries are the limit.
 _MOST_ON_CPUS, _MOST = 64, 1024
 _USUAL_PROMPT = 4096
 
 
 def ahead_of(slots: int) -> int:
-    """Most prompts that are prefilled while all of `slots` slots are taken: a quarter of their number, at least 2."""
+    """Maximum number of prompts prefilled while all `slots` slots are taken: a quarter of them, at least 2."""
     return max(2, slots // 4)
 
 
 def limits_of(config: ModelConfig, *, prompt: Any, new: Any, question: Any) -> dict[str, int]:
-    """Most tokens of a prompt, an answer and a question by the names that `Slots` has; ValueError if they cannot be.
+    """Return the maximum tokens of a prompt, an answer and a question as arguments of `Slots`; ValueError if invalid.
 
-    A prompt's are by default the model's positions less the others, at most 4096.
+    The default of a prompt is the model's positions less the other limits, at most 4096.
     """
     new = _checks.whole("max_new_tokens", new, "sample at least 1 token")
-    question = _checks.whole("max_question_tokens", question, "give 0 for none", least=0)
+    question = _checks.whole("max_question_tokens", question, "use 0 for no questions", least=0)
     if prompt is None:
         left = config.max_positions - new - question
-        remedy = f"the model was made for {config.max_positions}: leave tokens for the prompt"
+        remedy = f"the model has {config.max_positions} positions: leave some for the prompt"
         require(left > 0, "max_new_tokens", new, remedy)
         prompt = min(_USUAL_PROMPT, left)
-    prompt = _checks.whole("max_prompt_tokens", prompt, "take prompts of at least 1 token")
+    prompt = _checks.whole("max_prompt_tokens", prompt, "allow prompts of at least 1 token")
     return {"max_prompt": prompt, "max_new_tokens": new, "max_question": question}
 
 
 def share_of_next(left: int, *, promised: int, device: jax.Device) -> float:
-    """Share of the free memory for the next of `left` engines that are still to be made.
+    """Return the share of the free memory for the next of `left` engines to create.
 
-    `promised` bytes are left to the documents of engines that are there.
+    `promised` bytes are reserved for the documents of existing engines.
     """
     free = memory.available_bytes(device)
     return max(0.01, 1 - promised / free) / left if free > 0 else 1 / left
@@ -55,10 +55,10 @@ def share_of_next(left: int, *, promised: int, device: jax.Device) -> float:
 def slots_that_fit(
     session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
 ) -> int:
-    """Number of slots that fit into nine tenths of a share of the free memory beside one prefill.
+    """Return the number of slots that fit into nine tenths of a share of the free memory, in addition to one prefill.
 
-    At most 64 on a CPU, else 1024, and on a mesh a multiple of its groups. Raises MemoryError, naming the bytes, if not
-    even one slot of each group fits.
+    The number is at most 64 on a CPU, else 1024, and on a mesh a multiple of its groups. Raises MemoryError, with the
+    bytes, if not even one slot per group fits.
     """
     params, parts = session.params, session.policy.parts()
     config, axes = params.config, params.axes
@@ -72,12 +72,12 @@ def slots_that_fit(
         kv_shards=kv_shards,
     )
     device = device_of(params)
-    # Devices of a CPU mesh share the machine's memory.
+    # Devices of a CPU mesh share the memory of the machine.
     together = 1 if axes is None else axes.in_one_memory
     each = (
         sum(shape.rows) * parts.row_bytes(config.head_dim, params.cache_dtype.itemsize) * together
     )
-    # A prompt that is prefilled ahead waits in the shape of a slot, in each group.
+    # A prompt prefilled ahead waits in the shape of a slot, in each group.
     beside = session.planned(np.asarray([max_prompt]), 0).peak_bytes
     memory.check_bytes(
         beside + each * (1 + ahead_of(groups)), "one slot, its queue and a prefill", device
@@ -90,5 +90,5 @@ def slots_that_fit(
 
 
 def device_of(params: LanguageModel) -> jax.Device:
-    """A device that the model is on."""
+    """Return a device of the model."""
     return memory.default_device() if params.axes is None else params.axes.mesh.local_devices[0]

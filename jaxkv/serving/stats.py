@@ -5,17 +5,17 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RequestStats:
-    """Measurements of one answered request: numbers of tokens, entries kept, seconds.
+    """Measurements of one answered request: token counts, kept entries, seconds.
 
     Attributes:
-        prompt_tokens: tokens of the prompt, or of the question if it was asked on a document.
-        new_tokens: tokens sampled, the one that ended the answer included.
-        kept: entries per kv head and layer after prefill, averaged.
-        waited_seconds: from submission until prefill began.
-        prefill_seconds: of the prompt's prefill, without the decode steps of other requests in between; several answers
+        prompt_tokens: tokens of the prompt, or of the question on a document.
+        new_tokens: sampled tokens, including the one that ended the answer.
+        kept: entries per kv head and layer after prefill, on average.
+        waited_seconds: from submission to the start of prefill.
+        prefill_seconds: prefill of the prompt, without the decode steps of other requests in between; several answers
             share it.
-        first_token_seconds: from submission until the first token was sampled.
-        seconds: from submission until the answer was complete.
+        first_token_seconds: from submission to the first sampled token.
+        seconds: from submission to the complete answer.
     """
 
     prompt_tokens: int
@@ -32,18 +32,18 @@ class EngineStats:
     """State of an engine at one moment: numbers of requests, slots and tokens, bytes, and the longest pause.
 
     Attributes:
-        waiting: requests that are not prefilled yet.
-        prefilling: 1 while a prompt or a document is prefilled, else 0.
+        waiting: requests that wait for prefill.
+        prefilling: 1 during the prefill of a prompt or a document, else 0.
         ready: prefilled requests that wait for a slot.
         running: slots with a request.
         slots: number of slots.
-        answered: requests answered so far.
-        refused: requests rejected because the queue was full.
-        new_tokens: tokens sampled so far.
-        nbytes: bytes of all slots.
-        document_bytes: bytes of documents on the device.
-        longest_pause_seconds: longest time between two tokens of one request, or between two blocks of up to 8 of them
-            where nobody reads its text.
+        answered: number of answered requests.
+        refused: number of requests rejected because the queue was full.
+        new_tokens: number of sampled tokens.
+        nbytes: size of all slots in bytes.
+        document_bytes: size of the documents on the device in bytes.
+        longest_pause_seconds: longest time between two tokens of one request, or between two blocks of up to 8 tokens
+            if nobody reads its text.
     """
 
     waiting: int

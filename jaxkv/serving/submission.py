@@ -1,4 +1,4 @@
-"""Submits the requests of one HTTP body to an engine, reads their answers, and notices when their client goes."""
+"""Submits the requests of one HTTP body to an engine, collects their answers, and detects a disconnected client."""
 
 import asyncio
 import contextlib
@@ -31,16 +31,16 @@ def submitted(
     seed: int | None = None,
     offline: bool = False,
 ) -> list[Request]:
-    """Submits a request for each prompt and answer; cancels all of them if one is rejected, and raises its error.
+    """Submit one request per prompt and answer; cancel all of them and raise if one is rejected.
 
-    `limits` say how many answers a body may ask for, and how long they may take.
-    Answer i of several samples with `jax.random.fold_in(key, i)`; a single one with the seed's own key: that of the body,
-    else `seed`, else one that is sampled. An answer has at most as many tokens as the engine's slots have room for.
+    `limits` bound the number of answers and their time. An answer has at most as many tokens as a slot of the engine
+    allows. The seed is the body's, else `seed`, else a random one. A single answer samples with the key of the seed,
+    answer i of several with `jax.random.fold_in(key, i)`.
     """
     chat, prompts, count = isinstance(body, ChatBody), body.prompts, body.n * len(body.prompts)
     if count > limits.answers:
-        most = f"ask for {limits.answers} at most at a time"
-        said = f"n={body.n}: these are {count} answers: {most}"
+        most = f"request {limits.answers} at most per body"
+        said = f"n={body.n}: {count} answers are too many: {most}"
         raise HttpError(400, said, param="n")
     options: dict[str, Any] = {
         "max_new_tokens": min(body.most or engine.limits.new, engine.limits.new),
@@ -48,7 +48,7 @@ def submitted(
         "stop": body.stop,
         "budget": body.budget,
         "stop_at_eos": not body.ignore_eos,
-        # A document's turn says whether its question is plain text.
+        # The turn of a document decides whether its question is plain text.
         "raw": not chat and document is None,
         "document": document,
         "offline": offline,
@@ -84,7 +84,7 @@ def whole(
     completions: list[Completion],
     document: Document | None,
 ) -> Reply:
-    """OpenAI's object of a complete answer."""
+    """Return OpenAI's response object of complete answers."""
     choices = [_choice(body, at, each) for at, each in enumerate(completions)]
     kind = "chat.completion" if isinstance(body, ChatBody) else "text_completion"
     usage = usage_of(requests, body.n, document)
@@ -92,7 +92,7 @@ def whole(
 
 
 def reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
-    """Fields that all events of one answer share."""
+    """Return the fields that all events of one response share."""
     prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -102,7 +102,7 @@ def reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
 
 
 def _choice(body: TextBody | ChatBody, at: int, completion: Completion) -> Any:
-    """One choice of a complete answer."""
+    """Return one choice of a complete response."""
     text = completion.text or ""
     told: dict[str, Any] = {
         "index": at,
@@ -111,11 +111,11 @@ def _choice(body: TextBody | ChatBody, at: int, completion: Completion) -> Any:
     }
     if isinstance(body, TextBody):
         return TextChoice(text=text, **told)
-    return ChatChoice(message={"role": "assistant", "content": text, "invalid": None}, **told)
+    return ChatChoice(message={"role": "assistant", "content": text, "refusal": None}, **told)
 
 
 def usage_of(requests: list[Request], n: int, document: Document | None) -> Usage:
-    """Numbers of tokens of answered requests, `n` to each prompt."""
+    """Count the tokens of answered requests, `n` answers per prompt."""
     stats = [request.stats for request in requests if request.stats is not None]
     cached = 0 if document is None else document.tokens * len(stats[::n])
     prompt = cached + sum(each.prompt_tokens for each in stats[::n])
@@ -129,14 +129,14 @@ def usage_of(requests: list[Request], n: int, document: Document | None) -> Usag
 
 
 def cancel(requests: list[Request]) -> None:
-    """Cancels all requests that have not ended."""
+    """Cancel all requests that have not ended."""
     for request in requests:
         request.cancel()
 
 
 @contextlib.contextmanager
 def while_asked(requests: list[Request]) -> Iterator[None]:
-    """Context manager that cancels all requests that have not ended when it is left."""
+    """Context manager that cancels, on exit, all requests that have not ended."""
     try:
         yield
     finally:
@@ -144,7 +144,7 @@ def while_asked(requests: list[Request]) -> Iterator[None]:
 
 
 async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Completion]]:
-    """Yields each request's pieces of text as they are sampled, with its index, and at its end its `Completion`."""
+    """Yield the text pieces of each request with its index as they are sampled, and at its end its `Completion`."""
     found: asyncio.Queue[tuple[int, str | Completion | Exception]] = asyncio.Queue()
 
     async def read(at: int, request: Request) -> None:
@@ -170,7 +170,7 @@ async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Comp
 
 
 async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Result of `work`; cancels it and raises `ClientGone` once the client closes the connection."""
+    """Return the result of `work`; cancel it and raise `ClientGone` when the client closes the connection."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -180,11 +180,11 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
     finally:
         for task in (working, leaving):
             task.cancel()
-        # What is cancelled has ended before the connection is given back.
+        # Cancelled tasks must end before the connection is handed back.
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _gone(receive: Receive) -> None:
-    """Returns once the client has closed the connection; the body must have been read."""
+    """Return when the client closes the connection; the body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass

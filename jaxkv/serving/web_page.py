@@ -1,4 +1,4 @@
-"""Route /: a page that compresses a document, shows which of its tokens are kept, and asks about it."""
+"""Endpoint /: a page that compresses a document, shows its kept tokens, and answers questions on it."""
 
 import base64
 import functools
@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 
 def page() -> Response:
-    """GET /: the page; it loads nothing from elsewhere, and all that it shows comes from this server's other pages."""
+    """Return the page of GET /; it loads nothing from other servers, and uses only endpoints of this one."""
     text, allowed = _page()
     headers = {
         "Content-Security-Policy": allowed,
@@ -23,7 +23,7 @@ def page() -> Response:
 
 @functools.cache
 def _page() -> tuple[bytes, str]:
-    """The page in UTF-8, and the policy by which browsers run its own script and style alone."""
+    """Return the page in UTF-8, and the content security policy that allows only its own script and style."""
     text = (resources.files("jaxkv.serving") / "page.html").read_text("utf-8")
     script, style = (_digest(text, tag) for tag in ("script", "style"))
     allowed = (
@@ -34,6 +34,6 @@ def _page() -> tuple[bytes, str]:
 
 
 def _digest(text: str, tag: str) -> str:
-    """SHA-256 of what stands within the page's one element of this name, as a policy's source."""
+    """Return the SHA-256 source, for a content security policy, of the page's only element `tag`."""
     (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"

@@ -1,4 +1,4 @@
-"""`PrefillWork` and `RequestWork`: what the scheduler knows of a document or a request, from its prompt to its cache or answer."""
+"""`PrefillWork` and `RequestWork`: the scheduler's state of a document or a request, from prompt to answer."""
 
 import dataclasses
 import time
@@ -25,18 +25,18 @@ from jaxkv.text.tokenizer import Text
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PrefillWork:
-    """A prompt on its way through the scheduler until it is compressed; by itself that of a document.
+    """A prompt in the scheduler until it is compressed; this base class alone is a document.
 
     Attributes:
-        encoded: the prompt, or the question if `document` is given; several answers to it have the same object.
+        encoded: the prompt, or the question on `document`; several answers to one prompt share the object.
         key: random key; None for the engine's.
         policy: the engine's policy with a budget of its own; None for the engine's.
-        deadline: time on the clock `time.monotonic` by which it must be complete; None for none.
-        document: the document that is asked; None for a prompt of its own.
-        future: what it becomes: the `Document`, once it is compressed.
-        submitted: time at which it was submitted.
-        begun: time at which its prefill began.
-        prefill_seconds: time of its own prefill so far.
+        deadline: latest time of completion on the clock `time.monotonic`; None for no limit.
+        document: the document of a question; None for a prompt.
+        future: future of the result, here the compressed `Document`.
+        submitted: time of submission.
+        begun: start time of its prefill.
+        prefill_seconds: time spent on its own prefill so far, in seconds.
     """
 
     encoded: Encoded
@@ -62,38 +62,38 @@ class PrefillWork:
         return self.future.cancelled() or late
 
     def walk(self, slots: Slots, documents: DocumentStore) -> Walk[KVCache]:
-        """Generator: prefills the prompt layer by layer, or reads the question on its document; returns the cache."""
+        """Prefill the prompt layer by layer, or extend its document by the question; return the cache (generator)."""
         if self.document is None:
             return (yield from slots.prefilling(self.encoded, key=self.key, policy=self.policy))
         yield 0.0
-        # What the documents return is a copy.
+        # The document store returns a copy, so it can be donated.
         cache = documents.cache_of(self.document.id)
         return slots.extend(cache, self.encoded, key=self.key, donate=True)
 
     def fail(self, error: BaseException) -> None:
-        """Ends it with an error."""
+        """End the work with an error."""
         if self.future.running() or claimed(self.future):
             self.future.set_exception(error)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RequestWork(PrefillWork):
-    """A request on its way through the scheduler: its handle, its text so far, and times of what happened to it.
+    """A request in the scheduler: its handle, its text so far, and its times.
 
     Attributes:
-        new: the most tokens to sample.
+        new: maximum number of tokens to sample.
         sampling: how to sample.
         stops: strings that end the answer.
-        eos: ids that end the answer.
-        offline: True if nobody waits for single tokens, so that the prompts of others may go first.
-        text: the model's tokenizer.
-        request: the handle that the user holds.
-        ready: the compressed sequence, while it waits for a slot; else None.
-        told: True if its first token was sampled, and its text given to readers, before it had a slot.
-        kept: entries per kv head and layer after prefill, averaged.
-        first: time at which its first token was sampled; None before.
-        last: time at which its last token was sampled.
-        answers: ids and text sampled so far.
+        eos: token ids that end the answer.
+        offline: True if nobody waits for single tokens, so that prefills of others may go first.
+        text: tokenizer of the model.
+        request: the user's handle.
+        ready: the compressed sequence while it waits for a slot, else None.
+        told: True if its first token was sampled, and its text passed to readers, before it had a slot.
+        kept: entries per kv head and layer after prefill, on average.
+        first: time of its first sampled token; None before.
+        last: time of its last sampled token.
+        answers: sampled ids and text so far.
     """
 
     new: int
@@ -110,12 +110,12 @@ class RequestWork(PrefillWork):
     last: float = 0.0
 
     def __post_init__(self) -> None:
-        """Begins an empty answer."""
+        """Start an empty answer."""
         self.future = self.request.future
         self.answers = Answers(self.text, 1, self.stops)
 
     def take(self, tokens: list[int], now: float) -> float:
-        """Adds sampled ids and gives their text to readers; returns seconds since the token before, 0 for the first."""
+        """Add sampled ids and pass their text to readers; return seconds since the previous token, 0 for the first."""
         pause = 0.0 if self.first is None else now - self.last
         self.first, self.last = now if self.first is None else self.first, now
         self.answers.take(np.asarray([tokens], np.int32))
@@ -124,15 +124,15 @@ class RequestWork(PrefillWork):
 
     @property
     def stopped(self) -> bool:
-        """True if the text has met a stop string."""
+        """True if the text contains a stop string."""
         return bool(self.answers.stopped[0])
 
     def ends_with(self, token: int) -> bool:
-        """True if the answer is complete once `token` has been sampled: an end id, a stop string, or enough tokens."""
+        """True if the answer is complete with `token`: an end id, a stop string, or enough tokens."""
         return self.stopped or token in self.eos or len(self.answers.tokens[0]) >= self.new
 
     def finish(self) -> None:
-        """Ends the request with its answer."""
+        """Complete the request with its answer."""
         self.request.add(self.answers.flush()[0])
         first = self.submitted if self.first is None else self.first
         stats = RequestStats(

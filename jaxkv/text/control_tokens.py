@@ -24,7 +24,7 @@ class Controls:
     """
 
     def __init__(self, tokenizer: Any):
-        """Takes the model's tokenizer; copies it when the first text spells a special token."""
+        """Take the model's tokenizer; copy it when the first text spells a special token."""
         self._tokenizer = tokenizer
         decoder = tokenizer.get_added_tokens_decoder()
         self._special = {index: token for index, token in sorted(decoder.items()) if token.special}

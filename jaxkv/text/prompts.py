@@ -73,7 +73,7 @@ def encode(
     raw: bool = False,
     close: bool,
 ) -> Encoded:
-    """Encodes one prompt or a list to an `Encoded`: token ids, and each conversation's state (`Turn`) after its prompt.
+    """Encode one prompt or a list to an `Encoded`: token ids, and each conversation's state (`Turn`) after its prompt.
 
     Args:
         prompt: text (a user message where the model has a chat template), chat messages, token ids, or a list of any.
@@ -121,7 +121,7 @@ def encode(
 
 
 def _refuse(given: Any) -> NoReturn:
-    """Raises a TypeError for a value that is not a prompt, with a hint on what to give instead."""
+    """Raise a TypeError for a value that is not a prompt, with a hint on what to give instead."""
     remedy = "give text, chat messages, token ids, or a list of them"
     if isinstance(given, Mapping):
         remedy = (
@@ -183,7 +183,7 @@ def _encode_one(
 
 
 def _check_messages(items: Sequence[Message], text: Text, *, turn: Turn, raw: bool) -> None:
-    """Raises ValueError for messages that do not end with a text of the user's, or do not go on from a cache."""
+    """Raise ValueError for messages that do not end with a text of the user's, or do not go on from a cache."""
     require(not raw, "raw", raw, "messages are no plain text: leave it out, or give text")
     remedy = "the model has no chat template: give text"
     require(text.has_template, "prompt", items[:1], remedy)
@@ -204,7 +204,7 @@ def _is_users(message: Message) -> bool:
 def rendered(
     messages: Sequence[Message], text: Text, *, turn: Turn, close: bool, parted: bool = True
 ) -> str:
-    """Renders what messages add to a conversation, special tokens that they spell shielded.
+    """Render what messages add to a conversation, special tokens that they spell shielded.
 
     Args:
         messages: the messages, the last a text of the user's; in the user's turn the first is more of it.

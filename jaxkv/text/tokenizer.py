@@ -60,7 +60,7 @@ class Text:
         template: str | None = None,
         origin: str = "text",
     ):
-        """Takes a `tokenizers.Tokenizer`, its special tokens, and a chat template's source if there is one.
+        """Take a `tokenizers.Tokenizer`, its special tokens, and a chat template's source if there is one.
 
         Args:
             tokenizer: a `tokenizers.Tokenizer`.
@@ -307,7 +307,7 @@ class Text:
     def parts(
         self, messages: Sequence[Message], *, generation_prompt: bool, edges: int
     ) -> list[str]:
-        """Renders messages that hold `EDGE` some times, and splits the text there; ValueError if not one part more."""
+        """Render messages that hold `EDGE` some times, and splits the text there; ValueError if not one part more."""
         parts = self.chat(messages, generation_prompt=generation_prompt).split(EDGE)
         remedy = "it does not render each message once, so turns cannot be split; give all messages at once, or ids"
         require(len(parts) == edges + 1, "chat_template", self._origin, remedy)
@@ -318,7 +318,7 @@ class StreamDecoder:
     """Incremental decoder of a stream of token ids to text; holds text back while its last character lacks bytes."""
 
     def __init__(self, text: Text):
-        """Takes the tokenizer and starts without ids; the decoded text leaves special tokens out."""
+        """Take the tokenizer and start without ids; the decoded text leaves special tokens out."""
         self._text = text
         # Decoders may treat the first token of a text differently (they drop a leading space). So the ids decoded
         # last stay in front of the pending ones, and the new text is what the pending ids add.
@@ -326,12 +326,12 @@ class StreamDecoder:
         self._pending: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
-        """Adds token ids and returns all text not yet returned; "" while its last character lacks bytes."""
+        """Add token ids and return all text not yet returned; "" while its last character lacks bytes."""
         self._pending += [int(each) for each in ids]
         return self._released(whole=False)
 
     def flush(self) -> str:
-        """Ends the stream and returns the text held back, with replacement characters for incomplete characters."""
+        """End the stream and return the text held back, with replacement characters for incomplete characters."""
         added = self._released(whole=True)
         self._context = []
         return added
@@ -366,7 +366,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _mark_special(tokenizer: Any, ids: Set[int | None]) -> None:
-    """Marks added tokens of these ids as special, as transformers does: fine-tuned models' files often do not."""
+    """Mark added tokens of these ids as special, as transformers does: fine-tuned models' files often do not."""
     for index, token in tokenizer.get_added_tokens_decoder().items():
         if index in ids and not token.special:
             token.special = True
@@ -374,7 +374,7 @@ def _mark_special(tokenizer: Any, ids: Set[int | None]) -> None:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """Loads a folder's `tokenizers.Tokenizer`, with truncation and padding off; older layouts through transformers."""
+    """Load a folder's `tokenizers.Tokenizer`, with truncation and padding off; older layouts through transformers."""
     file = folder / "tokenizer.json"
     if file.is_file():
         import tokenizers

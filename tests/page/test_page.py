@@ -208,7 +208,7 @@ def test_markup_in_a_document_is_text(page):
     [
         (
             "a" * 70,
-            "This document is not taken (72 tokens): this engine takes up to max_prompt_tokens=60.",
+            "This document is not taken (72 tokens): too long: this engine accepts at most max_prompt_tokens=60.",
         ),
         (
             "a" * 3000,

@@ -55,7 +55,7 @@ class JaxKVLM(TemplateLM):
         device: str | None = None,
         **options: Any,
     ):
-        """Takes a model or loads a named one; rejects one without a tokenizer, unknown policies and bad batch sizes.
+        """Take a model or load a named one; reject one without a tokenizer, unknown policies and bad batch sizes.
 
         Args:
             model: a model, or a name or path for `jaxkv.load`.
@@ -171,7 +171,7 @@ class JaxKVLM(TemplateLM):
         return sums
 
     def _windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Splits a text's ids into a list of (context, continuation) that fit the model; each id is scored once."""
+        """Split a text's ids into a list of (context, continuation) that fit the model; each id is scored once."""
         first, most = self.prefix_token_id, self.max_length
         windows = get_rolling_token_windows(ids, first, most, context_len=1)
         return list(map(make_disjoint_window, windows))

@@ -53,18 +53,18 @@ class Chains(Recipe):
         return _VARIABLES
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Makes a `Prompt`: one chain hidden in `size` lines of noise, after a solved example if `shot` is set."""
+        """Make a `Prompt`: one chain hidden in `size` lines of noise, after a solved example if `shot` is set."""
         shot = self.draw(self.shot, rng, short=True) if self.shot else None
         return self.write(self.draw(size, rng), shot)
 
     def draw(self, size: int, rng: Generator, *, short: bool = False) -> Chain:
-        """Samples a `Chain`: variable names (`short` ones for a solved example), the number assigned to them, places."""
+        """Sample a `Chain`: variable names (`short` ones for a solved example), the number assigned to them, places."""
         names = self.wording.variables(rng, _VARIABLES, short=short)
         places = sorted(rng.permutation(size)[:_VARIABLES].tolist())
         return Chain(tuple(names), self.wording.amount(rng), tuple(places), size)
 
     def write(self, chain: Chain, shot: Chain | None = None) -> Prompt:
-        """Renders a chain as a `Prompt`, after the solved example `shot` if it is given."""
+        """Render a chain as a `Prompt`, after the solved example `shot` if it is given."""
         front = ""
         if shot is not None:
             example = self.write(shot)

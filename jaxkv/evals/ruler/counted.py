@@ -64,12 +64,12 @@ class Common(Recipe):
         return self.wording.words_to_count
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Makes a `Prompt`: a list of `size` distinct words with repeats, after a solved example if `shot` is set."""
+        """Make a `Prompt`: a list of `size` distinct words with repeats, after a solved example if `shot` is set."""
         shot = self.draw(*self.shot, rng) if self.shot else None
         return self.write(self.draw(size, self.often, self.seldom, rng), shot)
 
     def draw(self, size: int, often: int, seldom: int, rng: Generator) -> Listed:
-        """Samples a shuffled `Listed` of `size` distinct words: common ones `often` times, the others `seldom` times."""
+        """Sample a shuffled `Listed` of `size` distinct words: common ones `often` times, the others `seldom` times."""
         drawn = self.wording.plain(rng, size)
         common, others = drawn[:_WORDS], drawn[_WORDS:]
         entries = common * often + others * seldom
@@ -78,7 +78,7 @@ class Common(Recipe):
         )
 
     def write(self, drawn: Listed, shot: Listed | None = None) -> Prompt:
-        """Renders a word list as a `Prompt`, after the solved example `shot` if it is given."""
+        """Render a word list as a `Prompt`, after the solved example `shot` if it is given."""
         front = ""
         if shot is not None:
             example = self.write(shot)
@@ -118,11 +118,11 @@ class Frequent(Recipe):
         return _LEAST_CODED
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Makes a `Prompt` that asks for the most frequent of at most `size` coded words, a few less by rounding."""
+        """Make a `Prompt` that asks for the most frequent of at most `size` coded words, a few less by rounding."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: Generator) -> Coded:
-        """Samples a `Coded` text of at most `size` words in random order; the count of each rank is rounded down."""
+        """Sample a `Coded` text of at most `size` words in random order; the count of each rank is rounded down."""
         ranks = (DOTS, *self.wording.codes(rng, self.vocabulary - 1))
         times = (size * np.arange(1, len(ranks) + 1.0) ** -2 / (math.pi**2 / 6)).astype(int)
         text = [
@@ -131,7 +131,7 @@ class Frequent(Recipe):
         return Coded(ranks, tuple(text[each] for each in rng.permutation(len(text)).tolist()))
 
     def write(self, drawn: Coded) -> Prompt:
-        """Renders a coded text as a `Prompt` that asks for its three most frequent words besides the dots."""
+        """Render a coded text as a `Prompt` that asks for its three most frequent words besides the dots."""
         opening, question, prefix = _FREQUENT
         first, second, third = drawn.ranks[1:4]
         return Prompt(

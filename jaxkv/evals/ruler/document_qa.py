@@ -62,7 +62,7 @@ class DocumentQA(Recipe):
         return max(len(each.context) for each in self.data.questions)
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Makes a `Prompt`: the file's question `index` (ValueError beyond the last) and `size` documents, shuffled."""
+        """Make a `Prompt`: the file's question `index` (ValueError beyond the last) and `size` documents, shuffled."""
         have = len(self.data.questions)
         require(
             index < have,
@@ -87,7 +87,7 @@ class DocumentQA(Recipe):
         return tuple(_some(chosen, len(chosen), rng))
 
     def write(self, asked: DocumentQuestion, order: Sequence[int]) -> Prompt:
-        """Renders a question as a `Prompt`, with the documents of these indices in this order."""
+        """Render a question as a `Prompt`, with the documents of these indices in this order."""
         texts = [
             f"Document {at}:\n{self.data.documents[each]}" for at, each in enumerate(order, start=1)
         ]
@@ -103,7 +103,7 @@ class DocumentQA(Recipe):
 
 
 def read(folder: str | None, name: str) -> DataSet:
-    """Reads the `DataSet` (questions, documents) of "qa_1" (SQuAD 2.0) or "qa_2" (HotpotQA) from a file in `folder`.
+    """Read the `DataSet` (questions, documents) of "qa_1" (SQuAD 2.0) or "qa_2" (HotpotQA) from a file in `folder`.
 
     A missing file is a FileNotFoundError that says what to put where; a file of another format is rejected.
     """

@@ -79,11 +79,11 @@ class Needles(Recipe):
         return max(self.keys, self.queries) * self.values
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Makes a `Prompt`: needles hidden in a haystack of `size` units: words or sentences of an essay, or lines."""
+        """Make a `Prompt`: needles hidden in a haystack of `size` units: words or sentences of an essay, or lines."""
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: Generator) -> NeedlePrompt:
-        """Samples a `NeedlePrompt`: needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
+        """Sample a `NeedlePrompt`: needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
         count = max(self.keys, self.queries)
         keys = getattr(self.wording, self.key_kind)(rng, count)
         flat = getattr(self.wording, self.value_kind)(rng, count * self.values)
@@ -105,7 +105,7 @@ class Needles(Recipe):
         )
 
     def write(self, draw: NeedlePrompt) -> Prompt:
-        """Renders a sample as a `Prompt`: the haystack with its needles, and the question for the keys asked for."""
+        """Render a sample as a `Prompt`: the haystack with its needles, and the question for the keys asked for."""
         many = len(draw.asked) * self.values > 1
         opening, question, prefix = _MANY if many else _ONE
         kind = self.value_kind if many else self.value_kind[:-1]

@@ -59,7 +59,7 @@ class Recipe(abc.ABC):
 
     @abc.abstractmethod
     def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Makes a `Prompt` whose haystack has `size` units: words, lines or documents.
+        """Make a `Prompt` whose haystack has `size` units: words, lines or documents.
 
         `index` is the number of the sample, for recipes that read samples from a file.
         """
@@ -112,7 +112,7 @@ class PromptFactory:
     size: int
 
     def make(self, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Makes a `Prompt` of at most `length` tokens with its answer, shrinking the haystack; ValueError if none fits.
+        """Make a `Prompt` of at most `length` tokens with its answer, shrinking the haystack; ValueError if none fits.
 
         A sample that does not fit with the smallest haystack is rejected.
         """

@@ -130,7 +130,7 @@ class Ruler(MadeTask):
         require(read, "data", self.data, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Makes a list of samples, `count` for each of the chosen RULER tasks at each prompt length."""
+        """Make a list of samples, `count` for each of the chosen RULER tasks at each prompt length."""
         lengths = self.lengths_for(params)
         wording, count, made = self.words(), counter(params), list[Sample]()
         for name in self.tasks:
@@ -150,7 +150,7 @@ class Ruler(MadeTask):
 
 
 def counter(params: LanguageModel) -> Counter:
-    """Returns a function that counts the tokens of a `Prompt`, those of the chat template included."""
+    """Return a function that counts the tokens of a `Prompt`, those of the chat template included."""
 
     def count(prompt: Prompt) -> int:
         return sum(map(len, ids_of(params.tokenizer, as_sample("count", "count", prompt, 1))))
@@ -159,7 +159,7 @@ def counter(params: LanguageModel) -> Counter:
 
 
 def as_sample(name: str, group: str, prompt: Prompt, new_tokens: int, **tags: Any) -> Sample:
-    """Converts a `Prompt` to a `Sample` of this id and group; the prompt's depth is added to the tags."""
+    """Convert a `Prompt` to a `Sample` of this id and group; the prompt's depth is added to the tags."""
     if prompt.depth is not None:
         tags.setdefault("depth", round(prompt.depth, 4))
     return Sample(

@@ -40,7 +40,7 @@ _SENTENCE = re.compile(
 
 
 def sentences(text: str) -> list[str]:
-    """Splits a text into a list of sentences; one ends at ".", "!" or "?" and quotes, where a capital follows.
+    """Split a text into a list of sentences; one ends at ".", "!" or "?" and quotes, where a capital follows.
 
     RULER uses NLTK's Punkt, which needs a data file; on English prose, nearly all sentences are the same.
     """
@@ -66,7 +66,7 @@ class Wording:
     words_to_count: ClassVar[int | float] = math.inf
 
     def __init__(self, text: str | None = None):
-        """Takes the text that essays are cut from, repeated if short; None for the novel that comes with jaxkv."""
+        """Take the text that essays are cut from, repeated if short; None for the novel that comes with jaxkv."""
         self._text = text
 
     @functools.cached_property
@@ -81,7 +81,7 @@ class Wording:
         return " ".join((self._units * times)[at : at + size])
 
     def words(self, rng: Generator, count: int) -> list[str]:
-        """Samples a list of `count` distinct words, each made of an adjective, a hyphen and a noun."""
+        """Sample a list of `count` distinct words, each made of an adjective, a hyphen and a noun."""
         firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
         drawn: dict[str, None] = {}
         while len(drawn) < count:
@@ -93,25 +93,25 @@ class Wording:
         return list(drawn)
 
     def plain(self, rng: Generator, count: int) -> list[str]:
-        """Samples a list of `count` distinct nouns, adjectives and verbs, then adjective-noun pairs if these run out."""
+        """Sample a list of `count` distinct nouns, adjectives and verbs, then adjective-noun pairs if these run out."""
         every = _every_word()
         drawn = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
         return drawn + self.words(rng, count - len(drawn))
 
     def codes(self, rng: Generator, count: int) -> list[str]:
-        """Samples a list of `count` distinct words of six random lower-case logical axes."""
+        """Sample a list of `count` distinct words of six random lower-case logical axes."""
         return _letters(rng, string.ascii_lowercase, 6, count)
 
     def numbers(self, rng: Generator, count: int) -> list[str]:
-        """Samples a list of `count` seven-digit numbers as texts; the first digit is not 0."""
+        """Sample a list of `count` seven-digit numbers as texts; the first digit is not 0."""
         return [str(each) for each in rng.integers(10**6, 10**7, count).tolist()]
 
     def uuids(self, rng: Generator, count: int) -> list[str]:
-        """Samples a list of `count` version 4 UUIDs as texts."""
+        """Sample a list of `count` version 4 UUIDs as texts."""
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
 
     def variables(self, rng: Generator, count: int, *, short: bool = False) -> list[str]:
-        """Samples a list of `count` distinct names of five random capital logical axes, or of three if `short`."""
+        """Sample a list of `count` distinct names of five random capital logical axes, or of three if `short`."""
         return _letters(rng, string.ascii_uppercase, 3 if short else 5, count)
 
     def noisy(self, size: int) -> list[str]:
@@ -119,7 +119,7 @@ class Wording:
         return [self.noise[each % len(self.noise)] for each in range(size)]
 
     def amount(self, rng: Generator) -> str:
-        """Samples one five-digit number, as text, that a variable is assigned."""
+        """Sample one five-digit number, as text, that a variable is assigned."""
         return str(int(rng.integers(10000, 99999)))
 
     def essay(self, rng: Generator, size: int) -> list[str]:
@@ -136,22 +136,22 @@ class Small(Wording):
     words_to_count = len(SMALL_WORDS)
 
     def words(self, rng: Generator, count: int) -> list[str]:
-        """Samples a list of `count` random nouns, distinct while there are enough."""
+        """Sample a list of `count` random nouns, distinct while there are enough."""
         drawn: list[int] = []
         while len(drawn) < count:
             drawn += rng.permutation(len(SMALL_WORDS))[: count - len(drawn)].tolist()
         return [SMALL_WORDS[each] for each in drawn]
 
     def numbers(self, rng: Generator, count: int) -> list[str]:
-        """Samples a list of `count` four-digit numbers as texts; the first digit is not 0."""
+        """Sample a list of `count` four-digit numbers as texts; the first digit is not 0."""
         return [str(each) for each in rng.integers(1000, 10000, count).tolist()]
 
     def uuids(self, rng: Generator, count: int) -> list[str]:
-        """Samples a list of `count` texts of four digits, a hyphen and four digits."""
+        """Sample a list of `count` texts of four digits, a hyphen and four digits."""
         return [f"{first}-{last}" for first, last in rng.integers(1000, 10000, (count, 2)).tolist()]
 
     def plain(self, rng: Generator, count: int) -> list[str]:
-        """Samples a list of `count` distinct nouns; ValueError if there are fewer."""
+        """Sample a list of `count` distinct nouns; ValueError if there are fewer."""
         few = "the small wording has no more words: ask for fewer tokens, or take the official one"
         require(count <= len(SMALL_WORDS), "length", f"{count} different words", few)
         return self.words(rng, count)
@@ -159,15 +159,15 @@ class Small(Wording):
     codes = plain
 
     def variables(self, rng: Generator, count: int, *, short: bool = False) -> list[str]:
-        """Samples a list of `count` nouns in capitals, as names of variables; `short` changes nothing."""
+        """Sample a list of `count` nouns in capitals, as names of variables; `short` changes nothing."""
         return [each.upper() for each in self.words(rng, count)]
 
     def amount(self, rng: Generator) -> str:
-        """Samples one four-digit number, as text, that a variable is assigned."""
+        """Sample one four-digit number, as text, that a variable is assigned."""
         return self.numbers(rng, 1)[0]
 
     def essay(self, rng: Generator, size: int) -> list[str]:
-        """Makes a list of `size` sentences with random nouns."""
+        """Make a list of `size` sentences with random nouns."""
         forms = rng.integers(0, len(SENTENCES), size).tolist()
         nouns = rng.integers(0, len(SMALL_WORDS), (size, 3)).tolist()
         return [
@@ -189,7 +189,7 @@ def _every_word() -> list[str]:
 
 
 def _letters(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
-    """Samples a list of `count` distinct strings of `size` random logical axes of `alphabet`."""
+    """Sample a list of `count` distinct strings of `size` random logical axes of `alphabet`."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         drawn["".join(alphabet[each] for each in rng.integers(0, len(alphabet), size))] = None
@@ -197,5 +197,5 @@ def _letters(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
 
 
 def wording_of(name: str, text: str | None = None) -> Wording:
-    """Makes the `Wording` named "official", with essays cut from `text`, or "small"."""
+    """Make the `Wording` named "official", with essays cut from `text`, or "small"."""
     return Small() if name == "small" else Wording(text)
