@@ -97,6 +97,7 @@ def test_every_policy_is_in_the_table():
     rows = re.findall(r"^\| `(\w+)` \|.*\|(.*)\|$", TEXTS["docs/policies.md"], flags=re.M)
     papers = {cls: paper for cls, paper in rows if cls in KNOWN}
     assert set(papers) == {cls.__name__ for cls in POLICIES.values()}
+    assert all(f"{len(papers)} policies" in TEXTS[name] for name in ("README.md", "docs/index.md"))
     for policy, cls in POLICIES.items():
         identifier = re.findall(r"\d{4}\.\d{5}", cls.paper or "")
         assert all(each in papers[cls.__name__] for each in identifier), policy
