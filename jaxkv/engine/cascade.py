@@ -1,9 +1,9 @@
-"""Prefill under one budget for all layers: entries are dropped as soon as they cannot be kept any more.
+"""Prefill under one budget for all layers: entries are evicted as soon as they can no longer be kept.
 
-The kv heads of all layers compete (`GlobalLayers`), or layers share the budget by their weights (CAKE's cascade).
-Scores of all layers are held, and of keys and values only the entries that may still be chosen, in a buffer of fixed size;
-the choice behind the last layer is the one made of full layers. Peak memory is the buffer and one layer, then the
-buffer and the pool that it is packed into, instead of all layers' entries.
+Either the kv heads of all layers compete (`GlobalLayers`), or layers share the budget by their weights (CAKE's
+cascade). Memory holds the scores of all layers, but keys and values only of candidates, in a buffer of fixed size. The
+selection after the last layer equals the selection from full layers. Peak memory is the buffer plus one layer, then the
+buffer plus the pool that it is packed into, instead of all layers' entries.
 """
 
 import dataclasses
@@ -33,12 +33,13 @@ from jaxkv.sharding.sharded_program import sharded_jit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Survivors:
-    """Buffer of the entries that may still be chosen, and scores (and norms) of all entries; heads of all layers joined.
+    """Buffer of the entries that may be selected, with scores (and norms) of all entries; heads of all layers joined.
 
     Attributes:
-        pool: entries in no order; their `pos` is an index into the K * L * S entries of the device's heads, -1 for none.
-        scores: of all heads, those of a kv head's layers side by side; 0 for layers that have not run.
-        norms: of values, as well; None where the policy reads none.
+        pool: entries in no order; their `pos` is an index into the K * L * S entries of the device's heads, -1 for
+            none.
+        scores: scores of all heads, with the layers of a kv head adjacent; 0 for layers that have not run.
+        norms: norms of values, in the same order; None if the policy does not use these.
     """
 
     pool: Pool
@@ -49,9 +50,9 @@ class Survivors:
 def cascaded(
     source: LayerSource, parts: Parts, *, rows: int, headroom: Int[np.ndarray, " L"]
 ) -> Walk[Compressed]:
-    """Generator: compresses layers under one budget via a buffer of `rows` entries; yields progress, returns `Compressed`.
+    """Generator: compress layers under one budget via a buffer of `rows` entries; return `Compressed`.
 
-    Yields 1 after each layer that was scored, 0 after all were packed. On a mesh, each device has such a buffer.
+    Yields 1 after each scored layer, 0 after packing all layers. On a mesh, each device has its own buffer.
     """
     indices, axes, layers, joint = (
         source.indices,
@@ -70,7 +71,7 @@ def cascaded(
         most, recent = source.at_most(layer_weights) if known is None else known
         heads = parts.heads if joint else None
         held = thinned(held, full, layer, jnp.int32(at), most, recent, heads=heads, axes=axes)
-        # Dispatch runs ahead of the device: without a wait several layers' K and V could be alive at once.
+        # Dispatch runs ahead of the device: without a wait, several layers' keys and values could be alive together.
         wait(held.pool)
         unscored = dataclasses.replace(layer, scores=None, norms=None, first=None)
         del full, layer
@@ -108,7 +109,7 @@ def cascaded(
 def _nothing(
     layer: Candidates, full: Unpacked, rows: int, layers: int, axes: Axes | None
 ) -> Survivors:
-    """Makes empty `Survivors`: a buffer of `rows` free places, and zero scores (and norms) for all layers' heads."""
+    """Return empty `Survivors`: a buffer of `rows` free places, and zero scores (and norms) for all layers' heads."""
     assert layer.scores is not None
     batch, heads, padded_len = layer.scores.shape
     shape = batch, heads * layers, padded_len
@@ -132,10 +133,10 @@ def thinned(
     heads: HeadBudgets | None,
     axes: Axes | None,
 ) -> Survivors:
-    """Compiled: `Survivors` (donated) plus a layer's scores and entries, less the entries that can no longer be chosen.
+    """Compiled: add a layer's scores and entries to `Survivors` (donated); remove entries that cannot be selected.
 
-    `rows` and `recent` are what layers get; without `heads`, which compete for them, what they get at most. Every
-    device looks at its own heads alone.
+    `rows` and `recent` are the layers' numbers of entries; if `heads` is None, their upper bounds. Each device
+    considers its own heads only.
     """
     batch, each, padded_len, dim = full.k.shape
     pool, layers = held.pool, held.scores.shape[1] // each
@@ -155,7 +156,7 @@ def thinned(
     stays = (pool.pos >= 0) & jnp.take_along_axis(
         mask.reshape(batch, -1), jnp.maximum(pool.pos, 0), 1
     )
-    # Indices of the buffer's free places, ascending, then its size, where nothing is written.
+    # Indices of the buffer's free places, ascending; then its size, at which nothing is written.
     row = jnp.broadcast_to(jnp.arange(pool.rows, dtype=jnp.int32), stays.shape)
     order = jnp.where(stays, pool.rows, jnp.cumsum(~stays, axis=-1, dtype=jnp.int32) - 1)
     free = put_cells(jnp.full_like(row, pool.rows), order, row)
@@ -179,7 +180,7 @@ def thinned(
 def chosen_apart(
     joined: Candidates, rows: Int[Array, "n B"], recent: Int[Array, "n B"], *, axes: Axes | None
 ) -> Bool[Array, "B J S"]:
-    """Compiled: mask `[B, K * L, S]` of the entries that heads keep: forced ones, their own best, `rows[l, b]` in all."""
+    """Compiled: return the mask `[B, K * L, S]` of each head's always-kept and best entries, `rows[l, b]` in all."""
     assert joined.scores is not None
     heads = joined.scores.shape[1]
     return within(
@@ -195,7 +196,7 @@ def counted(
     layers: int,
     axes: Axes | None = None,
 ) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
-    """Compiled: counts `[L, B, K]` of entries kept in a mask over K * L heads; `cut` counts summed to `[B, K]` or None."""
+    """Compiled: count kept entries `[L, B, K]` in a mask over K * L heads; sum `cut` counts to `[B, K]`, if any."""
     kept, cut = jax.tree.map(lambda each: each.reshape(len(mask), -1, layers), (count(mask), cut))
     return jnp.moveaxis(kept, 2, 0), jax.tree.map(partial(jnp.sum, axis=-1, dtype=jnp.int32), cut)
 
@@ -209,7 +210,7 @@ def pack_chosen(
     *,
     axes: Axes | None,
 ) -> Pool:
-    """Compiled: writes the buffer's entries in `mask` to their segments of the shared pool (donated); returns the pool."""
+    """Compiled: write the buffer's entries in `mask` to their segments of the shared pool (donated)."""
     batch, heads, padded_len = mask.shape
     first = jnp.moveaxis(start, 0, 2).reshape(batch, heads, 1)
     row = jnp.where(

@@ -1,4 +1,4 @@
-"""Prefill chunk by chunk: above a filter layer a chunk attends only to those earlier tokens that the filter chose."""
+"""Chunked prefill: above a filter layer, a chunk attends only to those earlier tokens that the filter selected."""
 
 import dataclasses
 from functools import partial
@@ -32,10 +32,10 @@ def prefill(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Generator: prefills right-padded prompts chunk by chunk; yields progress, returns the cache and last logits.
+    """Generator: prefill right-padded prompts chunk by chunk; return the cache and last logits.
 
-    Yields each chunk's share of the layers. Each chunk chooses `prefill_ratio` tokens for each of its own tokens, and
-    all its queries weigh the same (OmniKV, appendix D.10).
+    Yields each chunk's share of the layers. Each chunk selects `prefill_ratio` tokens per token of its own, and all its
+    queries have equal weight (OmniKV, appendix D.10).
     """
     read = policy.composed.read
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
@@ -56,7 +56,7 @@ def prefill(
     tokens, lengths = np.pad(tokens, ((0, 0), (0, -needed.padded_len % chunk))), np.asarray(lengths)
     for first in range(0, longest, chunk):
         if first and any(sliding_windows):
-            # Sliding-window layers have room for one chunk behind their windows.
+            # Sliding-window layers have places for their window and one chunk.
             cache = drop_outside_sliding_windows(cache, pools)
         logits, cache = read_on_top(
             run, cache, tokens[:, first : first + chunk], lengths - first, size=chunk
@@ -82,7 +82,7 @@ def _empty(
     *,
     chunk: int,
 ) -> KVCache:
-    """`KVCache` that holds no tokens yet, with free places for whole prompts in each pool; or a window and a chunk."""
+    """Return an empty `KVCache` with places for whole prompts in each pool; or for a sliding window and a chunk."""
     config, axes = flat.config, flat.axes
     heads, dim, batch = config.kv_heads, config.head_dim, len(lengths)
     # On a mesh, kv heads of one device.
@@ -134,15 +134,15 @@ def _empty(
 def to_host_store(
     cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False
 ) -> KVCache:
-    """Cache with the entries of offloaded layers moved to host memory (a `HostStore`), and small pools for later entries.
+    """Move the entries of offloaded layers to host memory, leaving small pools for later entries.
 
-    Unchanged if `reading` offloads nothing. `needed` is the prompts' plan; `release` frees the old pools one by one.
+    Return the cache unchanged if `reading` offloads nothing. `release` frees the old pools one by one.
     """
     if not reading.offloaded:
         return cache
     config, axes = cache.config, cache.axes
     heads, batch = config.kv_heads, cache.seen.shape[0]
-    # On a mesh first rows count from row 0 of the device's part of the pool.
+    # On a mesh, first rows count from the start of the device's part of the pool.
     own = np.arange(heads) % (heads // cache.kv_shards)
     pools, rows = list(cache.pools), []
     state = cache.state

@@ -1,7 +1,7 @@
-"""Compression, one function: observe, choose, merge, pack. Prompts, caches and users' arrays go through it.
+"""Compression in one function: observe, select, merge, pack. Prompts, caches and users' arrays use it.
 
-A source gives the entries of one layer at a time; where layers share a pool, all are scored before the first is packed.
-It is a generator over the layers: its caller may run other programs between two of them.
+A source provides the entries of one layer at a time. If layers share a pool, all are scored before the first one is
+packed. The function is a generator over layers: its caller may run other programs in between.
 """
 
 from collections import deque
@@ -26,7 +26,7 @@ from jaxkv.policies.parts import Parts
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.sharded_program import sharded_jit
 
-# Pools that one program cuts: one for each would compile longer, one for all would hold all wide pools.
+# Pools cut by one program: one program per pool would compile longer, one for all pools would hold all wide pools.
 _CUT_TOGETHER = 4
 
 
@@ -49,11 +49,21 @@ def compress(
     due: Bool[Array, " B"] | None = None,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[Compressed]:
-    """Generator: chooses, merges and packs entries layer by layer; yields ticks of progress, returns `Compressed`.
+    """Generator: select, merge and pack entries layer by layer; return `Compressed`.
 
-    Returns `Compressed`; yields 1 after each layer that was scored, 0 after each that was packed. `key` is for mergers
-    that sample; `headroom` are the entries to leave behind each layer's segments where layers share a pool, by default the rest
-    of it evenly. Only sequences that are `due`, by default all, are compressed: the others are moved as they are.
+    Args:
+        source: layer source.
+        parts: parts of the policy.
+        key: random key for mergers that sample.
+        headroom: free places behind each layer's segments in a shared pool, `[L]`; by default the rest of it, evenly.
+        due: mask of sequences to compress; the others are copied. All if None.
+        implementation: attention implementation, which determines how entries are packed.
+
+    Yields:
+        1 after each scored layer, 0 after each packed layer.
+
+    Returns:
+        The new pools and tables.
     """
     parts = parts.among(source.sliding_windows)
     layout, axes = parts.layout, source.axes
@@ -82,7 +92,7 @@ def compress(
                         axes=axes,
                     )
                 else:
-                    # What leaves a window is seen no more, in other entries neither.
+                    # Entries outside a window are not visible to later tokens, so they are not merged.
                     rows = with_thresholds(rows, parts.merge, axes)
                 taus += [] if rows.tau is None else [rows.tau]
             rows = rows.widened(source.dtype)
@@ -101,15 +111,15 @@ def compress(
                 starts.append(first)
             else:
                 if pool is None:
-                    # The first layer may have a window, and then no scores.
+                    # The first layer may have a sliding window, and no scores.
                     of, batch, dim = parts.store, rows.k.shape[0], rows.k.shape[-1]
                     pool = empty_pool(
                         batch, size, dim, rows.k.dtype, scored=parts.scored, store=of, axes=axes
                     )
                 pool = pack_shared(pool, rows, masks[at], start[at], axes=axes)
-            # Dispatch runs ahead of the device: without a wait all layers' K and V could be alive at once.
+            # Dispatch runs ahead of the device: without a wait, all layers' keys and values could be alive together.
             under_way.append(pool)
-            # A pool that layers share is donated to the next layer's packing.
+            # A shared pool is donated to the next layer's packing.
             while len(under_way) > (0 if layout.one_pool else source.ahead):
                 wait(under_way.popleft())
             del rows
@@ -128,25 +138,24 @@ def compress(
 
 
 def wait(pool: Pool) -> None:
-    """Blocks until a pool has been computed; does nothing in a trace."""
+    """Block until a pool has been computed; return immediately in a trace."""
     if not isinstance(pool.pos, jax.core.Tracer):
         jax.block_until_ready(pool)
 
 
 @jax.jit
 def _counted(masks: list[Bool[Array, "B K S"]]) -> Int[Array, "n B K"]:
-    """Number of entries kept in each segment, `i32[n, B, K]`, from the masks of n layers."""
+    """Return the number of entries kept per segment, `i32[n, B, K]`, from the masks of n layers."""
     return jnp.stack([mask.sum(axis=-1, dtype=jnp.int32) for mask in masks])
 
 
 def _chosen(
     source: LayerSource, group: Sequence[int], parts: Parts, below: Array | None, due: Array | None
 ) -> Walk[tuple[list[Array], list[bool], Tally, Array | None]]:
-    """Generator: scores a group's layers, yields 1 after each; returns masks to keep, scored layers, `Tally`, `below`.
+    """Generator: score a group's layers, yield 1 after each; return masks, which layers have scores, `Tally`, `below`.
 
-    Layers without scores, such as those with windows, keep their candidates and compete with no other.
-    `below` are the positions that the layer below kept, of which a nested policy chooses; what is returned is for the
-    layer above.
+    Layers without scores, such as sliding-window layers, keep their candidates and compete with no other layer. A
+    nested policy selects from the positions `below` that the layer below kept, and returns those for the layer above.
     """
     seen = list[Candidates]()
     for index in group:
@@ -167,7 +176,7 @@ def _chosen(
         )
     masks, tally = list[Array](), Tally()
     for at, index in enumerate(group):
-        # Free a layer's scores as soon as its entries have been chosen.
+        # Free a layer's scores as soon as its entries have been selected.
         one, of = [seen.pop(0)], source.sliding_windows[:index].count(None)
         heads, axes = parts.heads, source.axes
         choice = choose(one, rows[at], recent[at], below, due, heads=heads, axes=axes, index=of)
@@ -187,20 +196,20 @@ def merged(
     merge: Merger,
     axes: Axes | None = None,
 ) -> Unpacked:
-    """One layer's `Unpacked` entries after merging dropped entries into entries of mask `kept`, with updated merging thresholds.
+    """Merge one layer's evicted entries into the entries of mask `kept`, and update merging thresholds.
 
-    Sequences that are not `due`, by default none, stay as they are. A merger whose results do not have the entries' shape
-    and dtype is rejected with a TypeError.
+    Sequences that are not `due`, by default none, are unchanged. Raise TypeError if the merger's results do not have
+    the entries' shapes and dtypes.
     """
     rows = with_thresholds(rows, merge, axes)
-    # Arrays that mergers do not read stay out of the compiled program.
+    # Exclude arrays that mergers do not use from the compiled program.
     read = rows._replace(score=None, positions=None)
     k, v, tau = _merged(read, kept, key, due, merge=merge, axes=axes)
     return rows._replace(k=k, v=v, tau=tau)
 
 
 def with_thresholds(rows: Unpacked, merge: Merger, axes: Axes | None) -> Unpacked:
-    """One layer's `Unpacked` entries with the thresholds of a merger that merges none of them, if it has thresholds."""
+    """Add initial merging thresholds to one layer's entries, if the merger has thresholds and none are set."""
     if rows.tau is not None or not merge.thresholds:
         return rows
     return rows._replace(tau=_unset(rows.k, count=merge.thresholds, axes=axes))
@@ -208,7 +217,7 @@ def with_thresholds(rows: Unpacked, merge: Merger, axes: Axes | None) -> Unpacke
 
 @sharded_jit(static=("count", "axes"))
 def _unset(k: Float[Array, "B K S D"], *, count: int, axes: Axes | None) -> Float[Array, "B K n"]:
-    """Compiled: `count` thresholds per kv head, as they are before the first row is dropped."""
+    """Compiled: return `count` thresholds per kv head, with their values before the first eviction."""
     return jnp.full((*k.shape[:2], count), UNSET, jnp.float32)
 
 
@@ -222,7 +231,7 @@ def _merged(
     merge: Merger,
     axes: Axes | None,
 ) -> Merged:
-    """Compiled `merged`: all keys and values after merging dropped entries into kept ones, and thresholds or None."""
+    """Compiled `merged`: return all keys and values after merging, and thresholds or None."""
     k, v, tau = rows.k, rows.v, rows.tau
     inside = jnp.broadcast_to(rows.inside, kept.shape)
     mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass

@@ -1,7 +1,7 @@
-"""Eviction after a step: the lowest-ranked row of each segment is dropped, or merged into another, for the new one.
+"""Eviction after a decode step: each new entry replaces the lowest-ranked entry of its segment.
 
-Everything is a reduction over the entries of segments, written once and run over them as they lie: in one piece where the
-pool is a layer's own, in windows where layers share it.
+The evicted entry is dropped or merged into another one. Every operation is a reduction over the entries of segments:
+over a whole pool if it belongs to one layer, in windows if layers share it.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ class Eviction:
     """Static config of eviction.
 
     Attributes:
-        terms: of the entries.
-        heads: kv heads of one layer; on a mesh, of each device.
-        dtype: of the model, to which merged entries are rounded.
+        terms: static config of the entries.
+        heads: kv heads per layer; on a mesh, per device.
+        dtype: dtype of the model, to which merged entries are rounded.
     """
 
     terms: Terms
@@ -43,9 +43,9 @@ class Eviction:
 
 
 def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
-    """Per segment: index of the lowest-ranked row that may be evicted, -1 for none.
+    """Return per segment the index of the lowest-ranked entry that may be evicted, -1 for none.
 
-    Ties go to the latest position. Scores of the pool must be up to date.
+    Ties go to the latest position. The pool's scores must be up to date.
     """
     rank, keep = how.terms.ongoing.rank, how.terms.ongoing.keep
     lowest_of = _lowest_at_once if how.terms.backend.can.few_launches else _lowest
@@ -78,7 +78,7 @@ def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
 
 
 def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
-    """Per segment: lowest rank in mask `free` (inf for none), its latest position, that entry's index (-1 for none)."""
+    """Return per segment the lowest rank in mask `free` (inf for none), its latest position, index (-1 for none)."""
     ranks = jnp.where(free, every, jnp.inf)
     mine = ranks.min(axis=-1)
     position = jnp.where(free & (ranks == mine[..., None]), pos, -1).max(axis=-1)
@@ -88,10 +88,7 @@ def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, A
 def _lowest_at_once(
     free: Array, every: Array, pos: Array, row: Array
 ) -> tuple[Array, Array, Array]:
-    """Same results as `_lowest` (rank, position, row index) by one reduction: one kernel, not three, on a GPU.
-
-    On a CPU it is scalar code.
-    """
+    """`_lowest` as a single reduction: one kernel instead of three on a GPU, but scalar code on a CPU."""
 
     def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
         lower = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] > other[1]))
@@ -103,9 +100,9 @@ def _lowest_at_once(
 
 
 class _Writes(NamedTuple):
-    """Entries to write in an eviction: the newest entries for the dropped entries' places in segments `over`, and merged entries.
+    """Entries to write in an eviction: the newest entries replace the evicted ones in segments `over`; merged entries.
 
-    `newest` and `merged` have the names "k" and "v"; merged entries come with their indices, and an index of P or more
+    `newest` and `merged` have the keys "k" and "v". Merged entries come with their indices; an index of P or more
     writes nothing.
     """
 
@@ -117,7 +114,7 @@ class _Writes(NamedTuple):
     def all_of(
         self, name: str, place: Int[Array, "B K"]
     ) -> tuple[Int[Array, "B n"], Float[Array, "B n D"]]:
-        """Indices and new contents of all entries written of keys ("k") or values ("v"); the newest entries go to `place`."""
+        """Return indices and contents of all keys ("k") or values ("v") to write; the newest entries go to `place`."""
         parts = [(place, self.newest[name]), *([self.merged[name]] if name in self.merged else [])]
         return jnp.concatenate([row for row, _ in parts], axis=1), jnp.concatenate(
             [new for _, new in parts], axis=1
@@ -127,20 +124,20 @@ class _Writes(NamedTuple):
 def evict(
     pool: Pool, segments: Segments, attended: Float[Array, "B K"], how: Eviction
 ) -> tuple[Pool, Segments]:
-    """Drops or merges the lowest-ranked row of each segment over its limit, and moves the newest, its last, there.
+    """Drop or merge the lowest-ranked entry of each segment over its limit; move the newest entry into its place.
 
-    `attended` is any number of each head's attention output, which orders the writes behind attention; NaN keeps a
-    segment's entries. (A kernel that finds the entry itself needs none: its pool is attention's output.)
+    `attended` is any number of each head's attention output, which orders the writes after attention. NaN keeps a
+    segment's entries. A kernel that finds the entry does not need it: its pool is an output of attention.
     """
     backend, ongoing = how.terms.backend, how.terms.ongoing
     fused = pool.store.read_by(backend.can.evicts, 0)
-    # One kernel finds and drops the entry if heads evict independently and nothing is merged.
+    # A single kernel finds and drops the entry if heads evict independently and nothing is merged.
     if fused and ongoing.rank.in_kernels and ongoing.merge is None and not ongoing.one_set:
         return _evict_by_kernel(pool, segments, ongoing, backend)
     victim = weakest(pool, segments, how)
     over = behind((segments.length > segments.limit) & (victim >= 0), attended)
     last = segments.start + segments.length - 1
-    # The newest row moves into the victim's place; a finished sequence's entries stay where they are.
+    # The newest entry moves into the victim's place; a finished sequence is unchanged.
     if ongoing.merge is None and fused:
         k, v, pos, score = backend.replace_rows(
             pool.k, pool.v, pool.pos, pool.score, victim, last, over
@@ -157,7 +154,7 @@ def evict(
 
 
 def _rows_at(pool: Pool, row: Int[Array, "B K"]) -> Row:
-    """`Row` (float32 key and value `[B, K, D]`) of one cached token per segment, given pool row indices."""
+    """Return the float32 key and value `[B, K, D]` of one entry per segment, given pool row indices."""
     k, v = pool.store.take(row).view()
     return Row(k.astype(jnp.float32), v.astype(jnp.float32))
 
@@ -170,10 +167,10 @@ def _merging_dropped(
     last: Int[Array, "B K"],
     writes: _Writes,
 ) -> _Writes:
-    """`_Writes` with dropped entries folded into the most similar row of their segment, wherever the merger decides so."""
+    """Return `_Writes` with evicted entries merged into the most similar ones, if the merger decides so."""
 
     def by_layer(array: Array) -> Array:
-        """Reshapes `[B, L * K, ...]`, the heads of L layers side by side, to `[B * L, K, ...]`."""
+        """Reshape `[B, L * K, ...]`, the heads of L layers adjacent, to `[B * L, K, ...]`."""
         return array.reshape(-1, how.heads, *array.shape[2:])
 
     merge = how.terms.ongoing.merge
@@ -186,7 +183,7 @@ def _merging_dropped(
         among = (getattr(pool, metric), pool.pos, one, victim, segments)
         cosine, target = nearest(*among, walk=how.terms.layout.walk)
         target, over = jnp.maximum(target, 0), behind(over, cosine)
-        # The heads of a layer may decide together.
+        # A merger may decide jointly for the heads of a layer.
         one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
         given = merge.merge_one(
             index,
@@ -203,10 +200,10 @@ def _merging_dropped(
         for name, new in (("k", found.k), ("v", found.v)):
             if new is None:
                 continue
-            remedy = f"two of its comparisons change {name} of one entry: let one of them"
+            remedy = f"two comparisons change {name} of one entry: change it in one of them only"
             require(name not in merged, "merge", type(merge).__name__, remedy)
             joined = new.reshape(one.shape).astype(how.dtype).astype(jnp.float32)
-            # The newest row may itself be the one that takes the dropped one in.
+            # The newest entry may itself be the merge target.
             takes_in = (joins & (target == last))[..., None]
             newest = newest | {name: jnp.where(takes_in, joined, newest[name])}
             merged = merged | {
@@ -219,7 +216,7 @@ def _merging_dropped(
 def _checked_joined(
     merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None
 ) -> Joined:
-    """Returns a merger's result for single entries unchanged; raises TypeError for a wrong shape or dtype."""
+    """Return a merger's result for single entries; raise TypeError for a wrong shape or dtype."""
     name = f"{type(merge).__name__}.merge_one"
     instance(name, found, Joined, "return Joined(joins, k, v, tau)")
     checked(
@@ -239,23 +236,20 @@ def _checked_joined(
 
 @dataclasses.dataclass(frozen=True)
 class _Weigh:
-    """Callable for the eviction kernel: a policy's rank of entries and mask of unprotected entries, as in `weakest`."""
+    """Rank and eviction mask of a policy, as the eviction kernel calls them; the same as in `weakest`."""
 
     rank: Rank
     keep: Keep
 
     def __call__(self, score: Array, pos: Array, seen: Array, prompt: Array) -> tuple[Array, Array]:
-        """Rank of each entry, and mask of entries that are not protected from eviction."""
+        """Return the rank of each entry, and the mask of entries that are not protected."""
         return ranked(self.rank, score, seen - pos), ~self.keep.protected(pos, prompt)
 
 
 def _evict_by_kernel(
     pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend
 ) -> tuple[Pool, Segments]:
-    """`evict` by one backend kernel that finds and drops the entries.
-
-    It needs no ordering barrier, as the pool is attention's output.
-    """
+    """`evict` by one backend kernel; it needs no ordering barrier, as the pool is an output of attention."""
     k, v, pos, score, dropped = backend.evict_rows(
         pool.k,
         pool.v,
@@ -276,13 +270,13 @@ def _evict_by_kernel(
 def _written(
     pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes
 ) -> Pool:
-    """Applies `writes`: returns the pool with newest entries in dropped entries' places and with merged entries."""
+    """Return the pool with the newest entries in the places of evicted ones, and with merged entries."""
     nowhere = jnp.int32(pool.rows)
     place, emptied = (jnp.where(writes.over, row, nowhere) for row in (victim, last))
     both = jnp.concatenate([place, emptied], axis=1)
 
     def move(leaf: Array, empty: int) -> Array:
-        """Array of positions or scores with each last row's cell copied over the dropped entry's, then set to `empty`."""
+        """Copy each last cell of positions or scores over the evicted entry's; set the last cell to `empty`."""
         cells = jnp.take_along_axis(leaf, last, axis=1)
         return put_cells(leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1))
 

@@ -1,6 +1,6 @@
-"""Room for new entries behind segments: entries that are free, entries that decoding will need, and copies with more room.
+"""Headroom of segments: free places, places that decoding will need, and copies with more headroom.
 
-Sizes come in buckets, and what has grown by more than `MOST_AHEAD` grows twofold: shapes, and so programs, repeat.
+Sizes are bucketed, and growth beyond `MOST_AHEAD` doubles, so that shapes repeat and programs are reused.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from jaxkv.models.decoder import Flat
 from jaxkv.policies.parts import Parts
 from jaxkv.sharding.mesh import host, missing
 
-# New entries for which there is room from the beginning; longer answers grow into larger buffers on the way.
+# New tokens with headroom from prefill; longer answers grow into larger buffers during decoding.
 MOST_AHEAD = 2048
-# Least entries that a sliding-window layer gains before those that left its window are dropped, by a copy of those within it.
+# Minimum growth of a sliding-window layer before a copy evicts the entries outside its window.
 _LEAST_BEYOND = 256
 
 
@@ -34,18 +34,18 @@ def headroom_for(
     slides: bool = True,
     least: int = 1,
 ) -> Int[np.ndarray, " L"]:
-    """Number of free places `[L]` to leave behind each segment for `new` tokens, up to `MOST_AHEAD` or `grown`; bucketed.
+    """Return the free places `[L]` behind each segment for `new` tokens, bucketed.
 
-    One if each new entry evicts one; the entries until the policy recompresses; or one for each new token, up to
-    `MOST_AHEAD`, or up to the entries that the cache has `grown` by if that is more. `left` are the entries that a layer's
-    segments may still gain before their limit, under policies that have one. Where a sliding-window layer `slides`, it takes
-    as many entries as its window, or 256 or `least`, before those that left the window are dropped.
+    One place if each new entry evicts one; the places until the next recompression; or one per new token, up to the
+    larger of `MOST_AHEAD` and the entries `grown`. `left` are the entries that a layer's segments may gain before their
+    limit, under policies with limits. A sliding-window layer that `slides` gains as many entries as its window, or 256
+    or `least`, before the entries outside its window are evicted.
     """
     ahead = bucket(min(new, max(MOST_AHEAD, grown)))
     if parts.ongoing.compresses:
         left = np.maximum(left, 0)
         growing = np.asarray([bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)])
-        # The same for every part of an answer, its last and shortest one too.
+        # The same for every part of an answer, including its last and shortest one.
         period = parts.every or 1
         headroom = growing + (period if period <= MOST_AHEAD else ahead)
     else:
@@ -56,7 +56,7 @@ def headroom_for(
 def _sliding(
     headroom: Int[np.ndarray, " L"], sliding_windows: SlidingWindows, least: int
 ) -> Int[np.ndarray, " L"]:
-    """Entries of room `[L]`: of sliding-window layers no more than their window's entries, or 256, or the `least` that are needed."""
+    """Cap headroom `[L]` of sliding-window layers at their window, 256 or `least`, whichever is largest."""
     most = [
         max(_LEAST_BEYOND, bucket(width), least) if width else int(headroom.max())
         for width in sliding_windows
@@ -74,10 +74,11 @@ def first_headroom(
     slides: bool = True,
     least: int = 1,
 ) -> tuple[int, ...]:
-    """Free entries to leave behind each segment at prefill, for up to `most` of the `new` tokens: a tuple, one per layer.
+    """Return the free places behind each segment at prefill, one number per layer.
 
-    There is room for up to `most` tokens from the beginning; a slot, which does not grow, has it for all. `sliding_windows` are
-    `ModelConfig.sliding_windows`; a sliding-window layer that `slides` has room for its window's entries, or 256 or `least`.
+    They suffice for up to `most` of the `new` tokens; a slot, which does not grow, has places for all.
+    `sliding_windows` are those of all layers. A sliding-window layer that `slides` has places for its window, 256 or
+    `least` entries.
     """
     short = max(0, (parts.reach or 0) - int(np.min(lengths)))
     left = np.where(
@@ -93,26 +94,26 @@ def first_headroom(
 
 
 def steps_that_fit(cache: KVCache) -> int:
-    """Number of tokens that can be sampled before entries must be moved or recompressed; the largest int32 if never.
+    """Return the number of tokens that can be sampled before entries must be moved or recompressed.
 
-    The largest int32 where one spare row is all that decoding needs.
+    The largest int32 if decoding needs a single spare place only.
     """
     parts, free = cache.policy.composed, cache.free()
     if not parts.ongoing.compresses:
         return int(free.min())
     if parts.evicts:
-        # One spare row is all that a segment at its limit needs.
+        # A segment at its limit needs a single spare place.
         to_limit = _to_limit(cache).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where((free > 0) & (free > to_limit), endless, free).min())
-    # Sequences that fill up a mesh's groups sample nothing: their entries do not count.
+    # Copies that fill up a mesh's groups sample nothing, so their entries do not count.
     return int(min(free.min(), (parts.every or 1) - beyond(cache)[: cache.batch].max()))
 
 
 def ready_to_decode(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Cache ready to sample on: sequences that are due are recompressed, flag `extended` is cleared if outdated.
+    """Prepare a cache for sampling: recompress sequences that are due, and clear `extended` if outdated.
 
-    The result is `extended` only if a segment may still hold more entries than the policy's bound on prompts.
+    The result is `extended` only if a segment may hold more entries than the policy's bound on prompts.
     """
     if due(cache).any():
         cache = make_headroom(flat, cache, new, key=key)
@@ -124,22 +125,22 @@ def ready_to_decode(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) 
 
 
 def make_headroom(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Cache with room for at least one new token: unchanged, recompressed, or in larger pools (old ones deleted).
+    """Return the cache with headroom for at least one of `new` tokens: unchanged, recompressed, or in larger pools.
 
-    At least one of the `new` tokens can be sampled on the result. Pools of sliding-window layers lose the entries that have left
-    their windows.
+    Larger pools replace the old ones, which are deleted. Pools of sliding-window layers lose the entries outside their
+    windows.
     """
     parts, sliding_windows, grow_by = (
         cache.policy.composed,
         cache.config.sliding_windows,
         _to_limit(cache).max(axis=(1, 2)),
     )
-    # If the policy evicts, any entry of a segment may have been added one by one while sampling.
+    # If the policy evicts, any entry of a segment may have been appended during decoding.
     grown = int(cache.kept.max()) if parts.evicts else int(beyond(cache).max())
     wanted = headroom_for(parts, sliding_windows, grow_by, new, grown=grown)
     if due(cache).any():
         return recompress(flat, cache, key=key, headroom=wanted)
-    # Sliding-window layers run out of entries before others do: these are not copied meanwhile, unless they share a pool.
+    # Sliding-window layers run out of places first: do not copy other layers then, unless all share a pool.
     enough = cache.free() >= (np.minimum(wanted, 1) if any(sliding_windows) else wanted)
     if any(sliding_windows) and cache.layout.one_pool and not enough.all():
         enough = np.zeros_like(enough)
@@ -149,18 +150,18 @@ def make_headroom(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
 
 
 def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
-    """Copy of a cache for `batch` sequences, with room for a prompt of up to `longest` tokens on top of each.
+    """Copy a cache for `batch` sequences, with headroom for a prompt of up to `longest` tokens on each.
 
-    Policies that only append leave room for `new` tokens, too. The given cache holds `batch` sequences, or one that is
-    repeated. Raises MemoryError if the copy does not fit.
+    Policies that only append also get headroom for `new` tokens. The given cache holds `batch` sequences, or one to
+    repeat. Raise MemoryError if the copy does not fit.
     """
     goes_on, sliding_windows = (
         given.policy.composed.ongoing.compresses,
         given.config.sliding_windows,
     )
     wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
-    # A cache fresh from prefill always gets room: slack varies with the prompt's length, and shapes must not. One that
-    # has grown grows twofold, so that turn after turn meets few shapes.
+    # A cache from prefill always gets headroom: its slack varies with the prompt's length, and shapes must not. A cache
+    # that has grown doubles, so that conversations produce few shapes.
     grown = int(beyond(given).max())
     enough = (
         given.free()
@@ -184,7 +185,7 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
     headrooms = _sliding(
         np.full(len(sliding_windows), headroom), sliding_windows, bucket(longest + 1)
     )
-    # Sliding-window layers run out of entries before others do: these do not grow meanwhile, unless all move in a shared pool.
+    # Sliding-window layers run out of places first: other layers do not grow then, unless all share a pool.
     apart = any(sliding_windows) and not given.layout.one_pool
     return repack(
         given, headroom=np.where(enough, 0, headrooms) if apart else headrooms, batch=batch
@@ -192,9 +193,9 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
 
 
 def _copy_bytes(given: KVCache, batch: int, headroom: int) -> int:
-    """Bytes of a cache's copy for `batch` sequences with `headroom` more entries per segment, plus entries loaded from the host.
+    """Return the bytes of a cache's copy for `batch` sequences with `headroom` more places per segment.
 
-    On a mesh, those on one device; on a CPU's fake devices, on all of them together.
+    Includes entries loaded from the host. On a mesh, bytes per device; on a CPU's virtual devices, of all together.
     """
     axes, held = given.axes, len(given.seen)
     batch += missing(batch, axes)
@@ -202,7 +203,7 @@ def _copy_bytes(given: KVCache, batch: int, headroom: int) -> int:
         [headroom] * given.config.layers
     )
     if given.host_store is not None:
-        # Whole layers are loaded for every prompt: one in use, its copy in attention's layout, `ahead` further ones.
+        # Per prompt, whole layers are loaded: one in use, its copy in attention's layout, and `ahead` more.
         reading = given.policy.composed.reading(
             given.config.sliding_windows, given.host_store.rows[0].shape[1]
         )
@@ -218,5 +219,5 @@ def _copy_bytes(given: KVCache, batch: int, headroom: int) -> int:
 
 
 def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
-    """Count `[L, B, K]` of entries each segment may still gain before its limit, negative beyond; no padding sequences."""
+    """Return the entries `[L, B, K]` that each segment may gain before its limit, negative beyond; without padding."""
     return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept

@@ -1,4 +1,4 @@
-"""Sources of layers to compress: what `compress` asks of them, and what all sources of prompts share."""
+"""Layer sources: the interface that `compress` uses, and the base of sources of prompts."""
 
 import abc
 import dataclasses
@@ -22,16 +22,16 @@ from jaxkv.sharding.mesh import Axes, host, place
 
 
 class LayerSource(abc.ABC):
-    """Abstract base: gives `compress` each layer's candidates with scores, entries to keep, pool size, keys and values.
+    """Abstract source that gives `compress` each layer's candidates, entry counts, pool size, keys and values.
 
     Attributes:
         indices: indices of the layers in the model.
-        kept_entries: `[L, B]` entries per kv head to keep in each layer, on the host or traced; None until they are known.
-        recents: `[L, B]` number of most recent entries that stay among them, as well.
-        sliding_windows: each of the model's layers' window, None for none; budgets are those of the layers without one.
-        axes: axes of the mesh that the layers are on; None off a mesh.
-        ahead: number of layers that may still be computed while the next one is dispatched, as memory allows.
-        dtype: in which pools hold entries; None for that of the entries.
+        kept_entries: entries per kv head to keep in each layer, `[L, B]`, on the host or traced; None until known.
+        recents: most recent entries among these, `[L, B]`; None until known.
+        sliding_windows: sliding window of each layer of the model, None without one; budgets apply to the other layers.
+        axes: axes of the mesh that the layers are on; None without a mesh.
+        ahead: number of layers that may be in flight while the next one is dispatched, as memory allows.
+        dtype: dtype of the pools; None for the dtype of the entries.
     """
 
     indices: Sequence[int]
@@ -44,12 +44,12 @@ class LayerSource(abc.ABC):
 
     @abc.abstractmethod
     def candidates(self, index: int) -> Candidates:
-        """`Candidates` to choose from in layer `index`: scores, positions, masks of real entries and of forced entries."""
+        """Return the candidates of layer `index`: scores, positions, masks of valid and always-kept entries."""
 
     def wanted(
         self, group: Sequence[int], layer_weights: list[Array | None]
     ) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Two counts `[n, B]` for a group of n layers: entries to keep per kv head, and most recent entries among them."""
+        """Return two counts `[n, B]` for a group of n layers: entries to keep per kv head, recent ones among these."""
         part = slice(group[0], group[-1] + 1)
         rows, recents = (
             place(table[part], "n B", self.axes, jnp.int32)
@@ -60,28 +60,28 @@ class LayerSource(abc.ABC):
     def at_most(
         self, layer_weights: list[Array | None]
     ) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Pair of upper bounds `[n, B]` of what `wanted` gives layers that ran, 0 for others; by default TypeError."""
-        raise TypeError(f"{type(self).__name__} compresses no layers before it has all")
+        """Return upper bounds `[n, B]` of `wanted` for layers that ran, 0 for others; by default raise TypeError."""
+        raise TypeError(f"{type(self).__name__}: not supported before all layers have run.")
 
     @abc.abstractmethod
     def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Pool size P in entries, for layers whose segments keep `kept` entries; on a mesh, of one device's part."""
+        """Return the pool size P in entries for layers that keep `kept` entries; on a mesh, of one device's part."""
 
     def packed_rows(self, index: int, size: int) -> int:
-        """P, `size` or more, to which layer `index` is packed before its pool is cut to `size`; by default `size`."""
+        """Return P >= `size` to which layer `index` is packed before its pool is cut to `size`; by default `size`."""
         return size
 
     @abc.abstractmethod
     def rows(self, index: int) -> Unpacked:
-        """Keys, values and scores of one layer, as `Unpacked` entries ready to be packed into a pool."""
+        """Return keys, values and scores of one layer, ready to be packed into a pool."""
 
 
 class PromptSource(LayerSource):
-    """Base of sources of right-padded prompts, whose candidates are scored by what the policy's scorer observes.
+    """Base of sources of right-padded prompts, whose candidates are scored by the policy's scorer.
 
     Attributes:
-        parts: the policy's parts; those that score must be there for layers that `scored` is called for.
-        lengths: tokens of each prompt, on the host or traced; `length` are the same on the device.
+        parts: the policy's parts; `scored` requires parts with a scorer.
+        lengths: number of tokens of each prompt, on the host or traced; `length` is the same on the device.
         numbers: the policy's numbers for these lengths.
         held: keys and values of layers that wait to be packed.
         nans: for each scored layer, whether a score is NaN.
@@ -99,21 +99,21 @@ class PromptSource(LayerSource):
         sliding_windows: SlidingWindows,
         axes: Axes | None = None,
     ):
-        """Prepares masks of prompts of `padded_len` tokens, whose layers have `heads` kv heads (on a mesh, of a device)."""
+        """Prepare masks of prompts of `padded_len` tokens for layers with `heads` kv heads (on a mesh, per device)."""
         self.parts, self.lengths, self.numbers = parts, lengths, numbers
         self.indices, self.sliding_windows, self.axes = indices, sliding_windows, axes
         self.kept_entries, self.recents = numbers.rows, numbers.recent
         self.length = place(lengths, "B", axes, jnp.int32)
         self.always_kept = place(parts.keep.mask(lengths, padded_len), "B S", axes)
-        # Entries of a layer that is not scored yet; and entries of a layer that keeps all.
+        # Candidates of a layer without scores, and of a layer that keeps all entries.
         self.unscored = of_prompt(None, self.always_kept, self.length)
         everything = jnp.broadcast_to(self.unscored.inside, (*self.length.shape, heads, padded_len))
         self.all_kept = dataclasses.replace(self.unscored, inside=everything)
         self.held, self.nans, self.checked = dict[int, Unpacked](), list[Array](), 0
 
     def unchosen(self, index: int, rows: Unpacked) -> Candidates:
-        """`Candidates` of a layer that keeps its entries, or those of its window; keeps K and V to pack."""
-        # Rows of a pool that layers share wait until the last layer has run: a window's entries alone.
+        """Return the `Candidates` of a layer that keeps all entries or its window's; hold its keys and values."""
+        # Entries of layers that share a pool wait for the last layer, so hold those of the window only.
         cut = self.parts.layout.one_pool
         self.held[index], found = within_window(
             rows, self.all_kept, self.sliding_windows[index], cut=cut, axes=self.axes
@@ -127,7 +127,7 @@ class PromptSource(LayerSource):
         seen: Observed,
         norms: Float[Array, "B K S"] | None = None,
     ) -> Candidates:
-        """`Candidates` of a layer with the scores of what the scorer observes in it; keeps K and V to pack."""
+        """Return the `Candidates` of a layer with scores from the policy's scorer; hold its keys and values."""
         parts = self.parts
         found = observe(
             seen, self.always_kept, scorer=parts.scorer, layers=parts.layers, axes=self.axes
@@ -146,7 +146,7 @@ class PromptSource(LayerSource):
     def wanted(
         self, group: Sequence[int], layer_weights: list[Array | None]
     ) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Two counts `[n, B]` for a group of n layers: entries to keep per kv head, and most recent entries among them."""
+        """Return two counts `[n, B]` for a group of n layers: entries to keep per kv head, recent ones among these."""
         if self.parts.layer_weights:
             of = (
                 self.lengths,
@@ -158,7 +158,7 @@ class PromptSource(LayerSource):
         return super().wanted(group, layer_weights)
 
     def weights(self, layer_weights: list[Array | None]) -> Any:
-        """Stacks layers' claims to `[n, B]`, on the host unless traced; ValueError for NaN scores that are known."""
+        """Stack layers' claims to `[n, B]`, on the host unless traced; raise ValueError for NaN scores."""
         known = [each for each in layer_weights if each is not None]
         if is_traced(known[0]):
             return jnp.stack(known)
@@ -166,16 +166,16 @@ class PromptSource(LayerSource):
         return np.stack([host(claim) for claim in known])
 
     def rows(self, index: int) -> Unpacked:
-        """Removes one layer's waiting keys and values from the source and returns them as `Unpacked` entries."""
+        """Remove one layer's keys and values from the source and return them as `Unpacked`."""
         return self.held.pop(index)
 
     def require_ordered(self) -> None:
-        """Raises ValueError, naming the layers, if any score since the last call is NaN; waits for the device."""
+        """Raise ValueError with the layers' indices if any score since the last call is NaN; wait for the device."""
         first, new = self.checked, self.nans[self.checked :]
         self.checked = len(self.nans)
         for each in new:
             each.copy_to_host_async()
         scored = [layer for layer in self.indices if self.sliding_windows[layer] is None][first:]
         layers = [layer for layer, each in zip(scored, new, strict=False) if bool(host(each))]
-        remedy = f"{self.parts.scorer} gave entries of layers {layers} what is not a number: mend it, or the model, if "
-        require(not layers, "scores", "NaN", remedy + "that is not finite")
+        remedy = f"{self.parts.scorer} returned NaN in layers {layers}: correct the scorer, or the model "
+        require(not layers, "scores", "NaN", remedy + "if its activations are not finite")

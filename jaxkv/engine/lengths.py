@@ -1,4 +1,4 @@
-"""Arithmetic of prompts' lengths, before the model runs: buckets, blocks of tokens, and entries that policies keep."""
+"""Arithmetic of prompt lengths before the model runs: buckets, blocks of tokens, entries that policies keep."""
 
 import contextlib
 import dataclasses
@@ -18,24 +18,24 @@ from jaxkv.policies.reads import Reading, tokens_read
 Numbers = Int[np.ndarray, " B"] | Int[Array, " B"]
 Table = Int[np.ndarray, "L B"] | Int[Array, "L B"]
 
-# Prompts are padded to buckets, so that shapes repeat: powers of two, multiples of 256, four steps to the octave.
+# Prompts are padded to buckets, so that shapes repeat: powers of two, multiples of 256, four steps per octave.
 _SMALLEST_BUCKET = 16
 _OCTAVE_FROM = 1024
 QUERY_BLOCK = 256
-# Tokens, of all prompts together, that a GPU's prefill takes through the projections and the MLP at once.
+# Number of tokens, of all prompts together, per block of the projections and the MLP in a GPU's prefill.
 _TOKENS_AT_ONCE = 2048
-# Tokens sampled by one call of the compiled loop, or read at once on top of a cache, at most.
+# Maximum number of tokens sampled by one call of the compiled loop, or run in one chunk on top of a cache.
 BLOCK = 256
-# Tokens up to which all questions on top of a cache share programs: they are padded to as many.
+# Questions on top of a cache are padded to at least this many tokens, so that short ones share programs.
 SHORT = 64
-# Tokens sampled between two reads of the text, for stop strings, streams and progress bars.
+# Tokens sampled between two checks for stop strings, streams and progress bars.
 LOOK = 8
 
 
 def bucket(length: int) -> int:
-    """Bucket size: padded length, in tokens, for a prompt of `length` >= 1 tokens.
+    """Return the padded length in tokens of a prompt of `length` >= 1 tokens.
 
-    A power of two up to 256, a multiple of 256 up to 1024, then four steps to the octave.
+    A power of two up to 256, a multiple of 256 up to 1024, then four steps per octave.
     """
     if length <= QUERY_BLOCK:
         return max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length())
@@ -46,7 +46,7 @@ def bucket(length: int) -> int:
 
 
 def buckets(longest: int) -> list[tuple[int, int]]:
-    """List of `(shortest prompt length, padded length)` per bucket for prompts up to `longest` tokens, ascending."""
+    """Return `(shortest prompt length, padded length)` per bucket for prompts up to `longest` tokens, ascending."""
     found, padded_len = list[tuple[int, int]](), 0
     while padded_len < longest:
         shortest, padded_len = padded_len + 1, bucket(padded_len + 1)
@@ -55,29 +55,29 @@ def buckets(longest: int) -> list[tuple[int, int]]:
 
 
 def tokens_per_call(tokens: int) -> int:
-    """Number of tokens per call of a compiled program when `tokens` are to be sampled or read in all; at most 256."""
+    """Return the tokens per call of a compiled program that samples or runs `tokens` tokens; at most 256."""
     return min(BLOCK, bucket(tokens))
 
 
 def block_size(padded_len: int, sizes: Iterable[int]) -> int:
-    """First of the given block sizes that divides `padded_len`; `padded_len` itself if none does."""
+    """Return the first of the given block sizes that divides `padded_len`; `padded_len` if none does."""
     return next((size for size in sizes if padded_len % size == 0), padded_len)
 
 
 def long_block(padded_len: int, batch: int) -> int:
-    """Tokens per block, dividing `padded_len`, for projections and MLP when all `batch` prompts are computed together."""
-    # Long blocks fill a GPU; the MLP's float32 product of a block, 2 F wide, bounds them.
+    """Return the tokens per block, a divisor of `padded_len`, when projections and MLP run `batch` prompts together."""
+    # Long blocks fill a GPU; the MLP's float32 product of a block, 2 F wide, limits their length.
     sizes = [size for size in (2048, 1024, 512) if size * batch <= _TOKENS_AT_ONCE]
     return block_size(padded_len, [*sizes, QUERY_BLOCK])
 
 
 def query_buffer_size(queries: int) -> int:
-    """Size R of a query buffer buffer of last queries: `queries` to look back on, plus `LOOK` for tokens rolled back."""
+    """Return the size R of a query buffer: `queries` to score with, plus `LOOK` for tokens rolled back."""
     return queries + LOOK
 
 
 def remembered(ongoing: Ongoing, reading: Reading, sliding_windows: SlidingWindows) -> list[int]:
-    """List with the number of last queries that the cache keeps for each layer; 0 for sliding-window layers."""
+    """Return the number of last queries that the cache keeps per layer; 0 for sliding-window layers."""
     if ongoing.compresses:
         return [0 if width else ongoing.queries for width in sliding_windows]
     return [
@@ -89,15 +89,15 @@ def remembered(ongoing: Ongoing, reading: Reading, sliding_windows: SlidingWindo
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByLength:
-    """Row counts per prompt, from its length alone: budget, growth bound, forced entries, entries of each layer, tokens read.
+    """Entry counts per prompt, from its length alone.
 
     Attributes:
         budget: entries per kv head, averaged over layers.
-        most: entries that the cache may grow to, see `Parts.may_hold`.
-        always_kept: entries that stay whatever their score.
-        rows: entries per kv head of each layer; None where they follow from scores.
-        recent: the most recent entries that stay in each layer; None as well.
-        reads: tokens of each prompt that sparse layers read; None where all layers read everything.
+        most: maximum entries that the cache may grow to, see `Parts.may_hold`.
+        always_kept: entries kept regardless of their scores.
+        rows: entries per kv head of each layer; None if these depend on scores.
+        recent: most recent entries that each layer keeps; None if these depend on scores.
+        reads: tokens of each prompt that sparse layers attend to; None if all layers attend to all tokens.
     """
 
     budget: Numbers
@@ -115,11 +115,10 @@ def by_length(
     *,
     strict: bool = True,
 ) -> ByLength:
-    """Computes a policy's `ByLength` numbers (budgets, entries of each layer) for prompts of given lengths; host int64.
+    """Compute a policy's entry counts for prompts of given lengths; host int64.
 
-    `sliding_windows` are `ModelConfig.sliding_windows`: a sliding-window layer keeps its window's entries and takes no part in budgets, which are
-    spread over the other layers. With `strict`, a budget below the number of forced entries raises ValueError, unless the
-    policy clamps budgets.
+    A layer with a window in `sliding_windows` keeps its window's entries. Budgets are divided among the other layers.
+    With `strict`, a budget below the number of always-kept entries raises ValueError, unless the policy clamps budgets.
     """
     length = np.asarray(lengths, np.int64)
     always_kept = parts.keep.counts(length)
@@ -142,7 +141,7 @@ def with_sliding_windows(
     length: Numbers,
     sliding_windows: SlidingWindows,
 ) -> Table:
-    """Row counts `[L, B]` of all layers: of sliding-window layers their window's, of the others those in `table`."""
+    """Return entry counts `[L, B]` of all layers: windows of sliding-window layers, else rows of `table`."""
     if not any(sliding_windows):
         return table
     xp, others = namespace(table), iter(table)
@@ -159,10 +158,10 @@ def rows_of(
     sliding_windows: SlidingWindows,
     layer_weights: Any = None,
 ) -> tuple[Table, Table]:
-    """Two counts `[L, B]`: entries per kv head that each layer keeps, and most recent entries that stay among them.
+    """Return two counts `[L, B]`: entries per kv head that each layer keeps, and most recent entries among these.
 
-    `layer_weights` are `f32[n, B]`, of the n layers without a window among `sliding_windows`, where budgets follow from claims.
-    Exact in 64 bits, on the host or in a trace; the results are int32.
+    `layer_weights` are `f32[n, B]`, of the n layers without a sliding window, if budgets depend on claims. Exact in 64
+    bits, on the host or in a trace; the results are int32.
     """
     with _in_64_bits(budget if layer_weights is None else layer_weights):
         parts, layers = parts.among(sliding_windows), sliding_windows.count(None)
@@ -187,9 +186,9 @@ def most_by_layer_weights(
     layer_weights: Any,
     layers: int,
 ) -> tuple[Table, Table]:
-    """Two counts `[n, B]` from the lowest n layers' claims: upper bounds of their entries, and most recent entries in these.
+    """Return upper bounds `[n, B]` of entries and of recent entries, from the claims of the lowest n layers.
 
-    `layer_weights` are `f32[n, B]`; the entries of `rows_of` are no more, whatever the other of `layers` layers claim.
+    `layer_weights` are `f32[n, B]`. `rows_of` returns no more entries, regardless of the claims of other layers.
     """
     with _in_64_bits(layer_weights):
         budget, lengths, always_kept = (
@@ -202,5 +201,5 @@ def most_by_layer_weights(
 
 
 def _in_64_bits(given: Any) -> contextlib.AbstractContextManager[Any]:
-    """Context manager that switches JAX to 64 bits if `given` is traced; does nothing otherwise (numpy is exact)."""
+    """Return a context manager that enables 64-bit JAX if `given` is traced, else does nothing (numpy is exact)."""
     return jax.enable_x64(True) if is_traced(given) else contextlib.nullcontext()

@@ -1,7 +1,7 @@
-"""Decode step over a cache whose upper layers wait in host memory: programs on the device, and transfers between them.
+"""Decode step over a cache whose upper layers are in host memory: device programs, with transfers between these.
 
-A step runs stretches of consecutive layers. A stretch ends with the choice of the next filter layer; the next stretch,
-this filter's attention and the layers above it, runs while the host packs the chosen entries for the stretch after it.
+A step runs groups of consecutive layers. A group ends with the selection by the next filter layer. The next group, with
+this filter's attention and the layers above, runs while the host gathers the selected entries for the group after it.
 """
 
 import dataclasses
@@ -35,7 +35,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Consecutive layers of one program, those whose entries are loaded from the host, filter layer asked at its end."""
+    """Consecutive layers of one program, those with entries in host memory, and the filter that selects at the end."""
 
     layers: tuple[int, ...]
     loaded: tuple[int, ...]
@@ -46,9 +46,9 @@ class LayerGroup:
 def kv_shards(
     reading: Reading, sliding_windows: SlidingWindows, *, whole: bool
 ) -> tuple[LayerGroup, ...]:
-    """Splits a step's layers into a cached tuple of `LayerGroup`es, cut at filter and offloaded layers; `whole` reads all.
+    """Split a step's layers into groups, cut at filter and offloaded layers; cached.
 
-    Filters then choose nothing. `sliding_windows` are `ModelConfig.sliding_windows`: sliding-window layers join the layer below.
+    With `whole`, layers attend to all entries and filters select none. Sliding-window layers join the layer below.
     """
     runs: list[list[int]] = []
     below = False
@@ -58,7 +58,7 @@ def kv_shards(
             continue
         away = layer in reading.offloaded
         alone = whole and (away or below)
-        # A filter layer begins a new run: its choice is computed before its own attention.
+        # A filter layer begins a new group, because it selects before its own attention.
         if runs and below == away and not alone and (whole or layer not in reading.filters):
             runs[-1].append(layer)
         else:
@@ -86,16 +86,16 @@ def _finish(
     *,
     graphs: Graphs,
 ) -> tuple[Float[Array, "B V"], Int[Array, " B"], Int[Array, "L B K"]]:
-    """Compiled: triple of logits after each sequence's last real token, and `seen` and `length` tables, advanced."""
+    """Compiled: return logits after each sequence's last valid token, and the advanced `seen` and `length` tables."""
     x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
     return graphs.ends(ends).logits(x[:, 0]), tables.seen + count, tables.length + count[:, None]
 
 
 class Inputs(NamedTuple):
-    """Inputs of a stretch: its layers' parameters, query buffers and indices; filter's pool; loaded entries, positions.
+    """Inputs of a layer group: parameters, query buffers and layer indices; filter pool; loaded entries, positions.
 
-    If a filter layer is asked at the end of the stretch, its parameters, query buffer and index come last, and `filter` is its
-    pool. `loaded` are chosen entries from host memory, `chosen` their positions.
+    If a filter layer selects at the end of the group, its parameters, query buffer and index come last, and `filter` is
+    its pool. `loaded` are selected entries from host memory, `chosen` their positions.
     """
 
     blocks: tuple[Leaves, ...]
@@ -117,9 +117,9 @@ def run_layer_group(
     spec: Spec,
     kinds: tuple[LayerSpec, ...],
 ) -> tuple[Float[Array, "B N E"], tuple[Pool, ...], tuple[QueryBuffer | None, ...], Chosen | None]:
-    """Compiled: runs a stretch of layers; returns hidden states, pools, query buffers, and the asked filter's choice.
+    """Compiled: run a layer group; return hidden states, pools, query buffers, and the filter's selection.
 
-    Equal stretches share a program. Pools are donated; `tables` are of all layers before the step; `kinds` are the
+    Equal groups share a program. Pools are donated; `tables` are those of all layers before the step; `kinds` are the
     specs of the layers and of the filter.
     """
     mine = tables.of_layers(given.layers)
@@ -130,7 +130,7 @@ def run_layer_group(
     blocks = [
         spec.graphs.of(kind).block(leaves) for kind, leaves in zip(kinds, given.blocks, strict=True)
     ]
-    # Where entries are loaded, they are those of all layers but sliding-window layers.
+    # Loaded entries belong to all layers except sliding-window layers.
     away = (
         []
         if given.loaded is None
@@ -138,7 +138,7 @@ def run_layer_group(
     )
 
     def bind(index: int, block: Block, pool: Pool) -> Bound:
-        """The layer as it is before the step."""
+        """Bind a layer in its state before the step."""
         by, loaded, first = turned[index], None, None
         if given.loaded is not None and index in away:
             loaded, first = given.loaded[:, away.index(index)], choosable[index]
@@ -172,7 +172,7 @@ def run_layer_group(
 
 @lru_cache(maxsize=1024)
 def _numbers(layers: tuple[int, ...], there: jax.Device | Axes) -> Int[Array, " n"]:
-    """Device array of layer indices; cached, so that it is transferred once."""
+    """Return a device array of layer indices; cached, so that it is transferred once."""
     numbers = np.asarray(layers, np.int32)
     return place(numbers, "n", there) if isinstance(there, Axes) else jax.device_put(numbers, there)
 
@@ -186,9 +186,9 @@ def step(
     spec: Spec,
     loader: Loader,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Runs N new tokens over a cache with entries in host memory; returns last logits and cache; pools are donated.
+    """Run N new tokens over a cache with entries in host memory; return last logits and cache; donate the pools.
 
-    Several tokens at once read all entries of every layer.
+    Several tokens in one call attend to all entries of every layer.
     """
     reading, graphs, tables, state = spec.reading, spec.graphs, cache.tables, cache.tables.state
     assert state is not None
@@ -208,12 +208,12 @@ def step(
     for part in cut:
         loaded = None
         if part.loaded and whole:
-            # Whole layers are large: no more of them are on the device than the plan says.
+            # Whole layers are large: keep no more of them on the device than planned.
             jax.block_until_ready(x)
             loaded = next(layers)
         elif part.loaded:
             assert chosen is not None
-            # Waits for the choice only: meanwhile the device runs the filter's own stretch.
+            # Waits for the selection only, while the device runs the filter's own group.
             loaded = loader.rows(part.loaded, chosen.positions)
         every = part.layers if part.ask is None else (*part.layers, part.ask)
         given = Inputs(
@@ -249,7 +249,7 @@ def step(
 def _loaded_ahead(
     loader: Loader, layers: list[int], like: Int[Array, " B"], ahead: int
 ) -> Iterator[Array]:
-    """Yields the device arrays of whole offloaded layers in order; starts the transfers of `ahead` further ones."""
+    """Yield the device arrays of whole offloaded layers in order; start the transfers of `ahead` further ones."""
     coming: list[Array] = []
     while layers or coming:
         while layers and len(coming) <= ahead:

@@ -1,4 +1,4 @@
-"""Plans of a prefill, from prompts' lengths and budgets alone: entries of pools, and bytes."""
+"""Plans of a prefill: pool sizes and bytes, computed from the prompts' lengths and budgets alone."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -24,30 +24,31 @@ from jaxkv.policies.policy import Policy
 from jaxkv.policies.survivors import bounded, rounding_rows
 from jaxkv.sharding.mesh import NAMES
 
-# Most prompt lengths of a bucket for which the policy's entries are computed.
+# Maximum number of prompt lengths per bucket for which the policy's entries are computed.
 _SAMPLES = 512
-# With this many layers dispatched the device never waits for the host; more would only hold memory.
+# With this many layers dispatched the device never waits for the host; more would only use memory.
 _MOST_AHEAD = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillPlan:
-    """Plan of one prefill: padded prompt length, pool sizes, free places, row budgets, bytes (on a mesh, of one device).
+    """Plan of one prefill: padded length, pool sizes, headroom, budgets, bytes (on a mesh, of one device).
 
     Attributes:
-        padded_len: S, the prompts' bucket.
-        capacity: entries per kv head of each layer's pool, before room; for a shared pool its total over layers and heads.
-        headroom: entries left behind every segment of each layer.
-        pools: P of each pool, room included; on a mesh, of the part that one device holds.
-        buffer: entries of the buffer of candidates of layers that share one budget; None without one.
-        dtype: in which the device holds entries.
+        padded_len: bucket S of the prompts.
+        capacity: entries per kv head of each layer's pool, without headroom; for a shared pool, its total over layers
+            and heads.
+        headroom: free places behind every segment, per layer.
+        pools: size P of each pool, headroom included; on a mesh, of one device's part.
+        buffer: size in entries of the candidate buffer of layers that share one budget; None without one.
+        dtype: dtype of the entries on the device.
         numbers: the policy's numbers for these lengths.
-        rows: `[L, B]` entries per kv head the policy promises, or None where that depends on the prompts' content.
-        cache_bytes: bytes of the cache on the device, room and segment tables included.
-        full_bytes: bytes of these prompts' entries (keys and values), uncompressed and unpadded.
-        peak_bytes: cache and activations of prefill together, weights excluded.
+        rows: entries per kv head `[L, B]` that the policy keeps; None if these depend on the prompts' content.
+        cache_bytes: bytes of the cache on the device, headroom and segment tables included.
+        full_bytes: bytes of the prompts' entries (keys and values), uncompressed and unpadded.
+        peak_bytes: bytes of cache and activations during prefill, weights excluded.
         host_bytes: bytes of offloaded entries in host memory.
-        loaded_bytes: the most of these that are on the device at once while tokens are sampled.
+        loaded_bytes: maximum bytes of offloaded entries on the device during decoding.
     """
 
     padded_len: int
@@ -66,18 +67,18 @@ class PrefillPlan:
 
     @property
     def budget(self) -> Int[np.ndarray, " B"]:
-        """Entries per kv head of each prompt, averaged over layers."""
+        """Entries per kv head of each prompt `[B]`, averaged over layers."""
         return np.asarray(self.numbers.budget)
 
     def __repr__(self) -> str:
-        """One-line text: number of prompts, padded length, entries per kv head, megabytes full and at peak; no arrays."""
+        """One-line summary: number of prompts, padded length, entries per kv head, megabytes; no arrays."""
         size = f"{self.full_bytes / 1e6:.2f} MB full, cache {self.cache_bytes / 1e6:.2f} MB"
         size += f", host {self.host_bytes / 1e6:.2f} MB, peak {self.peak_bytes / 1e6:.2f} MB"
         rows = f"{self.budget.min()} to {self.budget.max()} entries per kv head"
-        return f"PrefillPlan({len(self.budget)} prompts in {self.padded_len} slots; {rows}; {size})"
+        return f"PrefillPlan({len(self.budget)} prompts of padded length {self.padded_len}; {rows}; {size})"
 
     def with_copies(self, count: int) -> "PrefillPlan":
-        """Copy of the plan with its last prompt repeated `count` more times; its byte fields are not recomputed."""
+        """Return a copy of the plan with its last prompt repeated `count` more times; bytes are unchanged."""
         index = np.append(np.arange(len(self.budget)), np.full(count, -1))
         numbers, rows = jax.tree.map(lambda each: each[..., index], (self.numbers, self.rows))
         return dataclasses.replace(self, numbers=numbers, rows=rows)
@@ -95,42 +96,42 @@ def plan_prefill(
     mesh: Mesh | AbstractMesh | None = None,
     times: int = 1,
 ) -> PrefillPlan:
-    """Computes the `PrefillPlan` (pool sizes, budgets, bytes) for prompt lengths; ValueError for an impossible budget.
+    """Plan a prefill: compute pool sizes, budgets and bytes from prompt lengths.
 
-    Pool sizes follow from the prompts' buckets alone.
+    Pool sizes depend on the prompts' buckets only.
 
     Args:
         config: the model's shape.
-        policy: the compression, or its name or class.
-        lengths: tokens of each prompt.
-        dtype: of the cache.
-        headroom: entries to leave behind every segment; one number, or one for each layer.
-        implementation: what computes attention: backends that take all prompts at once take more memory.
-        mesh: from `sharding.model_mesh` or `abstract_mesh`, one of whose devices bytes are counted for.
-        times: how often every prompt is there; bytes are those of all, entries and budgets of one each.
+        policy: compression policy, or its name or class.
+        lengths: number of tokens of each prompt.
+        dtype: dtype of the cache.
+        headroom: free places behind every segment, or one number per layer.
+        implementation: attention implementation; those that run all prompts in one call need more memory.
+        mesh: from `sharding.model_mesh` or `abstract_mesh`; bytes are those of one of its devices.
+        times: number of copies of every prompt; bytes include all copies, entries and budgets are per copy.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: if the budget cannot be honoured for one of the prompts, naming it.
+        ValueError: if the policy does not support its budget for one of the prompts, which the message names.
     """
     lengths, headroom = [plain(each) for each in lengths], plain(headroom)
     tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
-    require(tokens, "prompt", lengths, "every prompt needs at least one token")
+    require(tokens, "prompt", lengths, "an empty prompt: give at least one token per prompt")
     parts, length = policy_for(policy, config, dtype=dtype).composed, np.asarray(lengths, np.int64)
     padded_len = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
     numbers = by_length(parts, length, config.sliding_windows)
     rows, away = None, parts.reading(config.sliding_windows, padded_len).offloaded
-    # What layers compete for depends on the prompts' content.
+    # Entries that layers compete for depend on the prompts' content.
     if not parts.layers.from_scores and parts.threshold is None:
         rows = np.array(numbers.rows)
         rows[list(away)] = 0
     capacity = _capacity(
         parts, tuple(sorted({bucket(n) for n in length.tolist()})), config.sliding_windows, heads
     )
-    # Pools of offloaded layers hold what comes after the prompt; no array is ever empty.
+    # Pools of offloaded layers hold the entries after the prompt; arrays are never empty.
     capacity = tuple(1 if layer in away else rows for layer, rows in enumerate(capacity))
     headrooms = (headroom,) * layers if isinstance(headroom, int) else tuple(headroom)
     groups, kv_shards, copies = (1, 1, 1) if mesh is None else (mesh.shape[name] for name in NAMES)
@@ -171,9 +172,9 @@ def plan_prefill(
 def pools_for(
     parts: Parts, config: ModelConfig, padded_len: int, headroom: tuple[int, ...], kv_shards: int
 ) -> tuple[int, ...]:
-    """Tuple of pool sizes P in entries for any prompt of bucket `padded_len` plus `headroom[l]` free places per segment of layer l.
+    """Return the pool sizes P in entries for any prompt of bucket `padded_len`, with `headroom` free places per layer.
 
-    On a mesh whose devices hold `kv_shards` parts of the kv heads, P of one part.
+    If a mesh splits the kv heads into `kv_shards` parts, P is the size of one part.
     """
     capacity = _capacity(parts, (padded_len,), config.sliding_windows, config.kv_heads)
     return _pools(parts, capacity, padded_len, headroom, config.kv_heads, kv_shards)
@@ -187,11 +188,11 @@ def buffer_rows(
     heads: int,
     kv_shards: int,
 ) -> int | None:
-    """Entries of the buffer of candidates in a prefill whose layers share one budget; None if no buffer is used.
+    """Return the size in entries of the candidate buffer of layers that share one budget; None without a buffer.
 
-    `capacity`, `padded_len` and `kv_shards` are as for a plan's pools. A buffer serves one budget over all layers, or shares
-    of it by layers' weights, where it weighs less than the entries of all layers but one. Mergers and second passes over
-    the prompt need all of these, and `sliding_windows`, those of the model's layers, leave few to hold.
+    `capacity`, `padded_len` and `kv_shards` are those of the plan's pools. The budget covers all layers, either jointly
+    or in parts by layer weights. The buffer is used if it is smaller than the entries of all layers but one. Mergers
+    and second passes need all entries, and models with sliding windows hold few.
     """
     needs_all = parts.merge is not None or parts.needs.replay is not None or any(sliding_windows)
     layers = len(sliding_windows)
@@ -199,7 +200,7 @@ def buffer_rows(
         return None
     mine = layers * (heads // kv_shards)
     (most,) = _pools(parts, capacity, padded_len, (0,) * layers, heads, kv_shards)
-    # Bounds of layers' entries sum to twice the budget, and one entry more in each.
+    # Bounds of all layers' entries sum to at most twice the budget, plus one entry per layer.
     rows = 2 * most + mine if parts.narrows else most + mine * rounding_rows(parts.heads)
     return rows if rows < (mine - heads // kv_shards) * padded_len else None
 
@@ -212,12 +213,12 @@ def _pools(
     heads: int,
     kv_shards: int,
 ) -> tuple[int, ...]:
-    """Tuple of sizes P in entries, room included, of each layer's pool or one shared; on a mesh, of one device's part."""
+    """Return the size P in entries, headroom included, of each layer's pool or the shared pool, on one device."""
     mine, layers, share = heads // kv_shards, len(headroom), capacity_of(parts.heads)
     if parts.layout.one_pool:
         capacity, padded_len = (capacity[0] // heads,), layers * padded_len
     headrooms = (sum(headroom),) if parts.layout.one_pool else headroom
-    # Heads of one device may win more than their even share, up to the policy's capacity and to whole prompts.
+    # Heads of one device may win more than their even share, up to the policy's capacity and whole prompts.
     most = [
         min(most_rows(share, mine * rows), heads * rows, mine * padded_len) for rows in capacity
     ]
@@ -228,10 +229,9 @@ def _pools(
 def _capacity(
     parts: Parts, sizes: tuple[int, ...], sliding_windows: SlidingWindows, heads: int
 ) -> tuple[int, ...]:
-    """Cached tuple: most entries per kv head that prompts of buckets `sizes` keep, by layer; a shared pool's one total.
+    """Return the most entries per kv head that prompts of buckets `sizes` keep, per layer; cached.
 
-    A pool shared by all layers has the total over layers and heads.
-    Shapes must not depend on exact lengths.
+    A pool shared by all layers has one total over layers and heads. Shapes must not depend on exact lengths.
     """
     layers, whole = len(sliding_windows), sliding_windows.count(None)
     near = sum(min(max(sizes), window or 0) for window in sliding_windows)
@@ -245,7 +245,7 @@ def _capacity(
         numbers = by_length(parts, lengths, sliding_windows, strict=False)
         if parts.layers.from_scores:
             budget = np.asarray(numbers.budget)
-            # A clamped ratio can be highest at a shorter prompt: spans counted from the end may overlap less there.
+            # A clamped ratio can peak at a shorter prompt, where spans counted from the end overlap less.
             between = step if step > 1 and budget.max() > budget[-1] else 0
             always_kept = np.minimum(numbers.always_kept + between, top)
             bound = parts.among(sliding_windows).layers.bound
@@ -253,7 +253,7 @@ def _capacity(
             shared = max(shared, min(int(reach.max()), whole * top))
             continue
         rows = np.asarray(numbers.rows)
-        # Between samples a layer's entries grow by at most the step (one entry a token), and rounding may add one.
+        # Between samples a layer gains at most one entry per token, and rounding may add one.
         varies = (rows != rows[:, :1]).any(axis=1) & (step > 1)
         most = np.maximum(most, np.minimum(rows.max(axis=1) + np.where(varies, step, 0), top))
     if parts.layers.from_scores:
@@ -263,10 +263,10 @@ def _capacity(
 
 @lru_cache(maxsize=256)
 def widest(parts: Parts, padded_len: int, sliding_windows: SlidingWindows) -> int | None:
-    """Most entries of a segment in a shared pool in decoding, for prompts up to `padded_len`; None if unbounded; memoised.
+    """Return the most entries per segment of a shared pool during decoding, the new token's included; cached.
 
-    The new token's row is counted. None where some layers grow without end, as those with `sliding_windows` do, or where
-    recompressing may give a segment more entries than the prompt had.
+    None if unbounded: if layers grow without limit (as with `sliding_windows`), or if recompression may give a segment
+    more entries than the prompt has.
     """
     if not parts.evicts or parts.unlimited(sliding_windows).any():
         return None
@@ -279,7 +279,7 @@ def widest(parts: Parts, padded_len: int, sliding_windows: SlidingWindows) -> in
 
 
 def layers_ahead(needed: PrefillPlan, placed: Array) -> int:
-    """Number of layers (0 to 4) to dispatch while one runs, from the device's spare memory; 0 if that is unknown."""
+    """Return the number of layers (0 to 4) to dispatch ahead, from spare device memory; 0 if that is unknown."""
     if is_traced(placed):
         return 0
     spare = memory.allocator_bytes(placed.addressable_shards[0].device)
@@ -291,7 +291,7 @@ def layers_ahead(needed: PrefillPlan, placed: Array) -> int:
 
 
 def check_memory(needed: PrefillPlan, device: jax.Device | None = None) -> None:
-    """Raises MemoryError if `device` (default: JAX's), or the host for offloaded entries, cannot hold the plan's bytes."""
+    """Raise MemoryError if the plan's bytes exceed the free memory of `device` (by default JAX's) or of the host."""
     device = memory.default_device() if device is None else device
     in_one = device.platform == "cpu"
     here = needed.peak_bytes + (needed.host_bytes if in_one else 0)
@@ -299,6 +299,6 @@ def check_memory(needed: PrefillPlan, device: jax.Device | None = None) -> None:
     free = memory.machine_bytes()
     if not in_one and free is not None and needed.host_bytes > free:
         raise MemoryError(
-            f"the plan keeps {needed.host_bytes:,} bytes in host memory, where {free:,} are free: "
-            "offload fewer layers, or lower the batch or the prompt's length"
+            f"host_bytes={needed.host_bytes:,}: the plan needs more host memory than the {free:,} bytes free. "
+            "Offload fewer layers, or lower the batch size or prompt length."
         )

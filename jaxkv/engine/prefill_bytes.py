@@ -1,8 +1,8 @@
-"""Bytes that a prefill takes on one device, weights excluded, by arithmetic; the engine's plans use them.
+"""Bytes of a prefill on one device, weights excluded, computed by arithmetic for the engine's plans.
 
-A layer's program is followed by others that score, choose, merge and pack its entries. Memory peaks at the last two
-layers, when most of the cache exists, so only these are computed. Sizes of arrays follow from their shapes; XLA's
-temporaries beside them are a bound by what compiled programs take.
+After a layer's program, other programs score, select, merge and pack its entries. Memory peaks at the last two layers,
+when most of the cache exists, so only these are computed. Array sizes follow from shapes. XLA's temporaries are bounded
+by the measured needs of compiled programs.
 """
 
 import dataclasses
@@ -17,24 +17,24 @@ from jaxkv.policies.methods.rkv import COSINES
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.reads import WHOLE, Reading
 
-# Bytes of the workspace that XLA gives cuBLAS on Hopper.
+# Bytes of the cuBLAS workspace that XLA allocates on Hopper.
 WORKSPACE = 1 << 25
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBytes:
-    """Memory estimate of a prefill on one device: fields give its shapes (batch, slots, pool rows), properties bytes.
+    """Memory estimate of a prefill on one device: fields are shapes, properties are bytes.
 
     Attributes:
         config: the device's part of the model.
         parts: parts of the policy.
         batch: number of prompts on the device.
         padded_len: padded length of each prompt.
-        item: bytes of a number of the model's dtype.
-        pool_rows: entries of one sequence in each pool.
-        buffer: entries of one sequence in the buffer of a budget over all layers; None without one.
+        item: bytes per element of the model's dtype.
+        pool_rows: size P of each pool, in entries per sequence.
+        buffer: size in entries per sequence of the candidate buffer of layers that share one budget; None without one.
         kv_heads: number of kv heads over all devices.
-        implementation: implementation of attention.
+        implementation: attention implementation.
     """
 
     config: ModelConfig
@@ -49,17 +49,17 @@ class PrefillBytes:
 
     @cached_property
     def reading(self) -> Reading:
-        """`Reading` config: which layers choose tokens, which read only those in decoding."""
+        """Config of which layers select tokens and which attend to these only, during decoding."""
         return self.parts.reading(self.config.sliding_windows, self.padded_len)
 
     @cached_property
     def pools(self) -> list[int]:
-        """List of the bytes of each layer's pool, or of the one pool that all layers share."""
+        """Bytes of each layer's pool, or of the pool that all layers share."""
         each, sliding_windows = (
             self.parts.row_bytes(self.config.head_dim, self.item),
             self.config.sliding_windows,
         )
-        # Entries of sliding-window layers, which are never chosen from, have no scores.
+        # Sliding-window layers select no entries, so theirs have no scores.
         apart = self.parts.scored and not self.parts.layout.one_pool
         less = [
             4 * (apart and width is not None) for width in sliding_windows[: len(self.pool_rows)]
@@ -70,22 +70,22 @@ class PrefillBytes:
 
     @cached_property
     def cache(self) -> int:
-        """Bytes of the cache on the device: pools, bounds of pages, tables of segments, remembered queries."""
+        """Bytes of the cache on the device: pools, page bounds, segment tables, query buffers."""
         return sum(self.pools) + self._bounds + self._tables
 
     @property
     def host(self) -> int:
-        """Bytes of the keys and values of all offloaded layers, in host memory."""
+        """Bytes of the keys and values of all offloaded layers in host memory."""
         return len(self.reading.offloaded) * self._layer_rows
 
     @property
     def loaded(self) -> int:
-        """Bytes of offloaded keys and values that are on the device at once during decoding."""
+        """Maximum bytes of offloaded keys and values on the device during decoding."""
         return self.reading.loaded * self._layer_rows // self.padded_len
 
     @property
     def peak(self) -> int:
-        """Peak bytes on the device, weights excluded: cache, plus the larger of prefill's arrays and reloaded entries."""
+        """Peak bytes on the device, weights excluded: cache plus the larger of prefill's arrays and loaded entries."""
         config, parts, reading, loaded = self.config, self.parts, self.reading, self.loaded
         token, layer = self._layer_rows // self.padded_len, self._layer_rows
         beside = self._beside() + (layer if self.host else 0)
@@ -94,51 +94,52 @@ class PrefillBytes:
             loaded += token * (reading.width if reading.filters else self.padded_len)
         found = self.cache + max(loaded, beside)
         if parts.read.chunk:
-            # All entries stay on the device until the last chunk; sliding-window layers have room for a chunk.
+            # All entries remain on the device until the last chunk; sliding-window layers have places for a chunk.
             chunk = min(parts.read.chunk, self.padded_len)
             sliding_windows = config.layers - config.sliding_windows.count(None)
             found += self.host + sliding_windows * token * chunk
         return found
 
     def _beside(self) -> int:
-        """Bytes of prefill's arrays beside the cache, at the most of its upper two layers."""
+        """Return the peak bytes of prefill's arrays in addition to the cache, over its top two layers."""
         config, parts, rows, layers = self.config, self.parts, self._layer_rows, self.config.layers
         hidden, there = self.batch * self.padded_len * config.embed * self.item, list[int]()
         for index in range(max(0, layers - 2), layers):
             top = index == layers - 1
             below = self._below(index) + rows
             there.append(below + hidden + self._looked + self._temporaries(top))
-            # The top layer returns the hidden state of one token alone.
+            # The top layer returns the hidden state of a single token.
             there.append(below + (0 if top else hidden) + self._afterwards(index, top))
         if parts.needs.replay is not None:
-            # All layers below the top one have run, and wait, while its neighbour runs.
+            # All layers below the top one have run and wait for the second pass.
             waiting = (layers - 1) * (rows + self._looked)
             there += [hidden + waiting + self._temporaries(False), layers * rows + self._again()]
         there.append(sum(self.pools) + self._bounds + 4 * self.batch * config.vocab)
-        # All along: masks of slots, the table of rotary angles, and the cache's tables.
+        # Allocated throughout: token masks, the table of rotary angles, and the cache's tables.
         masks = self.batch * self.padded_len * (3 + config.kv_heads)
         tables = 4 * self.padded_len * (1 + config.head_dim) + self._remembered + self._tables
         return max(there) + masks + tables - self.cache
 
     def _afterwards(self, index: int, top: bool) -> int:
-        """Bytes beside entries and lower layers while a layer's entries are scored, chosen, merged, thinned or packed."""
+        """Return the bytes of scoring, selecting, merging and packing a layer's entries, without lower layers."""
         parts, layers = self.parts, self.config.layers
         scored = parts.scored
-        # Scores that entries are ordered by, the observed attention that is kept for later, and norms of keys.
+        # Scores that order entries, attention mass kept for later, and norms of keys.
         scores = self._rows_of(
             4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms
         )
         scoring = self._looked + self._rows_of(4 * (2 + self.config.group))
         if parts.scorer.compares_keys:
-            # Cosines of a block of entries with all, and what is made of them.
+            # Cosines of a block of entries with all others, and their intermediate results.
             scoring += 8 * min(self.padded_len**2, COSINES)
         # Sort keys and masks, of all devices' heads if these compete for entries.
         heads = self.config.kv_heads if parts.heads.uniform else self.kv_heads
-        # Entries of all layers are chosen at once where these compete, or a buffer holds what may be chosen.
+        # Entries of all layers are selected in one program if layers compete, or if a buffer holds the candidates.
         joint = parts.layers.joint or self.buffer is not None
         choosing = 16 * self.batch * heads * self.padded_len * (layers if joint else 1)
         if self.buffer is not None:
-            # The layer's own entries are gone when the choice is made, and scores when each entry's place is computed.
+            # The layer's own entries are freed before the selection, and scores before the entries' places are
+            # computed.
             last = self._rows_of(layers) - self._layer_rows + max(choosing, sum(self.pools))
             return max(scoring, scores + self._rows_of(16 * layers), last if top else 0)
         if parts.layout.one_pool and not top:
@@ -150,17 +151,17 @@ class PrefillBytes:
         return max(scoring, scores + self._rows_of(1) + max(choosing, merging, pool))
 
     def _again(self) -> int:
-        """Bytes of a second pass over prompts, beyond their K and V: all layers' scores and what waits, activations."""
+        """Return the bytes of a second pass over prompts without keys and values: scores, activations."""
         asked, config = self.parts.needs.replay, self.config
         assert asked is not None
         chunk = min(asked.chunk, self.padded_len)
-        # Text becomes tokens in the model's tokenizer, fewer than its logical axes; a block of queries is the least.
+        # The tokenizer turns text into fewer tokens than characters; at least one block of queries runs.
         texts = sum(len(each or ()) for each in (asked.first, asked.following, asked.closing))
         before = texts + min(asked.tail, self.padded_len)
         tokens = self.batch * (chunk + max(QUERY_BLOCK, before))
         each = config.embed * (2 * self.item + 8) + 4 * config.heads * config.head_dim * self.item
         each += (4 * (1 + config.gated) + self.item) * config.hidden
-        # Logits of a block's queries over a chunk and sinks, or over a window and the tokens of the pass.
+        # Logits of a block of queries over a chunk and sinks, or over a sliding window and the tokens of the pass.
         keys = chunk + max(QUERY_BLOCK // 2, min(asked.sinks, self.padded_len))
         keys += max(width or 0 for width in config.sliding_windows) and before
         logits = 24 * config.group * QUERY_BLOCK * keys
@@ -179,7 +180,7 @@ class PrefillBytes:
 
     @property
     def _remembered(self) -> int:
-        """Bytes of the float32 query buffer buffers of last queries that the cache keeps for scoring or choosing entries."""
+        """Bytes of the float32 query buffers that the cache keeps to score or select entries."""
         config = self.config
         counts = remembered(self.parts.ongoing, self.reading, config.sliding_windows)
         rows = sum(query_buffer_size(count) for count in counts if count)
@@ -187,7 +188,7 @@ class PrefillBytes:
 
     @property
     def _tables(self) -> int:
-        """Bytes of the tables of segments and of the policy's state in the cache, remembered queries included."""
+        """Bytes of the segment tables and the policy's state in the cache, query buffers included."""
         ongoing, layers = self.parts.ongoing, self.config.layers
         segments = layers * self.config.kv_heads
         numbers = 1 + 3 * segments + segments * self.config.head_dim * transforms(self.parts)
@@ -200,12 +201,12 @@ class PrefillBytes:
 
     @property
     def _buffered(self) -> int:
-        """Bytes of a joint budget's buffer of candidate entries: keys, values, indices, kept scores; 0 without one."""
+        """Bytes of a joint budget's candidate buffer: keys, values, indices, scores; 0 without one."""
         row = 2 * self.config.head_dim * self.item + 4 * (1 + self.parts.scored)
         return self.batch * (self.buffer or 0) * row
 
     def _below(self, index: int) -> int:
-        """Bytes held of the layers below `index`: their pools; for a shared pool their entries and scores, or a buffer."""
+        """Return the bytes of the layers below `index`: pools, or entries and scores for a shared pool, or a buffer."""
         parts, layers, norms = self.parts, self.config.layers, self.parts.needs.norms
         if self.buffer is not None:
             return self._buffered + self._rows_of(4 * layers * (1 + norms))
@@ -213,28 +214,28 @@ class PrefillBytes:
             scores = self._rows_of(4 * (1 + (parts.merge is not None) + norms))
             chosen = self.config.sliding_windows[:index].count(None)
             return int(self._held(index) * self._layer_rows) + chosen * scores
-        # Entries and scores of the layers that wait to be packed behind a second pass, beside the pools of those that are.
+        # Entries and scores of layers that wait for a second pass before packing, plus the pools of packed layers.
         waiting = (layers - index) * (parts.needs.replay is not None)
         return sum(self.pools[:index]) + waiting * (self._layer_rows + self._rows_of(4))
 
     def _held(self, index: int) -> float:
-        """Entries of the layers below `index` while they wait for the last one, in prompts: sliding-window layers hold windows."""
+        """Return the entries of the layers below `index`, in prompts; sliding-window layers hold only their windows."""
         widths = self.config.sliding_windows[:index]
         shares = (1.0 if width is None else min(1.0, width / self.padded_len) for width in widths)
         return sum(shares, 0.0)
 
     def _rows_of(self, size: int) -> int:
-        """Bytes of one layer's array `[B, K, S]` with `size` bytes for each entry of the uncompressed prompt."""
+        """Return the bytes of one layer's array `[B, K, S]` with `size` bytes per entry of the uncompressed prompt."""
         return self.batch * self.config.kv_heads * self.padded_len * size
 
     @property
     def _layer_rows(self) -> int:
-        """Bytes of one layer's keys and values, before compression."""
+        """Bytes of one layer's keys and values before compression."""
         return self._rows_of(2 * self.config.head_dim * self.item)
 
     @property
     def _in_blocks(self) -> int:
-        """Bytes that scores need of a block of tokens: values after the output projection, or logits of all heads."""
+        """Bytes that scoring needs per block of tokens: values after the output projection, or logits of all heads."""
         needs, config = self.parts.needs, self.config
         projected = 4 * min(self.padded_len, 512) * config.embed * needs.norms
         most = 0 if needs.blocks is None else needs.blocks.tokens(self.padded_len)
@@ -253,11 +254,11 @@ class PrefillBytes:
         return self.batch * config.heads * window + self._rows_of(size) + hidden
 
     def _temporaries(self, top: bool) -> int:
-        """Temporary bytes of a layer's program: the largest of attention, the MLP and norms."""
+        """Return the temporary bytes of a layer's program: the maximum of attention, the MLP and norms."""
         config, needs, backend = self.config, self.parts.needs, backend_of(self.implementation)
         if not backend.can.at_once:
-            # XLA on a CPU takes prompts one by one and computes in float32: queries of all prompts, keys and values of
-            # one, and a copy of those that the program returns. The top layer attends from one token alone.
+            # XLA on a CPU runs prompts one by one in float32: queries of all prompts, keys and values of one, and a
+            # copy of the returned arrays. The top layer attends from a single token.
             whole = not top or needs.sums or needs.norms
             heads = self.batch * config.heads * whole
             heads += 2 * config.kv_heads * (2 if top else 1 + self.batch)
@@ -274,13 +275,13 @@ class PrefillBytes:
             attend += backend.summed_bytes(self.batch, self.padded_len, config.heads, queries)
         if top:
             return max(attend, self._in_blocks)
-        # A mixture runs an expert on `block_rows` tokens at a time, beside the float32 sums of all tokens.
+        # A mixture of experts runs an expert on `block_rows` tokens at a time, next to the float32 sums of all tokens.
         rows, sums, weights = tokens, self.item, 0
         if config.experts is not None:
             rows, sums = block_rows(tokens, config.experts.chosen, config.experts.count), 4
-            # The weights of one expert, sliced out of the stacked ones.
+            # The weights of one expert, sliced from the stacked weights.
             weights = (2 + config.gated) * config.hidden * config.embed * self.item
-        # Inner products of the MLP, and its output and the residual stream, are float32.
+        # The MLP's inner products and output and the residual stream are float32.
         inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden
         inner += tokens * sums * config.embed + weights
         finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE

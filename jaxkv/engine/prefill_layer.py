@@ -1,4 +1,4 @@
-"""One decoder block over whole prompts: the program that prefill runs layer by layer, in blocks of tokens."""
+"""One decoder block over whole prompts: the program that prefill runs per layer, in blocks of tokens."""
 
 import dataclasses
 
@@ -19,24 +19,24 @@ from jaxkv.models.rope import Angles, rotate
 from jaxkv.policies.scorer import Extras, Needs
 from jaxkv.sharding.collectives import mean_of_devices
 
-# On a CPU, 512 queries at a time keep the products large and the logits of one kv head inside a core's cache.
+# On a CPU, blocks of 512 queries keep matrix products large and the logits of one kv head in a core's cache.
 _BLOCKS = (512, QUERY_BLOCK)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerOut:
-    """One layer's prefill output: hidden states, keys, values, last queries, and what else a policy needs.
+    """One layer's prefill output: hidden states, keys, values, last queries, and statistics for the policy.
 
     Attributes:
-        x: hidden states for the next layer `[B, S, E]`; after the last layer the last token's `[B, E]`.
+        x: hidden states for the next layer, `[B, S, E]`; after the top layer, those of the last token, `[B, E]`.
         k: rotated keys.
         v: values.
         q: rotated queries of the last w = `needs.queries` tokens.
-        q_positions: their positions; negative ones do not exist.
-        extras: what else `needs` asked for, by its names: `sums`, `norms`, `unrotated`, `hidden`, `moments`, `blocks`;
-            and `replay`, once a second pass over the prompt has run.
-        sink_logits: the block's, for each sequence; None for blocks without.
+        q_positions: positions of these queries; negative ones are padding.
+        extras: statistics requested by `needs`, under its names: `sums`, `norms`, `unrotated`, `hidden`, `moments`,
+            `blocks`; and `replay` after a second pass over the prompt.
+        sink_logits: the block's sink logits, for each sequence; None for blocks without sinks.
     """
 
     x: Shaped[Array, "B ..."]
@@ -59,10 +59,9 @@ def layer(
     last: bool,
     implementation: Implementation,
 ) -> LayerOut:
-    """Runs one block over right-padded prompts; returns `LayerOut`: hidden states, K, V and the statistics in `needs`.
+    """Run one block over right-padded prompts; return hidden states, keys, values and the statistics in `needs`.
 
-    With `last` only the last token's hidden state is computed.
-    `table` holds the angles of positions 0 to S; `needs` says what comes out beside hidden states, keys and values.
+    With `last`, only the last token's hidden state is computed. `table` holds the angles of positions 0 to S.
     """
     block = graphs.block(leaves)
     batch, padded_len, _ = x.shape
@@ -120,9 +119,9 @@ def layer(
 
 
 def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
-    """L1 norm of each value after the block's output projection, mean over the kv head's query heads; float32.
+    """Return the float32 L1 norm of each value after the output projection, averaged over the kv head's query heads.
 
-    A block of entries at a time, because each entry becomes G times E numbers.
+    Runs over blocks of entries, because each entry becomes G * E numbers.
     """
     batch, heads, padded_len, dim = v.shape
     size = block_size(padded_len, _BLOCKS)
@@ -144,10 +143,10 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
 def _by_sequence(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, tuple[Array, ...], Array | None]:
-    """Runs one block sequence by sequence; tuple: hidden states, what `_keys_values` returns, attention sums or None.
+    """Run one block sequence by sequence, for CPUs; return hidden states, `_keys_values` and attention sums or None.
 
-    For a CPU: as many blocks as the sequence has, so padding costs memory but no time. Hidden states of the top block
-    (`last`) come back unchanged; sums are None unless `needs` asks for them.
+    Runs as many blocks of tokens as a sequence fills, so padding costs memory but no time. The top block (`last`)
+    returns its hidden states unchanged.
     """
     config, (batch, padded_len, width) = block.config, x.shape
     shaping, reach = block.shaping, block.spec.sliding_window
@@ -174,7 +173,7 @@ def _by_sequence(
 
         def attend(index, carry):
             x, sums = carry
-            # K and V are complete, so hidden states can be overwritten block by block.
+            # Keys and values are complete, so hidden states can be overwritten block by block.
             first = index * size
             mine = lax.dynamic_slice_in_dim(q, first, size, axis=2)
             alone = (length[row][None], first[None])
@@ -198,7 +197,7 @@ def _by_sequence(
         if needs.sums
         else None
     )
-    # One sequence's queries: made with its keys and values, from one norm.
+    # One sequence's queries, computed with its keys and values from the same norm.
     q = jnp.zeros(
         (config.kv_heads, config.group, padded_len if attends else 0, config.head_dim), x.dtype
     )
@@ -210,9 +209,9 @@ def _by_sequence(
 def _at_once(
     block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
 ) -> tuple[Array, tuple[Array, ...], Array | None]:
-    """Runs one block on all sequences at once; tuple: hidden states, what `_keys_values` returns, sums or None.
+    """Run one block on all sequences in one step, for GPUs; results are those of `_by_sequence`.
 
-    For a GPU: attention in one call, the matrix products in long blocks. Results are those of `_by_sequence`.
+    Attention is a single call; matrix products run in long blocks.
     """
     batch, padded_len, width = x.shape
     size = long_block(padded_len, batch)
@@ -227,7 +226,7 @@ def _at_once(
             put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True)
         )
 
-    # Every row of them is written before it is read.
+    # Every row is written before it is read.
     shape = (batch, config.kv_heads, padded_len, config.head_dim)
     buffers = lax.fori_loop(
         0, padded_len // size, project, (lax.empty(shape, x.dtype),) * (3 if needs.unrotated else 2)
@@ -266,14 +265,14 @@ def _at_once(
 
 
 def _keys_values(block: Block, normed: Array, by: Angles, unrotated: bool) -> tuple[Array, ...]:
-    """Tuple of rotated keys and values of normed hidden states; with `unrotated`, also of the keys before RoPE."""
+    """Return rotated keys and values of normed hidden states; with `unrotated`, also the keys before RoPE."""
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
     return (k, v, raw.astype(normed.dtype)) if unrotated else (k, v)
 
 
 def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
-    """Tuple of 2 or 3 zero arrays `[B, K, S, D]` for the results of `_keys_values`; 3 if `unrotated`."""
+    """Return 2 zero arrays `[B, K, S, D]` for the results of `_keys_values`, or 3 if `unrotated`."""
     config = block.config
     buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], config.head_dim), x.dtype)
     return (buffer,) * (3 if unrotated else 2)

@@ -1,6 +1,7 @@
-"""Second pass over prompts (KVzip): reads them again, chunk by chunk, on top of their full cache, and keeps nothing.
+"""Second pass over prompts (KVzip): runs them again, chunk by chunk, on top of their full cache.
 
-What remains of it is the largest attention that each entry received, from which a scorer makes scores.
+The pass yields the maximum attention that each entry receives, from which a scorer computes scores. Its own entries are
+discarded.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,12 +31,12 @@ from jaxkv.sharding.mesh import place, where
 from jaxkv.sharding.sharded_program import sharded_jit
 from jaxkv.text.tokenizer import Text
 
-# The most tokens that go through a layer at a time.
+# Maximum number of tokens per call of a layer.
 MOST = 512
 
 
 class Texts(NamedTuple):
-    """Token ids that a second pass (KVzip) reads before a chunk: `first`, or later `following`, and then `closing`."""
+    """Token ids that a second pass runs before a chunk: `first` or, for later chunks, `following`; then `closing`."""
 
     first: tuple[int, ...]
     following: tuple[int, ...]
@@ -43,7 +44,7 @@ class Texts(NamedTuple):
 
 
 class Padded(NamedTuple):
-    """Right-padded prompts on the host, the number of tokens of each, and the texts of a second pass or None."""
+    """Right-padded prompts on the host, their numbers of tokens, and the texts of a second pass or None."""
 
     tokens: Int[np.ndarray, "B S"]
     lengths: Int[np.ndarray, " B"]
@@ -51,7 +52,7 @@ class Padded(NamedTuple):
 
 
 def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Texts | None:
-    """Encodes a second pass's texts as `Texts` of token ids; None without a pass; ValueError if that is impossible."""
+    """Return a second pass's texts as token ids, None without a pass; raise ValueError if they cannot be encoded."""
     if asked is None:
         return None
     closing = asked.closing
@@ -74,14 +75,14 @@ def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Te
             all(each < config.vocab for each in ids),
             name,
             ids,
-            f"token ids are in [0, {config.vocab})",
+            f"token ids outside of [0, {config.vocab}): give ids of this model's vocabulary",
         )
         found.append(ids)
     return Texts(*found)
 
 
 def tokens_of(asked: Replay, texts: Texts, padded_len: int) -> int:
-    """Number N of tokens that a second pass reads per chunk of prompts of bucket `padded_len`: texts, chunk, padding."""
+    """Return the number N of tokens of a second pass per chunk: texts, chunk and padding."""
     before = max(len(texts.first), len(texts.following) + min(asked.tail, padded_len)) + len(
         texts.closing
     )
@@ -93,7 +94,7 @@ def tokens_of(asked: Replay, texts: Texts, padded_len: int) -> int:
 def chunks(
     tokens: Int[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"], asked: Replay, texts: Texts
 ) -> Iterator[tuple[int, Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]]:
-    """Yields each chunk's first position, the token ids `[B, N]` to run for it, and the number `[B]` of real ones."""
+    """Yield each chunk's first position, the token ids `[B, N]` to run for it, and the number `[B]` of valid ones."""
     batch, padded_len = tokens.shape
     size = min(asked.chunk, padded_len)
     for first in range(0, int(lengths.max()), size):
@@ -119,15 +120,15 @@ def replayed(
     implementation: Implementation,
     worth: float,
 ) -> Walk[list[Float[Array, "B K S"]]]:
-    """Generator: reads prompts again on top of layers that `ran`, yields progress; returns each layer's peak attention.
+    """Generator: run prompts again on top of layers that `ran`; return each layer's peak attention.
 
-    Yields `worth` in all, in equal parts: the share of the layers' progress that the second pass stands for.
+    Yields progress in equal parts that sum to `worth`, the second pass's share of the layers' progress.
     """
     (tokens, lengths, texts), layers, axes = padded, len(flat.blocks), flat.axes
     assert texts is not None
     length = place(lengths, "B", axes, jnp.int32)
     shape = ran[0].k.shape[:3]
-    # Each device makes its own part.
+    # Each device creates its own part.
     peaks = [
         jnp.zeros(shape, jnp.float32, device=where("B K S", shape, axes)) for _ in range(layers)
     ]
@@ -166,10 +167,10 @@ def _layer_again(
     asked: Replay,
     implementation: Implementation,
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B K S"]]:
-    """Compiled: runs a block over N tokens that repeat a chunk; returns hidden states, `peaks` raised; donates both.
+    """Compiled: run a block over N tokens that repeat a chunk; return hidden states and updated `peaks`; donate both.
 
-    `rows` are the prompt's keys and values, `count` of the tokens are real, and the chunk begins at position `first`.
-    Of a sliding-window layer `peaks` stay as they are.
+    `rows` are the prompt's keys and values. `count` of the tokens are valid, and the chunk begins at position `first`.
+    `peaks` of a sliding-window layer are unchanged.
     """
     block, (keys, values), window = graphs.block(leaves), rows, graphs.spec.sliding_window
     shaping, softcap = block.shaping, graphs.spec.softcap
@@ -181,7 +182,7 @@ def _layer_again(
     reach = Reach.of_heads(jnp.broadcast_to(length[:, None], (batch, heads)), padded_len)
     pool = (batch, heads * padded_len, dim)
     chunk, few = min(asked.chunk, padded_len), min(asked.sinks, padded_len)
-    # Where the last chunk would leave the slots, its window begins earlier: entries of the chunk before are left out.
+    # If the last chunk would end beyond the padded length, its slice begins earlier; the previous chunk is masked.
     begin = jnp.minimum(first, padded_len - chunk)
     there = begin + jnp.arange(chunk, dtype=jnp.int32)
     mine = (there >= jnp.maximum(first, few)) & (there < length[:, None])
@@ -192,14 +193,14 @@ def _layer_again(
     by_row = _projected_norms(block, shown) if asked.weighted else None
 
     def attend(part: Array) -> tuple[Array, Array]:
-        """Attends queries to the prompt's entries: returns the pair of attention output and log-sum-exp."""
+        """Attend to the prompt's entries; return attention output and log-sum-exp."""
         flat = part.reshape(batch, heads, -1, dim)
         mine = Gathered(keys.reshape(pool), values.reshape(pool))
         out, lse = backend.attend(flat, mine, reach, shaping=shaping.without_sinks)
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
     def step(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Loop body: runs one block of tokens; returns the carry of hidden states, keys, values, largest attention."""
+        """Run one block of tokens; return updated hidden states, keys, values and peak attention."""
         x, k, v, most = carry
         at = index * size
         part = lax.dynamic_slice_in_dim(x, at, size, axis=1)
@@ -232,20 +233,20 @@ def _layer_again(
 def _rows_from(
     array: Shaped[Array, "B K S ..."], begin: Int[Array, ""], size: int
 ) -> Shaped[Array, "B K C ..."]:
-    """Slice of `size` entries of each kv head, from row `begin` on."""
+    """Return a slice of `size` entries of each kv head, from row `begin` on."""
     return lax.dynamic_slice_in_dim(array, begin, size, axis=2)
 
 
 def _norm(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
-    """Float32 L2 norms along the last axis, at least 1e-12."""
+    """Return float32 L2 norms along the last axis, at least 1e-12."""
     return jnp.maximum(jnp.sqrt((rows.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
 
 
 def _projected_norms(block: Block, v: Float[Array, "B K C D"]) -> Float[Array, "B K G C"]:
-    """Float32 L2 norm of each value after the output projection of each of the kv head's query heads."""
+    """Return the float32 L2 norm of each value after the output projection of each of the kv head's query heads."""
     heads, dim = v.shape[1], v.shape[3]
     weight = float_weight(block.attention, "out").reshape(-1, heads, block.config.group, dim)
-    # |v W|^2 = v (W W^T) v^T: no array of C entries of the model's width.
+    # |v W|^2 = v (W W^T) v^T avoids an array of C entries of the model's width.
     gram = exact_einsum("ekgi,ekgj->kgij", weight, weight)
     wide = v.astype(jnp.float32)
     square = exact_einsum("bkci,kgij,bkcj->bkgc", wide, gram, wide)

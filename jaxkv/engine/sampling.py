@@ -1,6 +1,6 @@
-"""How the next token is sampled from logits: `Sampling`, or any callable of logits and keys.
+"""Sampling of the next token from logits: `Sampling`, or any callable of logits and keys.
 
-The numbers of a `Sampling` are arguments of the compiled loop, not part of it: ten temperatures are one program.
+The numbers of a `Sampling` are arguments of the compiled loop, not static: ten temperatures share one program.
 """
 
 import dataclasses
@@ -19,24 +19,24 @@ from jaxkv.policies.topk import kth_largest, sortable
 
 @runtime_checkable
 class Sampler(Protocol):
-    """Protocol of samplers: callables that sample one token id per sequence from logits.
+    """Protocol of samplers: hashable callables that sample one token id per sequence from logits.
 
-    Any hashable callable with this signature is a sampler; it is compiled into the decoding loop.
+    A sampler is compiled into the decode loop.
     """
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Samples a token id for each sequence from its float32 logits and random key."""
+        """Sample a token id for each sequence from its float32 logits and random key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampler from softmax(logits / temperature), after cuts that combine: `top_k`, then `top_p`, then `min_p`.
+    """Sampler from softmax(logits / temperature), masked by `top_k`, then `top_p`, then `min_p`.
 
     Attributes:
-        temperature: number that logits are divided by; 0 picks the likeliest token, ties going to the lowest id.
-        top_k: sample among so many likeliest tokens; 0 or -1 for all. Tokens as likely as the last of them stay.
-        top_p: sample among the fewest likeliest tokens that together hold this probability (arXiv:1904.09751).
-        min_p: sample among the tokens at least this share as likely as the likeliest one (arXiv:2407.01082).
+        temperature: divisor of the logits; 0 is greedy, with ties to the lowest id.
+        top_k: number of likeliest tokens to sample from; 0 or -1 for all. Ties with the last of these are included.
+        top_p: sample from the fewest likeliest tokens whose probabilities sum to this number (arXiv:1904.09751).
+        min_p: sample from tokens with at least this fraction of the likeliest one's probability (arXiv:2407.01082).
     """
 
     temperature: int | float = 1.0
@@ -54,7 +54,7 @@ class Sampling:
         _checks.field(self, "min_p", _checks.real, "give a share in [0, 1]", high=1.0)
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Samples a token id `i32[B]` for each sequence from its float32 logits and random key."""
+        """Sample a token id `i32[B]` for each sequence from its float32 logits and random key."""
         return likeliest(logits, keys) if is_greedy(self) else _numbers([self])(logits, keys)
 
 
@@ -62,34 +62,34 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def is_greedy(sampling: Sampler) -> bool:
-    """True if the sampler is a `Sampling` that picks the likeliest token, and needs no key."""
+    """Return True if the sampler is a greedy `Sampling`, which needs no key."""
     return by_numbers(sampling) and sampling.temperature == 0
 
 
 def by_numbers(sampling: Sampler) -> TypeGuard[Sampling]:
-    """True if the sampler is a `Sampling` whose numbers say how it samples: no subclass with a `__call__` of its own."""
+    """Return True if the sampler is a `Sampling` without a `__call__` of its own, defined by its numbers."""
     return isinstance(sampling, Sampling) and type(sampling).__call__ is Sampling.__call__
 
 
 def likeliest(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-    """Token ids `i32[B]` with the largest logit of each sequence, of equals the lowest; the keys are unused."""
+    """Return the token ids `i32[B]` of each sequence's largest logit, ties to the lowest id; keys are unused."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
-    """Wrapper that makes a user's sampler a static pytree, compiled into the decoding loop."""
+    """A custom sampler as a static pytree, compiled into the decode loop."""
 
     sampler: Any
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Any:
-        """Calls the user's sampler with logits and keys; returns its token ids."""
+        """Call the custom sampler with logits and keys; return its token ids."""
         return self.sampler(logits, keys)
 
 
 def argument(sampling: Any) -> Any:
-    """A sampler as a pytree for jitted functions: of a `Sampling` that is not greedy its numbers, else static."""
+    """Return a sampler as a pytree for jitted functions: numbers of a non-greedy `Sampling`, else static."""
     if isinstance(sampling, BatchSampling):
         return sampling
     if is_greedy(sampling):
@@ -97,15 +97,15 @@ def argument(sampling: Any) -> Any:
     return _numbers([sampling]) if by_numbers(sampling) else _Compiled(sampling)
 
 
-# Tokens of a block of the vocabulary: about the square root of usual sizes.
+# Tokens per block of the vocabulary: about the square root of usual vocabulary sizes.
 _BLOCK = 256
 
 
 def _sampled(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array, ""]:
-    """Token id `i32[]` sampled from softmax(logits): first a block of the vocabulary by its sum, then a token of it.
+    """Sample a token id `i32[]` from softmax(logits): first a block of the vocabulary by its sum, then a token in it.
 
-    Two blocks of random numbers do for a vocabulary. A float32 Gumbel variate of the mode "low" is never above 16.6, so
-    that tokens of probability 1e-7 would come too seldom.
+    Two blocks of random numbers suffice for a vocabulary. A float32 Gumbel variate of mode "low" never exceeds 16.6, so
+    tokens of probability 1e-7 would be sampled too rarely.
     """
     size = min(_BLOCK, logits.size)
     blocks = jnp.pad(logits, (0, -logits.size % size), constant_values=-jnp.inf).reshape(-1, size)
@@ -118,13 +118,13 @@ def _sampled(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array, ""]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSampling:
-    """Numbers of a `Sampling` for each sequence of a batch, or of one for all: every mix of samplings is one program.
+    """Numbers of a `Sampling` for each sequence of a batch, or one for all: any mix of samplings shares one program.
 
     Attributes:
-        temperature: 0 picks the likeliest token.
-        top_k: 0 for no cut.
-        top_p: 1 for no cut.
-        min_p: 0 for no cut.
+        temperature: 0 is greedy.
+        top_k: 0 for all tokens.
+        top_p: 1 for all tokens.
+        min_p: 0 for all tokens.
     """
 
     temperature: Float[Array, " #B"]
@@ -133,82 +133,84 @@ class BatchSampling:
     min_p: Float[Array, " #B"]
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Samples token ids `i32[B]`; nothing is sampled at random where no temperature is above 0."""
+        """Sample token ids `i32[B]`; use no random numbers if all temperatures are 0."""
         best, warm = likeliest(logits, keys), self.temperature > 0
         sampled = lax.cond(warm.any(), _sample_tokens, _likeliest_tokens, self, logits, keys)
         return jnp.where(warm, sampled, best)
 
     def masked(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits, not yet divided, with excluded tokens' set to minus infinity; runs only the cuts that are used."""
+        """Return undivided logits with excluded tokens at minus infinity; run only the masks in use."""
         used = (self.top_k > 0, _top_k), (self.top_p < 1, _top_p), (self.min_p > 0, _min_p)
         for asked, masked in used:
             logits = lax.cond(asked.any(), masked, _unmasked, self, logits)
         return logits
 
     def divided(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Logits relative to the largest one, divided by the temperature: 0 and below, never NaN."""
+        """Return logits minus the largest one, divided by the temperature: at most 0, never NaN."""
         return (logits - logits.max(axis=-1, keepdims=True)) / self.divisor
 
     @property
     def divisor(self) -> Float[Array, "B 1"]:
-        """Temperature within normal float32 numbers that have an inverse: XLA takes smaller ones for 0."""
+        """Temperature clipped to normal float32 numbers with an inverse; XLA flushes smaller ones to 0."""
         least = jnp.finfo(jnp.float32).tiny
         return jnp.clip(self.temperature, least, 1 / least)[:, None]
 
 
 def _sample_tokens(of: BatchSampling, logits: Array, keys: Array) -> Array:
-    """Token ids sampled at the temperature from what the cuts leave."""
-    # Cuts come first: a division by an extreme temperature makes all logits equal.
+    """Return token ids sampled at the temperature from the masked logits."""
+    # Mask first: division by an extreme temperature makes all logits equal.
     return jax.vmap(_sampled)(keys, of.divided(of.masked(logits)))
 
 
 def _likeliest_tokens(of: BatchSampling, logits: Array, keys: Array) -> Array:
-    """The likeliest token ids, as `_sample_tokens` gives them."""
+    """Return the likeliest token ids, with the signature of `_sample_tokens`."""
     return likeliest(logits, keys)
 
 
 def _unmasked(of: BatchSampling, logits: Array) -> Array:
-    """The logits, as a cut gives them."""
+    """Return the logits, with the signature of a mask."""
     return logits
 
 
 def _top_k(of: BatchSampling, logits: Array) -> Array:
-    """Logits with those below the k-th largest set to minus infinity; ties with the k-th are kept."""
+    """Set logits below the k-th largest to minus infinity; keep ties with the k-th."""
     keys, count = sortable(logits), logits.shape[-1]
     k = jnp.where(of.top_k > 0, jnp.minimum(of.top_k, count), count)
     return jnp.where(keys >= kth_largest(keys, k), logits, -jnp.inf)
 
 
 def _top_p(of: BatchSampling, logits: Array) -> Array:
-    """Logits outside the fewest likeliest tokens that reach probability p set to minus infinity; ties are kept."""
+    """Set logits outside the fewest likeliest tokens that reach probability p to minus infinity; keep ties."""
     p = of.top_p[:, None]
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(of.divided(ordered), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
-    # At p = 1 rare tokens stay, whose probability is lost in a sum near 1; the likeliest stays if p rounds to 0.
+    # p = 1 keeps rare tokens whose probability vanishes in a sum near 1; p rounded to 0 keeps the likeliest one.
     kept = (before < p) | (before == 0) | (p == 1)
     least = jnp.where(kept, ordered, jnp.inf).min(axis=-1, keepdims=True)
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 def _min_p(of: BatchSampling, logits: Array) -> Array:
-    """Logits with those below the largest one plus temperature * log(p) set to minus infinity."""
+    """Set logits below the largest one plus temperature * log(p) to minus infinity."""
     share = jnp.log(of.min_p)[:, None]
     least = logits.max(axis=-1, keepdims=True) + of.divisor * share
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
 def batch_sampling(samplers: Iterable[Sampler]) -> BatchSampling:
-    """Combines one `Sampling` per sequence into a `BatchSampling`; TypeError for users' samplers."""
+    """Combine one `Sampling` per sequence into a `BatchSampling`; raise TypeError for custom samplers."""
     given = list(samplers)
     for sampler in given:
         if not by_numbers(sampler):
-            raise TypeError(f"sampling={sampler}: slots sample by a jaxkv.Sampling: give one")
+            raise TypeError(
+                f"sampling={sampler}: custom samplers not supported in slots. Give a jaxkv.Sampling."
+            )
     return _numbers(given)
 
 
 def _numbers(given: Sequence[Any]) -> BatchSampling:
-    """The numbers of each `Sampling`, in 32 bits."""
+    """Return the numbers of each `Sampling`, in 32 bits."""
     kinds = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
     with np.errstate(over="ignore", under="ignore"):
         arrays = {

@@ -1,4 +1,4 @@
-"""Sparse reads (OmniKV): filter layers choose tokens by attention, and the layers above them attend to these alone."""
+"""Sparse attention (OmniKV): filter layers select tokens by attention, and the layers above attend to these only."""
 
 import dataclasses
 
@@ -16,14 +16,14 @@ from jaxkv.engine.tokens import Choosable, NewTokens
 from jaxkv.policies.reads import Reading, Selector
 from jaxkv.policies.topk import sortable, top
 
-# Chosen entries of one layer as they come from host memory: keys and values, `[B, T, 2, K, D]`.
+# Selected entries of one layer, loaded from host memory: keys and values, `[B, T, 2, K, D]`.
 Loaded = Float[Array, "B T 2 K D"]
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chosen:
-    """Token positions `[B, T]` that a filter layer chose (OmniKV), ascending; the first `count` of T are valid."""
+    """Token positions `[B, T]` selected by a filter layer (OmniKV), ascending; the first `count` of T are valid."""
 
     positions: Int[Array, "B T"]
     count: Int[Array, " B"]
@@ -35,10 +35,10 @@ def new_tokens(
     count: Int[Array, " B"],
     tokens: int,
 ) -> NewTokens:
-    """Makes the `NewTokens` of a step: positions of N tokens, and positions that filter layers may choose from.
+    """Return the `NewTokens` of a step: positions of N tokens, and positions that filter layers select from.
 
-    Several tokens at once, and policies that choose among generated tokens, have all tokens so far as candidates;
-    otherwise the prompt's.
+    The candidates are all tokens so far in steps of several tokens and for policies that select generated tokens; else
+    the prompt.
     """
     reading, state, candidates = terms.reading, tables.state, None
     if reading.chooses:
@@ -54,10 +54,10 @@ def new_tokens(
 
 
 def rest_of(terms: Terms, tables: Tables) -> Int[Array, "L B K"]:
-    """Offset in each segment, `i32[L, B, K]`, of the entry from which on sparse layers read all entries, chosen or not."""
+    """Return the offset `i32[L, B, K]` in each segment from which sparse layers attend to all entries."""
     reading, state = terms.reading, tables.state
     assert state is not None and state.choosable is not None
-    # If generated tokens must be chosen too, no entry before the new one is read without being chosen.
+    # If generated tokens must be selected too, no entry before the new one is exempt.
     return tables.length if reading.include_generated else state.choosable
 
 
@@ -68,10 +68,10 @@ def filter_query(
     reading: Reading,
     shaping: Shaping = PLAIN,
 ) -> FilterQuery:
-    """Makes `FilterQuery`: queries (of the query buffer, or new) by which a filter layer chooses, with positions and weights.
+    """Return the queries by which a filter layer selects, with positions and weights.
 
-    For one token the query buffer's, weighted by the selector; without a query buffer, or for several tokens, the new ones equally.
-    The query buffer holds the new queries, too, that of position p in slot p % R; it is None if only the new ones count.
+    A single token uses the query buffer, weighted by the selector. Without a buffer, or for several tokens, the new
+    queries count equally. The buffer includes the new queries, that of position p in slot p % R.
     """
     tokens = new.positions.shape[1]
     if query_buffer is None or tokens > 1:
@@ -96,11 +96,11 @@ def chosen_at(
     new: NewTokens,
     shaping: Shaping = PLAIN,
 ) -> Chosen:
-    """Positions (`Chosen`) that a filter layer chooses by attention: one set a sequence, for all heads and tokens."""
+    """Select positions by a filter layer's attention: one set per sequence, for all heads and tokens."""
     reading = terms.reading
     assert new.candidates is not None
     asked, below = filter_query(q, query_buffer, new, reading, shaping), new.candidates.below
-    # Queries and keys of equal position see each other, as in attention; padding and room are no candidates.
+    # Queries and keys of equal position attend to each other; padding and headroom are no candidates.
     if reading.every_entry:
         scores = by_row(asked, pool.k, below, terms.axes)
     else:
@@ -120,11 +120,11 @@ def choose(
     now: Int[Array, " B"] | None = None,
     by_sorting: bool = False,
 ) -> Chosen:
-    """Picks `candidates.budget` positions as `Chosen`: with `now` the window before it first, then by highest score.
+    """Select `candidates.budget` positions: with `now`, the window before it first, then by highest score.
 
-    OmniKV, equations 3 and 4. The window before `now`, the newest query's position, counts within the budget; it is
-    left out for the selector LAST, and where generated entries are chosen as well. Ties go to the lowest position.
-    `by_sorting` takes few launches on a GPU; a threshold is faster on a CPU.
+    OmniKV, equations 3 and 4. The window before `now`, the newest query's position, counts within the budget. It is
+    omitted for the selector LAST, and if generated entries are selected as well. Ties go to the lowest position.
+    `by_sorting` needs few launches on a GPU; a threshold is faster on a CPU.
     """
     position = jnp.arange(scores.shape[1], dtype=jnp.int32)
     known = position < candidates.below[:, None]
@@ -140,12 +140,12 @@ def choose(
 def largest(
     keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int, *, by_sorting: bool
 ) -> Int[Array, "B T"]:
-    """Indices of the `count` largest sort keys, ascending, ties to the lowest; T = `width`, later ones unused."""
+    """Return the indices of the `count` largest sort keys, ascending, ties to the lowest; T is `width`."""
     return (_sorted if by_sorting else _counted)(keys, count, width)
 
 
 def _counted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
-    """Indices of the `count` largest sort keys, ascending, found by a threshold and not by sorting; for a CPU."""
+    """Return the indices of the `count` largest sort keys, ascending, found by a threshold; for CPUs."""
     running = jnp.cumsum(top(keys, count), axis=-1, dtype=jnp.int32)
     wanted = jnp.arange(1, width + 1, dtype=jnp.int32)
     return jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(
@@ -154,9 +154,9 @@ def _counted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> I
 
 
 def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
-    """Indices of the `count` largest sort keys, ascending, found by two sorts; for a GPU.
+    """Return the indices of the `count` largest sort keys, ascending, found by two sorts; for GPUs.
 
-    A threshold costs a hundred GPU launches.
+    A threshold needs a hundred GPU launches.
     """
     position = lax.broadcasted_iota(jnp.int32, keys.shape, 1)
     _, largest = lax.sort((~keys, position), dimension=1, is_stable=True, num_keys=1)
@@ -167,7 +167,7 @@ def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> In
 def rows_of(
     chosen: Chosen, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], reading: Reading
 ) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
-    """Pair: pool rows `[B, K, T]` of chosen positions among each head's first `kept` entries, then -1, and their count."""
+    """Return pool rows `[B, K, T]` of chosen positions in each head's first `kept` entries, -1 beyond; their count."""
     positions, first = chosen.positions[:, None], start[..., None]
     real = jnp.arange(positions.shape[-1], dtype=jnp.int32) < chosen.count[:, None, None]
     if reading.every_entry:

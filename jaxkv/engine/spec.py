@@ -1,4 +1,4 @@
-"""`Spec`: static configuration of the programs that run on top of a cache, and the functions that make it."""
+"""`Spec`: static config of the programs that run on a cache, and the functions that create it."""
 
 import dataclasses
 from typing import Any
@@ -32,7 +32,7 @@ from jaxkv.policies.unseen import GateRank
 from jaxkv.sharding.mesh import Axes, tree_placed
 from jaxkv.sharding.record import recorder
 
-# Gates whose weights stay on a model's devices.
+# Number of gates whose weights are cached on a model's devices.
 _GATES = 2
 
 
@@ -42,9 +42,9 @@ def reading_state(
     choosable: Int[Array, "L B K"],
     query_buffers: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> State:
-    """Makes the initial decode `State` of a policy that keeps all entries and reads `reads` chosen tokens a step (OmniKV).
+    """Return the initial `State` of a policy that keeps all entries and attends to `reads` selected ones (OmniKV).
 
-    `query_buffers` are filters' last queries.
+    `query_buffers` are those of filter layers.
     """
     return State(
         prompt=jnp.asarray(prompt, jnp.int32),
@@ -56,11 +56,11 @@ def reading_state(
 
 
 def gate_weights(flat: Flat, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
-    """One layer's gate weights (pytree) on the model's devices, cached for the two gates used last; or abstract arrays.
+    """Return one layer's gate weights on the model's devices, cached for the two most recently used gates.
 
-    Abstract arrays if asked for, and while programs are recorded.
+    Return abstract arrays if `abstract`, and while programs are recorded.
     """
-    # Read first: a gate of a saved cache has no weights, even if an equal gate's are kept.
+    # Look up first: a gate from a saved cache has no weights, even if an equal gate's are cached.
     weights, axes = gate.weights[layer], flat.axes
     if abstract or recorder() is not None:
         weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), weights)
@@ -79,11 +79,11 @@ class Spec(Terms):
     """Static, hashable config of decode programs: model graphs, cache layout, policy parts, backend.
 
     Attributes:
-        graphs: the decoder's static half.
-        config: the model's shape.
+        graphs: static part of the decoder.
+        config: shape of the model.
         rolling: True if positions are places within the cache, and pools hold keys before RoPE.
         fused: True if steps of one token run the backend's `decode_token` and `add_norm`.
-        dtype: of the model.
+        dtype: dtype of the model.
     """
 
     graphs: Graphs
@@ -94,21 +94,21 @@ class Spec(Terms):
 
     @property
     def axes(self) -> Axes | None:
-        """Axes of the mesh that the programs run on; None off a mesh."""
+        """Axes of the mesh that the programs run on; None without a mesh."""
         return self.graphs.axes
 
     def graphs_of(self, layer: int) -> Graphs:
-        """Static part of the decoder, without weights (`Graphs`), for one layer; equal for layers of equal spec."""
+        """Return the static part of the decoder for one layer; equal for layers of equal spec."""
         return self.graphs.of(self.config.spec_of(layer))
 
     @property
     def gate(self) -> Gate | None:
-        """Trained gate that scores new entries by their hidden states; None if the policy has none, or only appends."""
+        """Trained gate that scores new entries by their hidden states; None if the policy has none or only appends."""
         rank = self.ongoing.rank
         return rank.gate if isinstance(rank, GateRank) else None
 
     def blocks_of(self, flat: Flat) -> tuple[Leaves, ...]:
-        """Tuple with the leaves of each block of a model: its parameters, then the layer's gate weights if any."""
+        """Return the leaves of each block of a model: its parameters, then the layer's gate weights, if any."""
         if self.gate is None:
             return flat.blocks
         abstract, gate = isinstance(flat.ends[0], jax.ShapeDtypeStruct), self.gate
@@ -120,28 +120,28 @@ class Spec(Terms):
         )
 
     def parted(self, leaves: Leaves) -> tuple[Leaves, Any]:
-        """Splits a block's leaves from `blocks_of` into its parameters and its gate's weights (None without one)."""
+        """Split a block's leaves from `blocks_of` into its parameters and its gate's weights (None without a gate)."""
         if self.gate is None:
             return leaves, None
         tree = self.gate.tree
         return leaves[: -tree.num_leaves], jax.tree.unflatten(tree, leaves[-tree.num_leaves :])
 
     def streams(self, tokens: int) -> bool:
-        """True if a step of this many tokens (only 1) runs the backend's `decode_token` and `add_norm`."""
+        """Return True if a step of this many tokens (only 1) runs the backend's `decode_token` and `add_norm`."""
         fused = self.config.alternates and self.fused
         return fused and tokens == 1 and not self.reading.offloaded
 
     def chooses(self, layer: int, tokens: int) -> bool:
-        """True if it is a filter layer and chooses positions: in steps of one token, or if `reading.several`."""
+        """Return True for filter layers that select positions: in steps of one token, or if `reading.several`."""
         return layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
     def sparse(self, layer: int, tokens: int) -> bool:
-        """True if the layer reads chosen entries only: in steps of 1 token, in longer ones if `reading.several`."""
+        """Return True if the layer attends to selected entries only: in steps of one token, or if `reading.several`."""
         reading = self.reading
         return reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 
     def query_buffer_index(self, layer: int) -> int | None:
-        """Index of the layer's buffer of last queries in the cache's tuple of query buffers; None if it has none."""
+        """Return the index of the layer's query buffer in the cache's tuple; None without a buffer."""
         if self.ongoing.queries:
             sliding_windows = self.config.sliding_windows
             return None if sliding_windows[layer] else sliding_windows[:layer].count(None)
@@ -153,7 +153,7 @@ class Spec(Terms):
 def spec_for(
     flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA
 ) -> Spec:
-    """Makes the `Spec` (static config) of decode programs on a cache from the cache's static fields; reads no array."""
+    """Return the `Spec` of decode programs on a cache, from the cache's static fields."""
     return specialise(
         flat,
         cache.policy.composed,
@@ -171,9 +171,9 @@ def specialise(
     extended: bool = False,
     implementation: Implementation = Implementation.XLA,
 ) -> Spec:
-    """Makes the `Spec` (static config) of decode programs for a policy and prompts of bucket `padded_len`.
+    """Return the `Spec` of decode programs for a policy and prompts of bucket `padded_len`.
 
-    `extended` segments may hold more entries than the policy keeps of prompts (`KVCache.extended`).
+    With `extended`, segments may hold more entries than the policy keeps of prompts (`KVCache.extended`).
     """
     ongoing, most = parts.ongoing, None
     reading = parts.reading(flat.config.sliding_windows, padded_len)
@@ -196,10 +196,18 @@ def specialise(
 def implementations_for(
     params: LanguageModel, policy: Policy, asked: Implementation
 ) -> Implementations:
-    """Chooses `Implementations` (prefill, decode attention backends) for a model's devices; chunks use decode's.
+    """Select the attention implementations of prefill and decode for a model's devices; chunks use decode's.
+
+    Args:
+        params: the model.
+        policy: the compression policy.
+        asked: requested implementation.
+
+    Returns:
+        The implementations.
 
     Raises:
-        ValueError: for one that cannot read prompts in chunks, under a policy that does.
+        ValueError: for a policy with chunked prefill and an implementation that does not support it.
     """
     read, axes = policy.composed.read, params.axes
     device = jax.devices()[0] if axes is None else axes.mesh.devices.flat[0]
@@ -212,6 +220,6 @@ def implementations_for(
     )
     if not read.chunk:
         return chosen
-    remedy = "chunks attend to the cache, which this does not: leave it out"
+    remedy = "not supported in chunked prefill, where chunks attend to the cache: leave it out"
     require(named(asked) not in PREFILL_ONLY, "implementation", asked, remedy)
     return dataclasses.replace(chosen, prefill=chosen.decode)

@@ -1,4 +1,4 @@
-"""Token loop: a compiled loop over decode steps, or a loop in Python for caches with entries in host memory."""
+"""Token loop: compiled over decode steps, or in Python for caches with entries in host memory."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 def _one_command_buffer() -> dict[str, str]:
-    """XLA compiler options that make the token loop one GPU command buffer; empty if XLA_FLAGS already sets them.
+    """Return compiler options that run the token loop as one GPU command buffer; empty if XLA_FLAGS sets them.
 
     The GPU then waits for the host once, not at every token.
     """
@@ -37,17 +37,15 @@ def _one_command_buffer() -> dict[str, str]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingState:
-    """Sampling state of each sequence: next token's logits, mask of ended ones, tokens left, random key, end ids.
-
-    None of it depends on another sequence.
+    """Sampling state of each sequence, independent of other sequences.
 
     Attributes:
-        logits: `f32[B, V]` of the next token.
+        logits: logits of the next token, `f32[B, V]`.
         done: mask of sequences that have ended.
-        left: tokens that each may still sample; the last of them ends it, as an end token does.
+        left: number of tokens that each sequence may sample; the last one ends it, as an end token does.
         key: random keys; each step folds in `row` and the position.
         row: numbers folded into the keys: the index of a sequence among those that share a key.
-        ends: ids that end each sequence; -2 is none.
+        ends: ids that end each sequence; -2 is padding.
     """
 
     logits: Float[Array, "B V"]
@@ -58,9 +56,9 @@ class SamplingState:
     ends: Int[Array, "B n"]
 
     def after(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "SamplingState":
-        """Sampling state after a step: new logits and `done` mask, `left` less one; ended sequences keep old logits.
+        """Return the state after a step: new logits and `done` mask, `left` less one; ended sequences keep old logits.
 
-        A token that ends a sequence becomes no entry: the logits stay those of the last row.
+        A token that ends a sequence adds no entry: the logits remain those of the last entry.
         """
         left = self.left - (~self.done).astype(jnp.int32)
         return dataclasses.replace(
@@ -77,7 +75,7 @@ def first_sampling_state(
     *,
     axes: Axes | None = None,
 ) -> SamplingState:
-    """Compiled: makes a batch's first sampling state: one random key, one set of end ids `eos`, no limit of tokens."""
+    """Compiled: return a batch's first sampling state, with one random key, end ids `eos`, and no token limit."""
     batch = done.shape[0]
     return SamplingState(
         logits=logits,
@@ -90,10 +88,13 @@ def first_sampling_state(
 
 
 class SampledTokens(NamedTuple):
-    """One token id sampled per sequence, the id to show, mask of ended sequences, and 1 if the token is run (else 0).
+    """One token id sampled per sequence, id to return, mask of ended sequences, and whether the token is run.
 
-    `token` is V for an id outside of the vocabulary; `shown` is -1 for sequences that had ended before; `done` masks
-    sequences that have ended now; `fed` is 1 where the token runs through the model.
+    Attributes:
+        token: sampled id; V for an id outside the vocabulary.
+        shown: sampled id; -1 for sequences that had ended before.
+        done: mask of sequences that have ended.
+        fed: 1 if the token runs through the model, else 0.
     """
 
     token: Int[Array, " B"]
@@ -108,7 +109,7 @@ def sample_next(
     sampling: Sampler,
     axes: Axes | None = None,
 ) -> SampledTokens:
-    """Samples the next token of each sequence; returns `SampledTokens`; TypeError unless the sampler gives integers `[B]`."""
+    """Sample the next token of each sequence; raise TypeError unless the sampler returns integers `[B]`."""
     logits = gathered(sampling_state.logits, "V", 1, axes)
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(
         sampling_state.key, sampling_state.row, seen
@@ -118,10 +119,10 @@ def sample_next(
     if not whole or jnp.shape(token) != seen.shape:
         found = f"{jnp.asarray(token).dtype}{list(jnp.shape(token))}"
         raise TypeError(
-            f"sampling={sampling}: it gives {found}: give one token id for each sequence, int32 [B]"
+            f"sampling={sampling}: it returns {found}. Return one token id per sequence, int32 [B]."
         )
     vocab = logits.shape[1]
-    # V stands for an id outside of the vocabulary, which `Drawing.sampling_state` rejects; -1 would be taken for an end.
+    # V marks an id outside the vocabulary, which `DecodeLoop` rejects; -1 would mean an ended sequence.
     token = jnp.where((token < 0) | (token >= vocab), vocab, token.astype(jnp.int32))
     done = (
         sampling_state.done
@@ -137,7 +138,7 @@ def sample_next(
 def next_tokens(
     sampling_state: SamplingState, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None
 ) -> SampledTokens:
-    """Compiled: samples the next token of every sequence; returns `SampledTokens` (token ids, mask of ended sequences)."""
+    """Compiled: sample the next token of every sequence."""
     return sample_next(sampling_state, seen, sampling, axes)
 
 
@@ -153,15 +154,15 @@ def decode(
     idle: int | None = None,
     loader: Loader | None = None,
 ) -> tuple[Cache, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
-    """Samples up to `steps` tokens per sequence; returns cache, sampling state, ids `[B, size]`, count of steps run.
+    """Sample up to `steps` tokens per sequence; return cache, sampling state, ids `[B, size]`, number of steps.
 
-    Ids are -1 after a sequence's end; the pools of `cache` are donated.
-    Runs one compiled loop, or a loop in Python with a `loader` of entries in host memory.
-    A sampled token runs through the model before the next one is sampled, so that the cache holds all that was said; a
-    token that ends a sequence does not. Sampling stops early once more than `idle` sequences have ended, by default all.
-    `steps`, at most `size`, and `idle` are not compiled in; 0 steps compile everything and change nothing.
+    Runs a compiled loop, or a loop in Python with a `loader` of entries in host memory. Ids are -1 after a sequence's
+    end; the pools of `cache` are donated. A sampled token runs through the model before the next one is sampled, so the
+    cache holds all sampled tokens except those that end a sequence. Sampling stops early once more than `idle`
+    sequences have ended, by default all. `steps`, at most `size`, and `idle` are not compiled in; 0 steps compile
+    everything and change nothing.
     """
-    # On a mesh, sequences that fill up its groups have ended, too.
+    # On a mesh, the copies that fill up its groups have ended, too.
     many = sampling_state.done.shape[0] * (
         flat.axes.size("B") if flat.axes is not None and inside() else 1
     )
@@ -181,7 +182,7 @@ def decode(
         host(sampling_state.done),
     )
     if steps == 0:
-        # A step that counts no token.
+        # Compile with a step that adds no token.
         new = next_tokens(sampling_state, cache.tables.seen, argument(sampling), axes=flat.axes)
         loader, none = dataclasses.replace(loader, traffic=Traffic()), new.fed * 0
         logits, cache = extend(flat, cache, new.token[:, None], none, spec=spec, loader=loader)
@@ -190,7 +191,7 @@ def decode(
         new = next_tokens(sampling_state, cache.tables.seen, argument(sampling), axes=flat.axes)
         logits, cache = extend(flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader)
         sampling_state = sampling_state.after(logits, new.done)
-        # Copied to the host only now, while the device runs the step.
+        # Copy to the host only now, while the device runs the step.
         out[:, ran], ended = host(new.shown), host(new.done)
         ran += 1
     return cache, sampling_state, jnp.asarray(out), jnp.int32(ran)
@@ -206,7 +207,7 @@ def loop_arguments(
     *,
     spec: Spec,
 ) -> tuple[Any, ...]:
-    """Tuple of the compiled loop's non-static arguments, in order; the second is donated when the loop is called."""
+    """Return the compiled loop's non-static arguments, in order; the second is donated by the loop."""
     weights, limits = (flat.ends, spec.blocks_of(flat)), (jnp.int32(steps), jnp.int32(idle))
     return weights, cache.pools, cache.tables, sampling_state, limits, argument(sampling)
 
@@ -223,7 +224,7 @@ def _loop(
     spec: Spec,
     size: int,
 ) -> tuple[Cache, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
-    """Compiled token loop: returns the cache (its pools are donated), sampling state, ids, steps run.
+    """Compiled token loop: return the cache (its pools are donated), sampling state, ids, number of steps.
 
     `limits` are the number of steps, and the number of ended sequences above which the loop stops.
     """
@@ -231,7 +232,7 @@ def _loop(
 
     def going(carry):
         index, _, sampling_state, _ = carry
-        # Stops at the requested number of steps, or once more than `idle` sequences have ended.
+        # Stops after the requested number of steps, or once more than `idle` sequences have ended.
         return (index < steps) & (count_of_all(sampling_state.done, spec.axes) <= idle)
 
     def body(carry):

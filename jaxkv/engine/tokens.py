@@ -1,4 +1,4 @@
-"""New tokens of a decode step: positions, projections and RoPE angles, and their attention to a pool."""
+"""New tokens of a decode step: positions, projections, RoPE angles, and attention to a pool."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ from jaxkv.sharding.mesh import settle_down
 
 
 class Choosable(NamedTuple):
-    """Named tuple per sequence: filter layers choose `budget` positions among those less than `below`."""
+    """Per sequence, the `budget` of positions that filter layers select, among positions less than `below`."""
 
     below: Int[Array, " B"]
     budget: Int[Array, " B"]
@@ -32,9 +32,9 @@ class Choosable(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """A step's N new tokens: positions, number of real ones, and bound and budget of the filter layers' choice.
+    """A step's N new tokens, the same for all layers: positions, number of valid ones, candidates.
 
-    The same for all layers. `candidates` are the positions that filter layers choose from.
+    `candidates` bounds the positions that filter layers select from.
     """
 
     positions: Int[Array, "B N"]
@@ -47,8 +47,8 @@ class NewTokens:
 class Token:
     """Queries and keys (both after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
 
-    `begun` are the scores that new entries start with; None where none are known. `split` are the parts that a fused step
-    takes; None in others.
+    `begun` are the initial scores of new entries, None if unknown. `split` are the inputs of a fused step; None in
+    other steps.
     """
 
     q: Float[Array, "B K G N D"]
@@ -59,14 +59,14 @@ class Token:
     split: Unrotated | None = None
 
     def transformed(self, centre: Float[Array, "B K D"]) -> "Token":
-        """Token for caches of transformed entries, whose keys are less `centre`."""
+        """Return the token for caches of transformed entries, whose keys have `centre` subtracted."""
         k = stored_keys(self.k, centre)
         return dataclasses.replace(
             self, q=transformed(self.q), k=k, v=transformed(self.v), stored=k
         )
 
     def widened(self, dtype: jnp.dtype) -> "Token":
-        """Token with queries, keys and values in the dtype of the pool that it joins."""
+        """Return the token with queries, keys and values in the dtype of its pool."""
         names = ("q", "k", "v", "stored")
         return dataclasses.replace(
             self, **{name: getattr(self, name).astype(dtype) for name in names}
@@ -75,7 +75,7 @@ class Token:
     def parts(
         self, sequences: int
     ) -> tuple[Float[Array, "one M K G D"], Float[Array, "one M two K D"]]:
-        """Queries, and keys and values, of one new token each, as a fused step takes them; zeros up to `sequences`."""
+        """Return queries, and keys with values, of one new token each for a fused step, padded to `sequences`."""
         q, kv = self.q[..., 0, :], jnp.stack([self.k[:, :, 0], self.v[:, :, 0]], axis=1)
         wide = ((0, sequences - q.shape[0]), *((0, 0),) * 3)
         return jnp.pad(q.astype(jnp.float32), wide)[None], jnp.pad(kv.astype(jnp.float32), wide)[
@@ -84,7 +84,7 @@ class Token:
 
 
 def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles) -> Token:
-    """Queries, keys and values (`Token`) of new tokens from normed hidden states; queries and keys are rotated."""
+    """Return rotated queries, rotated keys and values of new tokens from normed hidden states."""
     raw, v = block.keys_values(normed)
     k = rotate(raw, by, normed.dtype)
     stored = raw.astype(normed.dtype) if spec.rolling else k
@@ -94,7 +94,7 @@ def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles)
 def token_of_parts(
     q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: Angles, dtype: jnp.dtype
 ) -> Token:
-    """Makes the `Token` (rotated query and key, value) of one new token from split-K partial sums of projections."""
+    """Return the rotated query and key and the value of one new token from split-K partial sums of projections."""
     batch = by.cos.shape[0]
     query, both = q.sum(axis=0)[:batch], kv.sum(axis=0)[:batch]
     k = rotate(both[:, 0, :, None], by, dtype)
@@ -110,9 +110,9 @@ def token_of_parts(
 def in_blocks(
     attend: Callable[[Array], tuple[Array, Array]], q: Float[Array, "B K G N D"]
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Pair of attention output and log-sum-exp, by `attend` on blocks of at most `QUERY_BLOCK` query tokens.
+    """Return attention output and log-sum-exp, computed by `attend` on blocks of at most `QUERY_BLOCK` query tokens.
 
-    `attend` takes queries `[B, K, G N, D]`.
+    `attend` accepts queries `[B, K, G * N, D]`.
     """
     batch, heads, group, tokens, dim = q.shape
     size = min(tokens, QUERY_BLOCK)
@@ -130,7 +130,7 @@ def in_blocks(
 
 
 def first_scores(token: Token, ongoing: Ongoing) -> Float[Array, "B K N"] | None:
-    """Scores that new entries begin with: a gate's or the rank's `begin`; None if the pool keeps no scores."""
+    """Return the initial scores of new entries, from a gate or the rank's `begin`; None if the pool has no scores."""
     if not ongoing.scored:
         return None
     if token.begun is not None:
@@ -142,10 +142,10 @@ def first_scores(token: Token, ongoing: Ongoing) -> Float[Array, "B K N"] | None
 def remembered(
     query_buffer: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
 ) -> Float[Array, "B K G R D"]:
-    """Ring buffer of last queries with the real new tokens' queries written in, position p at index p % R."""
+    """Write the valid new tokens' queries into a query buffer, that of position p at index p % R."""
     batch, rows, tokens = query_buffer.shape[0], query_buffer.shape[3], q.shape[3]
     offset, count = jnp.arange(tokens, dtype=jnp.int32), new.count
-    # Of more queries than the query buffer holds only the last ones count.
+    # If there are more queries than places, only the last ones count.
     real = (offset < count[:, None]) & (offset >= count[:, None] - rows)
     slot = jnp.where(real, new.positions % rows, rows)
     index = jnp.arange(batch, dtype=jnp.int32)[:, None]
@@ -155,12 +155,12 @@ def remembered(
 
 @partial(jax.jit, static_argnames=("padded_len", "rope", "dim"))
 def _angles_of(*, padded_len: int, rope: Rope, dim: int) -> Angles:
-    """Compiled: rotary angles (cos, sin) of positions 0 to `padded_len` - 1."""
+    """Compiled: return rotary angles (cos, sin) of positions 0 to `padded_len` - 1."""
     return angles(jnp.arange(padded_len, dtype=jnp.int32)[None], rope, dim)
 
 
 def angles_by_rope(flat: Flat, padded_len: int) -> dict[Rope, Angles]:
-    """Dict from each rotary embedding of the model to its angles at positions 0 to `padded_len` - 1, on the model's mesh."""
+    """Return the angles of each rotary embedding of the model at positions 0 to `padded_len` - 1."""
     ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
     dim = flat.config.head_dim
     return {
@@ -170,24 +170,24 @@ def angles_by_rope(flat: Flat, padded_len: int) -> dict[Rope, Angles]:
 
 
 class StepAngles(NamedTuple):
-    """Named tuple of a layer's RoPE angles in a step: for new tokens, and unrotated rows of the pool."""
+    """A layer's RoPE angles in a step: for new tokens, and for unrotated keys of the pool."""
 
     new: Angles
     rows: Angles | None = None
 
     @property
     def turning(self) -> Callable[[Array], Array] | None:
-        """Function that rotates keys `[B, P, D]` (RoPE) as they are read; None where pools hold them rotated."""
+        """Function that rotates keys `[B, P, D]` before attention; None if pools hold rotated keys."""
         return None if self.rows is None else partial(rolled, by=self.rows)
 
 
 def step_angles(
     spec: Spec, kinds: Sequence[LayerSpec], positions: Int[Array, "B N"], cache: Cache
 ) -> list[StepAngles]:
-    """List of each layer's `StepAngles`; layers with equal RoPE share arrays.
+    """Return each layer's `StepAngles`; layers with equal RoPE share arrays.
 
-    Rolling positions are places within the cache. `cache` is of these layers before the step, and read with rolling
-    positions only.
+    Rolling positions are places within the cache. `cache` is the state before the step, used with rolling positions
+    only.
     """
     made = partial(angles, head_dim=spec.config.head_dim)
     ropes = [kind.rope for kind in kinds]
@@ -200,7 +200,7 @@ def step_angles(
     of_rows = {
         (size, rope): made(jnp.arange(size, dtype=jnp.int32)[None], rope) for size, rope in distinct
     }
-    # Positions roll only where all heads of a sequence hold the same entries: any head's length will do.
+    # Positions roll only if all heads of a sequence hold the same entries, so any head's length applies.
     lengths = [length[:, :1] for length in tables.length]
     ahead = positions - tables.seen[:, None]
     return [
@@ -210,6 +210,6 @@ def step_angles(
 
 
 def rolled(keys: Float[Array, "B P D"], by: Angles) -> Float[Array, "B P D"]:
-    """Keys rotated (RoPE) by their places within the cache; segments have equal size and unrotated keys."""
+    """Rotate keys by their places within the cache; segments have equal size and unrotated keys."""
     batch, rows, dim = keys.shape
     return rotate(keys.reshape(batch, -1, by.cos.shape[1], dim), by).reshape(keys.shape)
