@@ -1,4 +1,4 @@
-"""Scores and evictions of a decode step over the whole cache: by layer, or all layers of a shared pool at once."""
+"""Score updates and evictions after a decode step: by layer, or for all layers of a shared pool in one step."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from jaxkv.sharding.collectives import mean_of_devices
 
 
 def segments_of(tables: Tables, part: int | slice) -> Segments:
-    """Makes `Segments` (first pool row, length, row limit per kv head) of one or several layers from `tables`."""
+    """Return the `Segments` (first pool row, length, limit per kv head) of one or several layers."""
     part = slice(part, part + 1) if isinstance(part, int) else part
     state, start = tables.state, tables.start[part]
     assert state is not None
@@ -33,10 +33,10 @@ def segments_of(tables: Tables, part: int | slice) -> Segments:
 
 
 def within_limits(cache: Cache, outs: list[Array], spec: Spec) -> Cache:
-    """Cache without the lowest-ranked row of each segment over its limit.
+    """Evict the lowest-ranked entry of each segment over its limit.
 
-    Layers that share a pool are handled at once. `outs` are one number of each head's attention output per layer, which
-    orders writes behind reads.
+    Layers that share a pool are handled together. `outs` are one number of each head's attention output per layer,
+    which orders writes after reads.
     """
     tables = cache.tables
     layers, _, heads = tables.start.shape
@@ -45,7 +45,8 @@ def within_limits(cache: Cache, outs: list[Array], spec: Spec) -> Cache:
     pools, lengths, taus = [], [], []
     for pool, part in zip(cache.pools, spec.layout.parts(layers), strict=True):
         if spec.config.sliding_windows[part.start] is not None and not spec.layout.one_pool:
-            # A sliding-window layer's own pool has no limit and no scores; in a shared pool its limit is never reached.
+            # A sliding-window layer's own pool has no limit and no scores; in a shared pool, its limit is never
+            # reached.
             pools.append(pool)
             lengths.append(tables.length[part])
             taus += [] if tables.state.tau is None else [tables.state.tau[part]]
@@ -59,14 +60,14 @@ def within_limits(cache: Cache, outs: list[Array], spec: Spec) -> Cache:
 
 
 def of_whole_groups(pools: list[Pool], spec: Spec) -> list[Pool]:
-    """List of pools, scores averaged over devices that share a kv head's query heads; unchanged without a mesh."""
+    """Average scores over devices that share a kv head's query heads; return pools unchanged without a mesh."""
     if not spec.scored:
         return pools
     return [pool.rescored(lambda score: mean_of_devices(score, "G", spec.axes)) for pool in pools]
 
 
 def faded(pools: tuple[Pool, ...], count: Int[Array, " B"], terms: Terms) -> tuple[Pool, ...]:
-    """Tuple of pools with scores times decay ** `count`, a sequence's new tokens; unchanged without a decay."""
+    """Multiply scores by decay ** `count`, a sequence's new tokens; return pools unchanged without a decay."""
     decay = terms.decay
     if decay == 1:
         return pools

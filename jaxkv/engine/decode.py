@@ -1,4 +1,4 @@
-"""Decode step of the whole model: N new tokens per sequence on top of a cache, a question or the one token sampled."""
+"""Decode step of the whole model: N new tokens per sequence on top of a cache, a question or one sampled token."""
 
 import dataclasses
 from collections.abc import Callable
@@ -34,10 +34,10 @@ def step(
     *,
     spec: Spec,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Runs N new tokens per sequence through all layers; returns last logits and new cache.
+    """Run N new tokens per sequence through all layers; return last logits and the new cache.
 
-    Tokens are padded on the right; `count` of them are real, and 0 leaves a sequence's cache unchanged. The cache has
-    room for N entries behind every segment.
+    Tokens are right-padded: `count` of them are valid, and 0 leaves a sequence's cache unchanged. The cache needs N
+    free places behind every segment.
     """
     outer, tables, several = spec.graphs.ends(ends), cache.tables, tokens.shape[1]
     state = tables.state
@@ -50,7 +50,7 @@ def step(
     parted = [spec.parted(leaves) for leaves in blocks]
 
     def bind(layer: int, block: Block, pool: Pool) -> Bound:
-        """The layer as it is before the step: slices of tables are traced right before its block."""
+        """Bind a layer in its state before the step; slices of tables are traced right before its block."""
         by = turned[layer]
         first = None if state is None or state.choosable is None else state.choosable[layer]
         rows = bound(
@@ -111,7 +111,7 @@ def _extend(
     *,
     spec: Spec,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Compiled `step`: last tokens' logits and cache after N new tokens per sequence; pools are donated."""
+    """Compiled `step`: return last logits and the cache after N new tokens per sequence; donate the pools."""
     return step(ends, blocks, Cache(pools=pools, tables=tables), tokens, count, spec=spec)
 
 
@@ -124,9 +124,9 @@ def extend(
     spec: Spec,
     loader: Loader | None = None,
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Last tokens' logits and cache after N new tokens per sequence, by compiled programs; pools are donated.
+    """Run N new tokens per sequence by compiled programs; return last logits and the cache; donate the pools.
 
-    One program; with a `loader`, a program for each stretch of layers between transfers from host memory.
+    A single program runs, or with a `loader` one program per layer group between transfers from host memory.
     """
     if loader is not None:
         return offloaded_decode.step(flat, cache, tokens, count, spec=spec, loader=loader)
@@ -143,10 +143,9 @@ def read_on_top(
     *,
     size: int,
 ) -> tuple[Float[Array, "B V"], KVCache]:
-    """Runs prompts on top of a cache (donated), `size` tokens at a time; returns last tokens' logits and new cache.
+    """Run prompts on top of a cache (donated) in chunks of `size` tokens; return last logits and the new cache.
 
-    `run` is `extend` of a model and spec, called with `size` tokens of every prompt at a time; tokens are padded on the
-    right to a multiple of `size`.
+    `run` is `extend` of a model and spec. Tokens are right-padded to a multiple of `size`.
     """
     logits, axes, arrays = cache.logits, cache.axes, cache.arrays
     for first in range(0, tokens.shape[1], size):
@@ -165,5 +164,5 @@ def newest(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B V"]:
-    """Compiled: logits `[B, V]` of each sequence: `after` a block if it had tokens there, else `before`."""
+    """Compiled: return `after` for sequences with tokens in the last chunk, else `before`, `[B, V]`."""
     return jnp.where((count > 0)[:, None], after, before)

@@ -1,4 +1,4 @@
-"""Programs of what stands before the first block and after the last: embeddings of tokens, and logits."""
+"""Programs before the first block and after the last one: token embeddings and logits."""
 
 from jaxtyping import Array, Float, Int
 
@@ -15,7 +15,7 @@ def embed(
     graphs: Graphs,
     implementation: Implementation = Implementation.XLA,
 ) -> Float[Array, "B N E"]:
-    """Compiled: embeddings `[B, N, E]` of token ids, the hidden states before the first block."""
+    """Compiled: return embeddings `[B, N, E]` of token ids, the hidden states before the first block."""
     return graphs.ends(ends).embed(
         tokens, in_blocks=backend_of(implementation).can.embeds_in_blocks
     )
@@ -23,5 +23,5 @@ def embed(
 
 @sharded_jit(static=("graphs",), on="graphs")
 def logits_of(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Array, "B V"]:
-    """Compiled: float32 next-token logits `[B, V]` from hidden states after the last block."""
+    """Compiled: return float32 next-token logits `[B, V]` from hidden states after the last block."""
     return graphs.ends(ends).logits(x)

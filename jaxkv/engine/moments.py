@@ -1,4 +1,4 @@
-"""Statistics of a prompt's queries: mean and covariance after the text (ExpectedAttention), attention within blocks."""
+"""Statistics of a prompt's queries: mean and covariance (ExpectedAttention), attention within blocks."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from jaxkv.policies.scorer import BlockAttention, FutureQueries, QueryMoments
 
 
 class _Sums(NamedTuple):
-    """Named tuple of float32 query statistics: count `[B]`, mean `[B, K, G, D]`, outer products about the mean."""
+    """Float32 query statistics: count `[B]`, mean `[B, K, G, D]`, summed outer products about the mean."""
 
     number: Float[Array, " B"]
     mean: Float[Array, "B K G D"]
@@ -30,10 +30,10 @@ def prompt_moments(
     *,
     size: int,
 ) -> QueryMoments:
-    """Computes `QueryMoments` per prompt and head: query mean, optional covariance, at positions after the prompt.
+    """Compute query mean and optional covariance per prompt and head, rotated to positions after the prompt.
 
-    The queries are projected from hidden states.
-    `x` are hidden states before the block, of which `size` tokens of each prompt, a divisor of S, go at a time.
+    Queries are projected from `x`, the hidden states before the block, `size` tokens of each prompt at a time. `size`
+    is a divisor of S.
     """
     config, (batch, _, width) = block.config, x.shape
     shape = (batch, config.kv_heads, config.group, config.head_dim)
@@ -58,7 +58,7 @@ def prompt_block_sums(
     table: Angles,
     asked: BlockAttention,
 ) -> Float[Array, "B K G S"]:
-    """Attention `f32[B, K, G, S]` that each key receives from the queries of its block, from hidden states."""
+    """Compute the attention `f32[B, K, G, S]` that each key receives from the queries of its block."""
     padded_len = x.shape[1]
     size = asked.tokens(padded_len)
 
@@ -79,14 +79,13 @@ def prompt_block_sums(
 def last_moments(
     q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, asked: FutureQueries
 ) -> QueryMoments:
-    """Computes `QueryMoments` per head of the last w queries: mean, optional covariance, at positions after the text.
+    """Compute mean and optional covariance per head of the last w queries, rotated to positions after the text.
 
-    The queries stand at positions `seen - w` to `seen`.
-    Queries of negative positions may hold anything finite.
+    The queries are at positions `seen - w` to `seen`. Queries of negative positions may hold any finite values.
     """
     position = seen[:, None] - q.shape[3] + jnp.arange(q.shape[3], dtype=jnp.int32)
     by = angles(jnp.maximum(position, 0), rope, q.shape[-1])
-    # Cosine and sine carry the attention factor: divided by its square they turn back and undo it.
+    # Cosine and sine include the attention factor: dividing by its square inverts rotation and factor.
     square = by.cos**2 + by.sin**2
     back = Angles(cos=by.cos / square, sin=-by.sin / square)
     sums = _sums_of(rotate(q, back), position >= asked.skip, asked)
@@ -96,7 +95,7 @@ def last_moments(
 def _sums_of(
     q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: FutureQueries
 ) -> _Sums:
-    """Computes `_Sums` (count, mean, outer products summed about the mean) of the queries `q` in mask `counts`."""
+    """Compute count, mean and outer products about the mean of the queries `q` in mask `counts`."""
     weight = counts.astype(jnp.float32)[:, None, None, :, None]
     number = counts.sum(axis=1).astype(jnp.float32)
     wide = q.astype(jnp.float32)
@@ -107,7 +106,7 @@ def _sums_of(
 
 
 def _joined(one: _Sums, other: _Sums) -> _Sums:
-    """Merges two `_Sums`: count, mean and summed outer products of both sets of queries (Chan et al., 1983)."""
+    """Merge two `_Sums`: count, mean and summed outer products of both sets of queries (Chan et al., 1983)."""
     number = one.number + other.number
     share = (other.number / jnp.maximum(number, 1.0))[:, None, None, None]
     off = other.mean - one.mean
@@ -121,7 +120,7 @@ def _joined(one: _Sums, other: _Sums) -> _Sums:
 
 
 def _turned(sums: _Sums, seen: Int[Array, " B"], rope: Rope, asked: FutureQueries) -> QueryMoments:
-    """Makes `QueryMoments` of unrotated `_Sums`: mean, optional covariance, rotated by mean RoPE of later positions."""
+    """Compute mean and optional covariance from unrotated `_Sums`, rotated by the mean RoPE of later positions."""
     ahead = seen[:, None] + jnp.arange(asked.positions, dtype=jnp.int32)
     each = angles(ahead, rope, sums.mean.shape[-1])
     by = Angles(cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True))

@@ -1,4 +1,4 @@
-"""Nearest row of a segment by cosine: the entry into which an evicted entry may be merged."""
+"""Nearest entry of a segment by cosine, into which an evicted entry may be merged."""
 
 from functools import partial
 
@@ -20,10 +20,10 @@ def nearest(
     *,
     walk: Walk,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Pair `[B, K]` per segment: largest cosine of an entry, except row `but`, to vector `of`, and its pool row or -1.
+    """Return per segment the largest cosine of an entry to vector `of`, and the entry's pool row or -1, `[B, K]`.
 
-    `rows` are the pool's keys or values at positions `pos`. The row `but`, the given one itself, does not count; ties
-    go to the first position.
+    `rows` are the pool's keys or values at positions `pos`. The row `but`, the given entry itself, is excluded; ties go
+    to the first position.
     """
 
     def body(best, row, inside, rows, pos):
@@ -48,7 +48,7 @@ def nearest(
 def _most(
     cosine: Array, pos: Array, row: Array, counts: Bool[Array, "B K n"]
 ) -> tuple[Array, Array, Array]:
-    """Triple `[B, K]` per segment: largest cosine in mask `counts`, its earliest position, its pool row (-1: none)."""
+    """Return per segment the largest cosine in mask `counts`, its earliest position, and its pool row (-1 for none)."""
     cosine = jnp.where(counts, cosine, -jnp.inf)
     top = cosine.max(axis=-1)
     none = jnp.iinfo(jnp.int32).max
@@ -57,7 +57,7 @@ def _most(
 
 
 def _dots(q: Float[Array, "B K D"], rows: Float[Array, "B _ n D"]) -> Float[Array, "B K n"]:
-    """Float32 inner products `[B, K, n]` of each head's vector with n entries, per head or shared by all heads."""
+    """Return float32 inner products `[B, K, n]` of each head's vector with n entries, per head or shared."""
     dot = partial(
         lax.dot_general, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32
     )

@@ -1,4 +1,4 @@
-"""Scores of one layer's entries, the attention mass behind them, and the layer's claim on a shared budget."""
+"""Scores of one layer's entries, their attention mass, and the layer's claim on a shared budget."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -21,11 +21,14 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 class Scored(NamedTuple):
-    """Scores of a layer's entries, and the observed `mass` (such as attention) behind them.
+    """Scores of one layer's entries and the statistics that come with them.
 
-    `claim` is the layer's on a budget that layers share, None unless budgets follow from claims; `first` ranks entries
-    that a two-stage scorer takes first, S for others, None for one stage; `nan` is True if a score is NaN, padding left
-    out.
+    Attributes:
+        scores: scores of entries.
+        mass: observed mass, such as attention, from which scores are computed.
+        claim: the layer's claim on a shared budget; None unless budgets depend on claims.
+        first: rank of entries that a two-stage scorer selects first, S for others; None for one stage.
+        nan: True if a score is NaN, padding excluded.
     """
 
     scores: Float[Array, "B K S"]
@@ -44,13 +47,13 @@ def observe(
     layers: LayerBudgets,
     axes: Axes | None = None,
 ) -> Scored:
-    """Compiled: what a scorer, and layer budgets, make of one layer's entries; the claim leaves out `always_kept` ones.
+    """Compiled: compute one layer's scores and its claim on a shared budget, without `always_kept` entries.
 
-    A scorer whose results are not float32 (ranks: int32) of the entries' shape is rejected with a TypeError.
+    Raise TypeError for a scorer whose results are not float32 (ranks: int32) of the entries' shape.
     """
     claim = first = None
     if "norms" in seen.extras:
-        # All kv heads hold the same entries of a prompt.
+        # All kv heads hold the same entries during prefill.
         of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
         seen = dataclasses.replace(seen, extras={**seen.extras, "norm_totals": of_heads})
     scores, mass = scored(scorer, seen, axes)
@@ -61,7 +64,7 @@ def observe(
         claim = layers.weight(each.reshape(len(each), -1, *each.shape[3:]))
     if scorer.two_stages:
         ranks: Any = scorer.first_stage(seen)
-        named = "kv head and row, [B, K, S]"
+        named = "kv head and entry, [B, K, S]"
         first = checked(scorer, "first", ranks, seen.k.shape[:3], named, jnp.int32)
     nan = anywhere((jnp.isnan(scores) & seen.between()).any(), axes)
     return Scored(scores=scores, mass=mass, claim=claim, first=first, nan=nan)
@@ -70,10 +73,10 @@ def observe(
 def scored(
     scorer: Scorer, seen: Observed, axes: Axes | None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
-    """Calls a scorer on one layer; returns scores of entries and the mass (such as attention) that it observed."""
-    shape, named = seen.k.shape[:3], "kv head and row, [B, K, S]"
+    """Call a scorer on one layer; return scores of entries and the observed mass, such as attention."""
+    shape, named = seen.k.shape[:3], "kv head and entry, [B, K, S]"
     mass = checked(scorer, "observe", scorer.observe(seen), shape, named)
-    # Scorers that read no query heads observe the same on all devices.
+    # Scorers without query heads observe the same on all devices.
     if scorer.needs.query_heads:
         largest = GroupReduce(scorer.group) is GroupReduce.MAX
         mass = (most_of_devices if largest else mean_of_devices)(mass, "G", axes)

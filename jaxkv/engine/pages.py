@@ -1,4 +1,4 @@
-"""Pages of a layer's entries (Quest): when their bounds are computed, which kv heads choose, and attention to these."""
+"""Pages of a layer's entries (Quest): updates of their bounds, and how many pages a step attends to."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from jaxkv.sharding.mesh import Axes
 def with_bounds(
     pools: tuple[Pool, ...], length: Int[Array, "L B K"], reading: Reading, axes: Axes | None
 ) -> tuple[Pool, ...]:
-    """Tuple of pools, with page bounds (min/max keys, Quest) computed in layers that choose pages and lack them."""
+    """Add page bounds (min/max keys, Quest) to the pools of layers that select pages and have none."""
     if not reading.page:
         return pools
     made = list(pools)
@@ -34,9 +34,9 @@ def with_new_rows(
     new: NewTokens,
     read: Float[Array, "B K"],
 ) -> Pool:
-    """Copy of a pool, its page bounds (min/max keys) recomputed for the pages that the step's appended entries join.
+    """Recompute a pool's page bounds (min/max keys) for the pages that the step's new entries join.
 
-    `length` are the entries before the new ones, `read` numbers behind whose computation the bounds are written.
+    `length` are the entries before the step; the bounds are written after `read` has been computed.
     """
     bounds = pool.bounds
     assert bounds is not None
@@ -48,11 +48,11 @@ def with_new_rows(
 
 
 def rest_from(length: Int[Array, "*n"], page: int) -> Int[Array, "*n"]:
-    """Index in its segment (int array) of the first row of the page that the next row, number `length`, joins."""
+    """Return the offset of the first entry of the page that the next entry, number `length`, joins."""
     return length // page * page
 
 
 def full_pages(length: Int[Array, "*n"], budget: Int[Array, "*#n"], page: int) -> Int[Array, "*n"]:
-    """Number of full pages to read (int array): as many as fit an entry budget beside the newest page, at most all."""
+    """Return the number of full pages to attend to: as many as fit the entry budget with the newest page."""
     newest = length + 1 - rest_from(length, page)
     return jnp.clip((budget - newest) // page, 0, length // page)

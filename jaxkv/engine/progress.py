@@ -1,17 +1,17 @@
-"""Work that is done in pieces, as generators: what they yield is progress, and other work may run in between."""
+"""Generators of work in parts: they yield progress, and other work may run between two parts."""
 
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-# Of a prefill or a compression: yields layers done since it last yielded, 0 after a layer was packed.
+# A prefill or compression: yields the layers run since the last yield, 0 after a layer was packed.
 Walk = Generator[float, None, Result]
 
 
 def run_to_end(
     walk: Generator[Any, None, Result], tick: Callable[[Any], object] = lambda value: None
 ) -> Result:
-    """Runs a generator to its end, calls `tick` with each value it yields, and returns its result."""
+    """Run a generator to its end, call `tick` with each value that it yields, and return its result."""
     while True:
         try:
             value = next(walk)
@@ -21,7 +21,7 @@ def run_to_end(
 
 
 def without_progress(walk: Walk[Result]) -> Walk[Result]:
-    """Generator: runs another generator and returns the same result, but yields 0 in place of every value."""
+    """Generator: run another generator and return its result, but yield 0 instead of each value."""
     while True:
         try:
             next(walk)

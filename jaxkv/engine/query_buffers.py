@@ -1,4 +1,4 @@
-"""Buffers of last queries, kept beside the cache for policies that score or choose entries while tokens are sampled."""
+"""Buffers of last queries, stored with the cache for policies that score or select entries during decoding."""
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -17,9 +17,9 @@ def fill_query_buffer(
     transforms: bool,
     axes: Axes | None,
 ) -> Float[Array, "B K G R D"]:
-    """Compiled: float32 query buffer `[B, K, G, R, D]` of the prompt's last queries, position p at slot p % `rows`.
+    """Compiled: return the float32 query buffer of a prompt's last queries, position p at slot p % `rows`.
 
-    With `transforms` they are transformed as keys are.
+    With `transforms`, queries are transformed like keys.
     """
     q = transformed(q) if transforms else q
     batch, heads, group, window, dim = q.shape

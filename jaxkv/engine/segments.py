@@ -15,18 +15,18 @@ from jaxkv.attention.xla import Walk, block_rows, inside_segments, row_blocks
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Segments:
-    """Tables of one layer's segments `[B, K]`: first pool row, length, limit, and policy state such as thresholds.
+    """Tables of one layer's segments, `[B, K]`: first pool row, length, limit, and state of the policy.
 
-    Layers of a shared pool taken together count as more heads.
+    Layers of a shared pool count as additional heads if they are handled together.
 
     Attributes:
         start: first pool row.
-        length: entries held; in `evict` with the new token's row.
-        limit: entries that eviction leaves.
-        recent: most recent positions that eviction keeps.
-        tau: running similarity thresholds of mergers; None without one.
-        prompt: tokens of each sequence's prompt.
-        seen: tokens of each sequence so far; in `evict` with the new token.
+        length: number of entries; in `evict`, with the new token's entry.
+        limit: maximum number of entries after eviction.
+        recent: number of most recent positions that are never evicted.
+        tau: running similarity thresholds of mergers; None without thresholds.
+        prompt: number of tokens of each sequence's prompt.
+        seen: number of tokens of each sequence so far; in `evict`, with the new token.
     """
 
     start: Int[Array, "B K"]
@@ -41,9 +41,9 @@ class Segments:
 def in_window(
     start: Int[Array, "*n K"], length: Int[Array, "*n K"], window: Any
 ) -> tuple[Int[Array, "*n K"], Int[Array, "*n K"]]:
-    """First row and length of what a window leaves of segments: the last `window` entries; all of them for None.
+    """Return first row and length of the last `window` entries of segments; None keeps all entries.
 
-    The entries of a sliding-window layer are in the order of their positions, without gaps. `window` may be an array.
+    The entries of a sliding-window layer are in order of position, without gaps. `window` may be an array.
     """
     if window is None:
         return start, length
@@ -54,9 +54,9 @@ def in_window(
 def window_mask(
     first: Any, queries: int, older: int, tokens: int, window: int
 ) -> Bool[Array, "N m"]:
-    """Mask of the keys within the window of each of N queries, which are new tokens from index `first` on.
+    """Return the mask of the keys in the window of each of N queries, which are new tokens from index `first` on.
 
-    Keys are `older` entries from before the new tokens, then the new tokens: index 0 is that of the first of these.
+    Keys are `older` entries from before the step, then the new tokens, which start at index 0.
     """
     key = jnp.arange(-older, tokens, dtype=jnp.int32)
     query = (first + jnp.arange(queries, dtype=jnp.int32))[:, None]
@@ -73,10 +73,10 @@ def fold(
     walk: Walk,
     block: int,
 ) -> tuple:
-    """Folds `body` over the entries of segments, all at once or in windows of `block` entries; returns the last carry.
+    """Fold `body` over the entries of segments, all in one step or in windows of `block` entries; return the carry.
 
-    `body(carry, row, inside, *leaves)` takes pool row indices `i32[B|1, K|1, n]`, the mask `[B, K, n]` of entries inside
-    the segment, and those entries of each pool array, `[B, K|1, n, ...]`; it returns the carry.
+    `body(carry, row, inside, *leaves)` accepts pool row indices `i32[B|1, K|1, n]`, the mask `[B, K, n]` of entries
+    inside the segment, and these entries of each pool array, `[B, K|1, n, ...]`; it returns the carry.
     """
     batch, heads = start.shape
     pool_rows = leaves[0].shape[1]
@@ -108,12 +108,11 @@ def fold(
 
 
 def behind(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[Array, "*n"]:
-    """Returns `value`, data-dependent on `read` so that XLA reads first; where `read` is NaN: NaN, or False for bools.
+    """Return `value` with a data dependence on `read`, to order writes after reads; NaN or False where `read` is NaN.
 
-    A program that reads a pool and then writes it in place must say that the reads come first. Where XLA sees no order
-    between them it copies the whole pool on a CPU, at every step. A barrier does not say it: `lax.optimization_barrier`
-    is gone before buffers are assigned. What remains is a dependence of data that cannot be folded away: whether one
-    number that was read is NaN.
+    A program that reads a pool and then writes it in place must order the reads first. Otherwise XLA copies the whole
+    pool on a CPU at every step. `lax.optimization_barrier` does not help, as it is removed before buffers are assigned.
+    A dependence on whether a number from the read is NaN cannot be folded away.
     """
     if value.dtype == jnp.bool_:
         return value & ~jnp.isnan(read)
@@ -121,5 +120,5 @@ def behind(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[Arra
 
 
 def heads_of(out: Float[Array, "M K G N D"], batch: int) -> Float[Array, "B K"]:
-    """One number of each head's attention output, on which later writes can depend."""
+    """Return one number of each head's attention output, for later writes to depend on."""
     return out[:batch, :, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Sequences of a running batch: their arrays, which are copied into slots and out again."""
+"""Sequences of a running batch: their arrays, which are copied into and out of slots."""
 
 import dataclasses
 
@@ -17,7 +17,7 @@ from jaxkv.sharding.mesh import settle_down
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Arrays of B sequences in slots: cache, sampling state, sampler."""
+    """Arrays of B sequences: cache, sampling state, sampler."""
 
     cache: Cache
     sampling_state: SamplingState
@@ -26,11 +26,14 @@ class Sequences:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paused:
-    """A sequence outside of any slot (its arrays, random key, whether it is done), to be inserted into a slot.
+    """A sequence outside of any slot, to be inserted into a slot.
 
-    Arrays are of one sequence, on a mesh of one in each group, for each of which `beyond` counts entries of its fullest
-    segment beyond the limit, and `left` entries that are free behind each window of sliding-window layers that slide. `key` is for
-    policies that use random numbers when they recompress; `done` if it samples no more.
+    Attributes:
+        arrays: arrays of one sequence; on a mesh, of one per group.
+        key: random key for policies that use random numbers in recompression.
+        beyond: entries of the fullest segment beyond its limit, per group.
+        left: free places behind the windows of sliding-window layers that evict, per group.
+        done: True if the sequence samples no more tokens.
     """
 
     arrays: Sequences
@@ -43,17 +46,25 @@ class Paused:
 def sequences_of(
     cache: KVCache, new: int, sampling: Sampler, ends: Int[np.ndarray, " n"], key: PRNGKeyArray
 ) -> Sequences:
-    """Makes `Sequences` for slots from a cache; all sample up to `new` tokens with the same sampler, key and end ids.
+    """Return `Sequences` for slots from a cache; all have the same sampler, key, end ids and limit of `new` tokens.
 
-    `ends` are padded with -2, which is no id.
+    Args:
+        cache: cache with logits.
+        new: maximum number of tokens to sample.
+        sampling: sampler of all sequences.
+        ends: ids that end a sequence, padded with -2, which is no id.
+        key: random key.
+
+    Returns:
+        The arrays, on the cache's devices.
 
     Raises:
         ValueError: for a cache without logits.
-        TypeError: for a user's own sampler.
+        TypeError: for a custom sampler.
     """
     logits, batch = cache.logits, cache.seen.shape[0]
     if logits is None:
-        raise invalid("cache", "without logits", "give what prefill or extend returned")
+        raise invalid("cache", "without logits", "give a cache from prefill or extend")
     sampling_state = SamplingState(
         logits=logits,
         done=jnp.asarray(np.zeros(batch, bool)),

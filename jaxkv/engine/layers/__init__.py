@@ -1,6 +1,5 @@
-"""Views of one layer's entries in a decode step, by how new tokens join and read them.
+"""Views of one layer's entries in a decode step, by how new tokens are appended and attend to these.
 
-A view is made while a step is traced, right before the layer's block, and taken apart behind it: no program takes or
-returns one. `binding.bound` is the only place that chooses a kind, `blocks.run_block` the only one for what is
-independent of reading.
+A view is created while a step is traced, right before the layer's block, and discarded after it: no program accepts or
+returns one. Only `binding.bound` selects a kind of view, and only `blocks.run_block` handles the rest of a block.
 """

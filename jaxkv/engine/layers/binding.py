@@ -1,4 +1,4 @@
-"""`bound`: which kind of view a layer's entries have, decided while a step is traced."""
+"""`bound`: the kind of view of a layer's entries, selected while a step is traced."""
 
 from collections.abc import Callable
 from typing import Any
@@ -29,22 +29,22 @@ def bound(
     index: int = 0,
     rotated: Callable[[Array], Array] | None = None,
 ) -> DenseLayer:
-    """View of the entries of one layer before new tokens join them.
+    """Return the view of one layer's entries before new tokens are appended.
 
     Args:
         terms: static config.
-        pool: entries, with room behind every segment for the new ones.
+        pool: entries, with free places behind every segment for new ones.
         start: first pool row of each segment.
-        length: entries of each segment.
-        shaping: of the layer's logits.
+        length: number of entries per segment.
+        shaping: sink logits and soft cap of the layer's logits.
         sliding_window: number of last tokens that the layer's tokens attend to; None for all.
-        choosable: first rows of each segment of which a filter's choice alone is read; None if all are.
-        loaded: the chosen entries, if they come from host memory.
-        index: of the layer in the step's work table.
-        rotated: what turns keys as they are read; None if the pool holds them rotated.
+        choosable: number of first entries per segment that need a filter's selection; None without selection.
+        loaded: the selected entries, if loaded from host memory.
+        index: index of the layer in the step's work table.
+        rotated: function that rotates keys before attention; None if the pool holds rotated keys.
 
     Returns:
-        The view, whose `attended` runs the step.
+        The view; its `attended` runs the step.
     """
     own: dict[str, Any] = {"terms": terms, "pool": pool, "start": start, "length": length}
     own |= {"shaping": shaping, "index": index, "rotated": rotated}

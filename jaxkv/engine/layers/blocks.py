@@ -1,4 +1,4 @@
-"""A block's step with the view of its layer: what is independent of how entries are read; and consecutive blocks."""
+"""A block's step on the view of its layer, independent of how entries are attended to; and consecutive blocks."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
@@ -31,15 +31,15 @@ QueryBuffer = Float[Array, "B K G R D"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Bound:
-    """One layer of a step: its entries, and what its block does beside attending to them.
+    """One layer of a step: the view of its entries, and the inputs of its block.
 
     Attributes:
-        rows: the view.
+        rows: view of the layer's entries.
         by: rotary angles.
-        query_buffer: last queries; None if the layer keeps none.
-        asks: first rows of each segment that a filter layer chooses from; None for other layers.
-        centre: vector taken off all keys of a head before they were transformed; None if entries are as they are.
-        gate: weights of the layer's gate, by which new entries are scored; None without one.
+        query_buffer: query buffer; None if the layer has none.
+        asks: number of first entries per segment that a filter layer selects from; None for other layers.
+        centre: vector subtracted from all keys of a head before their transform; None without a transform.
+        gate: weights of the layer's gate, which scores new entries; None without a gate.
     """
 
     rows: DenseLayer
@@ -53,7 +53,7 @@ class Bound:
 class Ran(NamedTuple):
     """Result of consecutive layers: hidden states, pools, query buffers, one number of each head's attention output.
 
-    On the latter, `out`, later writes can depend.
+    Later writes can depend on these numbers, `out`.
     """
 
     stream: Residual
@@ -70,7 +70,7 @@ def run_blocks(
     pools: Sequence[Pool],
     bind: Callable[[int, Block, Pool], Bound],
 ) -> Ran:
-    """Runs consecutive blocks over the step's tokens; `bind` is called right before each, with its index and pool."""
+    """Run consecutive blocks over the step's tokens; call `bind` right before each, with its index and pool."""
     ran = Ran(stream, list(pools), [], [])
     for index, block in enumerate(blocks):
         at = spec.layout.pool_of(index)
@@ -85,7 +85,7 @@ def run_blocks(
 def run_block(
     block: Block, spec: Spec, stream: Residual, mine: Bound, step: Step
 ) -> tuple[Residual, Pool, QueryBuffer | None, Step, Float[Array, "B K"]]:
-    """Runs one block over the step's tokens: hidden states, pool, query buffer, step with a filter's choice, output numbers."""
+    """Run one block over the step's tokens; return hidden states, pool, query buffer, step, output numbers."""
     new, query_buffer, rows = step.new, mine.query_buffer, mine.rows
     x, normed = attention_input(block, stream, spec)
     token = _projected(block, spec, normed, mine, step)
@@ -93,7 +93,7 @@ def run_block(
         query_buffer = remembered(query_buffer, token.q, new)
     made = rows.attended(token, step)
     if mine.asks is not None:
-        # Read the pool after its update: a reader of the pool before it would cost a copy.
+        # Use the pool after its update: a use of the earlier pool would cost a copy.
         asked = (made.pool, rows.start, mine.asks, token.q, query_buffer, new, rows.shaping)
         step = dataclasses.replace(step, chosen=chosen_at(spec, *asked))
     out = made.out if mine.centre is None else transformed(made.out)
@@ -104,7 +104,7 @@ def run_block(
 def _projected(
     block: Block, spec: Spec, normed: Float[Array, "M N E"], mine: Bound, step: Step
 ) -> Token:
-    """Queries, keys and values of the step's tokens as the layer holds them; first scores where a gate gives them."""
+    """Return the step's queries, keys and values as the layer stores them, with initial scores from a gate."""
     own, by = normed[: len(step.new.count)], mine.by.new
     if step.work is None:
         token = project(block, spec, own, by)
@@ -113,13 +113,13 @@ def _projected(
     if spec.gate is not None:
         token = dataclasses.replace(token, begun=spec.gate.scores(mine.gate, own))
     if mine.centre is not None:
-        # What looks at an entry itself comes before its transform.
+        # Compute scores from entries before their transform.
         begun = first_scores(token, spec.ongoing)
         token = dataclasses.replace(token, begun=begun).transformed(mine.centre)
-    # Rounded to the model's dtype before: a CPU holds the same numbers as float32.
+    # Round to the model's dtype first: a CPU holds the same numbers as float32.
     token = token.widened(mine.rows.pool.dtype)
     if mine.centre is not None and token.split is not None:
-        # Rotated and transformed already: the kernel would do the former alone.
+        # The token is already rotated and transformed, and the kernel would only rotate.
         cos = jnp.ones_like(token.split.cos)
         split = Unrotated(*token.parts(token.split.q.shape[1]), cos, jnp.zeros_like(cos))
         token = dataclasses.replace(token, split=split)

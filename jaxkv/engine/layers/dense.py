@@ -1,4 +1,4 @@
-"""`DenseLayer`: new tokens read every entry of each segment; base of the layers that read or score otherwise."""
+"""`DenseLayer`: new tokens attend to every entry of each segment; base of all other layer views."""
 
 import dataclasses
 from collections.abc import Callable
@@ -24,16 +24,16 @@ Read = tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DenseLayer:
-    """Entries of one layer, all of which new tokens read; new entries go behind their segments.
+    """One layer's entries, all attended to by new tokens; new entries are appended to their segments.
 
     Attributes:
         terms: static config.
-        pool: entries, with room behind every segment for the new ones.
+        pool: entries, with free places behind every segment for new ones.
         start: first pool row of each segment.
-        length: entries of each segment before the step.
-        shaping: of the layer's logits.
-        index: of the layer in the step's work table.
-        rotated: what turns keys as they are read; None if the pool holds them rotated.
+        length: number of entries per segment before the step.
+        shaping: sink logits and soft cap of the layer's logits.
+        index: index of the layer in the step's work table.
+        rotated: function that rotates keys before attention; None if the pool holds rotated keys.
     """
 
     scored: ClassVar[bool] = False
@@ -47,11 +47,11 @@ class DenseLayer:
     rotated: Callable[[Array], Array] | None = None
 
     def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """The entries that are read without a choice, of segments of `length` entries."""
+        """Return the entries attended to without a selection, in segments of `length` entries."""
         return self.reaching(self.start, length, self.terms.layout.walk)
 
     def reaching(self, start: Int[Array, "B K"], length: Int[Array, "B K"], walk: Walk) -> Reach:
-        """`Reach` of segments from pool row `start` on, `length` entries each, read as `walk` says."""
+        """Return the `Reach` of segments of `length` entries from pool row `start`, traversed as `walk` says."""
         return Reach(
             start=start,
             length=length,
@@ -62,11 +62,14 @@ class DenseLayer:
         )
 
     def attended(self, token: Token, step: Step) -> Attended:
-        """Appends new tokens' entries and attends.
+        """Append new tokens' entries and attend.
 
         Args:
             token: queries, keys and values, in the pool's dtype.
-            step: what the step's layers share.
+            step: state shared by the step's layers.
+
+        Returns:
+            Attention output, and the pool with the new entries.
         """
         new = NewEntries(
             k=token.stored,
@@ -81,7 +84,7 @@ class DenseLayer:
         return self.one(token, new, step)
 
     def one(self, token: Token, new: NewEntries, step: Step) -> Attended:
-        """One token: its entry is appended; attention reads it like the others."""
+        """Append a single token's entry and attend to all entries, including this one."""
         table = step.work or WorkTable(None, self.start[None])
         out, pool = self.terms.backend.decode_token(
             token.q[..., 0, :],
@@ -96,7 +99,7 @@ class DenseLayer:
         return Attended(out[..., None, :], pool)
 
     def several(self, token: Token, new: NewEntries, step: Step) -> Attended:
-        """Several tokens: attention to older entries and to one another, merged by log-sum-exp, then their entries."""
+        """Attend to older entries and causally to one another, merge by log-sum-exp, then append the entries."""
         older = self.older(token.q, step)
         causal = partial(attention.causal, softcap=self.shaping.softcap)
         own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
@@ -105,22 +108,22 @@ class DenseLayer:
         return Attended(attention.merge(*older, *own), pool.appended(new))
 
     def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention of several tokens to the entries from before the step."""
+        """Return attention of several tokens to the entries from before the step."""
         return self.read(q, self.pool.store, self.reach(self.length))
 
     def read(self, q: Float[Array, "B K G N D"], store: Any, reach: Reach) -> Read:
-        """Attention to what is reached of a store's entries, or of gathered ones; sink logits take no part yet."""
+        """Return attention to the reached entries of a store or of gathered arrays, without sink logits."""
         attend = partial(self.terms.backend.attend, shaping=self.shaping.without_sinks)
         return in_blocks(lambda part: attend(part, store, reach), q)
 
     def with_scores(
         self, token: Token, new: NewEntries, older: Read, own: Read
     ) -> tuple[Pool, NewEntries]:
-        """Pool and several new entries, whose scores have taken in attention to older entries and their own."""
+        """Return the pool and several new entries, with scores that include attention to older and new entries."""
         return self.pool, new
 
     def work(self, step: Step, work: WorkTable) -> WorkTable:
-        """The work of one token's step, with the entries that the layer chooses."""
+        """Return the work table of a single token's step, with the entries that the layer selects."""
         return work
 
     def over(
@@ -130,6 +133,6 @@ class DenseLayer:
         v: Float[Array, "B n D"],
         count: Int[Array, "B K"],
     ) -> Read:
-        """Attention to the first `count` of each head's gathered entries."""
+        """Return attention to the first `count` of each head's gathered entries."""
         reach = Reach.of_heads(count, k.shape[1] // count.shape[1])
         return self.read(q, Gathered(k, v), reach)

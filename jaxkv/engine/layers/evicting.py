@@ -1,4 +1,4 @@
-"""`EvictingLayer`: entries whose scores take in the attention that they receive, for an eviction after the step."""
+"""`EvictingLayer`: entries whose scores include the attention they receive, for eviction after the step."""
 
 import dataclasses
 from functools import partial
@@ -15,14 +15,14 @@ from jaxkv.engine.tokens import Token
 
 
 class EvictingLayer(DenseLayer):
-    """Entries of one layer, all of which new tokens read, with scores that take in attention."""
+    """Entries of one layer, all attended to by new tokens, with scores that include this attention."""
 
     scored: ClassVar[bool] = True
 
     def with_scores(
         self, token: Token, new: NewEntries, older: Read, own: Read
     ) -> tuple[Pool, NewEntries]:
-        """Pool and several new entries, whose scores have taken in the new tokens' attention."""
+        """Return the pool and several new entries, with scores that include the new tokens' attention."""
         pool, decay = self.pool, self.terms.decay
         assert pool.score is not None
         (batch, heads, group, tokens, dim), count = token.q.shape, new.count
@@ -30,7 +30,7 @@ class EvictingLayer(DenseLayer):
         real = (index < count[:, None])[:, None, None]
         lse = jnp.where(real, jnp.logaddexp(older[1], own[1]), jnp.inf)
         if decay != 1:
-            # exp(x - lse) * d = exp(x - (lse - log(d))): the decay d goes into the log-sum-exp, infinite for d = 0.
+            # exp(x - lse) * d = exp(x - (lse - log(d))): fold the decay d into the log-sum-exp, infinite for d = 0.
             later = jnp.maximum(count[:, None] - 1 - index, 0)
             lse = lse - jnp.log(decay ** later.astype(jnp.float32))[:, None, None]
         reach, cap = self.reach(self.length), self.shaping.softcap

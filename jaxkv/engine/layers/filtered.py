@@ -1,4 +1,4 @@
-"""Layers that read what the last filter layer chose (OmniKV): in the pool, or loaded from host memory."""
+"""Layers that attend to the selection of the last filter layer (OmniKV), in the pool or loaded from host memory."""
 
 import dataclasses
 from functools import partial
@@ -17,35 +17,35 @@ from jaxkv.engine.tokens import Token
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredLayer(DenseLayer):
-    """Entries of a layer that reads chosen ones of its first `choosable` entries, and all entries behind these.
+    """Entries of a layer that attends to selected ones of its first `choosable` entries, and to all later entries.
 
-    Where generated tokens are chosen as well, one token's own entry alone is read without a choice.
+    If generated tokens are selected as well, only the new token's own entry needs no selection.
     """
 
     choosable: Int[Array, "B K"]
 
     def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """The entries that are read without a choice: few, at places known only at run time."""
+        """Return the entries attended to without a selection: few, at places known only at run time."""
         first = self.length if self.terms.reading.include_generated else self.choosable
         return self.reaching(self.start + first, length - first, Walk.WINDOWS)
 
     def places(self, chosen: Chosen) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
-        """Pool rows of chosen positions, and their number."""
+        """Return the pool rows of selected positions, and their number."""
         return rows_of(chosen, self.pool, self.start, self.choosable, self.terms.reading)
 
     def chosen(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention to the chosen entries, in the pool."""
+        """Return attention to the selected entries in the pool."""
         assert step.chosen is not None
         rows, count = self.places(step.chosen)
         gathered = self.terms.backend.gathered(self.pool.k, self.pool.v, rows)
         return self.over(q, *gathered, count)
 
     def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention of several tokens, which choose among all entries from before the step."""
+        """Return attention of several tokens, which select among all entries from before the step."""
         return self.chosen(q, step)
 
     def work(self, step: Step, work: WorkTable) -> WorkTable:
-        """One token's work: it reads chosen entries, too; of entries that all heads hold alike one set is enough."""
+        """Return a single token's work table with the selected entries; one set if all heads hold the same entries."""
         chosen = step.chosen
         assert chosen is not None
         if self.terms.reading.every_entry:
@@ -58,12 +58,12 @@ class FilteredLayer(DenseLayer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OffloadedLayer(FilteredLayer):
-    """Entries of a layer whose prompt waits in host memory: the chosen ones come as `loaded`."""
+    """Entries of a layer whose prompt is in a host store; the selected entries are `loaded`."""
 
     loaded: Loaded
 
     def one(self, token: Token, new: NewEntries, step: Step) -> Attended:
-        """One token: its entry is appended; attention to entries on the device, and to loaded ones."""
+        """Append a single token's entry; attend to entries on the device and to loaded ones."""
         reach, q = self.reach(self.length + new.count[:, None]), token.q[..., 0, :]
         append = partial(self.terms.backend.append_and_attend, shaping=self.shaping)
         out, lse, pool = append(q, new, self.pool, reach)
@@ -71,7 +71,7 @@ class OffloadedLayer(FilteredLayer):
         return Attended(read, pool)
 
     def chosen(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention to the chosen entries, as they were loaded."""
+        """Return attention to the selected entries, as loaded."""
         assert step.chosen is not None
         batch, *_, dim = self.loaded.shape
         both = (self.loaded[:, :, each] for each in (0, 1))
@@ -80,5 +80,5 @@ class OffloadedLayer(FilteredLayer):
         return self.over(q, k, v, count)
 
     def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Attention of several tokens to entries from before the step: loaded ones, and those on the device."""
+        """Return attention of several tokens to entries from before the step, loaded or on the device."""
         return attention.merge_with_lse(*DenseLayer.older(self, q, step), *self.chosen(q, step))

@@ -1,4 +1,4 @@
-"""`PagedLayer`: one new token reads the pages that it chooses (Quest); several read all entries."""
+"""`PagedLayer`: a single new token attends to selected pages (Quest); several tokens attend to all entries."""
 
 import dataclasses
 from typing import NamedTuple
@@ -19,12 +19,12 @@ from jaxkv.policies.topk import sortable
 
 
 class PageRows(NamedTuple):
-    """Entries that kv heads read: offsets of chosen pages' entries, their number, first row always read.
+    """Offsets of the entries of selected pages in their segments, by kv head.
 
     Attributes:
-        rows: ascending; of T entries the first `held` are valid.
+        rows: offsets of entries, ascending; of T entries the first `held` are valid.
         held: number of valid entries.
-        rest: first row of the page that the new token's row joins.
+        rest: first entry of the page that the new token's entry joins, always attended to.
     """
 
     rows: Int[Array, "B K T"]
@@ -37,13 +37,13 @@ class PagedLayer(DenseLayer):
     """Entries of a layer in pages, with bounds of each page's keys.
 
     Attributes:
-        pages: entries of the pages that one token reads; None before the choice, and for several tokens.
+        pages: entries of the pages that a single token attends to; None before selection, and for several tokens.
     """
 
     pages: PageRows | None = None
 
     def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """The entries that are read without a choice: the newest page's, which begins anywhere; all for several tokens."""
+        """Return the entries attended to without a selection: the newest page's, or all for several tokens."""
         if self.pages is None:
             return super().reach(length)
         first = self.pages.rest
@@ -51,9 +51,9 @@ class PagedLayer(DenseLayer):
         return dataclasses.replace(newest, widest=self.terms.reading.page)
 
     def attended(self, token: Token, step: Step) -> Attended:
-        """Chooses pages, appends, attends, and brings bounds of pages up to date.
+        """Select pages, append, attend, and update the bounds of pages.
 
-        Only after the choice: a write beside that read would cost a copy of all bounds.
+        Bounds are written after the selection: a write that overlaps the read would cost a copy of all bounds.
         """
         layer = self
         if not step.several:
@@ -66,9 +66,9 @@ class PagedLayer(DenseLayer):
         return Attended(made.out, pool)
 
     def chosen_pages(self, q: Float[Array, "B K G D"], budget: Int[Array, " B"]) -> PageRows:
-        """Chooses per kv head the full pages of largest q.k bound for one new token, within a budget (Quest).
+        """Select per kv head the full pages of largest q.k bound for one new token, within a budget.
 
-        Tang et al., Quest, algorithm 1; a page's bound is the largest of its kv head's query heads, ties go to the
+        Tang et al., Quest, algorithm 1. A page's bound is the maximum over its kv head's query heads; ties go to the
         lowest page.
         """
         bounds, reading, length = self.pool.bounds, self.terms.reading, self.length
@@ -87,6 +87,6 @@ class PagedLayer(DenseLayer):
         return PageRows(rows=rows, held=count * page, rest=rest_from(length, page))
 
     def work(self, step: Step, work: WorkTable) -> WorkTable:
-        """One token's work: it reads entries of the chosen pages, too."""
+        """Return the work table of a single token, which also attends to the entries of the selected pages."""
         assert self.pages is not None
         return work._replace(rows=self.pages.rows, held=self.pages.held)

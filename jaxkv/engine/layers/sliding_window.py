@@ -1,4 +1,4 @@
-"""`SlidingWindowLayer`: new tokens attend to the last entries alone."""
+"""`SlidingWindowLayer`: new tokens attend to the last entries only."""
 
 import dataclasses
 from typing import Any
@@ -18,16 +18,16 @@ from jaxkv.engine.tokens import Token
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SlidingWindowLayer(DenseLayer):
-    """Entries of a layer whose tokens attend to the last `window` tokens, their own included."""
+    """Entries of a layer whose tokens attend to the last `window` tokens, including themselves."""
 
     window: int
 
     def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """The window's entries. They begin anywhere, no longer at strides: a walk in windows reads these alone."""
+        """Return the window's entries. They begin at any row, so walk in windows instead of strides."""
         return self.reaching(*in_window(self.start, length, self.window), Walk.WINDOWS)
 
     def several(self, token: Token, new: NewEntries, step: Step) -> Attended:
-        """Several tokens: each attends to the last entries up to its own; then their entries."""
+        """Attend from each token to the last entries up to its own; then append the entries."""
         rows, size = self.pool.store.view(), min(self.window, self.pool.rows)
         given = (token.q, (token.k, token.v), new.count, rows, self.reach(self.length))
         out = over_window(*given, size=size, window=self.window, shaping=self.shaping)
@@ -46,10 +46,10 @@ def over_window(
     shaping: Shaping,
     first: Any = 0,
 ) -> Float[Array, "B K G n D"]:
-    """Attention of n queries to the last `window` tokens up to their own: entries of segments, then new keys and values.
+    """Return attention of n queries to the last `window` tokens up to their own, in segments and new tokens.
 
-    `count` of the N new tokens are real, and the queries are those of n of them from index `first` on. Of each segment
-    the last `size` entries are read, which are at most as many as the window.
+    `count` of the N new tokens are valid; the queries are n of them, from index `first` on. The last `size` entries of
+    each segment are attended to, at most as many as the window.
     """
     (k, v), tokens = rows, new[0].shape[2]
     offset = jnp.arange(size, dtype=jnp.int32)
@@ -58,14 +58,14 @@ def over_window(
     last = jnp.clip((reach.start + reach.length)[..., None] + offset - size, 0, k.shape[1] - 1)
 
     def of_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Array:
-        """Output `[G, n, D]` of one kv head of one sequence."""
+        """Return the output `[G, n, D]` of one kv head of one sequence."""
         q, k_new, v_new, at, held, shape = given
         keys, values = (jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new)))
         there = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
         return masked(q, keys, values, seen & there, shape)
 
     def of_sequence(given: tuple[Array, ...]) -> Array:
-        """Output `[K, G, n, D]` of one sequence, kv head by kv head."""
+        """Return the output `[K, G, n, D]` of one sequence, kv head by kv head."""
         q, k_new, v_new, at, held, real, k, v = given
         heads = (q, k_new, v_new, at, held, shaping)
         return lax.map(lambda each: of_head(each, real, k, v), heads)

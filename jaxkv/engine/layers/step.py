@@ -1,4 +1,4 @@
-"""Records that a decode step hands from layer to layer: new tokens, a filter's choice, a fused kernel's work table."""
+"""State passed from layer to layer in a decode step: new tokens, a filter's selection, a fused kernel's work table."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,12 +18,12 @@ from jaxkv.engine.tokens import NewTokens
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Step:
-    """A decode step between two layers.
+    """State of a decode step between two layers.
 
     Attributes:
         new: the new tokens.
-        work: table of the fused kernels; None where steps are not fused.
-        chosen: positions that the last filter layer chose; None below the first one.
+        work: work table of the fused kernels; None if steps are not fused.
+        chosen: positions selected by the last filter layer; None below the first one.
     """
 
     new: NewTokens
@@ -32,26 +32,26 @@ class Step:
 
     @property
     def several(self) -> bool:
-        """True for several new tokens of each sequence."""
+        """True for several new tokens per sequence."""
         return self.new.positions.shape[1] > 1
 
 
 class Attended(NamedTuple):
-    """New tokens' attention, undefined in padding sequences, and the layer's pool with their entries."""
+    """New tokens' attention output, undefined in padding sequences, and the layer's pool with their entries."""
 
     out: Float[Array, "M K G N D"]
     pool: Pool
 
 
 def work_table(cache: Cache, spec: Spec, new: NewTokens) -> WorkTable | None:
-    """Table of row chunks that programs of a fused decode kernel read, for all layers; None if steps are not fused."""
+    """Return the work table of all layers for a fused decode kernel; None if steps are not fused."""
     if spec.rolling or not spec.streams(new.positions.shape[1]):
         return None
     tables, picked, rest = cache.tables, None, None
     start, length = tables.start, tables.length
     sparse = np.asarray([spec.sparse(layer, 1) for layer in range(len(start))])
     if new.candidates is not None and sparse.any():
-        # The kernel counts chosen entries as if they lay right before the entries that are always read, from row 0 on.
+        # The kernel counts selected entries as if they were right before the always-attended ones, from row 0 on.
         some = sparse[:, None, None]
         if page := spec.reading.page:
             full = full_pages(length, new.candidates.budget[:, None], page)
@@ -61,7 +61,7 @@ def work_table(cache: Cache, spec: Spec, new: NewTokens) -> WorkTable | None:
         length = jnp.where(some, picked[:, None] + length - rest, length)
         start = jnp.where(some, 0, start)
     if any(spec.config.sliding_windows):
-        # The new entry joins behind, and is one of the window's.
+        # The new entry is appended, and is one of the window's.
         endless = np.iinfo(np.int32).max
         widths = [endless if each is None else each - 1 for each in spec.config.sliding_windows]
         start, length = in_window(start, length, jnp.asarray(widths, jnp.int32)[:, None, None])

@@ -1,4 +1,4 @@
-"""`Terms`: static config on which new tokens join and read the entries of a layer."""
+"""`Terms`: static config of how new tokens are appended and attend to the entries of a layer."""
 
 import dataclasses
 
@@ -11,14 +11,14 @@ from jaxkv.sharding.mesh import Axes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Terms:
-    """Static, hashable config of a layer's entries: their layout, the policy's parts, the backend; of any model.
+    """Static, hashable config of a layer's entries, for any model: layout, parts of the policy, backend.
 
     Attributes:
-        layout: how segments are in their pools.
-        reading: which entries layers read: filter layers, and those that read what they choose.
+        layout: layout of segments in their pools.
+        reading: which layers are filter layers, and which attend to their selections.
         ongoing: what the policy does after each token.
-        widest: the most entries that a segment of a shared pool can have at a decode step; None if unknown.
-        implementation: of attention over the pool.
+        widest: maximum number of entries per segment of a shared pool in a decode step; None if unknown.
+        implementation: implementation of attention over the pool.
     """
 
     layout: Layout
@@ -29,21 +29,21 @@ class Terms:
 
     @property
     def backend(self) -> Backend:
-        """Backend whose functions compute attention over the pool, from `implementation`."""
+        """Backend that computes attention over the pool, from `implementation`."""
         return backend_of(self.implementation)
 
     @property
     def axes(self) -> Axes | None:
-        """Axes of the mesh that the programs run on; None off a mesh."""
+        """Axes of the mesh that the programs run on; None without a mesh."""
         return None
 
     @property
     def scored(self) -> bool:
-        """True if, while tokens are sampled, the attention that entries receive enters their scores."""
+        """True if entries' scores include the attention they receive during decoding."""
         return self.ongoing.attends
 
     @property
     def decay(self) -> float:
-        """Factor by which an entry's score is multiplied at each new token; 1 if attention does not change scores."""
+        """Factor of an entry's score at each new token; 1 if attention does not change scores."""
         decay = self.ongoing.rank.decay if self.scored else None
         return 1.0 if decay is None else decay
