@@ -121,7 +121,11 @@ CALLS = [
         "a sampler of ones own",
         drawn_by,
         (lambda logits, keys: jnp.full(len(logits), 999, jnp.int32), r"outside of \[0, 96\)"),
-        (lambda logits, keys: logits[:, 0], TypeError, r"gives float32\[1\]: give one token id"),
+        (
+            lambda logits, keys: logits[:, 0],
+            TypeError,
+            r"returns float32\[1\]. Return one token id",
+        ),
     ),
     *door(
         "an implementation",
@@ -134,7 +138,7 @@ CALLS = [
 
 MODEL = tiny.TWO_LAYERS
 IDS, MORE = tiny.prompts(1, (37, 21)), tiny.prompts(2, (9, 4))
-EMPTY = r"prompt=\[.*\]: every prompt needs at least one token"
+EMPTY = r"prompt=\[.*\]: not a list of positive lengths"
 
 
 @functools.cache
@@ -227,8 +231,14 @@ ARRAYS = [
                 ({"policy": ENTROPY, "layers": 3}, "policy=.*compress_layers"),
                 ({"policy": SnapKV(budget=0.1, window=8, min_budget="raise")}, "budget=0.1"),
                 ({"k": jnp.zeros((2, 64, 8))}, r"k=\[2, 64, 8\]: wrong shape: give \[B, K, S, D\]"),
-                ({"k": jnp.zeros((2, 2, 64, 8), jnp.int32)}, "k='int32': not floating point: give floating-point"),
-                ({"length": jnp.asarray([64, 65])}, r"length=\[64, 65\]: out of range: give 0 to 64"),
+                (
+                    {"k": jnp.zeros((2, 2, 64, 8), jnp.int32)},
+                    "k='int32': not floating point: give floating-point",
+                ),
+                (
+                    {"length": jnp.asarray([64, 65])},
+                    r"length=\[64, 65\]: out of range: give 0 to 64",
+                ),
                 ({"length": jnp.asarray([64.0, 3.0])}, r"length='float32\[2\]'"),
                 ({"headroom": -1}, "headroom=-1"),
             )

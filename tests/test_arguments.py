@@ -94,7 +94,7 @@ def test_a_cache_a_generation_and_a_plan_print_in_a_line(model):
     ):
         assert "\n" not in repr(value) and len(repr(value)) < 300, repr(value)
     plan = plan_prefill(model.config, AdaKV(budget=16, base="knorm"), [60, 30])
-    assert "2 prompts in 64 slots; 16 to 16 entries per kv head" in repr(plan)
+    assert "2 prompts of padded length 64; 16 to 16 entries per kv head" in repr(plan)
     assert "tokens/s" in repr(out.stats)
     mixed = jaxkv.prefill(model, [DOC, [5, 6, 7]])
     assert "turn: user, raw" in repr(mixed)

@@ -165,7 +165,7 @@ def test_texts_need_a_tokenizer_and_ids_a_vocabulary(as_users_call):
     model = tiny.tiny(tiny.TWO_LAYERS)
     with pytest.raises(ValueError, match="first='.*no tokenizer: pass token ids"):
         jaxkv.Session(model, KVzip(budget=16))
-    with pytest.raises(ValueError, match=r"closing=\(64,\): token ids are in \[0, 64\)"):
+    with pytest.raises(ValueError, match=r"closing=\(64,\): token ids outside of \[0, 64\)"):
         jaxkv.Session(model, KVzip(budget=16, **REPEATED | {"closing": (64,)}))
 
 

@@ -309,7 +309,7 @@ def test_a_document_of_another_store_is_refused_alone(tmp_path, monkeypatch):
         old = engine.document(DOC)
     monkeypatch.setattr(_Own, "holds", Half)
     with jaxkv.Engine(lettered.tiny(), policy=_Own(base=POLICY), **options) as engine:
-        with pytest.raises(ValueError, match="these slots have Half"):
+        with pytest.raises(ValueError, match="another store than the slots' Half"):
             engine.submit("who?", document=old).result()
         assert engine.submit("who?", document=engine.document(DOC)).result().finish_reason
 

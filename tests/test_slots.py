@@ -120,7 +120,7 @@ def test_a_second_question_needs_room_of_its_own():
     """Rows that do not fit would are in the next segment: rejected, under policies that only append."""
     slots = runs.made(model(), jaxkv.FullKV(), max_question=16)
     cache, question = slots.prefill(tiny.prompts(7, [60])[0]), tiny.prompts(8, [16])[0]
-    with pytest.raises(ValueError, match="read one question on top of a prompt"):
+    with pytest.raises(ValueError, match="run one question on top of a prompt"):
         for _ in range(20):
             cache = slots.extend(cache, question)
     with pytest.raises(ValueError, match="give a question for each"):
@@ -192,5 +192,5 @@ def test_what_slots_refuse(as_users_call):
         with pytest.raises(ValueError, match=named):
             call()
     on_mesh = meshes.model_of(4).on(meshes.mesh_of(2, 4))
-    with pytest.raises(ValueError, match="multiple of the mesh's 2 groups"):
+    with pytest.raises(ValueError, match="not divisible by the mesh's 2 groups"):
         runs.made(on_mesh, None, count=3)

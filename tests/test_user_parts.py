@@ -42,7 +42,7 @@ def test_scores_that_are_not_numbers_are_refused():
     for wrap in (lambda p: p, lambda p: CriticalKV(base=p), lambda p: AdaKV(base=p)):
         with pytest.raises(
             ValueError,
-            match=r"scores='NaN': Given\(.* gave entries of layers \[0, 1, 2\] what is not",
+            match=r"scores='NaN': Given\(.* returned NaN in layers \[0, 1, 2\]: correct",
         ):
             prefilled(Given(torn), wrap=wrap)
     # Padding may hold anything.

@@ -118,7 +118,12 @@ def plan_prefill(
     """
     lengths, headroom = [plain(each) for each in lengths], plain(headroom)
     tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
-    require(tokens, "prompt", lengths, "an empty prompt: give at least one token per prompt")
+    require(
+        tokens,
+        "prompt",
+        lengths,
+        "not a list of positive lengths: give at least one token per prompt",
+    )
     parts, length = policy_for(policy, config, dtype=dtype).composed, np.asarray(lengths, np.int64)
     padded_len = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize

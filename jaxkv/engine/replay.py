@@ -66,7 +66,7 @@ def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Te
     ):
         if isinstance(given, str) and given:
             require(
-                text is not None, name, given, "the checkpoint has no tokenizer: give token ids"
+                text is not None, name, given, "the checkpoint has no tokenizer: pass token ids"
             )
             assert text is not None
             given = tuple(text.encode(given, bos=False))
