@@ -1,4 +1,4 @@
-"""Budgets of heads: how a layer's entries spread over its kv heads, and how many of them one device's heads may hold."""
+"""Head budgets: how a layer's entries are divided among its kv heads, and how many entries one device's heads hold."""
 
 import dataclasses
 import enum
@@ -14,21 +14,21 @@ from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.topk import count, keys_of, only, top
 
-# The largest capacity: no layer's kv heads are on more devices.
+# The largest capacity: more than the number of devices that hold a layer's kv heads.
 _UNLIMITED = 1000.0
-_LARGEST, _LEAST_SCORE = 1e30, "give the least score of an entry that stays"
+_LARGEST, _LEAST_SCORE = 1e30, "give the lowest score of a kept entry"
 # Python ints, or numpy or JAX arrays.
 Numbers = TypeVar("Numbers", int, Array)
 
 
 class Order(enum.Enum):
-    """By what order of entries the kv heads of a layer keep their best: `HeadBudgets.order`.
+    """Order of entries by which a layer's kv heads keep their best: `HeadBudgets.order`.
 
     Attributes:
-        OWN: as many entries in each head, the best by its own scores alone, in every layer alike.
-        MEAN: as many, the best by the mean of all heads' scores: the same positions.
-        COMMON: `AdaptiveHeads` and `ProtectedHeads`: all heads' entries in one order.
-        OTHER: in none of these ways.
+        OWN: every head of every layer keeps the same number of entries, the best by the head's own scores alone.
+        MEAN: every head keeps the same positions, the best by the mean of all heads' scores.
+        COMMON: all heads' entries are ranked together (`AdaptiveHeads`, `ProtectedHeads`).
+        OTHER: any other order.
     """
 
     OWN = "own"
@@ -38,15 +38,15 @@ class Order(enum.Enum):
 
 
 class ScoredRows(NamedTuple):
-    """One layer's scored entries, and how many of them its kv heads choose.
+    """One layer's scored entries, and the number of entries that its kv heads choose.
 
     Attributes:
-        scores: `f32[B, K, S]`, higher stays.
-        candidates: mask `[B, K | 1, S]` of entries that can be chosen: neither padding nor among those that stay anyway.
+        scores: `f32[B, K, S]`; higher scores are kept.
+        candidates: mask `[B, K | 1, S]` of entries to choose from: neither padding nor always-kept entries.
         base: `i32[B]` entries to choose per head, on average.
-        always_kept: `i32[B]` entries per head that stay anyway.
-        norms: `f32[B, K, S]` norms of the values seen through the output projection, where heads need them.
-        layer: `i32[]` the layer's index among those without a window, where heads' budgets differ by layer.
+        always_kept: `i32[B]` always-kept entries per head.
+        norms: `f32[B, K, S]` norms of the values after the output projection, where head budgets need them.
+        layer: `i32[]` index among the layers without a sliding window, where head budgets differ by layer.
     """
 
     scores: Float[Array, "B K S"]
@@ -58,22 +58,22 @@ class ScoredRows(NamedTuple):
 
     @property
     def keys(self) -> UInt[Array, "B K S"]:
-        """Sort keys of the candidates' scores; 0, the lowest key, for other entries."""
+        """Sort keys of the candidates' scores; 0, the lowest key, for all other entries."""
         return keys_of(self.scores, self.candidates)
 
 
 class HeadBudgets:
-    """Base of what divides a layer's row budget among its kv heads: `choose` returns the mask of entries to keep."""
+    """Base of head budgets, which divide a layer's budget among its kv heads: `choose` returns the mask to keep."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that overrides a method chooses in another way than its base, unless it declares an `order`."""
+        """Set `order` to OTHER for a subclass that overrides a method without declaring an `order`."""
         super().__init_subclass__(**options)
         if overrides(cls, "order"):
             cls.order = Order.OTHER  # type: ignore[assignment,method-assign]
 
     @property
     def order(self) -> Order:
-        """`Order` in which heads keep their best entries, by which the engine knows what it may choose early or apart."""
+        """`Order` in which heads keep their best entries; the engine decides by it what it can choose early."""
         return Order.OTHER
 
     @property
@@ -83,41 +83,42 @@ class HeadBudgets:
 
     @property
     def needs_norms(self) -> bool:
-        """True if `choose` reads `norms`, the norms of value vectors seen through the output projection."""
+        """True if `choose` reads `norms`, the norms of value vectors after the output projection."""
         return False
 
     @property
     def needs_layer(self) -> bool:
-        """True if budgets differ by layer: `choose` then reads `layer`, its index."""
+        """True if budgets differ by layer: `choose` then reads the layer's index, `layer`."""
         return False
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of the K * base best-scored candidates to keep; ties go to the lowest head, then position.
+        """Return the mask `[B, K, S]` of the best K * base candidates; ties go to the lowest head, then position.
 
         Args:
-            rows: of one layer.
+            rows: the scored entries of one layer.
 
         Returns:
-            The mask.
+            The mask of chosen entries; always-kept entries are not part of it.
         """
         raise NotImplementedError
 
     def limits(self) -> Int[np.ndarray, "L K"] | None:
-        """Most entries `[L, K]` that each kv head's segment grows to under `Evict`; by default None: the budget says it.
+        """Limits `[L, K]` to which kv heads' segments grow under `Evict`; None, the default, if the budget limits them.
 
-        Head budgets with limits of their own are the policy's layer budgets, too.
+        Head budgets with limits must also be the policy's layer budgets.
         """
         return None
 
     def among(self, sliding_windows: SlidingWindows) -> "HeadBudgets":
-        """Budgets of the layers without a window alone, by `ModelConfig.sliding_windows`; by default the same.
+        """Return the head budgets for the layers without a sliding window; the same object by default.
 
-        Head budgets that differ by layer override it; those that do not are rejected beside windows.
+        `sliding_windows` are `ModelConfig.sliding_windows`. Override this where budgets differ by layer: otherwise
+        models with sliding windows are rejected.
         """
         return self
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError for a model that this is not made for; passes by default."""
+        """Raise ValueError if the model does not fit these head budgets; by default every model fits."""
 
 
 def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
@@ -127,59 +128,59 @@ def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UniformHeads(HeadBudgets):
-    """Head budgets under which every kv head keeps the same number of entries: those of its own highest scores."""
+    """Head budgets that keep the same number of entries in every kv head: the best by the head's own scores."""
 
     order = Order.OWN
     uniform = True
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of the `base` candidates of highest scores in each head."""
+        """Return the mask `[B, K, S]` of the `base` best-scored candidates of each head."""
         return top(rows.keys, rows.base[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedHeads(HeadBudgets):
-    """Head budgets under which a layer's kv heads keep the same positions: those of highest mean score over heads."""
+    """Head budgets that keep the same positions in all kv heads of a layer: the best by the mean score over heads."""
 
     order = Order.MEAN
     uniform = True
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of the `base` candidates of highest mean score, the same in each head."""
+        """Return the mask `[B, K, S]` of the `base` candidates of highest mean score, the same in each head."""
         return UniformHeads().choose(rows._replace(scores=_mean_of_heads(rows.scores)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Uneven(HeadBudgets):
-    """Base of head budgets whose kv heads compete for entries: `alpha` is sure to a head, `capacity` limits a device."""
+    """Base of head budgets whose kv heads compete: `alpha` is guaranteed to each head, `capacity` limits a device."""
 
     alpha: float = 0.2
     capacity: float = 1.5
 
     def __post_init__(self) -> None:
         field(self, "alpha", real, "give a share between 0 and 1", high=1.0)
-        remedy = f"give 1 or more, {_UNLIMITED:g} at most: entries of a device's heads over their even share"
+        remedy = f"give 1 to {_UNLIMITED:g}: the entries of a device's heads over their even share"
         field(self, "capacity", real, remedy, low=1.0, high=_UNLIMITED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaptiveHeads(_Uneven):
-    """Ada-KV's head budgets: kv heads compete for a layer's entries by score, each sure of `alpha` of its even share.
+    """Ada-KV's head budgets: kv heads compete for a layer's entries; each is guaranteed `alpha` of an even share.
 
     Attributes:
-        alpha: the share that is uniform: 0 is Theorem 3.3's optimum, 1 is no adaption.
-        capacity: on a mesh, entries of a layer that the heads of one device may hold, over their even share; what a
-            device has no room for goes to other devices' heads.
+        alpha: share of the budget that is uniform: 0 is the optimum of Theorem 3.3, 1 gives uniform heads.
+        capacity: on a mesh, most entries of a layer in one device's heads, over their even share; entries above it
+            go to other devices' heads.
 
     References:
-        Ada-KV, arXiv:2407.11550, algorithm 1 and algorithm 2 line 8 (whose alpha is read as the published code does:
-        the text of its Table 4 agrees with the code, the printed formula is reversed).
+        Ada-KV, arXiv:2407.11550, algorithm 1 and algorithm 2 line 8. `alpha` is that of the published code: the text
+        on Table 4 agrees with the code, the printed formula is reversed.
     """
 
     order = Order.COMMON
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of each head's best entries, as many as `targets` gives for its share of the top K * base."""
+        """Return the mask `[B, K, S]` of each head's best entries, as many as `targets` gives it."""
         keys = rows.keys
         batch, heads, padded_len = keys.shape
         winners = top(keys.reshape(batch, heads * padded_len), heads * rows.base).reshape(
@@ -188,45 +189,45 @@ class AdaptiveHeads(_Uneven):
         return top(keys, self.targets(count(winners), rows.base))
 
     def targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
-        """Entries per head `[B, K]`: (1 - alpha) * won + alpha * base, rounded by largest remainder; the sum stays equal.
+        """Return entries per head `[B, K]`: (1 - alpha) * won + alpha * base, rounded by largest remainder.
 
         Args:
-            won: entries each head has among the layer's best K * base.
-            base: entries per head of the uniform budget.
+            won: entries of each head among the layer's best K * base.
+            base: entries per head under a uniform budget.
 
         Returns:
-            Entries per head. Ties of remainders go to the lowest head.
+            Entries per head, of the same sum as `won`. Ties of remainders go to the lowest head.
         """
         floor, remainder = self._divided(won, base)
         missing = won.sum(axis=-1, keepdims=True, dtype=jnp.int32) - floor.sum(
             axis=-1, keepdims=True, dtype=jnp.int32
         )
-        # Keys start at 1: a head without a remainder never takes an entry before one that has some.
+        # Keys start at 1: heads with a remainder precede heads without one.
         extra = top((remainder + 1).astype(jnp.uint32), missing[:, 0])
         return floor + extra.astype(jnp.int32)
 
     def most_targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
-        """Upper bound `[B, K]` of `targets` for at most `won` wins: (1 - alpha) * won + alpha * base, rounded up."""
+        """Return the upper bound `[B, K]` of `targets`: (1 - alpha) * won + alpha * base, rounded up."""
         floor, remainder = self._divided(won, base)
         return floor + (remainder > 0).astype(jnp.int32)
 
     def _divided(
         self, won: Int[Array, "B K"], base: Int[Array, " B"]
     ) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
-        """Two arrays `[B, K]`: (1 - alpha) * won + alpha * base rounded down, and remainders times the denominator."""
+        """Return (1 - alpha) * won + alpha * base `[B, K]`, rounded down, and its remainders times the denominator."""
         share = Fraction(self.alpha).limit_denominator(1000)
         den, num = share.denominator, share.numerator
-        # Split by the denominator first: exact in int32 at any length.
+        # Dividing by the denominator first is exact in int32 at any length.
         base = base[:, None]
         rest = (den - num) * (won % den) + num * (base % den)
         return (den - num) * (won // den) + num * (base // den) + rest // den, rest % den
 
     def floor(self, base: Int[Array, " B"], always_kept: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Guaranteed entries per head `[B]`: alpha * base, rounded down.
+        """Return the guaranteed entries per head `[B]`: alpha * base, rounded down.
 
         Args:
             base: entries to choose per head, on average.
-            always_kept: entries per head that stay anyway.
+            always_kept: always-kept entries per head.
 
         Returns:
             Guaranteed entries per head.
@@ -236,17 +237,17 @@ class AdaptiveHeads(_Uneven):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProtectedHeads(_Uneven):
-    """kvpress' head budgets: a kv head keeps its best entries up to `alpha` of its even share; heads compete for the rest.
+    """kvpress' head budgets: each kv head is guaranteed `alpha` of an even share; heads compete for the rest.
 
     Attributes:
-        alpha: share of a head's budget that is safe, the entries that stay anyway counted first.
-        capacity: as for `AdaptiveHeads`.
+        alpha: guaranteed share of a head's budget; always-kept entries count towards it first.
+        capacity: as in `AdaptiveHeads`.
     """
 
     order = Order.COMMON
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of K * base entries: each head's `floor` best, then the best others of all heads together."""
+        """Return the mask `[B, K, S]` of K * base entries: each head's `floor` best, then the best of all heads."""
         keys = rows.keys
         batch, heads, padded_len = keys.shape
         safe = top(keys, self.floor(rows.base, rows.always_kept)[:, None])
@@ -255,11 +256,13 @@ class ProtectedHeads(_Uneven):
         return safe | top(rest, left).reshape(keys.shape)
 
     def floor(self, base: Int[Array, " B"], always_kept: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Guaranteed entries per head `[B]` besides the forced: max(1, alpha * (base + forced)) - forced, in [0, base].
+        """Return guaranteed entries per head `[B]` in addition to always-kept ones.
+
+        The number is max(1, alpha * (base + always_kept)) - always_kept, clipped to [0, base].
 
         Args:
             base: entries to choose per head, on average.
-            always_kept: entries per head that stay anyway.
+            always_kept: always-kept entries per head.
 
         Returns:
             Guaranteed entries per head, at most `base`.
@@ -275,37 +278,37 @@ class ProtectedHeads(_Uneven):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadsAround(HeadBudgets):
-    """Base of head budgets around inner head budgets, the field `budgets`, whose choice of entries they change."""
+    """Base of head budgets that wrap other head budgets, the field `budgets`, and change their choice of entries."""
 
     budgets: HeadBudgets = UniformHeads()
 
     def __post_init__(self) -> None:
-        instance("budgets", self.budgets, HeadBudgets, "give head budgets, UniformHeads() say")
+        instance("budgets", self.budgets, HeadBudgets, "give head budgets, such as UniformHeads()")
         outermost = not isinstance(self.budgets, ThresholdHeads)
-        require(outermost, "budgets", self.budgets, "put one threshold, around all other budgets")
+        require(outermost, "budgets", self.budgets, "wrap all other budgets in one threshold")
 
     @property
     def needs_layer(self) -> bool:
-        """True if the inner `budgets` differ by layer."""
+        """True if the wrapped `budgets` differ by layer."""
         return self.budgets.needs_layer
 
     def limits(self) -> Int[np.ndarray, "L K"] | None:
-        """Limits `[L, K]` of the inner `budgets`; None if these have none."""
+        """Limits `[L, K]` of the wrapped `budgets`; None if they have none."""
         return self.budgets.limits()
 
     def among(self, sliding_windows: SlidingWindows) -> "HeadsAround":
-        """Copy around the inner `budgets` of the layers without a window alone."""
+        """Return a copy that wraps the `budgets` of the layers without a sliding window."""
         return dataclasses.replace(self, budgets=self.budgets.among(sliding_windows))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStageHeads(HeadsAround):
-    """CriticalKV's head budgets: the share `first` of a head's entries by score, others by score times value norm.
+    """CriticalKV's head budgets: the share `first` of a head's entries by score, the rest by score times value norm.
 
     Attributes:
-        budgets: how the layer's entries spread over heads.
-        first: the share chosen by score alone, entries that stay anyway counted in.
-        epsilon: added to scores in the second stage, so that a large value counts where attention is small.
+        budgets: head budgets that divide the layer's entries among kv heads.
+        first: share chosen by score alone, always-kept entries included.
+        epsilon: added to scores in the second stage, so that large values count where attention is small.
 
     References:
         Feng et al., Identify Critical KV Cache in LLM Inference from an Output Perturbation Perspective,
@@ -324,20 +327,20 @@ class TwoStageHeads(HeadsAround):
 
     @property
     def order(self) -> Order:
-        """`Order` of the inner `budgets`: they say a head's number of entries, and its own scores say which."""
+        """`Order` of the wrapped `budgets`: they set a head's number of entries, its own scores choose the entries."""
         return self.budgets.order
 
     @property
     def uniform(self) -> bool:
-        """True if the inner `budgets` give every kv head the same number of entries."""
+        """True if the wrapped `budgets` keep the same number of entries in every kv head."""
         return self.budgets.uniform
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]`, in each head as many entries as `budgets` choose: `first` by score, others by score * norm."""
+        """Return the mask `[B, K, S]` of as many entries per head as `budgets` choose, in two stages."""
         return self.staged(rows, count(self.budgets.choose(rows)))
 
     def staged(self, rows: ScoredRows, each: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of `each` entries per head: the share `first` by score, others by score times value norm."""
+        """Return the mask `[B, K, S]` of `each` entries per head: share `first` by score, the rest by score * norm."""
         scores, candidates, always_kept = rows.scores, rows.candidates, rows.always_kept[:, None]
         assert rows.norms is not None
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
@@ -352,11 +355,11 @@ class TwoStageHeads(HeadsAround):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThresholdHeads(HeadsAround):
-    """Head budgets by KVzap's rule: of the entries that inner `budgets` choose, keep all scored at least `threshold`.
+    """KVzap's head budgets: of the entries that the wrapped `budgets` choose, keep those scored at least `threshold`.
 
     Attributes:
-        threshold: the least score of an entry that stays. Entries that stay anyway, such as the window, may have less.
-        budgets: how the layer's entries spread over heads: the most entries that stay.
+        threshold: lowest score of a kept entry. Always-kept entries, such as the window, may score less.
+        budgets: head budgets that divide the layer's entries among kv heads: the most entries to keep.
 
     References:
         Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv:2601.07891.
@@ -368,72 +371,72 @@ class ThresholdHeads(HeadsAround):
         super().__post_init__()
         field(self, "threshold", real, _LEAST_SCORE, low=-_LARGEST, high=_LARGEST)
         remedy = (
-            "heads that keep the same entries share scores: give UniformHeads(), or AdaptiveHeads()"
+            "heads that keep the same entries share scores: give UniformHeads() or AdaptiveHeads()"
         )
         require(not shares_positions(self.budgets), "budgets", self.budgets, remedy)
 
     @property
     def needs_norms(self) -> bool:
-        """True if the inner `budgets` read the norms of values."""
+        """True if the wrapped `budgets` read the norms of values."""
         return self.budgets.needs_norms
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of the entries that the inner `budgets` choose, of scores that are at least the threshold."""
+        """Return the mask `[B, K, S]` of the entries that the wrapped `budgets` choose and that reach the threshold."""
         return self.above(self.budgets.choose(rows), rows)[0]
 
     def above(
         self, chosen: Bool[Array, "B K S"], rows: ScoredRows
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
-        """Mask `[B, K, S]` of chosen entries scored >= `threshold`; number `[B, K]` of unchosen candidates above it."""
+        """Return the chosen entries `[B, K, S]` that reach `threshold`, and how many others `[B, K]` reach it."""
         high = rows.scores >= jnp.float32(self.threshold)
         return chosen & high, count(rows.candidates & high & ~chosen)
 
 
 def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
-    """Checks the field `threshold` of a dataclass, None or in [low, high] (else ValueError); stores it as a float."""
+    """Check and store the field `threshold` of a dataclass: None, or a float in [low, high] (else ValueError)."""
     optional(value, "threshold", real, f"{_LEAST_SCORE}, or None", low=low, high=high)
 
 
 def threshold_of(heads: HeadBudgets) -> float | None:
-    """Least score of an entry that stays under `ThresholdHeads`; None for other head budgets."""
+    """Return the lowest score of a kept entry under `ThresholdHeads`; None for other head budgets."""
     return heads.threshold if isinstance(heads, ThresholdHeads) else None
 
 
 def without_threshold(heads: HeadBudgets) -> HeadBudgets:
-    """The head budgets inside `ThresholdHeads`; other head budgets are returned as they are."""
+    """Return the head budgets inside `ThresholdHeads`; other head budgets unchanged."""
     return heads.budgets if isinstance(heads, ThresholdHeads) else heads
 
 
 def with_threshold(heads: HeadBudgets, threshold: float | None) -> HeadBudgets:
-    """Returns the head budgets wrapped in `ThresholdHeads` of this threshold; unchanged if it is None."""
+    """Return the head budgets wrapped in `ThresholdHeads` of this threshold; unchanged if it is None."""
     return heads if threshold is None else ThresholdHeads(threshold=threshold, budgets=heads)
 
 
 def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
-    """Head budgets inside all `HeadsAround` wrappers (two stages, thresholds); unwrapped ones are returned as given."""
+    """Return the head budgets inside all `HeadsAround` wrappers; others unchanged."""
     return inner_budgets(heads.budgets) if isinstance(heads, HeadsAround) else heads
 
 
 def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:
-    """Returns `heads` with its innermost budgets replaced by `budgets`; `budgets` itself if `heads` wraps none."""
+    """Return `heads` with its innermost budgets replaced by `budgets`; `budgets` if `heads` wraps none."""
     if not isinstance(heads, HeadsAround):
         return budgets
     return dataclasses.replace(heads, budgets=within_stages(heads.budgets, budgets))
 
 
 def shares_positions(heads: HeadBudgets) -> bool:
-    """True if all kv heads of a layer keep the same positions: `SharedHeads`, also inside wrappers."""
+    """Return True if all kv heads of a layer keep the same positions: `SharedHeads`, also inside wrappers."""
     return isinstance(inner_budgets(heads), SharedHeads)
 
 
 def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
-    """Returns the `AdaptiveHeads` or `ProtectedHeads` of head budgets, also inside wrappers; None for other classes."""
+    """Return the `AdaptiveHeads` or `ProtectedHeads` of head budgets, also inside wrappers; None for other classes."""
     inner = inner_budgets(heads)
     return inner if isinstance(inner, (AdaptiveHeads, ProtectedHeads)) else None
 
 
 def capacity_of(heads: HeadBudgets) -> float:
-    """Largest ratio (float) of one device's entries in a layer to an even share; 1 for equal heads, 1000 if unlimited."""
+    """Return the most entries of one device's heads over an even share: 1 for equal heads, 1000 if unlimited."""
     if inner_budgets(heads).uniform:
         return 1.0
     own = own_budgets(heads)
@@ -441,13 +444,13 @@ def capacity_of(heads: HeadBudgets) -> float:
 
 
 def most_rows(capacity: float, even: Numbers) -> Numbers:
-    """`capacity * even` rounded down, int or int array; `capacity` counts as a fraction of denominator 1000 at most."""
+    """Return `capacity * even` rounded down; `capacity` counts as a fraction of denominator 1000 at most."""
     return _part(Fraction(capacity).limit_denominator(1000), even)
 
 
 def _part(share: Fraction, rows: Numbers) -> Numbers:
-    """`share * rows` rounded down, int or int array; exact in int32 whenever the result fits."""
-    # Split by the denominator first: exact in int32 at any length.
+    """Return `share * rows` rounded down; exact in int32 whenever the result fits."""
+    # Dividing by the denominator first is exact in int32 at any length.
     part, rest = rows // share.denominator, rows % share.denominator
     return part * share.numerator + rest * share.numerator // share.denominator
 
@@ -459,12 +462,20 @@ def within_capacity(
     most: Int[Array, " B"],
     devices: int,
 ) -> tuple[Bool[Array, "B K S"], Int[Array, " B"]]:
-    """Tuple of a mask of entries, chosen anew so that no device's heads keep over `most`, and how many `[B]` were moved.
+    """Choose entries again so that no device's heads keep more than `most`.
 
-    Heads of a device that has too many give up their weakest entries, heads together, but none below `floor`. The best
-    candidates of devices that have room take their place, so that the sum stays the same. `keys` are sort keys of all
-    candidates, the chosen ones included, and 0 elsewhere; `most` is at least K * base / devices; each device has as
-    many heads, in order. Returns the new mask, and entries that went to another device's heads.
+    Heads of a device above `most` give up their weakest entries, ranked together, but none goes below `floor`. The
+    best candidates of other devices replace them, so that the sum is unchanged.
+
+    Args:
+        chosen: mask of chosen entries.
+        keys: sort keys of all candidates, chosen ones included; 0 for other entries.
+        floor: guaranteed entries per head.
+        most: most entries per device, at least K * base / devices.
+        devices: number of devices, each with the same number of consecutive heads.
+
+    Returns:
+        The new mask, and the number of entries `[B]` that moved to another device's heads.
     """
     batch = len(chosen)
 
@@ -479,11 +490,11 @@ def within_capacity(
     headroom = most[:, None] - count(by_device(safe))
     stays = top(loose, jnp.minimum(headroom, count(loose > 0))) | by_device(safe)
     others = only(by_device(keys), ~stays)
-    # Each device's best candidates that it has room for, and the best of these over all devices.
+    # The best candidates that each device has headroom for, then the best of these over all devices.
     could = flat(top(others, jnp.minimum(most[:, None] - count(stays), count(others > 0))))
     others = flat(others)
     moved = count(flat(chosen)) - count(flat(stays))
     taken = top(only(others, could), jnp.minimum(moved, count(could)))
-    # Of a cache from elsewhere a device may hold less than its share: the others then take more than theirs.
+    # In a loaded cache a device may hold less than its share: other devices then exceed `most`.
     more = top(only(others, ~taken), moved - count(taken))
     return (flat(stays) | taken | more).reshape(chosen.shape), moved

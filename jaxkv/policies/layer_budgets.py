@@ -1,6 +1,6 @@
-"""Budgets of layers: exact integer entries per kv head of each layer, by schedules or by what each layer's scores claim.
+"""Layer budgets: exact integer entries per kv head of each layer, by schedules or by statistics of its scores.
 
-Computed on the host by numpy; or, where claims are traced, by JAX with 64 bits switched on.
+Budgets are computed by numpy on the host, or, from traced weights, by JAX with 64 bits enabled.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ Reals = Any
 
 
 class Division(NamedTuple):
-    """Entries of N prompts that are divided among layers.
+    """Entries of N prompts to divide among layers.
 
     Attributes:
-        budget: `[N]` entries per kv head and layer on average, forced ones included.
+        budget: `[N]` entries per kv head and layer on average, always-kept ones included.
         length: `[N]` tokens of each prompt.
-        always_kept: `[N]` entries that stay anyway, in every layer.
+        always_kept: `[N]` always-kept entries, in every layer.
         layers: L.
         window: the observation window, for schedules that exclude it.
-        weights: `[L, N]` from `LayerBudgets.weight`, where `from_scores`; of fewer layers where these alone have run.
+        weights: `[L, N]` from `LayerBudgets.weight`, if `from_scores`; of the layers that have run so far.
     """
 
     budget: Counts
@@ -42,124 +42,124 @@ class Division(NamedTuple):
 
     @property
     def xp(self) -> Any:
-        """`numpy`, or `jax.numpy` where the numbers are traced."""
+        """`numpy`, or `jax.numpy` for traced numbers."""
         return namespace(self.budget, self.weights)
 
     @property
     def base(self) -> Counts:
-        """Entries `[N]` per kv head and layer on average that are not forced."""
+        """Entries `[N]` per kv head and layer on average, without always-kept ones."""
         return self.budget - self.always_kept
 
     def divided(self, shares: Reals) -> Table:
-        """Entries per kv head `[L, N]`: forced entries, and L times `base` in proportion to `shares` `[L, N]`, of sum 1."""
+        """Return entries per kv head `[L, N]`: always-kept ones, and L * base split by `shares` `[L, N]`, of sum 1."""
         total = self.layers * self.base
         wanted = shares * total.astype(self.xp.float64)
         return self.always_kept + round_to_sum(wanted, total, self.length - self.always_kept)
 
 
 class LayerBudgets:
-    """Base of what divides a policy's row budget among layers: `rows` returns the entries per kv head of each layer."""
+    """Base of layer budgets, which divide a policy's budget among layers: `rows` returns entries per kv head."""
 
     @property
     def from_scores(self) -> bool:
-        """True if entries per layer depend on all layers' scores: one pool of all layers is packed after the last one."""
+        """True if budgets depend on all layers' scores: one pool of all layers is packed after the last layer."""
         return False
 
     @property
     def exact(self) -> bool:
-        """True if entries per kv head sum over layers to L times the budget; False for published code that may miss it."""
+        """True if entries per kv head sum to L times the budget; False for published code whose sum may differ."""
         return True
 
     @property
     def joint(self) -> bool:
-        """True if the kv heads of all layers compete for one budget; `of_heads` and `weight` are then not called."""
+        """True if the kv heads of all layers compete for one budget; `of_heads` and `weight` are then unused."""
         return False
 
     @property
     def needs_sums(self) -> bool:
-        """True if `of_heads` reads `seen.sums`, the attention that entries receive from all queries."""
+        """True if `of_heads` reads `seen.sums`, the attention that each entry receives from all queries."""
         return False
 
     @property
     def needs_queries(self) -> bool:
-        """True if `of_heads` reads `seen.queries`, the last ones: scorers that read none are then rejected."""
+        """True if `of_heads` reads `seen.queries`, the last queries: scorers without queries are then rejected."""
         return False
 
     @property
     def sets_rows(self) -> bool:
-        """True if entries follow from `average`, as in DuoAttention, and not from the policy's budget, which is None."""
+        """True if `average` sets the number of entries, as in DuoAttention; the policy's budget is then None."""
         return False
 
     @property
     def grows_to(self) -> int | None:
-        """Entries that segments of shorter prompts grow to under `Evict`, where `sets_rows`; None for no such number."""
+        """Entries to which segments of shorter prompts grow under `Evict`, if `sets_rows`; None for no limit."""
         return None
 
     def of_heads(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K *G"]:
-        """Statistic `[B, K, ...]` of one layer per kv or query head, which `weight` reads; TypeError unless overridden.
+        """Return a statistic of one layer per kv or query head, which `weight` reads; TypeError unless overridden.
 
         Args:
-            scores: before pooling.
-            candidates: entries that are neither padding nor stay anyway.
-            seen: the layer, as the scorer sees it; `seen.sums` if needed.
+            scores: scores before pooling.
+            candidates: entries that are neither padding nor always kept.
+            seen: the layer as the scorer sees it, with `seen.sums` if needed.
 
         Returns:
             `[B, K]`, `[B, K, G]`, or several statistics of each query head, `[B, K, G, n]`.
         """
-        raise TypeError(f"{type(self).__name__} does not look at scores")
+        raise TypeError(f"{type(self).__name__} has no statistic of scores: override `of_heads`")
 
     def weight(self, heads: Float[Array, "B H *n"]) -> Float[Array, " B"]:
-        """Weight `[B]` of one layer in the division of entries among layers: the mean of its heads' statistics."""
+        """Return the layer's weight `[B]` in the division of entries: the mean of its heads' statistics."""
         return heads.mean(axis=-1)
 
     def rows(self, of: Division) -> Table:
-        """Entries per kv head `[L, N]` of each layer and prompt, forced entries included, at most the prompt's length.
+        """Return entries per kv head `[L, N]` of each layer and prompt.
 
         Args:
-            of: prompts, and their entries on average.
+            of: the prompts and their average budgets.
 
         Returns:
-            The entries.
+            Entries, always-kept ones included, at most the prompt's length.
         """
         raise NotImplementedError
 
     def average(self, length: Counts, always_kept: Counts) -> Counts:
-        """Entries per kv head and layer on average `[N]`, where `sets_rows`; TypeError unless overridden."""
-        raise TypeError(f"{type(self).__name__} says it sets entries: write its method `average`")
+        """Return entries per kv head and layer on average `[N]`, if `sets_rows`; TypeError unless overridden."""
+        raise TypeError(f"{type(self).__name__} lacks `average`, which `sets_rows` needs: write it")
 
     def among(self, sliding_windows: SlidingWindows) -> "LayerBudgets":
-        """Budgets of the layers without a window alone, counted from 0, by `ModelConfig.sliding_windows`; by default the same.
+        """Return the budgets of the layers without a sliding window, counted from 0; the same object by default.
 
-        Layer budgets that know layers by their index override it.
+        `sliding_windows` are `ModelConfig.sliding_windows`. Override this where budgets use layer indices.
         """
         return self
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError for a model that this is not made for; passes by default."""
+        """Raise ValueError if the model does not fit these layer budgets; by default every model fits."""
 
     def bound(self, budget: Counts, length: Counts, always_kept: Counts, *, layers: int) -> Counts:
-        """Upper bound `[N]`, for N prompts, of entries per kv head summed over layers: L times the budget."""
+        """Return an upper bound `[N]` of entries per kv head summed over layers: L times the budget."""
         return layers * np.asarray(budget, np.int64)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
-        """Upper bound `[N]` of the entries per kv head of any single layer, for any weights: the prompt's length."""
+        """Return an upper bound `[N]` of the entries per kv head of any layer: the prompt's length."""
         return np.asarray(length, np.int64)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
-        """Number `[L, N]` of most recent entries each layer keeps; None, the default, to use the share `Keep.recent`."""
+        """Return how many recent entries `[L, N]` each layer keeps; None, the default, for the share `Keep.recent`."""
         return None
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """Mask `[L]` of layers that keep all new entries, even under `Evict`; all False by default."""
+        """Return the mask `[L]` of layers that keep all new entries, even under `Evict`; all False by default."""
         return np.zeros(layers, bool)
 
 
 def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
-    """Integer entries `[L, N]` in [0, most] of sum `total` over layers: reals shifted by a common constant, then rounded.
+    """Round reals to integers `[L, N]` in [0, most] of sum `total` over layers, after shifting all by one constant.
 
-    `total` lies between 0 and L * most; ties of remainders go to the lowest layer.
+    `total` is between 0 and L * most; ties of remainders go to the lowest layer.
     """
     xp = namespace(values, total, most)
     total, most = xp.asarray(total, xp.int64), xp.asarray(most, xp.int64)
@@ -168,14 +168,14 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
     def shifted(shift: Reals) -> Reals:
         return xp.clip(values + shift, 0.0, ends)
 
-    # The sum of clipped values never falls as the shift grows: bisection finds it.
+    # The sum of clipped values does not decrease with the shift: bisection finds the shift.
     low, high = -values.max(axis=0) - 1.0, ends - values.min(axis=0) + 1.0
     high = halved(low, high, lambda middle: shifted(middle).sum(axis=0) < sums)
     return round_remainders(shifted(high), total, most)
 
 
 def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
-    """Integers `[L, N]` of sum `total` over layers: reals rounded by largest remainder, none above `most`.
+    """Round reals by largest remainder to integers `[L, N]` of sum `total` over layers, at most `most` each.
 
     Ties of remainders go to the lowest layer.
     """
@@ -191,26 +191,26 @@ def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
 
 
 def finite(weights: np.ndarray | Array | None) -> Reals:
-    """Layer weights as a float64 array; ValueError if they are known on the host and not finite."""
+    """Return layer weights as a float64 array; ValueError if they are on the host and not finite."""
     xp = namespace(weights)
     values = xp.asarray(weights, xp.float64)
     sound = is_traced(values) or bool(np.isfinite(values).all())
-    require(sound, "weights", "not finite", "the model's attention is not finite: check it")
+    require(sound, "weights", "not finite", "attention weights overflow: check the model")
     return values
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class UniformLayers(LayerBudgets):
-    """Layer budgets that give every layer the same number of entries per kv head: the budget."""
+    """Layer budgets that keep the same number of entries per kv head in every layer: the budget."""
 
     def rows(self, of: Division) -> Table:
-        """Entries per kv head `[L, N]`: the budget, in every layer."""
+        """Return entries per kv head `[L, N]`: the budget in every layer."""
         return of.xp.broadcast_to(of.budget, (of.layers, *np.shape(of.budget)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalLayers(UniformLayers):
-    """Layer budgets under which the kv heads of all layers compete by score: a layer keeps as many entries as they win."""
+    """Layer budgets under which the kv heads of all layers compete by score for one budget."""
 
     from_scores = True
     joint = True
@@ -218,7 +218,7 @@ class GlobalLayers(UniformLayers):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _WithBeta(LayerBudgets):
-    """Base of pyramid schedules with PyramidKV's `beta`: average entries divided by the top layer's entries, at least 1."""
+    """Base of pyramid schedules with PyramidKV's `beta`: average entries over the top layer's, at least 1."""
 
     beta: int | float = 20.0
 
@@ -235,14 +235,14 @@ class _WithBeta(LayerBudgets):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Decreasing(_WithBeta):
-    """Base of pyramid schedules whose entries sum exactly to the budget; subclasses give the relative entries in `shape`."""
+    """Base of pyramid schedules whose entries sum exactly to the budget; subclasses define `shape`."""
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Relative entries of layers at depths from 0 (bottom) to 1 (top), which subclasses override.
+        """Return relative entries of layers at depths from 0 (bottom) to 1 (top); subclasses override it.
 
         Args:
-            base: entries per kv head on average that are not forced.
-            depth: of each layer, in [0, 1].
+            base: entries per kv head on average, without always-kept ones.
+            depth: depth of each layer, in [0, 1].
 
         Returns:
             Positive numbers; `rows` scales them to the budget's sum.
@@ -250,7 +250,7 @@ class _Decreasing(_WithBeta):
         raise NotImplementedError
 
     def rows(self, of: Division) -> Table:
-        """Entries per kv head `[L, N]` of N prompts: forced entries, and L times the budget's rest split by `shape`."""
+        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by `shape`."""
         xp, layers = of.xp, of.layers
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
         shape = self.shape(of.base.astype(xp.float64), depth)
@@ -262,11 +262,11 @@ class LinearLayers(_Decreasing):
     """PyramidKV's schedule (arXiv:2406.02069, eq. 1): entries fall linearly from bottom to top layer; exact sum.
 
     Attributes:
-        beta: entries on average over entries of the top layer; at least 1.
+        beta: average entries over entries of the top layer; at least 1.
     """
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Relative entries on a straight line from 2 * base - base / beta (bottom layer) to base / beta (top layer)."""
+        """Return entries on a line from 2 * base - base / beta (bottom layer) to base / beta (top layer)."""
         top = base / self.beta
         bottom = 2 * base - top
         return bottom - (bottom - top) * depth
@@ -274,34 +274,34 @@ class LinearLayers(_Decreasing):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeometricLayers(_Decreasing):
-    """Pyramid schedule whose entries fall by a constant ratio per layer, in all by 2 * beta - 1 (PyramidKV, Table 5).
+    """Pyramid schedule: entries fall by a constant ratio per layer, in all by 2 * beta - 1 (PyramidKV, Table 5).
 
     Attributes:
-        beta: as for `LinearLayers`.
+        beta: as in `LinearLayers`.
     """
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Relative entries that fall by a constant ratio from layer to layer, in all by 2 * beta - 1."""
+        """Return relative entries that fall by a constant ratio per layer, in all by 2 * beta - 1."""
         return base * (1 / (2 * self.beta - 1)) ** depth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExponentialLayers(_Decreasing):
-    """Pyramid schedule whose entries decay exponentially, by `rate`, from bottom to top layer (PyramidKV, Table 5).
+    """Pyramid schedule: entries decay exponentially, by `rate`, from bottom to top layer (PyramidKV, Table 5).
 
     Attributes:
-        beta: as for `LinearLayers`.
-        rate: how far the decay has come at the top layer, exp(-rate).
+        beta: as in `LinearLayers`.
+        rate: decay at the top layer, exp(-rate).
     """
 
     rate: float = 5.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        field(self, "rate", real, "give a positive rate of decay", high=1e30, open_low=True)
+        field(self, "rate", real, "give a positive decay rate", high=1e30, open_low=True)
 
     def shape(self, base: Any, depth: Any) -> Reals:
-        """Relative entries: base / beta plus a part that decays over the layers as exp(-rate * depth)."""
+        """Return relative entries: base / beta plus a part that decays as exp(-rate * depth)."""
         top = base / self.beta
         return top + (2 * base - 2 * top) * namespace(depth).exp(-self.rate * depth)
 
@@ -313,23 +313,23 @@ class FromScores(LayerBudgets):
     from_scores = True
 
     def proportions(self, weights: Any) -> Reals:
-        """Numbers `[L, N]`, 0 or more, in whose proportion layers share entries: here the weights, if they are finite.
+        """Return the proportions `[L, N]`, 0 or more, of the layers' entries: the weights, checked to be finite.
 
-        A common factor may depend on all layers' weights, nothing else.
+        Only a common factor may depend on other layers' weights.
         """
         return finite(weights)
 
     def rows(self, of: Division) -> Table:
-        """Entries per kv head `[L, N]` of N prompts: forced entries, and L times the budget's rest split by `weights`."""
+        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by `weights`."""
         return of.divided(self._share(of.weights))
 
     def at_most(self, of: Division) -> Table:
-        """Upper bound `[n, N]` of the entries that `rows` gives the lowest n layers, whatever later layers' weights are.
+        """Return an upper bound `[n, N]` of the lowest n layers' entries, for any weights of later layers.
 
-        The weights are those of the n layers. All layers' bounds sum to L times twice the budget and one entry at most.
+        `of.weights` are those of the n layers. All layers' bounds sum to at most L * (2 * budget + 1).
         """
-        # A share falls with every further layer. What full layers leave is spread evenly over the others, of which
-        # there are at most L - 1; it is what is left of all entries behind at least one full layer.
+        # A layer's share falls with every further layer. Entries above the length of full layers are spread evenly
+        # over the other layers, at most L - 1; at least one layer is full then.
         xp, total, headroom = of.xp, of.layers * of.base, of.length - of.always_kept
         spread = xp.maximum(total - headroom, 0) / max(of.layers - 1, 1)
         wanted = self._share(of.weights) * total.astype(xp.float64)
@@ -337,7 +337,7 @@ class FromScores(LayerBudgets):
         return of.always_kept + xp.minimum(most, headroom)
 
     def _share(self, weights: Any) -> Reals:
-        """Share `[L, N]` of each layer, by `proportions`; even shares where all of these are 0."""
+        """Return each layer's share `[L, N]` by `proportions`; even shares if all proportions are 0."""
         xp, parts = namespace(weights), self.proportions(weights)
         total = parts.sum(axis=0)
         return xp.where(total > 0, parts / xp.where(total > 0, total, 1.0), 1 / len(parts))
@@ -346,7 +346,7 @@ class FromScores(LayerBudgets):
 def _shares(
     scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]
 ) -> Float[Array, "B K S"]:
-    """Scores of candidates divided by their sum in each kv head, `[B, K, S]`; 0 for other entries."""
+    """Return candidates' scores `[B, K, S]` divided by their sum in each kv head; 0 for other entries."""
     inside = jnp.where(candidates, scores.astype(jnp.float32), 0.0)
     total = inside.sum(axis=-1, keepdims=True)
     return inside / jnp.where(total > 0, total, 1.0)
@@ -354,12 +354,12 @@ def _shares(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EntropyLayers(FromScores):
-    """Layer budgets by entropy: layers whose attention is spread more evenly get more entries (PyramidKV, Table 5)."""
+    """Layer budgets by entropy: layers of more evenly spread attention get more entries (PyramidKV, Table 5)."""
 
     def of_heads(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K"]:
-        """Entropy in nats `[B, K]` of each kv head's scores, normalised to a distribution over the candidates."""
+        """Return the entropy in nats `[B, K]` of each kv head's scores, normalised over the candidates."""
         share = _shares(scores, candidates)
         terms = jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1.0)), 0.0)
         return -terms.sum(axis=-1)
@@ -367,15 +367,15 @@ class EntropyLayers(FromScores):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GiniLayers(FromScores):
-    """Layer budgets by Gini coefficient: layers of more concentrated attention get more entries (PyramidKV, Table 5)."""
+    """Layer budgets by Gini coefficient: layers of more concentrated attention get more (PyramidKV, Table 5)."""
 
     def of_heads(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K"]:
-        """Gini coefficient `[B, K]` of each kv head's scores, normalised to a distribution over the candidates."""
+        """Return the Gini coefficient `[B, K]` of each kv head's scores, normalised over the candidates."""
         share = jnp.where(candidates, _shares(scores, candidates), -1.0)
         count = candidates.sum(axis=-1, dtype=jnp.float32)
-        # Ascending; the -1 of non-candidates sorts in front, so ranks count from there.
+        # Ascending order puts the -1 of other entries first: ranks start after them.
         ordered = jnp.sort(share, axis=-1)
         padded_len = share.shape[-1]
         rank = jnp.arange(1, padded_len + 1, dtype=jnp.float32) - (padded_len - count)[..., None]
@@ -387,12 +387,12 @@ class GiniLayers(FromScores):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Published(_WithBeta):
-    """Base of pyramid schedules computed as published code does; the sum over layers may miss the budget."""
+    """Base of pyramid schedules as in published code; the sum over layers may differ from the budget."""
 
     exact = False
 
     def rows(self, of: Division) -> Table:
-        """Entries per kv head `[L, N]`: `_one` of each prompt, at least the forced entries, at most the prompt's length."""
+        """Return entries per kv head `[L, N]`: `_one` of each prompt, clipped to its always-kept entries and length."""
         columns = [
             self._one(int(capacity), int(length), of.layers, of.window)
             for capacity, length in zip(of.budget, of.length, strict=True)
@@ -400,16 +400,16 @@ class _Published(_WithBeta):
         return np.clip(np.stack(columns, axis=1), np.asarray(of.always_kept), np.asarray(of.length))
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
-        """Entries per kv head `[L]` of all layers for one prompt, window included; subclasses override it."""
+        """Return one prompt's entries per kv head `[L]`, window included; subclasses override it."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OfficialLayers(_Published):
-    """KVCache-Factory's pyramid schedule: whole-number steps, so up to 27% over budget; uniform for short prompts.
+    """KVCache-Factory's pyramid schedule: integer steps, up to 27% over budget; uniform for short prompts.
 
     Attributes:
-        beta: as for `LinearLayers`.
+        beta: as in `LinearLayers`.
     """
 
     def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
@@ -430,7 +430,7 @@ class KVPressLayers(_Published):
     """kvpress' pyramid schedule, rounded half to even; uniform if a layer would get fewer entries than the window.
 
     Attributes:
-        beta: as for `LinearLayers`.
+        beta: as in `LinearLayers`.
     """
 
     def _one(self, kept: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:

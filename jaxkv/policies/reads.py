@@ -1,4 +1,4 @@
-"""The part `read` of a policy: filter layers choose the tokens that layers above them read; layers are offloaded."""
+"""The part `read` of a policy: filter layers choose the tokens that upper layers attend to; layers are offloaded."""
 
 import dataclasses
 import enum
@@ -15,12 +15,12 @@ from jaxkv.models.config import ModelConfig, SlidingWindows
 from jaxkv.policies.checks import Budget, Kept, Share, Tokens, as_budget
 from jaxkv.policies.phases import After, Append, Evict, Select
 
-# The source of a layer that reads everything.
+# The source of a layer that attends to every entry.
 WHOLE = -1
 
 
 class Selector(enum.Enum):
-    """Enum of how filter layers weigh the last queries to choose tokens: the LAST only, EXPONENTIAL by age, or UNIFORM.
+    """Weights of the last queries by which filter layers choose tokens.
 
     LAST: the newest query alone. EXPONENTIAL: halved for every token of age. UNIFORM: equal weights.
     """
@@ -30,13 +30,13 @@ class Selector(enum.Enum):
     UNIFORM = "uniform"
 
     def weights(self, window: int) -> Float[np.ndarray, " w"]:
-        """Float32 weights `[w]` of the last queries, the newest first: halved by age, all 1, or a single 1 for LAST.
+        """Return float32 weights `[w]` of the last queries, newest first.
 
         Args:
-            window: number of queries; LAST has one.
+            window: number of queries; LAST ignores it and uses one.
 
         Returns:
-            The weights.
+            The weights: halved per token of age, all 1, or a single 1 for LAST.
         """
         if self is Selector.LAST:
             return np.ones(1, np.float32)
@@ -46,22 +46,22 @@ class Selector(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading:
-    """Static config of which entries layers read while decoding: each layer's source, offloaded layers, sizes.
+    """Static config of the entries that layers attend to while decoding, and of offloaded layers.
 
     Attributes:
-        filters: layers that choose, ascending.
-        sources: for each layer the filter whose choice it reads, or WHOLE if it reads everything.
-        selector: weights of a filter's queries.
-        window: number of queries weighed, the newest included.
-        include_generated: True if tokens after the prompt are read only if they are chosen.
-        every_entry: segments hold every position, so that a position's row is known.
-        offloaded: layers whose prompt is in host memory.
-        ahead: offloaded layers that are loaded ahead of the one in use.
-        padded_len: the prompts' bucket; 0 where nothing is chosen or offloaded.
-        width: largest number of chosen tokens, or of entries in the pages read; a shape; 0 as well.
-        several: True if filters choose for several new tokens together; otherwise several tokens read everything.
-        page: number of entries of the pages that each sparse layer chooses itself (Quest), whose source is the layer's own
-            index; 0 where filter layers choose.
+        filters: filter layers, ascending.
+        sources: for each layer the filter layer whose choice it uses, or WHOLE if it attends to every entry.
+        selector: weights of a filter layer's queries.
+        window: number of weighted queries, the newest included.
+        include_generated: True if attention to tokens after the prompt is limited to chosen ones, too.
+        every_entry: True if segments hold every position, so that a position's row is known.
+        offloaded: layers whose prompt entries are in host memory.
+        ahead: number of offloaded layers to load ahead of the current one.
+        padded_len: the prompts' bucket; 0 if nothing is chosen or offloaded.
+        width: most chosen tokens, or entries of the chosen pages: a static shape; 0 if nothing is chosen or offloaded.
+        several: True if filter layers choose for several new tokens together; otherwise several tokens use every entry.
+        page: entries per page where each sparse layer chooses its own pages (Quest) and its source is its own index;
+            0 with filter layers.
     """
 
     sources: tuple[int, ...]
@@ -79,12 +79,12 @@ class Reading:
 
     @property
     def chooses(self) -> bool:
-        """True if some layers read chosen entries only: filter layers', or their own pages'."""
+        """True if some layers attend to chosen entries only: by filter layers or by pages."""
         return bool(self.filters or self.page)
 
     @property
     def loaded(self) -> int:
-        """Largest number of entries per kv head, summed over layers, loaded from host memory at a time; 0 if none is."""
+        """Most entries per kv head, summed over layers, loaded from host memory at a time; 0 without offloading."""
         if not self.offloaded:
             return 0
         if not self.filters:
@@ -93,13 +93,13 @@ class Reading:
 
     @property
     def query_buffer(self) -> int:
-        """Number of last queries that each filter layer stores in a query buffer buffer; 0 with `Selector.LAST`."""
+        """Number of last queries in each filter layer's query buffer; 0 with `Selector.LAST`."""
         return 0 if self.selector is Selector.LAST else self.window
 
     def beside(self, sliding_windows: SlidingWindows) -> "Reading":
-        """Config of all layers of a model, of that of its layers without a window; sliding-window layers read all they hold.
+        """Return the config of all layers, from this config of the layers without a sliding window.
 
-        `sliding_windows` are `ModelConfig.sliding_windows`.
+        `sliding_windows` are `ModelConfig.sliding_windows`. Sliding-window layers attend to all entries they hold.
         """
         if not any(sliding_windows):
             return self
@@ -115,14 +115,14 @@ class Reading:
 
 
 def without_window(sliding_windows: SlidingWindows) -> tuple[int, ...]:
-    """Tuple of the indices of a model's layers that attend to the whole prompt, from `ModelConfig.sliding_windows`."""
+    """Return the indices of the layers that attend to the whole prompt, from `ModelConfig.sliding_windows`."""
     return tuple(layer for layer, width in enumerate(sliding_windows) if width is None)
 
 
 def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Tuple of layers that read every entry: all below the first filter, the filters, `adjacent` above each filter.
+    """Return the layers that attend to every entry: all below the first filter, the filters, `adjacent` above each.
 
-    Hao et al., OmniKV, section 4.1: (2m + F0) / L of all layers for adjacent = 1 and filters apart.
+    Hao et al., OmniKV, section 4.1: these are (2m + F0) / L of all layers for adjacent = 1 and filters apart.
     """
     anchors = [*range(filters[0]), *filters, layers]
     return tuple(
@@ -133,7 +133,7 @@ def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[
 
 
 def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Tuple, by layer, of the index of the filter layer whose choice it reads; WHOLE (-1) if it reads every entry."""
+    """Return, for each layer, the filter layer whose choice it uses; WHOLE (-1) if it attends to every entry."""
     whole = set(whole_layers(filters, adjacent, layers))
     return tuple(
         WHOLE if layer in whole else max(f for f in filters if f < layer) for layer in range(layers)
@@ -141,68 +141,69 @@ def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, 
 
 
 class Reads:
-    """Base of a policy's config `read`: which entries layers read while decoding, and which are in host memory."""
+    """Base of a policy's part `read`: the entries that layers attend to while decoding, and those in host memory."""
 
     @property
     def everything(self) -> bool:
-        """True if every layer reads all kept entries, which stay where they are."""
+        """True if every layer attends to all kept entries, and all are on the device."""
         return False
 
     @property
     def by_layer(self) -> bool:
-        """True if each layer chooses for itself what it reads, of entries that stay on the device."""
+        """True if each layer chooses its own entries, and all entries are on the device."""
         return self.everything
 
     @property
     def rolling(self) -> bool:
-        """True if positions are those within the cache: keys are stored before RoPE and rotated on read."""
+        """True if positions count within the cache: keys are stored before RoPE and rotated on each read."""
         return False
 
     @property
     def queries(self) -> int:
-        """Number of a prompt's last queries that the cache stores for filter layers."""
+        """Number of the prompt's last queries that the cache stores for filter layers."""
         return 0
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk, where prompts are prefilled chunk by chunk; 0 where they are read at once."""
+        """Tokens per chunk of a chunked prefill; 0 for a prefill of whole prompts."""
         return 0
 
     @property
     def whole_prompts(self) -> bool:
-        """True if no entry of a prompt may be dropped, since entries are offloaded or prompts prefilled in chunks."""
+        """True if no entry of a prompt may be evicted, because of offloading or chunked prefill."""
         return self.chunk > 0
 
     def check_over(self, select: Select, after: After) -> None:
-        """Raises ValueError where entries that a selection keeps, and goes on with as told, cannot be read in this way."""
-        remedy = "entries that wait in host memory, or come in chunks, are whole prompts: leave the scorer out"
+        """Raise ValueError if these reads do not work with a selection of entries and with what follows it."""
+        remedy = "host memory and chunked prefill need whole prompts: leave the scorer out"
         require(not self.whole_prompts, "read", self, remedy)
-        remedy = (
-            "tokens are chosen of entries that stay where they are: give a policy that then appends"
-        )
+        remedy = "choosing tokens needs kept entries that do not change: give a policy that appends"
         require(isinstance(after, Append), "read", self, remedy)
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError for a model that this is not made for; passes by default."""
+        """Raise ValueError if the model does not fit these reads; by default every model fits."""
 
     def among(self, sliding_windows: SlidingWindows) -> "Reads":
-        """Config whose layers are counted among those without a window (`ModelConfig.sliding_windows`); by default the same."""
+        """Return the config with layers counted among those without a sliding window; the same object by default.
+
+        `sliding_windows` are `ModelConfig.sliding_windows`.
+        """
         return self
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Integers `[B]`: number of each prompt's tokens that a sparse layer reads per step while decoding.
+        """Return the number `[B]` of each prompt's tokens that a sparse layer attends to per decode step.
 
         Args:
             lengths: tokens of each prompt.
             layers: number of layers that attend to the whole prompt.
 
         Returns:
-            The numbers; by default all of them.
+            Tokens of each prompt; all of them by default.
         """
         return lengths
 
     def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Returns `Reading`, the static config of which entries each layer reads, for prompts padded to `padded_len`.
+        """Return `Reading`, the static config of the entries that each layer attends to.
 
         Args:
             layers: number of layers that attend to the whole prompt; indices count these.
@@ -217,10 +218,10 @@ class Reads:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ReadAll(Reads):
-    """Config of reads of every kept entry, in every layer.
+    """Reads of every kept entry in every layer.
 
     Attributes:
-        rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
+        rolling: count positions within the cache: keys are stored before RoPE and rotated on each read.
     """
 
     everything = True
@@ -231,28 +232,30 @@ class ReadAll(Reads):
         field(self, "rolling", flag)
 
     def check_over(self, select: Select, after: After) -> None:
-        """Raises ValueError where rolling positions do not go with how a selection keeps entries, and goes on."""
+        """Raise ValueError if rolling positions do not work with a selection and with what follows it."""
         if not self.rolling:
             return
-        remedy = "keys before RoPE are not compared: leave rolling positions out"
+        remedy = "a merger compares keys after RoPE: leave rolling positions out"
         require(select.merge is None, "merge", select.merge, remedy)
-        remedy = "heads and layers need segments of equal size: use UniformHeads() or SharedHeads(), and a schedule"
+        remedy = (
+            "segments must be of equal size: use UniformHeads() or SharedHeads(), and a schedule"
+        )
         equal = select.heads.uniform and not select.layers.from_scores
         require(equal, "rolling", self.rolling, remedy)
-        remedy = "rolling positions move in steps: give every=64, say"
+        remedy = "rolling positions do not move token by token: give every=64, for example"
         require(not isinstance(after, Evict), "after", after, remedy)
 
     def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Returns `Reading`, the static config: every layer reads every entry; the same for prompts of any bucket."""
+        """Return `Reading`, the static config: every layer attends to every entry, for prompts of any bucket."""
         return Reading(sources=(WHOLE,) * layers, every_entry=every_entry)
 
 
 def as_tokens(given: Any, least: int) -> Tokens | Share:
-    """Budget of tokens that a layer reads, 1024 by default; ValueError below the `least` that it always reads."""
+    """Return the budget of tokens that a layer attends to, 1024 by default; ValueError below `least` tokens."""
     budget = as_budget(1024 if given is None else given)
     fits = isinstance(budget, Share) or isinstance(budget, Tokens) and budget.value >= least
     require(
-        fits, "budget", budget, f"give at least {least} tokens, which are always read, or a share"
+        fits, "budget", budget, f"give at least {least} tokens, the newest queries' own, or a share"
     )
     assert isinstance(budget, Tokens | Share)
     return budget
@@ -260,7 +263,7 @@ def as_tokens(given: Any, least: int) -> Tokens | Share:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilteredReads(Reads):
-    """Config of OmniKV's reads: filter layers choose, for every new token, the tokens that layers above them read.
+    """OmniKV's reads: filter layers choose, for every new token, the tokens that the layers above them attend to.
 
     Fields are those of `OmniKV`.
     """
@@ -293,48 +296,46 @@ class FilteredReads(Reads):
             field(self, name, flag)
         chunk = self.prefill_chunk
         blocks = chunk <= 256 or chunk % 256 == 0
-        require(blocks, "prefill_chunk", chunk, "give at most 256, or a multiple of it")
+        require(blocks, "prefill_chunk", chunk, "give at most 256, or a multiple of 256")
         remedy = "give chosen tokens per token of a chunk, such as 2, or None for full attention"
         optional(self, "prefill_ratio", real, remedy, high=1e9, open_low=True)
         generated, offload = self.include_generated, self.offload
-        remedy = (
-            "entries after the prompt stay on the device and are always read there: leave one out"
-        )
+        remedy = "entries after the prompt are on the device and always used: leave one out"
         require(not (generated and offload), "include_generated", generated, remedy)
         self._check_budget()
 
     def _check_budget(self) -> None:
-        """Raises ValueError for bad `mem`, `mem` and a budget, or too small a budget; stores the default budget."""
+        """Check `mem` and the budget, of which one is given, else ValueError; store the default budget."""
         mem, budget = self.mem, self.budget
-        remedy = f"it solves for the budget, which is {budget!r}: give one"
+        remedy = f"it determines the budget, and budget={budget!r} is set: give one of them"
         require(None in (mem, budget), "mem", mem, remedy)
-        remedy = "give the share of the cache that stays at hand, in (0, 1]"
+        remedy = "give the share of the cache on the device, in (0, 1]"
         optional(self, "mem", real, remedy, high=1.0, open_low=True)
         if mem is None:
             object.__setattr__(self, "budget", as_tokens(budget, self._least))
 
     @property
     def _least(self) -> int:
-        """Least number of tokens that a layer reads: `window`, or 1 with `Selector.LAST`."""
+        """Fewest tokens that a layer attends to: `window`, or 1 with `Selector.LAST`."""
         return max(1, self.queries)
 
     @property
     def queries(self) -> int:
-        """Number of a prompt's last queries that the cache stores: `window`, or 0 with `Selector.LAST`."""
+        """Number of the prompt's last queries that the cache stores: `window`, or 0 with `Selector.LAST`."""
         return 0 if self.selector is Selector.LAST else self.window
 
     @property
     def chunk(self) -> int:
-        """Tokens of a chunk of a prompt, `prefill_chunk` if `prefill_ratio` is given; else 0."""
+        """Tokens per chunk of a prompt: `prefill_chunk` if `prefill_ratio` is given, else 0."""
         return 0 if self.prefill_ratio is None else self.prefill_chunk
 
     @property
     def whole_prompts(self) -> bool:
-        """True if no entry of a prompt may be dropped: with `offload` or `prefill_ratio`."""
+        """True if no entry of a prompt may be evicted: with `offload` or `prefill_ratio`."""
         return self.offload or self.chunk > 0
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError for filters with windows, for filters whose choice no layer reads, and for too low `mem`.
+        """Raise ValueError for filter layers with sliding windows, filters that no layer uses, and too low a `mem`.
 
         Args:
             config: the model's shape.
@@ -345,17 +346,17 @@ class FilteredReads(Reads):
         filters, sliding_windows = self._filters, config.sliding_windows
         index = without_window(sliding_windows)
         named = ", ".join(map(str, index))
-        remedy = f"of this model the layers {named} can choose"
+        remedy = f"only layers {named} of this model attend to the whole prompt: choose among them"
         require(set(filters) <= set(index), "filter_layers", filters, remedy)
         mine, layers = self.among(sliding_windows), len(index)
-        remedy = "no layer is left to read what they choose: all that attend to the whole prompt read all, with "
+        remedy = "no layer is left to use their choice: all that attend to the whole prompt use every entry, with "
         remedy += f"adjacent={self.adjacent}: {named}"
         require(len(mine.whole(layers)) < layers, "filter_layers", filters, remedy)
         if mine.mem is not None:
             mine._share(layers)
 
     def among(self, sliding_windows: SlidingWindows) -> "FilteredReads":
-        """Copy of the config whose filter layers are counted among the layers that attend to the whole prompt."""
+        """Return a copy whose filter layers are counted among the layers that attend to the whole prompt."""
         if not any(sliding_windows):
             return self
         index = without_window(sliding_windows)
@@ -365,15 +366,15 @@ class FilteredReads(Reads):
 
     @property
     def _filters(self) -> tuple[int, ...]:
-        """Tuple of the filter layers' indices; raises ValueError if they are None."""
+        """Indices of the filter layers; ValueError if they are None."""
         remedy = (
-            "give them, such as (2, 8, 18); `generate` and `prefill` take those found for the model"
+            "give them, such as (2, 8, 18); `generate` and `prefill` use those found for the model"
         )
         require(self.filter_layers is not None, "filter_layers", None, remedy)
         return self.filter_layers or ()
 
     def whole(self, layers: int) -> tuple[int, ...]:
-        """Tuple of the indices, ascending, of layers that read every entry.
+        """Return the indices, ascending, of the layers that attend to every entry.
 
         Args:
             layers: number of layers that attend to the whole prompt; indices count these.
@@ -384,27 +385,27 @@ class FilteredReads(Reads):
         return whole_layers(self._filters, self.adjacent, layers)
 
     def _share(self, layers: int) -> Fraction:
-        """Share (Fraction) of a prompt's tokens that a filter chooses, by `mem` or budget; ValueError for low `mem`."""
+        """Return the share of a prompt's tokens that a filter layer chooses; ValueError for too low a `mem`."""
         if self.mem is None:
             assert isinstance(
                 self.budget, Share
-            )  # Tokens are no share, and without `mem` there is a budget.
+            )  # `mem` is None, so the budget is set; a budget in tokens does not come here.
             return Fraction(repr(self.budget.value))
         whole, mem = Fraction(len(self.whole(layers)), layers), Fraction(repr(self.mem))
-        remedy = f"layers that read everything hold {float(whole):.4g} of the cache: give more, or lower filter layers"
+        remedy = f"layers that use every entry hold {float(whole):.4g} of the cache: give more, or lower filter layers"
         require(mem > whole, "mem", self.mem, remedy)
         return (mem - whole) / (1 - whole)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of each prompt's tokens that a filter layer chooses: the budget, share or `mem` in tokens.
+        """Return the number `[B]` of each prompt's tokens that a filter layer chooses, from the budget or `mem`.
 
         Args:
             lengths: tokens of each prompt.
             layers: number of layers that attend to the whole prompt.
 
         Returns:
-            The budget, or the share's whole number of each prompt; at least the window, or 1. At most the prompt,
-            except for a budget in tokens with `include_generated`.
+            The budget, or the share of each prompt rounded down; at least the window, or 1. At most the prompt, except
+            for a budget in tokens with `include_generated`.
 
         References:
             OmniKV, section 5: Mem% = whole + share * (1 - whole).
@@ -417,12 +418,12 @@ class FilteredReads(Reads):
                 [n * share.numerator // share.denominator for n in lengths.tolist()], np.int64
             )
         wanted = np.maximum(wanted, self._least)
-        # Where later tokens have to be chosen as well, a budget in tokens is no smaller for a short prompt.
+        # Generated tokens are chosen from as well: a budget in tokens may exceed a short prompt.
         grows = self.include_generated and isinstance(self.budget, Tokens)
         return wanted if grows else np.minimum(wanted, lengths)
 
     def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Returns `Reading`, the static config: filter layers, layers that read their choices, offloaded layers."""
+        """Return `Reading`, the static config: filter layers, layers that use their choices, offloaded layers."""
         filters, whole = self._filters, self.whole(layers)
         return Reading(
             filters=filters,
@@ -440,7 +441,7 @@ class FilteredReads(Reads):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LoadedReads(Reads):
-    """Config of BrutalOffload's reads: every layer reads every entry, upper layers load theirs from host memory.
+    """BrutalOffload's reads: every layer attends to every entry; upper layers load their entries from host memory.
 
     Fields are those of `BrutalOffload`.
     """
@@ -455,11 +456,11 @@ class LoadedReads(Reads):
             field(self, name, whole, f"give a number, at least {least}", least=least)
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError if the model has no layer above the resident ones whose entries could be offloaded."""
+        """Raise ValueError if the model has no layer above the resident ones to offload."""
         require_fewer("resident_layers", self.resident_layers, config)
 
     def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Returns `Reading`, the static config: every layer reads every entry, and upper layers are offloaded."""
+        """Return `Reading`, the static config: every layer attends to every entry, and upper layers are offloaded."""
         return Reading(
             sources=(WHOLE,) * layers,
             every_entry=True,
@@ -471,10 +472,10 @@ class LoadedReads(Reads):
 
 
 def require_fewer(name: str, layers: int, config: ModelConfig) -> None:
-    """Raises ValueError unless a number of layers leaves some of a model's that attend to the whole prompt."""
+    """Raise ValueError unless `layers` is below the number of layers that attend to the whole prompt."""
     whole, beside = (
         config.sliding_windows.count(None),
-        " without a window" * any(config.sliding_windows),
+        " without a sliding window" * any(config.sliding_windows),
     )
     require(layers < whole, name, layers, f"the model has {whole} layers{beside}: give fewer")
 
@@ -482,6 +483,9 @@ def require_fewer(name: str, layers: int, config: ModelConfig) -> None:
 def tokens_read(
     read: Reads, lengths: Int[np.ndarray, " B"], sliding_windows: SlidingWindows
 ) -> Int[np.ndarray, " B"]:
-    """Integers `[B]`: number of each prompt's tokens that a sparse layer reads per step, from `ModelConfig.sliding_windows`."""
+    """Return the number `[B]` of each prompt's tokens that a sparse layer attends to per decode step.
+
+    `sliding_windows` are `ModelConfig.sliding_windows`.
+    """
     mine = read.among(sliding_windows)
     return mine.tokens(np.asarray(lengths, np.int64), sliding_windows.count(None))
