@@ -1,4 +1,4 @@
-"""Mergers: D2O's `Merge` joins a dropped entry to its most similar kept entry, CaM's `ValueMerge` folds values forward."""
+"""Mergers: D2O's `Merge` averages evicted entries into kept ones, CaM's `ValueMerge` adds values to later values."""
 
 import dataclasses
 import enum
@@ -16,12 +16,12 @@ from jaxkv.policies.merger import Joined, Merged, Merger, Row
 from jaxkv.sharding.collectives import any_of_devices, first, gathered, own
 from jaxkv.sharding.mesh import Axes
 
-# Dropped entries, and kept entries, that are compared at a time.
+# Evicted entries, and kept entries, compared at a time.
 _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
 
 class Metric(enum.Enum):
-    """Enum of whose cosine similarity decides how dropped keys and values merge: KEY, VALUE, or BOTH (each its own)."""
+    """Tensor whose cosine similarity decides how evicted entries merge: KEY, VALUE, or BOTH (each by its own)."""
 
     KEY = "key"
     VALUE = "value"
@@ -29,11 +29,12 @@ class Metric(enum.Enum):
 
 
 class Weights(enum.Enum):
-    """Enum of the weights in the average of a kept entry and its dropped entries: SOFTMAX, AVERAGE or SCATTER_MEAN.
+    """Weights in the average of a kept entry and its evicted entries.
 
-    SOFTMAX weighs dropped entries by exp(cosine) and the kept entry by e, over their sum; AVERAGE weighs all entries equally.
+    SOFTMAX: evicted entries weigh exp(cosine), the kept entry e, over their sum. AVERAGE: all entries weigh the same.
 
-    SCATTER_MEAN adds dropped entries times their cosine and divides by their number and one: weights do not sum to one.
+    SCATTER_MEAN: evicted entries are multiplied by their cosine, and the sum is divided by their number plus one; the
+    weights do not sum to one.
     """
 
     SOFTMAX = "softmax"
@@ -42,16 +43,16 @@ class Weights(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """Enum of running merge thresholds: one per kv head (HEAD), or one per layer, shared by its heads (LAYER)."""
+    """Scope of a running merge threshold: one per kv head (HEAD), or one per layer for all its heads (LAYER)."""
 
     HEAD = "head"
     LAYER = "layer"
 
 
 class Decision(enum.Enum):
-    """Enum of the cosine that decides if a dropped entry merges: its own (TOKEN) or a mean over heads (SHARED_POSITION).
+    """Cosine that decides if an evicted entry merges: its own (TOKEN) or a mean over heads (SHARED_POSITION).
 
-    SHARED_POSITION, as in published code, judges the i-th dropped entries of all heads together.
+    SHARED_POSITION, as in published code, decides for the i-th evicted entries of all heads together.
     """
 
     TOKEN = "token"
@@ -60,20 +61,20 @@ class Decision(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(Merger):
-    """D2O's merger: a dropped entry is averaged into its nearest kept entry if their cosine reaches a running threshold.
+    """D2O's merger: average each evicted entry into its most similar kept entry, above a running cosine threshold.
 
     Attributes:
         beta: weight of the latest similarity in the running threshold.
         metric: `Metric`, or its value: cosines of keys or of values.
-        weights: `Weights`, or its value: how entries are joined.
-        scope: `Scope`, or its value: a threshold per head or per layer.
-        decision: `Decision`, or its value: entries that are judged together.
-        threshold: a fixed threshold instead of the running one: -inf merges everything, +inf nothing.
+        weights: `Weights`, or its value: weights of the averaged entries.
+        scope: `Scope`, or its value: one threshold per head or per layer.
+        decision: `Decision`, or its value: decide for each entry, or for several heads together.
+        threshold: a fixed threshold instead of the running one: -inf merges every entry, +inf none.
 
     References:
         Wan et al., D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
-        Models, arXiv:2406.13035, equations 9 to 12; in 12 the dropped entries' weights are read per row, so that all sum
-        to one.
+        Models, arXiv:2406.13035, equations 9 to 12; evicted entries' weights in equation 12 are normalised per kept
+        entry, so that all sum to one.
     """
 
     beta: float = 0.7
@@ -102,23 +103,23 @@ class Merge(Merger):
 
     @property
     def needs_equal_heads(self) -> bool:
-        """True if all kv heads must drop the same number of entries: with `Decision.SHARED_POSITION`."""
+        """True if all kv heads must evict the same number of entries: with `Decision.SHARED_POSITION`."""
         return self.decision is Decision.SHARED_POSITION
 
     @property
     def across_heads(self) -> bool:
-        """True if kv heads share a threshold or a decision, so that a head's result depends on the others."""
+        """True if kv heads share a threshold or a decision, so that a head's result depends on other heads."""
         return self.scope is Scope.LAYER or self.decision is Decision.SHARED_POSITION
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Tuple of the tensors whose cosines find a dropped entry's nearest kept entry: ("k",), ("v",) or ("k", "v")."""
+        """Tensors whose cosines find an evicted entry's nearest kept entry: ("k",), ("v",) or ("k", "v")."""
         return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[
             Metric(self.metric)
         ]
 
     def _changes(self, index: int) -> str:
-        """String of the tensors, "k", "v" or "kv", that merge by the cosines of the tensor `compares[index]`."""
+        """Return the tensors, "k", "v" or "kv", that merge by the cosines of the tensor `compares[index]`."""
         return self.compares[index] if self.metric is Metric.BOTH else "kv"
 
     def moved(
@@ -127,15 +128,15 @@ class Merge(Merger):
         similarity: Float[Array, "B K N"],
         dropped: Bool[Array, "B K N"],
     ) -> Float[Array, "B K"]:
-        """Merge thresholds `[B, K]` after a running average with the mean cosine of entries dropped now (D2O, eq. 10).
+        """Return merge thresholds `[B, K]`, updated by the mean cosine of newly evicted entries (D2O, eq. 10).
 
         Args:
-            tau: thresholds so far; -inf where there was none yet.
+            tau: thresholds so far; -inf before the first eviction.
             similarity: cosine of each entry and its nearest kept entry.
-            dropped: mask of dropped entries.
+            dropped: mask of evicted entries.
 
         Returns:
-            The thresholds; unchanged where no entry was dropped.
+            The thresholds; unchanged without evicted entries.
         """
         if self.scope is Scope.LAYER:
             axes: tuple[int, ...] = (1, 2)
@@ -154,19 +155,19 @@ class Merge(Merger):
         similarity: Float[Array, "B K N"],
         dropped: Bool[Array, "B K N"],
     ) -> Bool[Array, "B K N"]:
-        """Mask `[B, K, N]` of dropped entries to merge: those whose cosine reaches the threshold.
+        """Return the mask `[B, K, N]` of evicted entries to merge: those whose cosine reaches the threshold.
 
         Args:
-            tau: thresholds, those dropped now counted in.
+            tau: thresholds, updated by these evicted entries.
             similarity: cosine of each entry and its nearest kept entry.
-            dropped: mask of dropped entries.
+            dropped: mask of evicted entries.
 
         Returns:
             The mask.
         """
         level = tau if self.threshold is None else jnp.full_like(tau, self.threshold)
         if self.decision is Decision.SHARED_POSITION:
-            # The i-th dropped entry of every head, in order of position: a different token in each.
+            # The i-th evicted entries of all heads, in order of position, are different tokens.
             order = jnp.argsort(~dropped, axis=-1, stable=True)
             together = jnp.take_along_axis(similarity, order, axis=-1).mean(axis=1, keepdims=True)
             rank = jnp.maximum(jnp.cumsum(dropped, axis=-1, dtype=jnp.int32) - 1, 0)
@@ -178,7 +179,7 @@ class Merge(Merger):
     def _decided(
         self, tau: Array | None, index: int, similarity: Array, dropped: Array, axes: Axes | None
     ) -> tuple[Array, Array]:
-        """Two arrays: merge thresholds, that of the `index`-th compared tensor updated; mask of entries to merge."""
+        """Return thresholds, updated for the `index`-th compared tensor, and the mask of entries to merge."""
         assert tau is not None
         over = axes if self.across_heads else None
         level, similarity, dropped = (
@@ -191,13 +192,13 @@ class Merge(Merger):
     def shares(
         self, similarity: Float[Array, "..."]
     ) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
-        """Tuple of a merge's weights by cosine: dropped entries' in the sum, theirs in the divisor, kept entry's in both.
+        """Return the weights of a merge by cosine.
 
         Args:
-            similarity: cosines of dropped entries and their nearest kept entries.
+            similarity: cosines of evicted entries and their nearest kept entries.
 
         Returns:
-            Each dropped entry's weight in the sum of entries, its weight in the divisor, and the kept entry's in both.
+            Each evicted entry's weight in the sum, its weight in the divisor, and the kept entry's weight in both.
         """
         if self.weights is Weights.SOFTMAX:
             weight = jnp.exp(similarity)
@@ -216,7 +217,7 @@ class Merge(Merger):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Merges dropped entries whose cosine reaches the threshold into kept entries; returns `Merged`: k, v, thresholds.
+        """Merge evicted entries whose cosine reaches the threshold into kept entries; return `Merged`.
 
         Entries are compared in blocks: memory is O(S).
         """
@@ -240,7 +241,7 @@ class Merge(Merger):
         tau: Float[Array, "N K n"] | None,
         axes: Axes | None = None,
     ) -> Joined:
-        """Merges each segment's dropped entry into its nearest row if cosines allow; `Joined`: mask, entries, thresholds."""
+        """Merge each segment's evicted entry into its nearest kept entry if their cosine reaches the threshold."""
         tau, joins = self._decided(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.shares(cosine)
         new = {
@@ -251,7 +252,7 @@ class Merge(Merger):
         return Joined(joins[..., 0], new.get("k"), new.get("v"), tau)
 
     def _join(self, rows: Array, similarity: Array, nearest: Array, joins: Array) -> Array:
-        """Keys or values `[B, K, S, D]` after dropped entries in mask `joins` were averaged into their nearest entries."""
+        """Return keys or values `[B, K, S, D]` after averaging entries in `joins` into their nearest kept entries."""
         add, divide, own = self.shares(similarity)
         add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
 
@@ -269,7 +270,7 @@ class Merge(Merger):
 
 
 def unit(rows: Float[Array, "*n D"], least: float = 1e-6) -> Float[Array, "*n D"]:
-    """Vectors `[..., D]` divided by their L2 norm, in float32; norms below `least` count as `least`."""
+    """Return float32 vectors `[..., D]` divided by their L2 norm; norms below `least` count as `least`."""
     wide = rows.astype(jnp.float32)
     return wide / jnp.maximum(jnp.sqrt((wide**2).sum(axis=-1, keepdims=True)), least)
 
@@ -277,10 +278,10 @@ def unit(rows: Float[Array, "*n D"], least: float = 1e-6) -> Float[Array, "*n D"
 def nearest_kept(
     rows: Float[Array, "B K S D"], kept: Bool[Array, "B K S"], dropped: Bool[Array, "B K S"]
 ) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"]]:
-    """Tuple of each dropped entry's largest cosine `[B, K, S]` to a kept entry of its head, and this entry's index; else 0.
+    """Return each evicted entry's largest cosine `[B, K, S]` to a kept entry of its head, and that entry's index.
 
-    Entries are compared in blocks: the matrix of all cosines is never in memory. Heads that drop entries keep at least one;
-    entries that are not dropped get 0 and 0. Ties go to the lowest index.
+    Entries are compared in blocks: the matrix of all cosines is never in memory. Heads that evict entries must keep at
+    least one. Entries that are not evicted get 0 and 0. Ties go to the lowest index.
     """
     batch, heads, padded_len, dim = rows.shape
     take, across = min(_DROPPED_BLOCK, padded_len), min(_KEPT_BLOCK, padded_len)
@@ -288,7 +289,7 @@ def nearest_kept(
 
     def head(inputs):
         rows, kept, dropped = inputs
-        # Kept entries first, then dropped ones, each in order.
+        # Kept entries first, then evicted ones, each in order of position.
         order = jnp.argsort(jnp.where(kept, 0, jnp.where(dropped, 1, 2)), stable=True).astype(
             jnp.int32
         )
@@ -334,16 +335,16 @@ def nearest_kept(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueMerge(Merger):
-    """CaM's merger: adds 1 / `window` of each value to the next `window` values, with a probability by its attention.
+    """CaM's merger: add 1 / `window` of each value to the next `window` values, with a probability by its attention.
 
     Attributes:
-        window: number of following tokens that take a share each; the policy's window.
-        start: first share of the prompt whose values are not folded.
+        window: number of following tokens that get a share; the policy's window.
+        start: first share of the prompt whose values are not merged.
         expected: multiply by the probability instead of sampling.
 
     References:
         Zhang et al., CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024, section 4, in the form of
-        KVCache-Factory, applied to a copy: the prompt's own attention sees values as they were.
+        KVCache-Factory. It changes a copy: the prompt's own attention uses the original values.
     """
 
     across_heads = True
@@ -354,9 +355,7 @@ class ValueMerge(Merger):
 
     def __post_init__(self) -> None:
         field(self, "window", whole, "give at least 1 token")
-        field(
-            self, "start", real, "give a share from 0 up to, but not, 1", high=math.nextafter(1, 0)
-        )
+        field(self, "start", real, "give a share from 0 to below 1", high=math.nextafter(1, 0))
         field(self, "expected", flag)
 
     @property
@@ -375,7 +374,7 @@ class ValueMerge(Merger):
         key: PRNGKeyArray,
         axes: Axes | None = None,
     ) -> Merged:
-        """Returns `Merged` with part of each value added to the next `window` values if entries drop; keys unchanged."""
+        """Add a part of each value to the next `window` values if entries are evicted; keys are unchanged."""
         batch, heads, padded_len, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:
@@ -400,14 +399,14 @@ class ValueMerge(Merger):
         length: Array,
         uses_key: Float[Array, " S"],
     ):
-        """Values `[S, D]` of a kv head after each (kept or not) added by chance a share to the next `window` values."""
+        """Return values `[S, D]` of a kv head after each has added, by chance, a share to the next `window` values."""
         padded_len, window = v.shape[0], self.window
         index = jnp.arange(padded_len, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)
         begin = -(-(length * share.numerator) // share.denominator)
         first_top = jnp.where(index < begin, mass, 0.0).max()
         padded = jnp.pad(mass, (0, window - 1))
-        # The largest of each entry and the window - 1 entries after it.
+        # The largest attention of each entry and the window - 1 entries after it.
         around = lax.reduce_window(padded, 0.0, lax.max, (window,), (1,), "VALID")
         top = jnp.maximum(first_top, around)
         chance = jnp.where(

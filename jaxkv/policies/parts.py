@@ -1,4 +1,4 @@
-"""`Parts`, the plain value that is all the engine reads of a policy."""
+"""`Parts`, the plain value through which the engine sees a policy."""
 
 import dataclasses
 from functools import lru_cache
@@ -31,18 +31,18 @@ from jaxkv.policies.scorer import Needs, Scorer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Ongoing:
-    """Static config of compression while decoding: eviction, rank, merger and kept entries; independent of budgets.
+    """Static config of compression while decoding, independent of budgets: eviction, rank, merger, protected entries.
 
-    Without arguments that of policies which only append new entries.
+    The defaults are those of policies that only append new entries.
 
     Attributes:
-        compresses: False if new entries are only appended; the other fields are then not read.
-        evicts: True if after each token segments above their limit lose the entry of lowest rank.
+        compresses: False if new entries are only appended; the other fields are then unused.
+        evicts: True if, after each token, segments above their limit evict the entry of lowest rank.
         rank: how scores change.
-        one_set: True if all kv heads of a layer hold the same positions, and drop the same row.
-        keep: first positions and spans that are never dropped.
-        merge: the merger of dropped entries; None drops them.
-        queries: number of last queries to remember, for scorers that are asked again.
+        one_set: True if all kv heads of a layer hold the same positions, and evict the same position.
+        keep: sinks and spans that are never evicted.
+        merge: the merger of evicted entries; None discards them.
+        queries: size of the query buffer, for scorers that score again.
     """
 
     compresses: bool = False
@@ -60,18 +60,18 @@ class Ongoing:
 
     @property
     def attends(self) -> bool:
-        """True if the attention that entries receive while decoding changes their scores."""
+        """True if attention while decoding changes entries' scores."""
         return self.scored and self.rank.decay is not None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """All that the engine reads of a policy, by phases: what is kept of a prompt, what follows, what is read; and how.
+    """All that the engine reads of a policy, by phases: selection of a prompt's entries, decoding, reads, store.
 
     Attributes:
-        select: what is kept of a prompt: `KeepAll()` or `Select(...)`.
-        after: what follows the prompt: `Append()`, `Evict(...)` or `Recompress(...)`.
-        read: what layers read while tokens are sampled: `ReadAll()`, or less than everything.
+        select: entries of a prompt to keep: `KeepAll()` or `Select(...)`.
+        after: what happens to entries after the prompt: `Append()`, `Evict(...)` or `Recompress(...)`.
+        read: entries that layers attend to while decoding: `ReadAll()`, or fewer.
         store: how entries are held: a subclass of `jaxkv.cache.Store`.
     """
 
@@ -84,31 +84,33 @@ class Parts:
         field(self, "select", instance, (KeepAll, Select), "give KeepAll(), or Select(...)")
         remedy = "give Append(), Evict(...) or Recompress(...)"
         field(self, "after", instance, (Append, Evict, Recompress), remedy)
-        field(self, "read", instance, Reads, "give what layers read, ReadAll() say")
+        field(self, "read", instance, Reads, "give what layers attend to, such as ReadAll()")
         object.__setattr__(self, "store", store_class(as_store(self.store)))
         self._check_together()
 
     def _check_together(self) -> None:
-        """Raises ValueError for phases that exclude one another."""
+        """Raise ValueError for phases that exclude one another."""
         appends = isinstance(self.after, Append)
         name, given = ("every", self.every) if self.every else ("after", self.after)
         require(appends or self.drops, name, given, _KEPT)
-        remedy = "layers that build on one another are chosen once only"
+        remedy = "nested layers are chosen once only, for the prompt: leave it out"
         require(appends or not self.nested, name, given, remedy)
         if isinstance(self.select, Select):
             self.read.check_over(self.select, self.after)
             self.after.check_over(self.select)
-        remedy = "entries in host memory, or read in chunks, are held as the model computes them: leave it out"
+        remedy = (
+            "offloading and chunked prefill need entries as the model computes them: leave it out"
+        )
         held = self.store is Dense or not self.read.whole_prompts
         require(held, "store", self.store.__name__, remedy)
 
     @classmethod
     def of(cls, *, scorer: Scorer | None, **parts: Any) -> "Parts":
-        """Makes `Parts` of their fields, and of those of `Select`, by name.
+        """Build `Parts` from their fields and those of `Select`, by name.
 
         Args:
-            scorer: which entries matter; None keeps everything.
-            **parts: the fields; without a scorer those of `Select` may say nothing.
+            scorer: scorer of entries; None keeps every entry.
+            **parts: the fields; without a scorer, fields of `Select` must have their defaults.
 
         Returns:
             The parts.
@@ -126,29 +128,29 @@ class Parts:
         return cls(select=KeepAll(), **phases)
 
     def replace(self, **parts: Any) -> "Parts":
-        """Copy with these fields in place of its own, or of those of its selection, `Select`."""
+        """Return a copy with these fields of `Parts`, or of its selection `Select`, replaced."""
         phases = {name: parts.pop(name) for name in _PHASES & parts.keys()}
         select = dataclasses.replace(self.select, **parts) if parts else self.select
         return dataclasses.replace(self, **({"select": select} | phases))
 
     @property
     def drops(self) -> bool:
-        """True if entries of prompts are chosen by a scorer; False if all are kept."""
+        """True if a scorer chooses entries of prompts; False if all are kept."""
         return isinstance(self.select, Select)
 
     @property
     def scorer(self) -> Scorer:
-        """Scorer of entries; asks for nothing, and is not called, where all entries are kept."""
+        """Scorer of entries; without needs, and not called, if all entries are kept."""
         return self.select.scorer
 
     @property
     def budget(self) -> Kept | None:
-        """Entries to keep; None for everything, or what `layers` say by themselves."""
+        """Budget of entries; None for every entry, or where `layers` set the number of entries."""
         return self.select.budget
 
     @property
     def keep(self) -> Keep:
-        """Entries that are kept whatever their score, as `Keep`."""
+        """Always-kept entries, as `Keep`."""
         return self.select.keep
 
     @property
@@ -163,7 +165,7 @@ class Parts:
 
     @property
     def merge(self) -> Merger | None:
-        """The merger that folds dropped entries into kept ones; None drops them."""
+        """Merger of evicted entries into kept ones; None discards them."""
         return self.select.merge
 
     @property
@@ -173,31 +175,32 @@ class Parts:
 
     @property
     def rolling(self) -> bool:
-        """True if positions are those within the cache: keys are stored before RoPE and rotated on read."""
+        """True if positions count within the cache: keys are stored before RoPE and rotated on each read."""
         return self.read.rolling
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError if a part's method `require_fits(config)` does, as for a gate of another model."""
+        """Raise ValueError if a part does not fit the model, such as the gate of another model."""
         for part in (self.scorer, self.layers, inner_budgets(self.heads), self.read):
             part.require_fits(config)
         if any(config.sliding_windows):
             self.require_fits_windows(config.sliding_windows)
 
     def require_fits_windows(self, sliding_windows: SlidingWindows) -> None:
-        """Raises ValueError if the policy rolls positions, has nothing to choose from, or its tables name windows."""
+        """Raise ValueError for rolling positions, no layer to compress, or tables that name sliding-window layers."""
         whole = [layer for layer, width in enumerate(sliding_windows) if width is None]
-        remedy = f"only layers {whole} of this model attend to the whole prompt: take FullKV"
+        remedy = f"only layers {whole} of this model attend to the whole prompt: use FullKV"
         chooses = self.scorer if self.drops else self.read
         plain = not self.drops and self.read.everything
         require(bool(whole) or plain, "policy", chooses, remedy)
-        remedy = "some layers of this model have windows, and this is not supported for them: leave it out"
+        remedy = "not supported for models with sliding windows: leave it out"
         require(not self.rolling, "rolling", self.rolling, remedy)
         self.among(sliding_windows)
 
     def among(self, sliding_windows: SlidingWindows) -> "Parts":
-        """`Parts` as for a model of the layers without a window alone: tables by layer are cut; the same without any.
+        """Return the `Parts` for the layers without a sliding window: tables by layer have only these layers.
 
-        `sliding_windows` are `ModelConfig.sliding_windows`. ValueError if a table names layers with windows, or nothing but these.
+        `sliding_windows` are `ModelConfig.sliding_windows`; without any, the parts are unchanged. ValueError if a
+        table names sliding-window layers, or nothing but these.
         """
         return (
             _cut_to_whole(self, sliding_windows)
@@ -206,26 +209,26 @@ class Parts:
         )
 
     def unlimited(self, sliding_windows: SlidingWindows) -> Bool[np.ndarray, " L"]:
-        """Mask of layers that gain an entry at each token without an end: the policy's, and those of `config.sliding_windows`."""
+        """Return the mask of layers that keep all new entries: the policy's unlimited and the sliding-window layers."""
         mask = np.asarray([width is not None for width in sliding_windows])
         mask[~mask] = self.among(sliding_windows).layers.unlimited(sliding_windows.count(None))
         return mask
 
     @property
     def layout(self) -> Layout:
-        """Cache layout of this policy's segments: EQUAL, RAGGED, or SHARED where all layers share one pool."""
+        """Cache layout of this policy's segments: EQUAL, RAGGED, or SHARED if all layers share one pool."""
         if self.layers.from_scores:
             return Layout.SHARED
         return Layout.EQUAL if self.heads.uniform else Layout.RAGGED
 
     @property
     def layer_weights(self) -> bool:
-        """True if entries per layer depend on weights computed from each layer's attention, not on lengths alone."""
+        """True if layer budgets depend on weights computed from each layer's attention, not on lengths alone."""
         return self.layers.from_scores and not self.layers.joint
 
     @property
     def narrows(self) -> bool:
-        """True if `layers` bounds a layer's entries by `at_most` before later layers run, and heads keep their best."""
+        """True if `at_most` bounds a layer's entries before later layers run, and heads keep their own best."""
         shares = isinstance(self.layers, FromScores) and type(self.layers).rows is FromScores.rows
         best = self.heads.order is Order.OWN and not self.heads.needs_norms
         plainly = best and not self.keep.recent
@@ -233,12 +236,12 @@ class Parts:
 
     @property
     def threshold(self) -> float | None:
-        """Least score of an entry that stays, if the head budgets are `ThresholdHeads`; else None."""
+        """Lowest score of a kept entry if the head budgets are `ThresholdHeads`; else None."""
         return threshold_of(self.heads)
 
     @property
     def needs(self) -> Needs:
-        """Config `Needs` of what prefill computes for these parts beyond keys and values, such as attention sums."""
+        """`Needs` of these parts: what prefill computes in addition to keys and values, such as attention sums."""
         needs = self.scorer.needs
         return dataclasses.replace(
             needs,
@@ -246,12 +249,12 @@ class Parts:
             sums=needs.sums or self.layers.needs_sums,
             norms=needs.norms or self.heads.needs_norms,
             unrotated=needs.unrotated or self.rolling,
-            # Weights are arrays of their own.
+            # A gate's weights are arrays, and an argument of their own.
             gate=None,
         )
 
     def row_bytes(self, dim: int, itemsize: int) -> int:
-        """Bytes of one cache row: key, value and position, and the score of policies that score while decoding.
+        """Return the bytes of one cache row: key, value and position, and the score of policies that score in decoding.
 
         Args:
             dim: D.
@@ -263,7 +266,7 @@ class Parts:
         return self.store.row_bytes(dim, itemsize) + 4 + (4 if self.scored else 0)
 
     def read_as_stored(self, dim: int) -> bool:
-        """True if a GPU's kernels read entries of `dim` elements as stored in every step; False if steps decode them."""
+        """Return True if GPU kernels read entries of `dim` elements as stored; False if each step decodes them."""
         appends = not self.ongoing.compresses and self.read == ReadAll()
         return self.store.kernels == Dense.kernels or (
             appends and self.store.read_by(set(self.store.kernels), dim)
@@ -281,7 +284,7 @@ class Parts:
 
     @property
     def every(self) -> int | None:
-        """Number of new tokens between compressions of the cache; None if the cache is not recompressed."""
+        """Number of new tokens between compressions of the cache; None without recompression."""
         return self.after.every if isinstance(self.after, Recompress) else None
 
     @property
@@ -301,25 +304,25 @@ class Parts:
         )
 
     def reading(self, sliding_windows: SlidingWindows, padded_len: int) -> Reading:
-        """Static config `Reading` of which entries each layer reads while decoding, for prompts padded to `padded_len`."""
+        """Return `Reading`, the static config of the entries each layer attends to, for prompts of `padded_len`."""
         read = self.read.among(sliding_windows)
         mine = read.reading(sliding_windows.count(None), padded_len, every_entry=not self.drops)
         return mine.beside(sliding_windows)
 
     @property
     def scored(self) -> bool:
-        """True if entries of the cache have scores, which decoding compares or adds to."""
+        """True if entries of the cache have scores, which decoding compares or changes."""
         return self.ongoing.scored
 
     @property
     def reach(self) -> int | None:
-        """Entries (int) that short prompts' segments may grow to: the budget, or what the layers grow to; or None."""
+        """Entries to which short prompts' segments may grow: the budget, the layer budgets' limit, or None."""
         if isinstance(self.budget, Tokens):
             return self.budget.value
         return self.layers.grows_to
 
     def may_hold(self, budget: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Entries per kv head `[B]` that the cache may grow to: `budget`, or the policy's `reach` in entries if larger."""
+        """Return entries per kv head `[B]` to which the cache may grow: `budget`, or the policy's `reach` if larger."""
         return budget if self.reach is None else np.maximum(budget, self.reach)
 
     def budgets(
@@ -329,9 +332,9 @@ class Parts:
         *,
         strict: bool = True,
     ) -> Int[np.ndarray, " B"]:
-        """Average entries per kv head `[B]` to keep of each prompt; below the forced entries, raised to them or ValueError.
+        """Return the average entries per kv head `[B]` to keep of each prompt, at least its always-kept entries.
 
-        `strict` rejects budgets below the forced entries, except shares that are clamped; the rejection names the prompt.
+        `strict` rejects budgets below the always-kept entries, except shares under `clamp`; the error names the prompt.
         """
         lengths, budget = np.asarray(lengths, np.int64), self.budget
         if self.layers.sets_rows:
@@ -349,7 +352,7 @@ class Parts:
         return np.maximum(rows, np.minimum(always_kept, lengths))
 
     def raised(self, lengths: Int[np.ndarray, " B"]) -> int:
-        """Number of prompts for which a budget share gives fewer entries than must stay; 0 for a budget in entries."""
+        """Return the number of prompts whose share is below their always-kept entries; 0 for a budget in entries."""
         if not isinstance(self.budget, Share):
             return 0
         lengths = np.asarray(lengths, np.int64)
@@ -363,10 +366,11 @@ class Parts:
         weights: Any = None,
         budget: Counts | None = None,
     ) -> Table:
-        """Number of most recent entries kept, `[L, B]`: the window or, if more, the share `recent` of entries not forced.
+        """Return the number of most recent entries to keep, `[L, B]`: the window or, if more, the share `recent`.
 
-        At most what the other forced entries leave of `rows`; `weights` are the layers' claims and `budget` the average
-        entries per kv head where budgets follow from claims. All arguments are on the host, or all traced.
+        The share is of the entries that are not always kept. The result is at most what other always-kept entries
+        leave of `rows`. `weights` are the layers' weights, and `budget` the average entries per kv head, where budgets
+        follow from weights. All arguments are on the host, or all are traced.
         """
         xp, window = namespace(rows), self.keep.window
         left = xp.maximum(rows - (always_kept - window), 0)
@@ -377,7 +381,7 @@ class Parts:
         return xp.maximum(window, share_of(left, self.keep.recent))
 
     def described(self) -> dict[str, str]:
-        """Dict of texts for people, by name, of the parts that are not the usual ones, and of `KeepAll()`."""
+        """Return short texts, by name, of the parts that differ from their defaults, and of `KeepAll()`."""
         found = {} if self.drops else {"select": brief(self.select)}
         for of in (self.select, self):
             for each in dataclasses.fields(of):
@@ -389,21 +393,23 @@ class Parts:
 
 @lru_cache(maxsize=256)
 def _cut_to_whole(parts: Parts, sliding_windows: SlidingWindows) -> Parts:
-    """Copy of a policy's `Parts` whose layer and head budgets are those of the layers without a window; memoised.
+    """Return a copy of `parts` with layer and head budgets of the layers without a sliding window; memoised.
 
-    `sliding_windows` are `ModelConfig.sliding_windows`; ValueError if a table names layers with windows, or if head budgets that differ
-    by layer cannot be cut.
+    `sliding_windows` are `ModelConfig.sliding_windows`. ValueError if a table names sliding-window layers, or if head
+    budgets that differ by layer do not override `among`.
     """
     layers, heads = parts.layers.among(sliding_windows), parts.heads.among(sliding_windows)
     inner, cut = inner_budgets(parts.heads), inner_budgets(heads)
     alike = not inner.needs_layer and inner.limits() is None
-    remedy = "they differ by layer, and some layers of this model have windows: give them a method among(windows), "
-    remedy += "which returns those of the other layers alone"
+    remedy = (
+        "they differ by layer, and some layers of this model have sliding windows: write a method "
+    )
+    remedy += "among(sliding_windows), which returns the budgets of the other layers"
     require(alike or cut is not inner, "heads", inner, remedy)
     return parts.replace(layers=layers, heads=heads) if parts.drops else parts
 
 
 _PHASES = {each.name for each in dataclasses.fields(Parts)}
-_KEPT = "without a scorer everything is kept: leave it out, or choose a policy such as SnapKV"
-# What says what stays, and how a budget is met, holds where everything is kept.
+_KEPT = "without a scorer every entry is kept: leave it out, or choose a policy such as SnapKV"
+# Fields of `Select` that have no effect, and are accepted, where every entry is kept.
 _KEPT_ANYWAY = ("keep", "clamp")

@@ -1,4 +1,4 @@
-"""`Scorer`, the base of what scores a layer's entries; `Needs`, what it reads; `Observed`, where it finds that."""
+"""`Scorer`, the base of scorers of a layer's entries; `Needs`, their inputs; `Observed`, the layer as they see it."""
 
 import dataclasses
 import enum
@@ -19,12 +19,12 @@ from jaxkv.policies.gates import Gate
 from jaxkv.policies.rank import Anew, Rank
 from jaxkv.sharding.mesh import Axes
 
-# A number per row and kv head of each sequence; higher is kept.
+# A number per entry; higher is kept.
 Scores = Float[Array, "B K S"]
 
 
 class GroupReduce(enum.Enum):
-    """Enum of how query heads' scores are reduced to their kv head's score: MEAN or MAX."""
+    """How query heads' scores are reduced to their kv head's score: MEAN or MAX."""
 
     MEAN = "mean"
     MAX = "max"
@@ -32,7 +32,7 @@ class GroupReduce(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FutureQueries:
-    """Config of query statistics for positions after the text: tokens skipped, positions averaged, covariance or not.
+    """Config of query statistics for positions after the text.
 
     Attributes:
         skip: number of first tokens left out of the statistics.
@@ -52,18 +52,18 @@ class FutureQueries:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Replay:
-    """Config of KVzip's second pass over the prompt, on its full cache: chunk length, sinks, texts between, weighting.
+    """Config of KVzip's second pass over the prompt, on its full cache: chunks, prompts between them, weighting.
 
-    The prompt is read again in chunks; nothing that the pass computes stays but the attention that entries receive.
+    The model repeats the prompt chunk by chunk. Only the attention that entries receive is kept of this pass.
 
     Attributes:
         chunk: tokens of the prompt in each chunk.
-        sinks: first rows of the prompt that compete for attention with those of every chunk.
-        tail: last tokens of the chunk before, which are read between `following` and `closing`.
+        sinks: first tokens of the prompt, which compete for attention with the entries of every chunk.
+        tail: last tokens of the previous chunk, inserted between `following` and `closing`.
         first: text before the first chunk, or its token ids.
         following: text before each later chunk, or its token ids.
-        closing: text between these and the chunk, or its token ids; None for the end of the user's turn and the
-            opening of the answer in the model's chat template, a line break without one.
+        closing: text between these and the chunk, or its token ids; None for the end of the user's turn and the start
+            of the answer in the model's chat template, or a line break without a template.
         weighted: multiply attention by the L2 norm of the value at the layer's output, and divide it by that of the
             query token's normed hidden state (KVzip+).
     """
@@ -79,7 +79,7 @@ class Replay:
     weighted: bool = False
 
     def __post_init__(self) -> None:
-        field(self, "chunk", whole, "read at least 1 token at a time")
+        field(self, "chunk", whole, "give chunks of at least 1 token")
         field(self, "sinks", whole, "give 0 or more first tokens", least=0)
         field(self, "tail", whole, "repeat 0 or more tokens", least=0)
         field(self, "weighted", flag)
@@ -96,11 +96,11 @@ class Replay:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMoments:
-    """Pytree of float32 mean and covariance of each query head's queries, as if rotated to positions after the text.
+    """Pytree of float32 mean and covariance of each query head's queries, rotated to positions after the text.
 
     Attributes:
         mean: `f32[B, K, G, D]`.
-        covariance: `f32[B, K, G, D, D]`, divided by the number of queries; None if it was not asked for.
+        covariance: `f32[B, K, G, D, D]`, divided by the number of queries; None if not requested.
     """
 
     mean: Float[Array, "B K G D"]
@@ -109,13 +109,13 @@ class QueryMoments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockAttention:
-    """Config of attention within blocks of a prompt, not causal: block size, and first and last tokens in no block.
+    """Config of non-causal attention within blocks of a prompt.
 
     Attributes:
-        size: tokens of a block.
-        first: number of first tokens that belong to no block.
-        last: number of last tokens that belong to no block.
-        zeros: kvpress' arithmetic: logits are not divided, and a block of fewer tokens is filled by logits of 0.
+        size: tokens per block.
+        first: number of first tokens outside all blocks.
+        last: number of last tokens outside all blocks.
+        zeros: kvpress' arithmetic: logits are not divided, and short blocks are padded by logits of 0.
     """
 
     size: int = 256
@@ -130,27 +130,27 @@ class BlockAttention:
         field(self, "zeros", flag)
 
     def tokens(self, padded_len: int) -> int:
-        """Number of tokens of a block: `size`, or at most the padded prompt's length minus `first`, unless `zeros`."""
+        """Return the tokens per block: `size`, limited to the padded prompt without `first` tokens, unless `zeros`."""
         return self.size if self.zeros else min(self.size, max(1, padded_len - self.first))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Config of what a scorer reads beside keys and values; `Observed` has it as an attribute of the same name.
+    """Inputs of a scorer in addition to keys and values; `Observed` has each under the same name.
 
     Attributes:
         queries: w, for `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; 0 for none.
         sums: `f32[B, K, G, S]` attention that each key receives from all queries.
-        norms: `f32[B, K, S]` L1 norms of values seen through the output projection, mean of the group; beside them
+        norms: `f32[B, K, S]` L1 norms of values after the output projection, averaged over the group; in addition
             `seen.norm_totals`, `f32[B, K | 1, S]`, their sum over all kv heads that hold the entry's position.
         unrotated: `[B, K, S, D]` keys before RoPE.
         hidden: `[B, S, E]` hidden states that enter the layer's attention, after its norm.
-        moments: settings of `QueryMoments`, the mean and covariance of queries as if after the text; None for none.
-        replay: settings of a second pass over the prompt: `f32[B, K, S]`, the largest attention that any of its queries
-            paid the entry, 0 for the first `sinks` entries; None for none.
+        moments: settings of `QueryMoments`, mean and covariance of queries rotated to after the text; None for none.
+        replay: settings of a second pass over the prompt: `f32[B, K, S]`, the largest attention of any of its queries
+            to the entry, 0 for the first `sinks` entries; None for none.
         blocks: settings of `f32[B, K, G, S]`, the attention that each key receives from all queries of its block; None
             for none.
-        gate: a trained gate, of which the layer's weights are read; None for none.
+        gate: a trained gate, whose weights for the layer are provided; None for none.
     """
 
     queries: int = 0
@@ -165,18 +165,18 @@ class Needs:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """Names of what is asked for, each a key of `Observed.extras`."""
+        """Names of the requested inputs, each a key of `Observed.extras`."""
         names = (each.name for each in dataclasses.fields(self))
         return tuple(name for name in names if getattr(self, name))
 
     @property
     def query_heads(self) -> bool:
-        """True if what is read depends on query heads, which several devices of a mesh may share."""
+        """True if an input depends on query heads, which several devices of a mesh may share."""
         return bool(self.queries or self.sums or self.moments or self.replay or self.blocks)
 
 
 class Extras(TypedDict, total=False):
-    """Extras by their names in `Needs`, with shapes, by which arrays are placed on a mesh."""
+    """Extra inputs by their names in `Needs`; the shapes determine their sharding on a mesh."""
 
     queries: Float[Array, "B K G w D"]
     sums: Float[Array, "B K G S"]
@@ -199,23 +199,23 @@ class Extras(TypedDict, total=False):
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Observed:
-    """Pytree input of `Scorer.observe`: one layer of right-padded prompts, and what the scorer's `Needs` asked for.
+    """Pytree input of `Scorer.observe`: one layer of right-padded prompts, with the inputs of the scorer's `Needs`.
 
     Attributes:
-        q_positions: `i32[B, w]` positions of the last w tokens, w being `Needs.queries`; negative where a prompt is
-            shorter.
+        q_positions: `i32[B, w]` positions of the last w tokens, w being `Needs.queries`; negative before the start of
+            a shorter prompt.
         k: `[B, K, S, D]` rotated keys.
         v: `[B, K, S, D]` values.
         length: `i32[B]` tokens of each sequence.
         layer: `i32[]` index of the layer.
         key: random key of this call, if the scorer uses random numbers.
-        extras: what was asked for, by the names of `Needs`; `seen.sums` reads `seen.extras["sums"]`.
-        sink_logits: `[B, K, G]` learned logits that take part in the layer's softmax without a value; None for none.
-        softcap: c, if the layer's attention has c * tanh(logits / c) in place of its logits; None if not.
+        extras: requested inputs by their names in `Needs`; `seen.sums` is `seen.extras["sums"]`.
+        sink_logits: `[B, K, G]` learned logits in the layer's softmax, without a value; None for none.
+        softcap: c, if attention logits become c * tanh(logits / c); None if not.
         implementation: of attention: `Implementation.XLA` or a kernel library.
-        axes: mesh axes whose devices have K of the kv heads, and G of the query heads of each; None where all are
-            here, or each kv head comes as a sequence of its own.
-        group_axes: mesh axes whose devices share the query heads of a kv head, also where `axes` is None.
+        axes: mesh axes over which the K kv heads, and the G query heads of each, are sharded; None if one device has
+            them all, or each kv head is a sequence of its own.
+        group_axes: mesh axes over which the query heads of a kv head are sharded, also if `axes` is None.
     """
 
     q_positions: Int[Array, "B w"]
@@ -232,19 +232,19 @@ class Observed:
     group_axes: Axes | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Extra of this name in `Needs`; AttributeError if it was not asked for, or no cache remembers it."""
+        """Return the extra input of this name in `Needs`; AttributeError if not requested or not in the cache."""
         extras: Any = self.__dict__.get("extras", {})
         if name not in extras:
-            there = f"give the scorer needs = Needs({name}=...); a cache recompressed has less"
-            raise AttributeError(f"seen.{name}: not asked for, or not there: {there}")
+            remedy = f"give the scorer needs = Needs({name}=...); recompression provides fewer"
+            raise AttributeError(f"seen.{name}: not among the requested inputs: {remedy}")
         return extras[name]
 
     def window_mass(self, reduce: Callable[..., Array], *of_heads: Array) -> Array:
-        """Statistic `[B, K, ...]` of the last queries' attention: `attention.window_mass` with the layer's softmax.
+        """Return a statistic `[B, K, ...]` of the last queries' attention, under the layer's softmax.
 
         Args:
-            reduce: from one kv head's probabilities `[G, w, S]`, the queries' positions and what `of_heads` holds for
-                the head, to its statistic.
+            reduce: function from one kv head's probabilities `[G, w, S]`, the queries' positions and the head's slices
+                of `of_heads` to its statistic.
             *of_heads: arrays `[B, K, ...]`.
 
         Returns:
@@ -260,7 +260,7 @@ class Observed:
         )
 
     def between(self, first: int = 0, last: int = 0) -> Bool[Array, "B 1 S"]:
-        """Mask of the entries of each sequence but its `first` first and its `last` last ones, and padding."""
+        """Return the mask of each sequence's entries without its `first` first and `last` last ones, and padding."""
         index = self.index
         inside = index < (self.length - last)[:, None, None]
         return inside & (index >= first) if first else inside
@@ -277,7 +277,7 @@ class Observed:
 
 
 class Scorer:
-    """Base of what scores how much each cache row matters, per kv head: entries of higher scores are kept.
+    """Base of scorers, which score the entries of each kv head: entries of higher scores are kept.
 
     Subclass it in a frozen dataclass and write `observe`:
 
@@ -288,7 +288,7 @@ class Scorer:
             return -jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)
     ```
 
-    What it reads beside keys and values it asks for by `needs`, and finds under the same name:
+    Request inputs other than keys and values by `needs`; `seen` has each under the same name:
 
     ```python
     @dataclasses.dataclass(frozen=True)
@@ -299,20 +299,20 @@ class Scorer:
             return seen.sums.mean(axis=2)
     ```
 
-    On a mesh it is called on every device, for the heads that lie there: a scorer that looks at each head alone needs
-    no change. One that looks at other heads, or uses random numbers, finds the mesh in `seen.axes`:
-    `gathered(x, "K", 1, seen.axes)`, of jaxkv.sharding.collectives, brings the numbers of all kv heads, `own` takes the
-    device's of them.
+    On a mesh, `observe` runs on every device, for the device's heads: a scorer that treats each head alone needs no
+    change. A scorer that compares heads, or uses random numbers, finds the mesh axes in `seen.axes`. The functions of
+    jaxkv.sharding.collectives help: `gathered(x, "K", 1, seen.axes)` all-gathers the numbers of all kv heads, `own`
+    selects the device's.
     """
 
     @property
     def needs(self) -> Needs:
-        """Inputs that `observe` reads beside keys and values, such as last queries, as `Needs`; none by default."""
+        """Inputs of `observe` in addition to keys and values, such as the last queries; none by default."""
         return Needs()
 
     @property
     def group(self) -> GroupReduce | str:
-        """`GroupReduce` or its value: how a kv head's query heads are reduced in `observe`, and over devices; MEAN."""
+        """`GroupReduce` or its value: how `observe` reduces a kv head's query heads, also over devices; MEAN."""
         return GroupReduce.MEAN
 
     @property
@@ -324,14 +324,14 @@ class Scorer:
     def looks_at_end(self) -> bool:
         """True if scores follow the attention of a prompt's last queries; by default, if `needs.queries` is above 0.
 
-        `jaxkv.prefill` then warns of documents whose question comes later: it may lack entries. A scorer that looks at
-        these queries and keeps other entries nonetheless, by their worst case say, overrides this property.
+        `jaxkv.prefill` then warns for documents whose questions come later: entries that they need may be evicted.
+        Override this for a scorer that uses these queries but keeps other entries, for example by their worst case.
         """
         return bool(self.needs.queries)
 
     @property
     def two_stages(self) -> bool:
-        """True if the scorer has a `first_stage`, whose entries stay before all others."""
+        """True if the scorer has a `first_stage`, whose entries are kept before all others."""
         return False
 
     @property
@@ -341,58 +341,56 @@ class Scorer:
 
     @property
     def model_layers(self) -> int | None:
-        """Number of layers of the model that the scorer was made for; None for one that fits any."""
+        """Number of layers of the model that the scorer belongs to; None for a scorer of any model."""
         return None
 
     @property
     def rank(self) -> Rank:
-        """`Rank` by which scores change while decoding; `Anew()`, the default, computes them at each compression."""
+        """`Rank` by which scores change while decoding; `Anew()`, the default, scores again at each compression."""
         return Anew()
 
     def observe(self, seen: Observed) -> Scores:
-        """Float32 observations `[B, K, S]` of entries, such as attention received; `scores` turns them into scores.
+        """Return float32 observations `[B, K, S]` of entries, such as attention received, the input of `scores`.
 
         Args:
-            seen: the layer, with what `needs` asked for. Entries past a length may hold anything.
+            seen: the layer, with the inputs of `needs`. Entries past a length are arbitrary.
 
         Returns:
-            A number for each entry; entries past a sequence's length may get anything.
+            A number for each entry; arbitrary past a sequence's length.
         """
         raise NotImplementedError
 
     def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
-        """Ranks `i32[B, K, S]` in their head of the entries of the first stage, S for other entries; where `two_stages`.
+        """Return int32 ranks `[B, K, S]`, within their head, of the first stage's entries; S for all other entries.
 
-        At most as many as a head's even part.
+        Called if `two_stages`. The first stage has at most a head's even share of the layer budget.
         """
         raise TypeError(
-            f"{type(self).__name__} says it has two stages: write its method `first_stage`"
+            f"{type(self).__name__} has `two_stages` without `first_stage`: write the method"
         )
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError for a model that this is not made for; passes by default."""
+        """Raise ValueError if the model does not fit this scorer; by default every model fits."""
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Float32 scores `[B, K, S]` by which entries are kept, higher first; the observations by default.
+        """Return float32 scores `[B, K, S]`; entries of higher scores are kept. By default the observations.
 
         Args:
             observed: from `observe`.
             length: tokens of each sequence.
 
         Returns:
-            The scores. A prompt whose entries get NaN is rejected; where a cache is recompressed, such entries come last.
+            The scores. A prompt with NaN scores is rejected; in recompression NaN ranks last.
         """
         return observed
 
 
 def check_scorer(label: str, scorer: Any) -> None:
-    """Raises TypeError or ValueError unless `scorer` is an instance of `Scorer` with a hash and `observe`."""
+    """Raise TypeError or ValueError unless `scorer` is a hashable instance of `Scorer` that overrides `observe`."""
     instance(label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer")
     if type(scorer).observe is Scorer.observe:
-        raise TypeError(
-            f"{label}={scorer!r}: it says nothing of entries: write its method `observe`"
-        )
-    needs = instance(f"{label}.needs", scorer.needs, Needs, "give Needs(queries=32), say")
+        raise TypeError(f"{label}={scorer!r}: no scores without `observe`: write the method")
+    needs = instance(f"{label}.needs", scorer.needs, Needs, "give Needs(queries=32), for example")
     whole(f"{label}.needs.queries", needs.queries, least=0)
     choice(f"{label}.group", scorer.group, GroupReduce)
     static(label, scorer)

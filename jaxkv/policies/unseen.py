@@ -1,4 +1,4 @@
-"""Scorers that do not follow the prompt's last queries: for prompts compressed before the question is known."""
+"""Scorers for prompts compressed before the question is known: they do not follow the prompt's last queries."""
 
 import dataclasses
 
@@ -28,7 +28,7 @@ from jaxkv.policies.scorer import (
 )
 from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
 
-# Entries whose products with a covariance are in memory at a time.
+# Entries multiplied by a covariance at a time.
 _BLOCK = 512
 
 
@@ -42,7 +42,7 @@ class KeyDifference(Scorer):
     """
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: minus the cosine of each entry's key and the mean of the head's normalised keys."""
+        """Return scores `[B, K, S]`: minus the cosine of each key and the mean of the head's normalised keys."""
         k = jnp.where(seen.between()[..., None], seen.k.astype(jnp.float32), 0.0)
         mine = unit(k, 1e-12)
         mean = mine.sum(axis=2) / jnp.maximum(seen.length, 1).astype(jnp.float32)[:, None, None]
@@ -53,16 +53,16 @@ class KeyDifference(Scorer):
 class FutureAttention(Scorer):
     """ExpectedAttention's scorer: attention expected from queries after the text, times the value's L2 norm.
 
-    Queries are taken to be normally distributed, with the mean and covariance that the text's queries have before RoPE,
-    rotated by the mean rotation of the positions to come.
+    Queries are assumed to be normally distributed, with the mean and covariance of the text's queries before RoPE,
+    rotated by the mean rotation of the following positions.
 
     Attributes:
-        sinks: number of first rows that take no part.
+        sinks: number of first tokens left out of the statistics.
         positions: number of positions after the text over which the rotation is averaged.
-        covariance: count the covariance of the queries as well as their mean.
+        covariance: use the covariance of the queries as well as their mean.
         value_norms: multiply by the L2 norm of the value.
-        epsilon: added to the expected attention before that.
-        remembered: number of last queries whose mean and covariance count when a cache is recompressed.
+        epsilon: added to the expected attention before this product.
+        remembered: number of last queries whose mean and covariance are used when a cache is recompressed.
 
     References:
         Devoto et al., Expected Attention: KV Cache Compression by Estimating Attention from Future Queries
@@ -79,8 +79,8 @@ class FutureAttention(Scorer):
     remembered: int = 0
 
     def __post_init__(self) -> None:
-        # The other fields are checked where `FutureQueries` and `Keep` are made of them.
-        field(self, "remembered", whole, "remember 0 or more last queries", least=0)
+        # `FutureQueries` and `Keep` check the other fields.
+        field(self, "remembered", whole, "give 0 or more last queries", least=0)
         field(self, "value_norms", flag)
         field(self, "epsilon", real, "give 0 or a small number", high=1e30)
 
@@ -93,7 +93,7 @@ class FutureAttention(Scorer):
         return Needs(queries=self.remembered, moments=moments)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: expected attention, mean over the group, times the value's L2 norm if `value_norms`."""
+        """Return scores `[B, K, S]`: expected attention, mean over the group, times value norms if `value_norms`."""
         counts = seen.between(first=self.sinks)[:, :, None]
         logits = jnp.where(counts, _expected_logits(seen.k, seen.moments), -jnp.inf)
         most = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
@@ -108,7 +108,7 @@ class FutureAttention(Scorer):
 
 
 def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float[Array, "B K G S"]:
-    """Log `[B, K, G, S]` of each key's expected exp(logit), for normally distributed queries of these moments."""
+    """Return the log `[B, K, G, S]` of each key's expected exp(logit), for normal queries of these moments."""
     (batch, heads, padded_len, dim), group = k.shape, moments.mean.shape[2]
     size = min(_BLOCK, padded_len)
     padded = jnp.pad(k, ((0, 0), (0, 0), (0, -padded_len % size), (0, 0)))
@@ -127,18 +127,19 @@ def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorstAttention(Scorer):
-    """DefensiveKV's scorer: largest attention that a window query pays an entry, times its value norm's share over heads.
+    """DefensiveKV's scorer: largest attention of any window query to an entry, times its share of value norms.
 
-    Pooled over neighbours, the largest over the window's queries and the group's query heads, raised to the head's mean
-    where it is less; then times the L1 norm of the value at the layer's output, over the sum of the kv heads' norms.
+    Attention is pooled over neighbours and reduced by the maximum over the window's queries and the group's query
+    heads; numbers below the head's mean are raised to it. The result is multiplied by the L1 norm of the value at the
+    layer's output, divided by the sum of these norms over kv heads.
 
     Attributes:
-        window: last queries of the text that are looked at; their own entries take no part.
-        kernel: neighbours over which each query's attention is averaged; the query's total stays.
-        stage: a first stage, whose entries stay whatever their scores, in each head at most its even part. "mass": the
-            entries of most mean attention that with the window's own hold 90 % of the attention. "published": as in the
-            released code, which counts the columns before the window's for the window's own, takes their mean over the
-            layer's heads, sets the rest to 1, and stops one entry earlier. "none": no first stage.
+        window: number of the text's last queries to observe; their own entries are not scored.
+        kernel: number of neighbours over which each query's attention is averaged; the query's total is unchanged.
+        stage: a first stage of entries kept whatever their scores, at most a head's even share. "mass": the entries of
+            most mean attention that, with the window's own, hold 90 % of the attention. "published": as in the released
+            code, which takes the columns before the window for the window's own and averages them over the layer's
+            heads, normalises the rest to 1, and stops one entry earlier. "none": no first stage.
 
     References:
         DefensiveKV, arXiv:2510.13334; its first stage is that of CriticalKV, arXiv:2502.03805.
@@ -159,7 +160,7 @@ class WorstAttention(Scorer):
 
     @property
     def two_stages(self) -> bool:
-        """True if the scorer has a first stage, whose entries, ranked by `first`, stay before all others."""
+        """True if the scorer has a first stage, whose entries are kept before all others."""
         return self.stage != "none"
 
     @property
@@ -168,7 +169,7 @@ class WorstAttention(Scorer):
         return Needs(queries=self.window, norms=True)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: largest pooled attention of any window query, times value norm's share over kv heads."""
+        """Return scores `[B, K, S]`: largest pooled attention of any window query, times the share of value norms."""
         pool, index = AvgPool(self.kernel), seen.index
 
         def worst(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
@@ -180,7 +181,7 @@ class WorstAttention(Scorer):
             return (pooled * ratio).max(axis=(0, 1))
 
         most = seen.window_mass(worst)
-        # Reduced before the mean over the entry, which is taken over the whole group.
+        # Reduced over devices first: the mean over entries needs the maximum over the whole group.
         most = most_of_devices(most, "G", seen.group_axes)
         before = (seen.length - self.window)[:, None, None]
         mean = jnp.where(seen.between(last=self.window), most, 0.0).sum(axis=-1, keepdims=True)
@@ -189,7 +190,7 @@ class WorstAttention(Scorer):
         return raised * share
 
     def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
-        """Int32 ranks `[B, K, S]`, 0 for the most attention, of entries that the first stage keeps; S for other entries."""
+        """Return int32 ranks `[B, K, S]` of the first stage's entries, 0 for most attention; S for other entries."""
         padded_len, before = seen.k.shape[2], (seen.length - self.window)[:, None, None]
         column = seen.index
         mean = seen.window_mass(lambda p, at: mean_over_window(p, at).mean(axis=0))
@@ -217,7 +218,7 @@ class Position(Scorer):
     rank = ByAge()
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: position of each entry, exact in float32 up to 2**24."""
+        """Return scores `[B, K, S]`: each entry's position, exact in float32 up to 2**24."""
         batch, heads, padded_len = seen.k.shape[:3]
         return jnp.broadcast_to(
             jnp.arange(padded_len, dtype=jnp.float32), (batch, heads, padded_len)
@@ -229,7 +230,7 @@ class KeyNorm(Scorer):
     """Scorer by key norm: smaller L2 norms score higher (arXiv:2406.11430); RoPE does not change norms."""
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: minus the L2 norm of each entry's key."""
+        """Return scores `[B, K, S]`: minus the L2 norm of each entry's key."""
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
 
@@ -240,13 +241,13 @@ class Uniform01(Scorer):
     uses_key = True
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]` sampled uniformly from [0, 1)."""
+        """Return scores `[B, K, S]` sampled uniformly from [0, 1)."""
         batch, heads, padded_len = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)
         keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(
             jnp.arange(padded_len, dtype=jnp.int32)
         )
-        # Sampled for all heads, also where a device has some of them: a head's samples are the same everywhere.
+        # Sampled for all heads, also on a mesh: a head's samples do not depend on the sharding.
         whole = heads if seen.axes is None else heads * seen.axes.size("K")
         uses_key = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
         return jnp.broadcast_to(uses_key.T, (batch, heads, padded_len))
@@ -254,7 +255,7 @@ class Uniform01(Scorer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateRank(Rank):
-    """Rank by the scores that entries got from a trained gate when they entered the cache; attention does not change them.
+    """Rank by the scores that a trained gate gives to new entries; attention does not change these scores.
 
     Attributes:
         gate: the model's gate.
@@ -265,10 +266,10 @@ class GateRank(Rank):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateScores(Scorer):
-    """KVzap's scorer: a trained gate's score of each entry, from the hidden state of the entry's token.
+    """KVzap's scorer: a trained gate scores each entry from its token's hidden state.
 
     Attributes:
-        gate: the model's gate; None is rejected where prompts are read.
+        gate: the model's gate; None is rejected in prefill.
     """
 
     gate: Gate | None = None
@@ -280,14 +281,14 @@ class GateScores(Scorer):
 
     @property
     def rank(self) -> Rank:
-        """`GateRank` of the gate: entries keep the scores that they began with; `Anew()` without a gate."""
+        """`GateRank` of the gate: entries keep their first scores; `Anew()` without a gate."""
         return Anew() if self.gate is None else GateRank(gate=self.gate)
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError without a gate, or with the gate of a model of other sizes."""
+        """Raise ValueError without a gate, or for the gate of a model of other sizes."""
         given(self.gate, Gate).require_fits(config)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]` that the trained gate gives to hidden states; ValueError without a gate."""
+        """Return the gate's scores `[B, K, S]` of hidden states; ValueError without a gate."""
         gate = given(self.gate, Gate)
         return gate.scores(seen.gate, seen.hidden)

@@ -1,4 +1,4 @@
-"""Layer budgets of D2O: the more unevenly a layer's keys are attended to, the fewer entries it gets."""
+"""D2O's layer budgets: the more unevenly a layer's keys receive attention, the fewer entries it gets."""
 
 import dataclasses
 import enum
@@ -38,13 +38,13 @@ _LEAST = 100
 
 
 class Statistic(enum.Enum):
-    """Enum of how the variance F of a layer's attention becomes its weight in the division of entries among layers.
+    """How the variance F of a layer's attention becomes its weight in the division of entries among layers.
 
     HEADNORM: exp(-F), F the mean over heads of variances scaled to [0, 1] within the layer: the published code.
-    RAW: exp(-F), F the mean variance itself, as the paper prints it: nearly all goes to the least uneven layers.
+    RAW: exp(-F), F the mean variance itself, as in the paper: nearly all entries go to the least uneven layers.
     LAYER_ZSCORE: exp(-F), F standardised over layers.
-    RECIPROCAL, EXP_DECAY, UNIFORM: the ablations of D2O's Table 4: 1 / F; exp(-F) of the prompt, raised or lowered by
-    as many entries in each layer until the sum is right; the same for every layer.
+    RECIPROCAL, EXP_DECAY, UNIFORM: the ablations of D2O's Table 4: 1 / F; exp(-F) of the prompt, shifted by the same
+    number of entries in each layer to reach the sum; the same for every layer.
     """
 
     HEADNORM = "headnorm"
@@ -57,12 +57,12 @@ class Statistic(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VarianceLayers(LayerBudgets):
-    """D2O's layer budgets: layers whose attention is spread more evenly over keys get more entries; their sum is exact.
+    """D2O's layer budgets: layers whose attention is spread more evenly over keys get more entries; exact sum.
 
     Attributes:
-        statistic: `Statistic`, or its value: how the variance of attention turns into a claim.
-        dense_layers: layers of the model that keep the whole prompt, none of those with a window; negative ones count
-            from the top. Their entries are taken out of the budget.
+        statistic: `Statistic`, or its value: how the variance of attention becomes a layer's weight.
+        dense_layers: layers that keep the whole prompt, none with a sliding window; negative ones count from the top.
+            Their entries are part of the budget.
 
     References:
         D2O, arXiv:2406.13035, equations 4 and 5, Table 4.
@@ -84,20 +84,20 @@ class VarianceLayers(LayerBudgets):
         object.__setattr__(self, "dense_layers", tuple(layers))
 
     def among(self, sliding_windows: SlidingWindows) -> "VarianceLayers":
-        """Copy whose `dense_layers` are counted among the layers without a window; ValueError if one has a window."""
+        """Return a copy with `dense_layers` counted among the layers without a sliding window; ValueError otherwise."""
         named = np.flatnonzero(dense_mask(self.dense_layers, len(sliding_windows))).tolist()
         index, found = (
             without_window(sliding_windows),
             [layer for layer in named if sliding_windows[layer] is not None],
         )
-        remedy = f"layers {found} have windows, and keep no more than these: name some of {', '.join(map(str, index))}"
+        remedy = f"layers {found} have sliding windows and hold no more: choose from {', '.join(map(str, index))}"
         require(not found, "dense_layers", self.dense_layers, remedy)
         return dataclasses.replace(self, dense_layers=tuple(index.index(layer) for layer in named))
 
     def of_heads(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G"]:
-        """Variance over keys, for each query head `[B, K, G]`, of the attention that keys received from all queries."""
+        """Return, for each query head `[B, K, G]`, the variance over keys of the attention they receive."""
         sums, length = seen.sums, seen.length
         batch, heads, group, padded_len = sums.shape
         received = sums.reshape(batch, heads * group, padded_len)
@@ -108,7 +108,7 @@ class VarianceLayers(LayerBudgets):
         return ((off * off).sum(axis=-1) / jnp.maximum(count - 1, 1)).reshape(batch, heads, group)
 
     def weight(self, heads: Float[Array, "B H"]) -> Float[Array, " B"]:
-        """Statistic F `[B]` of one layer: mean of its heads' variances, which HEADNORM first scales to [0, 1]."""
+        """Return the statistic F `[B]` of one layer: its heads' mean variance; HEADNORM scales to [0, 1] first."""
         variance = heads
         if self.statistic is Statistic.HEADNORM:
             least, most = variance.min(axis=-1, keepdims=True), variance.max(axis=-1, keepdims=True)
@@ -116,18 +116,18 @@ class VarianceLayers(LayerBudgets):
         return variance.mean(axis=-1)
 
     def widest(self, budget: Counts, length: Counts) -> Counts:
-        """Upper bound `[N]` of entries in a layer: e * budget for HEADNORM without dense layers, else all of a prompt."""
+        """Return an upper bound `[N]` of a layer's entries: e * budget for HEADNORM, the prompt with dense layers."""
         length = np.asarray(length, np.int64)
         if self.statistic is not Statistic.HEADNORM or self.dense_layers:
             return length
         return np.minimum(length, np.ceil(np.e * np.asarray(budget, np.int64)).astype(np.int64) + 1)
 
     def rows(self, of: Division) -> Table:
-        """Number of entries per kv head `[L, N]` by the layers' variances; a prompt's length if the budget holds all."""
+        """Return entries per kv head `[L, N]` by the layers' variances; the prompt's length if the budget holds it."""
         stat = finite(of.weights)
         xp = namespace(stat)
         budget, length, always_kept = of[:3]
-        # Prompts within their budget stay whole: numbers in their place go through the arithmetic of the others.
+        # Prompts within their budget are kept whole: placeholders take their place in the arithmetic.
         fits = budget >= length
         two = xp.full_like(length, 2)
         budget, long, always_kept = (
@@ -138,7 +138,7 @@ class VarianceLayers(LayerBudgets):
     def _of_cut(
         self, stat: Reals, budget: Counts, length: Counts, always_kept: Counts, layers: int
     ) -> Table:
-        """Integers `[L, N]`: entries per kv head of prompts over the budget; ValueError if dense layers take too many."""
+        """Return entries per kv head `[L, N]` of prompts over the budget; ValueError if dense layers need too many."""
         xp = namespace(stat)
         dense = dense_mask(self.dense_layers, layers)
         least = xp.minimum(budget, xp.maximum(always_kept + 1, -(-length // _LEAST)))
@@ -149,21 +149,21 @@ class VarianceLayers(LayerBudgets):
         if not free:
             return xp.broadcast_to(length, stat.shape)
         spread = self._spread(stat[~dense], left, length, least)
-        # Of each layer, its place among the others than dense ones.
+        # Each layer's index among the layers that are not dense.
         place = np.maximum(np.cumsum(~dense) - 1, 0)
         return xp.where(dense[:, None], length, spread[place])
 
     def _check_fits(self, fits: Any, taken: Any, total: Any) -> None:
-        """Raises ValueError if `dense_layers` leave too few of some prompt's `total` entries to the other layers."""
+        """Raise ValueError if `dense_layers` leave other layers too few of a prompt's `total` entries."""
         low = np.flatnonzero(~np.asarray(fits))
         at = int(low[0]) if low.size else 0
         remedy = (
-            f"they take {taken[at]} of {total[at]} entries: name fewer of them, or raise the budget"
+            f"they need {taken[at]} of {total[at]} entries: name fewer layers, or raise the budget"
         )
         require(not low.size, "dense_layers", self.dense_layers, remedy)
 
     def _spread(self, stat: Reals, total: Counts, length: Counts, least: Counts) -> Table:
-        """Integer entries per layer `[L, N]`, each in [least, length], summing to `total`, by the variances F."""
+        """Return integer entries per layer `[L, N]`, each in [least, length], of sum `total`, by the variances F."""
         xp = namespace(stat)
         if self.statistic is Statistic.EXP_DECAY:
             wanted = length.astype(xp.float64) * xp.exp(-stat) - least.astype(xp.float64)
@@ -171,7 +171,7 @@ class VarianceLayers(LayerBudgets):
         return round_remainders(_scaled(self._claims(stat), total, least, length), total, length)
 
     def _claims(self, stat: Reals) -> Reals:
-        """Positive weights `[L, N]` of layers in the division of entries, from the variances F of all layers."""
+        """Return positive weights `[L, N]` of layers in the division of entries, from all layers' variances F."""
         xp = namespace(stat)
         match self.statistic:
             case Statistic.UNIFORM:
@@ -188,7 +188,7 @@ class VarianceLayers(LayerBudgets):
 
 
 def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, " L"]:
-    """Mask `[L]` of the layers with these indices, negative ones from the top; raises ValueError if out of range."""
+    """Return the mask `[L]` of layers with these indices, negative ones from the top; ValueError if out of range."""
     mask = np.zeros(layers, bool)
     for layer in dense_layers:
         require(
@@ -202,16 +202,16 @@ def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, "
 
 
 def _scaled(layer_weights: Reals, total: Counts, least: Counts, most: Counts) -> Reals:
-    """Real-valued entries per layer `[L, N]` of sum `total`: clip(c * claims, least, most) with a common factor c.
+    """Return real entries per layer `[L, N]` of sum `total`: clip(c * weights, least, most) with a common factor c.
 
-    Layers with negligible claims share the entries that the others cannot hold.
+    Layers of negligible weight share the entries that the other layers cannot hold.
     """
     xp = namespace(layer_weights)
     total, least, most = (each.astype(xp.float64) for each in (total, least, most))
     alive = layer_weights >= layer_weights.max(axis=0) * 1e-300
     reach = xp.where(alive, most, least)
     over = (total - reach.sum(axis=0)) / xp.maximum(1, (~alive).sum(axis=0)).astype(xp.float64)
-    # In logarithms: claims may lie hundreds of orders of magnitude apart.
+    # In logarithms, because weights may differ by hundreds of orders of magnitude.
     logs = xp.log(xp.where(alive, layer_weights, 1.0))
 
     def lifted(by: Reals) -> Reals:
@@ -230,7 +230,7 @@ class OfficialVarianceLayers(VarianceLayers):
     """D2O's layer budgets as in its published code: dense layers keep whole prompts beyond the budget; sizes truncated.
 
     Attributes:
-        recent_share: share of a layer's entries that goes to the most recent tokens, cut to an integer on its own.
+        recent_share: share of a layer's entries for the most recent tokens, truncated to an integer separately.
     """
 
     exact = False
@@ -243,7 +243,7 @@ class OfficialVarianceLayers(VarianceLayers):
         super().__post_init__()
 
     def sizes(self, budget: Counts, length: Counts, stat: Reals) -> tuple[Table, Table]:
-        """Two integer tables `[L, N]` from layers' variances, truncated: entries to keep by score, and most recent entries.
+        """Return two integer tables `[L, N]` from layers' variances: entries to keep by score, and most recent entries.
 
         Args:
             budget: `[N]` entries per kv head and layer on average.
@@ -251,7 +251,7 @@ class OfficialVarianceLayers(VarianceLayers):
             stat: `[L, N]` statistics from `weight`.
 
         Returns:
-            Both, `[L, N]`; they sum to the prompt in layers that drop nothing.
+            Both tables, truncated; they sum to the prompt's length in layers that evict nothing.
         """
         xp, layers = namespace(stat), len(stat)
         rho = budget.astype(xp.float64) / xp.maximum(1, length).astype(xp.float64)
@@ -266,26 +266,26 @@ class OfficialVarianceLayers(VarianceLayers):
     def _of_cut(
         self, stat: Reals, budget: Counts, length: Counts, always_kept: Counts, layers: int
     ) -> Table:
-        """Integers `[L, N]`: entries kept per kv head, those by score plus the most recent, at least the forced ones."""
+        """Return entries per kv head `[L, N]`, by score and most recent ones, at least the always-kept entries."""
         xp = namespace(stat)
         heavy, recent = self.sizes(budget, length, stat)
         return xp.clip(heavy + recent, xp.minimum(always_kept, length), length)
 
     def recents(self, budget: Counts, length: Counts, weights: Any) -> Table:
-        """Number `[L, N]` of most recent entries that each layer keeps of each prompt, by the variances F."""
+        """Return how many most recent entries `[L, N]` each layer keeps of each prompt, by the variances F."""
         return self.sizes(budget, length, finite(weights))[1]
 
     def bound(self, budget: Counts, length: Counts, always_kept: Counts, *, layers: int) -> Counts:
-        """Upper bound `[N]` of entries summed over layers: the budget, minimum entries, and the prompts of dense layers."""
+        """Return an upper bound `[N]` of all layers' entries: budget, minimum entries, and dense layers' prompts."""
         length = np.asarray(length, np.int64)
         dense = int(dense_mask(self.dense_layers, layers).sum())
         least = (length + 1) // _LEAST
-        # Each of the two sizes is cut to an integer on its own, and forced entries stay whatever they come to.
+        # Both sizes are truncated separately, and always-kept entries count in any case.
         raised = layers * (
             np.asarray(budget, np.int64) + 2 + least + np.maximum(0, always_kept - least + 2)
         )
         return np.minimum(raised + dense * length, layers * length)
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """Mask `[L]` of `dense_layers`, which keep the whole prompt and never evict."""
+        """Return the mask `[L]` of `dense_layers`, which keep the whole prompt and never evict."""
         return dense_mask(self.dense_layers, layers)
