@@ -1,4 +1,4 @@
-"""Policies: methods of papers, and the parts that they are composed of: scorers, budgets, ranks, mergers."""
+"""Policies: methods of papers, and the parts that compose them: scorers, budgets, ranks, mergers."""
 
 from jaxkv._checks import UnseenQuestionWarning
 from jaxkv.policies import methods

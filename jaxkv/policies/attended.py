@@ -17,9 +17,9 @@ from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Scorer, Scores
 
 
 class PoolOrder(enum.Enum):
-    """Enum of when scores are pooled over neighbouring entries: before (FIRST) or after (LAST) reduction over queries.
+    """Order of pooling over neighbouring entries: before (FIRST) or after (LAST) the reduction over queries.
 
-    Published code has LAST, Ada-KV's text has FIRST.
+    Published code uses LAST, Ada-KV's text FIRST.
     """
 
     LAST = "last"
@@ -28,7 +28,7 @@ class PoolOrder(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MaxPool:
-    """Callable that max-pools scores over `kernel` neighbouring positions, so that neighbours of a peak are kept too.
+    """Max-pool scores over `kernel` neighbouring positions, so that neighbours of a peak are kept too.
 
     Attributes:
         kernel: odd number of neighbours, the position itself included.
@@ -42,13 +42,13 @@ class MaxPool:
     def __call__(
         self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
     ) -> Float[Array, "*rows S"]:
-        """Pooled scores `[..., S]`: largest score in mask `inside` among a position's neighbours; -inf if none."""
+        """Return scores `[..., S]`: the largest among a position's neighbours in the mask `inside`; -inf for none."""
         return _slide(jnp.where(inside, scores, -jnp.inf), self.kernel, -jnp.inf, lax.max)
 
 
 @dataclasses.dataclass(frozen=True)
 class AvgPool:
-    """Callable that averages scores over `kernel` neighbouring positions; absent neighbours count as 0, as published.
+    """Average scores over `kernel` neighbouring positions; missing neighbours count as 0, as published.
 
     Attributes:
         kernel: odd number of neighbours, the position itself included.
@@ -62,18 +62,18 @@ class AvgPool:
     def __call__(
         self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
     ) -> Float[Array, "*rows S"]:
-        """Pooled scores `[..., S]`: sum over a position's neighbours in mask `inside`, divided by `kernel`."""
+        """Return scores `[..., S]`: the sum over a position's neighbours in the mask `inside`, divided by `kernel`."""
         return _slide(jnp.where(inside, scores, 0.0), self.kernel, 0.0, lax.add) / self.kernel
 
 
 @dataclasses.dataclass(frozen=True)
 class NoPool:
-    """Callable that returns scores unchanged, for scorers that do not pool over neighbouring positions."""
+    """Return scores unchanged: no pooling over neighbouring positions."""
 
     def __call__(
         self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
     ) -> Float[Array, "*rows S"]:
-        """Returns the scores `[..., S]` unchanged, whatever the mask `inside`."""
+        """Return the scores `[..., S]` unchanged."""
         return scores
 
 
@@ -81,7 +81,7 @@ Pooling = MaxPool | AvgPool | NoPool
 
 
 def _require_odd(pool: "MaxPool | AvgPool") -> None:
-    """Replaces a pool's field `kernel` by an int, in place; raises ValueError unless it is positive and odd."""
+    """Store a pool's field `kernel` as an int; ValueError unless it is positive and odd."""
     field(pool, "kernel", whole, "give a positive odd number of neighbours")
     require(
         pool.kernel % 2 == 1,
@@ -94,8 +94,8 @@ def _require_odd(pool: "MaxPool | AvgPool") -> None:
 def _slide(
     values: Float[Array, "*rows S"], kernel: int, empty: float, combine
 ) -> Float[Array, "*rows S"]:
-    """Array `[..., S]`: the `kernel` values around each position combined by `combine`, with `empty` past the ends."""
-    # Shifts instead of reduce_window: a handful of vector operations, and a fixed order of summation.
+    """Combine the `kernel` values around each position `[..., S]` by `combine`, with `empty` past the ends."""
+    # Shifts, not reduce_window: few vector operations, and a fixed order of summation.
     half = kernel // 2
     pad = [(0, 0)] * (values.ndim - 1) + [(half, half)]
     padded = jnp.pad(values, pad, constant_values=empty)
@@ -127,15 +127,15 @@ class CumulativeAttention(Scorer):
 
     @property
     def rank(self) -> Rank:
-        """`ByAttention` config of evictions in decoding: attention summed over queries, divided by age with `mean`."""
+        """Rank of evictions while decoding: attention summed over queries, divided by age with `mean`."""
         return ByAttention(mean=self.mean)
 
     def observe(self, seen: Observed) -> Scores:
-        """Attention `[B, K, S]` on entries, summed over queries, mean over the group."""
+        """Return the attention `[B, K, S]` to entries, summed over queries, mean over the group."""
         return seen.sums.mean(axis=2)
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Scores `[B, K, S]`: the attention received; with `mean`, divided by the entry's age in queries."""
+        """Return scores `[B, K, S]`: the attention received; with `mean`, divided by the entry's age in queries."""
         age = length[:, None] - jnp.arange(observed.shape[-1], dtype=jnp.int32)
         return self.rank.rank(observed, age[:, None])
 
@@ -148,17 +148,17 @@ class LastAttention(Scorer):
     rank = ByAttention(decay=0.0)
 
     def observe(self, seen: Observed) -> Scores:
-        """Attention probabilities `[B, K, S]` of the last query, averaged over the group's query heads."""
+        """Return attention probabilities `[B, K, S]` of the last query, mean over the group's query heads."""
         return seen.window_mass(lambda p, _: p.mean(axis=(0, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowScorer(Scorer):
-    """Base of scorers that observe the prompt's last `window` queries and pool scores over neighbours by `pooling`.
+    """Base of scorers by the prompt's last `window` queries, whose scores are pooled over neighbours by `pooling`.
 
     Attributes:
-        window: number of the prompt's last queries that are read.
-        pooling: how scores spread to neighbours; the window's own columns take no part.
+        window: number of the prompt's last queries, the observation window.
+        pooling: pooling of scores over neighbours; the window's own columns are left out.
     """
 
     window: int = 32
@@ -174,7 +174,7 @@ class WindowScorer(Scorer):
         return Needs(queries=self.window)
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Scores `[B, K, S]`: observations pooled over neighbouring entries, the window's own columns left out."""
+        """Return scores `[B, K, S]`: observations pooled over neighbours, the window's own columns left out."""
         return self.pooling(
             observed, _before((length - self.window)[:, None, None], observed.shape[-1])
         )
@@ -182,12 +182,12 @@ class WindowScorer(Scorer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowAttention(WindowScorer):
-    """SnapKV's scorer: mean attention of the prompt's last `window` queries on each entry, pooled over neighbours.
+    """SnapKV's scorer: mean attention of the prompt's last `window` queries to each entry, pooled over neighbours.
 
     Attributes:
-        window: number of the prompt's last queries that are read.
-        pooling: how scores spread to neighbours; the window's own columns take no part.
-        group: `GroupReduce`, or its value: how query heads' scores are reduced to their kv head's.
+        window: number of the prompt's last queries, the observation window.
+        pooling: pooling of scores over neighbours; the window's own columns are left out.
+        group: `GroupReduce`, or its value: reduction of query heads' scores to their kv head's.
         order: `PoolOrder`, or its value: pooling before or after the reduction over queries and query heads.
 
     References:
@@ -203,7 +203,7 @@ class WindowAttention(WindowScorer):
         field(self, "order", choice, PoolOrder)
 
     def observe(self, seen: Observed) -> Scores:
-        """Window's attention `[B, K, S]` on each entry: mean over queries, mean or max over heads; FIRST pools before."""
+        """Return the window's attention `[B, K, S]` to each entry: mean over queries, then mean or max over heads."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
             window_mean, of = backend_of(seen.implementation).window_mean, (seen.queries, seen.k)
             return window_mean(*of, seen.q_positions, seen.length, shaping=seen.shaping)
@@ -214,11 +214,12 @@ class WindowAttention(WindowScorer):
         seen: Observed,
         over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]],
     ) -> Scores:
-        """Attention `[B, K, S]` reduced by function `over_queries`, then over query heads; `FIRST` pools before both.
+        """Reduce attention by `over_queries`, then over query heads, to `[B, K, S]`; `FIRST` pools before both.
 
         Args:
             seen: the layer.
-            over_queries: from one kv head's probabilities and the queries' positions to a number per head and row.
+            over_queries: function from one kv head's probabilities and the queries' positions to a number per query
+                head and entry.
 
         Returns:
             The observations.
@@ -227,7 +228,7 @@ class WindowAttention(WindowScorer):
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             if self.order is PoolOrder.FIRST:
                 pooled = self.pooling(p, _before(position[-1:] + 1 - self.window, p.shape[-1]))
-                # Queries before a prompt's beginning count nothing, not even infinities.
+                # Queries before the start of a prompt count nothing, not even infinities.
                 p = jnp.where((position >= 0)[:, None], pooled, 0.0)
             heads = over_queries(p, position)
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
@@ -235,10 +236,10 @@ class WindowAttention(WindowScorer):
         return seen.window_mass(reduce)
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Scores `[B, K, S]`: observations pooled over neighbours; unchanged (pooled before) with `PoolOrder.FIRST`."""
+        """Return scores `[B, K, S]`: observations pooled over neighbours; unchanged with `PoolOrder.FIRST`."""
         return observed if self.order is PoolOrder.FIRST else super().scores(observed, length)
 
 
 def _before(end: Int[Array, "*rows 1"], padded_len: int) -> Bool[Array, "*rows S"]:
-    """Boolean mask `[..., S]`, True at positions below `end`."""
+    """Return the mask `[..., S]` of positions below `end`."""
     return jnp.arange(padded_len, dtype=jnp.int32) < end

@@ -1,4 +1,4 @@
-"""`Gate`, a trained model's scores of entries from hidden states: read from safetensors files, compared by content."""
+"""`Gate`, a trained model that scores entries from hidden states; read from safetensors files, compared by content."""
 
 import abc
 import dataclasses
@@ -20,7 +20,7 @@ Kind = TypeVar("Kind", bound="Gate")
 class Gate(FileArrays):
     """Base of trained gates, which score entries from hidden states: sizes L, K, E, each layer's weights, and a digest.
 
-    Programs take the weights as arrays.
+    Compiled programs receive the weights as arguments.
 
     Attributes:
         embed: E.
@@ -28,14 +28,14 @@ class Gate(FileArrays):
 
     of_field = "gate"
     wanted = "the gate of your model, a safetensors file or its folder: jaxkv fit-gate makes one"
-    # Pattern of the beginning of each tensor's name, with the layer's number.
+    # Pattern of the prefix of tensor names, with the layer's number.
     beginning: ClassVar[str]
 
     embed: int
 
     @classmethod
     def of_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
-        """Makes a gate from stored tensors by name; ValueError for tensors that are missing, left over or unfit."""
+        """Create a gate from stored tensors by name; ValueError for tensors that are missing, left over or unfit."""
         layers = cls._by_layer(stored)
         weights = tuple(cls.of_layer(each) for each in layers)
         for each in layers:
@@ -44,7 +44,7 @@ class Gate(FileArrays):
 
     @classmethod
     def of_weights(cls: type[Kind], weights: tuple[Any, ...]) -> Kind:
-        """Makes a gate from a tuple of each layer's weights, numpy arrays; ValueError if layers differ in shapes."""
+        """Create a gate from each layer's weights, numpy arrays; ValueError if layers differ in shapes."""
         shapes = [[each.shape for each in jax.tree.leaves(layer)] for layer in weights]
         for layer, each in enumerate(shapes):
             require(
@@ -60,20 +60,20 @@ class Gate(FileArrays):
     @classmethod
     @abc.abstractmethod
     def of_layer(cls, found: NamedTensors) -> Any:
-        """Reads one layer's weights from its named tensors: a registered dataclass of numpy arrays; abstract."""
+        """Read one layer's weights from its named tensors: a registered dataclass of numpy arrays."""
 
     @classmethod
     @abc.abstractmethod
     def sizes(cls, weights: Any) -> tuple[int, int]:
-        """Tuple (K, E) from a gate's weights of one layer: number of kv heads, width of hidden states; abstract."""
+        """Return the number of kv heads K and the width of hidden states E, from one layer's weights."""
 
     @abc.abstractmethod
     def scores(self, weights: Any, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Float32 scores `[B, K, S]` of entries, by a layer's weights from normed hidden states `[B, S, E]`; abstract.
+        """Return float32 scores `[B, K, S]` of entries, from a layer's weights and normed hidden states.
 
         Args:
-            weights: of the layer.
-            hidden: hidden states that enter the layer's attention.
+            weights: the layer's weights.
+            hidden: `[B, S, E]` hidden states that enter the layer's attention.
 
         Returns:
             The scores; on a mesh, those of the device's kv heads.
@@ -81,7 +81,7 @@ class Gate(FileArrays):
 
     @classmethod
     def _by_layer(cls, stored: Mapping[str, StoredTensor]) -> list[NamedTensors]:
-        """List of each layer's `NamedTensors`; ValueError for names of another kind of gate, and for missing layers."""
+        """Return each layer's `NamedTensors`; ValueError for names of another kind of gate, and for missing layers."""
         layers: dict[int, NamedTensors] = {}
         for name, tensor in stored.items():
             match = re.match(cls.beginning, name)
@@ -98,7 +98,7 @@ class Gate(FileArrays):
 
     @property
     def weights(self) -> tuple[Any, ...]:
-        """Tuple of all layers' weights, on the host; ValueError for a saved cache's gate, which has a digest alone."""
+        """All layers' weights, on the host; ValueError for a saved cache's gate, which has only a digest."""
         return self.arrays
 
     @property

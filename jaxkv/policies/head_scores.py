@@ -1,4 +1,4 @@
-"""Numbers of heads, by which HeadKV, DuoAttention and LU-KV divide entries: from tables and from files as published."""
+"""Numbers per head by which HeadKV, DuoAttention and LU-KV divide entries, from tables or published files."""
 
 import json
 import math
@@ -12,7 +12,7 @@ import numpy as np
 from jaxkv._checks import shortened
 from jaxkv._errors import invalid, require
 
-# A model has thousands of heads; published files say some numbers of each.
+# Far above published files: models have thousands of heads, with a few numbers each.
 _MOST_BYTES = 32 << 20
 _PATTERN = "full_attention_heads.tsv"
 _REMEDY = (
@@ -21,10 +21,10 @@ _REMEDY = (
 
 
 def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
-    """Head importances as tuples `[L][H]`, from a table, {"layer-head": [numbers]} or a JSON file; ValueError if unfit.
+    """Return head importances as tuples `[L][H]`, from a table, {"layer-head": [numbers]} or a JSON file.
 
-    Raises ValueError for files that cannot be read, and for anything but numbers that are finite, 0 or more, and not
-    all 0; `field` is the name in the message.
+    ValueError, which names `field`, for files that cannot be read, and for numbers that are not finite, below 0, or all
+    0.
     """
     path = isinstance(given, (str, os.PathLike))
     table = _read(field, given, _REMEDY, _content) if path else given
@@ -35,10 +35,10 @@ def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
 
 
 def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], dict[str, Any]]:
-    """Tuple of DuoAttention's head scores `[L][K]`, clipped to [0, 1], and their config.json as a dict; or ValueError.
+    """Return DuoAttention's head scores `[L][K]`, clipped to [0, 1], and their config.json as a dict.
 
-    `given` is a table, or the path of a published `full_attention_heads.tsv` or of its folder, whose `config.json` is
-    read, too; without one the config is empty. ValueError names `field` and what is wrong.
+    `given` is a table, or the path of a published `full_attention_heads.tsv` or of its folder. A `config.json` next to
+    the file is read, too; without one the config is empty. ValueError names `field` and the fault.
     """
     remedy, table = "give a number for each layer and kv head, or the published folder", given
     config: Any = {}
@@ -49,7 +49,7 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
         config = _read(field, beside, remedy, _content) if beside.exists() else {}
         lines = _read(field, path, remedy, _text).splitlines()
         table = [line.split("\t") for line in lines if line.strip()]
-    # Only a file's numbers are text.
+    # Only numbers from a file may be text.
     array = _numbers(table, "iufV" if table is given else "U")
     fits = (
         array.ndim == 2
@@ -62,10 +62,10 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
 
 
 def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """LU-KV's shares of entries to drop by head, as tuples `[count][L][K]`, of a table or .npy file; ValueError if unfit.
+    """Return LU-KV's shares of entries to evict by head, as tuples `[count][L][K]`, from a table or .npy file.
 
-    Raises ValueError, which names `field`, for files that cannot be read, and for anything but `count` tables of
-    numbers from 0 to 1, in each of which some head keeps a share of its entries.
+    ValueError, which names `field`, for files that cannot be read, and for anything but `count` tables of numbers from
+    0 to 1, each with a number below 1.
     """
     remedy = f"give {count} tables of a number from 0 to 1, not 1 alone, for each layer and kv head"
     table = given
@@ -80,9 +80,9 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
 
 
 def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:
-    """Float64 array of a table or {"layer-head": [numbers]}; empty if unfit or if its dtype's kind is not in `kinds`.
+    """Return a table or {"layer-head": [numbers]} as float64; empty if unfit or of a dtype kind not in `kinds`.
 
-    Text and bools are no numbers; JAX's 16-bit floats are of numpy's kind "V".
+    Text and bools are not numbers; JAX's 16-bit floats have numpy's kind "V".
     """
     try:
         array = np.asarray(_of_names(table) if isinstance(table, dict) else table)
@@ -94,7 +94,7 @@ def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:
 def _read(
     field: str, given: str | os.PathLike[str], remedy: str, load: Callable[[Path], Any]
 ) -> Any:
-    """Value that `load` reads from a regular file of at most 32 MiB; else ValueError that names `field`."""
+    """Return what `load` reads from a regular file of at most 32 MiB; ValueError that names `field` otherwise."""
     path = Path(os.path.expanduser(given))
     try:
         if not path.is_file():
@@ -102,23 +102,23 @@ def _read(
         if path.stat().st_size > _MOST_BYTES:
             raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
         return load(path)
-    except Exception as error:  # numpy raises errors of ten kinds for damaged headers
-        told = f"it cannot be read ({shortened(str(error))}): {remedy}"
-        raise invalid(field, given, told) from None
+    except Exception as error:  # numpy raises many kinds of errors for damaged headers
+        fault = f"it cannot be read ({shortened(str(error))}): {remedy}"
+        raise invalid(field, given, fault) from None
 
 
 def _text(path: Path) -> str:
-    """Text of a file in UTF-8, with or without a mark of its byte order."""
+    """Return the text of a file in UTF-8, with or without a byte order mark."""
     return path.read_text("utf-8-sig")
 
 
 def _content(path: Path) -> Any:
-    """Content of a JSON file."""
+    """Return the content of a JSON file."""
     return json.loads(_text(path))
 
 
 def _of_names(numbers: dict[str, Any]) -> np.ndarray:
-    """Array `[L, H]` of each head's mean number, from {"layer-head": [numbers]}; ValueError if a head has none."""
+    """Return each head's mean number `[L, H]`, from {"layer-head": [numbers]}; ValueError if a head has none."""
     places = [tuple(map(int, name.split("-"))) for name in numbers]
     shape = tuple(max(of_axis) + 1 for of_axis in zip(*places, strict=True))
     if math.prod(shape) != len(places) or not all(map(np.size, numbers.values())):

@@ -1,4 +1,4 @@
-"""Budgets of layers and kv heads in proportion to shares that were found for one model: HeadKV's and LU-KV's."""
+"""Layer and head budgets in proportion to shares measured on one model: HeadKV's and LU-KV's."""
 
 import dataclasses
 
@@ -15,17 +15,18 @@ from jaxkv.policies.layer_budgets import Division, LayerBudgets, Table, round_re
 from jaxkv.policies.of_model import OfModel
 from jaxkv.policies.topk import count, top
 
-_PARTS = 1 << 15  # of a layer, of which kv heads get whole ones: exact in int32
+_PARTS = 1 << 15  # parts of a layer; kv heads get an integer number of them: exact in int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Importance(OfModel, LayerBudgets, HeadBudgets):
     """HeadKV's layer and head budgets: entries in proportion to each head's share by importance `scores`; exact sums.
 
-    Layers get the sum of their heads' shares in whole entries per kv head; kv heads the sum of their query heads', in
-    parts of 1/32768 of the layer. What a head has no entries for goes to its layer's others, by score. The published code
-    budgets query heads one by one, rounds the part that goes by scores down, and drops what a head has no entries for.
-    `scores` are of all layers of the model; those of layers with a window, which share in no budget, are ignored.
+    A layer gets the sum of its heads' shares, in integer entries per kv head. A kv head gets the sum of its query
+    heads' shares, in parts of 1/32768 of the layer. Entries that a head cannot use go to the layer's other heads, by
+    score. The published code budgets query heads one by one, rounds the part by scores down, and discards unused
+    entries.
+    `scores` are of all layers of the model; those of sliding-window layers, which have no budget, are ignored.
     """
 
     of_field = "scores"
@@ -37,12 +38,10 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
 
     def __post_init__(self) -> None:
         field(self, "scores", as_head_scores)
-        field(
-            self, "beta", real, "give 1 (all entries go by the scores) or more", low=1.0, high=1e30
-        )
+        field(self, "beta", real, "give at least 1 (all entries by the scores)", low=1.0, high=1e30)
 
     def shares(self) -> Float[np.ndarray, "L H"]:
-        """Share of all entries for each head `[L, H]`, of sum 1: 1/beta in proportion to scores, the others evenly."""
+        """Return each head's share of all entries `[L, H]`, of sum 1: 1/beta by scores, the rest evenly."""
         scores = np.asarray(self.scores)
         return (1 - 1 / self.beta) / scores.size + scores / scores.sum() / self.beta
 
@@ -57,11 +56,11 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
         return len(self.scores[0])
 
     def agrees(self, name: str, size: int) -> bool:
-        """True if `scores` has `size` layers; for the name "heads", if its heads are a multiple of `size` kv heads."""
+        """Return True if `scores` has `size` layers, or, for "heads", a multiple of `size` kv heads."""
         return self.heads % size == 0 if name == "heads" else self.layers == size
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError unless each of the model's layers has a score for each kv head, or for each query head."""
+        """Raise ValueError unless each of the model's layers has a score for each kv head, or for each query head."""
         self.require_sizes(layers=config.layers)
         if any(config.sliding_windows):
             self.among(config.sliding_windows)
@@ -74,28 +73,28 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
         )
 
     def among(self, sliding_windows: SlidingWindows) -> "Importance":
-        """Copy with the scores of the layers without a window alone; ValueError if all of these are 0."""
+        """Return a copy with the scores of the layers without a sliding window; ValueError if all are 0."""
         self.require_sizes(layers=len(sliding_windows))
         assert not isinstance(self.scores, str)
         scores = tuple(
             row for row, width in zip(self.scores, sliding_windows, strict=True) if width is None
         )
-        remedy = "all are 0 in the layers without a window: give one of these more"
+        remedy = "all are 0 in the layers without a sliding window: raise one of them"
         require(any(map(any, scores)), self.of_field, f"of {len(scores)} layers", remedy)
         return dataclasses.replace(self, scores=scores)
 
     def rows(self, of: Division) -> Table:
-        """Entries per kv head `[L, N]`: the forced entries, and the layer's share of all other entries of the budget."""
+        """Return entries per kv head `[L, N]`: always-kept ones, and the layer's share of the rest of the budget."""
         self.require_sizes(layers=of.layers)
         return of.divided(of.xp.asarray(self.shares().sum(axis=1)[:, None]))
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base entries."""
+        """Return the mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base."""
         shares, heads = self.shares(), rows.scores.shape[1]
         self.require_sizes(heads=heads)
         each = (
             shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300
-        )  # even parts of a layer without a share
+        )  # even shares in a layer without any
         parts = jnp.asarray(
             round_remainders(each / each.sum(axis=0) * _PARTS, _PARTS, _PARTS).T, jnp.int32
         )[rows.layer]
@@ -113,12 +112,12 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurveBudgets(Importance):
-    """LU-KV's layer and head budgets: entries in proportion to the share of entries that each head keeps by its curve."""
+    """LU-KV's layer and head budgets: entries in proportion to the share that each head keeps by its curve."""
 
     of_field = "curves"
     wanted = "curves for each layer and kv head of this model"
 
     beta: int | float = 1.0
 
-    # Curves are of kv heads alone.
+    # Curves are of kv heads only.
     agrees, require_fits = OfModel.agrees, OfModel.require_fits

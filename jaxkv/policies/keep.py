@@ -1,4 +1,4 @@
-"""`Keep`, the entries of a prompt that stay whatever their score: sinks, observation window, protected spans."""
+"""`Keep`, the always-kept entries of a prompt: sinks, observation window, protected spans."""
 
 import dataclasses
 import operator
@@ -15,13 +15,13 @@ from jaxkv.policies.checks import Span, as_spans
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Keep:
-    """Settings of entries kept whatever their score: sinks, observation window, protected spans, share of recent entries.
+    """Always-kept entries: sinks, observation window, protected spans, and a share of recent entries.
 
     Attributes:
-        sinks: first positions.
-        window: last positions of the prompt.
+        sinks: number of first positions.
+        window: number of last positions of the prompt.
         protect: spans `(start, stop)` of the prompt's positions, with Python's slice meaning on each sequence.
-        recent: share of a layer's entries, those that stay anyway left out, that goes to the most recent tokens.
+        recent: share for the most recent tokens of a layer's entries that are not always kept.
     """
 
     sinks: int = 0
@@ -37,14 +37,14 @@ class Keep:
         field(self, "protect", as_spans)
 
     def mask(self, lengths: Any, padded_len: int) -> Any:
-        """Mask `[B, S]` of a prompt's entries that are always kept; does not include the share `recent`.
+        """Return the mask `[B, S]` of a prompt's always-kept entries, without the share `recent`.
 
         Args:
             lengths: `[B]` tokens of each prompt: numbers on the host, or a JAX array, which may be traced.
             padded_len: S.
 
         Returns:
-            `bool[B, S]`, of numpy or JAX as the lengths are.
+            `bool[B, S]`, a numpy or JAX array as the lengths are.
         """
         xp = namespace(lengths)
         length = xp.asarray(lengths)[:, None]
@@ -52,14 +52,14 @@ class Keep:
         return _inside(position, self._spans(length, length)) & (position < length)
 
     def counts(self, lengths: Any, prompts: Any = None) -> Any:
-        """Number `[N]` of entries always kept in each of N texts of these lengths; does not include the share `recent`.
+        """Return the number `[N]` of always-kept entries of N texts, without the share `recent`.
 
         Args:
             lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
-            prompts: `[N]` tokens of each text's prompt, of whose positions spans speak; the text's by default.
+            prompts: `[N]` tokens of each text's prompt, to which spans refer; the text's by default.
 
         Returns:
-            `[N]` entries, of numpy or JAX as the lengths are.
+            `[N]` entries, a numpy or JAX array as the lengths are.
         """
         xp = namespace(lengths)
         lengths = lengths if xp is jnp else np.asarray(lengths, np.int64)
@@ -70,7 +70,7 @@ class Keep:
         last = xp.stack([xp.minimum(last, lengths) for _, last in spans])
         order = xp.argsort(first, axis=0, stable=True)
         first, last = (xp.take_along_axis(edge, order, axis=0) for edge in (first, last))
-        # Spans may overlap: each counts from where those before it have ended.
+        # Spans may overlap: each counts from the largest end of earlier spans.
         ended, count = last[0], last[0]
         for begin, end in zip(first[1:], last[1:], strict=True):
             count = count + xp.maximum(end - xp.maximum(begin, ended), 0)
@@ -78,7 +78,7 @@ class Keep:
         return count
 
     def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Mask, of the shape of `pos`, of positions that are sinks or are in protected spans; without the window.
+        """Return the mask of positions that are sinks or in protected spans, without the window.
 
         Args:
             pos: positions of entries.
@@ -90,16 +90,16 @@ class Keep:
         return _inside(pos, self._spans(prompt))
 
     def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
-        """List of spans `(first, last + 1)` always kept: sinks, the window if `length` is given, protected spans."""
+        """Return always-kept spans `(first, last + 1)`: sinks, the window if `length` is given, protected spans."""
         spans: list[tuple[Any, Any]] = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
             first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
-            # Spans are of the prompt: tokens sampled after a short prompt are no part of them.
+            # Spans refer to the prompt: tokens sampled after a short prompt are not in them.
             spans.append((first, last if stop < 0 else namespace(prompt).minimum(last, prompt)))
         return spans
 
 
 def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
-    """Boolean mask of the shape of `position`, True where a position is in any of the spans `(first, last + 1)`."""
+    """Return the mask of positions that are in any of the spans `(first, last + 1)`."""
     return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))

@@ -1,4 +1,4 @@
-"""`Merger`, the base of what folds dropped entries into kept ones; and its arguments and results."""
+"""`Merger`, the base of mergers, which merge evicted entries into kept ones; their arguments and results."""
 
 import math
 from typing import Any, NamedTuple
@@ -9,16 +9,16 @@ from jaxtyping import Array, Bool, Float, PRNGKeyArray
 from jaxkv._checks import instance
 from jaxkv.sharding.mesh import Axes
 
-# A threshold before the first row was dropped.
+# The threshold before the first eviction.
 UNSET = -math.inf
 
 
 class Merged(NamedTuple):
-    """Result of `Merger.merge`: all keys and values of a layer, the kept ones changed, and the running thresholds.
+    """Result of `Merger.merge`: all keys and values of a layer, after merging, and the running thresholds.
 
     Attributes:
-        k: `[B, K, S, D]` keys, kept entries changed.
-        v: `[B, K, S, D]` values as well.
+        k: `[B, K, S, D]` keys, those of kept entries changed.
+        v: `[B, K, S, D]` values, those of kept entries changed.
         tau: `f32[B, K, n]` thresholds, or None.
     """
 
@@ -28,11 +28,11 @@ class Merged(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One cache row of each of N * K segments: its key and its value, float32.
+    """Key and value of one entry of each of N * K segments, in float32.
 
     Attributes:
-        k: `f32[N, K, D]` its key.
-        v: `f32[N, K, D]` its value.
+        k: `f32[N, K, D]` keys.
+        v: `f32[N, K, D]` values.
     """
 
     k: Array
@@ -45,8 +45,8 @@ class Joined(NamedTuple):
     Attributes:
         joins: `bool[N, K]` where the kept entry changes.
         k: `f32[N, K, D]` the kept entries' new keys; None leaves all keys unchanged.
-        v: `f32[N, K, D]` the kept entries' new values; None as well.
-        tau: `f32[N, K, n]` thresholds from now on; None without any.
+        v: `f32[N, K, D]` the kept entries' new values; None leaves all values unchanged.
+        tau: `f32[N, K, n]` new thresholds; None without thresholds.
     """
 
     joins: Array
@@ -56,15 +56,15 @@ class Joined(NamedTuple):
 
 
 class Merger:
-    """Base of what merges dropped entries into kept ones: `merge` a layer's, `merge_one` single entries while decoding.
+    """Base of mergers of evicted entries: `merge` for a layer's, `merge_one` for single entries while decoding.
 
     Subclass it in a frozen dataclass and write `merge`.
 
-    A merger that says what entries are compared by (`compares`) goes on while tokens are sampled: its `merge_one` is then
-    called for every entry that is dropped.
+    A merger that names tensors in `compares` also merges while decoding: `merge_one` is then called for every evicted
+    entry.
 
-    On a mesh both are called on every device, for the kv heads that lie there. A merger whose heads look at one another
-    says so with `across_heads`.
+    On a mesh, both methods run on every device, for the device's kv heads. A merger whose heads depend on one another
+    sets `across_heads`.
     """
 
     @property
@@ -74,16 +74,16 @@ class Merger:
 
     @property
     def needs_equal_heads(self) -> bool:
-        """True if all kv heads of a layer must drop the same number of entries."""
+        """True if all kv heads of a layer must evict the same number of entries."""
         return False
 
     @property
     def across_heads(self) -> bool:
         """True if a kv head's result depends on other heads or on the head's index.
 
-        If so, both methods are given `axes=` as well: those of the mesh whose devices have some of the heads each, None
-        where all heads are here. `gathered(x, "K", 1, axes)`, of jaxkv.sharding.collectives, brings all heads' numbers,
-        `own` takes the device's of them; keys and values are better left where they are.
+        Both methods then receive `axes=`: the mesh axes over which the heads are sharded, None if one device has them
+        all. The functions of jaxkv.sharding.collectives help: `gathered(x, "K", 1, axes)` all-gathers all heads'
+        numbers, `own` selects the device's. All-gather statistics rather than keys and values.
         """
         return False
 
@@ -94,9 +94,9 @@ class Merger:
 
     @property
     def compares(self) -> tuple[str, ...]:
-        """Names of tensors ("k", "v") whose cosines find the entry that an evicted entry joins; () if only prompts merge.
+        """Names of tensors ("k", "v") whose cosines find the kept entry nearest to an evicted one; () by default.
 
-        With () it merges prompts, and caches that are recompressed; entries dropped one by one are then not merged.
+        With (), prompts and recompressed caches are merged; entries evicted one by one are not.
         """
         return ()
 
@@ -110,19 +110,19 @@ class Merger:
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
     ) -> Merged:
-        """Merges all dropped entries of a layer into its kept ones; returns `Merged`: all keys and values, the thresholds.
+        """Merge all evicted entries of a layer into its kept ones.
 
         Args:
             k: keys, in order of position.
             v: values.
-            kept: mask of entries that stay.
-            inside: mask of entries that are no padding.
+            kept: mask of kept entries.
+            inside: mask of entries that are not padding.
             mass: the scorer's `observe` of each entry.
-            tau: thresholds so far; -inf where there was none yet.
+            tau: thresholds so far; -inf before the first eviction.
             key: random key, for mergers that sample.
 
         Returns:
-            The entries and thresholds.
+            All keys and values, and the thresholds.
         """
         raise NotImplementedError
 
@@ -135,32 +135,34 @@ class Merger:
         goes: Bool[Array, "N K"],
         tau: Float[Array, "N K n"] | None,
     ) -> Joined:
-        """Merges one dropped entry per segment into its nearest kept entry while decoding; `Joined`, by default no change.
+        """Merge one evicted entry per segment into its nearest kept entry while decoding; by default no change.
+
+        All kv heads on the device are passed together, so that they may decide together.
 
         Args:
-            index: position in `compares` of what found the nearest row.
-            cosine: cosine of the dropped entry and the nearest one.
-            dropped: the dropped entry.
+            index: index in `compares` of the tensor that found the nearest entry.
+            cosine: cosine of the evicted entry and the nearest one.
+            dropped: the evicted entry.
             nearest: the kept entry.
-            goes: mask of segments that drop an entry; elsewhere the other arguments hold anything, and nothing may change.
-            tau: thresholds so far; -inf where there was none yet.
+            goes: mask of segments that evict an entry; elsewhere other arguments are arbitrary, and nothing may change.
+            tau: thresholds so far; -inf before the first eviction.
 
         Returns:
-            The kept entry's change. All kv heads of a layer that are here are given together: they may decide together.
+            The kept entry's change.
         """
         return Joined(jnp.zeros_like(goes), None, None, tau)
 
 
 def axes_for(merger: Merger, axes: Axes | None) -> dict[str, Any]:
-    """Keyword arguments for a merger's methods: `{"axes": axes}` if it works across heads, else {}."""
+    """Return keyword arguments for a merger's methods: `{"axes": axes}` if it works across heads, else {}."""
     return {"axes": axes} if merger.across_heads else {}
 
 
 def check_merger(label: str, merge: Any) -> None:
-    """Raises TypeError unless `merge` is None or a Merger with the methods that it needs."""
+    """Raise TypeError unless `merge` is None or a Merger with the methods that it needs."""
     if merge is None:
         return
     instance(label, merge, Merger, "give Merge(...), or None")
     for name, wanted in (("merge", True), ("merge_one", bool(merge.compares))):
         if wanted and getattr(type(merge), name) is getattr(Merger, name):
-            raise TypeError(f"{label}={type(merge).__name__}: write its method `{name}`")
+            raise TypeError(f"{label}={type(merge).__name__}: no `{name}`. Write the method.")

@@ -1,4 +1,4 @@
-"""Fits a policy to a model: fields that depend on its layers, and a budget in bytes as entries of the model's sizes."""
+"""Fits a policy to a model: fields that depend on its layers, and budgets in bytes as entries of the model's sizes."""
 
 from typing import Any
 
@@ -21,21 +21,21 @@ def policy_for(
     dtype: Any,
     field: str = "policy",
 ) -> Policy:
-    """Returns a policy instance from one, a name, class or None, fitted to a model; ValueError if the model cannot.
+    """Return a policy fitted to a model, from an instance, a name, a class or None.
 
     Args:
         given: the policy.
         config: the model's sizes.
-        filters: the model's filter layers, if they have been found.
-        dtype: of the model, in which it computes keys and values.
-        field: what rejections call the policy.
+        filters: the model's filter layers, if known.
+        dtype: the model's dtype of keys and values.
+        field: the argument's name, for error messages.
 
     Returns:
         The policy, its budget in entries, a share, or None.
 
     Raises:
-        ValueError: if the model cannot honour it.
-        TypeError: for no policy.
+        ValueError: if the model does not support the policy.
+        TypeError: for anything but a policy.
     """
     policy = as_policy(given, field=field).for_model(config.layers, filters)
     policy.composed.require_fits(config)
@@ -43,18 +43,18 @@ def policy_for(
 
 
 def _in_rows(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:
-    """The policy with a budget in bytes as entries per kv head; itself for other budgets; ValueError for too few bytes."""
+    """Return the policy with a budget in bytes converted to entries per kv head; ValueError for too few bytes."""
     parts = policy.composed
     budget = parts.budget
     if not isinstance(budget, Bytes):
         return policy
-    # Of every kv head and layer one: what a budget of one entry more takes. Sliding-window layers hold their windows beside it.
+    # Bytes of one entry in every kv head and layer; sliding-window layers hold their windows in addition.
     row = config.kv_heads * parts.row_bytes(config.head_dim, jnp.dtype(dtype).itemsize)
     each, sliding_windows = (
         config.sliding_windows.count(None) * row,
         sum(width or 0 for width in config.sliding_windows) * row,
     )
-    beside = f" beside {sliding_windows:,} bytes of layers with windows" if sliding_windows else ""
+    beside = f" besides {sliding_windows:,} bytes of sliding windows" if sliding_windows else ""
     rows = (budget.value - sliding_windows) // each
     require(
         rows >= 1,
@@ -65,7 +65,7 @@ def _in_rows(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:
     try:
         return with_budget(policy, min(rows, ENDLESS))
     except ValueError as error:
-        # A policy's own least entries, of its sinks and window.
+        # The policy's own least entries, for its sinks and window.
         raise invalid(
             "budget", budget, f"of {each:,} bytes an entry in all kv heads and layers, {error}"
         ) from None

@@ -1,4 +1,4 @@
-"""Values that belong to one model: `OfModel` rejects other models by their sizes, `FileArrays` are read from a file."""
+"""Values that belong to one model: `OfModel` rejects models of other sizes, `FileArrays` come from a file."""
 
 import abc
 import dataclasses
@@ -22,27 +22,27 @@ Kind = TypeVar("Kind", bound="FileArrays")
 
 
 class OfModel:
-    """Base of values made for one model, whose sizes (`layers`, `heads`, `embed`, `dim`) are checked against a model's.
+    """Base of values that belong to one model, by its sizes (`layers`, `heads`, `embed`, `dim`).
 
-    Subclasses name the policy's field that holds the value in `of_field`, and what to give there in `wanted`.
+    Subclasses set `of_field`, the policy's field that holds the value, and `wanted`, the value to give.
     """
 
     of_field: ClassVar[str]
     wanted: ClassVar[str]
 
     def agrees(self, name: str, size: int) -> bool:
-        """True if the value's size of this name fits a model's `size`: if both are equal, by default."""
+        """Return True if the value's size of this name fits a model's `size`; by default, if both are equal."""
         return getattr(self, name) == size
 
     def require_sizes(self, **of_model: int) -> None:
-        """Raises ValueError unless the value fits model sizes given by name (`layers=32`); skips those it lacks."""
+        """Raise ValueError unless the value fits model sizes given by name (`layers=32`); others are ignored."""
         for name, size in of_model.items():
             if hasattr(self, name):
                 own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"
                 require(self.agrees(name, size), self.of_field, f"{name}={own}", remedy)
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError unless the value's sizes fit a model's layers, kv heads, hidden and head dimensions."""
+        """Raise ValueError unless the value fits a model's layers, kv heads, hidden and head dimensions."""
         self.require_sizes(
             layers=config.layers, heads=config.kv_heads, embed=config.embed, dim=config.head_dim
         )
@@ -50,9 +50,9 @@ class OfModel:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileArrays(OfModel, abc.ABC):
-    """Abstract base of one model's arrays from safetensors files: holds sizes and a digest, by which it is compared.
+    """Base of one model's arrays from safetensors files, compared by their sizes and digest.
 
-    The arrays are no field: programs are kept by a policy's fields, and a saved cache has the digest alone.
+    The arrays are not a field: compiled programs are cached by a policy's fields, and saved caches have only the digest.
 
     Attributes:
         digest: SHA-256 of the arrays, in hexadecimal.
@@ -63,7 +63,7 @@ class FileArrays(OfModel, abc.ABC):
     digest: str
     layers: int
     heads: int
-    # Not among the fields, but `dataclasses.replace` hands it to copies.
+    # Not a field, but `dataclasses.replace` passes it to copies.
     held: dataclasses.InitVar[Any] = None
 
     def __post_init__(self, held: Any) -> None:
@@ -71,18 +71,18 @@ class FileArrays(OfModel, abc.ABC):
 
     @classmethod
     def read(cls: type[Kind], name: str, given: Any) -> Kind:
-        """Makes an instance from a safetensors file or a folder, or returns a given instance; ValueError if unfit.
+        """Read an instance from a safetensors file or a folder; return an instance unchanged.
 
         Args:
             name: the field, for error messages.
-            given: the path, or an instance, which is returned as it is.
+            given: the path, or an instance.
 
         Returns:
             The instance.
 
         Raises:
             TypeError: for anything else.
-            ValueError: for a file that cannot be read or holds other tensors; these are named.
+            ValueError: for a file that cannot be read or holds other tensors, which are named.
         """
         if isinstance(given, cls):
             return given
@@ -99,27 +99,27 @@ class FileArrays(OfModel, abc.ABC):
     @classmethod
     @abc.abstractmethod
     def of_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
-        """Makes an instance from stored tensors by name; abstract; overrides raise ValueError for unfit tensors."""
+        """Create an instance from stored tensors by name; overrides raise ValueError for unfit tensors."""
 
     @classmethod
     def of_arrays(cls: type[Kind], arrays: Any, heading: str, **sizes: int) -> Kind:
-        """Makes an instance that holds a pytree of arrays; its digest is SHA-256 of text `heading` and arrays."""
-        told = hashlib.sha256(heading.encode())
+        """Create an instance that holds a pytree of arrays; its digest is SHA-256 of `heading` and arrays."""
+        sha = hashlib.sha256(heading.encode())
         for leaf in jax.tree.leaves(arrays):
-            told.update(np.ascontiguousarray(leaf, np.float32).tobytes())
-        return cls(digest=told.hexdigest(), held=arrays, **sizes)
+            sha.update(np.ascontiguousarray(leaf, np.float32).tobytes())
+        return cls(digest=sha.hexdigest(), held=arrays, **sizes)
 
     @property
     def arrays(self) -> Any:
-        """Pytree of the arrays, on the host; ValueError for a value of a saved cache, which has the digest alone."""
-        found = vars(self)["held"]
-        remedy = "a digest without arrays, which are in no saved cache: load it with policy=..., made of their file"
-        require(found is not None, self.of_field, self, remedy)
-        return found
+        """Pytree of the arrays, on the host; ValueError in a saved cache's policy, which has only the digest."""
+        held = vars(self)["held"]
+        remedy = "a digest without arrays, as in a saved cache: load it with policy=..., created from their file"
+        require(held is not None, self.of_field, self, remedy)
+        return held
 
 
 def given(value: Kind | None, kind: type[Any]) -> Kind:
-    """Returns `value`, a gate or filters, unless it is None: then raises ValueError that says which file to give."""
+    """Return `value`, a gate or filters; ValueError with the file to give if it is None."""
     require(value is not None, kind.of_field, None, f"give {kind.wanted}")
     assert value is not None
     return value
@@ -127,21 +127,21 @@ def given(value: Kind | None, kind: type[Any]) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
-    """Dataclass of stored tensors by name suffix, those read taken out, and the prefix that their names share.
+    """Stored tensors by name suffix that have not been read yet, and the prefix that their names share.
 
     Attributes:
-        beginning: what the tensors' names begin with.
-        stored: the tensors that were not read yet.
+        beginning: the common prefix.
+        stored: the tensors that have not been read yet.
     """
 
     beginning: str
     stored: dict[str, StoredTensor]
 
     def take(self, name: str, *shape: int | None) -> Float[np.ndarray, "..."]:
-        """Takes a tensor out as float32; ValueError if it is missing, of another shape, or not of finite floats.
+        """Read a tensor as float32 and remove it; ValueError if it is missing, misshapen, or not finite floats.
 
         Args:
-            name: the end of the tensor's name.
+            name: the suffix of the tensor's name.
             *shape: the size of each axis, None for any.
 
         Returns:
@@ -160,7 +160,7 @@ class NamedTensors:
         read = stored.read(())
         if not jnp.issubdtype(read.dtype, np.floating):
             raise ValueError(f"tensor {whole} is of {read.dtype}, not of floating-point numbers")
-        # A number that float32 does not have becomes infinite, and is rejected below.
+        # Numbers beyond float32 become infinite, and are rejected below.
         with np.errstate(over="ignore"):
             array = np.asarray(read, np.float32)
         if not np.isfinite(array).all():
@@ -168,6 +168,6 @@ class NamedTensors:
         return array
 
     def require_all_taken(self) -> None:
-        """Raises ValueError that names a stored tensor which `take` has not read; does nothing if all were read."""
+        """Raise ValueError that names a stored tensor which `take` has not read."""
         if self.stored:
             raise ValueError(f"tensor {self.beginning}{min(self.stored)} belongs to no such gate")

@@ -1,4 +1,4 @@
-"""Phases of a policy: what stays of a prompt, `KeepAll` or `Select`; what follows: `Append`, `Evict`, `Recompress`."""
+"""Phases of a policy: `KeepAll` or `Select` for a prompt's entries; then `Append`, `Evict` or `Recompress`."""
 
 import dataclasses
 
@@ -21,7 +21,7 @@ from jaxkv.policies.scorer import Scorer, check_scorer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeepAll:
-    """Selection of every entry of a prompt: its scorer asks for nothing, and is not called."""
+    """Selection of every entry of a prompt: its scorer has no needs, and is not called."""
 
     scorer = Scorer()
     budget = None
@@ -38,15 +38,15 @@ class Select:
     """Selection of a prompt's entries by scores, under a budget that is divided among layers and kv heads.
 
     Attributes:
-        scorer: which entries matter.
+        scorer: scorer of entries.
         budget: `Tokens`: entries kept per kv head and layer on average, sinks and window included. `Share`: of each
-            sequence's own prompt. `Bytes` of a sequence's cache, which `policy_for` turns into entries. Numbers and
-            text, as policies have them, become one of these. None: what `layers` say by themselves.
-        clamp: True raises a share that comes out below what must stay for some sequence; False rejects it.
-        keep: which entries stay whatever their score.
-        layers: how the budget spreads over layers.
-        heads: how a layer's budget spreads over its kv heads.
-        merge: the merger that folds dropped entries into kept ones; None drops them.
+            sequence's own prompt. `Bytes` of a sequence's cache, which `policy_for` converts to entries. Numbers and
+            text, as in policies, become one of these. None: `layers` set the number of entries.
+        clamp: True raises a share that is below a sequence's always-kept entries; False rejects it.
+        keep: always-kept entries.
+        layers: layer budgets: how the budget is divided among layers.
+        heads: head budgets: how a layer's budget is divided among its kv heads.
+        merge: merger of evicted entries into kept ones; None discards them.
         nested: a layer chooses among the positions that the layer below kept.
     """
 
@@ -63,9 +63,9 @@ class Select:
         object.__setattr__(self, "budget", as_budget(self.budget))
         check_scorer("scorer", self.scorer)
         field(self, "keep", instance, Keep, "give Keep(...)")
-        remedy = "give an instance of a subclass of LayerBudgets, UniformLayers() say"
+        remedy = "give an instance of a subclass of LayerBudgets, such as UniformLayers()"
         field(self, "layers", instance, LayerBudgets, remedy)
-        remedy = "give an instance of a subclass of HeadBudgets, UniformHeads() say"
+        remedy = "give an instance of a subclass of HeadBudgets, such as UniformHeads()"
         field(self, "heads", instance, HeadBudgets, remedy)
         check_merger("merge", self.merge)
         field(self, "clamp", flag)
@@ -73,33 +73,33 @@ class Select:
         self._check_rows()
 
     def _check_rows(self) -> None:
-        """Raises ValueError unless budget, layers and heads say together, and once, how many entries stay."""
+        """Raise ValueError unless budget, layers and heads together set the number of kept entries, once."""
         budget, layers, heads = self.budget, self.layers, self.heads
-        remedy = "give entries per head or a ratio; FullKV keeps everything"
+        remedy = "give entries per head or a ratio; FullKV keeps every entry"
         if layers.sets_rows:
-            remedy = f"how many entries stay follows from {layers}: leave it out"
+            remedy = f"{layers} sets the number of kept entries: leave it out"
         require((budget is None) is layers.sets_rows, "budget", budget, remedy)
-        remedy = "heads that say how many entries they keep say it of layers, too: give the same value as layers"
+        remedy = "head budgets with limits are layer budgets, too: give the same value as layers"
         require(heads.limits() is None or layers == heads, "heads", heads, remedy)
         if isinstance(budget, Tokens):
             first, last = self.keep.sinks, self.keep.window
             remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
             require(budget.value >= first + last, "budget", budget, remedy)
-        remedy = f"layers that look at last queries need a scorer that reads some, unlike {self.scorer}: "
-        remedy += "give SnapKV's, say"
+        remedy = f"layer budgets by last queries need a scorer with queries, not {self.scorer}: "
+        remedy += "give SnapKV's, for example"
         read = bool(self.scorer.needs.queries) or not layers.needs_queries
         require(read, "layers", layers, remedy)
-        remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), say"
+        remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), for example"
         require(not layers.joint or own_budgets(heads) is not None, "layers", layers, remedy)
-        remedy = (
-            f"how many entries stay follows from {layers}: give UniformLayers(), or GlobalLayers()"
-        )
+        remedy = f"{layers} sets the number of kept entries: give UniformLayers() or GlobalLayers()"
         threshold, free = threshold_of(heads), layers.joint or not layers.from_scores
         require(threshold is None or free, "threshold", threshold, remedy)
         remedy = "heads need one set of positions: use SharedHeads()"
         require(not self.nested or shares_positions(heads), "nested", self.nested, remedy)
         equal = self.merge is None or heads.uniform or not self.merge.needs_equal_heads
-        remedy = "a decision shared by heads needs as many entries in each: use decision='token'"
+        remedy = (
+            "a decision shared by heads needs as many evicted entries in each: use decision='token'"
+        )
         require(equal, "merge", self.merge, remedy)
 
 
@@ -108,7 +108,7 @@ class Append:
     """Phase after the prompt that appends new entries to the kept ones and evicts none."""
 
     def check_over(self, select: Select) -> None:
-        """Raises ValueError where the phase cannot follow a selection; it can follow any."""
+        """Raise ValueError if the phase cannot follow a selection; this one can follow any."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -125,24 +125,25 @@ class Evict:
         check_rank("rank", self.rank)
 
     def check_over(self, select: Select) -> None:
-        """Raises ValueError where a selection's entries cannot go one by one."""
-        remedy = "entries that go one by one are compared with one another, not with a threshold: give every=64, say"
+        """Raise ValueError if a selection does not allow evictions of single entries."""
+        remedy = "single evictions compare entries with one another, not with a threshold: give every=64, for example"
         threshold = threshold_of(select.heads)
         require(threshold is None, "threshold", threshold, remedy)
-        remedy = "heads that drop the same entries need segments that lie alike: give a schedule, or every=64, say"
+        remedy = "evicting one position in all heads needs segments of equal layout: give a schedule, or every=64"
         alike = not (shares_positions(select.heads) and select.layers.from_scores)
         require(alike, "after", self, remedy)
         fits = select.merge is None or bool(select.merge.compares)
-        require(fits, "merge", select.merge, "it folds prompts only: give Merge(), or None")
+        require(fits, "merge", select.merge, "it merges in prompts only: give Merge(), or None")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recompress:
-    """Phase that compresses the cache, prompt and answer together, again after every `every` new tokens.
+    """Phase that compresses the cache, prompt and answer together, after every `every` new tokens.
 
     Attributes:
-        every: number of new tokens between compressions: the cache never holds more than the budget and this many entries.
-        rank: how scores change until then; `Anew()` asks the scorer again, with the last queries it needs.
+        every: number of new tokens between compressions: the cache never holds more than the budget and this many
+            entries.
+        rank: how scores change until then; `Anew()` scores again, with the last queries that the scorer needs.
     """
 
     every: int
@@ -154,14 +155,14 @@ class Recompress:
         check_rank("rank", self.rank)
 
     def check_over(self, select: Select) -> None:
-        """Raises ValueError where a selection's scorer reads what no cache remembers."""
+        """Raise ValueError if a selection's scorer needs inputs that no cache holds."""
         scorer, anew = select.scorer, isinstance(self.rank, Anew)
         needs = scorer.needs
         once = anew and bool(needs.replay or needs.gate or scorer.two_stages)
-        remedy = f"{scorer} reads of a prompt what no cache remembers: leave it out"
+        remedy = f"{scorer} needs inputs of the prompt that no cache holds: leave it out"
         require(needs.blocks is None and not once, "every", self.every, remedy)
         forgets = anew and needs.moments is not None and not needs.queries
-        remedy = f"{scorer} reads the mean of queries, of which the cache remembers none: give remembered=256, say"
+        remedy = f"{scorer} needs the mean of queries, and the cache holds none: give remembered=256, for example"
         require(not forgets, "every", self.every, remedy)
 
 

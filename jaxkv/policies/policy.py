@@ -1,4 +1,4 @@
-"""`Policy`, the base of all policies: shared fields and `parts()`; and `CustomPolicy`, made of parts without a class."""
+"""`Policy`, the base of all policies, with their shared fields; and `CustomPolicy`, put together by hand from parts."""
 
 import dataclasses
 from typing import Any, ClassVar, TypeVar
@@ -25,20 +25,21 @@ class Policy:
     """Base class of all policies: budget, protected spans, recompression, merging, store; subclasses implement `parts`.
 
     Attributes:
-        budget: int: entries kept per kv head and layer on average, sinks and window included. float in (0, 1]: that
-            share of each sequence's own prompt. Text such as "64MB": as many entries as these bytes of a sequence's cache
-            hold, over all layers, in the model's sizes and the store's bits. None: everything. 1024 entries by default,
-            unless the policy says another default. numpy's numbers count as Python's of their kind.
-        min_budget: "clamp" raises a ratio that comes out below sinks + window + protected entries, as it does for short
-            prompts, to these entries, and counts such sequences in `Stats.raised_budgets`; "raise" rejects it.
-        protect: spans `(start, stop)` of the prompt's positions that always stay, with Python's slice meaning on each
+        budget: int: entries kept per kv head and layer on average, sinks and window included. float in (0, 1]: share of
+            each sequence's own prompt. Text such as "64MB": bytes of a sequence's cache over all layers, converted to
+            entries by the model's sizes and the store's bits. None: every entry. Default 1024 entries, unless the
+            policy has its own default. numpy's numbers count as Python's of their kind.
+        min_budget: "clamp" raises a ratio below sinks + window + protected entries, as of short prompts, to these
+            entries, and counts such sequences in `Stats.raised_budgets`; "raise" rejects it.
+        protect: spans `(start, stop)` of prompt positions that are never evicted, with Python's slice meaning on each
             sequence.
-        every: recompress after this many more tokens, over prompt and answer in order of position: the cache never
-            holds more than the budget and this many entries. None compresses the prompt only.
-        merge: how dropped entries are folded into their nearest kept entries, such as `Merge()`; None drops them.
-        store: how entries are held: "dense" as the model computes them, "int8" in 8 bits with a scale each, "int4" in 4
-            bits with a scale for 32 elements, "mixed" keys in 8 and values in 4; or a subclass of `jaxkv.cache.Store`.
-        composed: what `parts` returned at construction, which is all that the engine reads.
+        every: recompress after this many new tokens, over prompt and answer in order of position: the cache never holds
+            more than the budget and this many entries. None compresses the prompt only.
+        merge: merger of evicted entries into their nearest kept entries, such as `Merge()`; None discards them.
+        store: how entries are held: "dense" as the model computes them, "int8" in 8 bits with a scale per entry, "int4"
+            in 4 bits with a scale per 32 elements, "mixed" keys in 8 and values in 4; or a subclass of
+            `jaxkv.cache.Store`.
+        composed: the `Parts` that `parts` returned at construction, all that the engine reads.
     """
 
     budget: Budget = None
@@ -50,7 +51,7 @@ class Policy:
     composed: Parts = dataclasses.field(init=False, repr=False)
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Makes a policy; TypeError, with the budget, for kvpress' compression ratio, which is the share removed."""
+        """Create a policy; TypeError, with the right budget, for kvpress' compression ratio, the share removed."""
         if "compression_ratio" in options:
             removed = as_real(options["compression_ratio"])
             # Rounded: in floats 1 - 0.9 is a little less than 0.1.
@@ -63,7 +64,7 @@ class Policy:
     paper: ClassVar[str] = ""
 
     def __str__(self) -> str:
-        """One-line text of the class and the fields that differ from their defaults, as errors name a policy."""
+        """Return one line with the class and its fields that differ from their defaults, as errors name a policy."""
         return brief(self)
 
     def __post_init__(self) -> None:
@@ -80,14 +81,14 @@ class Policy:
         object.__setattr__(self, "composed", parts)
 
     def _check(self) -> None:
-        """Checks and normalises fields at construction, before `parts` is called; a hook of subclasses, empty here."""
+        """Check and normalise fields at construction, before `parts`; a hook for subclasses, empty here."""
 
     def part(self, kind: type[Part], **others: Any) -> Part:
-        """Makes a part of this policy's fields of the same names, which take the part's checked values.
+        """Create a part from this policy's fields of the same names, and store the part's checked values in them.
 
         Args:
             kind: the part's class, a dataclass.
-            **others: fields of the part that this policy does not have, or means otherwise.
+            **others: fields of the part that this policy lacks, or uses otherwise.
 
         Returns:
             The part.
@@ -100,13 +101,13 @@ class Policy:
         return made
 
     def parts(self) -> Parts:
-        """Returns the `Parts` that are kept as `composed`; TypeError unless a subclass overrides it.
+        """Return the policy's `Parts`, stored as `composed`; TypeError unless a subclass overrides it.
 
         Returns:
             The parts.
         """
         raise TypeError(
-            f"{type(self).__name__}: write its method `parts`, which returns self.compose(scorer=...)"
+            f"{type(self).__name__}: no `parts`. Write the method: return self.compose(scorer=...)"
         )
 
     def compose(
@@ -118,14 +119,14 @@ class Policy:
         rolling: bool = False,
         **parts: Any,
     ) -> Parts:
-        """Returns `Parts` of the arguments and of the fields of every policy: budget, spans, `every` and merging.
+        """Return `Parts` of the arguments and the fields of every policy: budget, spans, `every`, merger and store.
 
         Args:
-            scorer: which entries matter; None keeps everything.
-            keep: which entries always stay, besides the protected spans.
-            evict: drop the entry of lowest rank for every new one.
-            rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
-            **parts: other fields of `Select` and of `Parts` whose value is not the default.
+            scorer: scorer of entries; None keeps every entry.
+            keep: always-kept entries, in addition to the protected spans.
+            evict: evict the entry of lowest rank for every new entry.
+            rolling: count positions within the cache: keys are stored before RoPE and rotated on each read.
+            **parts: other fields of `Select` and of `Parts` that differ from their defaults.
 
         Returns:
             The parts.
@@ -137,7 +138,7 @@ class Policy:
         keep = instance("keep", Keep() if keep is None else keep, Keep, "give Keep(sinks=4), say")
         after: After = Append() if evict is None else Evict(rank=evict)
         if self.every is not None:
-            remedy = "this policy drops an entry for every token already: leave it out"
+            remedy = "this policy evicts an entry for every token already: leave it out"
             require(evict is None, "every", self.every, remedy)
             after = Recompress(every=self.every, rank=(scorer or KeepAll.scorer).rank)
         usual: dict[str, Any] = {
@@ -152,60 +153,60 @@ class Policy:
         return Parts.of(scorer=scorer, **(usual | parts))
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Policy":
-        """Returns this policy with fields that depend on the model filled in, such as filter layers; itself by default.
+        """Return the policy with model-dependent fields filled in, such as filter layers; itself by default.
 
         Args:
             layers: L.
-            found: the model's filter layers, if they have been found.
+            found: the model's filter layers, if known.
 
         Returns:
-            A policy that needs nothing more.
+            A policy that is complete for this model.
 
         Raises:
-            ValueError: if the model cannot honour it.
+            ValueError: if the model does not support the policy.
         """
         return self
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BudgetMethod(Policy):
-    """Base class of policies that keep 1024 entries per kv head and layer, unless told another budget."""
+    """Base class of policies that keep 1024 entries per kv head and layer by default."""
 
     budget: Budget = 1024
 
-    # Made of this policy's fields.
+    # The scorer's class; its fields are this policy's.
     scored_by: ClassVar[type[Scorer]]
 
     @property
     def stays(self) -> Keep:
-        """Entries that always stay: the first `sinks` and the last `window` tokens, where the policy has such fields."""
+        """Always-kept entries: the first `sinks` and the last `window` tokens, if the policy has such fields."""
         return self.part(Keep, protect=(), recent=0.0)
 
     def scoring(self) -> Scorer:
-        """Scorer of this policy's fields, of the class `scored_by`; overridden where the scorer has other fields."""
+        """Return the scorer, of class `scored_by` with this policy's fields; override it for other fields."""
         return self.part(self.scored_by)
 
     def observed(self, **parts: Any) -> Parts:
-        """Returns `Parts` with this policy's scorer, and the entries that it keeps anyway; `parts` gives other fields."""
+        """Return `Parts` with this policy's scorer and always-kept entries, and with the other fields `parts`."""
         usual: dict[str, Any] = {"scorer": self.scoring(), "keep": self.stays}
         return self.compose(**(usual | parts))
 
     def parts(self) -> Parts:
-        """Config `Parts`: entries by the scores of `scored_by`, equally many in each kv head and layer."""
+        """Return `Parts` that keep entries by the scores of `scored_by`, equally many in each kv head and layer."""
         return self.observed()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomPolicy(Policy):
-    """Policy composed of parts given as fields: `CustomPolicy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
+    """Policy put together by hand: `CustomPolicy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
 
     Attributes:
-        scorer: which entries matter; None keeps everything.
-        keep: which entries stay whatever their score.
-        layers: how the budget spreads over layers.
-        heads: how a layer's budget spreads over its kv heads.
-        evict: drop the entry of lowest rank for every new one beyond the budget.
-        rolling: positions are those within the cache: keys are stored before RoPE and rotated on read.
+        scorer: scorer of entries; None keeps every entry.
+        keep: always-kept entries.
+        layers: layer budgets: how the budget is divided among layers.
+        heads: head budgets: how a layer's budget is divided among its kv heads.
+        evict: evict the entry of lowest rank for every new entry beyond the budget.
+        rolling: count positions within the cache: keys are stored before RoPE and rotated on each read.
         nested: a layer chooses among the positions that the layer below kept.
     """
 
@@ -218,6 +219,6 @@ class CustomPolicy(Policy):
     nested: bool = False
 
     def parts(self) -> Parts:
-        """Returns `Parts` of this policy's own fields: scorer, kept entries, budgets of layers and heads, eviction."""
+        """Return `Parts` of this policy's fields: scorer, always-kept entries, layer and head budgets, eviction."""
         names = ("scorer", "keep", "layers", "heads", "evict", "rolling", "nested")
         return self.compose(**{name: getattr(self, name) for name in names})

@@ -1,4 +1,4 @@
-"""Ranks, by which entries are evicted while tokens are sampled, and their base `Rank`."""
+"""Ranks, by which entries are evicted while decoding, and their base `Rank`."""
 
 import dataclasses
 from typing import Any
@@ -10,40 +10,40 @@ from jaxkv._checks import checked, field, flag, instance, overrides, real
 
 
 class Rank:
-    """Base of eviction while decoding: how entries' scores change, and the rank whose lowest row is evicted.
+    """Base of ranks: how entries' scores change while decoding; the entry of lowest rank is evicted.
 
-    Subclass it in a frozen dataclass and override what differs. The entries of a prompt begin with the scorer's `observe`;
-    at each new token a score becomes `decay * score` plus the attention that the entry receives.
+    Subclass it in a frozen dataclass and override what differs. A prompt's entries start with the scorer's `observe`.
+    At each new token a score becomes `decay * score` plus the attention that the entry receives.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """A class that overrides a method says itself whether a kernel can compute it."""
+        """Reset `in_kernels` for a subclass that overrides a method without setting it."""
         super().__init_subclass__(**options)
         if overrides(cls, "in_kernels"):
             cls.in_kernels = False  # type: ignore[assignment,method-assign]
 
     @property
     def in_kernels(self) -> bool:
-        """True if GPU and TPU kernels can compute `rank`: elementwise jax.numpy of its two arguments, and no more."""
+        """True if GPU and TPU kernels can compute `rank`: elementwise jax.numpy of its two arguments only."""
         return False
 
     @property
     def scored(self) -> bool:
-        """True if the cache stores a score for each entry; if False, `rank` is called with zeros."""
+        """True if the cache stores a score for each entry; if False, `rank` receives zeros."""
         return True
 
     @property
     def decay(self) -> float | None:
-        """Factor in [0, 1] on entries' scores at each new token, before its attention is added; None if scores stay fixed.
+        """Factor in [0, 1] on scores at each new token, before its attention is added; None if attention is not added.
 
-        None for scores that attention does not change: they stay as they began.
+        With None, entries keep their first scores.
         """
         return None
 
     def begin(
         self, k: Float[Array, "B K N D"], v: Float[Array, "B K N D"]
     ) -> Float[Array, "B K N"]:
-        """Initial float32 scores `[B, K, N]` of new entries, before they receive attention; zeros by default.
+        """Return initial float32 scores `[B, K, N]` of new entries, before attention; zeros by default.
 
         Args:
             k: the new entries' keys.
@@ -55,10 +55,10 @@ class Rank:
         return jnp.zeros(k.shape[:3], jnp.float32)
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Float32 ranks of entries from their scores and ages, the lowest evicted first; the scores by default.
+        """Return float32 ranks of entries from scores and ages, the lowest evicted first; the scores by default.
 
         Args:
-            score: of each entry, as it has become.
+            score: each entry's current score.
             age: tokens since the entry's own, that one included.
 
         Returns:
@@ -72,7 +72,7 @@ class ByAttention(Rank):
     """Rank by received attention, decayed or averaged over queries: the entry with the least is evicted.
 
     Attributes:
-        decay: factor on older attention at each new token: 1 adds all attention up (H2O), 0 forgets it (TOVA).
+        decay: factor on older attention at each new token: 1 sums all attention (H2O), 0 uses the newest alone (TOVA).
         mean: divide by the number of queries that could see the entry (RoCo), so that early entries have no advantage.
     """
 
@@ -82,37 +82,37 @@ class ByAttention(Rank):
     mean: bool = False
 
     def __post_init__(self) -> None:
-        field(self, "decay", real, "give a share between 0 and 1: 1 forgets nothing", high=1.0)
+        field(self, "decay", real, "give a factor between 0 and 1: 1 forgets nothing", high=1.0)
         field(self, "mean", flag)
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Ranks of entries, lowest evicted first: attention scores, divided by ages in tokens if `mean`."""
+        """Return ranks of entries: attention scores, divided by ages in tokens if `mean`."""
         return score / jnp.maximum(age, 1).astype(jnp.float32) if self.mean else score
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByAge(Rank):
-    """Rank by age: the oldest row is evicted."""
+    """Rank by age: the oldest entry is evicted."""
 
     in_kernels = True
     scored = False
 
     def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-        """Ranks of entries, float32: minus their ages, so that the oldest row is evicted."""
+        """Return float32 ranks of entries: minus their ages, so that the oldest entry is evicted."""
         return -age.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Anew(Rank):
-    """Rank of entries without scores, which a scorer computes anew at each compression."""
+    """Rank without stored scores: a scorer computes scores again at each compression."""
 
     scored = False
 
 
 def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Float32 ranks of entries by `rank`, NaN made -inf, scores and ages broadcast; TypeError for a wrong shape or dtype.
+    """Return float32 ranks of entries, with NaN as -inf; scores and ages are broadcast.
 
-    A rank that returns another shape or dtype is rejected with a TypeError.
+    TypeError if the rank returns another shape or dtype.
     """
     shape = jnp.broadcast_shapes(score.shape, age.shape)
     given = rank.rank(jnp.broadcast_to(score, shape), jnp.broadcast_to(age, shape))
@@ -121,8 +121,8 @@ def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Fl
 
 
 def check_rank(label: str, rank: Any) -> None:
-    """Raises TypeError unless `rank` is an instance of Rank, and ValueError for a decay outside [0, 1]."""
+    """Raise TypeError unless `rank` is an instance of Rank, and ValueError for a decay outside [0, 1]."""
     instance(label, rank, Rank, "give a rank such as ByAttention(), of a subclass of Rank")
     if rank.decay is not None:
-        remedy = "give a share between 0 and 1, or None where attention changes nothing"
+        remedy = "give a factor between 0 and 1, or None if attention does not change scores"
         real(f"{label}.decay", rank.decay, remedy, high=1.0)

@@ -1,4 +1,4 @@
-"""Policies by name, for command lines and configuration files: `POLICIES`, and what a class documents of its fields."""
+"""Policies by name, for command lines and configuration files: `POLICIES`, and the documentation of fields."""
 
 import difflib
 import inspect
@@ -14,10 +14,10 @@ POLICIES: dict[str, type[Policy]] = {}
 
 
 def register(cls: type[Policy] | None = None, *, name: str = "") -> Any:
-    """Class decorator that adds a policy to `POLICIES` by name.
+    """Add a policy to `POLICIES` by name; a class decorator.
 
     Args:
-        cls: the class; a decorator's way of giving it.
+        cls: the class; absent in `@register(name=...)`.
         name: its name; by default the class', in lower case.
 
     Returns:
@@ -30,23 +30,23 @@ def register(cls: type[Policy] | None = None, *, name: str = "") -> Any:
     if cls is None:
         return lambda cls: register(cls, name=name)
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
-        raise TypeError(f"cls={cls!r}: give a class derived from Method")
+        raise TypeError(f"cls={cls!r}: not a policy. Give a class derived from Policy.")
     known = _spelled(name or cls.__name__)
     mine = POLICIES.setdefault(known, cls)
     same = (mine.__module__, mine.__qualname__) == (cls.__module__, cls.__qualname__)
     require(same, "name", known, f"{mine.__module__}.{mine.__qualname__} has it: choose another")
-    # A notebook's cell that is run again makes its class anew.
+    # A notebook cell that runs again creates its class again.
     POLICIES[known] = cls
     return cls
 
 
 def _spelled(name: str) -> str:
-    """Name of a policy in lower case, without hyphens and underscores."""
+    """Return the name of a policy in lower case, without hyphens and underscores."""
     return name.lower().replace("-", "").replace("_", "")
 
 
 def policy_class(name: str, field: str = "policy") -> type[Policy]:
-    """Policy class registered under a name, in any case or hyphenation; ValueError with near names if there is none."""
+    """Return the policy class of a name, in any case or hyphenation; ValueError with similar names without any."""
     plain = _spelled(name)
     plain = "full" if plain == "fullkv" else plain
     near = difflib.get_close_matches(plain, POLICIES, n=2)
@@ -63,9 +63,9 @@ def policy_class(name: str, field: str = "policy") -> type[Policy]:
 def as_policy(
     given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None
 ) -> Policy:
-    """Returns a policy instance, given itself, its name or class (made with fields `options`), or None for FullKV.
+    """Return a policy from an instance, a name or class (created with fields `options`), or None for FullKV.
 
-    Rejections call the argument `field`.
+    Error messages call the argument `field`.
     """
     if isinstance(given, Policy):
         return given
@@ -78,11 +78,11 @@ def as_policy(
 
 
 def takes_budget(cls: type[Policy]) -> bool:
-    """True if a policy class can be made with a budget, of entries kept or tokens read; False for FullKV, say."""
+    """Return True if a policy class accepts a budget, of entries kept or attended to; False for FullKV."""
     if cls().composed.budget is not None:
         return True
     try:
-        # The whole prompt: a number may be too small, as 1 is for Quest's pages.
+        # The whole prompt: small numbers may be invalid, as 1 is for Quest's pages.
         cls(budget=1.0)
     except ValueError:
         return False
@@ -90,7 +90,7 @@ def takes_budget(cls: type[Policy]) -> bool:
 
 
 def documented(cls: type[Any]) -> dict[str, str]:
-    """Dict of descriptions of a class's fields, from "Attributes:" in the docstrings of the class and its bases."""
+    """Return descriptions of a class's fields, from "Attributes:" in the docstrings of the class and its bases."""
     about: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         lines = inspect.cleandoc(each.__doc__ or "").splitlines()

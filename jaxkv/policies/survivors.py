@@ -1,4 +1,4 @@
-"""Entries that heads under one budget may still keep, whatever entries of further layers join them."""
+"""Entries that heads under one budget may keep in the end, before the entries of later layers are known."""
 
 from jaxtyping import Array, Bool, Int
 
@@ -16,18 +16,18 @@ from jaxkv.policies.topk import count, only, top
 
 
 def bounded(heads: HeadBudgets, devices: int) -> bool:
-    """True if `survivors` can tell early which entries these head budgets drop for certain, on `devices` devices."""
+    """Return True if `survivors` works for these head budgets on `devices` devices."""
     heads = without_threshold(heads)
     own = own_budgets(heads)
     if own is None or heads.order is not Order.COMMON:
         return False
-    # Where devices have limited room, a device keeps its best entries only if one order decides behind the safe ones.
+    # With limited devices, a device keeps its best entries only if one order decides after the guaranteed entries.
     one_order = heads is own and (isinstance(own, ProtectedHeads) or own.alpha == 0)
     return one_order or own.capacity >= devices
 
 
 def rounding_rows(heads: HeadBudgets) -> int:
-    """Number of entries per head, 0 or 1, by which `survivors` may exceed the final entries: 1 if shares are rounded up."""
+    """Return the entries per head, 0 or 1, by which `survivors` may exceed the final ones, as shares are rounded up."""
     own = own_budgets(heads)
     return int(isinstance(own, AdaptiveHeads) and own.alpha > 0)
 
@@ -35,14 +35,15 @@ def rounding_rows(heads: HeadBudgets) -> int:
 def survivors(
     heads: HeadBudgets, rows: ScoredRows, headroom: Int[Array, " B"]
 ) -> Bool[Array, "B K S"]:
-    """Mask `[B, K, S]` of candidate entries that may still be kept once later layers' heads compete; at most `headroom[b]`.
+    """Return the mask `[B, K, S]` of candidates that may be kept in the end, at most `headroom[b]`.
 
-    `headroom` is at least the entries that these heads keep together in the end, `rounding_rows` more of each head included.
+    `headroom` is at least the number of entries that these heads keep together in the end, plus `rounding_rows` per
+    head.
     """
-    # A head keeps the best of its own entries, as many as a number that grows with the entries it wins in the common order of
-    # all heads, stage by stage; every further candidate can only push entries down in that order, so this number, taken as
-    # if no entry came any more, is an upper bound, and an entry beyond it is kept neither now nor later. Forced entries are no
-    # candidates and stay anyway; the numbers sum to `headroom` at most, as shares of it beside guaranteed entries that fit in.
+    # A head keeps its own best entries. Their number grows with the entries that it wins in the common order of all
+    # heads, stage by stage. Later layers' candidates only push entries down in that order. The number computed without
+    # later layers is therefore an upper bound, and entries beyond it are never kept. Always-kept entries are no
+    # candidates. The numbers sum to at most `headroom`, of which they are shares besides guaranteed entries.
     heads = without_threshold(heads)
     own, batch, candidates = own_budgets(heads), len(rows.scores), rows.candidates
     assert own is not None

@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 
 def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
-    """uint32 sort keys in the order of float32 scores, all above 0; -0.0 counts as 0.0, NaN as -inf."""
+    """Return uint32 sort keys in the order of float32 scores, all above 0; -0.0 counts as 0.0, NaN as -inf."""
     ordered = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), -jnp.inf, scores))
     bits = lax.bitcast_convert_type(ordered.astype(jnp.float32), jnp.uint32)
     sign = jnp.uint32(1 << 31)
@@ -17,26 +17,26 @@ def keys_of(
     scores: Float[Array, "B K S"],
     candidates: Bool[Array, "B #K S"],  # noqa: F821
 ) -> UInt[Array, "B K S"]:
-    """Sort keys `[B, K, S]` of scores; 0, the lowest key, for entries that are not candidates."""
+    """Return sort keys `[B, K, S]` of scores; 0, the lowest key, for entries that are not candidates."""
     return only(sortable(scores), candidates)
 
 
 def only(keys: UInt[Array, "*rows"], mask: Bool[Array, "*#rows"]) -> UInt[Array, "*rows"]:
-    """Sort keys where the mask is True; 0, which cannot be chosen, elsewhere."""
+    """Return sort keys where the mask is True; elsewhere 0, which cannot be chosen."""
     return jnp.where(mask, keys, jnp.uint32(0))
 
 
 def count(mask: Bool[Array, "*rows S"]) -> Int[Array, "*rows"]:
-    """Number of True along the last axis."""
+    """Return the number of True along the last axis."""
     return mask.sum(axis=-1, dtype=jnp.int32)
 
 
 def kth_largest(
     keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]
 ) -> UInt[Array, "*rows 1"]:
-    """The `count`-th largest sort key along the last axis (1: the largest); the largest uint32 for a count of 0.
+    """Return the `count`-th largest sort key along the last axis (1: the largest); the largest uint32 for a count of 0.
 
-    Bisection on the bits: 32 counts instead of a sort, with a count that may differ by array row and is no shape.
+    Bisection on the bits takes 32 counts instead of a sort. The count may differ by array row, and is not a shape.
     """
     count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]
 
@@ -49,10 +49,10 @@ def kth_largest(
 
 
 def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:
-    """Mask of the `count` largest sort keys along the last axis; ties go to the lowest index.
+    """Return the mask of the `count` largest sort keys along the last axis; ties go to the lowest index.
 
-    A key of 0 marks an entry that cannot be chosen: `count` is at most the number of other keys. By a threshold and a
-    count, so that one compilation serves every budget.
+    A key of 0 marks an entry that cannot be chosen: `count` is at most the number of other keys. A threshold and a
+    count let one compilation serve every budget.
     """
     threshold = kth_largest(keys, count)
     count = jnp.broadcast_to(count, keys.shape[:-1])[..., None]

@@ -1,4 +1,4 @@
-"""Trained gates of the literature: KVzap's and Fast KVzip's, what their files hold and how they score entries."""
+"""Trained gates of the literature, KVzap's and Fast KVzip's: their files and their scores of entries."""
 
 import dataclasses
 from functools import partial
@@ -27,7 +27,7 @@ _EPSILON = 1e-6
 class KVzapWeights:
     """Weights of one layer of KVzap's gate: a linear map to K scores, after an optional hidden layer `inner`.
 
-    `weight` maps the W outputs of the hidden layer; without `inner`, the hidden state itself.
+    `weight` maps the W outputs of the hidden layer; without `inner`, the hidden state.
     """
 
     weight: Shaped[Array | np.ndarray, "K W"]
@@ -38,17 +38,17 @@ class KVzapWeights:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzapGate(Gate):
-    """KVzap's gate: scores from each layer's normed hidden state, by a linear map or by two with a GELU between.
+    """KVzap's gate: scores from each layer's normed hidden state, by one linear map or two with a GELU between.
 
-    Tensors are `layers.0.weight` and `layers.0.bias`, or `layers.0.0.weight`, `layers.0.0.bias`, `layers.0.2.weight`
-    and `layers.0.2.bias`, for each layer.
+    A file has, for each layer, tensors `layers.0.weight` and `layers.0.bias`, or `layers.0.0.weight`,
+    `layers.0.0.bias`, `layers.0.2.weight` and `layers.0.2.bias`.
     """
 
     beginning = r"layers\.(\d+)\."
 
     @classmethod
     def of_layer(cls, found: NamedTensors) -> KVzapWeights:
-        """Reads one layer's `KVzapWeights`, of one linear map or two, from its named tensors."""
+        """Read one layer's `KVzapWeights`, of one linear map or two, from its named tensors."""
         if "weight" in found.stored:
             weight = found.take("weight", None, None)
             return KVzapWeights(weight=weight, bias=found.take("bias", len(weight)))
@@ -59,13 +59,13 @@ class KVzapGate(Gate):
 
     @classmethod
     def sizes(cls, weights: KVzapWeights) -> tuple[int, int]:
-        """Tuple of two ints from one layer's weights: number of kv heads K, width of hidden states E."""
+        """Return the number of kv heads K and the width of hidden states E, from one layer's weights."""
         return len(weights.bias), (
             weights.weight if weights.inner is None else weights.inner
         ).shape[1]
 
     def to_bytes(self) -> bytes:
-        """Bytes of a safetensors file of this gate, with the published names of tensors."""
+        """Return the bytes of a safetensors file of this gate, with the published tensor names."""
         found: dict[str, np.ndarray] = {}
         for layer, weights in enumerate(self.weights):
             names = {"weight": weights.weight, "bias": weights.bias}
@@ -79,7 +79,7 @@ class KVzapGate(Gate):
         return safetensors.numpy.save(found, metadata={"format": "pt"})
 
     def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]` of entries, predicted from normed hidden states: the logarithms of KVzip+'s scores."""
+        """Return scores `[B, K, S]` of entries from normed hidden states: predicted logarithms of KVzip+'s scores."""
         x = hidden.astype(jnp.float32)
         if weights.inner is not None and weights.inner_bias is not None:
             x = jax.nn.gelu(
@@ -107,7 +107,7 @@ class FastKVzipWeights:
 class FastKVzipGate(Gate):
     """Fast KVzip's gate: softmax share of a token's own key among learned base keys, mean over learned query maps.
 
-    Tensors are, for layer 0, `0.q_proj.weight`, `0.q_proj.bias`, `0.k_proj.weight`, `0.q_norm.weight`,
+    A file has, for layer 0, tensors `0.q_proj.weight`, `0.q_proj.bias`, `0.k_proj.weight`, `0.q_norm.weight`,
     `0.k_norm.weight`, `0.k_base` and `0.b`: the names within each layer of the published files, which are pickles.
     """
 
@@ -115,7 +115,7 @@ class FastKVzipGate(Gate):
 
     @classmethod
     def of_layer(cls, found: NamedTensors) -> FastKVzipWeights:
-        """Reads one layer's `FastKVzipWeights` from its named tensors, query and key maps split by kv head."""
+        """Read one layer's `FastKVzipWeights` from its named tensors, with query and key maps split by kv head."""
         base = found.take("k_base", None, 1, None, None)[:, 0]
         heads, _, width = base.shape
         bias = found.take("b", heads, 1, None)[:, 0]
@@ -133,13 +133,13 @@ class FastKVzipGate(Gate):
 
     @classmethod
     def sizes(cls, weights: FastKVzipWeights) -> tuple[int, int]:
-        """Tuple of two ints from one layer's weights: number of kv heads K, width of hidden states E."""
+        """Return the number of kv heads K and the width of hidden states E, from one layer's weights."""
         return weights.k.shape[0], weights.k.shape[2]
 
     def scores(
         self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]
     ) -> Float[Array, "B K S"]:
-        """Scores `[B, K, S]` from 0 to 1: the own key's share of a softmax with base keys, mean over query maps."""
+        """Return scores `[B, K, S]` in [0, 1]: the own key's softmax share among base keys, mean over query maps."""
         x, divisor = hidden.astype(jnp.float32), weights.base.shape[2] ** 0.5
         q = exact_einsum("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
         q = _normed(q, weights.q_norm)
@@ -152,5 +152,5 @@ class FastKVzipGate(Gate):
 def _normed(
     x: Float[Array, "... C"], weight: Shaped[Array | np.ndarray, " C"]
 ) -> Float[Array, "... C"]:
-    """Float vectors after RMS normalisation over the last axis, times `weight`."""
+    """Return vectors after RMS normalisation over the last axis, times `weight`."""
     return x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + _EPSILON) * weight

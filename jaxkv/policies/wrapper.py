@@ -1,4 +1,4 @@
-"""`Wrapper` and `Reader`, bases of policies built on another one: the base's parts, some of them replaced."""
+"""`Wrapper` and `Reader`, bases of policies built on another policy: its parts, some of them replaced."""
 
 import dataclasses
 import functools
@@ -27,7 +27,7 @@ _SHARED = {field.name: field.default for field in dataclasses.fields(Policy) if 
 def check_shared(
     policy: Policy, base: Policy | None, remedy: str, *, but: tuple[str, ...] = ()
 ) -> None:
-    """Raises ValueError if a field of `Policy`, outside `but`, has neither its default nor the base policy's value."""
+    """Raise ValueError if a field of `Policy`, outside `but`, has neither its default nor the base policy's value."""
     for name, default in _SHARED.items():
         mine = getattr(policy, name)
         its = default if base is None else getattr(base, name)
@@ -37,17 +37,17 @@ def check_shared(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Built(Policy):
-    """Base class of policies that may be built on another policy, `base`."""
+    """Base class of policies built on another policy, `base`."""
 
     base: Policy | type[Policy] | str | None = None
 
     @functools.cached_property
     def inner(self) -> Policy | None:
-        """Base policy as an instance, cached; made of its name or class if so given, None without a base."""
+        """Base policy as an instance, created from its name or class if necessary; None without a base."""
         return None if self.base is None else as_policy(self.base, field="base")
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> Policy:
-        """Returns this policy with its base's model-dependent fields filled in, such as a gate's; itself without."""
+        """Return the policy with its base's model-dependent fields filled in, such as filter layers."""
         its = None if self.inner is None else self.inner.for_model(layers, found)
         return self if its is self.inner else dataclasses.replace(self, base=its)
 
@@ -57,17 +57,17 @@ class Wrapper(_Built):
     """Base class of policies built on another policy, `base`: a subclass's `wrap` replaces some of its parts.
 
     Attributes:
-        base: the policy whose parts are used, with its budget, spans and behaviour while decoding; or its name or
-            class, for one that takes budget and spans from here.
+        base: the policy to build on, with its budget, protected spans and decoding; or its name or class, with the
+            budget and spans given here.
     """
 
     usual: ClassVar[str] = ""
-    # True if entries that go one by one, after the prompt, cannot be chosen as this policy does.
+    # True if this policy's choice does not extend to evictions of single entries after the prompt.
     once: ClassVar[bool] = False
 
     @functools.cached_property
     def inner(self) -> Policy:
-        """Base policy as an instance, cached; if a name, class or default, made with this policy's shared fields."""
+        """Base policy as an instance; a name, class or default is created with this policy's shared fields."""
         options = {
             name: getattr(self, name)
             for name, default in _SHARED.items()
@@ -80,13 +80,13 @@ class Wrapper(_Built):
     def _check(self) -> None:
         inner = self.inner
         _require_drops(inner)
-        remedy = "entries that go one by one are chosen by their rank alone: give mode='prefill'"
+        remedy = "it evicts single entries, by their rank alone: give it mode='prefill'"
         require(not (self.once and inner.composed.evicts), "base", inner, remedy)
         self.check_base(inner, inner.composed)
-        check_shared(self, inner, "the base says {!r}: give it there only")
+        check_shared(self, inner, "the base has {!r}: set it in the base only")
 
     def check_base(self, base: Policy, parts: Parts) -> None:
-        """Hook in which subclasses raise ValueError for base policies that they cannot wrap; does nothing here.
+        """Raise ValueError for base policies that this policy cannot wrap; a hook for subclasses, empty here.
 
         Args:
             base: the base policy.
@@ -96,33 +96,33 @@ class Wrapper(_Built):
     def competing(
         self, given: AdaptiveHeads | ProtectedHeads | None
     ) -> AdaptiveHeads | ProtectedHeads:
-        """Head budgets that compete, those given or `AdaptiveHeads` of this policy's fields `alpha` and `capacity`.
+        """Return `given`, or `AdaptiveHeads` of this policy's fields `alpha` and `capacity`.
 
-        ValueError if both say a share or a capacity.
+        ValueError if both set a share or a capacity.
         """
         if given is None:
             return self.part(AdaptiveHeads)
         for name in ("alpha", "capacity"):
             mine = getattr(self, name)
             same = mine in (getattr(type(self), name), getattr(given, name, mine))
-            require(same, name, mine, f"heads have their own, {given!r}: give it there only")
+            require(same, name, mine, f"heads={given!r} sets it, too: give it there only")
         return given
 
     def with_heads(self, base: Parts, heads: HeadBudgets) -> Parts:
-        """Base's parts with these budgets of heads, within its stages; ValueError if its heads have some already."""
+        """Return the base's parts with these head budgets, inside its stages; ValueError if it has others already."""
         free = isinstance(inner_budgets(base.heads), UniformHeads)
-        remedy = "its heads choose in a way of their own: give SnapKV(), say"
+        remedy = "its heads have budgets of their own: give SnapKV(), for example"
         require(free, "base", self.inner, remedy)
         return base.replace(heads=within_stages(base.heads, heads))
 
     def with_layers(self, base: Parts, layers: LayerBudgets) -> Parts:
-        """Base's parts with these budgets of layers; ValueError if its layers have some already."""
-        remedy = "its layers have budgets of their own already"
+        """Return the base's parts with these layer budgets; ValueError if it has others already."""
+        remedy = "its layers have budgets of their own: give a base with UniformLayers()"
         require(base.layers == UniformLayers(), "base", self.inner, remedy)
         return base.replace(layers=layers)
 
     def wrap(self, base: Parts) -> Parts:
-        """Abstract: returns the base's `Parts` with some replaced; TypeError where a subclass does not override it.
+        """Return the base's `Parts` with some replaced; TypeError unless a subclass overrides it.
 
         Args:
             base: the base policy's parts.
@@ -131,25 +131,25 @@ class Wrapper(_Built):
             This policy's parts.
         """
         raise TypeError(
-            f"{type(self).__name__}: write its method `wrap`, which returns base.replace(...)"
+            f"{type(self).__name__}: no `wrap`. Write the method: return base.replace(...)"
         )
 
     def parts(self) -> Parts:
-        """Returns the base policy's `Parts`, changed by this policy's `wrap`."""
+        """Return the base policy's `Parts`, changed by this policy's `wrap`."""
         return self.wrap(self.inner.composed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reader(_Built):
-    """Base class of policies that read a few entries at each token: of all entries, or of those that a policy `base` keeps.
+    """Base class of policies that attend to few entries per token, of all entries or of those that `base` keeps.
 
-    A subclass names its reads, `read_by`. Its budget is one of entries read.
+    A subclass sets its reads, `read_by`. The budget is the number of entries to attend to.
 
     Attributes:
         base: a policy (or its name or class) that compresses the prompt first, and then appends.
     """
 
-    # Made of this policy's fields.
+    # The reads' class; its fields are this policy's.
     read_by: ClassVar[type[Reads]]
 
     def _check(self) -> None:
@@ -157,29 +157,29 @@ class Reader(_Built):
         if base is not None:
             _require_drops(base)
         own = ("budget", "store") if base is None else ("budget",)
-        check_shared(self, base, "it drops nothing: give it to the base, if any", but=own)
+        check_shared(self, base, "only a base evicts entries: set it in the base", but=own)
 
     def parts(self) -> Parts:
-        """Returns the base's `Parts` (or keep-all `Parts`) with reads of this policy's fields."""
+        """Return the base's `Parts`, or those of all entries, with reads of this policy's fields."""
         base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
-        remedy = "tokens are chosen of entries that stay where they are: give a policy without rolling positions"
+        remedy = "choosing tokens needs kept entries that do not move: give a base without rolling positions"
         require(not base.rolling, "base", self.base, remedy)
         return base.replace(read=self.part(self.read_by, budget=self.budget))
 
 
 def _require_drops(base: Policy) -> None:
-    """Raises ValueError unless a base policy drops entries, and reads all that it keeps."""
+    """Raise ValueError unless a base policy evicts entries, and attends to all that it keeps."""
     parts = base.composed
-    remedy = "give a policy that drops entries; what reads a few goes around it: OmniKV(base=...)"
+    remedy = "give a base that evicts entries; put OmniKV or Quest around it: OmniKV(base=...)"
     require(parts.drops and parts.read.everything, "base", base, remedy)
 
 
 def with_budget(policy: Policy, budget: Budget) -> Policy:
-    """Copy of the policy that keeps `budget` entries, set in its base if it has one; unchanged if it takes no budget."""
+    """Return a copy of the policy, or of its base, with this budget of kept entries; unchanged without a budget."""
     if policy.composed.budget is None:
         return policy
     if isinstance(policy, Reader) and policy.inner is not None:
-        # Its own budget is one of entries read.
+        # A reader's own budget counts entries to attend to.
         return dataclasses.replace(policy, base=with_budget(policy.inner, budget))
     if isinstance(policy, Wrapper) and isinstance(policy.base, Policy):
         return dataclasses.replace(policy, budget=None, base=with_budget(policy.base, budget))
