@@ -52,7 +52,7 @@ class OfModel:
 class FileArrays(OfModel, abc.ABC):
     """Base of one model's arrays from safetensors files, compared by their sizes and digest.
 
-    The arrays are not a field: compiled programs are cached by a policy's fields, and saved caches have only the digest.
+    The arrays are not a field: compiled programs are cached by a policy's fields, and saved caches hold the digest.
 
     Attributes:
         digest: SHA-256 of the arrays, in hexadecimal.

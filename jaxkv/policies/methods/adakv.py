@@ -1,4 +1,4 @@
-"""Ada-KV: the heads of a layer compete for its entries."""
+"""Ada-KV: the kv heads of a layer compete for its entries."""
 
 import dataclasses
 
@@ -11,17 +11,17 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaKV(Wrapper):
-    """Keeps the base policy's best entries, with the kv heads of a layer competing for the layer's budget.
+    """Keep the base policy's best entries; the kv heads of a layer compete for the layer's budget.
 
     `AdaKV(budget=256)` is Ada-SnapKV; `AdaKV(base=PyramidKV(budget=256))` is Ada-Pyramid. Segments of different length
-    share the layer's pool, so the cache weighs as much as the base policy's.
+    share the layer's pool: the cache has the size of the base policy's.
 
     Attributes:
         base: the policy whose scores, window and layer budgets are used.
         heads: AdaptiveHeads (Algorithm 1 and its floor) or ProtectedHeads (kvpress' meaning of the floor).
-        alpha: the guaranteed share of the uniform budget, when `heads` is left out.
-        capacity: on a mesh, entries of a layer that the heads of one device may hold, over their even share, when
-            `heads` is left out. Pools are sized by it; entries beyond it go to other devices' heads, and are counted.
+        alpha: guaranteed share of the uniform budget, if `heads` is not given.
+        capacity: on a mesh, most entries of a layer in the heads of one device, over their even share, if `heads` is
+            not given. It sets the size of pools; entries beyond it go to other devices' heads, and are counted.
 
     References:
         Feng et al., Ada-KV: Optimizing KV Cache Eviction by Adaptive Budget Allocation for Efficient LLM Inference,
@@ -37,5 +37,5 @@ class AdaKV(Wrapper):
     usual = "snapkv"
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's `Parts` with `AdaptiveHeads` or the given safeguard: kv heads compete within a layer."""
+        """Return the base's `Parts` with `AdaptiveHeads` or the given `heads`: kv heads compete within a layer."""
         return self.with_heads(base, self.competing(self.heads))

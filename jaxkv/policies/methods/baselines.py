@@ -1,4 +1,4 @@
-"""Controls that other policies are held against: recency, key norms and chance."""
+"""Baselines for comparison with other policies: recency, key norms and chance."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from jaxkv.policies.unseen import KeyNorm, Position, Uniform01
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalWindow(BudgetMethod):
-    """Keeps the most recent tokens only, without sinks: a control."""
+    """Keep the most recent tokens only, without sinks: a baseline."""
 
     paper = "Longformer's sliding window, arXiv:2004.05150"
 
@@ -20,7 +20,7 @@ class LocalWindow(BudgetMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KNorm(BudgetMethod):
-    """Keeps the entries whose keys have the smallest L2 norms.
+    """Keep the entries whose keys have the smallest L2 norms.
 
     References:
         Devoto et al., A Simple and Effective L2 Norm-Based Strategy for KV Cache Compression, arXiv:2406.11430.
@@ -34,7 +34,7 @@ class KNorm(BudgetMethod):
 @register(name="random")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomKV(BudgetMethod):
-    """Keeps entries sampled at random with the key given to `prefill` or `generate`: a control."""
+    """Keep entries at random, sampled with the key given to `prefill` or `generate`: a baseline."""
 
     paper = "control"
 

@@ -1,4 +1,4 @@
-"""CAKE: more entries for layers whose attention is spread out and changes from query to query."""
+"""CAKE: more entries for layers whose attention is spread out and varies from query to query."""
 
 import dataclasses
 from typing import Any
@@ -16,7 +16,7 @@ from jaxkv.policies.scorer import Observed, Scores
 
 
 def _variance(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
-    """Unbiased variance `[G, S]` of attention probabilities over the window's real queries; 0 for a single query."""
+    """Return the unbiased variance `[G, S]` of attention over the window's queries; 0 for a single query."""
     exists = (position >= 0).astype(jnp.float32)[:, None]
     off = (p - mean_over_window(p, position)[:, None]) * exists
     return (off * off).sum(axis=1) / jnp.maximum(exists.sum() - 1, 1)
@@ -38,7 +38,7 @@ class VaryingAttention(WindowAttention):
         super().__post_init__()
 
     def observe(self, seen: Observed) -> Scores:
-        """Attention `[B, K, S]` per row: mean plus `gamma` times variance over queries, reduced over query heads."""
+        """Return attention `[B, K, S]`: mean plus `gamma` times variance over queries, reduced over query heads."""
         return self.reduced(
             seen, lambda p, at: mean_over_window(p, at) + self.gamma * _variance(p, at)
         )
@@ -48,8 +48,8 @@ class VaryingAttention(WindowAttention):
 class PreferenceLayers(FromScores):
     """CAKE's layer budgets: entries in proportion to entropy^(1/tau1) * variance^(1/tau2) of last queries' attention.
 
-    Entries that a layer does not have go to the others in even parts, as in the published code; whole entries are made by
-    largest remainder, where that code rounds down and gives what is left to the first layers.
+    Entries that a layer cannot use go to the others in even parts, as in the published code. Budgets are rounded by
+    largest remainder; the published code rounds down and gives the rest to the first layers.
 
     Attributes:
         tau1: temperature of the entropy of each query's attention over entries.
@@ -68,7 +68,7 @@ class PreferenceLayers(FromScores):
     def of_heads(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G 2"]:
-        """Entropy and variance `[B, K, G, 2]` of each query head's attention to the entries before the last queries."""
+        """Return the entropy and variance `[B, K, G, 2]` of each query head's attention before the last queries."""
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G 2"]:
             before = jnp.arange(p.shape[-1], dtype=jnp.int32) <= position[-1] - len(position)
@@ -79,12 +79,12 @@ class PreferenceLayers(FromScores):
         return seen.window_mass(reduce)
 
     def weight(self, heads: Float[Array, "B H 2"]) -> Float[Array, " B"]:
-        """Log weight `[B]` of one layer in dividing entries, from its heads' summed entropy and summed variance."""
+        """Return the log weight `[B]` of one layer in dividing entries, from its heads' summed entropy and variance."""
         logs = jnp.log(jnp.maximum(heads.sum(axis=1), jnp.finfo(jnp.float32).tiny))
         return logs[:, 0] / self.tau1 + logs[:, 1] / self.tau2
 
     def proportions(self, weights: Any) -> Reals:
-        """Numbers `[L, N]` in whose proportion layers share entries: exp(`weights`), divided by the largest layer's."""
+        """Return the proportions `[L, N]` of the layers' entries: exp(`weights`), over the largest layer's."""
         logs = finite(weights)
         return namespace(logs).exp(logs - logs.max(axis=0))
 
@@ -92,14 +92,14 @@ class PreferenceLayers(FromScores):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CAKE(WindowPolicy):
-    """Keeps entries of high or varying attention from the window's queries; more in layers of spread, varying attention.
+    """Keep entries of high or varying attention from the window, more in layers of spread-out, varying attention.
 
-    Layers are recompressed while those above run, as in the published cascade, to what they may still get: the
-    result is that of layers held whole. Tokens after the prompt are appended.
+    Layers are recompressed while those above run, as in the published cascade, to the most entries that they may get:
+    the result is the same as from all entries. Tokens after the prompt are appended.
 
     Attributes:
-        gamma: weight of the attention's variance over queries beside its mean.
-        layers: budgets of the layers. The published code sets `PreferenceLayers(tau1=..., tau2=...)` by model.
+        gamma: weight of the attention's variance over queries, relative to its mean.
+        layers: layer budgets. The published code sets `PreferenceLayers(tau1=..., tau2=...)` by model.
 
     References:
         Qin et al., CAKE: Cascading and Adaptive KV Cache Eviction with Layer Preferences, arXiv:2503.12491.

@@ -1,4 +1,4 @@
-"""CaM: values of tokens that may be dropped are added to those of the tokens after them."""
+"""CaM: values of tokens that may be evicted are added to those of the following tokens."""
 
 import dataclasses
 
@@ -13,11 +13,11 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaM(WindowPolicy):
-    """Keeps entries as SnapKV does, without pooling, after adding shares of values to those of the tokens after them.
+    """Keep entries as SnapKV does, without pooling, after adding shares of values to those of the following tokens.
 
     Attributes:
-        start: first share of the prompt whose values are not folded.
-        expected: fold the expected part of each value instead of sampling by the call's key.
+        start: first share of the prompt whose values are not merged.
+        expected: add the expected part of each value instead of sampling by the call's key.
 
     References:
         Zhang et al., CaM: Cache Merging for Memory-efficient LLMs Inference, ICML 2024; in the form of
@@ -31,7 +31,7 @@ class CaM(WindowPolicy):
     paper = "CaM, ICML 2024"
 
     def parts(self) -> Parts:
-        """Returns `Parts`: window attention scores; `ValueMerge` adds shares of values, kept or not, to later ones."""
+        """Return `Parts`: window attention scores; `ValueMerge` adds shares of all values to later ones."""
         mine = self.part(ValueMerge)
         remedy = f"CaM has its own, {mine}: leave it out"
         require(self.merge in (None, mine), "merge", self.merge, remedy)

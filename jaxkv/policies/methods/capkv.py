@@ -1,4 +1,4 @@
-"""CAPKV: keep the entries whose values span most of what queries are likely to read."""
+"""CAPKV: keep the entries whose values span most of what future queries are likely to attend to."""
 
 import dataclasses
 from functools import partial
@@ -16,9 +16,9 @@ from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer, Scores
 
 # Added to weights, as in kvpress.
 _EPSILON = 1e-6
-# Least ridge as a share of the matrix' trace: beside much larger numbers float32 would lose a ridge of 1.
+# Least ridge as a share of the matrix' trace: float32 would lose a ridge of 1 next to much larger numbers.
 _RIDGE = 1e-6
-# Largest number of a value that counts, so that sums of products stay finite.
+# Largest number in a value, so that sums of products are finite.
 _MOST = 1e14
 _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # not TF32 on GPUs
 
@@ -27,10 +27,10 @@ _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # not TF32 on G
 class ValueCapacity(Scorer):
     """CAPKV's scorer: leverage of an entry's value among all values, weighted by how well its key fits the mean query.
 
-    An entry's weight w is exp(tau * cosine of key and mean query), over the largest of the query head; its score is
-    w v^T A^-1 v with A = I + sum of w v v^T, averaged over the group's query heads; where values are so large that
-    float32 loses 1 beside them, I grows to a millionth of the trace. The mean query is that of the text's queries,
-    rotated by the mean rotation of the 512 positions to come. `sinks` first rows take no part.
+    An entry's weight w is exp(tau * cosine of key and mean query), over the largest of the query head. Its score is
+    w v^T A^-1 v with A = I + sum of w v v^T, averaged over the group's query heads. Where values are so large that
+    float32 would lose I, the ridge is a millionth of the trace. The mean query is that of the text's queries, rotated
+    by the mean rotation of the following 512 positions. The first `sinks` tokens are not scored.
     """
 
     looks_at_end = False
@@ -46,7 +46,7 @@ class ValueCapacity(Scorer):
         return Needs(queries=self.remembered, moments=moments)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: weighted leverage of each entry's value, mean over the group's query heads."""
+        """Return scores `[B, K, S]`: weighted leverage of each entry's value, mean over the group's query heads."""
         counts = jnp.broadcast_to(seen.between(first=self.sinks), seen.k.shape[:3])
         v = jnp.where(counts[..., None], jnp.clip(seen.v, -_MOST, _MOST), 0)
 
@@ -68,7 +68,7 @@ class ValueCapacity(Scorer):
             )
             return (weight * leverage).mean(axis=0)
 
-        # A kv head at a time: float32 copies of all entries are in memory for one head alone.
+        # One kv head at a time: float32 copies of all entries are in memory for one head only.
         mean, k, v, counts = (
             each.reshape(-1, *each.shape[2:]) for each in (seen.moments.mean, seen.k, v, counts)
         )
@@ -83,12 +83,12 @@ class ValueCapacity(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CAPKV(BudgetMethod):
-    """Keeps sinks and the entries whose values have the highest leverage, weighted by their keys' fit to the mean query.
+    """Keep sinks and the entries whose values have the highest leverage, weighted by their keys' fit to the mean query.
 
     Attributes:
-        sinks: first tokens that always stay; their queries are left out of the mean.
+        sinks: number of first tokens, always kept; their queries are left out of the mean.
         tau: sharpness of the weights: 0 weighs all entries alike.
-        remembered: last queries whose mean counts where entries are chosen again (`every`).
+        remembered: number of last queries whose mean is used for recompression (`every`).
 
     References:
         CAPKV, arXiv:2604.25975; with normalised keys and a rotated mean query, as in kvpress.
@@ -102,9 +102,9 @@ class CAPKV(BudgetMethod):
 
     def _check(self) -> None:
         field(self, "tau", real, "give a number from 0 to 1000", high=1000.0)
-        field(self, "remembered", whole, "remember at least 1 query")
+        field(self, "remembered", whole, "give at least 1 query")
 
     def scoring(self) -> ValueCapacity:
-        """Scorer by the weighted leverage of entries' values, which remembers queries if the cache is recompressed."""
+        """Return the scorer by weighted leverage of values, with a query buffer if the cache is recompressed."""
         remembered = 0 if self.every is None else self.remembered
         return self.part(ValueCapacity, remembered=remembered)

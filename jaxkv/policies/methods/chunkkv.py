@@ -1,4 +1,4 @@
-"""ChunkKV: keep whole chunks of neighbouring entries, the same ones in all kv heads, by any policy's scores."""
+"""ChunkKV: keep whole chunks of neighbouring entries, the same in all kv heads, by any policy's scores."""
 
 import dataclasses
 
@@ -20,15 +20,15 @@ _TINY = 1e-8
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkedHeads(SharedHeads):
-    """Head budgets under which a layer's kv heads keep the same chunks of consecutive entries, of highest mean score.
+    """Head budgets that keep the same chunks of consecutive entries in all kv heads, those of highest mean score.
 
-    Chunks with entries that stay anyway are completed first, lowest position first; the others follow by the mean score of
-    their entries, over heads and entries. Of the first chunk that does not fit, its best entries fill the budget. With `peaks`,
-    chunks without entries that stay anyway keep only so many entries if their mean score is at least the chunks' median and
-    the entropy of their entries' scores is below the median; the best of all other entries fill what is left of the budget.
+    Chunks with always-kept entries are completed first, lowest position first. The others follow by their mean score
+    over heads and entries. The best entries of the first chunk that does not fit fill the budget. With `peaks`, a chunk
+    without always-kept entries is reduced to so many entries if its mean score is at least the chunks' median and the
+    entropy of its scores is below the median. The best of all other entries fill the rest of the budget.
 
     Attributes:
-        chunk: entries of a chunk; the last one of a prompt may have fewer.
+        chunk: entries per chunk; a prompt's last chunk may have fewer.
         peaks: entries kept of a chunk of high but uneven scores; None keeps all.
     """
 
@@ -36,21 +36,21 @@ class ChunkedHeads(SharedHeads):
     peaks: int | None = None
 
     def __post_init__(self) -> None:
-        field(self, "chunk", whole, "give 1 row or more")
-        optional(self, "peaks", whole, "give 1 row or more")
+        field(self, "chunk", whole, "give 1 entry or more")
+        optional(self, "peaks", whole, "give 1 entry or more")
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of `base` candidates, the same in all heads: the best chunks, then best entries to fill up."""
+        """Return the mask `[B, K, S]` of `base` candidates, the same in all heads: best chunks, then best entries."""
         scores, base = rows.scores, rows.base
         batch, _, padded_len = scores.shape
 
         def chunks(of: Array) -> Array:
-            """Array `[B, C, chunk]`: an array `[B, S]` split into chunks of neighbours, with zeros added at its end."""
+            """Split `[B, S]` into chunks of neighbours `[B, C, chunk]`, with zeros added at its end."""
             return jnp.pad(of, ((0, 0), (0, -padded_len % self.chunk))).reshape(
                 batch, -1, self.chunk
             )
 
-        # Heads that share positions have the same candidates, which with the forced entries are all entries of the text.
+        # Heads that share positions have the same candidates: with always-kept entries, all entries of the text.
         free = rows.candidates[:, 0]
         length = count(free) + rows.always_kept
         stays = (jnp.arange(padded_len, dtype=jnp.int32) < length[:, None]) & ~free
@@ -85,7 +85,7 @@ class ChunkedHeads(SharedHeads):
         stays: Bool[Array, "B C n"],
         peaks: int,
     ) -> Int[Array, "B C"]:
-        """Number of entries `[B, C]` that each chunk keeps if chosen: `peaks` if its scores are high but uneven, else all.
+        """Return the entries `[B, C]` of each chunk if chosen: `peaks` if its scores are high but uneven, else all.
 
         `of_chunk` are sort keys of the chunks' mean scores.
         """
@@ -102,7 +102,7 @@ class ChunkedHeads(SharedHeads):
 
 
 def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[Array, "B 1"]:
-    """Lower median `[B, 1]` of the uint32 sort keys in mask `counts`; an arbitrary number for an empty mask."""
+    """Return the lower median `[B, 1]` of the sort keys in the mask `counts`; arbitrary for an empty mask."""
     ascending = jnp.sort(jnp.where(counts, keys, jnp.uint32(2**32 - 1)), axis=-1)
     middle = (jnp.maximum(counts.sum(axis=-1, keepdims=True, dtype=jnp.int32), 1) - 1) // 2
     return jnp.take_along_axis(ascending, middle, axis=-1)
@@ -111,18 +111,18 @@ def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkKV(Wrapper):
-    """Keeps whole chunks of neighbouring entries, the same in all kv heads, by the mean of the base policy's scores.
+    """Keep whole chunks of neighbouring entries, the same in all kv heads, by the base policy's mean scores.
 
-    The sum of entries is the budget's: of the first chunk that does not fit, its best entries stay. Chunks that have entries of
-    the window, sinks or protected spans are completed before others. With `gated=True`, chunks of high scores that come
-    from few of their entries keep only these, and the entries that this frees go to further chunks.
+    The number of entries is exactly the budget: the best entries of the first chunk that does not fit are kept. Chunks
+    with entries of the window, sinks or protected spans are completed before others. With `gated=True`, chunks whose
+    high scores come from few entries keep only these, which makes room for further chunks.
 
     Attributes:
-        base: the policy whose scores, kept entries and layer budgets are used.
-        chunk: entries of a chunk; None: 20, or 10 if `gated`.
+        base: the policy whose scores, always-kept entries and layer budgets are used.
+        chunk: entries per chunk; None: 20, or 10 if `gated`.
         gated: keep only the best entries of chunks whose mean score is at least the median and whose scores' entropy is
-            below the median; otherwise chunks stay whole.
-        peaks: entries kept of such a chunk; 4, if None.
+            below the median; otherwise keep whole chunks.
+        peaks: entries kept of such a chunk; None: 4.
 
     References:
         Liu et al., ChunkKV: Semantic-Preserving KV Cache Compression for Efficient Long-Context LLM Inference,
@@ -145,19 +145,21 @@ class ChunkKV(Wrapper):
 
     @property
     def heads(self) -> ChunkedHeads:
-        """Makes `ChunkedHeads`, head budgets that keep whole chunks, of `chunk` and (if `gated`) `peaks`."""
+        """`ChunkedHeads`, head budgets that keep whole chunks, of `chunk` and (if `gated`) `peaks`."""
         chunk = (10 if self.gated else 20) if self.chunk is None else self.chunk
         return ChunkedHeads(
             chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if self.gated else None
         )
 
     def check_base(self, base: Policy, parts: Parts) -> None:
-        """Checks the base policy; raises ValueError if it sets head budgets, nests layers, or evicts row by row."""
+        """Raise ValueError if the base policy sets head budgets or nests layers."""
         plain = parts.heads.order in (Order.OWN, Order.MEAN) and not parts.heads.needs_norms
-        require(plain, "base", base, "its heads choose in a way of their own: give SnapKV(), say")
-        remedy = "its layers choose among the entries of the layer below: give SnapKV(), say"
+        require(plain, "base", base, "its heads have budgets of their own: give SnapKV(), say")
+        remedy = (
+            "its layers choose among the entries of the layer below: give SnapKV(), for example"
+        )
         require(not parts.nested, "base", base, remedy)
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's `Parts` with `ChunkedHeads`: a layer's kv heads keep the same chunks of entries."""
+        """Return the base's `Parts` with `ChunkedHeads`: a layer's kv heads keep the same chunks of entries."""
         return base.replace(heads=self.heads)

@@ -1,4 +1,4 @@
-"""Compactor: keep entries by attention within blocks of the prompt, and keys that others do not stand for."""
+"""Compactor: keep entries by attention within blocks of the prompt, and by leverage of their keys."""
 
 import dataclasses
 
@@ -19,12 +19,12 @@ from jaxkv.sharding.mesh import Axes
 class BlockAndLeverage(Scorer):
     """Compactor's scorer: attention from an entry's own block times its value norm, plus the leverage score of its key.
 
-    Leverage is that of centred keys, with a ridge of 0.01, or more beside keys so large that float32 would lose it.
+    Leverage is that of centred keys, with a ridge of 0.01, or more for keys so large that float32 would lose it.
 
     Attributes:
-        blocks: settings of the blocks; tokens that belong to none take no part.
-        blending: weight of the leverage scores, both being normalised over the layer; 0 leaves them out.
-        sketch: columns of the random projection of keys by which leverage scores are computed.
+        blocks: settings of the blocks; tokens outside all blocks are not scored.
+        blending: weight of the leverage scores, both scores being normalised over the layer; 0 leaves them out.
+        sketch: columns of the random projection of keys for leverage scores.
     """
 
     blocks: BlockAttention = BlockAttention()
@@ -42,7 +42,7 @@ class BlockAndLeverage(Scorer):
         return self.blending > 0
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: Z-score of block attention times value norm, plus `blending` times that of leverage."""
+        """Return scores `[B, K, S]`: Z-score of block attention times value norm, plus `blending` times leverage's."""
         counts = seen.between(self.blocks.first, self.blocks.last)
         received, v = (
             mean_of_devices(seen.blocks.mean(axis=2), "G", seen.group_axes),
@@ -64,7 +64,7 @@ class BlockAndLeverage(Scorer):
 
 
 def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S"]:
-    """Ridge leverage scores `[B, K, S]` of the keys in mask `inside`, centred and projected to m dimensions."""
+    """Return ridge leverage scores `[B, K, S]` of the keys in the mask `inside`, centred and projected."""
     k = jnp.where(inside, k.astype(jnp.float32), 0.0)
     mean = k.sum(axis=2, keepdims=True) / jnp.maximum(inside.sum(axis=2, keepdims=True), 1).astype(
         jnp.float32
@@ -83,7 +83,7 @@ def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S
 def _normalised(
     x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Axes | None
 ) -> Float[Array, "B K S"]:
-    """Z-scores `[B, K, S]` of `x` over the entries in mask `counts` of all kv heads; other entries get arbitrary numbers."""
+    """Return Z-scores `[B, K, S]` of `x` over the entries in the mask `counts` of all kv heads; arbitrary elsewhere."""
 
     def summed(each: Array) -> Array:
         return total(jnp.where(counts, each, 0.0).sum(axis=(1, 2), keepdims=True), axes, "K")
@@ -96,14 +96,14 @@ def _normalised(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compactor(BudgetMethod):
-    """Keeps entries by attention within blocks of the prompt, without a causal mask, and by leverage of their keys.
+    """Keep entries by non-causal attention within blocks of the prompt, and by leverage of their keys.
 
     Attributes:
-        sinks: first tokens that always stay, and take no part in the scores.
-        window: last tokens that always stay, and take no part in the scores.
-        block: tokens of a block.
+        sinks: number of first tokens, always kept and not scored.
+        window: number of last tokens, always kept and not scored.
+        block: tokens per block.
         sketch: columns of the random projection of keys.
-        blending: weight of leverage; None takes the share of entries that a ratio drops, and 0.35 for a number of entries.
+        blending: weight of leverage; None uses the share of evicted entries for a ratio, and 0.35 for entries.
         published: kvpress' arithmetic within blocks: logits are not divided by sqrt(D), and zeros fill the last block.
 
     References:
@@ -126,7 +126,7 @@ class Compactor(BudgetMethod):
         optional(self, "blending", real, "give 0 or a small weight, or None", high=1e30)
 
     def scoring(self) -> BlockAndLeverage:
-        """Scorer by block attention and key leverage of the tokens between the first and last ones, which stay."""
+        """Return the scorer by block attention and key leverage of the tokens between sinks and window."""
         keep = self.stays
         asked = BlockAttention(
             size=self.block, first=keep.sinks, last=keep.window, zeros=self.published

@@ -1,4 +1,4 @@
-"""CriticalKV: half of a head's entries by score alone, the others by score and value."""
+"""CriticalKV: choose half of a head's entries by score alone, the others by score and value."""
 
 import dataclasses
 
@@ -20,12 +20,13 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticalKV(Wrapper):
-    """Keeps half of each head's entries by the base's score, the rest by score times the projected value's L1 norm.
+    """Keep half of each head's entries by the base's score, the rest by score times the projected value's L1 norm.
 
-    `CriticalKV(base=AdaKV(budget=256))` and `AdaKV(base=CriticalKV(budget=256))` both let heads compete for entries first.
+    `CriticalKV(base=AdaKV(budget=256))` and `AdaKV(base=CriticalKV(budget=256))` both let heads compete for entries
+    first.
 
     Attributes:
-        first: the share chosen by score alone.
+        first: share chosen by score alone.
         epsilon: added to scores in the second stage.
 
     References:
@@ -42,15 +43,15 @@ class CriticalKV(Wrapper):
     once = True
 
     def check_base(self, base: Policy, parts: Parts) -> None:
-        """Checks the base policy; ValueError if its heads read value norms or keep chunks, or it evicts in decoding."""
-        require(not parts.heads.needs_norms, "base", base, "it looks at values already")
+        """Raise ValueError if the base policy's heads read value norms or keep chunks."""
+        require(not parts.heads.needs_norms, "base", base, "it reads value norms already")
         chunks = parts.heads.order is Order.OTHER and shares_positions(parts.heads)
         remedy = (
-            "it keeps whole chunks, not the best entries: give a policy that chooses row by row"
+            "it keeps whole chunks, not the best entries: give a policy that chooses single entries"
         )
         require(not chunks, "base", base, remedy)
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's `Parts` with `TwoStageHeads`: entries chosen by score, then by score times value norm."""
+        """Return the base's `Parts` with `TwoStageHeads`: entries by score, then by score times value norm."""
         heads = self.part(TwoStageHeads, budgets=without_threshold(base.heads))
         return base.replace(heads=with_threshold(heads, threshold_of(base.heads)))

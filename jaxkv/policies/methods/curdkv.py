@@ -1,4 +1,4 @@
-"""CurDKV: keep the entries that a CUR decomposition would choose, by the norms of keys and values."""
+"""CurDKV: keep the entries that a CUR decomposition selects, by the norms of keys and values."""
 
 import dataclasses
 import enum
@@ -11,12 +11,12 @@ from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import Observed, Scorer, Scores
 
-# Largest squared norm that counts: sums of them stay finite.
+# Largest squared norm, so that sums are finite.
 _MOST = 1e30
 
 
 class Leverage(enum.Enum):
-    """Enum of the leverage that CurDKV scores entries by: of the KEY, of the VALUE, their AVERAGE or their PRODUCT."""
+    """Leverage by which CurDKV scores entries: of the KEY, of the VALUE, their AVERAGE or their PRODUCT."""
 
     KEY = "key"
     VALUE = "value"
@@ -26,11 +26,11 @@ class Leverage(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalLeverage(Scorer):
-    """CurDKV's scorer: approximate leverage of keys and values, squared norms over their sum in a window of entries.
+    """CurDKV's scorer: approximate leverage of keys and values, squared norms over their sum in a block of entries.
 
     Attributes:
-        leverage: `Leverage`, or its value: which of the two count.
-        local_window: entries of a window, counted from the first row; a window as long as the text compares all its entries.
+        leverage: `Leverage`, or its value: leverage of keys, values, or both.
+        local_window: entries per block, counted from the first entry; a block as long as the text compares all entries.
 
     References:
         Sengupta et al., Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv:2509.15038.
@@ -41,10 +41,10 @@ class LocalLeverage(Scorer):
 
     def __post_init__(self) -> None:
         field(self, "leverage", choice, Leverage)
-        field(self, "local_window", whole, "compare windows of at least 1 row")
+        field(self, "local_window", whole, "give blocks of at least 1 entry")
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: leverage of keys, values or both (`leverage`), normalised to sum 1 in each kv head."""
+        """Return scores `[B, K, S]`: leverage of keys, values or both (`leverage`), of sum 1 in each kv head."""
         k, v = (self._shares(rows, seen.between()) for rows in (seen.k, seen.v))
         score = {
             Leverage.KEY: k,
@@ -58,7 +58,7 @@ class LocalLeverage(Scorer):
     def _shares(
         self, rows: Float[Array, "B K S D"], inside: Bool[Array, "B 1 S"]
     ) -> Float[Array, "B K S"]:
-        """Squared L2 norm `[B, K, S]` of each key (or value) over its sum in the block of `local_window` entries."""
+        """Return keys' (or values') squared norms `[B, K, S]` over their sum in the block of `local_window` entries."""
         padded_len = rows.shape[2]
         size = min(self.local_window, padded_len)
         square = jnp.minimum((rows.astype(jnp.float32) ** 2).sum(axis=-1), _MOST)
@@ -73,13 +73,13 @@ class LocalLeverage(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurDKV(BudgetMethod):
-    """Keeps sinks and the entries whose keys and values have the largest norms among their neighbours.
+    """Keep sinks and the entries whose keys and values have the largest norms among their neighbours.
 
-    Norms stand for the leverage scores of a CUR decomposition, without the random projection that estimates them
-    cheaper. It looks at keys and values alone: no question has to be known, and no attention is computed.
+    Norms approximate the leverage scores of a CUR decomposition, without the random projection of the paper's cheaper
+    estimate. Scores use keys and values only: the question need not be known, and no attention is computed.
 
     Attributes:
-        sinks: first tokens that always stay.
+        sinks: number of first tokens, always kept.
         leverage: `Leverage`, or its value: "key", "value", "kv_avg" or "kv_product".
         local_window: tokens among which norms are compared.
 

@@ -1,4 +1,4 @@
-"""D2O: budgets of layers by variance, eviction at every step, and dropped entries merged into those they resemble."""
+"""D2O: layer budgets by variance, eviction at every step, and evicted entries merged into similar kept ones."""
 
 import dataclasses
 from typing import Any
@@ -26,18 +26,18 @@ _OFFICIAL: dict[str, Any] = {
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class D2O(HeavyMethod):
-    """Keeps four sinks, heavy hitters and recent tokens 3:1, more in layers of even attention; merges dropped entries.
+    """Keep four sinks, heavy hitters and recent tokens 3:1, more in layers of even attention; merge evicted entries.
 
-    `D2O(merge=None)` drops without merging, `D2O(layers=UniformLayers())` gives all layers as many entries: the
-    ablations of the paper's Table 6. A prompt shorter than a budget in entries has nothing to divide yet: its layers may
-    all grow to that budget.
+    `D2O(merge=None)` evicts without merging, `D2O(layers=UniformLayers())` gives all layers as many entries: the
+    ablations of the paper's Table 6. A prompt shorter than a budget in entries is not divided: all its layers may grow
+    to that budget.
 
     Attributes:
-        layers: budgets of the layers; those by variance share one pool, so that their sum is exact.
-        official: the published code's arithmetic instead of the paper's: three layers keep the prompt, sizes are cut
-            to integers, one threshold per layer with beta 0.5, heads' dropped entries judged together, cosines as
-            weights, heavy hitters (sinks among them) to recent tokens 1:1. Scores stay those of kv heads, and
-            compression happens after the prompt instead of at the first new token.
+        layers: layer budgets; those by variance share one pool, so that their sum is exact.
+        official: use the published code's arithmetic, not the paper's: three layers keep the prompt, sizes are
+            truncated, one threshold per layer with beta 0.5, heads' evicted entries decided together, cosines as
+            weights, heavy hitters (including sinks) to recent tokens 1:1. Scores are per kv head in any case, and
+            compression follows the prompt instead of the first new token.
 
     References:
         Wan et al., D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language
@@ -61,7 +61,7 @@ class D2O(HeavyMethod):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts` of cumulative attention, layer budgets and merging; published settings if `official`."""
+        """Return `Parts` of cumulative attention, layer budgets and merging; published settings if `official`."""
         of = _OFFICIAL if self.official else vars(self)
         layers, merge = of["layers"], of["merge"]
         return self.attended(recent=of["recent"], layers=layers, merge=merge)

@@ -1,4 +1,4 @@
-"""DefensiveKV: keep the entries that any query of the window may need, heads of a layer or of all layers competing."""
+"""DefensiveKV: keep entries that any query of the window may need; heads of a layer, or of all layers, compete."""
 
 import dataclasses
 
@@ -13,15 +13,15 @@ from jaxkv.policies.unseen import WorstAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DefensiveKV(BudgetMethod):
-    """Keeps entries by the largest attention of any window query and by value norms; a layer's kv heads compete.
+    """Keep entries by the largest attention of any window query and by value norms; a layer's kv heads compete.
 
     Attributes:
         window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
-        sinks: first tokens that always stay.
-        kernel: neighbours over which attention is averaged.
-        stage: a first stage, whose entries stay whatever their scores: "mass", those of most attention that with the
-            window hold 90 % of it; "published", the released code's arithmetic; or "none".
-        capacity: on a mesh, entries that the heads of one device may hold, over their even share.
+        sinks: number of first tokens, always kept.
+        kernel: number of neighbours over which attention is averaged.
+        stage: a first stage of entries kept whatever their scores: "mass", those of most attention that with the window
+            hold 90 % of it; "published", the released code's arithmetic; or "none".
+        capacity: on a mesh, most entries in the heads of one device, over their even share.
 
     References:
         DefensiveKV, arXiv:2510.13334.
@@ -38,7 +38,7 @@ class DefensiveKV(BudgetMethod):
     scored_by = WorstAttention
 
     def parts(self) -> Parts:
-        """Config `Parts`: scores by largest attention times value norm; a layer's kv heads compete for entries."""
+        """Return `Parts`: scores by largest attention times value norm; a layer's kv heads compete for entries."""
         heads = self.part(AdaptiveHeads, alpha=0.0)
         return self.observed(heads=heads)
 
@@ -46,9 +46,9 @@ class DefensiveKV(BudgetMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerDefensiveKV(DefensiveKV):
-    """Keeps entries by DefensiveKV's scores under one budget for which the kv heads of all layers compete.
+    """Keep entries by DefensiveKV's scores under one budget for which the kv heads of all layers compete.
 
-    Entries that can no longer be kept are dropped as later layers come: prefill takes the memory of the budget's entries of
+    Entries that can no longer win are evicted as later layers run: prefill takes the memory of the budget's entries of
     all layers, twice while they are packed, and of one full layer.
 
     References:
@@ -58,5 +58,5 @@ class LayerDefensiveKV(DefensiveKV):
     paper = "LayerDefensiveKV, arXiv:2510.13334"
 
     def parts(self) -> Parts:
-        """Returns DefensiveKV's `Parts` with one budget, for which the kv heads of all layers compete."""
+        """Return DefensiveKV's `Parts` with one budget, for which the kv heads of all layers compete."""
         return super().parts().replace(layers=GlobalLayers())

@@ -1,4 +1,4 @@
-"""DropKV: keep the entries whose loss alone would change the attention output of the prompt's last queries most."""
+"""DropKV: keep the entries whose single removal changes the attention output of the prompt's last queries most."""
 
 import dataclasses
 
@@ -14,37 +14,37 @@ from jaxkv.policies.scorer import Observed, Scores
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputChange(WindowScorer):
-    """DropKV's scorer: squared change of the window's attention outputs if the entry alone is dropped.
+    """DropKV's scorer: squared change of the window's attention outputs if the entry alone is evicted.
 
-    Query i, with probabilities p and output o, then gives o + (o - v_j) p_j / (1 - p_j): attention is normalised anew
-    over the other entries. The squared L2 norm of the change is summed over the window's queries, and averaged over the
+    Query i, with probabilities p and output o, then gives o + (o - v_j) p_j / (1 - p_j): attention is normalised over
+    the other entries. The squared L2 norm of the change is summed over the window's queries, and averaged over the
     query heads of a group.
 
     Attributes:
-        window: number of the prompt's last queries that are read.
-        pooling: how scores spread to neighbours; the window's own columns take no part.
+        window: number of the prompt's last queries, the observation window.
+        pooling: pooling of scores over neighbours; the window's own columns are left out.
     """
 
     pooling: Pooling = NoPool()
 
     def observe(self, seen: Observed) -> Scores:
-        """Squared change `[B, K, S]` of the window's attention outputs if an entry is dropped, mean over query heads."""
+        """Return the squared change `[B, K, S]` of the window's outputs if an entry is evicted, mean over the group."""
         return seen.window_mass(_changes, seen.v)
 
 
 def _changes(
     p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]
 ) -> Float[Array, " S"]:
-    """Squared change `[S]` of one kv head's outputs if each entry alone is dropped, from attention and values."""
+    """Return the squared change `[S]` of one kv head's outputs if each entry alone is evicted."""
     index = jnp.arange(p.shape[-1], dtype=jnp.int32)
     inside = index <= position[-1]
     v = jnp.where(inside[:, None], v.astype(jnp.float32), 0.0)
-    # Differences of values are all that counts: near their mean, squares cancel least.
+    # Only differences of values matter: near their mean, squares cancel least.
     mean = v.sum(axis=0) / jnp.maximum(position[-1] + 1, 1).astype(jnp.float32)
     v = jnp.where(inside[:, None], v - mean, 0.0)
-    # One row may have nearly all of a query's attention. Its change, p (v - output of the other entries), is computed
+    # One entry may have nearly all of a query's attention. Its change, p (v - output of the other entries), is computed
     # without 1 - p and without the small difference of v and o; the other entries' p is at most a half. Where float32
-    # holds none of theirs (logits 87 below the peak's), their mean output counts as that of all entries, 0 here.
+    # rounds all of theirs to 0 (logits 87 below the peak's), their mean output is that of all entries, 0 here.
     peak = p.argmax(axis=-1)
     is_peak = index == peak[..., None]
     others, most, best = jnp.where(is_peak, 0.0, p), p.max(axis=-1, keepdims=True), v[peak]
@@ -64,12 +64,12 @@ def _changes(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DropKV(BudgetMethod):
-    """Keeps the entries without which the attention outputs of the prompt's last queries would change most.
+    """Keep the entries whose removal would change the attention outputs of the prompt's last queries most.
 
     Attributes:
         window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
-        sinks: first tokens that always stay.
-        pooling: how scores spread to neighbours.
+        sinks: number of first tokens, always kept.
+        pooling: pooling of scores over neighbours.
 
     References:
         DropKV: eviction by decoupled residual-output perturbation, https://openreview.net/forum?id=MqfNzH3TVH.

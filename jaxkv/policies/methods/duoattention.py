@@ -1,4 +1,4 @@
-"""DuoAttention: kv heads of two kinds: some keep every entry, the others the first and the most recent ones."""
+"""DuoAttention: retrieval heads keep every entry, streaming heads the first and the most recent entries."""
 
 import dataclasses
 import functools
@@ -29,14 +29,14 @@ from jaxkv.policies.unseen import Position
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
-    """Layer and head budgets of DuoAttention: retrieval kv heads keep all entries, the others `reach` entries.
+    """Layer and head budgets of DuoAttention: retrieval kv heads keep all entries, streaming heads `reach` entries.
 
     A plan's entries per kv head are the mean over a layer's heads, rounded up.
 
     Attributes:
-        pattern: a number for each layer and kv head; the heads of the largest keep every entry and grow while decoding.
-        reach: entries of the other heads, first and most recent ones together.
-        sparsity: share of heads that are these others: streaming heads.
+        pattern: a number for each layer and kv head; heads of high numbers keep every entry, also while decoding.
+        reach: entries of streaming heads, first and most recent ones together.
+        sparsity: share of streaming heads.
     """
 
     of_field = "pattern"
@@ -53,7 +53,7 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
     def retrieval(self) -> Bool[np.ndarray, "L K"]:
         """Mask `[L, K]` of retrieval heads: all but the share `sparsity` of lowest numbers."""
         numbers, share = np.asarray(self.pattern or ((),)), Fraction(repr(self.sparsity))
-        # `numpy.quantile` lies between two sorted numbers: those below it are streaming heads.
+        # `numpy.quantile` falls between two sorted numbers: heads below it are streaming heads.
         few = numbers.size if share == 1 else math.ceil(share * (numbers.size - 1))
         kinds = np.ones(numbers.size, bool)
         kinds[np.lexsort((-np.arange(numbers.size), numbers.ravel()))[:few]] = False
@@ -71,13 +71,13 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
         return len(self.pattern[0])
 
     def among(self, sliding_windows: SlidingWindows) -> "HeadKinds":
-        """Copy with the kinds of the layers without a window alone: the share `sparsity` is one of their heads."""
+        """Return a copy for the layers without a sliding window: the share `sparsity` is of their heads."""
         self.require_sizes(layers=len(sliding_windows))
         pattern = tuple(self.pattern[layer] for layer in without_window(sliding_windows))
         return dataclasses.replace(self, pattern=pattern)
 
     def rows(self, of: Division) -> Table:
-        """Mean entries per kv head `[L, N]`, rounded up, whatever the budget; ValueError for another number of layers."""
+        """Return mean entries per kv head `[L, N]`, rounded up; ValueError for another number of layers."""
         self.require_sizes(layers=of.layers)
         xp, heads = of.xp, self.heads
         few = xp.minimum(of.length, xp.maximum(of.always_kept, self.reach))
@@ -85,26 +85,26 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
         return -(-(full * of.length + (heads - full) * few) // heads)
 
     def average(self, length: Counts, always_kept: Counts) -> Counts:
-        """Mean entries per kv head `[N]` of each prompt over all layers and heads, rounded up."""
+        """Return mean entries per kv head `[N]` of each prompt over all layers and heads, rounded up."""
         layers = len(self.pattern)
         rows = self.rows(Division(length, length, always_kept, layers))
         return -(-rows.sum(axis=0) // layers)
 
     @property
     def grows_to(self) -> int:
-        """Entries that segments of the other heads grow to: `reach`."""
+        """Entries to which segments of streaming heads grow: `reach`."""
         return self.reach
 
     def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
-        """Mask `[L]` of layers in which some kv head is a retrieval head, so that it keeps all new entries."""
+        """Return the mask `[L]` of layers with a retrieval head, which keeps all new entries."""
         return np.asarray(self.retrieval.any(axis=1))
 
     def limits(self) -> Int[np.ndarray, "L K"]:
-        """Entries `[L, K]` that each kv head's segment may grow to: 2**30 (no limit) in retrieval heads, else `reach`."""
+        """Return entries `[L, K]` to which each kv head may grow: 2**30 (no limit) in retrieval heads, else `reach`."""
         return np.where(self.retrieval, ENDLESS, self.reach)
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Mask `[B, K, S]` of entries to keep: all candidates in retrieval heads, in others the best `reach - always_kept`."""
+        """Return the mask `[B, K, S]` of all candidates in retrieval heads, and the best `reach - always_kept` in others."""
         self.require_sizes(heads=rows.scores.shape[1])
         few = top(rows.keys, jnp.maximum(jnp.int32(self.reach) - rows.always_kept, 0)[:, None])
         return rows.candidates & (few | jnp.asarray(self.retrieval)[rows.layer][None, :, None])
@@ -113,20 +113,20 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DuoAttention(Policy):
-    """Keeps every entry in retrieval heads, the first and most recent ones in other kv heads, also while decoding.
+    """Keep every entry in retrieval heads, and the first and most recent ones in streaming heads, also while decoding.
 
-    How many entries stay follows from the pattern: there is no budget. For each new entry the oldest one after the sinks of
-    a streaming head goes. Prompts are read by full attention in all heads, as in kvpress, and room for new entries is as
-    large behind streaming heads as behind retrieval heads.
+    The pattern sets the number of entries: there is no budget. Each new entry in a streaming head evicts the oldest one
+    after the sinks. Prefill attends to all entries in all heads, as in kvpress. Headroom for new entries is the same
+    behind streaming heads as behind retrieval heads.
 
     Attributes:
-        pattern: how much each layer's kv heads need all entries, `[L][K]` numbers from 0 to 1, or the published folder;
-            one entry for every layer of the model, those of layers with a window are ignored.
-        sparsity: share of kv heads that are streaming heads: those of the lowest numbers. Heads of layers with a
-            window do not count.
-        sinks: first tokens that always stay; None: config.json's in the pattern's folder, 64 without one.
-        window: most recent tokens that stay in streaming heads, where entries of `protect` take the places of its oldest;
-            None: config.json's, 256 without one.
+        pattern: need of each layer's kv heads for all entries, `[L][K]` numbers from 0 to 1, or the published folder;
+            one row for every layer of the model, those of sliding-window layers are ignored.
+        sparsity: share of kv heads that are streaming heads: those of the lowest numbers. Heads of sliding-window
+            layers do not count.
+        sinks: number of first tokens always kept; None: that of config.json in the pattern's folder, or 64.
+        window: number of most recent tokens kept in streaming heads; entries of `protect` replace the oldest of these.
+            None: that of config.json, or 256.
 
     References:
         Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads,
@@ -158,7 +158,7 @@ class DuoAttention(Policy):
         )
 
     def parts(self) -> Parts:
-        """Config `Parts`: retrieval heads keep all entries; others keep sinks and recent entries and evict by age."""
+        """Return `Parts`: retrieval heads keep all entries; others keep sinks and recent entries and evict by age."""
         assert self.sinks is not None and self.window is not None
         assert not isinstance(self.pattern, str)
         reach, pattern = self.sinks + self.window, self.pattern or ()

@@ -1,4 +1,4 @@
-"""Fast KVzip: entries by a gate of learned queries and keys, trained to predict KVzip's scores from hidden states."""
+"""Fast KVzip: score entries by a gate of learned queries and keys, trained to predict KVzip's scores."""
 
 import dataclasses
 
@@ -21,13 +21,13 @@ class RecentGateScores(GateScores):
     """Scorer by a trained gate; the last tokens of each text, the share `recent`, score higher than all others.
 
     Attributes:
-        recent: share of each text's tokens that are its last ones.
+        recent: share of each text's tokens, from its end.
     """
 
     recent: float = 0.02
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Scores `[B, K, S]`: the gate's, from 0 to 1; 1 + position / length for the last tokens (`recent`)."""
+        """Return the gate's scores `[B, K, S]`, from 0 to 1; 1 + position / length for the last tokens (`recent`)."""
         rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
         ours = rows >= end - share_of(end, self.recent)
         return jnp.where(ours, 1 + rows.astype(jnp.float32) / end.astype(jnp.float32), observed)
@@ -36,17 +36,17 @@ class RecentGateScores(GateScores):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastKVzip(BudgetMethod):
-    """Keeps the entries that a trained gate expects to be attended to when the prompt is repeated; all heads compete.
+    """Keep the entries that a trained gate expects to be attended to when the prompt is repeated; all heads compete.
 
     Attributes:
-        gate: the model's gate: a safetensors file, or what `FastKVzipGate.read` returned.
-        threshold: the least score, between 0 and 1, of an entry that stays, as in `KVzap`; entries of `recent` have more.
-            None keeps as many entries as the budget says.
-        sinks: first tokens that always stay.
-        recent: share of a prompt, from its end, whose entries come before all others; 0.02 is published for prompts below
+        gate: the model's gate: a safetensors file, or a result of `FastKVzipGate.read`.
+        threshold: lowest score, between 0 and 1, of a kept entry, as in `KVzap`; entries of `recent` score more. None
+            keeps as many entries as the budget allows.
+        sinks: number of first tokens, always kept.
+        recent: share of a prompt, from its end, that is kept before all others; 0.02 is published for prompts below
             32,000 tokens.
-        window: last tokens that always stay; for longer prompts 4,096 is published, with `recent=0`.
-        capacity: on a mesh, entries that the heads of one device may hold, over their even share.
+        window: number of last tokens, always kept; for longer prompts 4,096 is published, with `recent=0`.
+        capacity: on a mesh, most entries in the heads of one device, over their even share.
 
     References:
         Kim et al., Fast KVzip: Efficient and Accurate LLM Inference with Gated KV Eviction, arXiv:2601.17668.
@@ -69,6 +69,6 @@ class FastKVzip(BudgetMethod):
         field(self, "recent", real, "give a share between 0 and 1", high=1.0)
 
     def parts(self) -> Parts:
-        """Returns `Parts`: gate scores, one budget for the kv heads of all layers, optional least score `threshold`."""
+        """Return `Parts`: gate scores, one budget for the kv heads of all layers, and an optional `threshold`."""
         heads = with_threshold(self.part(AdaptiveHeads, alpha=0.0), self.threshold)
         return self.observed(heads=heads, layers=GlobalLayers())

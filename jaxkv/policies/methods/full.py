@@ -1,4 +1,4 @@
-"""No compression: the reference every policy is held against."""
+"""FullKV: no compression, the reference for every policy."""
 
 import dataclasses
 
@@ -10,10 +10,10 @@ from jaxkv.policies.registry import register
 @register(name="full")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullKV(Policy):
-    """Keeps every entry: the reference without compression."""
+    """Keep every entry: the reference without compression."""
 
     paper = "Attention Is All You Need, arXiv:1706.03762"
 
     def parts(self) -> Parts:
-        """Config `Parts` without a scorer, so that every entry is kept."""
+        """Return `Parts` without a scorer, so that every entry is kept."""
         return self.compose(scorer=None)

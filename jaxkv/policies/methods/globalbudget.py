@@ -1,4 +1,4 @@
-"""One budget for the kv heads of all layers, over any policy that keeps the best entries."""
+"""GlobalBudget: one budget for the kv heads of all layers, around any policy that keeps the best entries."""
 
 import dataclasses
 
@@ -12,17 +12,17 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalBudget(Wrapper):
-    """Keeps the best entries of all layers and kv heads together by the base's scores: one top-k, exact in sum.
+    """Keep the best entries of all layers and kv heads together by the base's scores: one top-k, of exact sum.
 
-    `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. Entries that can no longer be kept are dropped as
-    later layers come: prefill takes the memory of the budget's entries of all layers, twice while they are packed, and of
-    one full layer. It holds all layers' entries, as much as the full cache, for bases that merge dropped entries or read the
-    prompt twice, and on a mesh where `alpha` or two stages meet a `capacity` below the number of kv devices.
+    `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. Entries that can no longer win are evicted as
+    later layers run: prefill takes the memory of the budget's entries of all layers, twice while they are packed, and
+    of one full layer. Prefill holds all layers' entries, as much as the full cache, for bases that merge evicted entries
+    or run over the prompt twice, and on a mesh if `alpha` or two stages meet a `capacity` below the number of kv devices.
 
     Attributes:
-        base: the policy whose scores and window are used; its heads' guaranteed share and capacity stay.
-        alpha: for a base whose heads have equal budgets, the guaranteed share of each head's even part.
-        capacity: for such a base, entries that the heads of one device may hold on a mesh, over their even share.
+        base: the policy whose scores and window are used, and its heads' guaranteed share and capacity.
+        alpha: for a base with equal head budgets, the guaranteed share of each head's even part.
+        capacity: for such a base, most entries in the heads of one device on a mesh, over their even share.
 
     References:
         DefensiveKV, arXiv:2510.13334 (LayerDefensiveKV); KVzip, arXiv:2505.23416, section 3.
@@ -36,7 +36,7 @@ class GlobalBudget(Wrapper):
     usual = "expectedattention"
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's `Parts` with `GlobalLayers`: the kv heads of all layers compete for one budget."""
+        """Return the base's `Parts` with `GlobalLayers`: the kv heads of all layers compete for one budget."""
         own = own_budgets(base.heads)
         heads = self.competing(own)
         mine = self.with_heads(base, heads) if own is None else base

@@ -1,4 +1,4 @@
-"""HeadKV: budgets of kv heads by how important each was found to be, the same for every prompt."""
+"""HeadKV: head budgets by each head's measured importance, the same for every prompt."""
 
 import dataclasses
 
@@ -13,15 +13,15 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadKV(WindowPolicy):
-    """Keeps entries as SnapKV does, more in heads found important for retrieval, under one budget over all layers.
+    """Keep entries as SnapKV does, more in heads that matter for retrieval, under one budget over all layers.
 
     Attributes:
         scores: importance of each layer's query or kv heads, `[L][H]`, or a JSON file of it; None: all alike. One row
-            for every layer of the model; those of layers with a window are ignored.
-        beta: 1/beta of the entries go by the scores, the rest evenly: larger is more even.
+            for every layer of the model; those of sliding-window layers are ignored.
+        beta: the share 1/beta of entries is divided by the scores, the rest evenly: larger is more even.
 
     References:
-        Fu et al., Not All Heads Matter, arXiv:2410.19258; a kv head takes the sum of its query heads' shares.
+        Fu et al., Not All Heads Matter, arXiv:2410.19258; a kv head gets the sum of its query heads' shares.
     """
 
     scores: str | tuple[tuple[float, ...], ...] | None = None
@@ -30,12 +30,12 @@ class HeadKV(WindowPolicy):
     paper = "HeadKV, arXiv:2410.19258"
 
     def parts(self) -> Parts:
-        """Returns SnapKV's `Parts`; if `scores` of head importance are given, with layer and head budgets by them."""
+        """Return SnapKV's `Parts`, with layer and head budgets by `scores` of head importance if these are given."""
         if self.scores is None:
-            # All heads are alike: `beta` is checked, and changes nothing.
+            # All heads are alike: `beta` is checked, but has no effect.
             self.part(Importance, scores=((1.0,),))
             return self.observed()
-        remedy = "leave it out: scores say it"
+        remedy = "scores set the layer budgets: leave it out"
         require(self.layers == UniformLayers(), "layers", self.layers, remedy)
         budgets = self.part(Importance)
         return self.observed(layers=budgets, heads=budgets)

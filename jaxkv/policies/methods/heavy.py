@@ -1,4 +1,4 @@
-"""Policies by the attention that each entry receives: H2O, RoCo and TOVA. They drop an entry for every new token."""
+"""Policies by received attention: H2O, RoCo and TOVA. Each new token evicts an entry."""
 
 import dataclasses
 import enum
@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 
 
 class Mode(enum.Enum):
-    """Enum: STREAMING evicts an entry per new token beyond the budget; PREFILL compresses the prompt, then appends."""
+    """When to evict: STREAMING at each new token beyond the budget; PREFILL in the prompt only, then append."""
 
     STREAMING = "streaming"
     PREFILL = "prefill"
@@ -26,7 +26,7 @@ class _Streaming(BudgetMethod):
 
     Attributes:
         mode: `Mode`, or its value.
-        sinks: first tokens that always stay, within the budget.
+        sinks: number of first tokens, always kept, within the budget.
     """
 
     mode: Mode | str = Mode.STREAMING
@@ -36,7 +36,7 @@ class _Streaming(BudgetMethod):
         field(self, "mode", choice, Mode)
 
     def attended(self, *, recent: float = 0.0, **parts: Any) -> Parts:
-        """Returns `Parts` that keep sinks and the newest token; streaming evicts by the scorer's rank."""
+        """Return `Parts` that keep sinks and the newest token; streaming evicts by the scorer's rank."""
         scorer = self.scoring()
         keep = Keep(sinks=self.sinks, window=1, recent=recent)
         evict = scorer.rank if self.mode is Mode.STREAMING else None
@@ -48,7 +48,7 @@ class HeavyMethod(_Streaming):
     """Base of policies that keep heavy hitters by cumulative attention, and the most recent tokens.
 
     Attributes:
-        recent: the recent tokens' share of what sinks leave of the budget; the rest goes to heavy hitters.
+        recent: share of the most recent tokens in the budget without sinks; heavy hitters get the rest.
     """
 
     recent: float = 0.5
@@ -60,18 +60,18 @@ class HeavyMethod(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Returns `Parts`: scores by cumulative attention; last tokens get the share `recent` of what sinks leave."""
+        """Return `Parts`: scores by cumulative attention; recent tokens get the share `recent` without sinks."""
         return self.attended(recent=self.recent)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2O(HeavyMethod):
-    """Keeps heavy hitters by cumulative attention and the most recent tokens, 1:1; evicts an entry per new token.
+    """Keep heavy hitters by cumulative attention and the most recent tokens, 1:1; evict an entry per new token.
 
     References:
         Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
-        arXiv:2306.14048, algorithm 1; kv heads take the mean of their query heads' scores.
+        arXiv:2306.14048, algorithm 1; kv heads use the mean of their query heads' scores.
     """
 
     paper = "H2O, arXiv:2306.14048"
@@ -80,7 +80,7 @@ class H2O(HeavyMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoCo(HeavyMethod):
-    """Keeps entries as H2O does, but by mean attention: what an entry received over the number of queries that saw it.
+    """Keep entries as H2O does, but by mean attention: received attention over the number of queries that saw an entry.
 
     References:
         Ren and Zhu, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference,
@@ -90,17 +90,17 @@ class RoCo(HeavyMethod):
     paper = "RoCo, arXiv:2402.06262"
 
     def scoring(self) -> CumulativeAttention:
-        """Scorer by mean attention per query that could see the entry."""
+        """Return the scorer by mean attention per query that could see the entry."""
         return CumulativeAttention(mean=True)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TOVA(_Streaming):
-    """Keeps the entries that the last token attends to most, the same in all heads; evicts an entry per new token.
+    """Keep the entries that the last token attends to most, the same in all heads; evict an entry per new token.
 
     Attributes:
-        per_head: let each kv head drop an entry of its own.
+        per_head: let each kv head evict an entry of its own.
 
     References:
         Oren et al., Transformers are Multi-State RNNs, arXiv:2401.06104, section 4.
@@ -117,5 +117,5 @@ class TOVA(_Streaming):
         super()._check()
 
     def parts(self) -> Parts:
-        """Config `Parts`: scores by the last token's attention; heads keep the same entries unless `per_head`."""
+        """Return `Parts`: scores by the last token's attention; heads keep the same entries unless `per_head`."""
         return self.attended(heads=UniformHeads() if self.per_head else SharedHeads())

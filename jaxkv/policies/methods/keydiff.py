@@ -10,10 +10,10 @@ from jaxkv.policies.unseen import KeyDifference
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyDiff(BudgetMethod):
-    """Keeps the entries whose keys are least like the mean of their head's unit keys; equally many per layer and head.
+    """Keep the entries whose keys are least similar to the mean of their head's unit keys; as many per layer and head.
 
-    It looks at keys alone: no question has to be known, and no attention is computed. The paper reads prompts in blocks
-    of 128 tokens and evicts behind each; prefill reads them whole, and `Session.extend` in blocks of `every` tokens.
+    Scores use keys only: the question need not be known, and no attention is computed. The paper evicts after every
+    block of 128 prompt tokens; prefill compresses whole prompts, and `Session.extend` blocks of `every` tokens.
 
     References:
         Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in

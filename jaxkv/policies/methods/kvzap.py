@@ -1,4 +1,4 @@
-"""KVzap: entries by a gate that was trained to predict KVzip+'s scores from hidden states."""
+"""KVzap: score entries by a gate that is trained to predict KVzip+'s scores from hidden states."""
 
 import dataclasses
 
@@ -14,20 +14,21 @@ from jaxkv.policies.unseen import GateScores
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzap(BudgetMethod):
-    """Keeps the entries that a trained gate expects to be needed to repeat the prompt; no question has to be known.
+    """Keep the entries that a trained gate expects the model to need to repeat the prompt, for any question.
 
-    The published policy keeps all entries whose score reaches a `threshold`, the same for all layers and heads. Memory is
-    allocated before scores are known, so the budget bounds the number of these entries; `stats.evicted_above_threshold` counts those that
-    it had no room for. `GlobalBudget(base=KVzap(...))` has one bound for all layers and heads together.
+    The published policy keeps all entries whose score reaches a `threshold`, the same for all layers and heads. Memory
+    is allocated before scores are known: the budget limits the number of these entries, and
+    `stats.evicted_above_threshold` counts those that it has to evict. `GlobalBudget(base=KVzap(...))` has one limit for
+    all layers and heads together.
 
     Attributes:
-        gate: the model's gate: a safetensors file with the published names of tensors, or a folder with
-            model.safetensors, or what `KVzapGate.read` returned.
-        threshold: the least score, a logarithm, of an entry that stays; -3 to -9 are published. Entries below it are dropped
-            even if the budget has room for them, while tokens are sampled as well if there is an `every`. None keeps as
-            many entries as the budget says.
-        sinks: first tokens that always stay.
-        window: last tokens that always stay.
+        gate: the model's gate: a safetensors file with the published tensor names, or a folder with model.safetensors,
+            or a result of `KVzapGate.read`.
+        threshold: lowest score, a logarithm, of a kept entry; -3 to -9 are published. Entries below it are evicted even
+            if the budget has room for them, also while decoding with `every`. None keeps as many entries as the budget
+            allows.
+        sinks: number of first tokens, always kept.
+        window: number of last tokens, always kept.
 
     References:
         Jegou and Jeblick, KVzap: Fast, Adaptive, and Faithful KV Cache Pruning, arXiv:2601.07891.
@@ -47,6 +48,6 @@ class KVzap(BudgetMethod):
         as_threshold(self)
 
     def parts(self) -> Parts:
-        """Returns `Parts` that score entries by a trained gate, drop those below `threshold`, keep sinks and window."""
+        """Return `Parts` that score entries by a trained gate, evict those below `threshold`, keep sinks and window."""
         heads = with_threshold(UniformHeads(), self.threshold)
         return self.observed(heads=heads)

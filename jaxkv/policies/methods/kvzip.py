@@ -31,7 +31,7 @@ class ReplayAttention(Scorer):
         return Needs(replay=self.replay)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: largest attention that an entry received in the second pass over the prompt; 1 for sinks."""
+        """Return scores `[B, K, S]`: largest attention received in the second pass over the prompt; 1 for sinks."""
         sink = seen.index < self.replay.sinks
         return jnp.where(sink, jnp.float32(1.0), seen.replay)
 
@@ -39,22 +39,23 @@ class ReplayAttention(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzip(BudgetMethod):
-    """Keeps the entries that the model attends to most when it repeats the prompt; no question has to be known.
+    """Keep the entries that the model attends to most when it repeats the prompt; the question need not be known.
 
-    A second pass reads the prompt again in chunks, each behind a request to repeat it, on top of the full cache:
-    prefill takes two to four times as long, and the memory of the full cache. It reads at positions behind the prompt:
-    where the model has fewer than prompt, texts and a chunk need, scores come from beyond them; a smaller chunk helps.
+    A second pass runs over the prompt in chunks, each after an instruction to repeat it, on top of the full cache.
+    Prefill takes two to four times as long, and the memory of the full cache. The second pass uses positions after the
+    prompt. If the model's context is too short for prompt, instructions and a chunk, scores come from positions beyond
+    it; a smaller chunk helps.
 
     Attributes:
-        over: which entries compete for one budget: those of the whole "model", of each "layer", or of each kv "head".
-        sinks: first tokens that always stay.
-        chunk: tokens of the prompt that are read again at a time.
-        tail: last tokens of the chunk before, repeated behind `following`.
+        over: entries that compete for one budget: those of the whole "model", of each "layer", or of each kv "head".
+        sinks: number of first tokens, always kept.
+        chunk: tokens of the prompt repeated at a time.
+        tail: number of last tokens of the previous chunk, repeated after `following`.
         first: text, or token ids, before the first chunk.
         following: text, or token ids, before each later chunk.
         closing: text, or token ids, right before a chunk; None for the end of the user's turn in the chat template.
         weighted: KVzip+: times the norm of the value at the layer's output, over the norm of the query's hidden state.
-        capacity: on a mesh, entries that the heads of one device may hold, over their even share.
+        capacity: on a mesh, most entries in the heads of one device, over their even share.
 
     References:
         Kim et al., KVzip: Query-Agnostic KV Cache Compression with Context Reconstruction, arXiv:2505.23416.
@@ -81,7 +82,7 @@ class KVzip(BudgetMethod):
         )
 
     def parts(self) -> Parts:
-        """Returns `Parts`: scores by the second pass; entries compete within the model, a layer or kv head (`over`)."""
+        """Return `Parts`: scores by the second pass; entries compete within the model, a layer or kv head (`over`)."""
         heads: HeadBudgets = self.part(AdaptiveHeads, alpha=0.0)
         heads = UniformHeads() if self.over == "head" else heads
         layers = GlobalLayers() if self.over == "model" else UniformLayers()

@@ -1,4 +1,4 @@
-"""LU-KV: budgets of kv heads by curves of a file, which say how much each head drops at each total share."""
+"""LU-KV: head budgets by curves from a file, which give each head's evicted share for each total share."""
 
 import dataclasses
 
@@ -13,25 +13,25 @@ from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import Wrapper
 
-# Shares of curves that are written: 1 % to 99 %.
+# Number of shares in a curve: 1 % to 99 %.
 _SHARES = 99
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LUKV(Wrapper):
-    """Keeps the base policy's best entries, as many in each kv head of all layers as its curve gives for the budget.
+    """Keep the base policy's best entries, as many in each kv head of all layers as its curve gives for the budget.
 
-    Curves belong to one model and one scorer. The one nearest to the budget is taken, and its shares are scaled to the
-    budget: sums over heads are exact. What a head has no entries for goes to its layer's others, by score.
-    Entries that stay anyway, such as the base's sinks, come first: the shares are of the others.
+    Curves belong to one model and one scorer. The curve nearest to the budget is used, and its shares are scaled to the
+    budget: sums over heads are exact. Entries that a head cannot use go to the layer's other heads, by score.
+    Always-kept entries, such as the base's sinks, come first: the shares are of the others.
 
     Attributes:
-        curves: share of entries that each kv head drops where all together drop 1 %, 2 %, to 99 %: a .npy file of
-            `[99, L, K]` numbers in [0, 1], as published, or a table of them; None: all heads alike. L counts every
-            layer of the model; curves of layers with a window are ignored.
-        base: the policy whose scores are used, and its budget, a share; by default ExpectedAttention. The curves
-            published for it go with `base=ExpectedAttention(budget=..., epsilon=0.02)`.
+        curves: share of entries that each kv head evicts if all together evict 1 %, 2 %, to 99 %: a .npy file of
+            `[99, L, K]` numbers in [0, 1], as published, or such a table; None: all heads alike. L counts every layer
+            of the model; curves of sliding-window layers are ignored.
+        base: the policy whose scores are used, and its budget, a share; by default ExpectedAttention. The published
+            curves are for `base=ExpectedAttention(budget=..., epsilon=0.02)`.
 
     References:
         LU-KV, arXiv:2602.08585; curves as kvpress reads them.
@@ -48,14 +48,14 @@ class LUKV(Wrapper):
         super()._check()
 
     def check_base(self, base: Policy, parts: Parts) -> None:
-        """Checks the base policy; ValueError for a budget in entries with curves."""
-        remedy = "curves are of shares: give a share of the prompt, such as 0.25"
+        """Raise ValueError if the base policy's budget is not a share and curves are given."""
+        remedy = "curves are for shares: give a share of the prompt, such as 0.25"
         require(
             self.curves is None or isinstance(parts.budget, Share), "budget", parts.budget, remedy
         )
 
     def wrap(self, base: Parts) -> Parts:
-        """Returns the base's `Parts` with layer and head budgets by the nearest curve; unchanged without curves."""
+        """Return the base's `Parts` with layer and head budgets by the nearest curve; unchanged without curves."""
         heads, layers = inner_budgets(base.heads), base.layers
         if self.curves is not None and isinstance(base.budget, Share):
             nearest = round((1 - base.budget.value) * (_SHARES + 1))

@@ -1,4 +1,4 @@
-"""OmniKV: every entry is kept; filter layers choose the tokens that the layers above them read; and its baseline."""
+"""OmniKV: every entry is kept; filter layers choose the tokens that layers above attend to; and its baseline."""
 
 import dataclasses
 
@@ -13,32 +13,32 @@ from jaxkv.policies.wrapper import Reader
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OmniKV(Reader):
-    """Keeps every entry; a few filter layers choose, for every new token, the tokens that layers above them read.
+    """Keep every entry; a few filter layers choose, for each new token, the tokens that layers above them attend to.
 
     Attributes:
-        filter_layers: layers that choose, by their index in the model; None takes those found for the model, which its
-            manifest names. Layers with a window neither choose nor read a choice.
-        budget: int: tokens of the prompt that the other layers read. float in (0, 1]: that share of each sequence's
-            own prompt. By default 1024. Tokens after the prompt are read besides. At least the window, if it counts: a
-            smaller number is rejected, a smaller share of a short prompt becomes the window.
-        mem: the paper's Mem% in place of a budget: the share of the cache that layers which read everything hold, and
-            the others' tokens, at least the window as above.
-        selector: `Selector`, or its value: which queries choose.
-        window: newest tokens whose queries choose, unless only the last one's does.
-        adjacent: number of layers above a filter that read everything, while chosen entries are being loaded; layers with
-            a window do not count, nor do they for `mem`.
-        include_generated: tokens after the prompt are read only if they are chosen as well.
-        offload: entries of the layers that read chosen tokens wait in host memory.
-        prefill_ratio: None runs prompts through full attention. Otherwise prompts go chunk by chunk, and those layers
-            read this many chosen earlier tokens for each token of the chunk, and the chunk.
-        prefill_chunk: number of tokens of a chunk.
-        base: a policy (or its name or class) that compresses the prompt first; its heads read those of their kept entries
-            that are chosen.
+        filter_layers: filter layers, by their index in the model; None uses those found for the model, from its
+            manifest. Sliding-window layers neither choose nor use a choice.
+        budget: int: tokens of the prompt that the other layers attend to. float in (0, 1]: share of each sequence's own
+            prompt. Default 1024. Tokens after the prompt are added. At least the window, if it is used: smaller numbers
+            are rejected, and smaller shares of short prompts become the window.
+        mem: the paper's Mem% instead of a budget: share of the cache that consists of all entries of the layers that
+            attend to every entry, and of the other layers' chosen tokens; at least the window, as above.
+        selector: `Selector`, or its value: queries that choose.
+        window: number of newest queries that choose, unless only the last one does.
+        adjacent: number of layers above a filter layer that attend to every entry, while chosen entries are loaded;
+            sliding-window layers do not count, nor for `mem`.
+        include_generated: limit attention to tokens after the prompt to chosen ones, too.
+        offload: keep entries of the layers that attend to chosen tokens in host memory.
+        prefill_ratio: None computes full attention in prefill. Otherwise prefill is chunked, and these layers attend to
+            the chunk and to this many chosen earlier tokens per token of the chunk.
+        prefill_chunk: tokens per chunk.
+        base: a policy (or its name or class) that compresses the prompt first; heads then attend to those of their kept
+            entries that are chosen.
 
     References:
         Hao et al., OmniKV: Dynamic Context Selection for Efficient Long-Context LLMs, ICLR 2025, sections 4 and 5,
-        equations 3 and 4, appendix D.10. Unlike its code, window queries stand at their own positions, and "last"
-        is the paper's: a softmax over the prompt for each head before the largest is taken.
+        equations 3 and 4, appendix D.10. Unlike its code, window queries are at their own positions, and "last"
+        is the paper's: a softmax over the prompt for each head before the maximum.
     """
 
     filter_layers: tuple[int, ...] | None = None
@@ -59,16 +59,16 @@ class OmniKV(Reader):
         super()._check()
         generated, remedy = (
             self.include_generated,
-            "the base's choice is the prompt's: leave one out",
+            "the base chooses for the prompt only: leave one out",
         )
         once = self.inner is None or not generated
         require(once, "include_generated", generated, remedy)
 
     def for_model(self, layers: int, found: tuple[int, ...] | None) -> Policy:
-        """Returns this policy, filter layers set to `found` if it has none, base adapted; ValueError without any."""
+        """Return the policy with filter layers `found` if it has none, and its base adapted; ValueError without any."""
         if self.filter_layers is not None:
             return super().for_model(layers, found)
-        remedy = "none have been found for this model: `jaxkv filters` finds them; give filter_layers=(2, 8, 18), say"
+        remedy = "none are known for this model: run `jaxkv filters`, or give filter_layers=(2, 8, 18), for example"
         require(found is not None, "filter_layers", None, remedy)
         return dataclasses.replace(self, filter_layers=found).for_model(layers, found)
 
@@ -76,11 +76,11 @@ class OmniKV(Reader):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BrutalOffload(Policy):
-    """Keeps every entry, upper layers' in host memory, loaded whole for every token: OmniKV's baseline.
+    """Keep every entry, those of upper layers in host memory, loaded in full for each token: OmniKV's baseline.
 
     Attributes:
-        resident_layers: layers from the bottom whose entries stay on the device, besides all layers with a window.
-        ahead: number of layers by which loads are started ahead of use.
+        resident_layers: number of layers from the bottom with entries on the device, besides all sliding-window layers.
+        ahead: number of layers by which loads start before use.
 
     References:
         OmniKV, section 5.2 ("Brutal Offload": the final 20 of 32 layers, 4 layers ahead); its code keeps 10 layers.
@@ -92,5 +92,5 @@ class BrutalOffload(Policy):
     paper = "OmniKV, ICLR 2025, section 5.2"
 
     def parts(self) -> Parts:
-        """Config `Parts`: every entry is kept, and upper layers' entries are loaded from host memory."""
+        """Return `Parts`: every entry is kept, and upper layers' entries are loaded from host memory."""
         return self.compose(scorer=None, read=self.part(LoadedReads))

@@ -1,4 +1,4 @@
-"""PyramidInfer: fewer entries from layer to layer, each layer's chosen among those of the one below."""
+"""PyramidInfer: fewer entries from layer to layer, each layer's chosen among those of the layer below."""
 
 import dataclasses
 
@@ -14,13 +14,13 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PyramidInfer(WindowPolicy):
-    """Keeps entries by the window's attention: one set of positions per layer, a subset of the layer below's.
+    """Keep entries by the window's attention: one set of positions per layer, a subset of the layer below's.
 
-    The prompt's own attention stays whole here: hidden states of dropped tokens run on to the top, so that this saves
-    the paper's memory, not its prefill time.
+    Prefill attends to the whole prompt: hidden states of evicted tokens run through all layers. This saves the paper's
+    memory, not its prefill time.
 
     Attributes:
-        layers: the schedule over layers; it must not grow.
+        layers: schedule of layer budgets; it must not grow.
 
     References:
         Yang et al., PyramidInfer: Pyramid KV Cache Compression for High-throughput LLM Inference, arXiv:2405.12532,
@@ -33,8 +33,8 @@ class PyramidInfer(WindowPolicy):
     paper = "PyramidInfer, arXiv:2405.12532"
 
     def parts(self) -> Parts:
-        """Config `Parts`: scores by the window's attention; heads share a subset of the lower layer's entries."""
+        """Return `Parts`: scores by the window's attention; heads share a subset of the lower layer's entries."""
         parts = self.observed(heads=SharedHeads(), nested=True)
-        remedy = "give a schedule, LinearLayers() say"
+        remedy = "give a schedule, such as LinearLayers()"
         require(not parts.layers.from_scores, "layers", self.layers, remedy)
         return parts

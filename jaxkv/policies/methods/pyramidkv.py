@@ -1,4 +1,4 @@
-"""PyramidKV: many entries in the lower layers, few in the upper ones."""
+"""PyramidKV: many entries in lower layers, few in upper ones."""
 
 import dataclasses
 
@@ -10,10 +10,10 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PyramidKV(WindowPolicy):
-    """Keeps entries as SnapKV does, many in lower layers and few in upper ones; the average over layers is exact.
+    """Keep entries as SnapKV does, many in lower layers and few in upper ones; the average over layers is exact.
 
     Attributes:
-        layers: the schedule over layers: LinearLayers (the paper's), GeometricLayers, ExponentialLayers,
+        layers: schedule of layer budgets: LinearLayers (the paper's), GeometricLayers, ExponentialLayers,
             EntropyLayers, GiniLayers, or OfficialLayers and KVPressLayers, which reproduce published arithmetic.
 
     References:

@@ -1,4 +1,4 @@
-"""QFilters: keep the keys that are in the main direction of their head's queries, known beforehand or of the prompt."""
+"""QFilters: keep the keys along the main direction of their head's queries, from a file or from the prompt."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ class HeadFilters(FileArrays):
 
     @classmethod
     def of_tensors(cls, stored: Mapping[str, StoredTensor]) -> "HeadFilters":
-        """Makes `HeadFilters` of the tensor `q_filters` `[L, K, D]`; ValueError if missing, misshapen or not finite."""
+        """Create `HeadFilters` from the tensor `q_filters` `[L, K, D]`; ValueError if missing, misshapen, not finite."""
         array = NamedTensors("", dict(stored)).take("q_filters", None, None, None)
         layers, heads, dim = array.shape
         return cls.of_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)
@@ -43,8 +43,8 @@ class FilteredKeys(Scorer):
     """QFilters' scorer: minus the dot product of an entry's key and its head's filter vector.
 
     Attributes:
-        q_filters: the model's filters; None finds them in each prompt: minus the first right singular vector of its
-            queries, all query heads of a kv head together, as if rotated to positions after it; on the mean's side.
+        q_filters: the model's filters; None computes them for each prompt: minus the first right singular vector of the
+            queries of all query heads of a kv head, rotated to positions after the prompt, with the mean's sign.
     """
 
     q_filters: HeadFilters | None = None
@@ -60,7 +60,7 @@ class FilteredKeys(Scorer):
         return Needs(moments=FutureQueries() if self.q_filters is None else None)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: minus the dot product of key and head's filter; ValueError for filters of other sizes."""
+        """Return scores `[B, K, S]`: minus the product of key and filter; ValueError for filters of other sizes."""
         (_, heads, _, dim), axes = seen.k.shape, seen.axes
         if self.q_filters is None:
             mine = -_main_direction(seen)
@@ -78,19 +78,21 @@ class FilteredKeys(Scorer):
         )
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError if given filters have other sizes than the model; passes without filters."""
+        """Raise ValueError if given filters have other sizes than the model."""
         if self.q_filters is not None:
             self.q_filters.require_fits(config)
-            remedy = "a file has channels in the checkpoint's order, in which this model's are not loaded: leave it out"
+            remedy = (
+                "this model is loaded with channels in another order than the file's: leave it out"
+            )
             require(config.channels is None, "q_filters", self.q_filters, remedy)
 
 
 def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
-    """First right singular vector `[B, K, D]` of the queries of each kv head, signed towards their mean."""
+    """Return the first right singular vector `[B, K, D]` of each kv head's queries, signed towards their mean."""
     mean, covariance = seen.moments.mean, seen.moments.covariance
     assert covariance is not None
     each = covariance + mean[..., None] * mean[..., None, :]
-    # Of all query heads of a kv head, also where devices share them.
+    # The mean over all query heads of a kv head, also if devices share them.
     products, middle = (
         mean_of_devices(of.mean(axis=2), "G", seen.group_axes) for of in (each, mean)
     )
@@ -101,14 +103,14 @@ def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QFilters(BudgetMethod):
-    """Keeps the entries whose keys have the smallest products with their head's filter, a main direction of its queries.
+    """Keep the entries whose keys have the smallest product with their head's filter, the queries' main direction.
 
     Published filters belong to one model and come from a file: the first right singular vectors of queries of many
-    texts, signed so that attention falls with the product. Without a file each prompt's own queries take their place.
+    texts, signed so that attention falls with the product. Without a file, each prompt's own queries replace them.
 
     Attributes:
         q_filters: a safetensors file with one tensor `q_filters`, `[L, K, D]`, or the folder of its model.safetensors,
-            or what `HeadFilters.read` returned; None for filters of each prompt's own queries.
+            or a result of `HeadFilters.read`; None for filters of each prompt's own queries.
 
     References:
         Godey et al., Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression, arXiv:2503.02812.
@@ -125,6 +127,6 @@ class QFilters(BudgetMethod):
             self.every is None,
             "every",
             self.every,
-            "filters are compared with keys of prompts: leave it out",
+            "filters are for keys of prompts: leave it out",
         )
         optional(self, "q_filters", HeadFilters.read)

@@ -1,4 +1,4 @@
-"""Quest: every entry is kept; each kv head reads the pages of entries whose keys promise it the largest logits."""
+"""Quest: every entry is kept; each kv head attends to the pages of entries with the largest possible logits."""
 
 import dataclasses
 from typing import ClassVar
@@ -15,13 +15,13 @@ from jaxkv.policies.reads import WHOLE, Reading, Reads, as_tokens, require_fewer
 from jaxkv.policies.registry import register
 from jaxkv.policies.wrapper import Reader
 
-# Least number of pages that a layer reads, in the published code.
+# Fewest pages that a layer attends to, in the published code.
 _PAGES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PagedReads(Reads):
-    """Quest's page config: at each new token a kv head reads the pages of largest bounds of q.k, and the last page.
+    """Quest's reads: at each new token a kv head attends to the pages of largest bounds of q.k, and the last page.
 
     Fields are those of `Quest`.
     """
@@ -39,22 +39,22 @@ class PagedReads(Reads):
 
     @property
     def _least(self) -> int:
-        """Least number of entries that a layer reads: those of three pages."""
+        """Fewest entries that a layer attends to: those of three pages."""
         return _PAGES * self.page
 
     def require_fits(self, config: ModelConfig) -> None:
-        """Raises ValueError if all layers of the model that attend to the whole prompt are dense ones."""
+        """Raise ValueError if all layers of the model that attend to the whole prompt are dense ones."""
         require_fewer("dense_layers", self.dense_layers, config)
 
     def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Number `[B]` of entries, new tokens' included, that each kv head reads per token in layers that read pages.
+        """Return the entries `[B]`, new tokens' included, that each kv head attends to per token in paged layers.
 
         Args:
             lengths: tokens of each prompt.
             layers: number of layers that attend to the whole prompt.
 
         Returns:
-            The budget in entries, or the share's whole number of each prompt; at least three pages of entries.
+            The budget in entries, or the share of each prompt rounded down; at least three pages of entries.
         """
         budget = self.budget
         if isinstance(budget, Tokens):
@@ -63,7 +63,7 @@ class PagedReads(Reads):
         return np.maximum(budget.rows(lengths), self._least)
 
     def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Static config `Reading`: layers from `dense_layers` up read pages that each chooses, others every entry."""
+        """Return `Reading`, the static config: layers from `dense_layers` up choose their pages, others use all."""
         return Reading(
             sources=tuple(WHOLE if layer < self.dense_layers else layer for layer in range(layers)),
             include_generated=True,
@@ -77,23 +77,21 @@ class PagedReads(Reads):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quest(Reader):
-    """Keeps every entry; at each sampled token every kv head reads only the pages of entries with the largest bound of q.k.
+    """Keep every entry; at each token, each kv head attends only to the pages of entries with the largest bound of q.k.
 
-    Entries of a kv head are in pages of `page` consecutive entries, each with the element-wise minimum and maximum of its
-    keys as they are cached, after RoPE. The bound of a page for a query head is the sum over channels of
-    max(q * minimum, q * maximum); the query heads of a kv head share its pages, by the largest of their bounds. The
-    page of the newest row is always read. Prompts, and questions on top of a cache, attend to all entries.
+    A page is `page` consecutive entries of a kv head, with the element-wise minimum and maximum of their cached keys,
+    after RoPE. The bound of a page for a query head is the sum over channels of max(q * minimum, q * maximum). The
+    query heads of a kv head share its pages, by the largest of their bounds. The page of the newest entry is always
+    included. Prompts, and questions on top of a cache, attend to all entries.
 
     Attributes:
-        budget: int: entries that a kv head reads of a layer's cache at each sampled token, those after the prompt included.
-            float in (0, 1]: that share of each sequence's own prompt. By default 1024. Whole pages are read, as many
-            as the budget has room for: of 3 pages at least, so that a smaller number is rejected, and a smaller share
-            of a short prompt becomes 3 pages.
-        page: entries of a page.
-        dense_layers: number of layers from the bottom that read every entry; layers with a window, which read theirs,
-            do not count.
+        budget: int: entries of a layer's cache that a kv head attends to at each token, generated ones included. float
+            in (0, 1]: share of each sequence's own prompt. Default 1024. Pages are used whole, as many as the budget
+            allows, at least 3: smaller numbers are rejected, and smaller shares of short prompts become 3 pages.
+        page: entries per page.
+        dense_layers: number of layers from the bottom that attend to every entry; sliding-window layers do not count.
         base: a policy (or its name or class) that compresses the prompt first, equally in all heads of a layer, and
-            then appends; pages are pages of the entries that it keeps.
+            then appends; pages are of the entries that it keeps.
 
     References:
         Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference, ICML 2024 (2406.10774),
@@ -111,5 +109,5 @@ class Quest(Reader):
         super()._check()
         if self.inner is not None:
             equal = self.inner.composed.layout is Layout.EQUAL
-            remedy = "heads of unequal entries, and layers whose entries depend on the text, have no pages: give SnapKV, say"
+            remedy = "pages need equally many entries per head, and layers without scores: give SnapKV, for example"
             require(equal, "base", self.inner, remedy)

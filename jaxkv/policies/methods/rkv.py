@@ -1,4 +1,4 @@
-"""R-KV: keep entries that the last queries attend to and whose keys other entries do not repeat, also while decoding."""
+"""R-KV: keep entries that the last queries attend to and whose keys are not redundant, also while decoding."""
 
 import dataclasses
 
@@ -15,7 +15,7 @@ from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import GroupReduce, Observed, Scores
 from jaxkv.sharding.collectives import most_of_devices
 
-# Cosines that are in memory at a time: 16 MiB in float32.
+# Cosines in memory at a time: 16 MiB in float32.
 COSINES = 1 << 22
 
 
@@ -23,20 +23,20 @@ COSINES = 1 << 22
 class Redundancy(WindowScorer):
     """R-KV's scorer: `mix_lambda` * attention from the last queries - (1 - `mix_lambda`) * redundancy of the key.
 
-    Attention of a query is the softmax over the entries before the window of the largest logit of the group's query heads;
-    its mean over the window's queries is pooled over neighbours. Redundancy is the softmax over all entries of the mean
-    cosine of an entry's key with the other entries' keys; of the entries that resemble a key, with a cosine above `threshold`,
-    the last one is not charged with that cosine.
+    Attention is a softmax over the entries before the window, of the largest logit of the group's query heads. Its mean
+    over the window's queries is pooled over neighbours. Redundancy is a softmax over all entries, of the mean cosine of
+    an entry's key with the other entries' keys. Of the entries similar to a key, with a cosine above `threshold`, the
+    last one leaves this cosine out.
 
-    Cosines are computed in blocks of entries of one kv head: at most 2^22 of them (16 MiB) are in memory at a time, or one
-    row of them if a text has more tokens than that, beside a copy of the head's keys. A prompt's take as many products
-    as causal attention of one more query head for each kv head.
+    Cosines are computed in blocks of entries of one kv head: at most 2^22 of them (16 MiB) are in memory at a time, or
+    one row for longer texts, in addition to a copy of the head's keys. A prompt's cosines cost as many products as
+    causal attention of one more query head per kv head.
 
     Attributes:
-        window: number of the text's last queries that are read.
-        pooling: how attention spreads to neighbours; the window's own columns take no part.
-        mix_lambda: weight of attention; that of redundancy is 1 minus it.
-        threshold: cosine above which two keys resemble each other.
+        window: number of the text's last queries, the observation window.
+        pooling: pooling of attention over neighbours; the window's own columns are left out.
+        mix_lambda: weight of attention; redundancy has weight 1 - mix_lambda.
+        threshold: cosine above which two keys are similar.
 
     References:
         Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, arXiv:2505.24133, section 3.
@@ -56,10 +56,10 @@ class Redundancy(WindowScorer):
         field(self, "threshold", real, "give a cosine between 0 and 1", high=1.0)
 
     def observe(self, seen: Observed) -> Scores:
-        """Scores `[B, K, S]`: weighted attention minus weighted redundancy, for entries before the window; else 0."""
+        """Return scores `[B, K, S]`: weighted attention minus weighted redundancy before the window, else 0."""
         (batch, heads), column = seen.k.shape[:2], seen.index
         before = seen.between(last=self.window)
-        # The softmax is taken of the largest logits of all query heads, also where devices share them.
+        # The softmax needs the largest logits of all query heads, also if devices share them.
         logits = most_of_devices(attention.group_logits(seen.queries, seen.k), "G", seen.group_axes)
         paid = _softmax(logits, before[:, :, None]).mean(axis=2)
 
@@ -77,12 +77,12 @@ class Redundancy(WindowScorer):
         )
 
     def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Scores `[B, K, S]`: the observations unchanged, since `observe` has pooled attention already."""
+        """Return scores `[B, K, S]`: the observations unchanged, since `observe` pools attention already."""
         return observed
 
 
 def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:
-    """Softmax over the last axis among the elements in mask `inside`, 0 elsewhere; an array of the same shape."""
+    """Return the softmax over the last axis among the elements in the mask `inside`, and 0 elsewhere."""
     return jnp.where(
         inside, jax.nn.softmax(jnp.where(inside, x, jnp.finfo(jnp.float32).min), axis=-1), 0.0
     )
@@ -91,7 +91,7 @@ def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Arr
 def _mean_cosines(
     k: Float[Array, "S D"], length: Int[Array, ""], threshold: float
 ) -> Float[Array, " S"]:
-    """Mean cosine `[S]` of each key with its head's other keys; among a key's similar entries the last is not charged."""
+    """Return each key's mean cosine `[S]` with its head's other keys; the last similar entry leaves the cosine out."""
     padded_len, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
@@ -100,7 +100,7 @@ def _mean_cosines(
     def add(index: Int[Array, ""], sums: Float[Array, " S"]) -> Float[Array, " S"]:
         row = index * size + jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(row, padded_len - 1)
-        # Products of keys of 16 bits are exact in float32: normalised keys would be rounded, or slow, on GPUs.
+        # Products of 16-bit keys are exact in float32; normalised keys would be rounded, or slow, on GPUs.
         products = jnp.einsum(
             "rd,sd->rs",
             k[at],
@@ -120,19 +120,19 @@ def _mean_cosines(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RKV(BudgetMethod):
-    """Keeps the entries that the last queries attend to and whose keys others do not repeat, of prompt and answer alike.
+    """Keep the entries that the last queries attend to and whose keys are not redundant, of prompt and answer alike.
 
-    A prompt above the budget is compressed as well, where the paper compresses only while decoding. The released code
-    differs in two points: `mix_lambda` is 0.07, and entries that resemble no other leave out the first row's cosine.
+    A prompt above the budget is compressed as well; the paper compresses only while decoding. The released code differs
+    in two points: `mix_lambda` is 0.07, and entries similar to no other leave out the first entry's cosine.
 
     Attributes:
         window: number of last tokens: their queries score the other entries, and they are always kept.
-        sinks: first tokens that always stay.
-        pooling: how attention spreads to neighbours.
-        mix_lambda: weight of attention; that of redundancy is 1 minus it.
-        threshold: cosine above which two keys resemble each other.
-        every: recompress after this many more tokens, the paper's buffer: the cache never holds more than the
-            budget and this many entries. None compresses the prompt only.
+        sinks: number of first tokens, always kept.
+        pooling: pooling of attention over neighbours.
+        mix_lambda: weight of attention; redundancy has weight 1 - mix_lambda.
+        threshold: cosine above which two keys are similar.
+        every: recompress after this many new tokens, the paper's buffer: the cache never holds more than the budget and
+            this many entries. None compresses the prompt only.
 
     References:
         Cai et al., R-KV: Redundancy-aware KV Cache Compression for Reasoning Models, arXiv:2505.24133.

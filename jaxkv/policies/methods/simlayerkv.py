@@ -1,4 +1,4 @@
-"""SimLayerKV: layers that look far back keep every entry, lazy ones the first and the most recent entries."""
+"""SimLayerKV: layers that look far back keep every entry, lazy layers the first and the most recent entries."""
 
 import dataclasses
 
@@ -19,13 +19,13 @@ from jaxkv.policies.unseen import Position
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LazyLayers(LayerBudgets):
-    """SimLayerKV's layer budgets: layers that look back furthest keep every entry until the budget is spent; exact sum.
+    """SimLayerKV's layer budgets: the least lazy layers keep every entry until the budget is spent; exact sum.
 
-    A layer is the lazier, the more of the last queries' attention falls on its first and most recent entries. Once the
-    budget is used up, layers keep the forced entries alone; the layer that uses it up keeps as many more as are left.
+    A layer is lazier the more of the last queries' attention goes to its first and most recent entries. When the budget
+    is spent, further layers keep only the always-kept entries; the layer that spends it keeps the remaining entries.
 
     Attributes:
-        sinks: number of first rows.
+        sinks: number of first entries.
         recent: number of most recent entries.
     """
 
@@ -36,13 +36,13 @@ class LazyLayers(LayerBudgets):
     recent: int = 1024
 
     def __post_init__(self) -> None:
-        field(self, "sinks", whole, "give 0 or more first rows", least=0)
-        field(self, "recent", whole, "give at least 1 recent row")
+        field(self, "sinks", whole, "give 0 or more first entries", least=0)
+        field(self, "recent", whole, "give at least 1 recent entry")
 
     def of_heads(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
     ) -> Float[Array, "B K G"]:
-        """Mean attention `[B, K, G]` of the last queries, by query head, on all entries but first and most recent ones."""
+        """Return the last queries' mean attention `[B, K, G]` to all entries except the first and most recent ones."""
 
         def reduce(
             p: Float[Array, "G w S"], position: Int[Array, " w"], length: Int[Array, ""]
@@ -55,7 +55,7 @@ class LazyLayers(LayerBudgets):
         return seen.window_mass(reduce, length)
 
     def rows(self, of: Division) -> Table:
-        """Entries per kv head `[L, N]`: all in layers of largest weight while the budget lasts, else the forced entries."""
+        """Return entries per kv head `[L, N]`: all in layers of largest weight while the budget lasts."""
         xp, order = of.xp, of.xp.argsort(-finite(of.weights), axis=0, stable=True)
         rank = xp.argsort(order, axis=0, stable=True)
         beside = of.length - of.always_kept
@@ -83,18 +83,18 @@ class Recency(Position):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimLayerKV(BudgetMethod):
-    """Keeps every entry in layers that look far back; in lazy layers, which do not, the first and most recent entries.
+    """Keep every entry in layers that look far back, and only the first and most recent entries in lazy layers.
 
-    The published method compares each layer with a threshold, so that the text decides how large a cache becomes. Here
-    the budget decides how many layers are lazy, and the comparison which ones. All layers' entries are held until the last
-    one has been looked at. Tokens after the prompt are appended.
+    The published method compares each layer with a threshold, so that the text sets the size of the cache. Here the
+    budget sets the number of lazy layers, and the comparison selects them. All layers' entries are held until the last
+    layer has run. Tokens after the prompt are appended.
 
-    A prompt of no more than `sinks` + `recent` tokens is kept whole, whatever its share.
+    A prompt of at most `sinks` + `recent` tokens is kept whole under any share.
 
     Attributes:
-        window: number of the prompt's last queries by whose attention layers are compared.
-        sinks: first tokens that stay in every layer.
-        recent: most recent tokens that stay in every layer.
+        window: number of the prompt's last queries whose attention is compared between layers.
+        sinks: number of first tokens kept in every layer.
+        recent: number of most recent tokens kept in every layer.
 
     References:
         Zhang et al., SimLayerKV: A Simple Framework for Layer-Level KV Cache Reduction, arXiv:2410.13846.
@@ -113,7 +113,7 @@ class SimLayerKV(BudgetMethod):
         field(self, "window", whole, "give at least 1 last query")
 
     def parts(self) -> Parts:
-        """Config `Parts`: layers that look back furthest keep all entries, others sinks and recent entries alone."""
+        """Return `Parts`: layers that look back furthest keep all entries, others sinks and recent entries only."""
         keep = Keep(sinks=self.sinks, window=self.recent)
         layers = self.part(LazyLayers)
         return self.observed(keep=keep, layers=layers)

@@ -1,4 +1,4 @@
-"""SnapKV: keep what the end of the prompt looks at; and `WindowPolicy`, the base of methods with such a window."""
+"""SnapKV: keep what the end of the prompt attends to; and `WindowPolicy`, the base of methods with such a window."""
 
 import dataclasses
 from typing import Any
@@ -16,11 +16,11 @@ class WindowPolicy(BudgetMethod):
 
     Attributes:
         window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
-        sinks: first tokens that always stay.
-        pooling: how scores spread to neighbours.
-        group: `GroupReduce`, or its value: how query heads' scores are reduced to their kv head's.
+        sinks: number of first tokens, always kept.
+        pooling: pooling of scores over neighbours.
+        group: `GroupReduce`, or its value: reduction of query heads' scores to their kv head's.
         order: pooling after the means (published code) or before them (Ada-KV's Algorithm 2).
-        layers: budgets of the layers.
+        layers: layer budgets.
     """
 
     window: int = 32
@@ -33,14 +33,14 @@ class WindowPolicy(BudgetMethod):
     scored_by = WindowAttention
 
     def observed(self, **parts: Any) -> Parts:
-        """Returns `Parts` with this policy's scorer, sinks, window, layer budgets; `parts` gives other fields."""
+        """Return `Parts` with this policy's scorer, sinks, window, layer budgets, and with the other fields `parts`."""
         return super().observed(**({"layers": self.layers} | parts))
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapKV(WindowPolicy):
-    """Keeps the entries that the prompt's last queries attend to most, pooled over neighbours; equally many per head.
+    """Keep the entries that the prompt's last queries attend to most, pooled over neighbours; as many in each head.
 
     References:
         Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.

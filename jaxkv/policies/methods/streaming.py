@@ -14,13 +14,13 @@ from jaxkv.policies.unseen import Position
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamingLLM(BudgetMethod):
-    """Keeps the first tokens (attention sinks) and the most recent ones.
+    """Keep the first tokens (attention sinks) and the most recent ones.
 
     Attributes:
-        sinks: first tokens that always stay; the rest of the budget goes to the last ones.
-        rolling_positions: number entries by their place in the cache, as the paper does, instead of their place in the
-            text: keys are kept before RoPE and rotated at every read.
-        slide: drop the oldest row after the sinks for every new token, instead of appending.
+        sinks: number of first tokens, always kept; the rest of the budget goes to the last ones.
+        rolling_positions: count positions within the cache, as the paper does, not in the text: keys are stored before
+            RoPE and rotated on each read.
+        slide: evict the oldest entry after the sinks for every new token, instead of appending.
 
     References:
         Xiao et al., Efficient Streaming Language Models with Attention Sinks, arXiv:2309.17453, section 3.2.
@@ -37,7 +37,7 @@ class StreamingLLM(BudgetMethod):
         field(self, "slide", flag)
 
     def parts(self) -> Parts:
-        """Config `Parts`: scores by position; sinks and newest token stay; `slide` evicts an entry per new token."""
+        """Return `Parts`: scores by position, sinks and newest token kept; `slide` evicts an entry per new token."""
         keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
         return self.compose(
             scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions
