@@ -138,7 +138,7 @@ CALLS = [
 
 MODEL = tiny.TWO_LAYERS
 IDS, MORE = tiny.prompts(1, (37, 21)), tiny.prompts(2, (9, 4))
-EMPTY = r"prompt=\[.*\]: not a list of positive lengths"
+EMPTY = r"prompt=\[.*\]: not positive lengths"
 
 
 @functools.cache

@@ -113,8 +113,8 @@ def _nothing(
     assert layer.scores is not None
     batch, heads, padded_len = layer.scores.shape
     shape = batch, heads * layers, padded_len
-    there = where("B J S", shape, None if inside() else axes)
-    none = partial(jnp.zeros_like, shape=shape, device=there)
+    placement = where("B J S", shape, None if inside() else axes)
+    none = partial(jnp.zeros_like, shape=shape, device=placement)
     scores, norms = jax.tree.map(none, (layer.scores, layer.norms))
     batch, _, _, dim = full.k.shape
     pool = empty_pool(batch, rows, dim, full.k.dtype, scored=full.score is not None, axes=axes)
@@ -147,33 +147,33 @@ def thinned(
 
     scores = noted(held.scores, staged(layer, rows[0], recent[0]))
     norms = jax.tree.map(noted, held.norms, layer.norms)
-    there = jnp.tile(jnp.arange(layers, dtype=jnp.int32) <= at, each)[:, None]
+    ran = jnp.tile(jnp.arange(layers, dtype=jnp.int32) <= at, each)[:, None]
     joined = dataclasses.replace(layer, scores=scores, norms=norms, first=None)
     if heads is None:
-        mask = within(joined, jnp.tile(rows.T, (1, each)), recent[0], there)
+        mask = within(joined, jnp.tile(rows.T, (1, each)), recent[0], ran)
     else:
-        mask = surviving(joined, rows[0], recent[0], there, heads=heads, most=pool.rows)
-    stays = (pool.pos >= 0) & jnp.take_along_axis(
+        mask = surviving(joined, rows[0], recent[0], ran, heads=heads, most=pool.rows)
+    kept = (pool.pos >= 0) & jnp.take_along_axis(
         mask.reshape(batch, -1), jnp.maximum(pool.pos, 0), 1
     )
     # Indices of the buffer's free places, ascending; then its size, at which nothing is written.
-    row = jnp.broadcast_to(jnp.arange(pool.rows, dtype=jnp.int32), stays.shape)
-    order = jnp.where(stays, pool.rows, jnp.cumsum(~stays, axis=-1, dtype=jnp.int32) - 1)
+    row = jnp.broadcast_to(jnp.arange(pool.rows, dtype=jnp.int32), kept.shape)
+    order = jnp.where(kept, pool.rows, jnp.cumsum(~kept, axis=-1, dtype=jnp.int32) - 1)
     free = put_cells(jnp.full_like(row, pool.rows), order, row)
-    mine = mask.reshape(batch, each, layers, padded_len)
-    mine = lax.dynamic_index_in_dim(mine, at, 2, keepdims=False).reshape(batch, -1)
-    rank = jnp.maximum(jnp.cumsum(mine, axis=-1, dtype=jnp.int32) - 1, 0)
+    layer_mask = mask.reshape(batch, each, layers, padded_len)
+    layer_mask = lax.dynamic_index_in_dim(layer_mask, at, 2, keepdims=False).reshape(batch, -1)
+    rank = jnp.maximum(jnp.cumsum(layer_mask, axis=-1, dtype=jnp.int32) - 1, 0)
     into = jnp.where(
-        mine, jnp.take_along_axis(free, rank, 1, mode="fill", fill_value=pool.rows), pool.rows
+        layer_mask, jnp.take_along_axis(free, rank, 1, mode="fill", fill_value=pool.rows), pool.rows
     )
     head, slot = jnp.arange(each, dtype=jnp.int32)[:, None], jnp.arange(padded_len, dtype=jnp.int32)
     index = jnp.broadcast_to(((head * layers + at) * padded_len + slot).reshape(-1), into.shape)
     k, v = (a.reshape(batch, each * padded_len, dim) for a in (full.k, full.v))
     put = lambda known, new: put_cells(known, into, new.reshape(into.shape))  # noqa: E731
     score = jax.tree.map(put, pool.score, full.score)
-    pos = put_cells(jnp.where(stays, pool.pos, -1), into, index)
-    made = Pool(store=pool.store.put((into, k), (into, v)), pos=pos, score=score)
-    return Survivors(pool=made, scores=scores, norms=norms)
+    pos = put_cells(jnp.where(kept, pool.pos, -1), into, index)
+    buffer = Pool(store=pool.store.put((into, k), (into, v)), pos=pos, score=score)
+    return Survivors(pool=buffer, scores=scores, norms=norms)
 
 
 @sharded_jit(static=("axes",))

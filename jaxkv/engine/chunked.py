@@ -86,9 +86,9 @@ def _empty(
     config, axes = flat.config, flat.axes
     heads, dim, batch = config.kv_heads, config.head_dim, len(lengths)
     # On a mesh, kv heads of one device.
-    mine = heads if axes is None else heads // axes.size("K")
+    heads_here = heads if axes is None else heads // axes.size("K")
     rows = tuple(
-        mine
+        heads_here
         * (needed.padded_len + headroom if width is None else min(width, needed.padded_len) + chunk)
         for headroom, width in zip(needed.headroom, config.sliding_windows, strict=True)
     )

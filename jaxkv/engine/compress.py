@@ -235,21 +235,21 @@ def _merged(
     k, v, tau = rows.k, rows.v, rows.tau
     inside = jnp.broadcast_to(rows.inside, kept.shape)
     mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass
-    given = merge.merge(k, v, kept, inside, mass, tau, key, **axes_for(merge, axes))
+    returned = merge.merge(k, v, kept, inside, mass, tau, key, **axes_for(merge, axes))
     name = f"{type(merge).__name__}.merge"
-    found: Merged = instance(name, given, Merged, "return Merged(k, v, tau)")
-    for name, new, old in (("k", found.k, k), ("v", found.v, v)):
+    result: Merged = instance(name, returned, Merged, "return Merged(k, v, tau)")
+    for name, new, old in (("k", result.k, k), ("v", result.v, v)):
         checked(
             merge, f"merge.{name}", new, old.shape, "number of each entry, [B, K, S, D]", old.dtype
         )
     if tau is not None:
         level = checked(
-            merge, "merge.tau", found.tau, tau.shape, "threshold of each kv head, [B, K, n]"
+            merge, "merge.tau", result.tau, tau.shape, "threshold of each kv head, [B, K, n]"
         )
-        found = found._replace(
+        result = result._replace(
             tau=level if due is None else jnp.where(due[:, None, None], level, tau)
         )
     if due is None:
-        return found
+        return result
     now = due[:, None, None, None]
-    return found._replace(k=jnp.where(now, found.k, k), v=jnp.where(now, found.v, v))
+    return result._replace(k=jnp.where(now, result.k, k), v=jnp.where(now, result.v, v))

@@ -76,9 +76,9 @@ def step(
             gate=parted[layer][1],
         )
 
-    made = (spec.graphs_of(layer).block(leaves) for layer, (leaves, _) in enumerate(parted))
+    decoder = (spec.graphs_of(layer).block(leaves) for layer, (leaves, _) in enumerate(parted))
     begun = Step(new=new, work=work_table(cache, spec, new))
-    ran = run_blocks(made, spec, stream, begun, pools, bind)
+    ran = run_blocks(decoder, spec, stream, begun, pools, bind)
     stream = ran.stream
     if several > 1:
         x = jnp.take_along_axis(stream.x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)

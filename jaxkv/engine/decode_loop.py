@@ -121,8 +121,8 @@ class DecodeLoop:
         if rows.any():
             self._taken_back = True
             # Entries after a stop string are the last of their segments: nothing is evicted between two checks.
-            gone, tables = self._placed(rows.astype(np.int32), padding=0), self._cache.tables
-            length, seen = tables.length - gone[None, :, None], tables.seen - gone
+            removed, tables = self._placed(rows.astype(np.int32), padding=0), self._cache.tables
+            length, seen = tables.length - removed[None, :, None], tables.seen - removed
             self._cache = self._cache.updated(length=length, seen=seen)
 
     def end(self, which: Bool[np.ndarray, " B"]) -> None:

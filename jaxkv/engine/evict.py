@@ -80,9 +80,9 @@ def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
 def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
     """Return per segment the lowest rank in mask `free` (inf for none), its latest position, index (-1 for none)."""
     ranks = jnp.where(free, every, jnp.inf)
-    mine = ranks.min(axis=-1)
-    position = jnp.where(free & (ranks == mine[..., None]), pos, -1).max(axis=-1)
-    return mine, position, jnp.where(free & (pos == position[..., None]), row, -1).max(axis=-1)
+    lowest = ranks.min(axis=-1)
+    position = jnp.where(free & (ranks == lowest[..., None]), pos, -1).max(axis=-1)
+    return lowest, position, jnp.where(free & (pos == position[..., None]), row, -1).max(axis=-1)
 
 
 def _lowest_at_once(
@@ -185,7 +185,7 @@ def _merging_dropped(
         target, over = jnp.maximum(target, 0), behind(over, cosine)
         # A merger may decide jointly for the heads of a layer.
         one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
-        given = merge.merge_one(
+        returned = merge.merge_one(
             index,
             by_layer(cosine),
             one_of,
@@ -194,10 +194,10 @@ def _merging_dropped(
             tau,
             **axes_for(merge, how.terms.axes),
         )
-        found = _checked_joined(merge, given, one_of, tau)
-        tau = None if tau is None else found.tau
-        joins = found.joins.reshape(over.shape) & over
-        for name, new in (("k", found.k), ("v", found.v)):
+        result = _checked_joined(merge, returned, one_of, tau)
+        tau = None if tau is None else result.tau
+        joins = result.joins.reshape(over.shape) & over
+        for name, new in (("k", result.k), ("v", result.v)):
             if new is None:
                 continue
             remedy = f"two comparisons change {name} of one entry: change it in one of them only"

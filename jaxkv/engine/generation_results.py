@@ -265,10 +265,10 @@ class Answers:
         """Mask `[B]` of sequences whose text contains a stop string."""
         return np.asarray([stop is not None for stop in self.met], bool)
 
-    def take(self, drawn: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
+    def take(self, sampled: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
         """Append sampled ids, -1 after a sequence's end; return the number of ids after a stop string, per sequence."""
         surplus = np.zeros(len(self.tokens), np.int64)
-        for row, ids in enumerate(drawn.tolist()):
+        for row, ids in enumerate(sampled.tolist()):
             fresh = [token for token in ids if token >= 0]
             for used, token in enumerate(fresh, start=1):
                 if self._push(row, token):
@@ -289,12 +289,12 @@ class Answers:
 
     def completions(self, eos: Container[int]) -> list[Completion]:
         """Return the `Completion` of each sequence; `eos` are the ids that end one."""
-        made = []
+        completions = []
         for ids, stop, text, decoder in zip(
             self.tokens, self.met, self._text, self._decoders, strict=True
         ):
             ended = stop is not None or ids[-1] in eos
-            made.append(
+            completions.append(
                 Completion(
                     text=None if decoder is None else text,
                     tokens=np.asarray(ids, np.int32),
@@ -302,7 +302,7 @@ class Answers:
                     stop_reason=stop,
                 )
             )
-        return made
+        return completions
 
     def _push(self, row: int, token: int) -> bool:
         """Append one id to a sequence; return True if its text then contains a stop string."""
@@ -311,12 +311,12 @@ class Answers:
         if decoder is None:
             return False
         self._text[row] += decoder.push([token])
-        found = [(at, stop) for stop in self._stops if (at := self._text[row].find(stop)) >= 0]
-        if found:
+        matches = [(at, stop) for stop in self._stops if (at := self._text[row].find(stop)) >= 0]
+        if matches:
             # Of two stop strings at one place, the first in the list wins.
-            at, self.met[row] = min(found, key=operator.itemgetter(0))
+            at, self.met[row] = min(matches, key=operator.itemgetter(0))
             self._text[row] = self._text[row][:at]
-        return bool(found)
+        return bool(matches)
 
     def _show(self, row: int, *, whole: bool = False) -> str:
         """Return a sequence's text not yet shown; `whole` includes a suffix that may begin a stop string."""

@@ -149,35 +149,35 @@ def make_headroom(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
     )
 
 
-def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
+def forked(cache: KVCache, batch: int, longest: int, new: int) -> KVCache:
     """Copy a cache for `batch` sequences, with headroom for a prompt of up to `longest` tokens on each.
 
     Policies that only append also get headroom for `new` tokens. The given cache holds `batch` sequences, or one to
     repeat. Raise MemoryError if the copy does not fit.
     """
-    goes_on, sliding_windows = (
-        given.policy.composed.ongoing.compresses,
-        given.config.sliding_windows,
+    renews, sliding_windows = (
+        cache.policy.composed.ongoing.compresses,
+        cache.config.sliding_windows,
     )
-    wanted = longest + (1 if goes_on else min(bucket(max(1, new)), MOST_AHEAD))
+    wanted = longest + (1 if renews else min(bucket(max(1, new)), MOST_AHEAD))
     # A cache from prefill always gets headroom: its slack varies with the prompt's length, and shapes must not. A cache
     # that has grown doubles, so that conversations produce few shapes.
-    grown = int(beyond(given).max())
+    grown = int(beyond(cache).max())
     enough = (
-        given.free()
+        cache.free()
         >= _sliding(np.full(len(sliding_windows), wanted), sliding_windows, longest + 1)
     ) & (grown > 0)
     fits = bool(enough.all())
     headroom = 0 if fits else bucket(wanted)
-    twofold = headroom if fits or goes_on else bucket(max(wanted, grown))
-    mesh = None if given.axes is None else given.axes.mesh
-    device = next(iter(given.seen.sharding.addressable_devices))
+    twofold = headroom if fits or renews else bucket(max(wanted, grown))
+    mesh = None if cache.axes is None else cache.axes.mesh
+    device = next(iter(cache.seen.sharding.addressable_devices))
     available = hosts.least(memory.available_bytes(device), mesh)
     if twofold > headroom and (
-        available is None or _copy_bytes(given, batch, twofold) <= available // 2
+        available is None or _copy_bytes(cache, batch, twofold) <= available // 2
     ):
         headroom = twofold
-    copied = _copy_bytes(given, batch, max(headroom, 0 if goes_on else bucket(max(1, new))))
+    copied = _copy_bytes(cache, batch, max(headroom, 0 if renews else bucket(max(1, new))))
     with hosts.together("copying a cache", mesh):
         memory.check_bytes(
             copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device
@@ -186,32 +186,32 @@ def forked(given: KVCache, batch: int, longest: int, new: int) -> KVCache:
         np.full(len(sliding_windows), headroom), sliding_windows, bucket(longest + 1)
     )
     # Sliding-window layers run out of places first: other layers do not grow then, unless all share a pool.
-    apart = any(sliding_windows) and not given.layout.one_pool
+    apart = any(sliding_windows) and not cache.layout.one_pool
     return repack(
-        given, headroom=np.where(enough, 0, headrooms) if apart else headrooms, batch=batch
+        cache, headroom=np.where(enough, 0, headrooms) if apart else headrooms, batch=batch
     )
 
 
-def _copy_bytes(given: KVCache, batch: int, headroom: int) -> int:
+def _copy_bytes(cache: KVCache, batch: int, headroom: int) -> int:
     """Return the bytes of a cache's copy for `batch` sequences with `headroom` more places per segment.
 
     Includes entries loaded from the host. On a mesh, bytes per device; on a CPU's virtual devices, of all together.
     """
-    axes, held = given.axes, len(given.seen)
+    axes, held = cache.axes, len(cache.seen)
     batch += missing(batch, axes)
-    copied = given.nbytes * batch // held + batch * given.headroom_nbytes(
-        [headroom] * given.config.layers
+    copied = cache.nbytes * batch // held + batch * cache.headroom_nbytes(
+        [headroom] * cache.config.layers
     )
-    if given.host_store is not None:
+    if cache.host_store is not None:
         # Per prompt, whole layers are loaded: one in use, its copy in attention's layout, and `ahead` more.
-        reading = given.policy.composed.reading(
-            given.config.sliding_windows, given.host_store.rows[0].shape[1]
+        reading = cache.policy.composed.reading(
+            cache.config.sliding_windows, cache.host_store.rows[0].shape[1]
         )
         copied += (
             (2 + reading.ahead)
             * batch
-            * given.host_store.rows[0].nbytes
-            // given.host_store.rows[0].shape[0]
+            * cache.host_store.rows[0].nbytes
+            // cache.host_store.rows[0].shape[0]
         )
     if axes is None:
         return copied

@@ -115,10 +115,10 @@ class PromptSource(LayerSource):
         """Return the `Candidates` of a layer that keeps all entries or its window's; hold its keys and values."""
         # Entries of layers that share a pool wait for the last layer, so hold those of the window only.
         cut = self.parts.layout.one_pool
-        self.held[index], found = within_window(
+        self.held[index], candidates = within_window(
             rows, self.all_kept, self.sliding_windows[index], cut=cut, axes=self.axes
         )
-        return found
+        return candidates
 
     def scored(
         self,
@@ -129,18 +129,18 @@ class PromptSource(LayerSource):
     ) -> Candidates:
         """Return the `Candidates` of a layer with scores from the policy's scorer; hold its keys and values."""
         parts = self.parts
-        found = observe(
+        result = observe(
             seen, self.always_kept, scorer=parts.scorer, layers=parts.layers, axes=self.axes
         )
-        self.nans.append(found.nan)
-        score = found.mass if parts.scored else None
-        self.held[index] = rows._replace(mass=found.mass, score=score)
+        self.nans.append(result.nan)
+        score = result.mass if parts.scored else None
+        self.held[index] = rows._replace(mass=result.mass, score=score)
         return dataclasses.replace(
             self.unscored,
-            scores=found.scores,
+            scores=result.scores,
             norms=norms,
-            claim=found.claim,
-            first=found.first,
+            claim=result.claim,
+            first=result.first,
         )
 
     def wanted(

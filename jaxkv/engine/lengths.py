@@ -47,11 +47,11 @@ def bucket(length: int) -> int:
 
 def buckets(longest: int) -> list[tuple[int, int]]:
     """Return `(shortest prompt length, padded length)` per bucket for prompts up to `longest` tokens, ascending."""
-    found, padded_len = list[tuple[int, int]](), 0
+    pairs, padded_len = list[tuple[int, int]](), 0
     while padded_len < longest:
         shortest, padded_len = padded_len + 1, bucket(padded_len + 1)
-        found.append((shortest, padded_len))
-    return found
+        pairs.append((shortest, padded_len))
+    return pairs
 
 
 def tokens_per_call(tokens: int) -> int:

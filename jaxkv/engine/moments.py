@@ -26,7 +26,7 @@ def prompt_moments(
     block: Block,
     x: Float[Array, "B S E"],
     length: Int[Array, " B"],
-    asked: FutureQueries,
+    needs: FutureQueries,
     *,
     size: int,
 ) -> QueryMoments:
@@ -37,18 +37,18 @@ def prompt_moments(
     """
     config, (batch, _, width) = block.config, x.shape
     shape = (batch, config.kv_heads, config.group, config.head_dim)
-    outer = jnp.zeros((*shape, config.head_dim), jnp.float32) if asked.covariance else None
+    outer = jnp.zeros((*shape, config.head_dim), jnp.float32) if needs.covariance else None
     nothing = _Sums(jnp.zeros((batch,), jnp.float32), jnp.zeros(shape, jnp.float32), outer)
 
     def add(index: Int[Array, ""], sums: _Sums) -> _Sums:
         first = index * size
         part = block.normed(lax.dynamic_slice(x, (0, first, 0), (batch, size, width)))
         position = first + jnp.arange(size, dtype=jnp.int32)
-        counts = (position >= asked.skip) & (position < length[:, None])
-        return _joined(sums, _sums_of(block.unrotated_queries(part), counts, asked))
+        counts = (position >= needs.skip) & (position < length[:, None])
+        return _joined(sums, _sums_of(block.unrotated_queries(part), counts, needs))
 
     blocks = (length.max() + size - 1) // size
-    return _turned(lax.fori_loop(0, blocks, add, nothing), length, block.spec.rope, asked)
+    return _turned(lax.fori_loop(0, blocks, add, nothing), length, block.spec.rope, needs)
 
 
 def prompt_block_sums(
@@ -56,28 +56,28 @@ def prompt_block_sums(
     x: Float[Array, "B S E"],
     length: Int[Array, " B"],
     table: Angles,
-    asked: BlockAttention,
+    needs: BlockAttention,
 ) -> Float[Array, "B K G S"]:
     """Compute the attention `f32[B, K, G, S]` that each key receives from the queries of its block."""
     padded_len = x.shape[1]
-    size = asked.tokens(padded_len)
+    size = needs.tokens(padded_len)
 
     def of_block(index: Int[Array, ""]) -> Float[Array, "B K G T"]:
-        position = asked.first + index * size + jnp.arange(size, dtype=jnp.int32)
+        position = needs.first + index * size + jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(position, padded_len - 1)
         normed, by = block.normed(jnp.take(x, at, axis=1)), table.at(at[None])
         k = rotate(block.keys_values(normed)[0], by, normed.dtype)
-        inside = position < (length - asked.last)[:, None]
-        return attention.block_sums(block.queries(normed, by), k, inside, zeros=asked.zeros)
+        inside = position < (length - needs.last)[:, None]
+        return attention.block_sums(block.queries(normed, by), k, inside, zeros=needs.zeros)
 
-    count = max(1, -(-(padded_len - asked.first) // size))
+    count = max(1, -(-(padded_len - needs.first) // size))
     sums = jnp.moveaxis(lax.map(of_block, jnp.arange(count, dtype=jnp.int32)), 0, 3)
-    sums = jnp.pad(sums.reshape(*sums.shape[:3], -1), ((0, 0), (0, 0), (0, 0), (asked.first, 0)))
+    sums = jnp.pad(sums.reshape(*sums.shape[:3], -1), ((0, 0), (0, 0), (0, 0), (needs.first, 0)))
     return sums[..., :padded_len]
 
 
 def last_moments(
-    q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, asked: FutureQueries
+    q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, needs: FutureQueries
 ) -> QueryMoments:
     """Compute mean and optional covariance per head of the last w queries, rotated to positions after the text.
 
@@ -88,12 +88,12 @@ def last_moments(
     # Cosine and sine include the attention factor: dividing by its square inverts rotation and factor.
     square = by.cos**2 + by.sin**2
     back = Angles(cos=by.cos / square, sin=-by.sin / square)
-    sums = _sums_of(rotate(q, back), position >= asked.skip, asked)
-    return _turned(sums, seen, rope, asked)
+    sums = _sums_of(rotate(q, back), position >= needs.skip, needs)
+    return _turned(sums, seen, rope, needs)
 
 
 def _sums_of(
-    q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], asked: FutureQueries
+    q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], needs: FutureQueries
 ) -> _Sums:
     """Compute count, mean and outer products about the mean of the queries `q` in mask `counts`."""
     weight = counts.astype(jnp.float32)[:, None, None, :, None]
@@ -102,7 +102,7 @@ def _sums_of(
     mean = (wide * weight).sum(axis=3) / jnp.maximum(number, 1.0)[:, None, None, None]
     off = (wide - mean[..., None, :]) * weight
     product = exact_einsum("bkgni,bkgnj->bkgij", off, off)
-    return _Sums(number, mean, product if asked.covariance else None)
+    return _Sums(number, mean, product if needs.covariance else None)
 
 
 def _joined(one: _Sums, other: _Sums) -> _Sums:
@@ -119,9 +119,9 @@ def _joined(one: _Sums, other: _Sums) -> _Sums:
     return _Sums(number, mean, one.outer + other.outer + between)
 
 
-def _turned(sums: _Sums, seen: Int[Array, " B"], rope: Rope, asked: FutureQueries) -> QueryMoments:
+def _turned(sums: _Sums, seen: Int[Array, " B"], rope: Rope, needs: FutureQueries) -> QueryMoments:
     """Compute mean and optional covariance from unrotated `_Sums`, rotated by the mean RoPE of later positions."""
-    ahead = seen[:, None] + jnp.arange(asked.positions, dtype=jnp.int32)
+    ahead = seen[:, None] + jnp.arange(needs.positions, dtype=jnp.int32)
     each = angles(ahead, rope, sums.mean.shape[-1])
     by = Angles(cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True))
     mean = rotate(sums.mean[..., None, :], by)[..., 0, :]

@@ -109,7 +109,7 @@ class Inputs(NamedTuple):
 @sharded_jit(static=("spec", "kinds"), donate=("pools",), on="spec")
 def run_layer_group(
     pools: tuple[Pool, ...],
-    given: Inputs,
+    inputs: Inputs,
     tables: Tables,
     x: Float[Array, "B N E"],
     count: Int[Array, " B"],
@@ -122,59 +122,60 @@ def run_layer_group(
     Equal groups share a program. Pools are donated; `tables` are those of all layers before the step; `kinds` are the
     specs of the layers and of the filter.
     """
-    mine = tables.of_layers(given.layers)
-    assert mine.state is not None and mine.state.choosable is not None
-    choosable = mine.state.choosable
+    held = tables.of_layers(inputs.layers)
+    assert held.state is not None and held.state.choosable is not None
+    choosable = held.state.choosable
     new = new_tokens(spec, tables, count, x.shape[1])
-    turned = step_angles(spec, kinds, new.positions, Cache(pools=pools, tables=mine))
+    turned = step_angles(spec, kinds, new.positions, Cache(pools=pools, tables=held))
     blocks = [
-        spec.graphs.of(kind).block(leaves) for kind, leaves in zip(kinds, given.blocks, strict=True)
+        spec.graphs.of(kind).block(leaves)
+        for kind, leaves in zip(kinds, inputs.blocks, strict=True)
     ]
     # Loaded entries belong to all layers except sliding-window layers.
     away = (
         []
-        if given.loaded is None
+        if inputs.loaded is None
         else [at for at, kind in enumerate(kinds) if not kind.sliding_window]
     )
 
     def bind(index: int, block: Block, pool: Pool) -> Bound:
         """Bind a layer in its state before the step."""
         by, loaded, first = turned[index], None, None
-        if given.loaded is not None and index in away:
-            loaded, first = given.loaded[:, away.index(index)], choosable[index]
+        if inputs.loaded is not None and index in away:
+            loaded, first = inputs.loaded[:, away.index(index)], choosable[index]
         rows = bound(
             spec,
             pool,
-            mine.start[index],
-            mine.length[index],
+            held.start[index],
+            held.length[index],
             shaping=block.shaping,
             sliding_window=block.spec.sliding_window,
             choosable=first,
             loaded=loaded,
             rotated=by.turning,
         )
-        return Bound(rows=rows, by=by, query_buffer=given.query_buffers[index])
+        return Bound(rows=rows, by=by, query_buffer=inputs.query_buffers[index])
 
-    begun = Step(new=new, chosen=given.chosen)
+    begun = Step(new=new, chosen=inputs.chosen)
     ran = run_blocks(blocks[: len(pools)], spec, Residual(x=x), begun, pools, bind)
     x, choice = ran.stream.x, None
-    if given.filter is not None:
-        q = blocks[-1].queries(blocks[-1].normed(x), turned[-1].new).astype(given.filter.dtype)
+    if inputs.filter is not None:
+        q = blocks[-1].queries(blocks[-1].normed(x), turned[-1].new).astype(inputs.filter.dtype)
         query_buffer = (
-            given.query_buffers[-1]
-            if given.query_buffers[-1] is None
-            else remembered(given.query_buffers[-1], q, new)
+            inputs.query_buffers[-1]
+            if inputs.query_buffers[-1] is None
+            else remembered(inputs.query_buffers[-1], q, new)
         )
-        own = (given.filter, mine.start[-1], choosable[-1])
+        own = (inputs.filter, held.start[-1], choosable[-1])
         choice = chosen_at(spec, *own, q, query_buffer, new, blocks[-1].shaping)
     return x, tuple(ran.pools), tuple(ran.query_buffers), choice
 
 
 @lru_cache(maxsize=1024)
-def _numbers(layers: tuple[int, ...], there: jax.Device | Axes) -> Int[Array, " n"]:
+def _numbers(layers: tuple[int, ...], where: jax.Device | Axes) -> Int[Array, " n"]:
     """Return a device array of layer indices; cached, so that it is transferred once."""
     numbers = np.asarray(layers, np.int32)
-    return place(numbers, "n", there) if isinstance(there, Axes) else jax.device_put(numbers, there)
+    return place(numbers, "n", where) if isinstance(where, Axes) else jax.device_put(numbers, where)
 
 
 def step(
@@ -197,7 +198,7 @@ def step(
         list(cache.pools),
         dict[int, QueryBuffer | None](zip(reading.filters, state.query_buffers, strict=False)),
     )
-    there = spec.axes or next(iter(tables.seen.devices()))
+    placement = spec.axes or next(iter(tables.seen.devices()))
     x, chosen = embed(flat.ends, tokens, graphs=graphs), None
     cut = kv_shards(reading, spec.config.sliding_windows, whole=whole)
     single = [part.loaded[0] for part in cut if part.loaded]
@@ -216,10 +217,10 @@ def step(
             # Waits for the selection only, while the device runs the filter's own group.
             loaded = loader.rows(part.loaded, chosen.positions)
         every = part.layers if part.ask is None else (*part.layers, part.ask)
-        given = Inputs(
+        inputs = Inputs(
             blocks=tuple(flat.blocks[layer] for layer in every),
             query_buffers=tuple(query_buffers.get(layer) for layer in every),
-            layers=_numbers(every, there),
+            layers=_numbers(every, placement),
             filter=None if part.ask is None else pools[part.ask],
             loaded=loaded,
             chosen=chosen if part.loaded else None,
@@ -229,7 +230,7 @@ def step(
             tuple(map(spec.config.spec_of, every)),
         )
         x, mine, kept, choice = run_layer_group(
-            mine, given, tables, x, count, spec=spec, kinds=kinds
+            mine, inputs, tables, x, count, spec=spec, kinds=kinds
         )
         chosen = chosen if choice is None else choice
         for layer, pool, query_buffer in zip(part.layers, mine, kept, strict=True):

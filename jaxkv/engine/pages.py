@@ -19,12 +19,12 @@ def with_bounds(
     """Add page bounds (min/max keys, Quest) to the pools of layers that select pages and have none."""
     if not reading.page:
         return pools
-    made = list(pools)
+    updated = list(pools)
     for layer, (pool, source) in enumerate(zip(pools, reading.sources, strict=True)):
         if source != WHOLE and pool.bounds is None:
             bounds = bounds_of(pool.store, length[layer], page=reading.page, axes=axes)
-            made[layer] = dataclasses.replace(pool, bounds=bounds)
-    return tuple(made)
+            updated[layer] = dataclasses.replace(pool, bounds=bounds)
+    return tuple(updated)
 
 
 def with_new_rows(

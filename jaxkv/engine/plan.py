@@ -118,12 +118,7 @@ def plan_prefill(
     """
     lengths, headroom = [plain(each) for each in lengths], plain(headroom)
     tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
-    require(
-        tokens,
-        "prompt",
-        lengths,
-        "not a list of positive lengths: give at least one token per prompt",
-    )
+    require(tokens, "prompt", lengths, "not positive lengths: give at least one token per prompt")
     parts, length = policy_for(policy, config, dtype=dtype).composed, np.asarray(lengths, np.int64)
     padded_len = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
@@ -203,11 +198,11 @@ def buffer_rows(
     layers = len(sliding_windows)
     if needs_all or not (parts.narrows or parts.layers.joint and bounded(parts.heads, kv_shards)):
         return None
-    mine = layers * (heads // kv_shards)
+    local = layers * (heads // kv_shards)
     (most,) = _pools(parts, capacity, padded_len, (0,) * layers, heads, kv_shards)
     # Bounds of all layers' entries sum to at most twice the budget, plus one entry per layer.
-    rows = 2 * most + mine if parts.narrows else most + mine * rounding_rows(parts.heads)
-    return rows if rows < (mine - heads // kv_shards) * padded_len else None
+    rows = 2 * most + local if parts.narrows else most + local * rounding_rows(parts.heads)
+    return rows if rows < (local - heads // kv_shards) * padded_len else None
 
 
 def _pools(
@@ -219,15 +214,15 @@ def _pools(
     kv_shards: int,
 ) -> tuple[int, ...]:
     """Return the size P in entries, headroom included, of each layer's pool or the shared pool, on one device."""
-    mine, layers, share = heads // kv_shards, len(headroom), capacity_of(parts.heads)
+    local, layers, share = heads // kv_shards, len(headroom), capacity_of(parts.heads)
     if parts.layout.one_pool:
         capacity, padded_len = (capacity[0] // heads,), layers * padded_len
     headrooms = (sum(headroom),) if parts.layout.one_pool else headroom
     # Heads of one device may win more than their even share, up to the policy's capacity and whole prompts.
     most = [
-        min(most_rows(share, mine * rows), heads * rows, mine * padded_len) for rows in capacity
+        min(most_rows(share, local * rows), heads * rows, local * padded_len) for rows in capacity
     ]
-    return tuple(rows + mine * headroom for rows, headroom in zip(most, headrooms, strict=True))
+    return tuple(rows + local * headroom for rows, headroom in zip(most, headrooms, strict=True))
 
 
 @lru_cache(maxsize=256)

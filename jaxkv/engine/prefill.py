@@ -144,26 +144,26 @@ def read(prompts: "Prompts") -> Walk[KVCache]:
     flat, needed, parts = prompts.flat, prompts.needed, prompts.parts
     headroom = np.asarray(needed.headroom, np.int32)
     if needed.buffer is not None:
-        made = yield from cascaded(prompts, parts, rows=needed.buffer, headroom=headroom)
+        out = yield from cascaded(prompts, parts, rows=needed.buffer, headroom=headroom)
     else:
-        made = yield from compress(
+        out = yield from compress(
             prompts,
             parts,
             key=prompts.merge_key,
             headroom=headroom,
             implementation=prompts.implementation,
         )
-    limit, state = first_state(prompts, made, tuple(prompts.query_buffers))
+    limit, state = first_state(prompts, out, tuple(prompts.query_buffers))
     seen = jnp.copy(prompts.length)
     centre = jnp.stack(prompts.centres) if prompts.centres else None
     tables = Tables(
-        start=made.start, length=made.length, limit=limit, seen=seen, state=state, centre=centre
+        start=out.start, length=out.length, limit=limit, seen=seen, state=state, centre=centre
     )
     cache = KVCache(
         arrays=Cache(
-            pools=with_bounds(made.pools, made.length, prompts.reading, flat.axes), tables=tables
+            pools=with_bounds(out.pools, out.length, prompts.reading, flat.axes), tables=tables
         ),
-        tally=made.tally,
+        tally=out.tally,
         layout=parts.layout,
         policy=prompts.policy,
         config=flat.config,
@@ -225,14 +225,14 @@ class Prompts(PromptSource):
 
     def read_twice(self, padded: Padded) -> Walk[None]:
         """Generator: run all layers, then the second pass; store peak attention per entry; yield progress."""
-        asked = self.parts.needs.replay
-        assert asked is not None
+        replay = self.parts.needs.replay
+        assert replay is not None
         for index in self.indices:
             self.ran[index] = self._run(index)
             yield _FIRST_PASS
         worth = (1 - _FIRST_PASS) * len(self.indices)
         peaks = yield from replayed(
-            self.flat, self.ran, padded, asked, implementation=self.implementation, worth=worth
+            self.flat, self.ran, padded, replay, implementation=self.implementation, worth=worth
         )
         for index in self.indices:
             self.ran[index].extras["replay"] = peaks[index]
@@ -278,8 +278,8 @@ class Prompts(PromptSource):
         """Return the scorer's input from a layer's output: the fields that its needs name."""
         # Other parts of the policy may have requested queries and norms, too.
         flat, needs = self.flat, self.parts.scorer.needs
-        asked, first = ("sums", *needs.extras), out.q.shape[3] - needs.queries
-        extras: Any = {name: each for name, each in out.extras.items() if name in asked}
+        names, first = ("sums", *needs.extras), out.q.shape[3] - needs.queries
+        extras: Any = {name: each for name, each in out.extras.items() if name in names}
         if needs.queries:
             extras["queries"] = out.q[..., first:, :]
         if needs.gate is not None:
@@ -303,12 +303,12 @@ class Prompts(PromptSource):
         """Return upper bounds `[L, B]` of entries per kv head and of recent entries; 0 for layers that have not run."""
         numbers, layers = self.numbers, len(self.indices)
         weights = self.weights(layer_weights)
-        found = most_by_layer_weights(
+        counts = most_by_layer_weights(
             self.parts, numbers.budget, self.lengths, numbers.always_kept, weights, layers
         )
         xp, beyond = namespace(weights), ((0, layers - len(layer_weights)), (0, 0))
         rows, recents = (
-            place(xp.pad(table, beyond), "n B", self.axes, jnp.int32) for table in found
+            place(xp.pad(table, beyond), "n B", self.axes, jnp.int32) for table in counts
         )
         return rows, recents
 
@@ -320,8 +320,8 @@ class Prompts(PromptSource):
         """Return the largest P among layers with this layer's sliding window, so that these share one program."""
         if is_traced(self.length):
             return size
-        alike = zip(self.sliding_windows, self.needed.pools, strict=True)
-        return max(rows for window, rows in alike if window == self.sliding_windows[index])
+        sizes = zip(self.sliding_windows, self.needed.pools, strict=True)
+        return max(rows for window, rows in sizes if window == self.sliding_windows[index])
 
     def rows(self, index: int) -> Unpacked:
         """Remove one layer's keys and values from the source and return them as `Unpacked`."""
@@ -338,7 +338,7 @@ class Prompts(PromptSource):
 
 def first_state(
     source: PromptSource,
-    made: Compressed,
+    out: Compressed,
     query_buffers: tuple[Float[Array, "B K G R D"], ...] = (),
 ) -> tuple[Int[Array, "L B K"], State | None]:
     """Return the entry limits of segments after a prompt, and the policy's `State`; None if the policy has none.
@@ -347,16 +347,16 @@ def first_state(
     """
     parts = source.parts
     if parts.ongoing.compresses:
-        return _going_on(source, made, query_buffers)
+        return _going_on(source, out, query_buffers)
     if parts.read.everything:
-        return jnp.copy(made.length), None
+        return jnp.copy(out.length), None
     reads = source.numbers.reads
     assert reads is not None
-    return jnp.copy(made.length), reading_state(source.length, reads, made.length, query_buffers)
+    return jnp.copy(out.length), reading_state(source.length, reads, out.length, query_buffers)
 
 
 def _going_on(
-    source: PromptSource, made: Compressed, query_buffers: tuple[Float[Array, "B K G R D"], ...]
+    source: PromptSource, out: Compressed, query_buffers: tuple[Float[Array, "B K G R D"], ...]
 ) -> tuple[Int[Array, "L B K"], State]:
     """Return entry limits `[L, B, K]` and the first `State` of policies that evict or recompress after the prompt.
 
@@ -365,7 +365,7 @@ def _going_on(
     """
     parts, lengths, numbers = source.parts, source.lengths, source.numbers
     of = slice(source.indices[0], source.indices[-1] + 1)
-    xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, made.length
+    xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, out.length
     short = numbers.most > lengths
     targets = xp.where(short, numbers.most, source.kept_entries[of])
     recent = xp.where(
@@ -375,7 +375,7 @@ def _going_on(
         prompt=source.length,
         budget=jnp.asarray(numbers.most, jnp.int32),
         recent=jnp.asarray(recent, jnp.int32),
-        tau=made.tau,
+        tau=out.tau,
         query_buffers=query_buffers,
     )
     per_layer = xp.where(parts.unlimited(source.sliding_windows)[of, None], endless, targets)

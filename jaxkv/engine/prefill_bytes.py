@@ -92,33 +92,33 @@ class PrefillBytes:
         if loaded:
             # Attention transposes the loaded entries of one layer.
             loaded += token * (reading.width if reading.filters else self.padded_len)
-        found = self.cache + max(loaded, beside)
+        total = self.cache + max(loaded, beside)
         if parts.read.chunk:
             # All entries remain on the device until the last chunk; sliding-window layers have places for a chunk.
             chunk = min(parts.read.chunk, self.padded_len)
             sliding_windows = config.layers - config.sliding_windows.count(None)
-            found += self.host + sliding_windows * token * chunk
-        return found
+            total += self.host + sliding_windows * token * chunk
+        return total
 
     def _beside(self) -> int:
         """Return the peak bytes of prefill's arrays in addition to the cache, over its top two layers."""
         config, parts, rows, layers = self.config, self.parts, self._layer_rows, self.config.layers
-        hidden, there = self.batch * self.padded_len * config.embed * self.item, list[int]()
+        hidden, peaks = self.batch * self.padded_len * config.embed * self.item, list[int]()
         for index in range(max(0, layers - 2), layers):
             top = index == layers - 1
             below = self._below(index) + rows
-            there.append(below + hidden + self._looked + self._temporaries(top))
+            peaks.append(below + hidden + self._looked + self._temporaries(top))
             # The top layer returns the hidden state of a single token.
-            there.append(below + (0 if top else hidden) + self._afterwards(index, top))
+            peaks.append(below + (0 if top else hidden) + self._afterwards(index, top))
         if parts.needs.replay is not None:
             # All layers below the top one have run and wait for the second pass.
             waiting = (layers - 1) * (rows + self._looked)
-            there += [hidden + waiting + self._temporaries(False), layers * rows + self._again()]
-        there.append(sum(self.pools) + self._bounds + 4 * self.batch * config.vocab)
+            peaks += [hidden + waiting + self._temporaries(False), layers * rows + self._again()]
+        peaks.append(sum(self.pools) + self._bounds + 4 * self.batch * config.vocab)
         # Allocated throughout: token masks, the table of rotary angles, and the cache's tables.
         masks = self.batch * self.padded_len * (3 + config.kv_heads)
         tables = 4 * self.padded_len * (1 + config.head_dim) + self._remembered + self._tables
-        return max(there) + masks + tables - self.cache
+        return max(peaks) + masks + tables - self.cache
 
     def _afterwards(self, index: int, top: bool) -> int:
         """Return the bytes of scoring, selecting, merging and packing a layer's entries, without lower layers."""
@@ -152,17 +152,17 @@ class PrefillBytes:
 
     def _again(self) -> int:
         """Return the bytes of a second pass over prompts without keys and values: scores, activations."""
-        asked, config = self.parts.needs.replay, self.config
-        assert asked is not None
-        chunk = min(asked.chunk, self.padded_len)
+        replay, config = self.parts.needs.replay, self.config
+        assert replay is not None
+        chunk = min(replay.chunk, self.padded_len)
         # The tokenizer turns text into fewer tokens than characters; at least one block of queries runs.
-        texts = sum(len(each or ()) for each in (asked.first, asked.following, asked.closing))
-        before = texts + min(asked.tail, self.padded_len)
+        texts = sum(len(each or ()) for each in (replay.first, replay.following, replay.closing))
+        before = texts + min(replay.tail, self.padded_len)
         tokens = self.batch * (chunk + max(QUERY_BLOCK, before))
         each = config.embed * (2 * self.item + 8) + 4 * config.heads * config.head_dim * self.item
         each += (4 * (1 + config.gated) + self.item) * config.hidden
         # Logits of a block of queries over a chunk and sinks, or over a sliding window and the tokens of the pass.
-        keys = chunk + max(QUERY_BLOCK // 2, min(asked.sinks, self.padded_len))
+        keys = chunk + max(QUERY_BLOCK // 2, min(replay.sinks, self.padded_len))
         keys += max(width or 0 for width in config.sliding_windows) and before
         logits = 24 * config.group * QUERY_BLOCK * keys
         waiting = config.layers * (self._rows_of(4) + self._looked)

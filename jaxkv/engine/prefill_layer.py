@@ -136,8 +136,8 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
         return jnp.abs(seen).sum(axis=-1).mean(axis=2)
 
     parts = jnp.moveaxis(v.reshape(batch, heads, padded_len // size, size, dim), 2, 0)
-    mine = jnp.moveaxis(lax.map(norms, parts), 0, 2).reshape(batch, heads, padded_len)
-    return mean_of_devices(mine, "G", block.axes)
+    local = jnp.moveaxis(lax.map(norms, parts), 0, 2).reshape(batch, heads, padded_len)
+    return mean_of_devices(local, "G", block.axes)
 
 
 def _by_sequence(

@@ -103,29 +103,29 @@ def recompress(
         fixed,
     )
     now = place(due(cache), "B", flat.axes)
-    made = run_to_end(compress(held, parts, key=key, headroom=held.headroom, due=now))
+    compressed = run_to_end(compress(held, parts, key=key, headroom=held.headroom, due=now))
     target = limits_of(
-        parts.heads, made.length, made.length, flat.axes, flat.config.sliding_windows
+        parts.heads, compressed.length, compressed.length, flat.axes, flat.config.sliding_windows
     )
-    whole = np.asarray([width is None for width in flat.config.sliding_windows])
-    again = now[:, None] & whole[:, None, None]
+    full = np.asarray([width is None for width in flat.config.sliding_windows])
+    renewed = now[:, None] & full[:, None, None]
     if parts.heads.uniform:
         wants = namespace(held.kept_entries).broadcast_to(
             held.kept_entries[..., None], target.shape
         )
         target = place(wants, "L B K", flat.axes, jnp.int32)
-    made_anew = cache.updated(
-        pools=made.pools,
-        start=made.start,
-        length=made.length,
-        limit=jnp.where(again, target, cache.limit),
-        state=dataclasses.replace(state, tau=made.tau),
+    result = cache.updated(
+        pools=compressed.pools,
+        start=compressed.start,
+        length=compressed.length,
+        limit=jnp.where(renewed, target, cache.limit),
+        state=dataclasses.replace(state, tau=compressed.tau),
     )
     # A head that competes with others may now hold more entries than the prompt has tokens.
-    made_anew = dataclasses.replace(
-        made_anew, tally=cache.tally.plus(made.tally), extended=not parts.heads.uniform
+    result = dataclasses.replace(
+        result, tally=cache.tally.plus(compressed.tally), extended=not parts.heads.uniform
     )
-    return settle_down(made_anew, flat.axes)
+    return settle_down(result, flat.axes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -395,7 +395,7 @@ def candidates_again(
     rows, ongoing, window = taken(layer, static), static.ongoing, static.spec.sliding_window
     pos, segments = rows.positions, layer.segments
     assert pos is not None
-    found = Candidates(
+    candidates = Candidates(
         scores=None,
         inside=rows.inside,
         always_kept=ongoing.keep.protected(pos, segments.prompt[:, None, None]),
@@ -403,7 +403,7 @@ def candidates_again(
         seen=segments.seen,
     )
     if window is not None:
-        return last_rows(found, window)
+        return last_rows(candidates, window)
     rows = _plain(rows, layer)
     if isinstance(ongoing.rank, Anew):
         scores, _ = _observed(layer, rows, static, shaping, norms_of)
@@ -411,7 +411,9 @@ def candidates_again(
         score = jnp.zeros(pos.shape, jnp.float32) if rows.score is None else rows.score
         scores = ranked(ongoing.rank, score, segments.seen[:, None, None] - pos)
     needed = static.heads.needs_norms
-    return dataclasses.replace(found, scores=scores, norms=norms_of(rows.v) if needed else None)
+    return dataclasses.replace(
+        candidates, scores=scores, norms=norms_of(rows.v) if needed else None
+    )
 
 
 def _observed(

@@ -133,9 +133,9 @@ def limits_of(
     own_of = heads.limits()
     if own_of is None:
         return usual
-    near = np.asarray([width is not None for width in sliding_windows])
-    whole = jnp.asarray(np.where(near[:, None], ENDLESS, own_of)[of], jnp.int32)[:, None]
-    return jnp.maximum(kept, own(whole, "K", 2, axes) if inside() else whole)
+    windowed = np.asarray([width is not None for width in sliding_windows])
+    limits = jnp.asarray(np.where(windowed[:, None], ENDLESS, own_of)[of], jnp.int32)[:, None]
+    return jnp.maximum(kept, own(limits, "K", 2, axes) if inside() else limits)
 
 
 def choose(
@@ -186,7 +186,7 @@ def _choose(
 ) -> Selection:
     """Compiled `choose`: masks of the entries to keep, one per layer, and the `Tally` of entries moved and cut."""
     budgets, layer = without_threshold(heads), _joined(layers)
-    mine = layer.inside
+    local = layer.inside
     # Heads that compete need the scores of all devices.
     over = None if budgets.order is Order.OWN else axes
     layer = dataclasses.replace(layer, always_kept=_always_kept(layer, recent))
@@ -228,7 +228,7 @@ def _choose(
         )
     mask = own(always_kept | chosen, "K", 1, over)
     if due is not None:
-        mask = jnp.where(due[:, None, None], mask, mine)
+        mask = jnp.where(due[:, None, None], mask, local)
         moved = None if moved is None else jnp.where(due, moved, 0)
         cut = None if cut is None else jnp.where(due[:, None], cut, 0)
     masks = [mask]
@@ -278,10 +278,10 @@ def within(
 
 def _always_kept(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:  # noqa: F821
     """Return the mask of entries kept regardless of their scores: `always_kept` and the `recent` last ones."""
-    stays = layer.always_kept
+    kept = layer.always_kept
     if recent is not None:
-        stays = stays | (layer.positions >= (layer.seen - recent)[:, None, None])
-    return stays & layer.inside
+        kept = kept | (layer.positions >= (layer.seen - recent)[:, None, None])
+    return kept & layer.inside
 
 
 def staged(

@@ -73,9 +73,9 @@ def sequences_of(
         row=jnp.asarray(np.zeros(batch, np.int32)),
         ends=jnp.asarray(np.tile(ends, (batch, 1))),
     )
-    made = Sequences(
+    sequences = Sequences(
         cache=cache.arrays,
         sampling_state=sampling_state,
         sampling=batch_sampling([sampling] * batch),
     )
-    return settle_down(made, cache.axes)
+    return settle_down(sequences, cache.axes)

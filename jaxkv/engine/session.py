@@ -138,7 +138,7 @@ class Session:
             ValueError: for a budget that the policy does not support.
         """
         params, axes = self.params, self.params.axes
-        mine = plan_prefill(
+        plan = plan_prefill(
             params.config,
             self.policy,
             lengths.tolist(),
@@ -148,11 +148,11 @@ class Session:
             implementation=self.implementations.prefill,
         )
         if axes is None:
-            return mine
-        held, peak = (each * axes.in_one_memory for each in (mine.cache_bytes, mine.peak_bytes))
+            return plan
+        held, peak = (each * axes.in_one_memory for each in (plan.cache_bytes, plan.peak_bytes))
         # Each local device has its own copy of the host store, in the memory of its process's machine.
-        waiting = mine.host_bytes * len(axes.mesh.local_devices)
-        return dataclasses.replace(mine, cache_bytes=held, peak_bytes=peak, host_bytes=waiting)
+        waiting = plan.host_bytes * len(axes.mesh.local_devices)
+        return dataclasses.replace(plan, cache_bytes=held, peak_bytes=peak, host_bytes=waiting)
 
     @settled
     def prefill(
@@ -441,12 +441,12 @@ class Session:
     def _require_same(self, call: str, ids: Any, **given: Any) -> None:
         """Raise an error if arguments differ between a mesh's processes; skip prompts that are already encoded."""
         if not isinstance(ids, Encoded):
-            mine = {
+            own = {
                 "policy": self.policy,
                 "session.key": self.key,
                 "implementation": self.implementations,
             }
-            hosts.require_same(f"Session.{call}", self.params, None, **{"ids": ids} | mine | given)
+            hosts.require_same(f"Session.{call}", self.params, None, **{"ids": ids} | own | given)
 
     def encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
         """Return prompts as `Encoded` token ids, tokenized if needed; plain text continues the cache's conversation."""

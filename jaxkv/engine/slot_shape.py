@@ -37,8 +37,8 @@ class SlotShape:
     def lengths(self) -> list[tuple[bool, int]]:
         """Padded lengths of prompts (False), then of questions (True), those closest to a short chat's first."""
         most = (False, self.prompt), (True, self.question)
-        found = [(question, size) for question, longest in most for _, size in buckets(longest)]
-        lengths = {(question, max(SHORT, size) if question else size) for question, size in found}
+        pairs = [(question, size) for question, longest in most for _, size in buckets(longest)]
+        lengths = {(question, max(SHORT, size) if question else size) for question, size in pairs}
         return sorted(lengths, key=lambda each: (each[0], abs(math.log2(each[1] / FEW))))
 
     def require_fits(
@@ -56,12 +56,12 @@ class SlotShape:
             "pool sizes of other slots. Give a cache from prefill of these slots.",
         )
         # A custom policy class may have changed its store since the cache was saved.
-        stores, mine = {type(pool.store).__name__ for pool in cache.pools}, parts.store.__name__
+        stores, store = {type(pool.store).__name__ for pool in cache.pools}, parts.store.__name__
         require(
-            stores == {mine},
+            stores == {store},
             "cache",
             f"entries held by {stores}",
-            f"another store than the slots' {mine}. Prefill the prompt again.",
+            f"another store than the slots' {store}. Prefill the prompt again.",
         )
         free = int(cache.free()[~sliding].min(initial=self.longest))
         remedy = f"only {free} places free: run one question on top of a prompt, or make slots with more max_question"
@@ -110,10 +110,10 @@ def slot_shape(
     for shortest, size in buckets(longest):
         # The shortest prompt of a bucket gains the most entries before its limit.
         short = np.asarray([shortest])
-        given = first_headroom(
+        free = first_headroom(
             parts, config.sliding_windows, short, more, most=more, slides=slides(parts), least=asked
         )
-        headroom = np.asarray(given)
+        headroom = np.asarray(free)
         # A question may exceed a limit before the policy compresses it.
         headroom = headroom + (asked if question and parts.ongoing.compresses else 0)
         most = np.maximum(most, pools_for(parts, config, size, tuple(headroom.tolist()), kv_shards))

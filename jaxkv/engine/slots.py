@@ -125,8 +125,8 @@ class Slots:
             new=max_new_tokens,
             kv_shards=kv_shards,
         )
-        mine = config.kv_heads // kv_shards
-        widest = max(parts.layout.widest(rows, mine) for rows in self.shape.rows)
+        heads_here = config.kv_heads // kv_shards
+        widest = max(parts.layout.widest(rows, heads_here) for rows in self.shape.rows)
         self._fixed = Fixed(rows=self.shape.rows, padded_len=min(widest, self.shape.longest))
         self.needed = (
             count
@@ -246,8 +246,8 @@ class Slots:
         copy = self.session.on_top(copy, encoded, self._spec)
         if not due(copy).any():
             return copy
-        again = self._compressed(copy, self.session.key_of(key))
-        return dataclasses.replace(again, logits=copy.logits)
+        renewed = self._compressed(copy, self.session.key_of(key))
+        return dataclasses.replace(renewed, logits=copy.logits)
 
     @settled
     def begin(
@@ -281,9 +281,7 @@ class Slots:
         self._require_fits(cache, 1 if self._parts.ongoing.compresses else new)
         most, ids = self.shape.new, sorted(set(eos))
         require(new <= most, "max_new_tokens", new, f"more than the slots' {most}: lower it")
-        require(
-            len(ids) <= self._ends, "eos", ids, f"more than the slots' {self._ends}: give fewer"
-        )
+        require(len(ids) <= self._ends, "eos", ids, f"more than {self._ends}: give fewer")
         key = self.session.key_of(key)
         table = np.full(self._ends, -2, np.int32)
         table[: len(ids)] = ids
@@ -472,10 +470,10 @@ class Slots:
 
     def _renew(self, slot: int, change: Callable[[KVCache], KVCache]) -> None:
         """Replace a slot's cache by the result of a function of it."""
-        one = self.take(slot)
-        cache = change(self._handle(one.arrays.cache))
-        arrays = dataclasses.replace(one.arrays, cache=cache.arrays)
-        self.insert(dataclasses.replace(one, arrays=arrays, **self._counts(cache)), slot)
+        sequence = self.take(slot)
+        cache = change(self._handle(sequence.arrays.cache))
+        arrays = dataclasses.replace(sequence.arrays, cache=cache.arrays)
+        self.insert(dataclasses.replace(sequence, arrays=arrays, **self._counts(cache)), slot)
 
     def _counts(self, cache: KVCache) -> dict[str, Any]:
         """Return the fields `beyond` and `left` of a cache's `Paused`."""

@@ -81,9 +81,11 @@ def filter_query(
     rows, now = query_buffer.shape[3], new.positions[:, :1]
     stands = now - jnp.arange(reading.window, dtype=jnp.int32)
     slot = jnp.where(stands < 0, 0, stands % rows)
-    mine = jnp.take_along_axis(query_buffer, slot[:, None, None, :, None], axis=3)
+    queries = jnp.take_along_axis(query_buffer, slot[:, None, None, :, None], axis=3)
     weights = jnp.broadcast_to(jnp.asarray(reading.selector.weights(reading.window)), stands.shape)
-    return FilterQuery(q=mine.astype(q.dtype), positions=stands, weights=weights, shaping=shaping)
+    return FilterQuery(
+        q=queries.astype(q.dtype), positions=stands, weights=weights, shaping=shaping
+    )
 
 
 def chosen_at(
@@ -99,13 +101,13 @@ def chosen_at(
     """Select positions by a filter layer's attention: one set per sequence, for all heads and tokens."""
     reading = terms.reading
     assert new.candidates is not None
-    asked, below = filter_query(q, query_buffer, new, reading, shaping), new.candidates.below
+    query, below = filter_query(q, query_buffer, new, reading, shaping), new.candidates.below
     # Queries and keys of equal position attend to each other; padding and headroom are no candidates.
     if reading.every_entry:
-        scores = by_row(asked, pool.k, below, terms.axes)
+        scores = by_row(query, pool.k, below, terms.axes)
     else:
         scores = by_position(
-            asked, pool.k, pool.pos, start, choosable, reading.padded_len, terms.axes
+            query, pool.k, pool.pos, start, choosable, reading.padded_len, terms.axes
         )
     now = new.positions[:, 0] if q.shape[3] == 1 else None
     few = terms.backend.can.few_launches

@@ -170,11 +170,11 @@ def decode(
     if loader is None:
         arguments = loop_arguments(flat, cache, sampling_state, steps, sampling, idle, spec=spec)
         return _loop(*arguments, spec=spec, size=size)
-    there = next(iter(cache.tables.seen.devices()))
+    device = next(iter(cache.tables.seen.devices()))
     sampling_state = (
         settle_down(sampling_state, flat.axes)
         if flat.axes
-        else jax.device_put(sampling_state, there)
+        else jax.device_put(sampling_state, device)
     )
     out, ran, ended = (
         np.full((len(sampling_state.done), size), -1, np.int32),

@@ -189,22 +189,23 @@ def step_angles(
     Rolling positions are places within the cache. `cache` is the state before the step, used with rolling positions
     only.
     """
-    made = partial(angles, head_dim=spec.config.head_dim)
+    angles_at = partial(angles, head_dim=spec.config.head_dim)
     ropes = [kind.rope for kind in kinds]
     if not spec.rolling:
-        by_rope = {rope: StepAngles(made(positions, rope)) for rope in dict.fromkeys(ropes)}
+        by_rope = {rope: StepAngles(angles_at(positions, rope)) for rope in dict.fromkeys(ropes)}
         return [by_rope[rope] for rope in ropes]
     tables, heads = cache.tables, cache.tables.start.shape[2]
     sizes = [pool.rows // heads for pool in cache.pools]
     distinct = dict.fromkeys(zip(sizes, ropes, strict=True))
     of_rows = {
-        (size, rope): made(jnp.arange(size, dtype=jnp.int32)[None], rope) for size, rope in distinct
+        (size, rope): angles_at(jnp.arange(size, dtype=jnp.int32)[None], rope)
+        for size, rope in distinct
     }
     # Positions roll only if all heads of a sequence hold the same entries, so any head's length applies.
     lengths = [length[:, :1] for length in tables.length]
     ahead = positions - tables.seen[:, None]
     return [
-        StepAngles(made(length + ahead, rope), of_rows[size, rope])
+        StepAngles(angles_at(length + ahead, rope), of_rows[size, rope])
         for length, size, rope in zip(lengths, sizes, ropes, strict=True)
     ]
 

@@ -74,51 +74,51 @@ def run_blocks(
     ran = Ran(stream, list(pools), [], [])
     for index, block in enumerate(blocks):
         at = spec.layout.pool_of(index)
-        mine = bind(index, block, ran.pools[at])
+        layer = bind(index, block, ran.pools[at])
         stream, ran.pools[at], query_buffer, step, out = run_block(
-            block, spec, ran.stream, mine, step
+            block, spec, ran.stream, layer, step
         )
         ran = Ran(stream, ran.pools, [*ran.query_buffers, query_buffer], [*ran.out, out])
     return ran
 
 
 def run_block(
-    block: Block, spec: Spec, stream: Residual, mine: Bound, step: Step
+    block: Block, spec: Spec, stream: Residual, layer: Bound, step: Step
 ) -> tuple[Residual, Pool, QueryBuffer | None, Step, Float[Array, "B K"]]:
     """Run one block over the step's tokens; return hidden states, pool, query buffer, step, output numbers."""
-    new, query_buffer, rows = step.new, mine.query_buffer, mine.rows
+    new, query_buffer, rows = step.new, layer.query_buffer, layer.rows
     x, normed = attention_input(block, stream, spec)
-    token = _projected(block, spec, normed, mine, step)
+    token = _projected(block, spec, normed, layer, step)
     if query_buffer is not None:
         query_buffer = remembered(query_buffer, token.q, new)
-    made = rows.attended(token, step)
-    if mine.asks is not None:
+    attended = rows.attended(token, step)
+    if layer.asks is not None:
         # Use the pool after its update: a use of the earlier pool would cost a copy.
-        asked = (made.pool, rows.start, mine.asks, token.q, query_buffer, new, rows.shaping)
-        step = dataclasses.replace(step, chosen=chosen_at(spec, *asked))
-    out = made.out if mine.centre is None else transformed(made.out)
+        args = (attended.pool, rows.start, layer.asks, token.q, query_buffer, new, rows.shaping)
+        step = dataclasses.replace(step, chosen=chosen_at(spec, *args))
+    out = attended.out if layer.centre is None else transformed(attended.out)
     stream = block_output(block, x, out, spec)
-    return stream, made.pool, query_buffer, step, heads_of(made.out, len(new.count))
+    return stream, attended.pool, query_buffer, step, heads_of(attended.out, len(new.count))
 
 
 def _projected(
-    block: Block, spec: Spec, normed: Float[Array, "M N E"], mine: Bound, step: Step
+    block: Block, spec: Spec, normed: Float[Array, "M N E"], layer: Bound, step: Step
 ) -> Token:
     """Return the step's queries, keys and values as the layer stores them, with initial scores from a gate."""
-    own, by = normed[: len(step.new.count)], mine.by.new
+    own, by = normed[: len(step.new.count)], layer.by.new
     if step.work is None:
         token = project(block, spec, own, by)
     else:
         token = token_of_parts(*block.parts(normed), by, normed.dtype)
     if spec.gate is not None:
-        token = dataclasses.replace(token, begun=spec.gate.scores(mine.gate, own))
-    if mine.centre is not None:
+        token = dataclasses.replace(token, begun=spec.gate.scores(layer.gate, own))
+    if layer.centre is not None:
         # Compute scores from entries before their transform.
         begun = first_scores(token, spec.ongoing)
-        token = dataclasses.replace(token, begun=begun).transformed(mine.centre)
+        token = dataclasses.replace(token, begun=begun).transformed(layer.centre)
     # Round to the model's dtype first: a CPU holds the same numbers as float32.
-    token = token.widened(mine.rows.pool.dtype)
-    if mine.centre is not None and token.split is not None:
+    token = token.widened(layer.rows.pool.dtype)
+    if layer.centre is not None and token.split is not None:
         # The token is already rotated and transformed, and the kernel would only rotate.
         cos = jnp.ones_like(token.split.cos)
         split = Unrotated(*token.parts(token.split.q.shape[1]), cos, jnp.zeros_like(cos))

@@ -44,8 +44,8 @@ class EvictingLayer(DenseLayer):
             softcap=cap,
         )
         received = partial(attention.column_sums, softcap=cap)
-        given = (token.q, token.k, lse)
-        sums = lax.map(lambda a: received(a[0], a[1], a[2], jnp.int32(0)), given)
+        arrays = (token.q, token.k, lse)
+        sums = lax.map(lambda a: received(a[0], a[1], a[2], jnp.int32(0)), arrays)
         return dataclasses.replace(pool, score=score), dataclasses.replace(
             new, score=sums.mean(axis=2)
         )

@@ -60,10 +60,10 @@ class PagedLayer(DenseLayer):
             assert step.new.candidates is not None
             pages = self.chosen_pages(token.q[..., 0, :], step.new.candidates.budget)
             layer = dataclasses.replace(self, pages=pages)
-        made = super(PagedLayer, layer).attended(token, step)
-        out = heads_of(made.out, len(step.new.count))
-        pool = with_new_rows(made.pool, self.start, self.length, step.new, out)
-        return Attended(made.out, pool)
+        result = super(PagedLayer, layer).attended(token, step)
+        out = heads_of(result.out, len(step.new.count))
+        pool = with_new_rows(result.pool, self.start, self.length, step.new, out)
+        return Attended(result.out, pool)
 
     def chosen_pages(self, q: Float[Array, "B K G D"], budget: Int[Array, " B"]) -> PageRows:
         """Select per kv head the full pages of largest q.k bound for one new token, within a budget.

@@ -29,8 +29,8 @@ class SlidingWindowLayer(DenseLayer):
     def several(self, token: Token, new: NewEntries, step: Step) -> Attended:
         """Attend from each token to the last entries up to its own; then append the entries."""
         rows, size = self.pool.store.view(), min(self.window, self.pool.rows)
-        given = (token.q, (token.k, token.v), new.count, rows, self.reach(self.length))
-        out = over_window(*given, size=size, window=self.window, shaping=self.shaping)
+        arguments = (token.q, (token.k, token.v), new.count, rows, self.reach(self.length))
+        out = over_window(*arguments, size=size, window=self.window, shaping=self.shaping)
         return Attended(out, self.pool.appended(new))
 
 
@@ -61,8 +61,8 @@ def over_window(
         """Return the output `[G, n, D]` of one kv head of one sequence."""
         q, k_new, v_new, at, held, shape = given
         keys, values = (jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new)))
-        there = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
-        return masked(q, keys, values, seen & there, shape)
+        valid = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
+        return masked(q, keys, values, seen & valid, shape)
 
     def of_sequence(given: tuple[Array, ...]) -> Array:
         """Return the output `[K, G, n, D]` of one sequence, kv head by kv head."""
