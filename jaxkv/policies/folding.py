@@ -383,13 +383,13 @@ class ValueMerge(Merger):
         each = jax.vmap(
             lambda k, at: jax.random.uniform(jax.random.fold_in(k, at)), in_axes=(None, 0)
         )
-        uses_key = jax.vmap(each, in_axes=(0, None))(keys, jnp.arange(padded_len, dtype=jnp.int32))
+        samples = jax.vmap(each, in_axes=(0, None))(keys, jnp.arange(padded_len, dtype=jnp.int32))
         length = inside.sum(axis=-1, dtype=jnp.int32)
         fold = jax.vmap(jax.vmap(self._fold), in_axes=(0, 0, 0, None))
         if padded_len <= self.window:
             return Merged(k, v, tau)
         drops = any_of_devices((inside & ~kept).any(axis=(1, 2)), "K", axes)[:, None, None, None]
-        return Merged(k, jnp.where(drops, fold(v, mass, length, uses_key), v), tau)
+        return Merged(k, jnp.where(drops, fold(v, mass, length, samples), v), tau)
 
     @partial(jax.jit, static_argnums=0)
     def _fold(
@@ -397,7 +397,7 @@ class ValueMerge(Merger):
         v: Float[Array, "S D"],
         mass: Float[Array, " S"],
         length: Array,
-        uses_key: Float[Array, " S"],
+        samples: Float[Array, " S"],
     ):
         """Return values `[S, D]` of a kv head after each has added, by chance, a share to the next `window` values."""
         padded_len, window = v.shape[0], self.window
@@ -414,7 +414,7 @@ class ValueMerge(Merger):
             jnp.clip(mass / jnp.where(top > 0, top, 1.0), 0, 1),
             jnp.where(mass > 0, 1.0, 0.0),
         )
-        factor = chance if self.expected else (uses_key < chance).astype(jnp.float32)
+        factor = chance if self.expected else (samples < chance).astype(jnp.float32)
         acts = (index >= begin) & (index + window < length)
         factor = jnp.where(acts, factor, 0.0) / window
 

@@ -488,13 +488,13 @@ def within_capacity(
     safe = top(only(keys, chosen), jnp.minimum(floor[:, None], count(chosen)))
     loose = by_device(only(keys, chosen & ~safe))
     headroom = most[:, None] - count(by_device(safe))
-    stays = top(loose, jnp.minimum(headroom, count(loose > 0))) | by_device(safe)
-    others = only(by_device(keys), ~stays)
+    kept = top(loose, jnp.minimum(headroom, count(loose > 0))) | by_device(safe)
+    others = only(by_device(keys), ~kept)
     # The best candidates that each device has headroom for, then the best of these over all devices.
-    could = flat(top(others, jnp.minimum(most[:, None] - count(stays), count(others > 0))))
+    could = flat(top(others, jnp.minimum(most[:, None] - count(kept), count(others > 0))))
     others = flat(others)
-    moved = count(flat(chosen)) - count(flat(stays))
+    moved = count(flat(chosen)) - count(flat(kept))
     taken = top(only(others, could), jnp.minimum(moved, count(could)))
     # In a loaded cache a device may hold less than its share: other devices then exceed `most`.
     more = top(only(others, ~taken), moved - count(taken))
-    return (flat(stays) | taken | more).reshape(chosen.shape), moved
+    return (flat(kept) | taken | more).reshape(chosen.shape), moved

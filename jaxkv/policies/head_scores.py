@@ -64,8 +64,8 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
 def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """Return LU-KV's shares of entries to evict by head, as tuples `[count][L][K]`, from a table or .npy file.
 
-    ValueError, which names `field`, for files that cannot be read, and for anything but `count` tables of numbers from
-    0 to 1, each with a number below 1.
+    ValueError, which names `field`, for files that cannot be read. Tables must be `count`, of numbers from 0 to 1, each
+    with a number below 1.
     """
     remedy = f"give {count} tables of a number from 0 to 1, not 1 alone, for each layer and kv head"
     table = given

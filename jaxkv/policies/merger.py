@@ -96,7 +96,7 @@ class Merger:
     def compares(self) -> tuple[str, ...]:
         """Names of tensors ("k", "v") whose cosines find the kept entry nearest to an evicted one; () by default.
 
-        With (), prompts and recompressed caches are merged; entries evicted one by one are not.
+        With (), prompts and recompressed caches are merged; single entries evicted while decoding are not.
         """
         return ()
 

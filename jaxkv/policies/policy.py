@@ -36,9 +36,9 @@ class Policy:
         every: recompress after this many new tokens, over prompt and answer in order of position: the cache never holds
             more than the budget and this many entries. None compresses the prompt only.
         merge: merger of evicted entries into their nearest kept entries, such as `Merge()`; None discards them.
-        store: how entries are held: "dense" as the model computes them, "int8" in 8 bits with a scale per entry, "int4"
-            in 4 bits with a scale per 32 elements, "mixed" keys in 8 and values in 4; or a subclass of
-            `jaxkv.cache.Store`.
+        store: how entries are held: "dense" as the model computes them; "int8" in 8 bits with a scale per key and
+            value; "int4" in 4 bits with a scale per 32 elements; "mixed" with keys in 8 bits and values in 4; or a
+            subclass of `jaxkv.cache.Store`.
         composed: the `Parts` that `parts` returned at construction, all that the engine reads.
     """
 
@@ -135,7 +135,7 @@ class Policy:
             ValueError: for parts that exclude one another.
             TypeError: for parts of a wrong type.
         """
-        keep = instance("keep", Keep() if keep is None else keep, Keep, "give Keep(sinks=4), say")
+        keep = instance("keep", Keep() if keep is None else keep, Keep, "give Keep(sinks=4)")
         after: After = Append() if evict is None else Evict(rank=evict)
         if self.every is not None:
             remedy = "this policy evicts an entry for every token already: leave it out"

@@ -43,7 +43,7 @@ def survivors(
     # A head keeps its own best entries. Their number grows with the entries that it wins in the common order of all
     # heads, stage by stage. Later layers' candidates only push entries down in that order. The number computed without
     # later layers is therefore an upper bound, and entries beyond it are never kept. Always-kept entries are no
-    # candidates. The numbers sum to at most `headroom`, of which they are shares besides guaranteed entries.
+    # candidates. The numbers sum to at most `headroom`: they are shares of it, guaranteed entries included.
     heads = without_threshold(heads)
     own, batch, candidates = own_budgets(heads), len(rows.scores), rows.candidates
     assert own is not None

@@ -53,8 +53,8 @@ class KeyDifference(Scorer):
 class FutureAttention(Scorer):
     """ExpectedAttention's scorer: attention expected from queries after the text, times the value's L2 norm.
 
-    Queries are assumed to be normally distributed, with the mean and covariance of the text's queries before RoPE,
-    rotated by the mean rotation of the following positions.
+    Queries are assumed to be normally distributed. Their mean and covariance are those of the text's queries before
+    RoPE, rotated by the mean rotation of the following positions.
 
     Attributes:
         sinks: number of first tokens left out of the statistics.
@@ -138,8 +138,8 @@ class WorstAttention(Scorer):
         kernel: number of neighbours over which each query's attention is averaged; the query's total is unchanged.
         stage: a first stage of entries kept whatever their scores, at most a head's even share. "mass": the entries of
             most mean attention that, with the window's own, hold 90 % of the attention. "published": as in the released
-            code, which takes the columns before the window for the window's own and averages them over the layer's
-            heads, normalises the rest to 1, and stops one entry earlier. "none": no first stage.
+            code, which stops one entry earlier and normalises other attention to 1. It takes the columns before the
+            window for the window's own, and averages them over the layer's heads. "none": no first stage.
 
     References:
         DefensiveKV, arXiv:2510.13334; its first stage is that of CriticalKV, arXiv:2502.03805.
@@ -249,8 +249,8 @@ class Uniform01(Scorer):
         )
         # Sampled for all heads, also on a mesh: a head's samples do not depend on the sharding.
         whole = heads if seen.axes is None else heads * seen.axes.size("K")
-        uses_key = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
-        return jnp.broadcast_to(uses_key.T, (batch, heads, padded_len))
+        samples = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
+        return jnp.broadcast_to(samples.T, (batch, heads, padded_len))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -23,9 +23,11 @@ class ChunkedHeads(SharedHeads):
     """Head budgets that keep the same chunks of consecutive entries in all kv heads, those of highest mean score.
 
     Chunks with always-kept entries are completed first, lowest position first. The others follow by their mean score
-    over heads and entries. The best entries of the first chunk that does not fit fill the budget. With `peaks`, a chunk
-    without always-kept entries is reduced to so many entries if its mean score is at least the chunks' median and the
-    entropy of its scores is below the median. The best of all other entries fill the rest of the budget.
+    over heads and entries. The best entries of the first chunk that does not fit fill the budget.
+
+    With `peaks`, chunks of high but uneven scores, without always-kept entries, are reduced to so many entries. Their
+    mean score is at least the chunks' median, and the entropy of their scores is below the median. The best of all
+    other entries fill the rest of the budget.
 
     Attributes:
         chunk: entries per chunk; a prompt's last chunk may have fewer.
@@ -53,17 +55,17 @@ class ChunkedHeads(SharedHeads):
         # Heads that share positions have the same candidates: with always-kept entries, all entries of the text.
         free = rows.candidates[:, 0]
         length = count(free) + rows.always_kept
-        stays = (jnp.arange(padded_len, dtype=jnp.int32) < length[:, None]) & ~free
+        kept = (jnp.arange(padded_len, dtype=jnp.int32) < length[:, None]) & ~free
         mean = jnp.where(free, scores.mean(axis=1), 0.0)
         inside = count(chunks(free))
         of_chunk = sortable(chunks(mean).sum(axis=-1) / jnp.maximum(inside, 1).astype(jnp.float32))
         sizes = (
             inside
             if self.peaks is None
-            else self._cut(chunks(mean), chunks(free), of_chunk, chunks(stays), self.peaks)
+            else self._cut(chunks(mean), chunks(free), of_chunk, chunks(kept), self.peaks)
         )
         order = jnp.argsort(
-            jnp.where(chunks(stays).any(axis=-1), jnp.uint32(0), ~of_chunk), axis=-1, stable=True
+            jnp.where(chunks(kept).any(axis=-1), jnp.uint32(0), ~of_chunk), axis=-1, stable=True
         )
         sizes = jnp.take_along_axis(sizes, order, axis=-1)
         taken = jnp.clip(
@@ -82,7 +84,7 @@ class ChunkedHeads(SharedHeads):
         rows: Float[Array, "B C n"],
         free: Bool[Array, "B C n"],
         of_chunk: Array,
-        stays: Bool[Array, "B C n"],
+        kept: Bool[Array, "B C n"],
         peaks: int,
     ) -> Int[Array, "B C"]:
         """Return the entries `[B, C]` of each chunk if chosen: `peaks` if its scores are high but uneven, else all.
@@ -98,7 +100,7 @@ class ChunkedHeads(SharedHeads):
         entropy = jnp.where(inside > 1, entropy, 0.0)
         high = of_chunk >= _lower_median(of_chunk, inside > 0)
         uneven = sortable(entropy) < _lower_median(sortable(entropy), inside > 0)
-        return jnp.where(high & uneven & ~stays.any(axis=-1), jnp.minimum(inside, peaks), inside)
+        return jnp.where(high & uneven & ~kept.any(axis=-1), jnp.minimum(inside, peaks), inside)
 
 
 def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[Array, "B 1"]:
@@ -154,10 +156,8 @@ class ChunkKV(Wrapper):
     def check_base(self, base: Policy, parts: Parts) -> None:
         """Raise ValueError if the base policy sets head budgets or nests layers."""
         plain = parts.heads.order in (Order.OWN, Order.MEAN) and not parts.heads.needs_norms
-        require(plain, "base", base, "its heads have budgets of their own: give SnapKV(), say")
-        remedy = (
-            "its layers choose among the entries of the layer below: give SnapKV(), for example"
-        )
+        require(plain, "base", base, "its heads have budgets of their own: give SnapKV()")
+        remedy = "its layers choose among the entries of the layer below: give SnapKV()"
         require(not parts.nested, "base", base, remedy)
 
     def wrap(self, base: Parts) -> Parts:

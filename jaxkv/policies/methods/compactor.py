@@ -54,11 +54,11 @@ class BlockAndLeverage(Scorer):
         if not self.uses_key:
             return score
         heads = score.shape[1] * (1 if seen.axes is None else seen.axes.size("K"))
-        uses_key = jax.random.normal(
+        projection = jax.random.normal(
             jax.random.fold_in(seen.key, seen.layer), (heads, seen.k.shape[-1], self.sketch)
         )
         leverage = _leverage(
-            seen.unrotated, own(uses_key, "K", 0, seen.axes) / self.sketch**0.5, counts[..., None]
+            seen.unrotated, own(projection, "K", 0, seen.axes) / self.sketch**0.5, counts[..., None]
         )
         return score + jnp.float32(self.blending) * _normalised(leverage, counts, seen.axes)
 
@@ -128,9 +128,9 @@ class Compactor(BudgetMethod):
     def scoring(self) -> BlockAndLeverage:
         """Return the scorer by block attention and key leverage of the tokens between sinks and window."""
         keep = self.stays
-        asked = BlockAttention(
+        blocks = BlockAttention(
             size=self.block, first=keep.sinks, last=keep.window, zeros=self.published
         )
         usual = 1 - self.budget if isinstance(self.budget, float) else 0.35
         weight = usual if self.blending is None else self.blending
-        return self.part(BlockAndLeverage, blocks=asked, blending=weight)
+        return self.part(BlockAndLeverage, blocks=blocks, blending=weight)

@@ -63,11 +63,9 @@ class LocalLeverage(Scorer):
         size = min(self.local_window, padded_len)
         square = jnp.minimum((rows.astype(jnp.float32) ** 2).sum(axis=-1), _MOST)
         square = jnp.pad(jnp.where(inside, square, 0.0), ((0, 0), (0, 0), (0, -padded_len % size)))
-        sliding_windows = square.reshape(*square.shape[:2], -1, size)
-        total = sliding_windows.sum(axis=-1, keepdims=True)
-        return (sliding_windows / jnp.where(total > 0, total, 1.0)).reshape(square.shape)[
-            ..., :padded_len
-        ]
+        blocks = square.reshape(*square.shape[:2], -1, size)
+        total = blocks.sum(axis=-1, keepdims=True)
+        return (blocks / jnp.where(total > 0, total, 1.0)).reshape(square.shape)[..., :padded_len]
 
 
 @register

@@ -34,10 +34,10 @@ class D2O(HeavyMethod):
 
     Attributes:
         layers: layer budgets; those by variance share one pool, so that their sum is exact.
-        official: use the published code's arithmetic, not the paper's: three layers keep the prompt, sizes are
-            truncated, one threshold per layer with beta 0.5, heads' evicted entries decided together, cosines as
-            weights, heavy hitters (including sinks) to recent tokens 1:1. Scores are per kv head in any case, and
-            compression follows the prompt instead of the first new token.
+        official: use the published code's arithmetic, not the paper's. Three layers keep the prompt, sizes are
+            truncated, and heavy hitters (including sinks) to recent tokens are 1:1. Merging has one threshold per layer
+            with beta 0.5, decides for heads together, and weighs by cosines. Unlike that code, scores are per kv head,
+            and compression follows the prompt instead of the first new token.
 
     References:
         Wan et al., D2O: Dynamic Discriminative Operations for Efficient Long-Context Inference of Large Language

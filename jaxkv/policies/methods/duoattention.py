@@ -104,7 +104,7 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
         return np.where(self.retrieval, ENDLESS, self.reach)
 
     def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of all candidates in retrieval heads, and the best `reach - always_kept` in others."""
+        """Return the mask `[B, K, S]`: all candidates in retrieval heads, the best `reach - always_kept` in others."""
         self.require_sizes(heads=rows.scores.shape[1])
         few = top(rows.keys, jnp.maximum(jnp.int32(self.reach) - rows.always_kept, 0)[:, None])
         return rows.candidates & (few | jnp.asarray(self.retrieval)[rows.layer][None, :, None])

@@ -16,8 +16,8 @@ class GlobalBudget(Wrapper):
 
     `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. Entries that can no longer win are evicted as
     later layers run: prefill takes the memory of the budget's entries of all layers, twice while they are packed, and
-    of one full layer. Prefill holds all layers' entries, as much as the full cache, for bases that merge evicted entries
-    or run over the prompt twice, and on a mesh if `alpha` or two stages meet a `capacity` below the number of kv devices.
+    of one full layer. Prefill holds the full cache for bases that merge evicted entries or run over the prompt twice.
+    So it does on a mesh if `alpha` or two stages meet a `capacity` below the number of kv devices.
 
     Attributes:
         base: the policy whose scores and window are used, and its heads' guaranteed share and capacity.

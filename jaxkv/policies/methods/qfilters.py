@@ -32,7 +32,7 @@ class HeadFilters(FileArrays):
 
     @classmethod
     def of_tensors(cls, stored: Mapping[str, StoredTensor]) -> "HeadFilters":
-        """Create `HeadFilters` from the tensor `q_filters` `[L, K, D]`; ValueError if missing, misshapen, not finite."""
+        """Create filters from the tensor `q_filters` `[L, K, D]`; ValueError if missing, misshapen or not finite."""
         array = NamedTensors("", dict(stored)).take("q_filters", None, None, None)
         layers, heads, dim = array.shape
         return cls.of_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)
@@ -43,8 +43,8 @@ class FilteredKeys(Scorer):
     """QFilters' scorer: minus the dot product of an entry's key and its head's filter vector.
 
     Attributes:
-        q_filters: the model's filters; None computes them for each prompt: minus the first right singular vector of the
-            queries of all query heads of a kv head, rotated to positions after the prompt, with the mean's sign.
+        q_filters: the model's filters; None computes them for each prompt: minus the first right singular vector of a
+            kv head's queries, rotated to positions after the prompt, signed towards their mean.
     """
 
     q_filters: HeadFilters | None = None

@@ -28,9 +28,9 @@ class Redundancy(WindowScorer):
     an entry's key with the other entries' keys. Of the entries similar to a key, with a cosine above `threshold`, the
     last one leaves this cosine out.
 
-    Cosines are computed in blocks of entries of one kv head: at most 2^22 of them (16 MiB) are in memory at a time, or
-    one row for longer texts, in addition to a copy of the head's keys. A prompt's cosines cost as many products as
-    causal attention of one more query head per kv head.
+    Cosines are computed in blocks of entries of one kv head. At most 2^22 cosines (16 MiB) are in memory at a time, or
+    one row for longer texts; so is a copy of the head's keys. A prompt's cosines cost as many products as causal
+    attention of one more query head per kv head.
 
     Attributes:
         window: number of the text's last queries, the observation window.
