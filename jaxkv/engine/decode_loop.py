@@ -21,7 +21,7 @@ from jaxkv.sharding.mesh import host, place
 
 
 class DecodeLoop:
-    """Samples blocks of tokens on a cache that it owns; full pools are recompressed or enlarged.
+    """Loop that samples blocks of tokens on its own cache, and recompresses or enlarges full pools.
 
     Attributes:
         left: number of tokens left to sample.

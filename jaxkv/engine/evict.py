@@ -124,7 +124,7 @@ class _Writes(NamedTuple):
 def evict(
     pool: Pool, segments: Segments, attended: Float[Array, "B K"], how: Eviction
 ) -> tuple[Pool, Segments]:
-    """Drop or merge the lowest-ranked entry of each segment over its limit; move the newest entry into its place.
+    """Evict or merge the lowest-ranked entry of each segment over its limit; move the newest entry to its place.
 
     `attended` is any number of each head's attention output, which orders the writes after attention. NaN keeps a
     segment's entries. A kernel that finds the entry does not need it: its pool is an output of attention.

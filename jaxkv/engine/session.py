@@ -117,7 +117,7 @@ class Session:
             if new > MOST_AHEAD and not parts.ongoing.compresses:
                 # The cache will grow to this size, and a MemoryError during decoding would lose the answer.
                 grown = self.planned(lengths, bucket(new)).cache_bytes
-                memory.check_bytes(grown, f"the cache behind max_new_tokens={new}", device)
+                memory.check_bytes(grown, f"the cache for max_new_tokens={new}", device)
         return needed
 
     def planned(
@@ -267,7 +267,7 @@ class Session:
             MemoryError: if the copy does not fit into memory.
         """
         self._require_same("extend", ids, cache=cache, new=new, chunk=chunk, donate=donate)
-        chunk = None if chunk is None else whole("chunk", chunk, "not a positive integer: give 1")
+        chunk = None if chunk is None else whole("chunk", chunk, "give chunks of at least 1 token")
         encoded, flat = self.encoded(ids, cache), self.params.flat
         self._check(encoded.lengths, new, cache)
         batch, longest = len(encoded.ids), int(encoded.lengths.max())

@@ -89,10 +89,10 @@ class Slots:
             MemoryError: if the slots need more bytes than are free.
         """
         params, self.session = session.params, session
-        self.count = count = whole("count", count, "give at least 1 slot")
-        self.size = whole("size", size, "sample at least 1 token at a time")
-        self._ends = whole("ends", ends, "give room for at least 1 end token")
-        max_prompt = whole("max_prompt", max_prompt, "take prompts of at least 1 token")
+        self.count = count = whole("count", count, "use at least 1 slot")
+        self.size = whole("size", size, "sample at least 1 token per call")
+        self._ends = whole("ends", ends, "allow at least 1 end id")
+        max_prompt = whole("max_prompt", max_prompt, "allow prompts of at least 1 token")
         max_new_tokens = whole("max_new_tokens", max_new_tokens, "sample at least 1 token")
         max_question = whole(
             "max_question", max_question, "give 0 for none, or at least 1 token", least=0
