@@ -13,6 +13,7 @@ from transforming import attended, batched
 
 import jaxkv
 from jaxkv import H2O, AdaKV, KNorm, Quest, SnapKV
+from jaxkv.machine.compilation import Clock
 
 NEW = 24
 
@@ -251,3 +252,54 @@ def test_many_tokens_at_once_are_as_many_halves():
     state = jaxkv.compress(*old[1:], queries=old[0], policy=policy, headroom=257)
     _, out = state.step(*new)
     np.testing.assert_allclose(out, state.append(*new[1:]).attend(new[0]), atol=2e-5)
+
+
+@pytest.mark.parametrize("length", (1, 2, 6))
+def test_a_prompt_below_its_budget_grows_to_it_and_no_further(length):
+    """Sinks that are still to come count: they leave 4 of 8 entries, 3 of them recent."""
+    policy, rng = H2O(budget=8, sinks=4, recent=0.75), np.random.default_rng(length)
+    new = lambda: jnp.asarray(rng.standard_normal((1, 1, 1, DIM)), jnp.float32)  # noqa: E731
+    k = jnp.asarray(rng.standard_normal((1, 1, 6, DIM)), jnp.float32)
+    given = {"queries": k, "length": np.asarray([length]), "policy": policy, "headroom": 9}
+    state = jaxkv.compress(k, k, **given)
+    for _ in range(14):
+        state, _ = state.step(new(), new(), new())
+    (held,) = state.positions()[0]
+    assert len(held) == 8 and {0, 1, 2, 3} <= {*held.tolist()}
+    last = length + 13
+    assert {last, last - 1, last - 2} <= {*held.tolist()}
+
+
+@pytest.mark.parametrize("policy", (H2O(budget=8), SnapKV(budget=8, window=2)), ids=repr)
+def test_padding_that_is_no_number_changes_nothing(policy):
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    tokens = 1 if isinstance(policy, H2O) else 3
+    k, q = make(2, 2, 12, DIM), make(2, 4, 12, DIM)
+    state = jaxkv.compress(k, k, queries=q, policy=policy, headroom=9)
+    count = jnp.asarray([tokens, tokens - 1])
+    given = make(2, 4, tokens, DIM), make(2, 2, tokens, DIM), make(2, 2, tokens, DIM)
+    plain, out = state.step(*given, count=count)
+    spoiled = (each.at[1, :, tokens - 1 :].set(jnp.nan) for each in given)
+    again, same = state.step(*spoiled, count=count)
+    for one, other in zip(jax.tree.leaves(plain), jax.tree.leaves(again), strict=True):
+        np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(out, same)
+    assert not out[1, :, tokens - 1 :].any()
+
+
+def test_an_eager_step_compiles_once_and_its_state_can_be_donated():
+    rng = np.random.default_rng(0)
+    make = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)  # noqa: E731
+    policy = SnapKV(budget=8, window=2, every=2)
+    k, q = make(2, 2, 12, DIM), make(2, 4, 12, DIM)
+    state = jaxkv.compress(k, k, queries=q, policy=policy, headroom=9)
+    donating = jax.jit(jaxkv.CompressedKV.step, donate_argnums=0)
+    state, _ = donating(state, make(2, 4, 1, DIM), make(2, 2, 1, DIM), make(2, 2, 1, DIM))
+    state, _ = state.step(make(2, 4, 1, DIM), make(2, 2, 1, DIM), make(2, 2, 1, DIM))
+    new = make(2, 4, 1, DIM), make(2, 2, 1, DIM), make(2, 2, 1, DIM)
+    with Clock() as clock:
+        state, _ = state.step(*new)
+    assert clock.programs == 0
+    with pytest.raises(ValueError, match="query heads"):
+        state.step(new[0][:, :2], *new[1:])

@@ -168,7 +168,10 @@ def test_what_is_refused():
             {"sink_logits": sinks[0][:4]},
             r"sink_logits=\[4\]: wrong shape: give one number for each query head, .*H = 6",
         ),
-        ({"sink_logits": np.arange(6)}, r"sink_logits='int32\[6\]': not floating point: give floating-point numbers"),
+        (
+            {"sink_logits": np.arange(6)},
+            r"sink_logits='int32\[6\]': not floating point: give floating-point numbers",
+        ),
     ):
         with pytest.raises(ValueError, match=told):
             jaxkv.compress(k[0], v[0], policy=policy, queries=q[0], **given)

@@ -368,9 +368,9 @@ def _going_on(
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, out.length
     short = numbers.most > lengths
     targets = xp.where(short, numbers.most, source.kept_entries[of])
-    recent = xp.where(
-        short, parts.recents(targets, lengths, numbers.always_kept), source.recents[of]
-    )
+    # A short prompt's segments grow to their targets: sinks that are still to come count, too.
+    grown = parts.keep.counts(targets, xp.broadcast_to(lengths, targets.shape))
+    recent = xp.where(short, parts.recents(targets, lengths, grown), source.recents[of])
     state = State(
         prompt=source.length,
         budget=jnp.asarray(numbers.most, jnp.int32),

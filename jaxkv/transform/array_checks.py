@@ -125,6 +125,14 @@ def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> 
     return jnp.asarray(counts, jnp.int32)
 
 
+def without_padding(
+    rows: Float[Array, "... N D"], count: Int[Array, " B"]
+) -> Float[Array, "... N D"]:
+    """Keys, values or queries with padding set to zero, because NaN in padding would spread in sums."""
+    inside = jnp.arange(rows.shape[-2], dtype=jnp.int32) < count[:, None]
+    return jnp.where(inside.reshape(len(count), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
+
+
 def shown(array: Array | np.ndarray) -> str:
     """Return an array's dtype and shape as text for error messages."""
     return f"{array.dtype}{list(array.shape)}"

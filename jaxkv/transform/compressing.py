@@ -50,6 +50,7 @@ from jaxkv.transform.array_checks import (
     known,
     order_hint,
     shown,
+    without_padding,
 )
 from jaxkv.transform.state import CompressedKV
 
@@ -299,7 +300,9 @@ class _Given(PromptSource):
             )
             self.query_buffers.append(query_buffer)
         if parts.merge is not None:
-            rows = rows._replace(k=_finite(k, self.length), v=_finite(v, self.length))
+            rows = rows._replace(
+                k=without_padding(k, self.length), v=without_padding(v, self.length)
+            )
         return self.scored(index, rows, seen)
 
     def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
@@ -312,7 +315,7 @@ class _Given(PromptSource):
             sinks = as_sinks(given.sink_logits, heads, q.shape[2])
             if self.parts.needs.sums:
                 all_q, all_k, all_v = lax.stop_gradient(
-                    [_finite(each, length) for each in (q, k, v)]
+                    [without_padding(each, length) for each in (q, k, v)]
                 )
                 backend = backend_of(Implementation.XLA)
                 shaping = Shaping(softcap=given.softcap, sink_logits=sinks)
@@ -389,7 +392,8 @@ def _compressed(
             own = dataclasses.replace(
                 own, state=dataclasses.replace(own.state, query_buffers=(next(query_buffers),))
             )
-        held.append(own)
+        # Each array of a state is a buffer of its own, so that states can be donated.
+        held.append(jax.tree.map(jnp.copy, own))
     return CompressedKV(
         pools=with_bounds(made.pools, made.length, mine, None),
         tables=tuple(held),
@@ -401,12 +405,6 @@ def _compressed(
         first=first,
         padded_len=given.like.shape[2],
     )
-
-
-def _finite(rows: Float[Array, "... S D"], length: Int[Array, " B"]) -> Float[Array, "... S D"]:
-    """Keys, values or queries with padding set to zero, because NaN in padding would spread in sums."""
-    inside = jnp.arange(rows.shape[-2], dtype=jnp.int32) < length[:, None]
-    return jnp.where(inside.reshape(len(length), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
 
 
 def _as_taken(given: Policy | type[Policy] | str) -> Policy:

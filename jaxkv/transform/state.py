@@ -49,7 +49,13 @@ from jaxkv.models.config import SlidingWindows
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import Append
-from jaxkv.transform.array_checks import as_counts, as_grouped, as_keys_values, known
+from jaxkv.transform.array_checks import (
+    as_counts,
+    as_grouped,
+    as_keys_values,
+    known,
+    without_padding,
+)
 
 
 @partial(
@@ -117,6 +123,7 @@ class CompressedKV:
         Returns:
             The layer's pool, or the shared one.
         """
+        layer = index("layer", layer, len(self.tables))
         return self.pools[self.terms.layout.pool_of(layer)]
 
     def sliding_window(self, layer: int) -> int | None:
@@ -132,7 +139,7 @@ class CompressedKV:
         Returns:
             `i32[B]`, the headroom of each sequence.
         """
-        sizes = [pool.rows for pool in self.pools]
+        layer, sizes = index("layer", layer, len(self.tables)), [pool.rows for pool in self.pools]
         return self.terms.layout.free(self.start, self.length, sizes)[layer].min(axis=1)
 
     def positions(self, layer: int = 0) -> list[list[Int[np.ndarray, " n"]]]:
@@ -166,8 +173,9 @@ class CompressedKV:
         """Add new tokens to a layer: append, attend, score, then evict or recompress as the policy declares.
 
         Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map` (with `check_vma=False` for several
-        tokens, windows and pages). Reverse-mode gradients are supported for one token that reads all entries. Logits
-        are scaled by 1 / sqrt(D); a model that scales by s multiplies its queries by s * sqrt(D).
+        tokens, windows, pages and `every=n`). Reverse-mode gradients are supported for one token that reads all entries
+        where `attend` supports them; rounding to 8 bits has none. Logits are scaled by 1 / sqrt(D); a model that scales
+        by s multiplies its queries by s * sqrt(D).
 
         Args:
             q: `[B, H, N, D]` queries after RoPE at their own positions, from `seen` on.
@@ -178,37 +186,25 @@ class CompressedKV:
             layer: index among the state's layers.
 
         Returns:
-            The new state, and attention output `[B, H, N, D]` in q's dtype, causal among the N; padding has finite
-            output. In traced code, tokens without headroom are not appended but counted in `left_out` and `seen`.
+            The new state, and attention output `[B, H, N, D]` in q's dtype, causal among the N; padding has
+            output 0. In traced code, tokens without headroom are not appended but counted in `left_out` and `seen`.
 
         Raises:
             ValueError: if arrays do not fit, if several tokens are passed to a policy that evicts one by one, or if the
                 headroom is too small and the lengths are known.
         """
         layer = index("layer", layer, len(self.tables))
-        new, written = self._joining(k, v, count, layer)
-        batch, heads, tokens, _ = new.k.shape
-        q, terms = as_grouped("q", q, batch, heads, new.k), self.terms
-        require(
-            q.shape[3] == tokens,
-            "q",
-            f"{q.shape[3]} tokens",
-            f"k has {tokens} tokens: give as many queries",
-        )
-        (pool,) = faded((self.pool(layer),), new.count, terms)
-        rows = self._rows(layer, pool, self.tables[layer].length[0], q)
-        token = Token(q=q, k=new.k, v=new.v, stored=new.k).widened(pool.dtype)
-        step = Step(new=new_tokens(terms, self.tables[layer], new.count, tokens))
-        made = rows.attended(token, step)
-        after = self._with(layer, made.pool, new.count, written)
-        if self.sliding_window(layer) is None:
-            after = after._remembering(layer, token, step.new)
-            if terms.ongoing.evicts:
-                after = after._evicted(layer, heads_of(made.out, len(written)))
-            if self.parts.every:
-                after = after._recompressed(layer, self.parts.every)
-        out = made.out.reshape(*made.out.shape[:1], -1, *made.out.shape[3:])
-        return after, out.astype(q.dtype)
+        k, v, written = self._joining(k, v, count, layer)
+        grouped = as_grouped("q", q, *k.shape[:2], k)
+        _, heads, group, tokens, _ = grouped.shape
+        remedy = f"k has {k.shape[2]} tokens: give as many queries"
+        require(tokens == k.shape[2], "q", f"{tokens} tokens", remedy)
+        state = self.tables[layer].state
+        held = state.query_buffers[0].shape[2] if state and state.query_buffers else group
+        remedy = f"the prompt's queries had {heads * held}: give as many"
+        require(group == held, "q", f"{heads * group} query heads", remedy)
+        after, out = _stepped(self, without_padding(grouped, written), k, v, written, layer=layer)
+        return after, out.astype(grouped.dtype)
 
     @settled
     def append(
@@ -231,7 +227,8 @@ class CompressedKV:
         """
         layer = index("layer", layer, len(self.tables))
         self._require_plain("append")
-        new, written = self._joining(k, v, count, layer)
+        k, v, written = self._joining(k, v, count, layer)
+        new = self._entries(layer, k, v, written)
         return self._with(layer, self.pool(layer).appended(new), new.count, written)
 
     @settled
@@ -285,8 +282,8 @@ class CompressedKV:
 
     def _joining(
         self, k: ArrayLike, v: ArrayLike, count: ArrayLike | None, layer: int
-    ) -> tuple[NewEntries, Int[Array, " B"]]:
-        """Return new tokens' entries, as many per sequence as fit the headroom, and the sequences' token counts."""
+    ) -> tuple[Array, Array, Int[Array, " B"]]:
+        """Validate new tokens; return their keys and values without padding, and the sequences' token counts."""
         k, v = as_keys_values(k, v)
         tables = self.tables[layer]
         _, batch, heads = tables.start.shape
@@ -304,9 +301,14 @@ class CompressedKV:
             short = int(np.max(np.asarray(written) - np.asarray(free)))
             remedy = f"{short} more than the headroom: give jaxkv.compress a larger headroom"
             require(short <= 0, "k", f"{tokens} tokens", remedy)
-        positions = tables.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
-        end, taken = tables.start[0] + tables.length[0], jnp.clip(free, 0, written)
-        return NewEntries(k=k, v=v, positions=positions, count=taken, end=end), written
+        return without_padding(k, written), without_padding(v, written), written
+
+    def _entries(self, layer: int, k: Array, v: Array, written: Int[Array, " B"]) -> NewEntries:
+        """Return new tokens' entries, as many of each sequence's `written` ones as fit the headroom."""
+        tables = self.tables[layer]
+        positions = tables.seen[:, None] + jnp.arange(k.shape[2], dtype=jnp.int32)
+        end, count = tables.start[0] + tables.length[0], jnp.clip(self.free(layer), 0, written)
+        return NewEntries(k=k, v=v, positions=positions, count=count, end=end)
 
     def _rows(
         self, layer: int, pool: Pool, length: Int[Array, "B K"], q: Float[Array, "B K G N D"]
@@ -391,6 +393,34 @@ class CompressedKV:
         plain = isinstance(self.parts.after, Append) and self.parts.read.everything
         remedy = f"its policy evicts, or selects what is read, within a step: use step, not {half}"
         require(plain, "state", brief(self.parts), remedy)
+
+
+@partial(jax.jit, static_argnames="layer")
+def _stepped(
+    state: CompressedKV,
+    q: Float[Array, "B K G N D"],
+    k: Float[Array, "B K N D"],
+    v: Float[Array, "B K N D"],
+    written: Int[Array, " B"],
+    *,
+    layer: int,
+) -> tuple[CompressedKV, Float[Array, "B H N D"]]:
+    """Compiled: `CompressedKV.step` of checked arrays; padding has output 0."""
+    new = state._entries(layer, k, v, written)
+    (pool,) = faded((state.pool(layer),), new.count, state.terms)
+    rows = state._rows(layer, pool, state.tables[layer].length[0], q)
+    token = Token(q=q, k=new.k, v=new.v, stored=new.k).widened(pool.dtype)
+    step = Step(new=new_tokens(state.terms, state.tables[layer], new.count, q.shape[3]))
+    made = rows.attended(token, step)
+    after = state._with(layer, made.pool, new.count, written)
+    if state.sliding_window(layer) is None:
+        after = after._remembering(layer, token, step.new)
+        if state.terms.ongoing.evicts:
+            after = after._evicted(layer, heads_of(made.out, len(written)))
+        if state.parts.every:
+            after = after._recompressed(layer, state.parts.every)
+    out = made.out.reshape(len(written), -1, *made.out.shape[3:])
+    return after, without_padding(out, written)
 
 
 class HeldAgain(LayerSource):
