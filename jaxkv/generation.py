@@ -198,8 +198,7 @@ def generate(
         progress: True shows progress bars on stderr. By default bars are shown on terminals only.
 
     Returns:
-        A `Generation`, or a `Stream` whose `result` is one. For a list of prompts, `text`, `tokens`, `finish_reason`
-        and `stop_reason` are lists, and iteration yields one `Completion` per prompt.
+        A `Generation`, a sequence of one `Completion` per prompt, or a `Stream` whose `result` is one.
 
     Raises:
         ValueError: for an empty or too long prompt, a budget that is too small for the policy, or a cache of another

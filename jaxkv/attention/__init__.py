@@ -1,7 +1,7 @@
-"""The one door to attention: functions of arrays that know neither caches nor policies.
+"""Attention as functions of arrays, independent of caches and policies.
 
-`backend_of` gives the `Backend` of an `Implementation`. Plain XLA whatever the backend: `causal` and `column_sums` of
-one sequence, `block_sums`, `pool_sums`, `probabilities`, `window_mass`, `group_logits`, `chunk_peaks`, `filters`, and
+`backend_of` returns the `Backend` of an `Implementation`. Plain XLA on every backend: `causal` and `column_sums` of one
+sequence, `block_sums`, `pool_sums`, `probabilities`, `window_mass`, `group_logits`, `chunk_peaks`, `filters`, and
 `merge` of two sets of keys.
 """
 

@@ -1,4 +1,4 @@
-"""`Backend`: the interface of a device's attention functions, with forms in XLA of all that is not required."""
+"""`Backend`: the interface of a device's attention functions, with XLA defaults for all optional ones."""
 
 import abc
 import dataclasses
@@ -19,9 +19,9 @@ class DeviceTraits(NamedTuple):
 
     Attributes:
         platform: `cpu`, `gpu` (or `cuda`), `tpu`.
-        dtype: of the model.
+        dtype: dtype of the model.
         head_dim: D.
-        capability: of a GPU, such as (9, 0) for Hopper; None where it is not known.
+        capability: compute capability of a GPU, such as (9, 0) for Hopper; None if unknown.
     """
 
     platform: str
@@ -37,21 +37,21 @@ class DeviceTraits(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capabilities:
-    """Record of a backend's abilities, by which programs take one form or another.
+    """Capabilities of a backend, by which programs choose between forms.
 
     Attributes:
-        at_once: True if `prefill` takes all sequences of a batch in one call; else prompt by prompt, in blocks of
-            queries, so that padding costs no time.
-        query_copies: number of arrays of the size of one layer's queries that `prefill` holds, its output among them.
-        sliding_windows: True if `prefill` takes a `window`; layers that have one are XLA's otherwise.
+        at_once: True if `prefill` accepts all sequences of a batch in one call. If False, prompts are processed one by
+            one in blocks of queries, so that padding costs no time.
+        query_copies: number of arrays of the size of one layer's queries that `prefill` holds, including its output.
+        sliding_windows: True if `prefill` supports a `window`; if False, layers with a sliding window use XLA.
         few_launches: True if each XLA operation costs a launch, so that one sort or reduction beats several passes.
-        operands_apart: True if norms and activations are computed before the products of an MLP over a prompt that read
-            them; else the compiler may compute them within these, again for each tile.
-        embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings a block of tokens at a time; else all at
-            once, for which a compiler may take copies of all.
-        steps: entries, as `Store.kernels` names them, over which steps of one token run `decode_token` and `add_norm`.
-        evicts: entries that `evict_rows` and `replace_rows` read and write.
-        custom_calls: names of the custom calls in its programs, for which `jax.export` gives no guarantee.
+        operands_apart: True if norms and activations of an MLP over a prompt are computed before the products that read
+            them. If False, the compiler may fuse them into the products and recompute them per tile.
+        embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings one block of tokens at a time. If False,
+            they do in one step, for which a compiler may copy all embeddings.
+        steps: forms of entries (`Store.kernels`) for which steps of one token run `decode_token` and `add_norm`.
+        evicts: forms of entries that `evict_rows` and `replace_rows` read and write.
+        custom_calls: names of custom calls in its programs, for which `jax.export` guarantees no compatibility.
     """
 
     at_once: bool = True
@@ -66,45 +66,45 @@ class Capabilities:
 
 
 class Backend(abc.ABC):
-    """Abstract base class of a device's attention: complete functions, of which a device overrides whole ones.
+    """Abstract base class of a device's attention functions; a device overrides complete functions.
 
-    Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. All others have a form in XLA
-    made of these, except `evict_rows` and `replace_rows`, which are called for entries that `can.evicts` names. Overrides
-    call `super()` where its kernel does not serve.
+    Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. All others have XLA defaults,
+    except `evict_rows` and `replace_rows`, which are called only for entries named in `can.evicts`. Overrides call
+    `super()` for inputs that their kernel does not support.
 
     A backend is a file with a subclass, and one line of `Implementation` that names it. Stores and pools are those of
     `jaxkv.cache`.
 
     Attributes:
-        can: what it is made for.
+        can: the backend's capabilities.
     """
 
     can: ClassVar[Capabilities] = Capabilities()
 
     def summed_bytes(self, prompts: int, padded_len: int, heads: int, queries: int) -> int:
-        """Bytes that `prefill` with log-sum-exp and `column_sums` hold beyond `prefill` without; 0 in the base class.
+        """Return the bytes that `prefill` with log-sum-exp and `column_sums` need beyond `prefill`; 0 by default.
 
         Args:
             prompts: number of prompts in a batch.
-            padded_len: tokens of a prompt, padded.
+            padded_len: padded length of the prompts in tokens.
             heads: query heads of one device.
             queries: bytes of one layer's queries of all prompts.
         """
         return 0
 
     def invalid(self, setting: DeviceTraits) -> str | None:
-        """Error text if this backend cannot serve a model on a device, None if it can; always None in the base class.
+        """Return an error text if the backend does not support a model on a device, else None; by default None.
 
         Args:
             setting: the model and the device.
 
         Returns:
-            The text, or None.
+            The error text, or None.
         """
         return None
 
     def suits(self, setting: DeviceTraits) -> bool:
-        """True if AUTO may choose this backend for a model on a device; in the base class wherever it is not rejected.
+        """True if AUTO may choose this backend for a model on a device; by default wherever it is supported.
 
         Args:
             setting: the model and the device.
@@ -127,21 +127,21 @@ class Backend(abc.ABC):
         shaping: Shaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
-        """Causal attention of T consecutive queries of each prompt; returns output and log-sum-exp (None unless `lse`).
+        """Compute causal attention of T consecutive queries of each prompt; return output and log-sum-exp.
 
         Args:
             q: rotated queries; T divides S.
             k: rotated keys at positions 0 .. S.
             v: values, finite everywhere.
-            length: tokens of each prompt; outputs of later queries are padding: finite, without meaning.
+            length: tokens of each prompt. Outputs of later queries are padding: finite and undefined.
             first: position of each sequence's first query, a multiple of T; 0 by default.
-            lse: True to return the log-sum-exp, too.
-            shaping: of the logits.
-            window: number of last keys that a query attends to, its own included; given for layers that have one, to
-                backends with `sliding_windows`.
+            lse: True to return the log-sum-exp.
+            shaping: softcap and sink logits.
+            window: sliding window of the layer in tokens, the query's own included; passed only to backends with
+                `sliding_windows`.
 
         Returns:
-            The output in q's dtype, and the natural log-sum-exp of the scaled logits, float32; None if not asked for.
+            The output in q's dtype, and the natural log-sum-exp of the scaled logits, float32, or None without `lse`.
         """
 
     @abc.abstractmethod
@@ -155,15 +155,15 @@ class Backend(abc.ABC):
         *,
         shaping: Shaping = PLAIN,
     ) -> Float[Array, "B K G S"]:
-        """Attention `f32[B, K, G, S]` that each key receives, summed over T consecutive queries of each prompt.
+        """Return the attention `f32[B, K, G, S]` that each key receives, summed over T consecutive queries per prompt.
 
         Args:
             q: rotated queries; T divides S.
             k: rotated keys at positions 0 .. S.
-            lse: from `prefill`.
-            length: tokens of each prompt; later queries are padding, and do not count.
+            lse: log-sum-exp from `prefill`.
+            length: tokens of each prompt; later queries are padding and are ignored.
             first: position of each sequence's first query, a multiple of T; 0 by default.
-            shaping: of the logits.
+            shaping: softcap and sink logits.
 
         Returns:
             Sums of probabilities, float32.
@@ -179,14 +179,14 @@ class Backend(abc.ABC):
         *,
         shaping: Shaping = PLAIN,
     ) -> Float[Array, "B K S"]:
-        """Mean attention `f32[B, K, S]` that keys receive from a prompt's last w queries, over a kv head's query heads.
+        """Return the attention `f32[B, K, S]` that keys receive, mean over a prompt's last w queries and a group's heads.
 
         Args:
             q: rotated queries.
             k: rotated keys at positions 0 .. S.
-            positions: of the queries; negative ones are padding (of a prompt shorter than w), and do not count.
+            positions: positions of the queries; negative ones are padding (of a prompt shorter than w) and are ignored.
             length: tokens of each prompt.
-            shaping: of the logits.
+            shaping: softcap and sink logits.
 
         Returns:
             The means, float32.
@@ -196,13 +196,13 @@ class Backend(abc.ABC):
     def attend(
         self, q: Float[Array, "B K R D"], store: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-        """Attention of R queries per kv head over that head's segment of a pool; returns output and log-sum-exp.
+        """Compute attention of R queries per kv head over its segment of a pool; return output and log-sum-exp.
 
         Args:
-            q: rotated queries; R folds the group and, for several tokens, their number.
-            store: keys and values of the pool, of which `reach.view` gives arrays.
-            reach: entries that are read.
-            shaping: of the logits.
+            q: rotated queries; R combines the group and, for several tokens, their number.
+            store: keys and values of the pool, which `reach.view` returns as arrays.
+            reach: the entries to read.
+            shaping: softcap and sink logits.
 
         Returns:
             The output in q's dtype and the natural log-sum-exp of the scaled logits, float32.
@@ -219,15 +219,15 @@ class Backend(abc.ABC):
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
-        """One token per sequence attends to pool rows; returns output, and row scores plus attention.
+        """Attend to pool rows with one token per sequence; return output, and entries' scores plus attention.
 
         Args:
             q: rotated queries.
             store: keys and values of the pool.
-            reach: entries that are read.
-            score: attention that entries have received so far.
-            counts: mask of the sequences whose attention is added to scores.
-            shaping: of the logits.
+            reach: the entries to read.
+            score: accumulated attention of the entries.
+            counts: mask of the sequences whose attention is added to the scores.
+            shaping: softcap and sink logits.
 
         Returns:
             The output, and the scores.
@@ -241,10 +241,10 @@ class Backend(abc.ABC):
         Args:
             k: keys as the pool stores them.
             v: values.
-            source: head * S + position of each pool row; -1 where there is none.
+            source: head * S + position for each pool row; -1 for none.
 
         Returns:
-            Keys, values and positions of the pool; entries without a source are 0, 0 and -1.
+            Keys, values and positions of the pool; rows without a source are 0, 0 and -1.
         """
         batch, heads, padded_len, dim = k.shape
         real = source >= 0
@@ -262,7 +262,7 @@ class Backend(abc.ABC):
     def gathered(
         self, k: Float[Array, "B P D"], v: Float[Array, "B P D"], rows: Int[Array, "B K T"]
     ) -> tuple[Float[Array, "B n D"], Float[Array, "B n D"]]:
-        """Gather pool rows by index for reading; return their keys and values, finite ones where an index is -1.
+        """Gather pool rows by index for reading; return keys and values, finite where an index is -1.
 
         Args:
             k: keys of a pool.
@@ -270,7 +270,7 @@ class Backend(abc.ABC):
             rows: pool rows of each head; -1 for none.
 
         Returns:
-            Keys and values, the T entries of one head after another.
+            Keys and values, the T entries of each head consecutive.
         """
         return self.packed(k[:, None], v[:, None], rows.reshape(rows.shape[0], -1))[:2]
 
@@ -283,17 +283,17 @@ class Backend(abc.ABC):
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Any]:
-        """Write one new entry behind each segment and attend to it and others; output, log-sum-exp, pool.
+        """Append one entry to each segment and attend to the reach; return output, log-sum-exp, pool.
 
         Args:
             q: rotated queries.
             new: the entry of each kv head.
-            pool: written in place if it is donated.
-            reach: entries that are read, the new one among them.
-            shaping: of the logits.
+            pool: the pool, written in place if it is donated.
+            reach: the entries to read, including the new one.
+            shaping: softcap and sink logits.
 
         Returns:
-            As `attend`, and the pool with the entries.
+            Output and log-sum-exp as from `attend`, and the pool with the new entries.
         """
         pool = pool.appended(new)
         return *self.attend(q, pool.store, reach, shaping=shaping), pool
@@ -307,17 +307,17 @@ class Backend(abc.ABC):
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Any]:
-        """Append a token's row, attends, and add attention received to entries' scores; return output, pool.
+        """Append a token's entry, attend, and add the attention received to scores; return output, pool.
 
         Args:
             q: rotated queries.
             new: the entry of each kv head.
-            pool: with scores.
-            reach: entries that are read, the new one among them.
-            shaping: of the logits.
+            pool: a pool with scores.
+            reach: the entries to read, including the new one.
+            shaping: softcap and sink logits.
 
         Returns:
-            The output, and the pool with the entries.
+            The output, and the pool with the new entries.
         """
         pool, counts = pool.appended(new), new.count > 0
         given = (pool.store, reach, pool.score, counts)
@@ -332,16 +332,16 @@ class Backend(abc.ABC):
         dim: int,
         itemsize: int | float,
     ) -> Any:
-        """Table of the pool rows that each program of `decode_token` reads; None in the base class, which needs none.
+        """Return the work table of `decode_token`: the pool rows that each program reads; by default None.
 
         Args:
             start: first row of each segment.
-            length: entries of each segment, before the step.
+            length: entries of each segment before the step.
             dim: D.
             itemsize: bytes of a stored element, mean of keys and values.
 
         Returns:
-            The table, as `decode_token` takes it.
+            The table, or None if `decode_token` needs none.
         """
         return None
 
@@ -357,17 +357,17 @@ class Backend(abc.ABC):
         scored: bool = False,
         shaping: Shaping = PLAIN,
     ) -> tuple[Float[Array, "M K G D"], Any]:
-        """Append a token's row and attend to what it reaches and to chosen entries; return output, pool.
+        """Append a token's entry and attend to the reach and to selected entries; return output, pool.
 
         Args:
             q: rotated queries.
-            split: the queries, keys and values before rotation, for kernels that rotate them; None in other steps.
+            split: queries, keys and values before rotation, for kernels that rotate them; None in other steps.
             new: the entry of each kv head.
-            pool: written in place if it is donated.
-            reach: entries that are read without a choice, the new one among them.
-            work: which program reads which entries, and the entries that were chosen.
+            pool: the pool, written in place if it is donated.
+            reach: the entries that every layer reads, including the new one.
+            work: the work table, and the selected entries.
             scored: True to add attention to the pool's scores.
-            shaping: of the logits.
+            shaping: softcap and sink logits.
 
         Returns:
             The output, undefined in padding sequences, and the pool.
@@ -395,14 +395,14 @@ class Backend(abc.ABC):
         eps: float,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-        """Add split-K parts to hidden states; return the sum and its RMS norm.
+        """Add split-K parts of a product to hidden states; return the sum and its RMS norm.
 
         Args:
             x: hidden states.
-            added: n split-K parts of a product.
-            scale: of the norm.
-            eps: of the norm.
-            dtype: of the returned sum.
+            added: the n split-K parts.
+            scale: scale of the norm.
+            eps: epsilon of the norm.
+            dtype: dtype of the returned sum.
 
         Returns:
             The sum, and its norm in the scale's dtype.
@@ -414,24 +414,25 @@ class Backend(abc.ABC):
     def evict_rows(
         self, *args: Array | None, weigh: Any
     ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Evict an entry of segments over a limit; return pool and i32 flags; NotImplementedError in this base class.
+        """Evict an entry of each segment above its limit; return pool and i32 flags. Not implemented in this class.
 
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
                 `prompt` of its segments, as for `pallas_kernels.evict_rows`.
-            weigh: hashable function of scores, positions, `seen` and `prompt`; returns ranks and the evictable rows.
+            weigh: hashable function of scores, positions, `seen` and `prompt` that returns ranks and a mask of
+                evictable entries.
 
         Returns:
-            Keys, values, positions and scores; and i32 `[B, K]`, 1 for each segment that lost an entry, else 0.
+            Keys, values, positions and scores; and i32 `[B, K]`, 1 for each segment with an evicted entry, else 0.
         """
         raise NotImplementedError
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Overwrite an entry of masked segments by another; return the pool; NotImplementedError in this base class.
+        """Overwrite one entry by another in masked segments; return the pool. Not implemented in this class.
 
         Args:
-            *args: keys, values, positions and scores of a pool; entries that are overwritten, entries that are moved, and a
-                mask of the segments, each `[B, K]`, as for `pallas_kernels.replace_rows`.
+            *args: keys, values, positions and scores of a pool; overwritten entries, moved entries, and a mask of the
+                segments, each `[B, K]`, as for `pallas_kernels.replace_rows`.
 
         Returns:
             Keys, values, positions and scores.

@@ -1,4 +1,4 @@
-"""Names of attention implementations, and the choice among them for a model and a device."""
+"""Names of attention implementations, and the selection of one for a model and a device."""
 
 import dataclasses
 import enum
@@ -19,16 +19,16 @@ class Implementation(enum.Enum):
     """Enum of attention implementations by name, each but AUTO with the import path of its `Backend` class.
 
     Attributes:
-        AUTO: the fastest that the device, the dtype and the head dim allow.
-        XLA: plain XLA, everywhere.
+        AUTO: the fastest that supports the device, the dtype and the head dim.
+        XLA: plain XLA, on every device.
         PALLAS: the GPU kernels of `pallas_kernels`; on a CPU they are interpreted.
-        INTERPRETED: those kernels run as plain JAX operations, to check them; very slow. Never chosen by AUTO.
-        CUDNN: prefill by cuDNN, through `jax.nn.dot_product_attention`; scoring and decoding are PALLAS, because
-            cuDNN has neither column sums nor ragged segments.
-        MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scoring and decoding are PALLAS.
-        TPU: prefill by JAX's splash attention, appends and reads of segments by `pallas_kernels.tpu.decode`, the
-            rest by XLA; on a CPU its kernels are interpreted.
-        TPU_INTERPRETED: those kernels run as plain JAX operations, to check them. Never chosen by AUTO.
+        INTERPRETED: the PALLAS kernels as plain JAX operations, for tests; very slow. Never chosen by AUTO.
+        CUDNN: prefill by cuDNN, through `jax.nn.dot_product_attention`; scoring and decoding by PALLAS, because cuDNN
+            has neither column sums nor ragged segments.
+        MOSAIC: prefill by `pallas_kernels.mosaic` on Hopper, in Mosaic GPU; scoring and decoding by PALLAS.
+        TPU: prefill by JAX's splash attention, appends and reads of segments by `pallas_kernels.tpu.decode`, the rest
+            by XLA. On a CPU its kernels are interpreted.
+        TPU_INTERPRETED: the TPU kernels as plain JAX operations, for tests. Never chosen by AUTO.
     """
 
     AUTO = "auto"
@@ -50,9 +50,9 @@ class Implementation(enum.Enum):
         return member
 
 
-# These serve prefill of whole prompts only; scoring and decoding are then PALLAS.
+# These serve prefill of complete prompts only; scoring and decoding use PALLAS.
 PREFILL_ONLY = (Implementation.CUDNN, Implementation.MOSAIC)
-# AUTO takes the first that serves the model and the device.
+# AUTO chooses the first that supports the model and the device.
 _FASTEST = (
     Implementation.MOSAIC,
     Implementation.CUDNN,
@@ -60,7 +60,7 @@ _FASTEST = (
     Implementation.TPU,
     Implementation.XLA,
 )
-# Run on a CPU as plain JAX operations, to check them.
+# These run on a CPU as plain JAX operations, for tests.
 _INTERPRETED = {
     Implementation.PALLAS: Implementation.INTERPRETED,
     Implementation.TPU: Implementation.TPU_INTERPRETED,
@@ -69,20 +69,20 @@ _INTERPRETED = {
 
 @cache
 def backend_of(implementation: Implementation) -> Backend:
-    """Import and return the `Backend` instance of an `Implementation` other than AUTO; one instance each, cached."""
+    """Return the `Backend` instance of an `Implementation` other than AUTO; imported and created once."""
     backend: Backend = resolve_name(implementation.backend)()
     return backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Implementations:
-    """Dataclass of two `Implementation` members: one for `prefill` of whole prompts, one for `decode` over segments."""
+    """Pair of `Implementation` members: `prefill` for complete prompts, `decode` for segments."""
 
     prefill: Implementation = Implementation.XLA
     decode: Implementation = Implementation.XLA
 
     def __str__(self) -> str:
-        """Name of the implementation as text, or both names if prefill and decode differ."""
+        """Return the implementation's name, or both names if prefill and decode differ."""
         same = self.prefill is self.decode
         return (
             self.decode.value
@@ -92,7 +92,7 @@ class Implementations:
 
 
 def named(asked: Implementation | str) -> Implementation:
-    """`Implementation` member for a name, or the given member itself; ValueError for an unknown name."""
+    """Return the `Implementation` member for a name or a member; ValueError for an unknown name."""
     return choice("implementation", asked, Implementation)
 
 
@@ -104,10 +104,10 @@ def choose(
     head_dim: int,
     capability: tuple[int, int] | None = None,
 ) -> Implementations:
-    """Choose `Implementations` (prefill, decode) for a name, dtype, head dim and device; ValueError if it cannot run.
+    """Choose the `Implementations` (prefill, decode) for a name, dtype, head dim and device.
 
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
-    ValueError if the implementation does not exist or does not run there.
+    ValueError if the implementation does not exist or does not support the model or the device.
     """
     asked, setting = named(asked), DeviceTraits(platform, dtype, head_dim, capability)
     if asked is Implementation.AUTO:
@@ -122,7 +122,7 @@ def choose(
 
 
 def capability_of(device: jax.Device) -> tuple[int, int] | None:
-    """CUDA compute capability of a device as a tuple such as (9, 0); None for devices without one."""
+    """Return a device's CUDA compute capability as a tuple such as (9, 0); None for devices without one."""
     capability = getattr(device, "compute_capability", None)
     if not isinstance(capability, str) or not re.fullmatch(r"\d+\.\d+", capability):
         return None

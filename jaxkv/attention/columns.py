@@ -1,4 +1,4 @@
-"""Column sums of attention in plain XLA: the attention that each key receives, by known log-sum-exps."""
+"""Column sums of attention in plain XLA: the attention that each key receives, given the log-sum-exps."""
 
 from collections.abc import Callable
 
@@ -40,10 +40,10 @@ def column_sums(
     *,
     softcap: float | None = None,
 ) -> Float[Array, "K G S"]:
-    """Attention `f32[K, G, S]` that each key receives, summed over T consecutive queries of known log-sum-exp.
+    """Return the attention `f32[K, G, S]` that each key receives, summed over T consecutive queries.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. `lse` is from `causal`, +inf for
-    queries that do not count. Runs in blocks of O(S) memory. Logits are `xla.capped`.
+    ignored queries. Runs in blocks of O(S) memory. Logits are `xla.capped`.
     """
     heads, group, queries, dim = q.shape
     padded_len = k.shape[1]
@@ -54,7 +54,7 @@ def column_sums(
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
-        """For `lax.map` over kv heads: attention `f32[G, S]` that a head's keys receive, summed over its queries."""
+        """Return the attention `f32[G, S]` that one kv head's keys receive, summed over its queries."""
         q_head, k_head, total = inputs
 
         def step(index, sums, *, masked):
@@ -86,10 +86,10 @@ def block_sums(
     *,
     zeros: bool = False,
 ) -> Float[Array, "B K G T"]:
-    """Attention `f32[B, K, G, T]` that each key of a block receives from the block's T queries, summed; no causal mask.
+    """Return the attention `f32[B, K, G, T]` that a block's keys receive from its T queries; no causal mask.
 
-    Only queries and keys `inside` count. With `zeros`, as in kvpress, logits are products that nothing divides, and all
-    others take part as if their logits were 0.
+    Only queries and keys `inside` count. With `zeros`, as in kvpress, logits are not divided, and all other keys are in
+    the softmax with logits of 0.
     """
     logits = jnp.einsum(
         "bkgtd,bksd->bkgts",
@@ -113,10 +113,10 @@ def probabilities(
     position: Int[Array, " w"],
     shaping: Shaping = PLAIN,
 ) -> Float[Array, "G w S"]:
-    """Attention probabilities `f32[G, w, S]` of w queries of one kv head over all keys; 0 for later keys.
+    """Return attention probabilities `f32[G, w, S]` of w queries of one kv head; 0 for keys later than a query.
 
-    `position` is that of each query; the probabilities of a negative one, which is padding, are undefined. With
-    sink logits they sum to less than 1.
+    `position` is the position of each query; probabilities of negative ones, which are padding, are undefined. With
+    sink logits the sum of probabilities is less than 1.
     """
     group, window, dim = q.shape
     logits = rows_dot(q.reshape(group * window, dim), k).reshape(group, window, -1)
@@ -135,14 +135,14 @@ def window_mass(
 ) -> Float[Array, "B K *n"]:
     """Apply `reduce` to each kv head's attention probabilities `[G, w, S]`; return results stacked to `[B, K, ...]`.
 
-    `reduce` takes one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
+    `reduce` accepts one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
     array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w. Sink logits of
-    `shaping` are those of each sequence, and have no share in the softmax.
+    `shaping` differ by sequence and have no column in the result.
     """
     batch, heads, _, window, _ = q.shape
 
     def head(inputs):
-        """Mapped over all kv heads of all sequences: `reduce` applied to one head's attention probabilities."""
+        """Apply `reduce` to one kv head's attention probabilities."""
         (q_head, k_head, position, *others), shape = inputs
         return reduce(probabilities(q_head, k_head, position, shape), position, *others)
 
@@ -156,13 +156,13 @@ def window_mass(
 def group_logits(
     q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"]
 ) -> Float[Array, "B K w S"]:
-    """Largest logit `f32[B, K, w, S]` of each query position on each key over the G query heads; no causal mask.
+    """Return the largest logit `f32[B, K, w, S]` of each query and key over the G query heads; no causal mask.
 
-    All logits of one kv head are in memory at a time.
+    Memory holds all logits of one kv head at a time.
     """
 
     def head(inputs: tuple[Array, Array]) -> Float[Array, "w S"]:
-        """Mapped over all kv heads of all sequences: one head's largest logits `f32[w, S]` over its query heads."""
+        """Return one kv head's largest logits `f32[w, S]` over its query heads."""
         q_head, k_head = inputs
         logits = rows_dot(q_head.reshape(-1, q_head.shape[-1]), k_head)
         return logits.reshape(*q_head.shape[:2], -1).max(axis=0) * (
@@ -174,10 +174,10 @@ def group_logits(
 
 
 def mean_over_window(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G S"]:
-    """Mean `f32[G, S]` of attention probabilities over a window's queries; padding queries (position < 0) left out."""
+    """Mean `f32[G, S]` of attention probabilities over a window's queries, without padding (position < 0)."""
     exists = position >= 0
     weights = exists.astype(jnp.float32) / jnp.maximum(exists.sum(), 1).astype(jnp.float32)
-    # A sum of products rather than a matrix product: its order, and so its rounding, is the same everywhere.
+    # A sum of products, not a matrix product: its order, and so its rounding, is the same on all devices.
     return (p * weights[:, None]).sum(axis=1)
 
 
@@ -191,14 +191,15 @@ def pool_sums(
     weight: float,
     softcap: float | None,
 ) -> Float[Array, "B P"]:
-    """Score `f32[B, P]` of pool rows plus `weight` times the attention received from R queries with known log-sum-exp.
+    """Return scores `f32[B, P]` of entries plus `weight` times the attention received from R queries.
 
-    R folds the group and the tokens; `lse` is +inf for queries that do not count. Logits are `xla.capped`.
+    R combines the group and the tokens. `lse` is the queries' log-sum-exp, +inf for ignored queries. Logits are
+    `xla.capped`.
     """
     scaled = scale_queries(q)
     if reach.walk is Walk.WINDOWS:
         return _walk_sums(scaled, k, lse, reach, score, weight, softcap)
-    # The same product as in `xla.over_pool`: with the same queries the compiler computes it once.
+    # The same product as in `xla.over_pool`: with the same queries the compiler computes it only once.
     received = _summed(*pool_logits(scaled, k, reach, softcap), lse)
     strides = reach.walk is Walk.STRIDES
     return score + weight * (received.reshape(score.shape) if strides else received.sum(axis=1))
@@ -213,7 +214,7 @@ def walk_scored(
     counts: Bool[Array, " B"],
     shaping: Shaping,
 ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
-    """Attention of one token over a shared pool, read once; returns output, and row scores plus attention.
+    """Attend to a shared pool with one token, reading once; return output, and entries' scores plus attention.
 
     Queries are not scaled. Segments have at most `reach.widest` entries.
     """
@@ -246,15 +247,15 @@ def walk_scored(
 
 
 def covers(rows: int, widest: int) -> bool:
-    """True if a window of whole blocks inside a pool of `rows` entries covers a segment of min(`widest`, `rows`) entries."""
+    """True if a window of complete blocks in a pool of `rows` rows covers any segment of up to `widest` entries."""
     block = min(WALK_BLOCK, rows)
     return min(widest, rows) <= rows // block * block
 
 
 def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "B K"], int]:
-    """First rows `i32[B, K]` and common width (int, whole blocks) of windows of a pool that each cover one segment.
+    """Return first rows `i32[B, K]` and common width (int) of windows of a pool that each cover one segment.
 
-    The width is in whole blocks; windows that would leave the pool are moved back.
+    The width is a multiple of the block. Windows that would exceed the pool are moved back.
     """
     block = min(WALK_BLOCK, rows)
     width = min(-(-widest // block) * block, rows // block * block)
@@ -262,17 +263,17 @@ def span(start: Int[Array, "B K"], rows: int, widest: int) -> tuple[Int[Array, "
 
 
 def _summed(logits, inside, lse):
-    """Attention `f32[B, K, n]` that each entry receives, exp(logits - lse) summed over queries; 0 outside of segments."""
+    """Attention `f32[B, K, n]` that each entry receives, exp(logits - lse) summed over queries; 0 outside."""
     weights = jnp.exp(logits - lse[..., None])
     return jnp.where(inside, weights.sum(axis=2), 0.0)
 
 
 def _walk_sums(q, k, lse, reach, score, weight, softcap):
-    """Row scores `f32[B, P]` plus `weight` times the attention of queries, with segments read block by block."""
+    """Return scores `f32[B, P]` plus `weight` times the queries' attention, reading segments block by block."""
     block = walk_block(k, q.shape[1])
 
     def step(index, score):
-        """Loop body: scores `f32[B, P]` with the attention over one more block of each segment added."""
+        """Loop body: scores `f32[B, P]` plus the attention over one more block of each segment."""
         begin, _, inside = block_rows(reach.start, reach.length, index, block, k.shape[1])
         logits = capped(head_logits(q, row_blocks(k, begin, block)), softcap)
         return add_windows(score, begin, weight * _summed(logits, inside, lse))
@@ -283,7 +284,7 @@ def _walk_sums(q, k, lse, reach, score, weight, softcap):
 def add_windows(
     leaf: Float[Array, "B P"], begin: Int[Array, "B K"], new: Float[Array, "B K n"]
 ) -> Float[Array, "B P"]:
-    """Add n values per segment to a pool array from element `begin` on; return the new array; windows may overlap."""
+    """Add n values per segment to a pool array from element `begin` on; return it; windows may overlap."""
     batch, heads, size = new.shape
     numbers = lax.ScatterDimensionNumbers(
         update_window_dims=(2,),

@@ -1,4 +1,4 @@
-"""Backend that prefills by cuDNN through JAX's public functions; everything else is the Pallas kernels'."""
+"""Backend with prefill by cuDNN through JAX's public functions; the rest by the Pallas kernels."""
 
 import dataclasses
 from typing import Any
@@ -11,28 +11,31 @@ from jaxtyping import Array, Float, Int
 from jaxkv.attention.backend import DeviceTraits
 from jaxkv.attention.kernels import Kernels
 
-# Compute capability from which cuDNN takes head dims above 128, for want of shared memory before: Hopper.
+# Compute capability from which cuDNN supports head dims above 128, which need more shared memory: Hopper.
 _WIDE = (9, 0)
 
 
 class Cudnn(Kernels):
     """Backend with prefill by cuDNN; scoring and decoding by Pallas: cuDNN has no column sums or ragged segments."""
 
-    # Queries, output, and the queries transposed for cuDNN.
+    # The queries, the output, and the queries transposed for cuDNN.
     can = dataclasses.replace(Kernels.can, query_copies=3)
 
     def invalid(self, setting: DeviceTraits) -> str | None:
-        """Error text for devices, dtypes and head dims that JAX's cuDNN call rejects; None if it serves them."""
+        """Return an error text for devices, dtypes and head dims that JAX's cuDNN call rejects; else None."""
         if not setting.gpu:
-            return f"cuDNN needs a GPU, this is {setting.platform}: use auto"
+            return f"not supported on {setting.platform}: cuDNN needs a GPU. Use auto"
         dtype, dim = setting.dtype, setting.head_dim
         most = 256 if setting.capability is not None and setting.capability >= _WIDE else 128
         if np.dtype(dtype).itemsize == 2 and dim % 8 == 0 and dim <= most:
             return None
-        return f"it takes 16 bits and a head dim of at most 128 (256 from Hopper on), not {dtype}, {dim}: use auto"
+        return (
+            f"not supported for {dtype}, head dim {dim}: use 16 bits and at most 128 (256 "
+            "from Hopper on), or auto"
+        )
 
     def _flash(self, *of: Any, lse: bool, **masking: Any) -> tuple[Array, Array | None]:
-        """Causal attention by cuDNN, or by Pallas for queries from a position on, caps of logits and windows."""
+        """Causal attention by cuDNN, or by Pallas for queries from a position on, softcaps and sliding windows."""
         *whole, first = of
         if first is not None or any(each is not None for each in masking.values()):
             return super()._flash(*of, lse=lse, **masking)
@@ -47,9 +50,9 @@ def causal(
     *,
     lse: bool,
 ) -> tuple[Float[Array, "B K G S D"], Float[Array, "B K G S"] | None]:
-    """Causal attention of whole 16-bit prompts by cuDNN; returns output and float32 log-sum-exp (None unless `lse`).
+    """Compute causal attention of complete 16-bit prompts by cuDNN; return output and float32 log-sum-exp.
 
-    Queries of padding give 0 and -inf.
+    Padding queries return 0 and -inf.
     """
     batch, heads, group, padded_len, dim = q.shape
 
@@ -58,7 +61,7 @@ def causal(
         return jnp.swapaxes(a.reshape(batch, -1, padded_len, dim), 1, 2)
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        """Causal attention output `[B, S, heads, D]` by cuDNN of q, k, v in that layout, padding masked by `length`."""
+        """Compute causal attention output `[B, S, heads, D]` of q, k, v in that layout, masked by `length`."""
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -72,8 +75,8 @@ def causal(
     real = (jnp.arange(padded_len, dtype=jnp.int32) < length[:, None])[:, None, None]
     given, found = (by_token(q), by_token(k), by_token(v)), None
     if lse:
-        # The log-sum-exp of return_residual is rounded to q's dtype, 3% of a weight in bfloat16. The residual kept for
-        # gradients is not: it is the one float32 array among the leaves of what `jax.vjp` returns.
+        # The log-sum-exp of return_residual is rounded to q's dtype, 3% of a weight in bfloat16. The residual for
+        # gradients is not rounded: it is the only float32 array among the leaves that `jax.vjp` returns.
         out, back = jax.vjp(attend, *given)
         kept = [leaf for leaf in jax.tree.leaves(back) if leaf.dtype == jnp.float32]
         found = _only(kept, (batch, heads * group, padded_len)).reshape(
@@ -87,10 +90,11 @@ def causal(
 
 
 def _only(kept: list[Array], shape: tuple[int, ...]) -> Array:
-    """The one residual array with `shape`, cuDNN's log-sum-exp; NotImplementedError if there is not exactly one."""
+    """Return the one residual with `shape`, cuDNN's log-sum-exp; NotImplementedError unless exactly one fits."""
     fitting = [leaf for leaf in kept if leaf.shape == shape]
     if len(fitting) != 1:
         raise NotImplementedError(
-            f"jax {jax.__version__} keeps {len(fitting)} arrays like cuDNN's log-sum-exp: use implementation='pallas'"
+            f"jax {jax.__version__} has {len(fitting)} arrays like cuDNN's log-sum-exp: use "
+            "implementation='pallas'"
         )
     return fitting[0]

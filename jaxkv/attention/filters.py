@@ -1,4 +1,4 @@
-"""Scores of what layers read: positions by attention received (OmniKV), pages by a bound of their logits (Quest)."""
+"""Scores of entries to read: positions by attention received (OmniKV), pages by a bound of their logits (Quest)."""
 
 import dataclasses
 
@@ -19,20 +19,20 @@ from jaxkv.attention.xla import (
 from jaxkv.sharding.collectives import most_of_devices
 from jaxkv.sharding.mesh import Axes
 
-# Largest number of logits in memory at once while positions are scored.
+# Maximum number of logits in memory at a time while positions are scored.
 _LOGITS = 1 << 24
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilterQuery:
-    """Dataclass of a filter layer's queries, their positions and weights, to score token positions by (OmniKV).
+    """Queries of a filter layer, their positions and weights, by which token positions are scored (OmniKV).
 
     Attributes:
-        q: `[B, K, G, w, D]` rotated, in any order.
-        positions: `i32[B, w]` of the queries; negative ones are padding, and see nothing.
-        weights: `f32[B, w]` of the queries in the sum.
-        shaping: of the layer's logits.
+        q: `[B, K, G, w, D]` rotated queries, in any order.
+        positions: `i32[B, w]` positions of the queries; negative ones are padding and attend to nothing.
+        weights: `f32[B, w]` weight of each query in the sum.
+        shaping: softcap and sink logits of the layer.
     """
 
     q: Float[Array, "B K G w D"]
@@ -50,17 +50,17 @@ class FilterQuery:
 def by_row(
     asked: FilterQuery, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Score `f32[B, n]` of positions 0 to n - 1: attention of `asked`, max over heads, weighted sum over its queries.
+    """Score positions 0 to n - 1, `f32[B, n]`: attention of `asked`, maximum over heads, weighted sum over queries.
 
-    Row p of each head's segment holds position p. Positions from `candidates` on score 0. The queries' weights are
-    those of `asked`. On a mesh the maximum is taken over all devices' heads.
+    Row p of each head's segment holds position p. Positions from `candidates` on score 0. On a mesh the maximum is over
+    all devices' heads.
     """
     batch, heads, group, window, dim = asked.q.shape
     keys = k.reshape(batch, heads, -1, dim)
     rows, queries = keys.shape[2], scale_queries(asked.q).reshape(batch, heads, group * window, dim)
 
     def against(part: Array, first: Array | int) -> tuple[Array, Array]:
-        """Logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and mask of keys each query sees."""
+        """Return logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and the causal mask."""
         logits = capped(head_logits(queries, part), asked.shaping.softcap)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
@@ -69,11 +69,11 @@ def by_row(
     block = max(1, _LOGITS // (batch * heads * group * window))
     if block >= rows:
         return _loudest(_softmax(*against(keys, 0), asked.sinks), asked, axes)
-    # Two passes over the keys, however many queries there are: the softmax's sums, then the scores.
+    # Two passes over the keys for any number of queries: the softmax's sums, then the scores.
     trips = -(-candidates.max() // block)
 
     def block_of(index: Array) -> tuple[Array, Array]:
-        """First row (index) and keys of block `index`; the last block begins earlier, to stay within the segment."""
+        """Return the first row and keys of block `index`; the last block begins earlier, inside the segment."""
         first = jnp.minimum(index * block, rows - block)
         return first, lax.dynamic_slice_in_dim(keys, first, block, axis=2)
 
@@ -115,25 +115,24 @@ def by_position(
     padded_len: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
-    """Score `f32[B, S]` of a pool's token positions: attention of `asked`, max over heads, weighted sum over queries.
+    """Score a pool's positions, `f32[B, S]`: attention of `asked`, maximum over heads, weighted sum over queries.
 
-    The maximum is summed over the queries by their weights, float32. `pos` is -1 where a pool row is empty; `kept` entries
-    of each segment are scored; `padded_len` exceeds all positions.
+    `pos` is -1 in free places. `kept` entries of each segment are scored; `padded_len` exceeds all positions.
     """
     batch, heads, group, window, dim = asked.q.shape
     inside = inside_segments(jnp.arange(pos.shape[1], dtype=jnp.int32), start, kept)
     column = jnp.where(pos < 0, padded_len, pos)[:, None]
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     scaled = scale_queries(asked.q)
-    # In blocks of queries rather than of keys, because such pools are small.
+    # Blocks of queries, not of keys, because such pools are small.
     most = max(1, _LOGITS // (batch * heads * group * pos.shape[1]))
     size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
 
     def received(index: Array | int) -> Array:
-        """Score `f32[B, S]` of all positions by one block of queries: maximum over heads, weighted sum of queries."""
+        """Score all positions, `f32[B, S]`, by one block of queries: maximum over heads, weighted sum over queries."""
 
         def part(a: Array, axis: int) -> Array:
-            """Block `index` of `size` queries, sliced from an array along `axis`."""
+            """Return block `index` of `size` queries, sliced from an array along `axis`."""
             return lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
         queries, positions = part(scaled, 3).reshape(batch, -1, dim), part(asked.positions, 1)
@@ -165,11 +164,11 @@ def by_page(
     high: Float[Array, "B K p D"],
     axes: Axes | None,
 ) -> Float[Array, "B K p"]:
-    """Upper bound `f32[B, K, p]` of q.k over the keys of each page, maximum over all query heads of a kv head.
+    """Return an upper bound `f32[B, K, p]` of q.k over the keys of each page, maximum over a kv head's query heads.
 
     Tang et al., Quest, algorithm 1: sum over channels of max(q * low, q * high). `low` and `high` are the element-wise
-    minimum and maximum of the keys of p pages of each kv head. On a mesh the maximum is over all devices' heads. A cap
-    of logits leaves their order.
+    minimum and maximum of the keys of p pages of each kv head. On a mesh the maximum is over all devices' heads. A
+    softcap does not change the order.
     """
     wide = q.astype(jnp.float32)
 
@@ -177,7 +176,7 @@ def by_page(
         """Float32 products `[B, K, G, p]` of the queries' positive or negative part with one bound of all pages."""
         return exact_einsum("bkgd,bkpd->bkgp", part, of.astype(jnp.float32))
 
-    # The larger product of a channel is that with the maximum where q is positive, with the minimum elsewhere.
+    # A channel's larger product is with the maximum where q is positive, with the minimum elsewhere.
     bound = product(jnp.maximum(wide, 0), high) + product(jnp.minimum(wide, 0), low)
     return most_of_devices(bound.max(axis=2), "G", axes)
 
@@ -185,7 +184,7 @@ def by_page(
 def _loudest(
     shares: Float[Array, "B K G w n"], asked: FilterQuery, axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Score `f32[B, n]` from attention probabilities: maximum over heads, then weighted sum over queries."""
+    """Reduce attention probabilities to scores `f32[B, n]`: maximum over heads, then weighted sum over queries."""
     most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
     return (most * asked.weights[..., None]).sum(axis=1)
 
@@ -193,7 +192,7 @@ def _loudest(
 def _softmax(
     logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"], sinks: Float[Array, "*#n one"] | None
 ) -> Float[Array, "*n P"]:
-    """Softmax probabilities over the last axis and `sinks` within a mask; 0 for masked-out entries, an empty mask."""
+    """Softmax over the last axis and `sinks` within a mask; 0 for masked-out entries and for an empty mask."""
     logits = jnp.where(seen, logits, MASKED)
     highest = logits.max(axis=-1, keepdims=True)
     highest = highest if sinks is None else jnp.maximum(highest, sinks)

@@ -37,17 +37,17 @@ class Kernels(Backend):
 
     @property
     def _kernels(self) -> ModuleType:
-        """Module `pallas_kernels`, imported on first use: Pallas takes half a second and tens of megabytes."""
+        """Module `pallas_kernels`, imported on first use because Pallas needs half a second and tens of megabytes."""
         import pallas_kernels as pallas_kernels
 
         return pallas_kernels
 
     def invalid(self, setting: DeviceTraits) -> str | None:
-        """Error text for devices other than NVIDIA GPUs; None on GPUs."""
+        """Return an error text for devices other than NVIDIA GPUs; None on GPUs."""
         return (
             None
             if setting.gpu
-            else f"these kernels need a GPU, this is {setting.platform}: use xla"
+            else f"not supported on {setting.platform}: these kernels need a GPU. Use xla"
         )
 
     def prefill(
@@ -62,7 +62,7 @@ class Kernels(Backend):
         shaping: Shaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one kernel; returns output and log-sum-exp (None unless `lse`)."""
+        """Compute causal attention of all prompts in one kernel; return output and log-sum-exp (None unless `lse`)."""
         masking, needed = (
             {"softcap": shaping.softcap, "window": window},
             shaping.sink_logits is not None,
@@ -83,7 +83,7 @@ class Kernels(Backend):
         lse: bool,
         **masking: Any,
     ) -> tuple[Array, Array | None]:
-        """Causal attention without sink logits; output, and a log-sum-exp at least if asked for."""
+        """Causal attention without sink logits; returns output and, if requested, log-sum-exp."""
         flash = partial(self._kernels.flash, **masking, interpret=self.interpret)
         found: tuple[Array, Array] = flash(q, k, v, firsts(first, length), length)
         return found
@@ -98,7 +98,7 @@ class Kernels(Backend):
         *,
         shaping: Shaping = PLAIN,
     ) -> Array:
-        """Attention `f32[B, K, G, S]` that each key receives from T queries of each prompt, summed, in one kernel."""
+        """Return the attention `f32[B, K, G, S]` that each key receives from T queries per prompt, in one kernel."""
         how = {"per_query_head": True, "interpret": self.interpret, "softcap": shaping.softcap}
         return self._kernels.column_sums(q, k, lse, firsts(first, length), length, **how)
 
@@ -111,7 +111,7 @@ class Kernels(Backend):
         *,
         shaping: Shaping = PLAIN,
     ) -> Array:
-        """Mean attention `f32[B, K, S]` that each key receives from the last w queries, by the `window_sums` kernel."""
+        """Return the attention `f32[B, K, S]` that each key receives, mean over the last w queries (`window_sums`)."""
         of, how = (q, k, positions[:, 0], length, shaping.sink_logits), {"softcap": shaping.softcap}
         sums = self._kernels.window_sums(*of, **how, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
@@ -119,7 +119,7 @@ class Kernels(Backend):
     def attend(
         self, q: Array, store: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its pool segment; returns output, log-sum-exp."""
+        """Compute attention of R queries per kv head over its pool segment; return output, log-sum-exp."""
         rows, how = (*reach.view(store), reach.start, reach.length), _given(shaping.without_sinks)
         return shaping.joined(*self._kernels.attend(q, *rows, **how, interpret=self.interpret))
 
@@ -133,7 +133,7 @@ class Kernels(Backend):
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Array, Array]:
-        """One token per sequence attends to pool rows; returns output, row scores plus attention."""
+        """Attend to pool rows with one token per sequence; return output, and entries' scores plus attention."""
         rows = (*reach.view(store), reach.start, reach.length)
         scores = self._scores(score, reach, counts=counts)
         how = {"scores": scores, **_given(shaping), "interpret": self.interpret}
@@ -141,7 +141,7 @@ class Kernels(Backend):
         return out, score
 
     def _scores(self, score: Array, reach: Reach, **more: Any) -> Any:
-        """Score as kernels take them; segments at strides have no more entries than one stride."""
+        """Scores in the form that kernels accept; segments at strides have at most one stride of entries."""
         widest = reach.widest
         if reach.walk is Walk.STRIDES:
             widest = score.shape[1] // reach.start.shape[1]
@@ -152,7 +152,7 @@ class Kernels(Backend):
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
     def work_table(self, start: Array, length: Array, *, dim: int, itemsize: int | float) -> Any:
-        """Table of the pool rows that each program of a decode kernel reads, from segments' starts and lengths."""
+        """Return the work table of a decode kernel, from segments' first rows and lengths."""
         programs = self._kernels.programs(dim=dim, itemsize=itemsize, interpret=self.interpret)
         return self._kernels.work_table(start, length, programs=programs)
 
@@ -168,7 +168,7 @@ class Kernels(Backend):
         scored: bool = False,
         shaping: Shaping = PLAIN,
     ) -> tuple[Array, Any]:
-        """Rotate a token, appends its entry and attend, in one kernel if steps are fused; return output, pool."""
+        """Rotate a token, append its entry and attend, in one kernel if steps are fused; return output, pool."""
         if split is None:
             given = (q, split, new, pool, reach, work)
             return super().decode_token(*given, scored=scored, shaping=shaping)
@@ -203,7 +203,7 @@ class Kernels(Backend):
     def evict_rows(
         self, *args: Array | None, weigh: Any
     ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Overwrite the lowest-ranked row of segments above their limit by the newest; return pool and i32 flags."""
+        """Overwrite the lowest-ranked entry of segments above their limit by the newest; return pool, i32 flags."""
         return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
@@ -217,12 +217,12 @@ class InterpretedKernels(Kernels):
     interpret = True
 
     def invalid(self, setting: DeviceTraits) -> str | None:
-        """Always None, which means no error: interpreted kernels run on every device."""
+        """Return None (no error): interpreted kernels run on every device."""
         return None
 
 
 def rows_of(store: Any) -> tuple[Any, ...]:
-    """Keys and values of a store as kernels take them: arrays, or codes by the names of its `kernels`."""
+    """Return a store's keys and values as kernels accept them: arrays, or codes by the names of its `kernels`."""
     import pallas_kernels as pallas_kernels
 
     kinds = {"bytes": pallas_kernels.Coded, "nibbles": pallas_kernels.Nibbles}
@@ -231,10 +231,10 @@ def rows_of(store: Any) -> tuple[Any, ...]:
 
 
 def firsts(first: Int[Array, " B"] | None, length: Int[Array, " B"]) -> Int[Array, " B"]:
-    """Position `i32[B]` of each sequence's first query; zeros if `first` is None."""
+    """Return the position `i32[B]` of each sequence's first query; zeros if `first` is None."""
     return jnp.zeros_like(length) if first is None else first
 
 
 def _given(shaping: Shaping) -> dict[str, Any]:
-    """Arguments of a kernel that shapes its softmax."""
+    """Return the softmax arguments of a kernel that supports softcaps and sink logits."""
     return {"softcap": shaping.softcap, "sink_logits": shaping.sink_logits}

@@ -1,4 +1,4 @@
-"""Merges attention over two disjoint sets of keys by log-sum-exps."""
+"""Merging of attention over two disjoint sets of keys by log-sum-exps."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ def merge(
     other: Float[Array, "*n D"],
     other_lse: Float[Array, "*n"],
 ) -> Float[Array, "*n D"]:
-    """Attention output over the union of two disjoint sets of keys, from output and log-sum-exp over each set.
+    """Return attention output over the union of two disjoint key sets, from output and log-sum-exp of each.
 
     At most one set is empty, with a log-sum-exp of -inf.
     """
@@ -26,7 +26,7 @@ def merge_with_lse(
     other: Float[Array, "*n D"],
     other_lse: Float[Array, "*n"],
 ) -> tuple[Float[Array, "*n D"], Float[Array, "*n"]]:
-    """Attention output and log-sum-exp over the union of two disjoint key sets; log-sum-exp -inf if both are empty."""
+    """Return output and log-sum-exp over the union of two disjoint key sets; -inf if both are empty."""
     both = jnp.logaddexp(lse, other_lse)
     nothing = jnp.isneginf(both)
     first, second = jnp.where(nothing, 0.0, lse), jnp.where(nothing, 0.0, other_lse)

@@ -1,4 +1,4 @@
-"""Backend that prefills by the Mosaic GPU kernels of `pallas_kernels.mosaic`; the rest is the Triton kernels'."""
+"""Backend with prefill by the Mosaic GPU kernels of `pallas_kernels.mosaic`; the rest by the Triton kernels."""
 
 from types import ModuleType
 from typing import Any
@@ -17,35 +17,40 @@ class Mosaic(Kernels):
 
     @property
     def _mosaic(self) -> ModuleType:
-        """Module `pallas_kernels.mosaic`, imported on first use: its compiler loads slower than Triton's."""
+        """Module `pallas_kernels.mosaic`, imported on first use because its compiler loads slower than Triton's."""
         import pallas_kernels.mosaic as mosaic
 
         return mosaic
 
     def invalid(self, setting: DeviceTraits) -> str | None:
-        """Error text for devices known not to be Hopper GPUs and for unsupported dtypes and head dims; else None."""
+        """Return an error text for devices other than Hopper GPUs, unsupported dtypes and head dims; else None."""
         if not setting.gpu:
-            remedy = f"it needs a GPU, this is {setting.platform}"
+            remedy = f"not supported on {setting.platform}: it needs a GPU"
         elif setting.capability not in (None, _HOPPER):
             found = ".".join(map(str, setting.capability or ()))
-            remedy = f"it is made for compute capability 9.0, Hopper's, not {found}"
+            remedy = f"not supported on compute capability {found}: it needs 9.0, Hopper's"
         elif jnp.dtype(setting.dtype).name not in self._mosaic.DTYPES:
-            remedy = f"it takes {' and '.join(self._mosaic.DTYPES)}, not {setting.dtype}"
+            remedy = (
+                f"not supported for {setting.dtype}: it needs {' or '.join(self._mosaic.DTYPES)}"
+            )
         elif setting.head_dim not in self._mosaic.DIMS:
-            remedy = f"it takes a head dim of {' or '.join(map(str, self._mosaic.DIMS))}, not {setting.head_dim}"
+            remedy = (
+                f"not supported for head dim {setting.head_dim}: it needs "
+                f"{' or '.join(map(str, self._mosaic.DIMS))}"
+            )
         else:
             return None
-        return f"{remedy}: use auto or pallas"
+        return f"{remedy}. Use auto or pallas"
 
     def suits(self, setting: DeviceTraits) -> bool:
-        """True for models that it takes on devices known to be Hopper GPUs, with a CUDA that compiles it rightly."""
+        """True for supported models on known Hopper GPUs, with a CUDA version that compiles the kernel correctly."""
         known = setting.capability == _HOPPER
         return known and self.invalid(setting) is None and self._mosaic.refused_cuda() is None
 
     def _flash(self, *of: Any, lse: bool, **masking: Any) -> tuple[Array, Array | None]:
-        """Causal attention of all prompts in one Mosaic kernel, which knows no caps of logits and no windows.
+        """Causal attention of all prompts in one Mosaic kernel, without softcaps and sliding windows.
 
-        Layers that have one take Triton's.
+        Layers with either use the Triton kernel.
         """
         if any(each is not None for each in masking.values()):
             return super()._flash(*of, lse=lse, **masking)

@@ -1,4 +1,4 @@
-"""Largest attention that entries of a chunk receive from queries that read the chunk again (KVzip), in plain XLA."""
+"""Largest attention that a chunk's entries receive from queries of a second pass (KVzip), in plain XLA."""
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +18,22 @@ def chunk_peaks(
     *,
     softcap: float | None,
 ) -> Float[Array, "B K m"]:
-    """Largest attention `f32[B, K, m]` that each of m entries receives, over N queries and a kv head's query heads.
+    """Return the largest attention `f32[B, K, m]` that each of m entries receives, over N queries and query heads.
 
-    The softmax runs over these entries and over the tokens that the queries belong to, of which `own_lse` is known. The
-    logits of all queries of a head are in memory at once.
+    The softmax covers these entries and the queries' own tokens, whose log-sum-exp is `own_lse`. Memory holds the
+    logits of all queries of one head at a time.
 
     Args:
         q: rotated queries, padded on the right.
         own_lse: log-sum-exp of the queries' logits among their own tokens.
         keys: rotated keys of the entries.
         count: number of real queries of each sequence.
-        inside: mask of the entries that exist.
-        weights: factors of attention by query, and by query head and row; None for none.
-        softcap: of the logits, see `xla.capped`.
+        inside: mask of the entries.
+        weights: factors of attention by query, and by query head and entry; None for none.
+        softcap: cap of the logits, see `xla.capped`.
 
     Returns:
-        0 for entries that do not exist, and where a sequence has no query.
+        The largest attention; 0 outside the mask, and for a sequence without queries.
     """
     batch, heads, group, tokens, dim = q.shape
     rows, scale = keys.shape[2], 1.0 / logit_divisor(dim)
@@ -43,14 +43,14 @@ def chunk_peaks(
     )
 
     def head(inputs: tuple[Array, ...]) -> Array:
-        """Mapped over all kv heads of all sequences: largest attention `f32[m]` that each of a head's entries receives."""
+        """Return the largest attention `f32[m]` that each of one kv head's entries receives."""
         queries, lse, key, row_weight, real, there, query_weight = inputs
         logits = (
             rows_dot(queries.reshape(group * tokens, dim), key).reshape(group, tokens, rows) * scale
         )
         logits = jnp.where(there, capped(logits, softcap), MASKED)
         whole = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), lse) - jnp.log(query_weight)
-        # The largest of exponentials is that of the largest: one for each entry, not for each logit.
+        # exp is monotonic: one exponential per entry instead of one per logit.
         off = jnp.where(jnp.arange(tokens, dtype=jnp.int32) < real, whole, jnp.inf)
         most = (logits - off[..., None]).max(axis=1) + jnp.log(row_weight)
         return jnp.where(there, jnp.exp(most.max(axis=0)), 0.0)

@@ -1,4 +1,4 @@
-"""Records that a decode step hands to a backend beside queries and pools: new entries, inputs of fused kernels."""
+"""Inputs of a backend's decode step other than queries and pools: new entries, and inputs of fused kernels."""
 
 import dataclasses
 from typing import Any, NamedTuple
@@ -8,15 +8,15 @@ from jaxtyping import Array, Float, Int
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewEntries:
-    """N new entries of every kv head, of which the first `count` of each sequence are written.
+    """N new entries of every kv head, the first `count` of which are written in each sequence.
 
     Attributes:
-        k: keys as the pool holds them.
+        k: keys in the pool's form.
         v: values.
-        positions: in the sequence.
+        positions: positions in the sequence.
         count: number of entries of each sequence.
-        end: pool row behind each segment, to which the first one goes.
-        score: with which entries begin in a pool that keeps scores; None for 0.
+        end: pool row behind each segment, where the first entry is written.
+        score: initial scores of the entries in a pool with scores; None for 0.
     """
 
     k: Float[Array, "B K N D"]
@@ -28,28 +28,28 @@ class NewEntries:
 
 
 class Gathered(NamedTuple):
-    """Keys and values outside of a pool, as attention takes a store: arrays that hold heads one after another."""
+    """Keys and values outside a pool, in the interface of a store: arrays with the heads consecutive."""
 
     k: Float[Array, "B n D"]
     v: Float[Array, "B n D"]
 
     @property
     def kernels(self) -> tuple[str, str]:
-        """Names of kernels for gathered entries, which are unencoded; compare `Store.kernels`."""
+        """Kernel names for gathered entries, which are unencoded; compare `Store.kernels`."""
         return "rows", "rows"
 
     @property
     def held(self) -> tuple[Array, Array]:
-        """Pair of keys and values `[B, n, D]` as kernels take them; compare `Store.held`."""
+        """Keys and values `[B, n, D]` as kernels accept them; compare `Store.held`."""
         return self.view()
 
     def view(self) -> tuple[Array, Array]:
-        """Pair of keys and values `[B, n, D]`; compare `Store.view`."""
+        """Return keys and values `[B, n, D]`; compare `Store.view`."""
         return self.k, self.v
 
 
 class Unrotated(NamedTuple):
-    """One new token of each sequence as projections leave it: before rotation, in n parts to be summed.
+    """One new token of each sequence as the projections return it: before rotation, in n parts to be summed.
 
     Attributes:
         q: queries; M is B, or more with padding sequences.
@@ -65,16 +65,18 @@ class Unrotated(NamedTuple):
 
 
 class WorkTable(NamedTuple):
-    """Work table of a fused kernel: entries that each program reads, of all layers; and the chosen entries of one layer.
+    """Work table of a fused kernel: entries that each program reads in all layers; one layer's selected entries.
 
     Attributes:
-        chunks: from `Backend.work_table`; None where steps are not fused.
+        chunks: table from `Backend.work_table`; None if steps are not fused.
         start: first row of each segment.
-        scheduled: number of chosen entries that chunks have been dealt for, before those of `rest`; None if no layer chooses.
-        rest: row from which on such layers read all, counted from a segment's first; None if no layer chooses.
+        scheduled: number of selected entries that the chunks cover, before those from `rest` on; None if no layer
+            selects.
+        rest: row, counted from the segment's first, from which layers that select read all; None if no layer selects.
         layer: index of the layer.
-        rows: chosen entries, counted as well, ascending; k is K, or 1 for all heads alike. None if all are read.
-        held: number of these that are real; None if all are read.
+        rows: selected entries as rows counted from the segment's first, ascending; k is K, or 1 if all heads share
+            them. None if all are read.
+        held: number of valid indices in `rows`; None if all are read.
     """
 
     chunks: Any

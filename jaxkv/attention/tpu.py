@@ -1,4 +1,4 @@
-"""Backend for TPUs: splash attention in prefill, Pallas kernels over segments, else XLA without a CPU's forms."""
+"""Backend for TPUs: splash attention in prefill, Pallas kernels over segments, else XLA without CPU-specific forms."""
 
 import dataclasses
 from types import ModuleType
@@ -14,22 +14,22 @@ from jaxkv.attention.steps import Gathered, NewEntries
 from jaxkv.attention.xla import Reach
 from jaxkv.attention.xla_backend import Xla
 
-# Queries of all prompts that XLA takes at once, where splash attention does not serve: their logits stay small.
+# Queries of all prompts per block of XLA where splash attention is not supported, to keep logits small.
 _QUERIES = 128
-# Queries per kv head, at most, that the kernel over segments holds in VMEM; more go to XLA.
+# Maximum number of queries per kv head that the kernel over segments holds in VMEM; more use XLA.
 _MOST_ROWS = 256
 _LANES = 128
 
 
 class Tpu(Xla):
-    """Backend for TPUs: prefill by splash attention, reads and appends of segments by a kernel of its own.
+    """Backend for TPUs: prefill by splash attention, reads and appends of segments by its own kernel.
 
-    Prompts of other dtypes than bfloat16, or padded to no multiple of 128 tokens, and blocks of a prompt take XLA; so
-    do pools of float16, of no whole tiles, of entries in 4 bits, or of head dims that are no multiple of 128, and many
-    queries. Scores and eviction are XLA's.
+    XLA computes prefill in dtypes other than bfloat16, with a padded length that is no multiple of 128, or of a block
+    of a prompt. XLA also reads pools in float16 or 4 bits, pools without complete tiles, head dims that are no multiple
+    of 128, and many queries. Scoring and eviction are always XLA's.
 
     Attributes:
-        interpret: True runs the kernels as plain JAX operations, to check them.
+        interpret: True runs the kernels as plain JAX operations, for tests.
     """
 
     can = Capabilities(
@@ -55,17 +55,17 @@ class Tpu(Xla):
         return prefill
 
     def summed_bytes(self, prompts: int, padded_len: int, heads: int, queries: int) -> int:
-        """Bytes of two more copies of the queries, splash attention's log-sum-exp, and a block's logits."""
+        """Bytes of two more copies of the queries, splash attention's log-sum-exp, and one block's logits."""
         return 2 * queries + 4 * heads * (
             _LANES * self._prefill.tokens_at_once(prompts, padded_len) + _QUERIES * padded_len
         )
 
     def invalid(self, setting: DeviceTraits) -> str | None:
-        """Error text for devices other than TPUs; None on TPUs."""
+        """Return an error text for devices other than TPUs; None on TPUs."""
         return (
             None
             if setting.platform == "tpu"
-            else f"it needs a TPU, this is {setting.platform}: use auto or xla"
+            else f"not supported on {setting.platform}: it needs a TPU. Use auto or xla"
         )
 
     def prefill(
@@ -80,7 +80,7 @@ class Tpu(Xla):
         shaping: Shaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
-        """Causal attention by splash attention, or by XLA where it does not serve; output, log-sum-exp or None."""
+        """Compute causal attention by splash attention, or by XLA if not supported; return output, log-sum-exp."""
         if first is not None:
             return super().prefill(q, k, v, length, first, lse=lse, shaping=shaping, window=window)
         if self._prefill.takes(q.shape[3], q.dtype):
@@ -91,7 +91,7 @@ class Tpu(Xla):
         size = _block(q.shape[3], len(q))
 
         def some(index: Array) -> tuple[Array, Array | None]:
-            """Mapped over blocks of queries: their output and log-sum-exp."""
+            """Return output and log-sum-exp of one block of queries."""
             begin = jnp.broadcast_to(index * size, length.shape)
             mine = lax.dynamic_slice_in_dim(q, index * size, size, axis=3)
             run = super(Tpu, self).prefill
@@ -111,15 +111,15 @@ class Tpu(Xla):
         *,
         shaping: Shaping = PLAIN,
     ) -> Array:
-        """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, a block of them at a time."""
+        """Return the attention `f32[B, K, G, S]` that keys receive from T queries, block by block."""
         begin, size = jnp.zeros_like(length) if first is None else first, _block(q.shape[3], 1)
 
         def one(of: tuple[Array, ...]) -> Array:
-            """Mapped over prompts: sums `f32[1, K, G, S]` of one."""
+            """Return the sums `f32[1, K, G, S]` of one prompt."""
             q, k, lse, length, begin = (each[None] for each in of)
 
             def more(index: Array, sums: Array) -> Array:
-                """Loop body: sums of one more block of queries."""
+                """Loop body: add the sums of one more block of queries."""
                 mine, total = (
                     lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse)
                 )
@@ -136,7 +136,7 @@ class Tpu(Xla):
     def attend(
         self, q: Array, store: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its segment, by a kernel where it serves: output, log-sum-exp."""
+        """Compute attention of R queries per kv head over its segment, by a kernel or XLA; return output, lse."""
         if not self._takes(store, reach):
             store, reach = Gathered(*reach.view(store)), dataclasses.replace(reach, rotated=None)
         if q.shape[2] > _MOST_ROWS or not self._takes(store, reach):
@@ -148,7 +148,7 @@ class Tpu(Xla):
     def gathered(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
         """Gather pool rows by index; return keys and values, those of row 0 where an index is -1.
 
-        Masks would take a TPU as long as the entries themselves.
+        On a TPU, masking would cost as much time as reading the entries.
         """
         at, batch = (
             jnp.maximum(rows, 0).reshape(len(rows), -1),
@@ -158,12 +158,12 @@ class Tpu(Xla):
         return keys, values
 
     def _takes(self, store: Any, reach: Reach) -> bool:
-        """True if the kernel reads and writes a store's entries as they are held.
+        """True if the kernel reads and writes a store's entries in their encoding.
 
-        Those are entries in bfloat16, float32 or 8 bits, in whole tiles, of head dims that 128 divides: entries of fewer
-        lanes lie transposed on a TPU, so that nothing is padded, and a kernel would have them copied. Codes need a
-        whole chunk, whose scales fill registers, and a pool of the layer's own: else each layer would make a copy of
-        all layers' scales.
+        These are entries in bfloat16, float32 or 8 bits, in complete tiles, of head dims that 128 divides. A TPU stores
+        entries of fewer lanes transposed, to avoid padding, and a kernel would need a copy. Codes require a complete
+        chunk, whose scales fill registers, and a pool per layer. With a shared pool each layer would copy all layers'
+        scales.
         """
         coded = store.kernels == ("bytes", "bytes")
         if reach.rotated is not None or not coded and store.kernels != ("rows", "rows"):
@@ -180,7 +180,7 @@ class Tpu(Xla):
     def append_and_attend(
         self, q: Array, new: NewEntries, pool: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Array, Array, Any]:
-        """Write new entries behind their segments and attend, in one kernel where it serves; output, lse, pool."""
+        """Append new entries to their segments and attend, in one kernel if supported; return output, lse, pool."""
         store = pool.store
         if not self._takes(store, reach):
             return super().append_and_attend(q, new, pool, reach, shaping=shaping)
@@ -204,7 +204,7 @@ class InterpretedTpu(Tpu):
     interpret = True
 
     def invalid(self, setting: DeviceTraits) -> str | None:
-        """Always None, which means no error: interpreted kernels run on every device."""
+        """Return None (no error): interpreted kernels run on every device."""
         return None
 
     def suits(self, setting: DeviceTraits) -> bool:
@@ -213,6 +213,6 @@ class InterpretedTpu(Tpu):
 
 
 def _block(queries: int, prompts: int) -> int:
-    """Number of queries of a block: the most that divide their number and are up to `_QUERIES` of all prompts."""
+    """Return the queries per block: the largest divisor of their number with up to `_QUERIES` in all prompts."""
     most = max(1, min(queries, _QUERIES // prompts))
     return next(size for size in range(most, 0, -1) if queries % size == 0)

@@ -1,6 +1,6 @@
-"""Attention in plain XLA: the oracle of all backends, and the fast one on a CPU.
+"""Attention in plain XLA: the reference of all backends, and the fastest on a CPU.
 
-The formulation depends on the shape; measurements stand beside each choice, at 4e135878, 2026-11-28.
+The formulation depends on the shape; comments give the measurement for each choice, at 4e135878, 2026-11-28.
 """
 
 import dataclasses
@@ -19,29 +19,28 @@ from jaxkv.attention.shaping import Shaping
 
 LOG2E = math.log2(math.e)
 _LN2 = math.log(2.0)
-# Einsum of float32 arrays in float32 on every device: GPUs would use TF32.
+# Einsum of float32 arrays in float32 on every device; GPUs would use TF32.
 exact_einsum = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
-# Large and finite: a masked logit minus a masked maximum stays 0 instead of becoming NaN.
+# Large and finite, so that a masked logit minus a masked maximum is 0 instead of NaN.
 MASKED = -1e30
 KEY_BLOCK = 512
 WALK_BLOCK = 128
-# Most bytes of one block's windows, which are copied before they are multiplied: this much fits a core's own cache.
+# Maximum bytes of one block's windows, which are copied before they are multiplied: this size fits a core's own cache.
 _WINDOW_BYTES = 2 << 20
-# Number of entries from which a product of weights and values is split, and allowed chunk sizes, so that all cores work.
+# Number of entries from which a product of weights and values is split, and allowed chunk sizes, to use all cores.
 _SPLIT_FROM = 1024
 _SPLIT_CHUNKS = range(64, 513)
-# Number of queries per kv head from which segments are read in WINDOWS, whatever `walk` is: the logits of many
-# queries and all entries exceed any core's cache. Over a half-full pool, 16 to 256 tokens take a half to a tenth of the
-# time of STRIDES, and a twentieth or less of that of WHOLE (K = 3 and 8).
+# Number of queries per kv head from which segments are read in WINDOWS for any `walk`: the logits of many queries and
+# all entries exceed a core's cache. Over a half-full pool, 16 to 256 tokens need a half to a tenth of the time of
+# STRIDES, and a twentieth or less of that of WHOLE (K = 3 and 8).
 _MANY_QUERIES = 48
 
 
 class Walk(enum.Enum):
-    """Enum of how attention reads a pool's segments: at fixed strides, all entries masked, or in windows of blocks.
+    """Enum of how attention reads a pool's segments: at fixed strides, all rows masked, or in windows of blocks.
 
-    STRIDES: head k's segment begins at row k * P/K, known at trace time.
-    WHOLE: every head is multiplied with all rows of the pool, and masked to its segment.
-    WINDOWS: segment by segment, in blocks from its first row on.
+    STRIDES: head k's segment begins at row k * P/K, known at trace time. WHOLE: every head is multiplied with all rows
+    of the pool, and masked to its segment. WINDOWS: segment by segment, in blocks from its first row on.
     """
 
     STRIDES = "strides"
@@ -51,15 +50,15 @@ class Walk(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Reach:
-    """Rows of a pool's segments that queries attend to, and the way in which they are read.
+    """Entries of a pool's segments that queries attend to, and how they are read.
 
     Attributes:
-        start: first row of each segment that is read.
-        length: number of entries that are read of it; 0 gives output 0 and a log-sum-exp of -inf.
+        start: first row to read of each segment.
+        length: number of entries to read from there; 0 returns output 0 and a log-sum-exp of -inf.
         walk: how entries are read, for backends whose formulation depends on it.
-        widest: the most entries that a segment of a shared pool can have; None if unknown.
-        shared: True if the pool holds other layers' segments, too.
-        rotated: what turns keys as they are read; None if the pool holds them rotated.
+        widest: maximum number of entries of a segment in a shared pool; None if unknown.
+        shared: True if the pool also holds other layers' segments.
+        rotated: function that rotates keys as they are read; None if the pool holds rotated keys.
     """
 
     start: Int[Array, "B K"]
@@ -71,30 +70,30 @@ class Reach:
 
     @classmethod
     def of_heads(cls, length: Int[Array, "B K"], rows: int) -> "Reach":
-        """The first `length` of `rows` entries of each head, the heads one after another."""
+        """Return the reach of the first `length` of `rows` entries of each head, with the heads consecutive."""
         start = jnp.arange(length.shape[1], dtype=jnp.int32) * rows
         return cls(start=jnp.broadcast_to(start, length.shape), length=length, walk=Walk.STRIDES)
 
     def view(self, store: Any) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Pair of a store's keys and values, decoded, as attention reads them."""
+        """Return a store's decoded keys and values, rotated if `rotated` is set."""
         k, v = store.view()
         return (k if self.rotated is None else self.rotated(k)), v
 
 
 def logit_divisor(dim: int) -> float:
-    """Square root of the head dim (float), by which attention logits are divided."""
+    """Square root of the head dim (float), the divisor of attention logits."""
     return math.sqrt(dim)
 
 
 def scale_queries(q: Float[Array, "*n D"], by: float = 1.0) -> Float[Array, "*n D"]:
-    """Queries times `by` / sqrt(D), multiplied in float32 and returned in q's dtype."""
+    """Multiply queries by `by` / sqrt(D) in float32; return them in q's dtype."""
     return (q.astype(jnp.float32) * (by / logit_divisor(q.shape[-1]))).astype(q.dtype)
 
 
 def capped(
     logits: Float[Array, "*n"], softcap: float | None, unit: float = 1.0
 ) -> Float[Array, "*n"]:
-    """Logits as they are without a `softcap`; with one softcap * tanh(logits / softcap), times `unit`."""
+    """Return softcap * tanh(logits / softcap), times `unit`; without a `softcap` the logits unchanged."""
     return logits if softcap is None else jnp.tanh(logits * (1 / softcap)) * (softcap * unit)
 
 
@@ -107,32 +106,32 @@ def causal(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
-    """Causal attention of T consecutive queries of one sequence: output in q's dtype, and float32 log-sum-exp.
+    """Compute causal attention of T consecutive queries of one sequence; return output and float32 log-sum-exp.
 
-    T divides S, and `first`, the position of the first query, is a multiple of T. Values are finite everywhere. Keys
-    are read in blocks up to the diagonal, with a `window` from the first block on that holds one of its last keys.
-    Logits are `capped`.
+    T divides S, and `first`, the position of the first query, is a multiple of T. Values are finite everywhere. The
+    loop reads keys in blocks up to the diagonal, with a sliding `window` from the first block that it reaches. Output
+    is in q's dtype. Logits are `capped`.
     """
     heads, group, queries, dim = q.shape
     block = min(KEY_BLOCK, k.shape[1])
-    # exp2 with the scale folded into q saves a multiplication per logit. A cap needs logits to base e.
+    # exp2 with the scale multiplied into q saves a multiplication per logit. A softcap needs logits to base e.
     scaled = scale_queries(q, LOG2E if softcap is None else 1.0).reshape(
         heads, group * queries, dim
     )
     query_positions = first + jnp.tile(jnp.arange(queries, dtype=jnp.int32), group)
 
     def head(inputs):
-        """Mapped over kv heads: output `f32[G * T, D]` and log-sum-exp `f32[G * T]` of one head's queries."""
+        """Return output `f32[G * T, D]` and log-sum-exp `f32[G * T]` of one kv head's queries."""
         q_head, index_of_head = inputs
 
         def rows(of, begin):
-            """Slice of `block` keys or values of one kv head from row `begin` on."""
+            """Return `block` keys or values of one kv head from row `begin` on."""
             return lax.dynamic_slice(of, (index_of_head, begin, 0), (1, block, dim))[0]
 
         def step(index, carry, *, masked):
             """Loop body: softmax maximum and sum, and unnormalised output, after one more block of keys."""
             maximum, total, acc = carry
-            # The last block of a buffer that is no multiple of the block starts earlier; its old entries are masked.
+            # If the block does not divide the buffer, the last block starts earlier; entries read before are masked.
             begin = jnp.minimum(index * block, k.shape[1] - block)
             keys, values = rows(k, begin), rows(v, begin)
             logits = capped(rows_dot(q_head, keys), softcap, LOG2E)
@@ -157,7 +156,7 @@ def causal(
         )
         last = (first + queries + block - 1) // block
         if window is None:
-            whole = first // block  # blocks wholly before the first query need no mask
+            whole = first // block  # Blocks before the first query need no mask.
             carry = lax.fori_loop(0, whole, lambda i, c: step(i, c, masked=False), carry)
         else:
             whole = jnp.maximum(first - window + 1, 0) // block
@@ -177,7 +176,7 @@ def masked(
     seen: Bool[Array, "N m"],
     shaping: Shaping,
 ) -> Float[Array, "G N D"]:
-    """Attention of one kv head's queries to the keys in mask `seen`, in q's dtype; finite for queries that see none."""
+    """Attention of one kv head's queries to the keys in mask `seen`, in q's dtype; finite for an empty mask."""
     logits = exact_einsum("gnd,md->gnm", scale_queries(q), k, preferred_element_type=jnp.float32)
     logits = capped(logits, shaping.softcap)
     weights = softmax(jnp.where(seen, logits, MASKED), shaping.sink_logits)
@@ -190,7 +189,7 @@ def masked(
 def softmax(
     logits: Float[Array, "G n m"], sink_logits: Float[Array, " G"] | None
 ) -> Float[Array, "G n m"]:
-    """Softmax over the last axis; a sink logit takes part in all entries of its query head, and has no share in them."""
+    """Softmax over the last axis; a sink logit is added to the sum of its query head's exponentials."""
     if sink_logits is None:
         return jax.nn.softmax(logits, axis=-1)
     sink = sink_logits.astype(jnp.float32)[:, None, None]
@@ -206,9 +205,9 @@ def over_pool(
     reach: Reach,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of R queries per kv head over its segment (by WINDOWS if R >= 48): output, log-sum-exp.
+    """Compute attention of R queries per kv head over its segment; return output, log-sum-exp.
 
-    Logits are `capped`.
+    Segments are read by WINDOWS if R >= 48. Logits are `capped`.
     """
     scaled = scale_queries(q)
     if q.shape[2] >= _MANY_QUERIES or reach.walk is Walk.WINDOWS:
@@ -220,8 +219,8 @@ def over_pool(
     if reach.walk is Walk.STRIDES:
         out = _weighted(weights.astype(v.dtype), v.reshape(batch, heads, -1, dim))
     else:
-        # K times the needed arithmetic in one well-shaped product: at equal bytes it beats walking the segments in
-        # blocks for K = 3 (0.6x), and is within a fifth of it for K = 8 and 32.
+        # K times the required arithmetic, in one well-shaped product: at equal bytes this beats walking the segments in
+        # blocks for K = 3 (0.6x), and is within a fifth for K = 8 and 32.
         flat = weights.reshape(batch, heads * rows, -1).astype(v.dtype)
         out = lax.dot_general(
             flat, v, (((2,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32
@@ -232,7 +231,7 @@ def over_pool(
 def pool_logits(
     q: Float[Array, "B K R D"], k: Float[Array, "B P D"], reach: Reach, softcap: float | None
 ) -> tuple[Float[Array, "B K R n"], Bool[Array, "B K n"]]:
-    """Capped logits of scaled queries on the entries of segments at strides, else on all entries; mask of entries inside."""
+    """Capped logits of scaled queries on segments at strides, else on all rows; and the mask of entries."""
     batch, heads, rows, dim = q.shape
     if reach.walk is Walk.STRIDES:
         keys = k.reshape(batch, heads, -1, dim)
@@ -251,7 +250,7 @@ def pool_logits(
 def head_logits(
     q: Float[Array, "B K R D"], keys: Float[Array, "B K n D"]
 ) -> Float[Array, "B K R n"]:
-    """Float32 products of each head's queries and keys."""
+    """Products of each head's queries and keys in float32."""
     return lax.dot_general(
         q, keys, (((3,), (3,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
@@ -260,7 +259,7 @@ def head_logits(
 def head_sums(
     weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]
 ) -> Float[Array, "B K R D"]:
-    """Float32 sums of each head's values by weights."""
+    """Sums of each head's values by weights in float32."""
     return lax.dot_general(
         weights, values, (((3,), (2,)), ((0, 1), (0, 1))), preferred_element_type=jnp.float32
     )
@@ -269,13 +268,13 @@ def head_sums(
 def _weighted(
     weights: Float[Array, "B K R n"], values: Float[Array, "B K n D"]
 ) -> Float[Array, "B K R D"]:
-    """Sum `f32[B, K, R, D]` of value entries by unnormalised attention weights; long sums in chunks, for CPU cores."""
+    """Sum `f32[B, K, R, D]` of values by unnormalised attention weights; long sums in chunks for CPU cores."""
     batch, heads, rows, count = weights.shape
     chunk = next((size for size in _SPLIT_CHUNKS if count % size == 0), count)
     if count < _SPLIT_FROM or chunk == count:
         return head_sums(weights, values)
-    # A CPU computes a product of few entries and a long contraction on one core; as a batch of short ones, on all: twice
-    # as fast on two cores for 8 sequences of 4160 entries (0.8x the time for one sequence).
+    # A CPU computes a product of few rows and a long contraction on one core. A batch of short ones uses all cores:
+    # twice as fast on two cores for 8 sequences of 4160 entries (0.8x the time for one sequence).
     weights = weights.reshape(batch, heads, rows, -1, chunk)
     values = values.reshape(batch, heads, -1, chunk, values.shape[-1])
     parts = lax.dot_general(
@@ -291,7 +290,7 @@ def by_windows(
     reach: Reach,
     softcap: float | None,
 ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Attention of scaled queries over each segment, block by block, not over all P rows: float32 output and lse."""
+    """Attention of scaled queries over each segment, block by block, not over all P rows: output and lse, float32."""
     block = walk_block(k, q.shape[1])
     block = block if reach.widest is None else min(block, reach.widest)
 
@@ -306,12 +305,12 @@ def by_windows(
     return run_to_end(lax.fori_loop(0, trips, step, begun(q)))
 
 
-# Running maximum and sum of a softmax, and unnormalised output.
+# Running maximum and sum of a softmax, and its unnormalised output.
 Running = tuple[Float[Array, "B K R"], Float[Array, "B K R"], Float[Array, "B K R D"]]
 
 
 def begun(q: Float[Array, "B K R D"]) -> Running:
-    """Running softmax over no entries."""
+    """Return a running softmax over no entries."""
     shape = q.shape[:3]
     return (
         jnp.full(shape, MASKED, jnp.float32),
@@ -326,7 +325,7 @@ def running(
     inside: Bool[Array, "B K n"],
     values: Float[Array, "B K n D"],
 ) -> Running:
-    """Running softmax after more entries, of which those not `inside` have masked logits."""
+    """Update a running softmax by more entries; those not `inside` have masked logits."""
     maximum, total, acc = carry
     top = jnp.maximum(maximum, logits.max(axis=-1))
     weights = jnp.where(inside[:, :, None], jnp.exp(logits - top[..., None]), 0.0)
@@ -336,7 +335,7 @@ def running(
 
 
 def run_to_end(carry: Running) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-    """Output and log-sum-exp of a running softmax."""
+    """Return output and log-sum-exp of a running softmax."""
     maximum, total, acc = carry
     lse = jnp.where(total > 0, maximum + jnp.log(jnp.maximum(total, 1e-30)), -jnp.inf)
     return acc / jnp.maximum(total, 1e-30)[..., None], lse
@@ -345,7 +344,7 @@ def run_to_end(carry: Running) -> tuple[Float[Array, "B K R D"], Float[Array, "B
 def block_rows(
     start: Int[Array, "B K"], length: Int[Array, "B K"], index: Any, block: int, rows: int
 ) -> tuple[Int[Array, "B K"], Int[Array, "B K n"], Bool[Array, "B K n"]]:
-    """First row, entries, and mask of those inside, of block `index` of each segment; the last begins within the pool."""
+    """First row, keys or values and mask of block `index` of each segment; the last begins earlier, within the pool."""
     begin = start + index * block
     clamped = jnp.clip(begin, 0, rows - block)
     row = clamped[..., None] + jnp.arange(block, dtype=jnp.int32)
@@ -356,13 +355,13 @@ def block_rows(
 def row_blocks(
     rows: Shaped[Array, "B P *D"], begin: Int[Array, "B K"], size: int
 ) -> Shaped[Array, "B K n *D"]:
-    """Gather `[B, K, size, ...]`: `size` consecutive pool rows from row `begin` on, for each sequence and kv head."""
+    """Gather `size` consecutive pool rows from row `begin` on, `[B, K, size, ...]`, per sequence and kv head."""
     batch, count, *rest = rows.shape
     first = begin + count * jnp.arange(batch, dtype=jnp.int32)[:, None]
     numbers = lax.GatherDimensionNumbers(
         offset_dims=tuple(range(2, 3 + len(rest))), collapsed_slice_dims=(), start_index_map=(0,)
     )
-    # All sequences as one long pool: with an axis of sequences XLA's copy is a fifth slower.
+    # All sequences as one long pool, because an axis of sequences makes XLA's copy a fifth slower.
     flat = rows.reshape(batch * count, *rest)
     return lax.gather(
         flat, first[..., None], numbers, (size, *rest), mode=lax.GatherScatterMode.PROMISE_IN_BOUNDS
@@ -370,7 +369,7 @@ def row_blocks(
 
 
 def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
-    """Number of entries per block of a walk over segments: WALK_BLOCK, its half or quarter, or all of a small pool."""
+    """Entries per block of a walk over segments: WALK_BLOCK, its half or quarter, or all of a small pool."""
     row_bytes = pool.shape[0] * heads * pool.shape[2] * pool.dtype.itemsize
     block = WALK_BLOCK
     while block > WALK_BLOCK // 4 and block * row_bytes > _WINDOW_BYTES:
@@ -381,7 +380,7 @@ def walk_block(pool: Shaped[Array, "B P D"], heads: int) -> int:
 def inside_segments(
     row: Int[Array, "*of P"], start: Int[Array, "B K"], length: Int[Array, "B K"]
 ) -> Bool[Array, "B K P"]:
-    """Mask `bool[B, K, P]`: True where pool row index `row` is in the segment of that sequence and kv head."""
+    """Mask `bool[B, K, P]`: True where pool row `row` is in the segment of that sequence and kv head."""
     return (row >= start[..., None]) & (row < (start + length)[..., None])
 
 
@@ -397,10 +396,10 @@ def _softmax(logits, inside):
 
 
 def rows_dot(a: Float[Array, "m D"], b: Float[Array, "n D"]) -> Float[Array, "m n"]:
-    """Matrix product `a @ b.T` with float32 result."""
+    """Matrix product `a @ b.T` in float32."""
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _dot(a: Float[Array, "m n"], b: Float[Array, "n D"]) -> Float[Array, "m D"]:
-    """Matrix product `a @ b` with float32 result."""
+    """Matrix product `a @ b` in float32."""
     return lax.dot_general(a, b, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)

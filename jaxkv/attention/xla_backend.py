@@ -1,4 +1,4 @@
-"""Backend in plain XLA: runs everywhere, and is the oracle of the others."""
+"""Backend in plain XLA: runs on every device, and is the reference of the others."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ from jaxkv.attention.xla import Reach, Walk
 
 
 class Xla(Backend):
-    """Backend in plain XLA for every device, the oracle of the others; prompts are processed one by one."""
+    """Backend in plain XLA for every device, the reference of the others; prompts are processed one by one."""
 
     can = Capabilities(at_once=False, sliding_windows=True)
 
@@ -31,10 +31,10 @@ class Xla(Backend):
         shaping: Shaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
-        """Causal attention, prompt by prompt; returns output and log-sum-exp (None unless `lse`)."""
+        """Compute causal attention, prompt by prompt; return output and log-sum-exp (None unless `lse`)."""
 
         def one(q, k, v, first=None):
-            """Mapped over prompts: attention output and log-sum-exp of one prompt."""
+            """Return attention output and log-sum-exp of one prompt."""
             begin = jnp.int32(0) if first is None else first
             return xla.causal(q, k, v, begin, window=window, softcap=shaping.softcap)
 
@@ -51,10 +51,10 @@ class Xla(Backend):
         *,
         shaping: Shaping = PLAIN,
     ) -> Array:
-        """Attention `f32[B, K, G, S]` that keys receive, summed over T queries, given the queries' log-sum-exp."""
+        """Return the attention `f32[B, K, G, S]` that keys receive, summed over T queries."""
 
         def one(q, k, lse, length, first=None):
-            """Mapped over prompts: attention `f32[K, G, S]` that one prompt's keys receive, summed over its queries."""
+            """Return the attention `f32[K, G, S]` that one prompt's keys receive, summed over its queries."""
             begin = jnp.int32(0) if first is None else first
             real = begin + jnp.arange(q.shape[2], dtype=jnp.int32) < length
             total = jnp.where(real, lse, jnp.inf)
@@ -71,7 +71,7 @@ class Xla(Backend):
         *,
         shaping: Shaping = PLAIN,
     ) -> Array:
-        """Mean attention `f32[B, K, S]` that each key receives from the last w queries, head by head."""
+        """Return the attention `f32[B, K, S]` that each key receives, mean over the last w queries, head by head."""
 
         def mean(p: Array, at: Array) -> Array:
             return columns.mean_over_window(p, at).mean(axis=0)
@@ -81,7 +81,7 @@ class Xla(Backend):
     def attend(
         self, q: Array, store: Any, reach: Reach, *, shaping: Shaping = PLAIN
     ) -> tuple[Array, Array]:
-        """Attention of R queries per kv head over its segment; returns output and log-sum-exp."""
+        """Compute attention of R queries per kv head over its segment; return output and log-sum-exp."""
         return shaping.joined(*xla.over_pool(q, *reach.view(store), reach, shaping.softcap))
 
     def attend_scored(
@@ -94,7 +94,7 @@ class Xla(Backend):
         *,
         shaping: Shaping = PLAIN,
     ) -> tuple[Array, Array]:
-        """One token per sequence attends to pool rows; returns output, and scores plus attention."""
+        """Attend to pool rows with one token per sequence; return output, and entries' scores plus attention."""
         (k, v), widest, cap = reach.view(store), reach.widest, shaping.softcap
         if reach.walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
             return columns.walk_scored(q, k, v, reach, score, counts, shaping)
@@ -105,7 +105,7 @@ class Xla(Backend):
 
 
 def _each(one: Callable[..., Any], *arrays: Array) -> Any:
-    """Apply `one` to each sequence of `arrays` (first axis), one after the other; return the stacked results."""
+    """Apply `one` to each sequence of `arrays` (first axis) in turn; return the stacked results."""
     if arrays[0].shape[0] > 1:
         return lax.map(lambda row: one(*row), arrays)
     alone = one(*(each.reshape(each.shape[1:]) for each in arrays))
