@@ -117,7 +117,7 @@ def axes_of(*names):
     return jax.make_mesh((2, 4), names)
 
 
-AXES = "give a mesh with the axes 'data' and 'model'"
+AXES = "wrong axes: give a mesh with the axes 'data' and 'model'"
 EMPTY = jax.sharding.Mesh(np.zeros((0, 1), object), ("data", "model"))
 
 MESHES = [
@@ -135,7 +135,7 @@ MESHES = [
     *door(
         "generate on a mesh",
         asked,
-        (EMPTY, r"mesh=\{'data': 0, 'model': 1\}: give one of at least one device"),
+        (EMPTY, r"mesh=\{'data': 0, 'model': 1\}: empty: give a mesh of at least one device"),
     ),
     *calls(
         "a mesh of a model",
@@ -159,8 +159,8 @@ MESHES = [
     *door(
         "a mesh of the command line",
         lambda given: mesh_argument.mesh_of(*given),
-        (("4x4",), "there are 8 devices here"),
-        (("4x4", "cpu"), "there are 8 CPU devices here"),
+        (("4x4",), "this process has 8 devices"),
+        (("4x4", "cpu"), "this process has 8 CPU devices"),
         # XLA's CPU dies of so many.
         (("100000x1",), "give 1024 devices at most"),
     ),

@@ -188,5 +188,5 @@ def test_windows_of_all_layers(tmp_path):
         read = ModelConfig.from_hf(open_checkpoint(path).config)
         assert read.sliding_windows == (64,) * read.layers
     path = write_gguf(tmp_path / "llama.gguf", edit=lambda writer: writer.add_sliding_window(64))
-    with pytest.raises(ValueError, match="sliding_window=64: no llama has windows"):
+    with pytest.raises(ValueError, match="sliding_window=64: no llama has sliding windows"):
         ModelConfig.from_hf(open_checkpoint(path).config)

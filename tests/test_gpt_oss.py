@@ -165,7 +165,7 @@ def test_a_mesh_gives_the_logits_of_one_device():
         (
             "gpt_oss_mxfp4",
             {BLOCKS: np.zeros((3, 192, 2, 16), "B"), SCALES: np.zeros((3, 192, 2), "B")},
-            r"gate_up_proj\.weight=\(3, 2, 96, 64\): the config asks for \(4, 2, 96, 64\)",
+            r"gate_up_proj\.weight=\(3, 2, 96, 64\): the config requires \(4, 2, 96, 64\)",
         ),
         ("gpt_oss_mxfp4", {f"{EXPERTS}.gate_up_proj": np.zeros((4, 64, 192), "f")}, "keep one"),
         ("gpt_oss", {f"{EXPERTS}.down_proj_bias": np.zeros(48, "f")}, r"down_proj_bias=\(48,\)"),

@@ -121,7 +121,7 @@ def test_letters():
     assert fewer.spec("V E", (64, 24)) == spec(("kv", "rep")) and fewer.spec("B K", (3, 2)) == spec(
         None, "kv"
     )
-    with pytest.raises(ValueError, match=r"B=3: it is split over data=2: give a multiple of 2"):
+    with pytest.raises(ValueError, match=r"B=3: not divisible over data=2: give a multiple of 2"):
         axes.spec("B K", (3, 4))
 
 

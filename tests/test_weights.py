@@ -382,7 +382,7 @@ def test_rows_that_are_no_whole_groups_are_refused():
     with pytest.raises(ValueError, match="weights='int4': entries of 48 elements"):
         jaxkv.load(MODELS / "llama_gqa8", weights="int4", progress=False)
     mesh = jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4])
-    told = "weights='int4': 4 devices cannot split entries of 2 groups of 32"
+    told = "weights='int4': 4 devices cannot split rows of 2 groups of 32"
     with pytest.raises(ValueError, match=told):
         narrow("mixtral", "int4", mesh=mesh)
     with pytest.raises(ValueError, match=told):

@@ -179,7 +179,7 @@ class Backend(abc.ABC):
         *,
         shaping: Shaping = PLAIN,
     ) -> Float[Array, "B K S"]:
-        """Return the attention `f32[B, K, S]` that keys receive, mean over a prompt's last w queries and a group's heads.
+        """Return the attention `f32[B, K, S]` that keys receive, mean over the last w queries and a group's heads.
 
         Args:
             q: rotated queries.

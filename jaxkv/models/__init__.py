@@ -1,4 +1,4 @@
-"""The Flax decoder that all model families share; a family is a set of switches in `ModelConfig`."""
+"""The Flax decoder for all model families; a family is a set of switches in `ModelConfig`."""
 
 from jaxkv.models.decoder import Block, Decoder
 

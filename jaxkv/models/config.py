@@ -19,7 +19,7 @@ from jaxkv.models.values import (
     check_numbers,
 )
 
-# Width of each layer's window in tokens, None for layers that attend to the whole prompt.
+# Sliding window of each layer in tokens, None for full attention.
 SlidingWindows = tuple[int | None, ...]
 
 
@@ -29,40 +29,41 @@ class ModelConfig:
 
     Attributes:
         vocab: tokens in the vocabulary, V.
-        layers: L.
+        layers: number of layers, L.
         embed: width of the residual stream, E.
-        hidden: width of the MLP, of one expert where there are several, F.
+        hidden: width of the MLP, or of one expert, F.
         heads: query heads, H = K * G.
         kv_heads: kv heads, K.
-        head_dim: D; even.
+        head_dim: D, an even number.
         norm_eps: epsilon of every norm.
         rope: the rotary embedding of all layers, unless `kinds` is given.
         kinds: specs of layers that differ, repeated in turn: layer i has `kinds[i % len(kinds)]`; else empty.
-        max_positions: longest sequence the model was made for, new tokens included.
+        max_positions: longest supported sequence in tokens, including new ones.
         tied: the output matrix is the embedding.
-        qkv_bias: query, key and value projections carry a bias (Qwen2).
-        out_bias: the attention's output projection carries a bias.
-        mlp_bias: the MLP's projections carry biases.
-        sink_logits: each query head has a learned logit that takes part in its softmax, without a value (gpt-oss).
+        qkv_bias: query, key and value projections have biases (Qwen2).
+        out_bias: the attention's output projection has a bias.
+        mlp_bias: the MLP's projections have biases.
+        sink_logits: each query head has a sink logit in its softmax, without a value (gpt-oss).
         qk_norm: queries and keys are RMS-normalised per head before rotation (Qwen3).
-        qk_norm_wide: they are RMS-normalised over all heads together (OLMo 2).
-        qk_layer_norm: they are layer-normalised per head, with weights of each head and without biases (Command R+).
-        interleaved: checkpoints have channels that rotate together as neighbours (GLM-4, Cohere); loading parts them.
-        norms: where a block's norms stand: "before" attention and MLP, "after" them (OLMo 2), or "both" (GLM-4).
+        qk_norm_wide: queries and keys are RMS-normalised over all heads together (OLMo 2).
+        qk_layer_norm: queries and keys are layer-normalised per head, with weights per head and no biases (Command R+).
+        interleaved: checkpoints store channels that rotate together as neighbours (GLM-4, Cohere); loading reorders
+            them.
+        norms: position of a block's norms: "before" attention and MLP, "after" them (OLMo 2), or "both" (GLM-4).
         layer_norm: norms subtract the mean (Falcon, Cohere); otherwise they are RMS norms.
         norm_bias: layer norms add a bias (Falcon).
         norm_offset: RMS norms multiply by 1 plus their weights (Gemma).
-        parallel: the MLP reads the input of the block, without the attention output (Falcon, Cohere).
-        shared_norm: attention and a parallel MLP share one norm instead of one each.
+        parallel: the MLP reads the block's input, without the attention output (Falcon, Cohere).
+        shared_norm: attention and a parallel MLP share one norm.
         gated: the MLP is down(silu(gate) * up), or with `tanh_gelu`; otherwise down(gelu(up)) (Falcon).
-        tanh_gelu: a gated MLP has the GELU by a hyperbolic tangent in place of silu (Gemma).
-        embedding_scale: factor on embeddings.
-        residual_scale: factor on what attention and MLP add to the residual stream (Granite).
-        logit_scale: factor on logits.
-        logit_softcap: c, for scaled logits that become c * tanh(logit / c); None for none (Gemma 2).
-        experts: the mixture of experts that every block's MLP is, or None (Mixtral, Qwen3-MoE, gpt-oss).
-        bos: id of the beginning-of-sequence token, if any.
-        eos: ids that end a generation.
+        tanh_gelu: a gated MLP uses the tanh approximation of GELU instead of silu (Gemma).
+        embedding_scale: factor of embeddings.
+        residual_scale: factor of the outputs of attention and MLP (Granite).
+        logit_scale: factor of logits.
+        logit_softcap: c, which maps scaled logits to c * tanh(logit / c); None for none (Gemma 2).
+        experts: the mixture of experts that replaces every block's MLP, or None (Mixtral, Qwen3-MoE, gpt-oss).
+        bos: id of the beginning-of-sequence token, or None.
+        eos: ids of the tokens that end a generation.
     """
 
     vocab: int
@@ -113,54 +114,60 @@ class ModelConfig:
         self._check_ropes()
 
     def _check_ropes(self) -> None:
-        """Raise ValueError where layers rotate other channels, or no whole pairs of them."""
+        """Raise ValueError if layers rotate different channels, or an odd number of channels."""
         ropes = {self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))}
         shares = {rope.share for rope in ropes}
-        remedy = "layers share one order of channels: give all the same"
+        remedy = "layers differ in the order of channels: give all the same"
         require(len(shares) == 1, "share", sorted(shares), remedy)
         count = int(self.head_dim * min(shares))
-        remedy = f"{count} of head_dim={self.head_dim} channels are rotated: an even number of 2 or more is needed"
+        remedy = (
+            f"{count} of head_dim={self.head_dim} channels are rotated: give an even "
+            "number of 2 or more"
+        )
         require(count >= 2 and count % 2 == 0, "share", min(shares), remedy)
         for rope in ropes:
             given = len(rope.short_factor) if isinstance(rope, LongRope) else count // 2
-            remedy = f"give one for each pair of the {count} rotated channels: {count // 2}"
+            remedy = (
+                f"wrong length: give one number for each pair of the {count} rotated "
+                f"channels: {count // 2}"
+            )
             require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
 
     def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield each rule of fields that go together: a field's name, whether it holds, and the remedy."""
+        """Yield each rule on fields that depend on each other: a field's name, whether it holds, and the remedy."""
         alone = not self.kinds or self.rope == Rope()
-        yield "rope", alone, "each of kinds says its own: leave rope out"
+        yield "rope", alone, "each of kinds has its own: omit rope"
         whole_groups = self.heads % self.kv_heads == 0
         yield "heads", whole_groups, f"give a multiple of kv_heads={self.kv_heads}"
-        yield "head_dim", self.head_dim % 2 == 0, "rotary embeddings need an even head_dim"
+        yield "head_dim", self.head_dim % 2 == 0, "odd: rotary embeddings need an even one"
         known = self.norms in ("before", "after", "both")
         yield "norms", known, "give 'before', 'after' or 'both'"
         before = self.norms == "before" or not self.parallel
-        yield "norms", before, "parallel blocks have them before attention and MLP"
+        yield "norms", before, "parallel blocks need 'before'"
         rms = not (self.norm_offset and self.layer_norm)
-        yield "norm_offset", rms, "it is one of RMS norms: give layer_norm=False"
+        yield "norm_offset", rms, "only RMS norms support it: give layer_norm=False"
         normed = self.qk_norm or self.qk_norm_wide
         one = self.qk_norm + self.qk_norm_wide + self.qk_layer_norm < 2
-        yield "qk_norm", one, "give one of qk_norm, qk_norm_wide, qk_layer_norm"
+        yield "qk_norm", one, "exclusive: keep one of qk_norm, qk_norm_wide, qk_layer_norm"
         ordered = not normed or self.channels is None
-        remedy = "RMS norms of queries and keys are read in the checkpoint's order: not built"
+        remedy = "not supported with RMS norms of queries and keys: give interleaved=False"
         yield "interleaved", ordered, remedy
         gated = not self.tanh_gelu or (self.gated and self.experts is None)
-        yield "tanh_gelu", gated, "it is one of gated MLPs without experts"
+        yield "tanh_gelu", gated, "only gated MLPs without experts have it"
         shared = self.parallel or not self.shared_norm
-        remedy = "only a parallel MLP can read attention's norm: give parallel=True"
+        remedy = "only a parallel MLP can share attention's norm: give parallel=True"
         yield "shared_norm", shared, remedy
         if self.experts is not None:
             plain = self.gated and not self.mlp_bias
-            remedy = "experts are gated, and have biases of their own: leave gated and mlp_bias out"
+            remedy = "experts are gated and have their own biases: omit gated and mlp_bias"
             yield "experts", plain, remedy
             alone = not (self.experts.bias and self.parallel)
-            remedy = "biases of experts are not built in parallel blocks: give bias=False"
+            remedy = "biases of experts are not supported in parallel blocks: give bias=False"
             yield "experts", alone, remedy
 
     @property
     def alternates(self) -> bool:
-        """True if blocks alternate RMS norms with attention and SwiGLU MLPs as Llama's do, which fused steps need."""
+        """True if blocks alternate RMS norms, attention and SwiGLU MLPs as in Llama, which fused steps require."""
         plain = (
             self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
         )
@@ -169,11 +176,11 @@ class ModelConfig:
 
     @property
     def qk_gains(self) -> bool:
-        """True if each channel of each head has a weight of its own in the norms of queries and keys."""
+        """True if the norms of queries and keys have a weight per channel of each head."""
         return self.qk_norm_wide or self.qk_layer_norm
 
     def spec_of(self, layer: int) -> LayerSpec:
-        """`LayerSpec` of a layer: its rotary embedding, its attention's scale, window and cap.
+        """Return the `LayerSpec` of a layer: its rotary embedding, attention scale, sliding window and softcap.
 
         Args:
             layer: index of the layer.
@@ -185,7 +192,7 @@ class ModelConfig:
 
     @property
     def sliding_windows(self) -> SlidingWindows:
-        """Width of each layer's window in tokens, None for layers that attend to the whole prompt."""
+        """Sliding window of each layer in tokens, None for full attention."""
         return tuple(self.spec_of(layer).sliding_window for layer in range(self.layers))
 
     @property
@@ -195,12 +202,12 @@ class ModelConfig:
 
     @property
     def channels(self) -> tuple[int, ...] | None:
-        """A checkpoint's channels of queries and keys in the order of loaded weights, D indices; None if it is one."""
+        """Indices of a checkpoint's query and key channels in the order of loaded weights, D; None if equal."""
         order = channel_order(self.spec_of(0).rope, self.head_dim, interleaved=self.interleaved)
         return None if order == tuple(range(self.head_dim)) else order
 
     def on_one_of(self, kv: int, model: int) -> ModelConfig:
-        """Config of one device's shard: kv heads divided by `kv`; query heads, MLP width and vocabulary by `model`."""
+        """Return one device's config: kv heads over `kv`; query heads, MLP width, vocabulary over `model`."""
         return dataclasses.replace(
             self,
             kv_heads=self.kv_heads // kv,
@@ -210,16 +217,16 @@ class ModelConfig:
         )
 
     def within(self, max_positions: int) -> ModelConfig:
-        """Config for sequences of at most `max_positions` tokens, whose LongRoPE takes the list for that length.
+        """Return the config for sequences of at most `max_positions` tokens; LongRoPE uses the list for that length.
 
         Args:
-            max_positions: tokens of the longest sequence, new ones included; at most those of this config.
+            max_positions: tokens of the longest sequence, including new ones; at most this config's.
 
         Returns:
-            A copy. Other rotary embeddings, and LongRoPE's attention factor, are those of this config.
+            A copy. Other rotary embeddings, and LongRoPE's attention factor, are unchanged.
 
         Raises:
-            ValueError: for no integer from 1 to this config's `max_positions`.
+            ValueError: if it is not an integer from 1 to this config's `max_positions`.
         """
         most = whole("max_positions", max_positions, most=self.max_positions)
         kinds = tuple(
@@ -233,22 +240,22 @@ class ModelConfig:
     def from_hf(cls, config: Config) -> ModelConfig:
         """Build a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unknown keys and values.
 
-        A key that is left out means what transformers' config class of the family makes of it.
+        A missing key has the default of the family's config class in transformers.
 
         Args:
-            config: the parsed JSON; of a model that also takes images, its text model is built.
+            config: the parsed JSON; for a model with image inputs, its text model is built.
 
         Returns:
             The configuration.
 
         Raises:
-            ValueError: for a model type, activation, RoPE type or key that jaxkv does not build, by name.
+            ValueError: for a model type, activation, RoPE type or key that is not supported; the message names it.
         """
         return cls(**read(text_config(config)))
 
 
 def _within(rope: Rope, positions: int) -> Rope:
-    """The rotary embedding for sequences of at most `positions` tokens: another one for a LongRoPE's short texts."""
+    """Return the rotary embedding for sequences of at most `positions` tokens: LongRoPE may change lists."""
     if not isinstance(rope, LongRope):
         return rope
     return dataclasses.replace(rope, long=positions > rope.original_max_position)

@@ -33,11 +33,11 @@ from jaxkv.models.values import LayerSpec
 from jaxkv.sharding.collectives import first, total
 from jaxkv.sharding.mesh import Axes
 
-# Hidden states of several tokens of each sequence.
+# Hidden states of several tokens per sequence.
 Hidden = Float[Array, "B N E"]
-# Parameters of a block, or of the ends, as a flat tuple: 8x cheaper to pass to jitted functions than a module.
+# Parameters of a block, or of the ends, as a flat tuple, which is 8x cheaper to pass to jitted functions than a module.
 Leaves = tuple[Shaped[Array, "..."], ...]
-# Tokens of a block, at least and at most, whose embeddings devices sum at once: up to 34 MB of Llama 3 8B's.
+# Minimum and maximum tokens per block whose embeddings devices sum in one step: up to 34 MB for Llama 3 8B.
 _SUMMED_AT_ONCE = 128, 4096
 
 
@@ -69,7 +69,7 @@ class Attention(nnx.Module):
 
 
 class Block(nnx.Module):
-    """Transformer block in two halves, before and after attention, which callers compute between them."""
+    """Transformer block in two halves, before and after attention; callers compute attention between them."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
         self.config = config
@@ -84,34 +84,34 @@ class Block(nnx.Module):
         self.mlp_out_norm: Any = _norm(config, dtype) if after else None
 
     def normed(self, x: Hidden) -> Hidden:
-        """Hidden states after the norm that precedes attention, if there is one."""
+        """Return hidden states after the norm before attention, if the block has one."""
         return x if self.attention_norm is None else self.attention_norm(x)
 
     @property
     def sink_logits(self) -> Float[Array, "K G"] | None:
-        """Learned logits that take part in the softmax of each query head, without a value; None for most families."""
+        """Sink logits in the softmax of each query head, without a value; None for most families."""
         return value_of(self.attention.sink_logits)
 
     @property
     def shaping(self) -> Shaping:
-        """`Shaping` of the block's attention logits: cap and sink logits."""
+        """`Shaping` of the block's attention logits: softcap and sink logits."""
         return Shaping(softcap=self.spec.softcap, sink_logits=self.sink_logits)
 
     def queries(self, normed: Hidden, by: Angles) -> Float[Array, "B K G N D"]:
-        """Queries `[B, K, G, N, D]` after RoPE, rotated by the angles of their positions, in the dtype of `normed`."""
+        """Return queries `[B, K, G, N, D]` after RoPE at the angles of their positions, in the dtype of `normed`."""
         return rotate(self.unrotated_queries(normed), by, normed.dtype)
 
     def unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
-        """Queries `[B, K, G, N, D]` before RoPE; float32, or the norm's dtype for models with a query norm."""
+        """Return queries `[B, K, G, N, D]` before RoPE; float32, or the norm's dtype for models with a query norm."""
         norm, gain = self.attention.q_norm, self.attention.q_gain
-        # Without a norm they stay float32 until RoPE, which computes in float32, so that they are narrowed only once.
+        # Queries without a norm are float32 until RoPE, which computes in float32, so that they are rounded only once.
         q = linear(self.attention, "q", normed, wide=norm is None and gain is None)
         if gain is not None:
             q = self._gained(q, gain[...], "H")
         return self._scaled(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
 
     def _scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Queries multiplied so that q.k / sqrt(D) gives the layer's own attention scale; unchanged for the default."""
+        """Scale queries so that q.k / sqrt(D) has the layer's own attention scale; unchanged for the default."""
         if self.spec.scale is None:
             return q
         return (q.astype(jnp.float32) * (self.spec.scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
@@ -119,7 +119,7 @@ class Block(nnx.Module):
     def _gained(
         self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str
     ) -> Float[Array, "B N *h"]:
-        """Queries or keys normed with a weight for each channel of each head: a layer norm per head, or over heads."""
+        """Normalise queries or keys with a weight per channel of each head: a layer norm per head, or over heads."""
         if not self.config.qk_layer_norm:
             return self._normed_over_heads(x, gain, letter)
         wide = x.astype(jnp.float32)
@@ -132,7 +132,7 @@ class Block(nnx.Module):
     def _normed_over_heads(
         self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str
     ) -> Array:
-        """RMS norm over all heads' channels of each token; on a mesh, over those of all devices along `letter`."""
+        """RMS norm over all heads' channels of each token; on a mesh, over all devices along `letter`."""
         wide, axes = x.astype(jnp.float32), tuple(range(2, x.ndim))
         count = gain.size * (1 if self.axes is None else self.axes.size(letter))
         square = total((wide * wide).sum(axis=axes, keepdims=True), self.axes, letter) / count
@@ -143,7 +143,7 @@ class Block(nnx.Module):
     def keys_values(
         self, normed: Hidden
     ) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-        """Keys before RoPE, and values, each `[B, K, N, D]`; keys are float32, or the norm's dtype with a key norm."""
+        """Return keys before RoPE and values, each `[B, K, N, D]`; keys are float32, or in a key norm's dtype."""
         norm, gain = self.attention.k_norm, self.attention.k_gain
         kv = linear(self.attention, "kv", normed, wide=norm is None and gain is None)
         k, v = kv[:, :, 0], jnp.moveaxis(kv[:, :, 1], 1, 2)
@@ -153,9 +153,9 @@ class Block(nnx.Module):
     def parts(
         self, normed: Float[Array, "M 1 E"]
     ) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
-        """Unrotated Q, and K and V, of one token per sequence, as n float32 partial sums (split-K), or as one sum."""
+        """Return unrotated Q, and K and V, of one token per sequence, as n float32 partial sums (split-K) or one."""
         attention = self.attention
-        # The barrier keeps XLA from merging both products into one whose halves it then copies.
+        # The barrier keeps XLA from merging both products into one and copying its halves.
         q = linear_parts(attention, "q", normed[:, 0])
         kv = linear_parts(attention, "kv", lax.optimization_barrier(normed)[:, 0])
         if attention.q_norm is None or attention.k_norm is None:
@@ -167,9 +167,9 @@ class Block(nnx.Module):
     def finish(
         self, x: Hidden, attended: Float[Array, "B K G N D"], *, apart: bool = False
     ) -> Hidden:
-        """Hidden states `[B, N, E]` after adding attention's output projection and the MLP to the residual stream.
+        """Return hidden states `[B, N, E]` after attention's output projection, the MLP and the residual sums.
 
-        With `apart` the operands of a dense MLP's products are computed before these, and not within them.
+        With `apart`, the operands of a dense MLP's products are computed before the products, not fused into them.
         """
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
         how = {"apart": True} if apart and self.config.experts is None else {}
@@ -177,21 +177,21 @@ class Block(nnx.Module):
             return self._finish_parallel(x, merged, how)
         added = linear(self.attention, "out", merged, wide=True, over=self.axes)
         wide = x.astype(jnp.float32) + self._joining(added, self.attention_out_norm)
-        # Without a norm the MLP reads hidden states as they enter a block: in the model's dtype.
+        # Without a norm the MLP reads hidden states in the dtype in which they enter a block: the model's.
         read = wide.astype(x.dtype) if self.mlp_norm is None else self.mlp_norm(wide)
         return (wide + self._joining(self.mlp(read, self.axes, **how), self.mlp_out_norm)).astype(
             x.dtype
         )
 
     def _joining(self, added: Hidden, norm: Any) -> Hidden:
-        """Attention's or the MLP's output as it joins the residual stream: normed if a norm follows, scaled."""
+        """Scale attention's or the MLP's output for the residual stream, after its norm if there is one."""
         added = added if norm is None else norm(added).astype(jnp.float32)
         return added if self.config.residual_scale == 1 else added * self.config.residual_scale
 
     def _finish_parallel(
         self, x: Hidden, merged: Float[Array, "B N H"], how: dict[str, bool]
     ) -> Hidden:
-        """Hidden states after adding attention output and MLP to the residual stream in a parallel block (Falcon)."""
+        """Return hidden states after attention output and MLP are added to the residual stream in a parallel block."""
         normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
         both = linear(self.attention, "out", merged, bias=False, wide=True) + self.mlp.part(
             normed, **how
@@ -204,7 +204,7 @@ class Block(nnx.Module):
 
 # Typed Any: callers that use a specific norm's fields check `config.alternates` first.
 def _norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
-    """Uninitialised norm over E of the model's family: a LayerNorm or an RMSNorm."""
+    """Make an uninitialised norm over E of the model's family: a LayerNorm or an RMSNorm."""
     if config.layer_norm:
         return LayerNorm(config.embed, eps=config.norm_eps, dtype=dtype, bias=config.norm_bias)
     return RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype, offset=float(config.norm_offset))
@@ -217,11 +217,11 @@ def _mlp(config: ModelConfig, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
 
 
 class Decoder(nnx.Module):
-    """Decoder-only transformer: embedding, blocks, norm and output matrix; parameters are only shapes until loaded.
+    """Decoder-only transformer: embedding, blocks, norm and output matrix; parameters are shapes until loaded.
 
-    With `weights="int8"` linear maps are held as int8 codes and a scale per output, with "int4" as 4-bit codes with a
-    scale and a least value for 32 of them; the embedding, which is gathered and may be the output matrix, too, norms,
-    biases and a mixture's router keep `dtype`.
+    With `weights="int8"` linear maps are int8 codes and a scale per output; with "int4" they are 4-bit codes with a
+    scale and a minimum per 32 codes. The embedding (which may also be the output matrix), norms, biases and a mixture's
+    router are in `dtype`.
     """
 
     def __init__(
@@ -265,10 +265,10 @@ class Ends(nnx.Module):
         self.config = decoder.config
 
     def embed(self, tokens: Int[Array, "B N"], *, in_blocks: bool = False) -> Hidden:
-        """Embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers must reject them.
+        """Return embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers reject them.
 
-        On a mesh with `in_blocks` devices sum those of a block of tokens at a time: libtpu of JAX 0.12 takes two more
-        copies of what they sum, 2.1 GB for 4 prompts of 32,768 tokens of Llama 3 8B.
+        On a mesh with `in_blocks`, devices sum the embeddings of one block of tokens at a time. libtpu of JAX 0.12
+        needs two more copies of what is summed, 2.1 GB for 4 prompts of 32,768 tokens of Llama 3 8B.
         """
         table = self.embedding[...]
         least, most = _SUMMED_AT_ONCE
@@ -283,7 +283,7 @@ class Ends(nnx.Module):
         return found if scale == 1 else found * jnp.asarray(scale, found.dtype)
 
     def _rows_of(self, table: Float[Array, "V E"], tokens: Int[Array, "B N"]) -> Hidden:
-        """Rows `[B, N, E]` of the embedding, gathered from the devices of a mesh that have them."""
+        """Gather rows `[B, N, E]` of the embedding; on a mesh, from the devices that hold them."""
         if self.axes is None:
             return jnp.take(table, tokens, axis=0, mode="clip")
         row = tokens - first("V", table.shape[0], self.axes)
@@ -292,11 +292,11 @@ class Ends(nnx.Module):
         return total(jnp.where(mine[..., None], found, jnp.zeros_like(found)), self.axes)
 
     def logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Float32 logits of hidden states `[B, E]`, which are normed first; on a mesh, only this device's part of V."""
+        """Return float32 logits of hidden states `[B, E]` after the final norm; on a mesh, this device's shard of V."""
         return self.logits_of(self.norm(x))
 
     def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Float32 logits of already normed hidden states; on a mesh, only those of this device's vocabulary shard."""
+        """Return float32 logits of normed hidden states; on a mesh, this device's shard of V."""
         logits = (
             project(normed, Stored(self.embedding[...]))
             if self.head is None
@@ -329,13 +329,13 @@ class Flat:
     """Decoder split for jitted code: static `graphs`, and flat tuples of parameter arrays of its `ends` and `blocks`.
 
     Attributes:
-        ends: leaves of embedding, final norm and output matrix.
-        blocks: one tuple of leaves per block, all of the same structure.
+        ends: parameters of embedding, final norm and output matrix.
+        blocks: one tuple of parameters per block, all of the same structure.
         graphs: graph definitions of the ends and of the first block, passed as static arguments.
-        config: the decoder's configuration.
-        axes: axes of the mesh that the parameters are on, or None.
+        config: the decoder's config.
+        axes: axes of the parameters' mesh, or None.
         on_mesh: the language model with these parameters on a mesh, by the mesh's axes.
-        gates: weights of gates of policies on the parameters' devices, by gate and layer; the last used gate is last.
+        gates: gate weights of policies on the parameters' devices, by gate and layer, in order of last use.
     """
 
     def __init__(self, decoder: Decoder):
@@ -360,26 +360,26 @@ class Flat:
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh that the parameters are on, or None."""
+        """Mesh of the parameters, or None."""
         return None if self.axes is None else self.axes.mesh
 
     def graphs_of(self, layer: int) -> "Graphs":
-        """Static `Graphs` for the compiled functions of one layer; equal for layers with equal specs."""
+        """Return the static `Graphs` for the compiled functions of one layer; equal for layers with equal specs."""
         return self.graphs.of(self.config.spec_of(layer))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Pickle and copies as None, so that a copied model splits its own arrays again."""
+        """Pickle and copy as None, so that a copied model splits its own arrays."""
         return type(None), ()
 
     def around(self, ends: Leaves, blocks: tuple[Leaves, ...]) -> "Flat":
-        """Copy of this object with other parameter arrays `ends` and `blocks`, such as traced ones."""
+        """Return a copy with other parameter arrays `ends` and `blocks`, such as traced ones."""
         other = object.__new__(Flat)
         vars(other).update(vars(self), ends=ends, blocks=blocks)
         return other
 
     def is_of(self, decoder: Decoder) -> bool:
-        """True if `decoder` is the split one and still holds the same arrays; False after training replaced some."""
-        # At every step of a server: lookups alone, no walk through the modules.
+        """True if `decoder` still holds the arrays of this split; False after training replaced some."""
+        # A server calls this at every step: it only does lookups, and does not walk through the modules.
         same = decoder is self._decoder and all(
             held.get(name) is part for held, name, part in self._parts
         )
@@ -394,7 +394,7 @@ class Graph:
     structure: Any
 
     def bind(self, leaves: Leaves) -> Any:
-        """Module rebuilt from this graph, with `leaves` as its parameters; cheap enough to call inside a trace."""
+        """Rebuild the module from this graph, with `leaves` as its parameters; cheap enough to call inside a trace."""
         return nnx.merge(self.definition, jax.tree.unflatten(self.structure, leaves))
 
 
@@ -403,8 +403,8 @@ class Graphs:
     """Static description of a decoder: a `Graph` of the ends and one of a block, mesh axes, the block's layer spec.
 
     Attributes:
-        of_ends: the ends' graph.
-        of_block: a block's graph.
+        of_ends: graph of the ends.
+        of_block: graph of a block.
         axes: mesh axes of the parameters; None on one device.
         spec: `LayerSpec` of the block's layer.
     """
@@ -415,17 +415,17 @@ class Graphs:
     spec: LayerSpec
 
     def of(self, spec: LayerSpec) -> "Graphs":
-        """Copy of these graphs with another layer spec for the block."""
+        """Return a copy of these graphs with another layer spec for the block."""
         return dataclasses.replace(self, spec=spec)
 
     def ends(self, leaves: Leaves) -> Ends:
-        """`Ends` module rebuilt with `leaves` as its parameters."""
+        """Rebuild the `Ends` module with `leaves` as its parameters."""
         bound = self.of_ends.bind(leaves)
         bound.axes = self.axes
         return bound
 
     def block(self, leaves: Leaves) -> Block:
-        """`Block` module rebuilt with `leaves` as its parameters; on a mesh, with the config of one device's shard."""
+        """Rebuild the `Block` module with `leaves` as its parameters; on a mesh, with one device's config."""
         bound = self.of_block.bind(leaves)
         bound.spec = self.spec
         if self.axes is not None:

@@ -1,4 +1,4 @@
-"""Reads a Hugging Face `config.json`, family by family, into the fields of `ModelConfig`."""
+"""Reader of a Hugging Face `config.json`, family by family, into the fields of `ModelConfig`."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,25 +12,25 @@ from jaxkv.models.values import Experts, LayerSpec, NoRope, Rope, positive
 
 
 def read(raw: Config) -> dict[str, Any]:
-    """`ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys and values."""
+    """Return `ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys and values."""
     config = completed(raw)
     kind = config["model_type"]
     family = FAMILIES[kind]
     names, keys = family.names, family.keys
 
     def of(check: Callable[[str, Any], Any], key: str) -> Any:
-        """Value of a key by Llama's name."""
+        """Return the value of a key by Llama's name."""
         name = names.get(key, key)
         return check(name, config.get(name))
 
     def has(key: str) -> bool:
-        """True if the family has such biases or norms, and the config says so."""
+        """True if the family supports such biases or norms, and the config enables them."""
         return names.get(key, key) in keys and of(flag, key)
 
     embed, heads, layers = (
         of(whole, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
-    # Command R's files give its context by another key.
+    # Command R's files have another key for the context.
     longest = max(
         whole(key, config[key])
         for key in ("max_position_embeddings", "model_max_length")
@@ -62,13 +62,13 @@ def read(raw: Config) -> dict[str, Any]:
 
 
 def _ids(key: str, value: Any) -> tuple[int, ...]:
-    """Token ids of a key that holds one id, several, or null, as a tuple without -1; ValueError for others."""
+    """Return the token ids of a key with one id, several, or null, as a tuple without -1; ValueError for others."""
     values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
     return tuple(whole(key, each, least=0) for each in values if each != -1)
 
 
 def _experts(config: Config) -> Experts | None:
-    """A config's mixture of experts, if it has one."""
+    """Return a config's mixture of experts, or None."""
     count = next((key for key in ("num_experts", "num_local_experts") if key in config), None)
     if count is None:
         return None
@@ -82,7 +82,7 @@ def _experts(config: Config) -> Experts | None:
 
 
 def _scales(config: Config) -> dict[str, Any]:
-    """`ModelConfig` fields of the scales of embeddings, of what blocks add, and of logits; and of the logits' cap."""
+    """Return `ModelConfig` fields for scales of embeddings, of block outputs and of logits, and the logits' softcap."""
     found: dict[str, Any] = {}
     if config["model_type"].startswith("gemma"):
         found["embedding_scale"] = math.sqrt(config["hidden_size"])
@@ -100,22 +100,22 @@ def _scales(config: Config) -> dict[str, Any]:
 
 
 def _cap(config: Config, key: str) -> float | None:
-    """Cap of logits of a key, None without."""
+    """Return the softcap of a key, None without."""
     return None if config.get(key) is None else positive(key, config[key])
 
 
 def _falcon(config: Config, heads: int, kv_heads: int) -> dict[str, Any]:
-    """`ModelConfig` fields of Falcon (kv heads, parallel, shared norm); ValueError for unsupported values."""
+    """Return `ModelConfig` fields of Falcon (kv heads, parallel, shared norm); ValueError for unsupported values."""
     groups, one, parallel = (
         flag(key, config[key])
         for key in ("new_decoder_architecture", "multi_query", "parallel_attn")
     )
-    remedy = "blocks of new_decoder_architecture=true are: give true"
+    remedy = "blocks of new_decoder_architecture=true are parallel: give true"
     require(parallel or not groups, "parallel_attn", parallel, remedy)
     norms = config.get("num_ln_in_parallel_attn", 2 if groups else 1)
-    remedy = "give 1, or 2 with new_decoder_architecture=true, or leave it out"
+    remedy = "not supported: give 1, or 2 with new_decoder_architecture=true, or omit it"
     require(norms == 1 or (norms == 2 and groups), "num_ln_in_parallel_attn", norms, remedy)
-    remedy = f"only new_decoder_architecture=true has heads that share keys in groups: give {heads}"
+    remedy = f"only new_decoder_architecture=true supports grouped kv heads: give {heads}"
     require(groups or one or kv_heads == heads, "num_kv_heads", kv_heads, remedy)
     return {
         "kv_heads": 1 if one and not groups else kv_heads,
@@ -125,7 +125,7 @@ def _falcon(config: Config, heads: int, kv_heads: int) -> dict[str, Any]:
 
 
 def _layers(config: Config, layers: int, longest: int) -> dict[str, Any]:
-    """`ModelConfig` field `rope`, or `kinds` where layers differ, or their attention has a scale, window or cap."""
+    """Return the field `rope` of `ModelConfig`, or `kinds` if layers differ, or have a scale, window or softcap."""
     kind = config["model_type"]
     local, whole_prompt = (read_rope(each, config, longest) for each in rotations(config))
     widths, sliding = _windows(config, layers, longest)
@@ -148,7 +148,7 @@ def _layers(config: Config, layers: int, longest: int) -> dict[str, Any]:
 
 
 def _rotated(given: Any, layers: int) -> list[bool]:
-    """Mask of the layers of a SmolLM3 that have a rotary embedding."""
+    """Return a mask of a SmolLM3's layers with a rotary embedding."""
     sound = isinstance(given, (list, tuple)) and all(each in (0, 1) for each in given)
     remedy = f"give a 1 for each of {layers} layers with rotary embeddings, a 0 for each without"
     require(sound and len(given) >= layers, "no_rope_layers", given, remedy)
@@ -156,9 +156,9 @@ def _rotated(given: Any, layers: int) -> list[bool]:
 
 
 def _windows(config: Config, layers: int, longest: int) -> tuple[list[int | None], list[bool]]:
-    """Width of each layer's window in tokens, None for none; and mask of the layers that are of the type with windows.
+    """Return each layer's sliding window in tokens (None for none), and a mask of the layers of the sliding type.
 
-    A window as wide as the model's positions leaves nothing out, and counts as none; ValueError for unknown types.
+    A sliding window of at least the model's positions counts as none. ValueError for unknown types.
     """
     kind, keys = config["model_type"], FAMILIES[config["model_type"]].keys
     windowed = kind.startswith("qwen") or "sliding_window" in keys
@@ -169,26 +169,31 @@ def _windows(config: Config, layers: int, longest: int) -> tuple[list[int | None
         and len(types) == layers
         and all(each in LAYER_TYPES[1:] or (typed and each in LAYER_TYPES) for each in types)
     )
-    remedy = f"give {' or '.join(LAYER_TYPES)} for each of {layers} layers, if a {kind} has windows"
+    remedy = (
+        f"give {' or '.join(LAYER_TYPES)} for each of {layers} layers, if a {kind} has "
+        "sliding windows"
+    )
     require(sound, "layer_types", types, remedy)
     used = flag("use_sliding_window", config.get("use_sliding_window", True))
-    # Classes that have windows without the switch ignore it.
+    # Classes that always have sliding windows ignore the switch.
     width = width if used or (windowed and "use_sliding_window" not in keys) else None
     width = None if width is None else whole("sliding_window", width)
-    # transformers' caches still drop rows beyond a window that the family's class does not have.
-    remedy = f"no {kind} has windows in transformers: give null, or use_sliding_window=false"
+    # transformers' caches evict entries outside a sliding window even if the family's class does not support one.
+    remedy = (
+        f"no {kind} has sliding windows in transformers: give null, or use_sliding_window=false"
+    )
     require(windowed or width is None or width >= longest, "sliding_window", width, remedy)
     sliding = [windowed and width is not None] * layers
     if typed and types is not None:
         sliding = [each == LAYER_TYPES[0] for each in types]
-    remedy = f"layers of type {LAYER_TYPES[0]} need a width"
+    remedy = f"layers of type {LAYER_TYPES[0]} need a width: give sliding_window"
     require(width is not None or not any(sliding), "sliding_window", width, remedy)
     narrow = None if width is None or width >= longest else width
     return [narrow if each else None for each in sliding], sliding
 
 
 def _period(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Shortest tuple of specs that, repeated in turn, gives those of all layers."""
+    """Return the shortest tuple of specs that, repeated in turn, yields those of all layers."""
     count = len(specs)
     period = next(
         n for n in range(1, count + 1) if all(specs[at] == specs[at % n] for at in range(count))

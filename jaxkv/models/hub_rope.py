@@ -1,4 +1,4 @@
-"""Rotary embeddings as a Hugging Face config gives them."""
+"""Rotary embeddings from a Hugging Face config."""
 
 import dataclasses
 from typing import Any
@@ -28,7 +28,7 @@ _ROPES = {
 
 
 def read_rope(given: Config, config: Config, longest: int) -> Rope:
-    """`Rope` config of one type of layer.
+    """Return the `Rope` config of one type of layer.
 
     Args:
         given: keys of its rotary embedding.
@@ -39,12 +39,12 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         The rotary embedding.
 
     Raises:
-        ValueError: for types and keys that are not built, by name.
+        ValueError: for types and keys that are not supported; the message names them.
     """
     keys, family = dict(given), config["model_type"]
     theta, share = keys.pop("rope_theta"), keys.pop("partial_rotary_factor", 1.0)
     remedy = (
-        "give a share of the channels above 0; only heads of GLM-4 and Phi-3 are rotated in part"
+        "give a share of the channels above 0; only GLM-4 and Phi-3 rotate a part of the channels"
     )
     partial = share == 1.0 or family in ("glm4", "phi3")
     require(partial, "partial_rotary_factor", share, remedy)
@@ -52,7 +52,7 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
     kind = keys.pop("rope_type", kind)
     known = _ROPES
     if family == "phi3":
-        # Older files call longrope su. transformers takes a Phi-3's "yarn" for longrope, too.
+        # Older files call longrope su. For a Phi-3, transformers reads "yarn" as longrope, too.
         known = {"default": Rope, "longrope": LongRope, "su": LongRope}
         if kind in ("longrope", "su"):
             name = "original_max_position_embeddings"
@@ -61,12 +61,12 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         isinstance(kind, str) and kind in known,
         "rope_type",
         kind,
-        f"a {family} has {', '.join(known)}",
+        f"not supported for {family}: use {', '.join(known)}",
     )
     for key in ("mscale", "mscale_all_dim"):
         # DeepSeek's variant of YaRN.
         value = keys.pop(key, None) if kind == "yarn" else None
-        require(not value, f"rope_scaling.{key}", value, "not built: leave it out")
+        require(not value, f"rope_scaling.{key}", value, "not supported: omit it")
     values: dict[str, Any] = {
         "theta": positive("rope_theta", theta),
         "share": real("partial_rotary_factor", share, remedy, high=1.0, open_low=True),
@@ -81,13 +81,13 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
             default = max(1.0, longest / values["original_max_position"])
         value = keys.pop(key, default)
         needed = value is dataclasses.MISSING
-        require(not needed, f"rope_scaling.{key}", None, f"rope type {kind!r} needs it")
-        # Null means the default for optional numbers of YaRN and longrope, and is rejected for all others.
+        require(not needed, f"rope_scaling.{key}", None, f"missing for rope type {kind!r}: add it")
+        # Null is the default of optional numbers of YaRN and longrope, and is rejected for all others.
         null = (
             value is None and field.type.startswith("float") and default is not dataclasses.MISSING
         )
         values[field.name] = default if null else READERS[field.type](f"rope_scaling.{key}", value)
-    remedy = f"these keys are not supported for rope type {kind!r}"
+    remedy = f"these keys are not supported for rope type {kind!r}: remove them"
     require(not keys, "rope_scaling", sorted(keys), remedy)
     if known[kind] is LongRope:
         values["long"] = longest > values["original_max_position"]

@@ -1,4 +1,4 @@
-"""Layers of the decoder: linear maps whose weights are stored as rows `[out, in]`, norms, dense MLPs."""
+"""Layers of the decoder: linear maps with weights stored as rows `[out, in]`, norms, dense MLPs."""
 
 from typing import Any
 
@@ -14,29 +14,29 @@ from jaxkv.models.stored import GROUP, Stored
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
-# Vectors that linear maps, norms and MLPs take one by one.
+# Vectors, the inputs of linear maps, norms and MLPs.
 Vectors = Float[Array, "*rows E"]
-# Split-K for GPUs of about a hundred multiprocessors: most rows (one tile) of a product that is split; outputs over
-# all parts at which splitting stops; most parts; least elements that each part sums over.
+# Split-K for GPUs of about a hundred multiprocessors: maximum rows (one tile) of a product that is split; outputs over
+# all parts at which splitting stops; maximum number of parts; minimum elements per partial sum.
 _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
 
 
 def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
-    """Uninitialised `nnx.Param` that holds a shape and dtype without values."""
+    """Make an uninitialised `nnx.Param` that holds a shape and dtype without values."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
 
 
 def add_linear(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> None:
-    """Return a module an uninitialised weight `name`, stored as floats or, for the dtypes int8 and int4, as codes.
+    """Add an uninitialised weight `name` to a module, stored as floats or, for int8 and int4, as codes.
 
-    Beside codes stand `name_scale` (8 bits), or `name_scales` and `name_leasts` (4 bits); the others are None.
+    Codes have a `name_scale` (8 bits), or `name_scales` and `name_leasts` (4 bits); the others are None.
     """
     scale = scales = leasts = None
     if dtype == jnp.int8:
         scale = empty(*shape[:-1], dtype=jnp.dtype(jnp.float32))
     elif dtype == jnp.int4:
         remedy = (
-            f"rows of {shape[-1]} elements are no whole groups of {GROUP}: give 'int8', or None"
+            f"rows of {shape[-1]} elements are no complete groups of {GROUP}: use 'int8', or None"
         )
         require(shape[-1] % GROUP == 0, "weights", "int4", remedy)
         scales, leasts = (
@@ -50,7 +50,7 @@ def add_linear(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> 
 
 
 def held(module: Any, name: str) -> Stored:
-    """A module's weight `name` as it is stored."""
+    """Return a module's weight `name` as it is stored."""
     beside = {
         each: value_of(getattr(module, f"{name}_{each}")) for each in ("scale", "scales", "leasts")
     }
@@ -66,20 +66,20 @@ def linear(
     wide: bool = False,
     over: Axes | None = None,
 ) -> Float[Array, "..."]:
-    """Linear map of x by a module's weight `name`, and with its bias if it has one; see `project`."""
+    """Multiply x by a module's weight `name`, and add its bias if it has one; see `project`."""
     added = getattr(module, f"{name}_bias", None) if bias else None
     return project(x, held(module, name), value_of(added), wide=wide, over=over)
 
 
 def linear_parts(module: Any, name: str, x: Vectors) -> Float[Array, "n ..."]:
-    """Linear map as `linear` in n float32 partial sums, see `products`; n is 1 for a weight with a bias."""
+    """Linear map as `linear`, as n float32 partial sums, see `products`; n is 1 for a weight with a bias."""
     if getattr(module, f"{name}_bias", None) is None:
         return products(x, held(module, name))
     return linear(module, name, x, wide=True)[None]
 
 
 def float_weight(module: Any, name: str) -> Float[Array, "*out E"]:
-    """A module's weight `name` in float32."""
+    """Return a module's weight `name` in float32."""
     return held(module, name).wide()
 
 
@@ -93,8 +93,8 @@ def project(
 ) -> Float[Array, "..."]:
     """Linear map of x's last axis by `weight [*out, E]`, summed in float32, with an optional bias.
 
-    `weight` may have several output axes. Output in x's dtype, or float32 if `wide`; `over` sums it over the devices of
-    a mesh that hold a part of E each.
+    `weight` may have several output axes. Output is in x's dtype, or float32 if `wide`. `over` sums it over the devices
+    of a mesh that shard E.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
     out = (
@@ -109,10 +109,10 @@ def project(
 
 
 def products(x: Vectors, weight: Stored) -> Float[Array, "n ..."]:
-    """Linear map as n float32 partial sums `[n, *rows, *out]` that a kernel adds up (split-K).
+    """Linear map as n float32 partial sums `[n, *rows, *out]` that a kernel adds (split-K).
 
-    A product of few rows with few outputs leaves most of a GPU idle unless the summed axis is split; XLA splits it too,
-    and then needs a kernel of its own to add.
+    A product of few rows with few outputs leaves most of a GPU idle unless the summed axis is split. XLA also splits
+    it, but needs a separate kernel for the sum.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
     parts = (
@@ -132,7 +132,7 @@ def _product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "n O"]:
 
 
 def _split_product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "parts n O"]:
-    """Float32 partial products by XLA, as many as leave no multiprocessor idle."""
+    """Float32 partial products by XLA, enough to occupy all multiprocessors."""
     (count, width), (x, weight) = x.shape, _in_place(x, weight)
     matrix = weight.factor(x.dtype).reshape(-1, width)
     parts = 1
@@ -151,10 +151,10 @@ def _split_product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "part
 
 
 def read_as_stored(x: Float[Array, "n E"], weight: Stored) -> bool:
-    """True if an NVIDIA GPU multiplies x by codes as they are stored: one vector, on a GPU that Triton compiles for.
+    """True if an NVIDIA GPU multiplies x by codes directly: one vector, on a GPU that Triton supports.
 
-    On an H200 the kernel, which has no use for tensor cores, took 80 us for one vector and 289 for four where weights
-    in bfloat16 took 113.
+    On an H200 the kernel, which does not use tensor cores, took 80 us for one vector and 289 for four; bfloat16 weights
+    took 113.
     """
     major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
     return x.shape[0] == 1 and weight.has_kernel and not (major.isdecimal() and int(major) < 8)
@@ -164,7 +164,7 @@ def _product_as_stored(
     x: Float[Array, "n E"], weight: Stored, *, split: bool
 ) -> Float[Array, "parts n O"]:
     """Float32 product with codes: by a kernel on NVIDIA GPUs, in partial sums if `split`; elsewhere by XLA."""
-    # Late: models in floats need no kernels.
+    # Imported late because models in floats need no kernels.
     import pallas_kernels
 
     def by_kernel(x: Array, weight: Stored) -> Array:
@@ -184,15 +184,15 @@ def _product_as_stored(
 
 
 def _in_place(x: Float[Array, "n E"], weight: Stored) -> tuple[Float[Array, "n E"], Stored]:
-    """Both unchanged; a weight in 4 bits is tied to x, so that XLA widens it beside the product.
+    """Return both unchanged; a 4-bit weight gets a dependency on x, so that XLA dequantises it next to the product.
 
-    Else XLA widens the weights of all layers before a loop over tokens, and keeps them.
+    Without it XLA dequantises the weights of all layers before a loop over tokens, and keeps them.
     """
     return (x, weight) if weight.scales is None else lax.optimization_barrier((x, weight))
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32 (arXiv:1910.07467); multiplied by `scale` plus `offset`."""
+    """Root-mean-square norm over the last axis, in float32 (arXiv:1910.07467), times `scale` plus `offset`."""
 
     def __init__(self, width: int, *, eps: float, dtype: jnp.dtype, offset: float = 0.0):
         self.scale = empty(width, dtype=dtype)
@@ -225,9 +225,9 @@ class LayerNorm(nnx.Module):
 class DenseMLP(nnx.Module):
     """Dense MLP, down(hidden(x)), gated or not.
 
-    Gated, hidden is silu(gate(x)) * up(x), or with the GELU by tanh, and gate and up are one parameter `[2, F, E]`.
-    Otherwise it is the exact gelu(up(x)), and up is `[F, E]`. Called with `apart`, the operands of both products are
-    computed before these, and not within them.
+    If gated, hidden is silu(gate(x)) * up(x), or GELU by tanh in place of silu; gate and up are one parameter `[2, F,
+    E]`. Otherwise hidden is the exact gelu(up(x)), and up is `[F, E]`. With `apart`, the operands of both products are
+    computed before the products, not fused into them.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
@@ -239,21 +239,21 @@ class DenseMLP(nnx.Module):
         setattr(self, f"{name}_bias", empty(*rows, dtype=dtype) if config.mlp_bias else None)
 
     def __call__(self, x: Vectors, over: Axes | None = None, *, apart: bool = False) -> Vectors:
-        """Float32 output `[*rows, E]` of the MLP, without the residual; summed over the devices of `over`."""
+        """Return the MLP's float32 output `[*rows, E]`, without the residual; summed over the devices of `over`."""
         return linear(self, "down", self._operand(x, apart), wide=True, over=over)
 
     def part(self, x: Vectors, *, apart: bool = False) -> Vectors:
-        """Float32 MLP output from this device's shard of hidden width F, without bias; the caller sums over devices."""
+        """Return the float32 output of this device's shard of F, without bias; the caller sums over devices."""
         return linear(self, "down", self._operand(x, apart), bias=False, wide=True)
 
     def _operand(self, x: Vectors, apart: bool) -> Float[Array, "*rows F"]:
-        """Activations before the down projection; behind a barrier, as x is, if `apart`."""
+        """Return activations before the down projection; with `apart`, x and they are behind a barrier."""
         if not apart:
             return self.hidden(x)
         return lax.optimization_barrier(self.hidden(lax.optimization_barrier(x)))
 
     def hidden(self, x: Vectors) -> Float[Array, "*rows F"]:
-        """Activations `[*rows, F]` before the down projection, in x's dtype."""
+        """Return activations `[*rows, F]` before the down projection, in x's dtype."""
         if not self.gated:
             return jax.nn.gelu(linear(self, "up", x, wide=True), approximate=False).astype(x.dtype)
         both = linear(self, "gate_up", x, wide=True)
@@ -263,5 +263,5 @@ class DenseMLP(nnx.Module):
 
 
 def value_of(parameter: nnx.Param | None) -> Array | None:
-    """Array of a parameter; None if the parameter is None."""
+    """Return the array of a parameter; None for None."""
     return None if parameter is None else parameter[...]

@@ -1,7 +1,7 @@
-"""Mixture-of-experts MLPs: each token runs through the experts that its router chooses, and no token is dropped.
+"""Mixture-of-experts MLPs: each token runs through the experts that its router selects; none is dropped.
 
 `lax.ragged_dot` would be shorter, but on CPUs and GPUs XLA turns it into a masked product of every token with every
-expert. Here tokens are sorted by expert and multiplied in blocks that belong to one expert each.
+expert. Here tokens are sorted by expert and multiplied in blocks of one expert each.
 """
 
 import functools
@@ -18,20 +18,21 @@ from jaxkv.models.values import Experts
 from jaxkv.sharding.collectives import total
 from jaxkv.sharding.mesh import Axes
 
-# Vectors of tokens; ids of each token's experts, and their shares in the sum.
+# Token vectors; ids of each token's experts, and their weights in the sum.
 Tokens = Float[Array, "T E"]
 Chosen = Int[Array, "T k"]
 Shares = Float[Array, "T k"]
-# Rows per block: fewer cost as much, since an expert's weights are read anyway; more do not fit a GPU's tile.
+# Rows per block. Smaller blocks cost as much, because an expert's weights are read in any case; larger ones exceed a
+# GPU's tile.
 _LEAST_ROWS, _MOST_ROWS = 8, 256
-# Factor within gpt-oss' sigmoid, by which gate * sigmoid(factor * gate) comes near the GELU.
+# Factor within gpt-oss' sigmoid, with which gate * sigmoid(factor * gate) approximates GELU.
 _SLOPE = 1.702
 
 
 class MixtureMLP(nnx.Module):
-    """Mixture-of-experts MLP: X gated MLPs (experts), and a router that picks k of them for each token.
+    """Mixture-of-experts MLP: X gated MLPs (experts), and a router that selects k of them for each token.
 
-    Parameters: router `[X, E]`; experts_gate_up `[X, 2, F, E]`; experts_down `[X, E, F]`; and with biases router_bias
+    Parameters: router `[X, E]`; experts_gate_up `[X, 2, F, E]`; experts_down `[X, E, F]`. With biases also router_bias
     `[X]`, experts_gate_up_bias `[X, 2, F]` and experts_down_bias `[X, E]`.
     """
 
@@ -49,22 +50,22 @@ class MixtureMLP(nnx.Module):
         self.experts_down_bias = empty(experts.count, width, dtype=dtype) if experts.bias else None
 
     def __call__(self, x: Vectors, over: Axes | None = None) -> Vectors:
-        """Float32 output `[*rows, E]` of the mixture, without the residual; summed over the devices of `over`."""
+        """Return the mixture's float32 output `[*rows, E]`, without the residual; summed over the devices of `over`."""
         flat = x.reshape(-1, x.shape[-1])
         ids, shares = self.chosen(flat)
         out = total(self._part(flat, ids, shares).reshape(x.shape), over)
         if self.experts_down_bias is None:
             return out
-        # Whole on every device of a mesh, and added once.
+        # Replicated on every device of a mesh, and added once.
         return out + added_biases(ids, shares, self.experts_down_bias[...]).reshape(x.shape)
 
     def part(self, x: Vectors) -> Vectors:
-        """Float32 output from this device's shard of hidden width F, without down's bias; the caller sums devices."""
+        """Return the float32 output of this device's shard of F, without down's bias; the caller sums over devices."""
         flat = x.reshape(-1, x.shape[-1])
         return self._part(flat, *self.chosen(flat)).reshape(x.shape)
 
     def _part(self, x: Tokens, ids: Chosen, shares: Shares) -> Tokens:
-        """Float32 output of the chosen experts from this device's shard of hidden width F, without down's bias."""
+        """Return the selected experts' float32 output from this device's shard of F, without down's bias."""
         given = (
             x,
             ids,
@@ -78,12 +79,12 @@ class MixtureMLP(nnx.Module):
         )
         if ids.size > self.experts.count:
             return by_blocks(*given)
-        # So few tokens that hardly any expert is chosen twice. A GPU gathers the chosen weights while multiplying, all
-        # experts at once; a CPU would copy them first.
+        # With so few tokens hardly any expert is selected twice. A GPU gathers the selected weights while it
+        # multiplies, all experts in one product; a CPU would copy them first.
         return lax.platform_dependent(*given, cpu=by_blocks, default=singly)
 
     def chosen(self, x: Tokens) -> tuple[Chosen, Shares]:
-        """Ids `[T, k]` of each token's experts, most probable first, ties to the lowest; their float32 weights."""
+        """Return the ids `[T, k]` of each token's experts, most probable first, ties to the lowest; float32 weights."""
         bias = value_of(self.router_bias)
         likely = jax.nn.softmax(project(x, Stored(self.router[...]), bias, wide=True), axis=-1)
         shares, ids = lax.top_k(likely, self.experts.chosen)
@@ -102,9 +103,9 @@ def one_by_one(
     *,
     limit: float | None = None,
 ) -> Tokens:
-    """Float32 mixture output `[T, E]`, by gathering the weights of each token's experts; for few tokens.
+    """Compute the float32 mixture output `[T, E]` by gathering the weights of each token's experts; for few tokens.
 
-    `bias` is that of gates and ups, `limit` as in `Experts`.
+    `bias` is the bias of gates and ups, `limit` as in `Experts`.
     """
 
     def chosen(weights: Stored) -> Float[Array, "T k *rest"]:
@@ -130,9 +131,9 @@ def in_blocks(
     *,
     limit: float | None = None,
 ) -> Tokens:
-    """Float32 mixture output `[T, E]`, computed in blocks of tokens that are sorted by expert.
+    """Compute the float32 mixture output `[T, E]` in blocks of tokens that are sorted by expert.
 
-    `bias` is that of gates and ups, `limit` as in `Experts`.
+    `bias` is the bias of gates and ups, `limit` as in `Experts`.
     """
     (tokens, chosen), count = ids.shape, gate_up.codes.shape[0]
     size = block_rows(tokens, chosen, count)
@@ -147,14 +148,14 @@ def in_blocks(
         end, before = ends[expert], after[expert] - blocks[expert]
         at = end - taken[expert] + (index - before) * size + jnp.arange(size, dtype=jnp.int32)
         mine, at = at < end, jnp.minimum(at, order.size - 1)
-        # Without the barrier XLA hoists a CPU's conversion of all experts' 16-bit weights out of the loop.
+        # The barrier keeps XLA from hoisting a CPU's conversion of all experts' 16-bit weights out of the loop.
         *whole, expert = lax.optimization_barrier((gate_up, down, bias, expert))
         ups, downs, added = jax.tree.map(
             lambda each: lax.dynamic_index_in_dim(each, expert, keepdims=False), whole
         )
         both = project(x[row[at]], ups, added, wide=True)
         hidden = _hidden(both[:, 0], both[:, 1], share[at, None], x.dtype, limit)
-        # Rows after the expert's last one are dropped; their indices are kept unique.
+        # Rows after the expert's last one are dropped; their indices are unique.
         to = jnp.where(mine, row[at], tokens + jnp.arange(size, dtype=jnp.int32))
         return out.at[to].add(project(hidden, downs, wide=True), mode="drop", unique_indices=True)
 
@@ -162,13 +163,13 @@ def in_blocks(
 
 
 def added_biases(ids: Chosen, shares: Shares, bias: Float[Array, "X E"]) -> Tokens:
-    """Float32 sum `[T, E]` of the biases of each token's experts, by their shares."""
+    """Sum the biases of each token's experts, `f32[T, E]`, by their weights."""
     spread = (jax.nn.one_hot(ids, bias.shape[0], dtype=jnp.float32) * shares[..., None]).sum(axis=1)
     return lax.dot(spread, bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
 def block_rows(tokens: int, chosen: int, count: int) -> int:
-    """Rows per block: an expert's average share, rounded up to a power of two in 8 .. 256; at most `tokens`."""
+    """Rows per block: an expert's mean number of tokens, rounded up to a power of two in 8 .. 256; at most `tokens`."""
     share = -(-tokens * chosen // count)
     return min(tokens, max(_LEAST_ROWS, min(_MOST_ROWS, 1 << (share - 1).bit_length())))
 

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (RoPE): frequencies of every kind, and the rotation."""
+"""Rotary position embeddings (RoPE): frequencies of each kind, and the rotation."""
 
 import dataclasses
 import math
@@ -21,9 +21,9 @@ from jaxkv.models.values import (
 
 
 def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """RoPE frequencies in radians per position `[D/2]`, float64, and factors on cosine and sine.
+    """Return RoPE frequencies in radians per position `[D/2]`, float64, and factors on cosine and sine.
 
-    The factors are 1 but for YaRN and LongRoPE.
+    The factors are 1 except for YaRN and LongRoPE.
 
     References:
         RoFormer, arXiv:2104.09864, eq. 15; YaRN, arXiv:2309.00071, section 3; LongRoPE, arXiv:2402.13753.
@@ -41,13 +41,13 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarr
             plain, factor = _yarn(plain, rope, dim)
         case LongRope():
             plain, factor = _long(plain, rope)
-    # Pairs of channels that are not rotated come last: their angles are 0, and nothing is multiplied.
+    # Pairs of channels without rotation come last: their angles are 0.
     beyond = (0, (head_dim - dim) // 2)
     return np.pad(plain, beyond), np.pad(np.full(dim // 2, factor), beyond, constant_values=1.0)
 
 
 def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
-    """RoPE frequencies `[D/2]` of Llama 3.1: low ones divided by the factor, high ones kept, a ramp between."""
+    """RoPE frequencies `[D/2]` of Llama 3.1: low ones divided by the factor, high ones unchanged, a ramp between."""
     turns = rope.original_max_position * plain / (2 * math.pi)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
@@ -58,7 +58,7 @@ def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray,
     """RoPE frequencies `[D/2]` after YaRN's interpolation by parts, and YaRN's factor on cosine and sine."""
 
     def channel(turns: float) -> float:
-        # The (fractional) index of the channel pair that makes `turns` turns within the original context.
+        # Return the (fractional) index of the channel pair with `turns` rotations within the original context.
         wavelength = rope.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(wavelength) / (2 * math.log(rope.theta))
 
@@ -75,7 +75,7 @@ def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray,
 
 
 def _long(plain: np.ndarray, rope: LongRope) -> tuple[np.ndarray, float]:
-    """RoPE frequencies `[D/2]` divided by the chosen list of a LongRoPE, and its factor on cosine and sine."""
+    """RoPE frequencies `[D/2]` divided by the selected list of a LongRoPE, and its factor on cosine and sine."""
     factor = rope.attention_factor
     if factor is None:
         factor = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
@@ -85,12 +85,13 @@ def _long(plain: np.ndarray, rope: LongRope) -> tuple[np.ndarray, float]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Angles:
-    """RoPE tables of some positions: cosine and sine of every channel pair, times the attention factor.
+    """RoPE tables of positions: cosine and sine of every channel pair, times the attention factor.
 
-    Made once for a prompt, a chunk or a step, and read by every layer and head: sines cost more than the rotations.
+    Computed once for a prompt, a chunk or a step, and read by every layer and head, because sines cost more than the
+    rotations.
 
     Attributes:
-        cos: `f32[B, N, D/2]`, or `[1, N, D/2]` where all sequences stand at the same positions.
+        cos: `f32[B, N, D/2]`, or `[1, N, D/2]` if all sequences have the same positions.
         sin: of the same shape.
     """
 
@@ -98,29 +99,29 @@ class Angles:
     sin: Float[Array, "#B N half"]
 
     def block(self, first: Int[Array, ""], size: int) -> "Angles":
-        """`Angles` of `size` consecutive positions from index `first` on."""
+        """Return the `Angles` of `size` consecutive positions from index `first` on."""
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, size, axis=1), self)
 
     def at(self, rows: Int[Array, "B N"]) -> "Angles":
-        """`Angles` gathered at indices `[B, N]` from a table `[1, positions, D/2]` that all sequences share."""
+        """Gather `Angles` at indices `[B, N]` from a table `[1, positions, D/2]` for all sequences."""
         return jax.tree.map(lambda a: a[0, rows], self)
 
 
 def angles(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> Angles:
-    """Float32 `Angles` (RoPE cosines and sines) of absolute positions; `[1, N]` if all sequences share them."""
+    """Return float32 `Angles` (RoPE cosines and sines) of absolute positions; `[1, N]` if all sequences share them."""
     frequencies, factors = (
         jnp.asarray(each, jnp.float32) for each in inverse_frequencies(rope, head_dim)
     )
     turned = positions[..., None].astype(jnp.float32) * frequencies
     made = Angles(cos=jnp.cos(turned) * factors, sin=jnp.sin(turned) * factors)
-    # Without the barrier XLA fuses them into every rotation, and computes them anew for every head.
+    # The barrier keeps XLA from fusing the tables into every rotation and recomputing them for every head.
     return lax.optimization_barrier(made)
 
 
 def rotate(
     x: Float[Array, "B *heads N D"], by: Angles, dtype: jnp.dtype | None = None
 ) -> Float[Array, "B *heads N D"]:
-    """Apply RoPE to queries or keys: rotates channel pairs (i, i + D/2) by their position's angle, in float32."""
+    """Apply RoPE to queries or keys: rotate channel pairs (i, i + D/2) by their position's angle, in float32."""
     heads = tuple(range(1, x.ndim - 2))
     cos, sin = jnp.expand_dims(by.cos, heads), jnp.expand_dims(by.sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

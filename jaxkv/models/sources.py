@@ -1,4 +1,4 @@
-"""Maps each model parameter to the checkpoint tensors, or parts of them, that hold its values, by model family."""
+"""Map from each model parameter to the checkpoint tensors, or slices of them, with its values, by model family."""
 
 import dataclasses
 import itertools
@@ -19,18 +19,17 @@ _MIXTURES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSource:
-    """Checkpoint tensor that holds a parameter or a slice of it: its name, and how its axes map to the parameter's.
+    """Checkpoint tensor with a parameter or a slice of it: its name, and how its axes map to the parameter's.
 
     Attributes:
         name: name of the tensor.
         axes: for each axis of the tensor, the sizes of the parameter's axes that it flattens, the slowest first.
-        at: index into the parameter's first axes, for a tensor that holds one slice of them; empty for all.
-        pick: which part of each of those axes belongs to the parameter, from the first axis on: an integer for an axis
-            that the parameter does not have, a range for a part; axes left out are taken whole.
-        within: first index of these on the tensor's first axis, and that axis' size, where it holds other parameters,
-            too.
-        order: the tensor's channels in the parameter's order, where that is another.
-        along: the parameter's axis of these channels, -1 or, where widths follow, -2.
+        at: index into the parameter's first axes, for a tensor with one slice of them; empty for all.
+        pick: for each of those axes from the first on, the indices that belong to the parameter: an integer for an axis
+            that the parameter does not have, or a range. Axes without one are taken completely.
+        within: first index on the tensor's first axis, and that axis' size, if the tensor also holds other parameters.
+        order: the tensor's channels in the parameter's order, if the orders differ.
+        along: the parameter's axis of these channels, -1 or, if widths follow, -2.
     """
 
     name: str
@@ -48,7 +47,7 @@ class TensorSource:
         return sizes if self.within is None else (self.within[1], *sizes[1:])
 
     def spans(self, part: list[range]) -> list[list[tuple[int, int]]]:
-        """Index spans (first, end) of a parameter's part in the checkpoint tensor: one list per tensor axis.
+        """Return index spans (first, end) of a parameter's shard in the checkpoint tensor: one list per tensor axis.
 
         `part` has one range for each of the parameter's axes after those in `at`.
         """
@@ -71,7 +70,7 @@ class TensorSource:
 
 
 def _flat_spans(part: list[range], shape: Shape) -> list[tuple[int, int]]:
-    """(first, end) index spans on one flattened axis, for a part given as one range per axis that it flattens."""
+    """Return (first, end) index spans on one flattened axis, for a shard given as one range per flattened axis."""
     inner = math.prod(shape[1:])
     below = _flat_spans(part[1:], shape[1:]) if len(part) > 1 else [(0, 1)]
     if below == [(0, inner)]:
@@ -84,19 +83,19 @@ def _flat_spans(part: list[range], shape: Shape) -> list[tuple[int, int]]:
 def sources_of(
     decoder: Decoder, family: str, names: frozenset[str]
 ) -> dict[str, tuple[TensorSource, ...]]:
-    """Dictionary from parameter path to the checkpoint tensors (`TensorSource`s) that fill that parameter of a decoder.
+    """Map each parameter path of a decoder to its checkpoint tensors (`TensorSource`s).
 
-    `names` are the checkpoint's tensors, which decide how mixtures are stored. All sources of one parameter have an
+    `names` are the checkpoint's tensors, which determine how mixtures are stored. All sources of one parameter have an
     `at` of the same length.
     """
     found: dict[str, tuple[TensorSource, ...]] = {}
     parameters = dict(named_parameters(decoder))
     for path, parameter in parameters.items():
         if path.endswith(("_scale", "_scales", "_leasts")):
-            continue  # beside codes, computed with them
+            continue  # Scales and minima, computed together with the codes.
         shape = parameter.get_value().shape
         if f"{path}_scales" in parameters:
-            shape = (*shape[:-1], 2 * shape[-1])  # two codes are a byte
+            shape = (*shape[:-1], 2 * shape[-1])  # A byte holds two codes.
         inner, prefix = path, ""
         if path.startswith("blocks."):
             _, index, inner = path.split(".", 2)
@@ -113,7 +112,7 @@ def _of(
     config: ModelConfig,
     names: frozenset[str],
 ) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of a parameter `inner` of a block, or of the ends, whose tensors begin with `prefix`."""
+    """Yield the `TensorSource`s of a parameter `inner` of a block or of the ends, with tensors named from `prefix`."""
     kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
     base = inner.removesuffix("_bias")
     fused = base in ("attention.q", "attention.kv")
@@ -125,7 +124,7 @@ def _of(
     elif base == "attention.sink_logits":
         yield TensorSource(name=f"{prefix}self_attn.sinks", axes=(shape,))
     elif base.startswith("mlp.experts") and family == "gpt_oss":
-        # Read one after another.
+        # These parameters have several sources, which are read in turn.
         name = f"{prefix}mlp.experts.{base.removeprefix('mlp.experts_')}_proj.{kind}"
         for expert in range(shape[0]):
             axes = tuple((size,) for size in shape)
@@ -135,7 +134,7 @@ def _of(
     else:
         tensors = {**TENSORS, **FAMILIES[family].tensors}[base].split()
         if family == "falcon" and "_norm." in base and config.parallel and not config.shared_norm:
-            # Two parallel norms of the same hidden states are named differently from one norm or two sequential ones.
+            # Two parallel norms of the same hidden states have different names from one norm or two sequential ones.
             tensors = ["ln_mlp" if base.startswith("mlp") else "ln_attn"]
         for index, each in enumerate(tensors):
             name, stacked = f"{prefix}{each}.{kind}", len(tensors) > 1
@@ -144,28 +143,28 @@ def _of(
 
 
 def _ordered(source: TensorSource, base: str, config: ModelConfig) -> TensorSource:
-    """The source of a parameter with the order of channels that are rotated, where the checkpoint's is another."""
+    """Return a parameter's source with the order of rotated channels, if the checkpoint's differs."""
     order, along = config.channels or (), -1 if len(source.axes) == 1 else -2
     if base in ("attention.q_gain", "attention.k_gain"):
         if not config.qk_layer_norm:
             return dataclasses.replace(source, axes=(source.axes[0] + source.axes[1],))
-        # Weights of layer norms per head, which a checkpoint holds as a matrix.
+        # Weights of layer norms per head, which a checkpoint stores as a matrix.
         along = -1
-    # Of keys and values the first are the keys.
+    # Index 0 of keys and values are the keys.
     elif not (base == "attention.q" or (base == "attention.kv" and source.at == (0,))):
         return source
     return dataclasses.replace(source, order=order, along=along)
 
 
 def _plain(name: str, shape: Shape, at: Shape = ()) -> TensorSource:
-    """`TensorSource` of a whole tensor, its output axes flattened into one, with an input axis unless it is a vector."""
+    """Return the `TensorSource` of a complete tensor: flattened output axes, and an input axis unless a vector."""
     vector = name.endswith(".bias") or len(shape) == 1
     return TensorSource(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
 
 
 def _falcon(base: str, name: str, bias: bool, config: ModelConfig) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of a Falcon's queries, or of its keys and values, of which all share one tensor."""
-    # It holds, for every kv head, its queries, then its key, then its value.
+    """Yield the `TensorSource`s of a Falcon's queries, or of its keys and values, which share one tensor."""
+    # The tensor holds, for every kv head, its queries, then its key, then its value.
     outputs = (config.kv_heads, config.group + 2, config.head_dim)
     axes = (outputs,) if bias else (outputs, (config.embed,))
     if base == "attention.q":
@@ -192,7 +191,7 @@ def _mixture(
     base: str, prefix: str, shape: Shape, family: str, names: frozenset[str]
 ) -> Iterator[TensorSource]:
     """Yield the `TensorSource`s of a mixture's router or experts: one fused tensor, or one tensor per expert."""
-    # transformers 5 keeps all experts in one tensor; files on the hub have a tensor for each expert.
+    # transformers 5 stores all experts in one tensor; files on the hub have one tensor per expert.
     fused = f"{prefix}mlp.experts.gate_up_proj" in names
     called = "block_sparse_moe" if family == "mixtral" and not fused else "mlp"
     gate, up, down = _MIXTURES[called]

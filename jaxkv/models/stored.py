@@ -1,23 +1,23 @@
-"""How a linear weight is stored: as floats, as 8-bit codes with a scale per output, or as 4-bit codes in groups."""
+"""Storage of linear weights: floats, 8-bit codes with a scale per output, or 4-bit codes in groups."""
 
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Num
 
-# Elements of a row that share a scale and a least value, in 4 bits; and the bytes of their codes.
+# Elements of a row that share a scale and a minimum, in 4 bits; and the bytes of their codes.
 GROUP, GROUP_BYTES = 32, 16
 
 
 class Stored(NamedTuple):
-    """Linear weight `[*out, E]` as it is stored, a pytree: floats, or codes and what turns them into floats.
+    """Linear weight `[*out, E]` as it is stored, a pytree: floats, or codes with their scales and minima.
 
     Attributes:
-        codes: `[*out, E]` floats or int8; in 4 bits uint8 `[*out, E/2]`: byte j of a group of 16 holds its elements j,
-            in the low half, and j + 16.
-        scale: f32 `[*out]`, of 8 bits alone: a weight is code * scale.
-        scales: f16 `[*out, E/32]`, of 4 bits alone: a weight is code * scale + least of its group.
-        leasts: f16 `[*out, E/32]` as well.
+        codes: `[*out, E]` floats or int8; in 4 bits uint8 `[*out, E/2]`: byte j of a group of 16 has element j in the
+            low half, and element j + 16 in the high half.
+        scale: f32 `[*out]`, 8 bits only: a weight is code * scale.
+        scales: f16 `[*out, E/32]`, 4 bits only: a weight is code * scale + minimum of its group.
+        leasts: f16 `[*out, E/32]`, 4 bits only: the groups' minima.
     """
 
     codes: Num[Array, "*out n"]
@@ -27,7 +27,7 @@ class Stored(NamedTuple):
 
     @property
     def has_kernel(self) -> bool:
-        """True for codes by which `pallas_kernels.multiply_codes` multiplies: whole pieces, offsets within 32 bits."""
+        """True for codes that `pallas_kernels.multiply_codes` supports: complete pieces, offsets within 32 bits."""
         coded = self.scale is not None or self.scales is not None
         return coded and self.codes.shape[-1] % GROUP_BYTES == 0 and self.codes.size < 2**31
 
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
         return self.codes.shape[:-1]
 
     def factor(self, dtype: jnp.dtype) -> Float[Array, "*out E"]:
-        """Matrix in `dtype` that inputs are multiplied by; a `scale`, if there is one, is left to the product."""
+        """Return the matrix in `dtype` that multiplies inputs; the product applies `scale`, if there is one."""
         if self.scales is None or self.leasts is None:
             # Codes up to 127 are exact in 16 bits: a GPU converts them while it multiplies.
             return self.codes if self.scale is None else self.codes.astype(dtype)
@@ -49,6 +49,6 @@ class Stored(NamedTuple):
         return wide.reshape(*self.outputs, -1).astype(dtype)
 
     def wide(self) -> Float[Array, "*out E"]:
-        """The weight in float32."""
+        """Return the weight in float32."""
         wide = self.factor(jnp.dtype(jnp.float32)).astype(jnp.float32)
         return wide if self.scale is None else wide * self.scale[..., None]

@@ -1,4 +1,4 @@
-"""Static configs within `ModelConfig` (RoPE variants, layer specs, mixtures of experts), and how weights are held."""
+"""Static configs within `ModelConfig` (RoPE variants, layer specs, mixtures of experts), and weight formats."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jaxkv._checks import flag, real, whole
 from jaxkv._errors import require
 
-# How linear weights may be held besides the model's dtype.
+# Formats of linear weights other than the model's dtype.
 WEIGHTS = ("int8", "int4")
-_WEIGHTS = f"give {', '.join(map(repr, WEIGHTS))}, or None for the model's dtype"
+_WEIGHTS = f"not supported: use {', '.join(map(repr, WEIGHTS))}, or None for the model's dtype"
 
 
 def positive(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
@@ -29,7 +29,7 @@ def factors(name: str, value: Any) -> tuple[float, ...]:
     require(
         listed, name, value, "give a list with a positive number for each pair of rotated channels"
     )
-    return tuple(positive(name, each, "give positive, finite numbers alone") for each in value)
+    return tuple(positive(name, each, "give positive, finite numbers only") for each in value)
 
 
 # Check of a field by its declared type.
@@ -43,7 +43,7 @@ READERS: dict[Any, Callable[..., Any]] = {
 
 
 def check_numbers(value: Any) -> None:
-    """Validate a frozen dataclass's int, float and bool fields and stores Python values; raise ValueError."""
+    """Validate a frozen dataclass's int, float and bool fields and store Python values; raise ValueError."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if field.type in READERS and not (given is None and field.default is None):
@@ -52,11 +52,11 @@ def check_numbers(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Static config of an unscaled rotary position embedding (RoPE): `theta`, the base; base class of scaled ones.
+    """Static config of an unscaled rotary position embedding (RoPE) with base `theta`; base class of scaled ones.
 
     Attributes:
         theta: base of the geometric progression of wavelengths.
-        share: share of a head's channels that are rotated, the first ones (GLM-4).
+        share: share of a head's channels that are rotated, from the first on (GLM-4).
     """
 
     theta: float = 10_000.0
@@ -68,7 +68,7 @@ class Rope:
             self.share <= 1,
             "share",
             self.share,
-            "give 1.0, or less where some channels are not rotated",
+            "give 1.0, or less to rotate a part of the channels",
         )
         factor = getattr(self, "factor", 1.0)
         require(factor >= 1, "factor", factor, "give a scaling factor of at least 1")
@@ -76,7 +76,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoRope(Rope):
-    """Static config of no rotary embedding: positions do not act on queries and keys (NoPE, arXiv:2305.19466)."""
+    """Static config without a rotary embedding: positions do not act on queries and keys (NoPE, arXiv:2305.19466)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,12 +88,12 @@ class LinearRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicRope(Rope):
-    """Static config of dynamic NTK scaling, of texts that are no longer than the model was made for: unscaled RoPE.
+    """Static config of dynamic NTK scaling for texts within the model's original length: unscaled RoPE.
 
-    Beyond that length the base would grow with every token, which keys in a cache cannot follow.
+    Beyond that length the base would change with every token, which cached keys cannot follow.
 
     Attributes:
-        factor: by it the base of longer texts would grow; it has no effect here.
+        factor: growth of the base for longer texts; without effect here.
     """
 
     factor: float
@@ -142,19 +142,19 @@ class YarnRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRope(Rope):
-    """Static config of LongRoPE scaling: each frequency has a divisor of its own, from one of two lists.
+    """Static config of LongRoPE scaling: one divisor per frequency, from one of two lists.
 
-    transformers takes the list anew at each forward pass, by the longest text of the batch, and reads the whole text
-    again when an answer grows beyond the original length. A compressed cache no longer has it, and keys in it stay as
-    they were rotated, so that here one list is chosen for all texts: `long`.
+    transformers selects the list in each forward pass by the longest text of the batch, and prefills again when an
+    answer exceeds the original length. A compressed cache cannot be prefilled again, and its keys keep their rotation.
+    Here `long` selects one list for all texts.
 
     Attributes:
         short_factor: divisors for texts of up to `original_max_position` tokens, one per pair of rotated channels.
-        long_factor: divisors for longer ones.
-        original_max_position: length of the texts that the model was first trained on.
-        factor: the model's longest text by that length; the attention factor follows from it.
+        long_factor: divisors for longer texts.
+        original_max_position: length of the texts in the model's original training.
+        factor: ratio of the model's longest text to that length, from which the attention factor follows.
         attention_factor: factor on cosine and sine, with either list; None for sqrt(1 + ln(factor) / ln(original)).
-        long: `long_factor` divides the frequencies, otherwise `short_factor`.
+        long: True divides frequencies by `long_factor`, False by `short_factor`.
 
     References:
         LongRoPE, arXiv:2402.13753.
@@ -173,26 +173,26 @@ class LongRope(Rope):
         require(
             original > 1, "original_max_position", original, "give the tokens of a text, 2 or more"
         )
-        remedy = f"give as many numbers as short_factor has: {len(self.short_factor)}"
+        remedy = f"wrong length: give as many numbers as short_factor has, {len(self.short_factor)}"
         same = len(self.long_factor) == len(self.short_factor)
         require(same, "long_factor", f"{len(self.long_factor)} numbers", remedy)
 
 
 def rotated_channels(rope: Rope, head_dim: int) -> int:
-    """Number of a head's channels that a rotary embedding rotates, rounded down as transformers does."""
+    """Return the number of a head's channels that a rotary embedding rotates, rounded down as in transformers."""
     return int(head_dim * rope.share)
 
 
 def channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int, ...]:
-    """A checkpoint's channels of queries and keys in the order of this model, whose pairs are (i, i + D/2).
+    """Return a checkpoint's channels of queries and keys in this model's order, with pairs (i, i + D/2).
 
     Args:
         rope: the rotary embedding.
         head_dim: D.
-        interleaved: the checkpoint's pairs are neighbours (GLM-4, Cohere), not halves of the rotated channels.
+        interleaved: True if the checkpoint's pairs are neighbours (GLM-4, Cohere), not halves of the rotated channels.
 
     Returns:
-        D indices; 0 to D - 1 where the orders are one.
+        D indices; 0 to D - 1 if the orders are equal.
     """
     dim = rotated_channels(rope, head_dim)
     rotated, rest = list(range(dim)), list(range(dim, head_dim))
@@ -205,15 +205,15 @@ def channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Static config of one layer besides its weights: rotary embedding, attention scale, width of its window.
+    """Static config of one layer other than its weights: rotary embedding, attention scale, sliding window.
 
     Layers with equal specs share compiled programs.
 
     Attributes:
-        rope: the rotary embedding of its queries and keys.
-        scale: factor on products of queries and keys; None for 1 / sqrt(D).
-        sliding_window: number of last tokens, its own included, that a token attends to; None for all.
-        softcap: c, for logits of attention that become c * tanh(logit / c) before the softmax (Gemma 2); None for none.
+        rope: rotary embedding of queries and keys.
+        scale: factor of products of queries and keys; None for 1 / sqrt(D).
+        sliding_window: number of last tokens that a token attends to, including itself; None for all.
+        softcap: c, which maps attention logits to c * tanh(logit / c) before the softmax (Gemma 2); None for none.
     """
 
     rope: Rope = Rope()
@@ -233,15 +233,15 @@ class LayerSpec:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Experts:
-    """Static config of a mixture of experts: number of experts, and experts chosen per token.
+    """Static config of a mixture of experts: number of experts, and experts selected per token.
 
     Attributes:
         count: X, experts in every block.
-        chosen: experts that each token is routed to, those of the highest router probability.
-        normalised: True if the chosen experts' probabilities are divided by their sum.
-        bias: the router and the experts' projections carry biases (gpt-oss).
-        limit: None for silu(gate) * up. A number for gpt-oss' activation, (up + 1) * gate * sigmoid(1.702 * gate), of
-            gates up to it, and of ups between it and its negative.
+        chosen: experts per token, those of the highest router probability.
+        normalised: True divides the selected experts' probabilities by their sum.
+        bias: the router and the experts' projections have biases (gpt-oss).
+        limit: None for silu(gate) * up. A number for gpt-oss' activation, (up + 1) * gate * sigmoid(1.702 * gate), with
+            gates clipped to at most `limit`, and ups to [-limit, limit].
     """
 
     count: int
@@ -256,12 +256,12 @@ class Experts:
             self.chosen <= self.count,
             "chosen",
             self.chosen,
-            f"a block has {self.count} experts: choose no more",
+            f"a block has {self.count} experts: give at most {self.count}",
         )
 
 
 def as_weights(given: Any) -> str | None:
-    """Validate how linear weights are held: "int8" or "int4", as text or dtype, or None; ValueError for others."""
+    """Validate the format of linear weights: "int8" or "int4", as text or dtype, or None; ValueError for others."""
     name = given
     if not (given is None or isinstance(given, str)):
         with contextlib.suppress(TypeError):

@@ -1,4 +1,4 @@
-"""Reads one parameter from checkpoint tensors: whole or a device's part, in a float dtype or rounded to codes."""
+"""Reader of one parameter from checkpoint tensors: all or a device's shard, in a float dtype or quantised."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -20,11 +20,11 @@ Tensors = list[tuple[TensorSource, StoredTensor]]
 
 
 def read(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
-    """One parameter as a JAX array, read from its tensors; sharded over `mesh` if one is given."""
+    """Return one parameter as a JAX array, read from its tensors; sharded over `mesh` if one is given."""
     shape, dtype = like.shape, like.dtype
     if mesh is None:
         return jnp.array(_part(parts, shape, dtype, (slice(None),) * len(shape)))
-    # Devices that hold the same part share one read.
+    # Devices with the same shard share one read.
     held: dict[tuple, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
@@ -40,18 +40,18 @@ def read(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
 def read_codes(
     parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh: Mesh | None
 ) -> list[jax.Array]:
-    """A linear weight rounded as it is read: codes, and what stands beside them; all sharded over `mesh` if given.
+    """Quantise a linear weight while reading it; return codes, scales and minima, sharded over `mesh` if given.
 
     Args:
         parts: the checkpoint's tensors.
-        like: shape and dtype of the codes: int8, or uint8 with two of 4 bits in a byte.
+        like: shape and dtype of the codes: int8, or uint8 with two 4-bit codes per byte.
         path: the weight's path.
-        beside: paths of its scale (8 bits), or of its scales and least values (4 bits).
-        mesh: the devices.
+        beside: paths of its scale (8 bits), or of its scales and minima (4 bits).
+        mesh: the mesh, or None.
 
     Returns:
-        Codes, then an array for each path of `beside`. In 8 bits whole rows have one scale: a device that holds a part
-        of each row's elements reads all of them.
+        Codes, then an array for each path of `beside`. In 8 bits complete rows share a scale: a device with a shard of
+        each row's elements reads all of them.
     """
     (*outputs, last), grouped = like.shape, like.dtype == np.uint8
     shape = (*outputs, 2 * last if grouped else last)
@@ -59,7 +59,7 @@ def read_codes(
     rounded: dict[tuple, tuple[np.ndarray, ...]] = {}
 
     def of(index: tuple[slice, ...], groups: slice) -> tuple[np.ndarray, ...]:
-        """Codes and what stands beside them of a part of the outputs; in 4 bits of a part of the groups, too."""
+        """Return codes, scales and minima of a shard of the outputs; in 4 bits also of a shard of the groups."""
         sizes = (*outputs, shape[-1] // GROUP)
         spans = [each.indices(size) for each, size in zip((*index, groups), sizes, strict=True)]
         key = tuple(spans) if grouped else tuple(spans[:-1])
@@ -99,21 +99,19 @@ def groups_of(
 ) -> tuple[
     UInt8[np.ndarray, "*out n"], Float16[np.ndarray, "*out g"], Float16[np.ndarray, "*out g"]
 ]:
-    """A weight rounded to 4 bits: bytes of two codes `[*out, E/2]`, float16 scales and least values `[*out, E/32]`.
+    """Quantise a weight to 4 bits: bytes of two codes `[*out, E/2]`, float16 scales and minima `[*out, E/32]`.
 
-    A code from 0 to 15 stands for code * scale + least, with both as they are stored: 15 steps from a group's least
-    value to its largest. Values that are `stepped` already keep their own steps, of which a group may have fewer.
+    A code from 0 to 15 is code * scale + minimum, with both as stored: 15 steps from a group's smallest value to its
+    largest. Values that are already multiples of a step (`stepped`) keep it, and a group may use fewer steps.
     """
     grouped = weight.reshape(*weight.shape[:-1], -1, GROUP)
-    with np.errstate(
-        invalid="ignore", over="ignore", divide="ignore"
-    ):  # NaN and infinity are rejected later
+    with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN is rejected later
         least, span = grouped.min(axis=-1), np.ptp(grouped, axis=-1)
         scales, leasts = (span / np.float32(15)).astype(np.float16), least.astype(np.float16)
         codes, off = _steps(grouped, scales, leasts)
         if stepped:
             gaps = np.diff(np.sort(grouped, axis=-1), axis=-1)
-            # Equal values differ by nothing, or by their own rounding.
+            # Equal values differ by 0 or by rounding.
             step = gaps.min(axis=-1, where=gaps > span[..., None] / 30, initial=np.inf)
             own = (span / np.rint(span / step).clip(1, 15)).astype(np.float16)
             theirs, closer = _steps(grouped, own, leasts)
@@ -131,7 +129,7 @@ def _steps(
     scales: Float16[np.ndarray, "*out g"],
     leasts: Float16[np.ndarray, "*out g"],
 ) -> tuple[UInt8[np.ndarray, "*out g 32"], Float[np.ndarray, "*out g"]]:
-    """Codes from 0 to 15 of groups by their scales and least values, and the sum of squares that each group is off."""
+    """Return codes from 0 to 15 of groups by scales and minima, and each group's sum of squared errors."""
     step = np.where(scales == 0, np.float16(1), scales).astype(np.float32)[..., None]
     above = grouped - leasts.astype(np.float32)[..., None]
     codes = np.rint(above / step).clip(0, 15)
@@ -141,9 +139,9 @@ def _steps(
 def codes_of(
     weight: Float[np.ndarray, "*out E"],
 ) -> tuple[Int8[np.ndarray, "*out E"], Float[np.ndarray, "*out"]]:
-    """A weight rounded to int8 codes from -127 to 127, and their float32 scales per output; 0 for outputs of zeros."""
+    """Quantise a weight to int8 codes from -127 to 127, with float32 scales per output; 0 for outputs of zeros."""
     scale = np.abs(weight).max(axis=-1) / np.float32(127)
-    with np.errstate(invalid="ignore"):  # NaN and infinity are rejected later, by their scales
+    with np.errstate(invalid="ignore"):  # NaN and infinity are rejected later, by their scales.
         codes = np.rint(weight / np.where(scale == 0, np.float32(1), scale)[..., None])
         return codes.astype(np.int8), scale
 
@@ -151,7 +149,7 @@ def codes_of(
 def _part(
     parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Part `index` of a parameter as a numpy array, read from its tensors."""
+    """Return shard `index` of a parameter as a numpy array, read from its tensors."""
     ranges = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
     buffer = np.empty([len(each) for each in ranges], dtype)
     for source, tensor in parts:
@@ -169,13 +167,13 @@ def _part(
             )
             mine[tuple(to for *_, to in places)] = tensor.read(() if whole else there)
         if source.order:
-            # Channels of a head are never parted over devices.
+            # Channels of a head are never sharded.
             part[...] = np.take(part, source.order, axis=source.along)
     return buffer
 
 
 def _packed(spans: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
-    """(first, end, slice) for each (first, end) span: the slice it fills when the spans are concatenated."""
+    """Return (first, end, slice) per (first, end) span: its slice in the concatenation of all spans."""
     ends = itertools.accumulate(last - first for first, last in spans)
     return [
         (first, last, slice(end - last + first, end))

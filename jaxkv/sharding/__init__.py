@@ -1,1 +1,1 @@
-"""Meshes: logical axes of axes, placement of arrays, `program` for compiled functions, collectives, recorded calls."""
+"""Meshes: logical axes, placement of arrays, `sharded_jit` for compiled functions, collectives, recorded calls."""

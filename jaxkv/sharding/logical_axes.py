@@ -1,4 +1,4 @@
-"""Letters of arrays' logical axes, read from the annotations of functions and dataclasses."""
+"""Logical axes of arrays, read from the annotations of functions and dataclasses."""
 
 import functools
 import types
@@ -12,23 +12,23 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 @functools.cache
 def hints_of(of: Any) -> dict[str, Any]:
-    """Type annotations of a class or a function by name, resolved and cached."""
+    """Return the type annotations of a class or a function by name, resolved and cached."""
     return typing.get_type_hints(of)
 
 
 def known(logical_axes: str | None, leaf: Any) -> str:
-    """Axis logical axes of an array, "" for a scalar; TypeError for an array with axes but no logical axes."""
+    """Return an array's logical axes, "" for a scalar; TypeError for an array with axes but without logical axes."""
     if logical_axes is None and np.ndim(leaf):
         raise TypeError(f"no logical axes for an array of shape {np.shape(leaf)}: annotate it")
     return logical_axes or ""
 
 
-# Letters by annotation and tree structure, kept because finding them takes longer than a small program runs.
+# Logical axes by annotation and tree structure, cached because the lookup takes longer than a small program runs.
 _FOUND: dict[tuple[Any, Any], tuple[str | None, ...]] = {}
 
 
 def logical_axes_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
-    """Axis logical axes of every leaf of an annotated tree, cached; None for leaves without an annotation."""
+    """Return the logical axes of every leaf of an annotated tree, cached; None for leaves without an annotation."""
     found = _FOUND.get((hint, tree))
     if found is None:
         paths = jax.tree_util.tree_flatten_with_path(value)[0]
@@ -37,7 +37,7 @@ def logical_axes_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
 
 
 def logical_axes_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
-    """Axis logical axes of the leaf at a pytree path, such as "B K D", from the annotations; None without any."""
+    """Return the logical axes of the leaf at a pytree path, such as "B K D", from the annotations; None without any."""
     for key in path:
         if isinstance(key, GetAttrKey):
             kind: Any = type(value)
@@ -47,24 +47,24 @@ def logical_axes_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
         elif isinstance(key, DictKey) and typing.is_typeddict(hint):
             hint, value = hints_of(hint).get(key.key), value[key.key]
         else:
-            # Keys of other kinds lead to what has no logical axes.
+            # Keys of other kinds lead to leaves without logical axes.
             return None
     return _dims(hint)
 
 
 def _item(hint: Any, index: int) -> Any:
-    """Type annotation of element `index` of an annotated tuple; None if there is none."""
+    """Return the type annotation of element `index` of an annotated tuple; None if none exists."""
     of = next((each for each in _members(hint) if typing.get_origin(each) is tuple), None)
     inner = typing.get_args(of)
     return None if not inner else inner[0] if inner[-1] is Ellipsis else inner[index]
 
 
 def _dims(hint: Any) -> str | None:
-    """Axis logical axes of a jaxtyping annotation, such as "B K D"; None for other annotations."""
+    """Return the logical axes of a jaxtyping annotation, such as "B K D"; None for other annotations."""
     return next((each.dim_str for each in _members(hint) if hasattr(each, "dim_str")), None)
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
-    """Members of a union annotation, or a tuple of the annotation alone."""
+    """Return the members of a union annotation, or a tuple of the annotation itself."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

@@ -1,4 +1,4 @@
-"""Parses `--mesh`: a JAX mesh with the axes data and model."""
+"""Parser of `--mesh`: a JAX mesh with the axes data and model."""
 
 import contextlib
 import math
@@ -9,12 +9,12 @@ import jax
 from jaxkv._errors import require
 from jaxkv.machine.cpu_threads import threads_for
 
-# With few CPU devices XLA can deadlock when all of them are used; with very many it crashes.
+# XLA can deadlock when all of a few CPU devices are used; with very many devices it crashes.
 _LEAST, _MOST = 8, 1024
 
 
 def mesh_sizes(given: str, name: str) -> tuple[int, int]:
-    """Numbers of devices by data and by model in text such as 1x8; ValueError, naming the argument, for other text."""
+    """Parse numbers of devices by data and model from text such as 1x8; ValueError, naming the argument, otherwise."""
     sizes = given.split("x")
     fine = len(sizes) == 2 and all(
         each.isdecimal() and len(each) < 10 and int(each) for each in sizes
@@ -26,22 +26,23 @@ def mesh_sizes(given: str, name: str) -> tuple[int, int]:
 def mesh_of(
     given: str | None, platform: str | None = None, *, name: str = "--mesh"
 ) -> jax.sharding.Mesh | None:
-    """JAX mesh (axes data, model) from text such as 1x8, or None; creates CPU devices if it can; ValueError if too few.
+    """Make a JAX mesh (axes data, model) from text such as 1x8, or None; ValueError if devices are too few.
 
-    On a CPU, as many devices as the mesh needs are created if JAX is not yet initialised. `platform`, such as "cpu",
-    selects the devices; by default JAX's default platform. Errors call the argument `name`.
+    On a CPU, the devices of the mesh are created if JAX is not yet initialised. `platform`, such as "cpu", selects the
+    devices; by default JAX's default platform. Errors call the argument `name`.
     """
     if given is None:
         return None
     shape = mesh_sizes(given, name)
     count = math.prod(shape)
-    require(count <= _MOST, name, given, f"give {_MOST} devices at most")
-    with contextlib.suppress(RuntimeError):  # a backend has begun, with the devices that it has
+    require(count <= _MOST, name, given, f"too many: give at most {_MOST} devices")
+    with contextlib.suppress(RuntimeError):  # A backend is initialised, and its devices are fixed.
         jax.config.update("jax_num_cpu_devices", max(_LEAST, count))
-        # XLA reads it when the CPU client starts. The user's own number is kept, with a warning if it is too small.
+        # XLA reads the number of threads when the CPU client starts. The user's own number is kept, with a warning if
+        # too small.
         os.environ.setdefault("NPROC", str(threads_for(max(_LEAST, count))))
     devices = jax.devices(platform)
     kind = "" if platform is None else f"{platform.upper()} "
-    remedy = f"there are {len(devices)} {kind}devices here: give a mesh of at most that many"
+    remedy = f"this process has {len(devices)} {kind}devices: give a mesh of at most that many"
     require(count <= len(devices), name, given, remedy)
     return jax.make_mesh(shape, ("data", "model"), devices=devices[:count])

@@ -1,4 +1,4 @@
-"""Placement of a model's parameters on a mesh, and the mesh that a model is split over."""
+"""Placement of a model's parameters on a mesh, and the mesh that a model is sharded over."""
 
 import math
 import tomllib
@@ -16,50 +16,53 @@ from jaxkv.models.config import ModelConfig
 from jaxkv.sharding.mesh import NAMES, partition_spec
 
 _AXES = ("data", "model")
-# Axis logical axes by the last part of a parameter's name.
+# Logical axes by the last part of a parameter's name.
 _PARAMETERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _OF_GROUPS = ("_scales", "_leasts")
 
 
 def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
-    """PartitionSpec of a parameter such as `blocks.0.attention.q`; with `mesh`, its axes of size 1 are left out."""
+    """Return the PartitionSpec of a parameter such as `blocks.0.attention.q`; with `mesh`, without axes of size 1."""
     name = path.rsplit(".", 1)[-1]
     logical_axes = _PARAMETERS.get(name, "")
     if name.endswith("_scale"):
-        # A scale per output of an int8 weight: the weight's axes without its last.
+        # An int8 weight has a scale per output: the weight's axes without the last.
         logical_axes = _PARAMETERS[name.removesuffix("_scale")].rpartition(" ")[0]
     elif name.endswith(_OF_GROUPS):
-        # A number per group of a weight in 4 bits: the weight's axes, the last by groups.
+        # A 4-bit weight has a scale and a minimum per group: the weight's axes, the last by groups.
         logical_axes = _PARAMETERS[name.removesuffix("_scales").removesuffix("_leasts")]
     return partition_spec(logical_axes, mesh)
 
 
 def part_shape(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """Shape of a device's part of a parameter; ValueError if its part of a weight in 4 bits has no whole groups."""
+    """Return the shape of a device's shard of a parameter; ValueError if a 4-bit weight's has incomplete groups."""
     spec = spec_of(path)
     if path.endswith(_OF_GROUPS) and len(spec) == len(shape) and spec[-1] is not None:
         split = math.prod(
             mesh.shape[name] for name in ([spec[-1]] if isinstance(spec[-1], str) else spec[-1])
         )
-        remedy = f"{split} devices cannot split rows of {shape[-1]} groups of 32: give 'int8', or fewer devices"
+        remedy = (
+            f"{split} devices cannot split rows of {shape[-1]} groups of 32: use "
+            "'int8', or fewer devices"
+        )
         require(shape[-1] % split == 0, "weights", "int4", remedy)
     return NamedSharding(mesh, spec).shard_shape(shape)
 
 
 def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
-    """Mesh with the axes data, kv and rep from a mesh with "data" and "model"; kv heads are split first.
+    """Make the mesh with axes data, kv and rep from one with "data" and "model"; kv heads are sharded first.
 
-    Where rep has more than one device, kv heads are copied to them. TypeError for anything but a mesh; ValueError for
-    other axes and for a number of devices that does not divide the model, naming those that do. Warns once per process
-    of CPU devices that have too few threads.
+    If rep has more than one device, kv heads are replicated over rep. TypeError for an object that is not a mesh.
+    ValueError for other axes, or for a number of devices that does not divide the model; the message names numbers that
+    do. Warns once per process if CPU devices have too few threads.
     """
     if not isinstance(mesh, Mesh):
         raise TypeError(
             f"mesh={type(mesh).__name__}: give jax.make_mesh((2, 4), ('data', 'model')), say"
         )
-    remedy = "give a mesh with the axes 'data' and 'model', of size 1 where nothing is split"
+    remedy = "wrong axes: give a mesh with the axes 'data' and 'model', of size 1 for no sharding"
     require(set(mesh.axis_names) == set(_AXES), "mesh", mesh.axis_names, remedy)
-    require(mesh.size > 0, "mesh", dict(mesh.shape), "give one of at least one device")
+    require(mesh.size > 0, "mesh", dict(mesh.shape), "empty: give a mesh of at least one device")
     kv, rep = split_of(config, mesh.shape["model"])
     warn_of_few_threads(mesh)
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in _AXES], [0, 1])
@@ -68,14 +71,14 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
 
 
 def abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMesh:
-    """`AbstractMesh` as `model_mesh` splits it, for `data` groups of `model` devices each; needs no devices."""
+    """Return the `AbstractMesh` of `model_mesh` for `data` groups of `model` devices each, without devices."""
     return AbstractMesh(
         (data, *split_of(config, model)), NAMES, axis_types=(AxisType.Auto,) * len(NAMES)
     )
 
 
 def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
-    """Sizes (kv, rep): devices that split kv heads, and that split one's query heads; ValueError if none fit."""
+    """Return sizes (kv, rep): devices that shard kv heads, and query heads of a kv head; ValueError if none fit."""
     fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
@@ -85,8 +88,8 @@ def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
 
 
 def _divides(config: ModelConfig, model: int) -> bool:
-    """True if a model's heads, MLP and vocabulary can be split over `model` devices."""
+    """True if a model's heads, MLP and vocabulary can be sharded over `model` devices."""
     kv = math.gcd(config.kv_heads, model)
-    # Several kv heads with a part of each one's group would not be contiguous columns of the output projection.
+    # A shard of the groups of several kv heads would not be contiguous columns of the output projection.
     split = kv == config.kv_heads and config.group % (model // kv) == 0
     return (kv == model or split) and config.hidden % model == 0 and config.vocab % model == 0

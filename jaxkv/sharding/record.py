@@ -1,7 +1,7 @@
-"""Records program calls on abstract arrays, with the bytes that are live beside each call, without running any.
+"""Recording of program calls on abstract arrays, with the other bytes live during each call; nothing runs.
 
-The caller's function is traced as one outer program. Each `Door` that it calls traces its own program for the abstract
-arrays and becomes one equation of the outer program; the last use of each array shows when it is live.
+The caller's function is traced as one outer program. Each `ShardedProgram` that it calls traces its own program for the
+abstract arrays and becomes one equation of the outer program. The last use of each array shows when it is live.
 """
 
 import dataclasses
@@ -18,15 +18,15 @@ from jax.extend.core import Jaxpr, Primitive, Var
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """A recorded program call: its abstract arguments and results, the traced program, and live bytes beside it.
+    """A recorded program call: abstract arguments and results, the traced program, and other live bytes.
 
     Attributes:
-        name: of the program's function.
-        options: its static arguments.
-        arguments: its abstract arrays, placed.
-        results: its abstract results, placed.
+        name: name of the program's function.
+        options: static arguments.
+        arguments: abstract arrays with shardings.
+        results: abstract results with shardings.
         traced: the traced program, shared by equal calls.
-        beside: bytes of live arrays on one device that are not its arguments.
+        beside: bytes of live arrays on one device that are not arguments.
     """
 
     name: str
@@ -37,7 +37,7 @@ class RecordedCall:
     beside: int = 0
 
 
-# Recorder of the walk that this thread records.
+# Recorder of this thread's current recording.
 _RECORDER: ContextVar["Recorder | None"] = ContextVar("recorder", default=None)
 _called = Primitive("called")
 _called.multiple_results = True
@@ -45,18 +45,18 @@ _called.def_abstract_eval(lambda *given, gives, sizes: list(gives))
 
 
 def recorder() -> "Recorder | None":
-    """Recorder that is active in this thread; None while programs are run."""
+    """Return the recorder that is active in this thread; None while programs run."""
     return _RECORDER.get()
 
 
 class Recorder:
-    """Record program calls in order instead of running them; equal calls are traced once."""
+    """Recorder of program calls in order, in place of running them; equal calls are traced once."""
 
     def __init__(self, sharding: Any):
-        """Empty recorder; `sharding` is given to the arrays of programs that run off a mesh."""
+        """Make an empty recorder; `sharding` is the sharding of arrays of programs that run without a mesh."""
         self.calls, self.resident = list[RecordedCall](), list[set[int]]()
         self._sharding, self._known = sharding, dict[Any, RecordedCall]()
-        # Held so that equations with unused results are not dropped.
+        # References keep equations with unused results from being dropped.
         self._results = list[list[Any]]()
 
     def call(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -84,7 +84,7 @@ class Recorder:
         return jax.tree.unflatten(result, self._results[-1])
 
     def _traced(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> RecordedCall:
-        """Trace a program for abstract arguments; return the `RecordedCall`. Programs called inside become part of it."""
+        """Trace a program, including programs called inside, for abstract arguments; return the `RecordedCall`."""
         token = _RECORDER.set(None)
         try:
             placed = door.arguments_placed(args, options, self._sharding)
@@ -106,8 +106,9 @@ def record(
 ) -> tuple[list[RecordedCall], Any]:
     """Trace a function that calls programs; return the program calls in order, and its abstract results.
 
-    `args` are its abstract arrays, and its results live to its end. `resident` are abstract arrays that live all the
-    while; the walk must pass these very objects. `sharding` is that of arrays off a mesh, None for the default device.
+    `args` are its abstract arrays; its results are live to its end. `resident` are abstract arrays that are always
+    live; the function must pass these very objects. `sharding` is that of arrays without a mesh, None for the default
+    device.
     """
     taking = Recorder(sharding)
     token = _RECORDER.set(taking)
@@ -124,12 +125,12 @@ def record(
 
 
 def weigh(tree: Any) -> int:
-    """Bytes that a tree's arrays, concrete or abstract, take on one device."""
+    """Return the bytes of a tree's arrays, concrete or abstract, on one device."""
     return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
 def _bytes(leaf: Any) -> int:
-    """Bytes that an array, abstract array or abstract value takes on one device."""
+    """Return the bytes of an array, abstract array or abstract value on one device."""
     sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
     shape = (
         sharding.shard_shape(shape)
@@ -141,7 +142,7 @@ def _bytes(leaf: Any) -> int:
 
 
 def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Abstract array of an argument; arguments that are abstract already are returned unchanged."""
+    """Return an argument's abstract array; abstract arguments are returned unchanged."""
     return (
         leaf
         if isinstance(leaf, jax.ShapeDtypeStruct)
@@ -150,12 +151,12 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _beside(outer: Jaxpr) -> list[int]:
-    """List: for each recorded call, bytes of the arrays live on one device that are not its arguments."""
+    """For each recorded call, list the bytes of the arrays live on one device that are not its arguments."""
     steps, last, sizes = list(outer.eqns), dict[Any, int](), dict[Any, int]()
     for at, step in enumerate(steps):
         last |= {var: at for var in step.invars if isinstance(var, Var)}
         if step.primitive is _called:
-            # An array that no program returns has the size that the first program taking it sees.
+            # An array that no program returns has the size that the first program reading it sees.
             for var, size in zip((*step.invars, *step.outvars), step.params["sizes"], strict=True):
                 if isinstance(var, Var):
                     sizes.setdefault(var, size)

@@ -1,4 +1,4 @@
-"""`reshard`: moves a cache between meshes or devices."""
+"""`reshard`: copy a cache between meshes or devices."""
 
 import dataclasses
 
@@ -18,26 +18,26 @@ from jaxkv.sharding.parameters import model_mesh
 
 @settled
 def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
-    """Return a cache on another mesh or on one device, with equal rows per head: a copy, or itself if it lies there.
+    """Return a cache on another mesh or on one device, with equal rows per head: a copy, or itself if unchanged.
 
-    Rows that the policy's `capacity` moved to other heads stay there, and no others are moved: a device whose heads
-    hold more gets a larger pool.
+    Entries that the policy's `capacity` moved to other heads are not moved back, and no others are moved. A device
+    whose heads hold more entries gets a larger pool.
 
     Args:
         cache: from `prefill` or `generate`; it is not changed.
-        mesh: devices with the axes "data" and "model"; None for the default device.
+        mesh: mesh with the axes "data" and "model"; None for the default device.
 
     Returns:
-        The cache there; the same one if it lies there already. Segments of equal size keep their room for new rows,
+        The cache on these devices; the same object if it is there already. Segments of equal size keep their headroom,
         others have none.
 
     Raises:
-        TypeError: for anything but a cache, and for a mesh of the wrong kind.
-        ValueError: for a mesh whose axes are others or do not divide the model, and for a cache whose arrays were
-            donated.
+        TypeError: for an object that is not a cache, or a `mesh` that is not a mesh.
+        ValueError: for a mesh with other axes, or with axes that do not divide the model; for a cache with donated
+            arrays.
     """
     if cache is None:
-        raise TypeError("cache=None: give what prefill or an earlier generate returned")
+        raise TypeError("not a cache: pass one from prefill or generate")
     given = as_cache(cache)
     assert given is not None
     hosts.require_same("jaxkv.reshard", None, mesh, made_by=given.policy)
@@ -45,7 +45,7 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
 
 
 def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
-    """Return a cache on the mesh of `axes`, or on the default device for None: a copy, or itself if it lies there."""
+    """Return a cache on the mesh of `axes`, or on the default device for None: a copy, or itself if unchanged."""
     if axes == cache.axes:
         return cache
     there = laid_out(
@@ -59,7 +59,7 @@ def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
 
 
 def _pool_rows(cache: KVCache, kv_shards: int) -> list[int]:
-    """List of each pool's rows per device: an even share times `capacity`, or what the fullest device needs."""
+    """List each pool's rows per device: an even share times `capacity`, or the fullest device's number of entries."""
     layout, capacity = cache.layout, capacity_of(cache.policy.composed.heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape

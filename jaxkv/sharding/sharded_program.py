@@ -1,6 +1,6 @@
-"""`program`, the one door to compiled programs: `jax.jit`, and on a mesh `jax.shard_map` by arrays' logical axes.
+"""`sharded_jit`, which all compiled programs use: `jax.jit`, and on a mesh `jax.shard_map` by logical axes.
 
-Inside a program on a mesh every array is one device's part, and the code is that of one device.
+Inside a program on a mesh every array is one device's shard, and the code is that of one device.
 """
 
 import functools
@@ -20,8 +20,8 @@ from jaxkv.sharding.record import recorder
 class ShardedProgram:
     """Compiled function: `jax.jit`, or on a mesh `jax.shard_map`; shards arrays by the logical axes of its annotations.
 
-    Placement follows from the logical axes in the annotations of the function and of the dataclasses that it takes and
-    returns; arrays annotated "...", such as parameters, keep their placement.
+    Placement follows from the logical axes in the annotations of the function and of its dataclass arguments and
+    results. Arrays annotated "...", such as parameters, keep their placement.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class ShardedProgram:
         functools.update_wrapper(self, fn)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """Run the program and return its results; while a recorder is active, records the call and run nothing."""
+        """Run the program and return its results; while a recorder is active, record the call and run nothing."""
         noting = recorder()
         if noting is not None:
             return noting.call(self, args, options)
@@ -64,7 +64,7 @@ class ShardedProgram:
     def apart(
         self, *args: Any, **options: Any
     ) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
-        """Split a call for export: function of flat arrays, list of (path, logical axes, array), number of donated ones."""
+        """Split a call for export: function of flat arrays; list of (path, logical axes, array); donated count."""
         axes, hints = self._axes(options), hints_of(self._fn)
         *sides, static = self._bound(None, args, options)
         paths, tree = jax.tree_util.tree_flatten_with_path(sides)
@@ -87,7 +87,7 @@ class ShardedProgram:
     def arguments_placed(
         self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any
     ) -> tuple[Any, ...]:
-        """Abstract arguments with the shardings of their logical axes; off a mesh with `sharding`."""
+        """Return abstract arguments with the shardings of their logical axes; without a mesh with `sharding`."""
         axes, hints = self._axes(options), hints_of(self._fn)
         if axes is None:
             return jax.tree.map(
@@ -97,13 +97,13 @@ class ShardedProgram:
         return tuple(tree_placed(value, hints.get(name), axes) for name, value in named.items())
 
     def results_placed(self, out: Any, options: dict[str, Any]) -> Any:
-        """Abstract results with the shardings of their logical axes."""
+        """Return abstract results with the shardings of their logical axes."""
         axes = self._axes(options)
         out = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), out)
         return out if axes is None else tree_placed(out, hints_of(self._fn)["return"], axes)
 
     def trace(self, *args: Any, **options: Any) -> Any:
-        """Trace the program for concrete or abstract arrays, also of absent devices; return `jax.stages.Traced`."""
+        """Trace the program for concrete or abstract arrays, also for absent devices; return `jax.stages.Traced`."""
         axes = self._axes(options)
         if axes is None:
             return self._plain.trace(*args, **options)
@@ -111,17 +111,17 @@ class ShardedProgram:
         return self._split.trace(given, rest, **static)
 
     def clear_cache(self) -> None:
-        """Drop the compiled executables of this program."""
+        """Delete the compiled executables of this program."""
         self._plain.clear_cache()
         self._split.clear_cache()
 
     def _axes(self, options: dict[str, Any]) -> Axes | None:
-        """Axes of the mesh that a call runs on, from the static argument that carries them; None without a mesh."""
+        """Return the axes of the mesh of a call, from the static argument that carries them; None without a mesh."""
         carrier = options.get(self._on)
         return None if carrier is None else carrier.axes
 
     def _bound(self, axes: Axes | None, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
-        """Bind a call's arguments: donated and other arrays by name, placed on a mesh, and static ones."""
+        """Bind a call's arguments: donated and other arrays by name, placed on a mesh, and static arguments."""
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         hints, statics = hints_of(self._fn), []
@@ -144,12 +144,12 @@ class ShardedProgram:
         ins: tuple[P, ...],
         statics: tuple[Any, ...],
     ) -> Any:
-        """Run the function over a mesh by `jax.shard_map`; return its results as whole arrays."""
+        """Run the function over a mesh by `jax.shard_map`; return its results as global arrays."""
         leaves, tree = jax.tree.flatten((given, rest))
         found: dict[str, Any] = {}
 
         def local(*mine: Array) -> list[Array]:
-            """Run the function on one device's parts; return flat results, and notes their tree and specs."""
+            """Run the function on one device's shards; return flat results, and record their tree and specs."""
             donated, others = jax.tree.unflatten(tree, mine)
             out = self._fn(**donated, **others, **dict(statics))
             flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
@@ -163,7 +163,7 @@ class ShardedProgram:
         split = functools.partial(
             jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False
         )
-        # The output specs are known only once the function has been traced.
+        # The output specs are known only after the function is traced.
         jax.eval_shape(split(out_specs=P()), *leaves)
         return jax.tree.unflatten(found["tree"], split(out_specs=found["outs"])(*leaves))
 
@@ -175,9 +175,9 @@ def sharded_jit(
     on: str = "axes",
     compiler: dict[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], ShardedProgram]:
-    """Decorator that turns a function into a `ShardedProgram`, a compiled program that runs with or without a mesh.
+    """Decorator that makes a function a `ShardedProgram`, a compiled program that runs with or without a mesh.
 
-    `static` and `donate` name arguments; `on` names the static keyword argument that carries the `Axes` to run on, or
-    None; `compiler` gives XLA options, whatever the device.
+    `static` and `donate` name arguments. `on` names the static keyword argument that carries the `Axes` to run on, or
+    None. `compiler` holds XLA options for all devices.
     """
     return lambda fn: ShardedProgram(fn, static, donate, on, compiler or {})
