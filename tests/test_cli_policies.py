@@ -180,7 +180,7 @@ def test_options_make_the_policy(policy_of, arguments, policy):
         ("--policy h2o --recent nan", "--recent=nan: not finite: use a finite number"),
         ("--policy omnikv --filters 1 x", "--filter-layers=1 x: give a whole number"),
         ("--policy adakv --beta 20", "--beta=20: adakv over snapkv has no such option"),
-        ("--policy adakv --base full", "give a policy that drops entries"),
+        ("--policy adakv --base full", "it evicts nothing"),
         ("--policy omnikv --base snapkv", "--base='snapkv': omnikv supports no base"),
         ("--protect 1:2", "--protect=1:2: full has no such option"),
         ("--policy cam --no-merge", "--no-merge: cam always folds"),

@@ -247,7 +247,7 @@ def test_saved_caches_have_the_digest(tmp_path):
         np.testing.assert_array_equal(after, expected)
     alone = jaxkv.load_cache(tmp_path / "cache").policy
     with pytest.raises(
-        ValueError, match=r"^gate=KVzapGate\(.*a digest without arrays, which are in no saved cache"
+        ValueError, match=r"^gate=KVzapGate\(.*a digest without arrays, as in a saved cache"
     ):
         tiny.run(model, ids, alone)
 

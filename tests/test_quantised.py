@@ -240,7 +240,7 @@ def test_what_no_store_can_be_is_refused(as_users_call):
     )
     with pytest.raises(ValueError, match="store='int4'"):
         jaxkv.AdaKV(base=jaxkv.SnapKV(budget=64, store="int8"), store="int4")
-    with pytest.raises(ValueError, match="held as the model computes them"):
+    with pytest.raises(ValueError, match="need dense entries"):
         jaxkv.OmniKV(filter_layers=(0,), store="int8", offload=True)
     with pytest.raises(ValueError, match="has no 4-bit groups"):
         jaxkv.Session(narrow, jaxkv.KNorm(budget=8, store="int4")).prefill([[1] * 20])

@@ -180,7 +180,7 @@ def test_what_is_refused():
     ):
         jaxkv.compress_layers(k, v, policy=policy, queries=q, sliding_windows=[6])
     with pytest.raises(
-        ValueError, match="scores='of 1 layers': all are 0 in the layers without a window"
+        ValueError, match="scores='of 1 layers': all are 0 in the layers without a sliding window"
     ):
         scores = jaxkv.HeadKV(scores=((1.0, 2.0), (0.0, 0.0)), budget=12, window=4)
         jaxkv.compress_layers(k, v, policy=scores, queries=q, sliding_windows=[6, None])

@@ -142,5 +142,5 @@ def test_heads_that_differ_by_layer_are_cut_beside_windows():
         (LayerSpec(), LayerSpec(sliding_window=8)),
     )
     model = tiny.tiny(dataclasses.replace(GQA, kinds=kinds))
-    with pytest.raises(ValueError, match=r"^heads=.*among\(windows\)"):
+    with pytest.raises(ValueError, match=r"^heads=.*among\(sliding_windows\)"):
         jaxkv.prefill(model, tiny.prompts(3, (40,)), policy=policy)

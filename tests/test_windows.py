@@ -122,7 +122,7 @@ def test_policies_that_roll_positions_are_refused():
 
 
 def test_a_policy_needs_a_layer_that_attends_to_the_whole_prompt():
-    with pytest.raises(ValueError, match="take FullKV"):
+    with pytest.raises(ValueError, match="use FullKV"):
         jaxkv.Session(tiny.tiny(ALL), jaxkv.SnapKV(budget=32, window=6))
 
 

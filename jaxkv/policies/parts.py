@@ -98,9 +98,7 @@ class Parts:
         if isinstance(self.select, Select):
             self.read.check_over(self.select, self.after)
             self.after.check_over(self.select)
-        remedy = (
-            "offloading and chunked prefill need entries as the model computes them: leave it out"
-        )
+        remedy = "offloading and chunked prefill need dense entries: leave it out"
         held = self.store is Dense or not self.read.whole_prompts
         require(held, "store", self.store.__name__, remedy)
 
@@ -401,10 +399,8 @@ def _cut_to_whole(parts: Parts, sliding_windows: SlidingWindows) -> Parts:
     layers, heads = parts.layers.among(sliding_windows), parts.heads.among(sliding_windows)
     inner, cut = inner_budgets(parts.heads), inner_budgets(heads)
     alike = not inner.needs_layer and inner.limits() is None
-    remedy = (
-        "they differ by layer, and some layers of this model have sliding windows: write a method "
-    )
-    remedy += "among(sliding_windows), which returns the budgets of the other layers"
+    remedy = "they differ by layer, and some layers have sliding windows: write a method "
+    remedy += "among(sliding_windows) that returns the budgets of the other layers"
     require(alike or cut is not inner, "heads", inner, remedy)
     return parts.replace(layers=layers, heads=heads) if parts.drops else parts
 

@@ -170,7 +170,7 @@ class Reader(_Built):
 def _require_drops(base: Policy) -> None:
     """Raise ValueError unless a base policy evicts entries, and attends to all that it keeps."""
     parts = base.composed
-    remedy = "give a base that evicts entries; put OmniKV or Quest around it: OmniKV(base=...)"
+    remedy = "it evicts nothing, or reads few entries: give SnapKV(), OmniKV(base=...) around all"
     require(parts.drops and parts.read.everything, "base", base, remedy)
 
 

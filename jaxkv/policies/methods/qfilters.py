@@ -81,9 +81,7 @@ class FilteredKeys(Scorer):
         """Raise ValueError if given filters have other sizes than the model."""
         if self.q_filters is not None:
             self.q_filters.require_fits(config)
-            remedy = (
-                "this model is loaded with channels in another order than the file's: leave it out"
-            )
+            remedy = "this model has another order of channels than the file: leave it out"
             require(config.channels is None, "q_filters", self.q_filters, remedy)
 
 
