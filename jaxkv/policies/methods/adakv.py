@@ -11,7 +11,7 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaKV(Wrapper):
-    """Keep the base policy's best entries; the kv heads of a layer compete for the layer's budget.
+    """Keep the base policy's best entries; a layer's heads compete for its budget.
 
     `AdaKV(budget=256)` is Ada-SnapKV; `AdaKV(base=PyramidKV(budget=256))` is Ada-Pyramid. Segments of different length
     share the layer's pool: the cache has the size of the base policy's.

@@ -10,7 +10,7 @@ from jaxkv.policies.unseen import KeyNorm, Position, Uniform01
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalWindow(BudgetMethod):
-    """Keep the most recent tokens only, without sinks: a baseline."""
+    """Keep the most recent tokens only: a baseline without sinks."""
 
     paper = "Longformer's sliding window, arXiv:2004.05150"
 
@@ -34,7 +34,10 @@ class KNorm(BudgetMethod):
 @register(name="random")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomKV(BudgetMethod):
-    """Keep entries at random, sampled with the key given to `prefill` or `generate`: a baseline."""
+    """Keep random entries: a baseline.
+
+    They are sampled with the key given to `prefill` or `generate`.
+    """
 
     paper = "control"
 

@@ -92,10 +92,11 @@ class PreferenceLayers(FromScores):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CAKE(WindowPolicy):
-    """Keep entries of high or varying attention from the window, more in layers of spread-out, varying attention.
+    """Keep entries by mean and variance of attention, with layer budgets by both.
 
-    Layers are recompressed while those above run, as in the published cascade, to the most entries that they may get:
-    the result is the same as from all entries. Tokens after the prompt are appended.
+    Scores are from the window's queries. Layers of spread-out, varying attention get more entries. Layers are
+    recompressed while those above run, as in the published cascade, to the most entries that they may get: the result
+    is the same as from all entries. Tokens after the prompt are appended.
 
     Attributes:
         gamma: weight of the attention's variance over queries, relative to its mean.

@@ -13,7 +13,9 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaM(WindowPolicy):
-    """Keep entries as SnapKV does, without pooling, after adding shares of values to those of the following tokens.
+    """Keep entries as SnapKV does, after merging values into the following tokens'.
+
+    Scores are not pooled. Each value adds shares to the values of the following tokens.
 
     Attributes:
         start: first share of the prompt whose values are not merged.

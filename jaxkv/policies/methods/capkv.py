@@ -83,7 +83,9 @@ class ValueCapacity(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CAPKV(BudgetMethod):
-    """Keep sinks and the entries whose values have the highest leverage, weighted by their keys' fit to the mean query.
+    """Keep the entries whose values have the highest leverage.
+
+    Leverage is weighted by the fit of an entry's key to the mean query. Sinks are kept, too.
 
     Attributes:
         sinks: number of first tokens, always kept; their queries are left out of the mean.

@@ -113,11 +113,12 @@ def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkKV(Wrapper):
-    """Keep whole chunks of neighbouring entries, the same in all kv heads, by the base policy's mean scores.
+    """Keep whole chunks of neighbouring entries, by the base policy's scores.
 
-    The number of entries is exactly the budget: the best entries of the first chunk that does not fit are kept. Chunks
-    with entries of the window, sinks or protected spans are completed before others. With `gated=True`, chunks whose
-    high scores come from few entries keep only these, which makes room for further chunks.
+    All kv heads of a layer keep the same chunks, those of the highest mean score. The number of entries is exactly the
+    budget: the best entries of the first chunk that does not fit are kept. Chunks with entries of the window, sinks or
+    protected spans are completed before others. With `gated=True`, chunks whose high scores come from few entries keep
+    only these, which makes room for further chunks.
 
     Attributes:
         base: the policy whose scores, always-kept entries and layer budgets are used.

@@ -96,7 +96,9 @@ def _normalised(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compactor(BudgetMethod):
-    """Keep entries by non-causal attention within blocks of the prompt, and by leverage of their keys.
+    """Keep entries by attention within blocks, and by leverage of their keys.
+
+    Attention within blocks of the prompt is not causal.
 
     Attributes:
         sinks: number of first tokens, always kept and not scored.

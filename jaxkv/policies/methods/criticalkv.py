@@ -20,7 +20,9 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticalKV(Wrapper):
-    """Keep half of each head's entries by the base's score, the rest by score times the projected value's L1 norm.
+    """Keep entries by the base's score, then by score times value norm.
+
+    Half of each head's entries follow the score alone. The value norm is the L1 norm after the output projection.
 
     `CriticalKV(base=AdaKV(budget=256))` and `AdaKV(base=CriticalKV(budget=256))` both let heads compete for entries
     first.

@@ -71,10 +71,11 @@ class LocalLeverage(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurDKV(BudgetMethod):
-    """Keep sinks and the entries whose keys and values have the largest norms among their neighbours.
+    """Keep the entries whose keys and values have the largest local norms.
 
-    Norms approximate the leverage scores of a CUR decomposition, without the random projection of the paper's cheaper
-    estimate. Scores use keys and values only: the question need not be known, and no attention is computed.
+    Sinks are kept, too. Norms approximate the leverage scores of a CUR decomposition, without the random projection of
+    the paper's cheaper estimate. Scores use keys and values only: the question need not be known, and no attention is
+    computed.
 
     Attributes:
         sinks: number of first tokens, always kept.

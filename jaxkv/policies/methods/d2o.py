@@ -26,8 +26,9 @@ _OFFICIAL: dict[str, Any] = {
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class D2O(HeavyMethod):
-    """Keep four sinks, heavy hitters and recent tokens 3:1, more in layers of even attention; merge evicted entries.
+    """Keep heavy hitters and recent tokens, and merge evicted entries into kept ones.
 
+    Heavy hitters and recent tokens are 3:1, after four sinks. Layers of even attention get more entries.
     `D2O(merge=None)` evicts without merging, `D2O(layers=UniformLayers())` gives all layers as many entries: the
     ablations of the paper's Table 6. A prompt shorter than a budget in entries is not divided: all its layers may grow
     to that budget.

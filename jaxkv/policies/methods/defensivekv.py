@@ -13,7 +13,9 @@ from jaxkv.policies.unseen import WorstAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DefensiveKV(BudgetMethod):
-    """Keep entries by the largest attention of any window query and by value norms; a layer's kv heads compete.
+    """Keep entries by worst-case attention and value norm; a layer's heads compete.
+
+    Worst-case attention is the largest of any query in the window.
 
     Attributes:
         window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
@@ -46,7 +48,7 @@ class DefensiveKV(BudgetMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerDefensiveKV(DefensiveKV):
-    """Keep entries by DefensiveKV's scores under one budget for which the kv heads of all layers compete.
+    """Keep entries as DefensiveKV does; the heads of all layers compete.
 
     Entries that can no longer win are evicted as later layers run: prefill takes the memory of the budget's entries of
     all layers, twice while they are packed, and of one full layer.

@@ -64,7 +64,9 @@ def _changes(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DropKV(BudgetMethod):
-    """Keep the entries whose removal would change the attention outputs of the prompt's last queries most.
+    """Keep the entries whose removal would change attention outputs most.
+
+    Outputs are those of the prompt's last queries.
 
     Attributes:
         window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.

@@ -113,7 +113,7 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DuoAttention(Policy):
-    """Keep every entry in retrieval heads, and the first and most recent ones in streaming heads, also while decoding.
+    """Keep every entry in retrieval heads, sinks and recent tokens in others.
 
     The pattern sets the number of entries: there is no budget. Each new entry in a streaming head evicts the oldest one
     after the sinks. Prefill attends to all entries in all heads, as in kvpress. Headroom for new entries is the same

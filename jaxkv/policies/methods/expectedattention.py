@@ -11,7 +11,9 @@ from jaxkv.policies.unseen import FutureAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(BudgetMethod):
-    """Keep the entries that queries after the prompt are expected to attend to most, by the prompt's query statistics.
+    """Keep the entries that future queries are expected to attend to most.
+
+    Expectations follow from the prompt's query statistics.
 
     `AdaKV(base=ExpectedAttention(budget=0.25, epsilon=0.01))` lets heads compete for entries, as its authors recommend.
 

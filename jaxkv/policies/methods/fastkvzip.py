@@ -36,7 +36,9 @@ class RecentGateScores(GateScores):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastKVzip(BudgetMethod):
-    """Keep the entries that a trained gate expects to be attended to when the prompt is repeated; all heads compete.
+    """Keep entries by a gate trained to predict KVzip's scores.
+
+    The kv heads of all layers compete for one budget.
 
     Attributes:
         gate: the model's gate: a safetensors file, or a result of `FastKVzipGate.read`.

@@ -10,7 +10,7 @@ from jaxkv.policies.registry import register
 @register(name="full")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FullKV(Policy):
-    """Keep every entry: the reference without compression."""
+    """Keep every entry: the uncompressed reference."""
 
     paper = "Attention Is All You Need, arXiv:1706.03762"
 

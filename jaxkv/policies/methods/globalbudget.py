@@ -12,12 +12,13 @@ from jaxkv.policies.wrapper import Wrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalBudget(Wrapper):
-    """Keep the best entries of all layers and kv heads together by the base's scores: one top-k, of exact sum.
+    """Keep the base policy's best entries over all layers and heads.
 
-    `GlobalBudget(base=DefensiveKV(budget=0.25))` is LayerDefensiveKV. Entries that can no longer win are evicted as
-    later layers run: prefill takes the memory of the budget's entries of all layers, twice while they are packed, and
-    of one full layer. Prefill holds the full cache for bases that merge evicted entries or run over the prompt twice.
-    So it does on a mesh if `alpha` or two stages meet a `capacity` below the number of kv devices.
+    One top-k selects them, and the sum over layers is exact. `GlobalBudget(base=DefensiveKV(budget=0.25))` is
+    LayerDefensiveKV. Entries that can no longer win are evicted as later layers run: prefill takes the memory of the
+    budget's entries of all layers, twice while they are packed, and of one full layer. Prefill holds the full cache for
+    bases that merge evicted entries or run over the prompt twice. The same holds on a mesh if `alpha` or two stages
+    meet a `capacity` below the number of kv devices.
 
     Attributes:
         base: the policy whose scores and window are used, and its heads' guaranteed share and capacity.

@@ -13,7 +13,9 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadKV(WindowPolicy):
-    """Keep entries as SnapKV does, more in heads that matter for retrieval, under one budget over all layers.
+    """Keep entries as SnapKV does, more in heads that matter for retrieval.
+
+    All layers and heads share one budget.
 
     Attributes:
         scores: importance of each layer's query or kv heads, `[L][H]`, or a JSON file of it; None: all alike. One row

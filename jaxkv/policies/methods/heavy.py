@@ -67,7 +67,9 @@ class HeavyMethod(_Streaming):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2O(HeavyMethod):
-    """Keep heavy hitters by cumulative attention and the most recent tokens, 1:1; evict an entry per new token.
+    """Keep heavy hitters by cumulative attention, and the most recent tokens.
+
+    Heavy hitters and recent tokens are 1:1. Each new token evicts an entry.
 
     References:
         Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models,
@@ -80,7 +82,9 @@ class H2O(HeavyMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoCo(HeavyMethod):
-    """Keep entries as H2O does, but by mean attention: received attention over the number of queries that saw an entry.
+    """Keep entries by mean attention per query, and the most recent tokens.
+
+    As H2O, but received attention is divided by the number of queries that saw the entry.
 
     References:
         Ren and Zhu, On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference,
@@ -97,7 +101,9 @@ class RoCo(HeavyMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TOVA(_Streaming):
-    """Keep the entries that the last token attends to most, the same in all heads; evict an entry per new token.
+    """Keep the entries that the last token attends to most.
+
+    All heads keep the same positions. Each new token evicts an entry.
 
     Attributes:
         per_head: let each kv head evict an entry of its own.

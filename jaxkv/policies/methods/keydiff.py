@@ -10,10 +10,11 @@ from jaxkv.policies.unseen import KeyDifference
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyDiff(BudgetMethod):
-    """Keep the entries whose keys are least similar to the mean of their head's unit keys; as many per layer and head.
+    """Keep the entries whose keys are least similar to the mean key.
 
-    Scores use keys only: the question need not be known, and no attention is computed. The paper evicts after every
-    block of 128 prompt tokens; prefill compresses whole prompts, and `Session.extend` blocks of `every` tokens.
+    The mean is that of a head's unit keys. All layers and heads keep the same number of entries. Scores use keys only:
+    the question need not be known, and no attention is computed. The paper evicts after every block of 128 prompt
+    tokens; prefill compresses whole prompts, and `Session.extend` blocks of `every` tokens.
 
     References:
         Park et al., KeyDiff: Key Similarity-Based KV Cache Eviction for Long-Context LLM Inference in

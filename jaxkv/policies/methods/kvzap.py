@@ -14,10 +14,11 @@ from jaxkv.policies.unseen import GateScores
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzap(BudgetMethod):
-    """Keep the entries that a trained gate expects the model to need to repeat the prompt, for any question.
+    """Keep entries by a gate trained to predict KVzip+'s scores.
 
-    The published policy keeps all entries whose score reaches a `threshold`, the same for all layers and heads. Memory
-    is allocated before scores are known: the budget limits the number of these entries, and
+    Scores estimate the need for an entry when the model repeats the prompt: the question need not be known. The
+    published policy keeps all entries whose score reaches a `threshold`, the same for all layers and heads. Memory is
+    allocated before scores are known: the budget limits the number of these entries, and
     `stats.evicted_above_threshold` counts those that it has to evict. `GlobalBudget(base=KVzap(...))` has one limit for
     all layers and heads together.
 

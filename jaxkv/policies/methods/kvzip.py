@@ -39,12 +39,12 @@ class ReplayAttention(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzip(BudgetMethod):
-    """Keep the entries that the model attends to most when it repeats the prompt; the question need not be known.
+    """Keep the entries most attended to when the model repeats the prompt.
 
-    A second pass runs over the prompt in chunks, each after an instruction to repeat it, on top of the full cache.
-    Prefill takes two to four times as long, and the memory of the full cache. The second pass uses positions after the
-    prompt. If the model's context is too short for prompt, instructions and a chunk, scores come from positions beyond
-    it; a smaller chunk helps.
+    The question need not be known. A second pass runs over the prompt in chunks, each after an instruction to repeat
+    it, on top of the full cache. Prefill takes two to four times as long, and the memory of the full cache. The second
+    pass uses positions after the prompt. If the model's context is too short for prompt, instructions and a chunk,
+    scores come from positions beyond it; a smaller chunk helps.
 
     Attributes:
         over: entries that compete for one budget: those of the whole "model", of each "layer", or of each kv "head".

@@ -80,10 +80,11 @@ class LagInformation(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagKV(BudgetMethod):
-    """Keep sinks, the last entries, and the entries of each earlier partition that stand out against the next one.
+    """Keep the entries that stand out against the next partition of the text.
 
-    Scores use keys and values only: the question need not be known, and no attention is computed. A text shorter than
-    `sinks + 2 * lag` has no partition to choose from: its last entries are kept, as with a budget below the last ones.
+    Sinks and the last entries are kept, too. Scores use keys and values only: the question need not be known, and no
+    attention is computed. A text shorter than `sinks + 2 * lag` has no partition to choose from: its last entries are
+    kept, as with a budget below the last ones.
 
     Attributes:
         sinks: number of first tokens, always kept.

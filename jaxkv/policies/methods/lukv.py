@@ -20,7 +20,7 @@ _SHARES = 99
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LUKV(Wrapper):
-    """Keep the base policy's best entries, as many in each kv head of all layers as its curve gives for the budget.
+    """Keep the base policy's best entries, with head budgets from measured curves.
 
     Curves belong to one model and one scorer. The curve nearest to the budget is used, and its shares are scaled to the
     budget: sums over heads are exact. Entries that a head cannot use go to the layer's other heads, by score.

@@ -13,7 +13,9 @@ from jaxkv.policies.wrapper import Reader
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OmniKV(Reader):
-    """Keep every entry; a few filter layers choose, for each new token, the tokens that layers above them attend to.
+    """Keep every entry; filter layers choose the tokens that layers above attend to.
+
+    They choose anew for each new token.
 
     Attributes:
         filter_layers: filter layers, by their index in the model; None uses those found for the model, from its
@@ -76,7 +78,9 @@ class OmniKV(Reader):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BrutalOffload(Policy):
-    """Keep every entry, those of upper layers in host memory, loaded in full for each token: OmniKV's baseline.
+    """Keep every entry, with upper layers in host memory: OmniKV's baseline.
+
+    Each token loads the upper layers' entries in full.
 
     Attributes:
         resident_layers: number of layers from the bottom with entries on the device, besides all sliding-window layers.

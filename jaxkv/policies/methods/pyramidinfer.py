@@ -14,7 +14,9 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PyramidInfer(WindowPolicy):
-    """Keep entries by the window's attention: one set of positions per layer, a subset of the layer below's.
+    """Keep entries by window attention, each layer a subset of the one below.
+
+    All heads of a layer keep the same positions.
 
     Prefill attends to the whole prompt: hidden states of evicted tokens run through all layers. This saves the paper's
     memory, not its prefill time.

@@ -10,7 +10,9 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PyramidKV(WindowPolicy):
-    """Keep entries as SnapKV does, many in lower layers and few in upper ones; the average over layers is exact.
+    """Keep entries as SnapKV does, more in lower layers, fewer in upper ones.
+
+    The average over layers is exactly the budget.
 
     Attributes:
         layers: schedule of layer budgets: LinearLayers (the paper's), GeometricLayers, ExponentialLayers,

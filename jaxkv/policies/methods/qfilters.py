@@ -101,7 +101,7 @@ def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QFilters(BudgetMethod):
-    """Keep the entries whose keys have the smallest product with their head's filter, the queries' main direction.
+    """Keep the entries whose keys align with their head's main query direction.
 
     Published filters belong to one model and come from a file: the first right singular vectors of queries of many
     texts, signed so that attention falls with the product. Without a file, each prompt's own queries replace them.

@@ -77,7 +77,7 @@ class PagedReads(Reads):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quest(Reader):
-    """Keep every entry; at each token, each kv head attends only to the pages of entries with the largest bound of q.k.
+    """Keep every entry; each head attends to the pages of highest q.k bound.
 
     A page is `page` consecutive entries of a kv head, with the element-wise minimum and maximum of their cached keys,
     after RoPE. The bound of a page for a query head is the sum over channels of max(q * minimum, q * maximum). The

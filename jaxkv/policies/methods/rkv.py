@@ -120,10 +120,11 @@ def _mean_cosines(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RKV(BudgetMethod):
-    """Keep the entries that the last queries attend to and whose keys are not redundant, of prompt and answer alike.
+    """Keep entries of high attention and low key redundancy, also while decoding.
 
-    A prompt above the budget is compressed as well; the paper compresses only while decoding. The released code differs
-    in two points: `mix_lambda` is 0.07, and entries similar to no other leave out the first entry's cosine.
+    Attention is that of the last queries. A prompt above the budget is compressed as well; the paper compresses only
+    while decoding. The released code differs in two points: `mix_lambda` is 0.07, and entries similar to no other leave
+    out the first entry's cosine.
 
     Attributes:
         window: number of last tokens: their queries score the other entries, and they are always kept.

@@ -83,11 +83,12 @@ class Recency(Position):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimLayerKV(BudgetMethod):
-    """Keep every entry in layers that look far back, and only the first and most recent entries in lazy layers.
+    """Keep every entry in some layers, sinks and recent tokens in lazy layers.
 
-    The published method compares each layer with a threshold, so that the text sets the size of the cache. Here the
-    budget sets the number of lazy layers, and the comparison selects them. All layers' entries are held until the last
-    layer has run. Tokens after the prompt are appended.
+    A layer is lazy if its attention goes to the first and most recent entries. The published method compares each layer
+    with a threshold, so that the text sets the size of the cache. Here the budget sets the number of lazy layers, and
+    the comparison selects them. All layers' entries are held until the last layer has run. Tokens after the prompt are
+    appended.
 
     A prompt of at most `sinks` + `recent` tokens is kept whole under any share.
 

@@ -40,7 +40,9 @@ class WindowPolicy(BudgetMethod):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SnapKV(WindowPolicy):
-    """Keep the entries that the prompt's last queries attend to most, pooled over neighbours; as many in each head.
+    """Keep the entries that the prompt's last queries attend to most.
+
+    Scores are pooled over neighbours. All kv heads of a layer keep the same number of entries.
 
     References:
         Li et al., SnapKV: LLM Knows What You are Looking for Before Generation, arXiv:2404.14469.

@@ -14,7 +14,7 @@ from jaxkv.policies.unseen import Position
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamingLLM(BudgetMethod):
-    """Keep the first tokens (attention sinks) and the most recent ones.
+    """Keep attention sinks and the most recent tokens.
 
     Attributes:
         sinks: number of first tokens, always kept; the rest of the budget goes to the last ones.
