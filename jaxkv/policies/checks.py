@@ -98,7 +98,7 @@ def as_store(given: Any) -> str | type[Store]:
         if given is kind or (isinstance(given, str) and given == name):
             return name
     own = isinstance(given, type) and issubclass(given, Store)
-    remedy = f"give one of {', '.join(map(repr, STORES))}, or a subclass of jaxkv.cache.Store"
+    remedy = f"no store: give {', '.join(map(repr, STORES))}, or a subclass of jaxkv.cache.Store"
     require(own, "store", given, remedy)
     return given  # type: ignore[no-any-return]
 

@@ -103,7 +103,7 @@ class HeadBudgets:
         raise NotImplementedError
 
     def limits(self) -> Int[np.ndarray, "L K"] | None:
-        """Limits `[L, K]` to which kv heads' segments grow under `Evict`; None, the default, if the budget limits them.
+        """Limits `[L, K]` of kv heads' segments under `Evict`; None, the default, if the budget limits them.
 
         Head budgets with limits must also be the policy's layer budgets.
         """
@@ -285,7 +285,7 @@ class HeadsAround(HeadBudgets):
     def __post_init__(self) -> None:
         instance("budgets", self.budgets, HeadBudgets, "give head budgets, such as UniformHeads()")
         outermost = not isinstance(self.budgets, ThresholdHeads)
-        require(outermost, "budgets", self.budgets, "wrap all other budgets in one threshold")
+        require(outermost, "budgets", self.budgets, "two thresholds: wrap all other budgets in one")
 
     @property
     def needs_layer(self) -> bool:

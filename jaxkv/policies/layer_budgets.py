@@ -195,7 +195,7 @@ def finite(weights: np.ndarray | Array | None) -> Reals:
     xp = namespace(weights)
     values = xp.asarray(weights, xp.float64)
     sound = is_traced(values) or bool(np.isfinite(values).all())
-    require(sound, "weights", "not finite", "attention weights overflow: check the model")
+    require(sound, "weights", "not finite", "the model's attention is not finite: check the model")
     return values
 
 

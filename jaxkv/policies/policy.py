@@ -72,7 +72,7 @@ class Policy:
         if isinstance(share := as_budget(self.budget), Share):
             object.__setattr__(self, "budget", share.value)
         known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
-        require(known, "min_budget", self.min_budget, "give 'raise' or 'clamp'")
+        require(known, "min_budget", self.min_budget, "no such rule: give 'raise' or 'clamp'")
         field(self, "protect", as_spans)
         object.__setattr__(self, "store", as_store(self.store))
         self._check()

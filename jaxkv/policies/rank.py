@@ -116,7 +116,7 @@ def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Fl
     """
     shape = jnp.broadcast_shapes(score.shape, age.shape)
     given = rank.rank(jnp.broadcast_to(score, shape), jnp.broadcast_to(age, shape))
-    ranks = checked(rank, "rank", given, shape, "row")
+    ranks = checked(rank, "rank", given, shape, "entry")
     return jnp.where(jnp.isnan(ranks), -jnp.inf, ranks)
 
 

@@ -296,7 +296,7 @@ class FilteredReads(Reads):
             field(self, name, flag)
         chunk = self.prefill_chunk
         blocks = chunk <= 256 or chunk % 256 == 0
-        require(blocks, "prefill_chunk", chunk, "give at most 256, or a multiple of 256")
+        require(blocks, "prefill_chunk", chunk, "not a multiple of 256: give one, or less")
         remedy = "give chosen tokens per token of a chunk, such as 2, or None for full attention"
         optional(self, "prefill_ratio", real, remedy, high=1e9, open_low=True)
         generated, offload = self.include_generated, self.offload

@@ -156,7 +156,7 @@ class WorstAttention(Scorer):
         field(self, "window", whole, "observe at least 1 query")
         AvgPool(self.kernel)
         known = isinstance(self.stage, str) and self.stage in ("none", "mass", "published")
-        require(known, "stage", self.stage, "give 'none', 'mass' or 'published'")
+        require(known, "stage", self.stage, "no such stage: give 'none', 'mass' or 'published'")
 
     @property
     def two_stages(self) -> bool:

@@ -195,7 +195,7 @@ def dense_mask(dense_layers: tuple[int, ...], layers: int) -> Bool[np.ndarray, "
             -layers <= layer < layers,
             "dense_layers",
             dense_layers,
-            f"the model has {layers} layers",
+            f"the model has {layers} layers: give some of these",
         )
         mask[layer] = True
     return mask

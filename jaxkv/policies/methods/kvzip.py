@@ -78,7 +78,7 @@ class KVzip(BudgetMethod):
             self.over in ("model", "layer", "head"),
             "over",
             self.over,
-            "give 'model', 'layer' or 'head'",
+            "no such scope: give 'model', 'layer' or 'head'",
         )
 
     def parts(self) -> Parts:
