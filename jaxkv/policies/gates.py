@@ -27,7 +27,7 @@ class Gate(FileArrays):
     """
 
     of_field = "gate"
-    wanted = "the gate of your model, a safetensors file or its folder: jaxkv fit-gate makes one"
+    wanted = "the gate of your model, a safetensors file or its folder: jaxkv fit-gate trains one"
     # Pattern of the prefix of tensor names, with the layer's number.
     beginning: ClassVar[str]
 

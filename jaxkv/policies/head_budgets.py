@@ -103,7 +103,7 @@ class HeadBudgets:
         raise NotImplementedError
 
     def limits(self) -> Int[np.ndarray, "L K"] | None:
-        """Limits `[L, K]` of kv heads' segments under `Evict`; None, the default, if the budget limits them.
+        """Return limits `[L, K]` of kv heads' segments under `Evict`; None, the default, if the budget limits them.
 
         Head budgets with limits must also be the policy's layer budgets.
         """
@@ -122,7 +122,7 @@ class HeadBudgets:
 
 
 def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
-    """Scores averaged over the kv heads, broadcast back to `[B, K, S]`."""
+    """Return scores averaged over the kv heads, broadcast to `[B, K, S]`."""
     return jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
 
 
@@ -293,7 +293,7 @@ class HeadsAround(HeadBudgets):
         return self.budgets.needs_layer
 
     def limits(self) -> Int[np.ndarray, "L K"] | None:
-        """Limits `[L, K]` of the wrapped `budgets`; None if they have none."""
+        """Return limits `[L, K]` of the wrapped `budgets`; None if they have none."""
         return self.budgets.limits()
 
     def among(self, sliding_windows: SlidingWindows) -> "HeadsAround":

@@ -305,7 +305,7 @@ class FilteredReads(Reads):
         self._check_budget()
 
     def _check_budget(self) -> None:
-        """Check `mem` and the budget, of which one is given, else ValueError; store the default budget."""
+        """Check that only one of `mem` and the budget is given, else ValueError; store the default budget."""
         mem, budget = self.mem, self.budget
         remedy = f"it determines the budget, and budget={budget!r} is set: give one of them"
         require(None in (mem, budget), "mem", mem, remedy)

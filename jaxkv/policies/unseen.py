@@ -136,7 +136,7 @@ class WorstAttention(Scorer):
     Attributes:
         window: number of the text's last queries to observe; their own entries are not scored.
         kernel: number of neighbours over which each query's attention is averaged; the query's total is unchanged.
-        stage: a first stage of entries kept whatever their scores, at most a head's even share. "mass": the entries of
+        stage: a first stage of entries kept at any score, at most a head's even share. "mass": the entries of
             most mean attention that, with the window's own, hold 90 % of the attention. "published": as in the released
             code, which stops one entry earlier and normalises other attention to 1. It takes the columns before the
             window for the window's own, and averages them over the layer's heads. "none": no first stage.

@@ -21,7 +21,7 @@ class DefensiveKV(BudgetMethod):
         window: number of the prompt's last tokens: their queries score the other entries, and they are always kept.
         sinks: number of first tokens, always kept.
         kernel: number of neighbours over which attention is averaged.
-        stage: a first stage of entries kept whatever their scores: "mass", those of most attention that with the window
+        stage: a first stage of entries kept at any score: "mass", those of most attention that with the window
             hold 90 % of it; "published", the released code's arithmetic; or "none".
         capacity: on a mesh, most entries in the heads of one device, over their even share.
 
