@@ -225,7 +225,7 @@ def test_numbers_of_samplers_are_arguments(tmp_path):
             key=7,
         )
         assert mine == [theirs[0].tokens.tolist()]
-    with pytest.raises(ValueError, match="sampling=.TopK.: give of "):
+    with pytest.raises(ValueError, match="sampling=.TopK.: unknown: use one of "):
         exported.generate(ids, NEW, sampling="TopK")
 
 
@@ -240,9 +240,9 @@ def test_a_prompt_below_what_must_stay_is_refused(tmp_path):
 
 
 PROMPTS = (
-    ([[1] * 65], 1, "prompt=65 tokens: at most 64: give fewer, or export with more lengths="),
-    ([[1]] * 4, 1, "prompt=4 prompts: at most 3: give fewer, or export with batch=4"),
-    (["text"], 1, "prompt='text': there is no tokenizer here: give token ids"),
+    ([[1] * 65], 1, "prompt=65 tokens: at most 64: use fewer, or export with more lengths="),
+    ([[1]] * 4, 1, "prompt=4 prompts: at most 3: use fewer, or export with batch=4"),
+    (["text"], 1, "prompt='text': no tokenizer: use token ids"),
 )
 
 
@@ -263,7 +263,7 @@ DAMAGE = {
         lambda folder: changed(
             folder, lambda said: said["programs"][0]["outputs"][0]["shape"].append(1)
         ),
-        r"not as the manifest says, pools.0.store.k \('float32', 3, \d+, 8, 1\), here \('float32', 3, \d+, 8\)",
+        r"differs from the manifest, pools.0.store.k \('float32', 3, \d+, 8, 1\), here \('float32', 3, \d+, 8\)",
     ),
     "a missing program": (
         lambda folder: next((folder / "programs").iterdir()).unlink(),
@@ -279,17 +279,17 @@ DAMAGE = {
     ),
     "no manifest": (
         lambda folder: (folder / "manifest.json").unlink(),
-        "manifest.json: .*: give a folder",
+        "manifest.json: .*: use a complete folder",
     ),
     "a later version's manifest": (
         lambda folder: changed(folder, lambda said: said.update(version=9)),
-        "manifest.json: not of this runtime.py's version: give a folder",
+        "manifest.json: another version than this runtime.py's: use a complete folder",
     ),
     "a later jax": (
         lambda folder: changed(
             folder, lambda said: said["guaranteed"].update({"from": [99, 0], "jax": "99.0.1"})
         ),
-        r"made by jax 99.0.1, jax .* is outside its window: export anew",
+        r"made by jax 99.0.1, jax .* is outside its window: export again",
     ),
     "more devices": (
         lambda folder: changed(folder, lambda said: said.update(devices=16)),

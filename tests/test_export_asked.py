@@ -149,23 +149,23 @@ def test_numbers_of_a_sampling_lie_where_they_do_in_jaxkv(model, name, as_users_
 
 WRONG = (
     *(
-        ({"max_new_tokens": new}, "max_new_tokens=.*: give a whole number")
+        ({"max_new_tokens": new}, "max_new_tokens=.*: use a whole number")
         for new in (0, 2.0, True, "3")
     ),
     *(
-        ({"seed": seed}, r"seed=.*: give a whole number in \[0, 4294967296\)")
+        ({"seed": seed}, r"seed=.*: use a whole number in \[0, 4294967296\)")
         for seed in (-1, 2**32, 1.0)
     ),
     (
         {"sampling": "Sampling", "k": 3},
-        r"k: sampling='Sampling' has no such number: give of \['temperature', 'top_k'",
+        r"k: not an argument of sampling='Sampling': use some of \['temperature', 'top_k'",
     ),
-    ({"top_p": 0.5}, "top_p: sampling='Greedy' has no such number"),
+    ({"top_p": 0.5}, "top_p: not an argument of sampling='Greedy'"),
     *(
-        ({"sampling": odd}, "sampling=.*: give of ")
+        ({"sampling": odd}, "sampling=.*: use one of ")
         for odd in ("beam", None, jaxkv.Sampling(top_p=0.5))
     ),
-    ({"stop_at_eos": 1}, "stop_at_eos=.*: give True or False"),
+    ({"stop_at_eos": 1}, "stop_at_eos=.*: use True or False"),
 )
 
 
@@ -213,14 +213,14 @@ def test_what_there_is_no_room_for(short):
     """Of a question, and of the cache where rows are only added: each names what to export with."""
     model = short(jaxkv.FullKV(), lengths=65)
     cache = model.read(tiny.prompts(1, (20, 9)))
-    assert "at most 8: give fewer, or export with more question=" in str(
+    assert "at most 8: use fewer, or export with more question=" in str(
         invalid(model.read, [[1] * 9] * 2, cache)
     )
     cache = model.sample(cache, 20, stop_at_eos=False)[1]
-    assert "at most 4: give fewer, or export with more new=" in str(
+    assert "at most 4: use fewer, or export with more new=" in str(
         invalid(model.read, [[1] * 5] * 2, cache)
     )
-    told = "max_new_tokens=5: there is room for 4: lower it, or export with new=5"
+    told = "max_new_tokens=5: the cache has headroom for 4: lower it, or export with new=5"
     assert str(invalid(model.sample, cache, 5)) == told
 
 
@@ -235,11 +235,11 @@ def test_positions_that_are_places_within_the_cache(short, tmp_path):
     assert mine[0] == answer(theirs)[0] and int(mine[2].arrays["cache.seen"].max()) > 96
     told = "prompt='97 tokens, 0 new ones included': the model was made for 96"
     assert str(invalid(short(policy, lengths=96).read, [[1] * 97])).startswith(told)
-    with pytest.raises(ValueError, match="lengths=97: a prompt: the model was made for 96"):
+    with pytest.raises(ValueError, match="lengths=97: a prompt: the model has only 96 positions"):
         jaxkv.export(model, tmp_path / "out", policy=policy, lengths=97)
     with pytest.raises(
         ValueError,
-        match="new=80: with question=8 up to 104 entries are kept and the model was made for 96",
+        match="new=80: with question=8 up to 104 entries are kept, but the model has 96 positions",
     ):
         jaxkv.export(
             model,
@@ -268,7 +268,7 @@ def test_a_cache_of_another_export(short):
     for other in (short(jaxkv.H2O(budget=16)), short(jaxkv.FullKV(), lengths=30)):
         for told in refused(mine, other.read([[1, 2, 3]])):
             assert str(told).startswith(
-                f"cache={other.of[1]}: made by that export, not by {mine.of[1]}: "
+                f"cache={other.of[1]}: from another export than {mine.of[1]}: "
             )
     # The same folder, read twice, is the same export.
     again = runtime.Model(mine.of[1]).generate([[4]], 2, cache=mine.read([[1, 2, 3]]))

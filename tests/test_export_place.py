@@ -130,7 +130,7 @@ def test_samplers_of_users(tmp_path):
     from jaxkv.exporting import runtime
 
     made = runtime.Model(jaxkv.export(model(), tmp_path / "out", sampling=(Last(), Beyond()), **OF))
-    with pytest.raises(ValueError, match=r"sample.Beyond: it gave an id outside of \[0, 64\)"):
+    with pytest.raises(ValueError, match=r"sample.Beyond: sampled an id outside of \[0, 64\)"):
         made.generate([[1, 2]], 3, sampling="Beyond")
     assert made.generate([[1, 2]], 3, sampling="Last")[0] == [[63, 63, 63]]
     assert "sample.Last" in {

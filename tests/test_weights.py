@@ -397,7 +397,7 @@ def test_what_codes_cannot_be_is_refused(tmp_path):
         jaxkv.load(folder(tmp_path, tensors=holed(DOWN, np.nan)), weights="int8")
     model = narrow("llama_gqa8")
     with pytest.raises(
-        ValueError, match="params='int8 weights': programs are exported with weights of one dtype"
+        ValueError, match="params='int8 weights': quantised weights cannot be exported"
     ):
         jaxkv.export(model, tmp_path / "there", lengths=16, new=4)
     assert not (tmp_path / "there").exists()

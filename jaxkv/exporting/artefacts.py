@@ -1,4 +1,4 @@
-"""Serialises one program by `jax.export`: flat arrays in, flat arrays out, and its manifest entry."""
+"""Serialises one program with `jax.export`: flat arrays in, flat arrays out, and its manifest entry."""
 
 import dataclasses
 import hashlib
@@ -24,7 +24,7 @@ class Artefact(NamedTuple):
 
 
 class Names(NamedTuple):
-    """Manifest names (tuples) of the embedding's and head's parameters (`ends`), each block's, and sampler fields."""
+    """Manifest names of the parameters: embedding and head (`ends`), and each block."""
 
     ends: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]
@@ -38,7 +38,7 @@ def artefact(
     platform: str,
     batch: int,
 ) -> Artefact:
-    """Trace and serialises a program by `jax.export`; return `Artefact`: bytes, manifest entry, abstract results."""
+    """Trace and serialise a program with `jax.export`; return bytes, manifest entry and abstract results."""
     run, leaves, donated = door.apart(*args, spec=spec)
     fn: Any = vars(door)["__wrapped__"]
     # Donated arrays come first; both groups are sorted by name, the fields of `asked` by their own names.
@@ -80,7 +80,7 @@ def artefact(
 
 
 def abstract(tree: Any) -> Any:
-    """Pytree with each array replaced by a `ShapeDtypeStruct`; dataclasses are rebuilt without running their checks."""
+    """Replace each array of a pytree by a `ShapeDtypeStruct`; dataclasses are rebuilt without validation."""
     if tree is None or jax.tree_util.all_leaves([tree]):
         return _abstract(tree) if hasattr(tree, "dtype") else tree
     if dataclasses.is_dataclass(tree):
@@ -93,7 +93,7 @@ def abstract(tree: Any) -> Any:
 
 
 def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    """`ShapeDtypeStruct` of an array: shape, dtype, and sharding if the array is on a mesh."""
+    """Return the `ShapeDtypeStruct` of an array: shape, dtype, and sharding if the array is on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding)
     return jax.ShapeDtypeStruct(
@@ -102,7 +102,7 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _keys(path: tuple[Any, ...]) -> list[Any]:
-    """List of names and indices along a pytree path; a leading `asked` is dropped."""
+    """List the names and indices along a pytree path, without a leading `asked`."""
     keys = [
         next(getattr(key, each) for each in ("name", "idx", "key") if hasattr(key, each))
         for key in path
@@ -111,7 +111,7 @@ def _keys(path: tuple[Any, ...]) -> list[Any]:
 
 
 def _name(path: tuple[Any, ...], names: Names) -> str:
-    """Manifest name of an argument or result, such as `pools.0.k`; parameters have their names in the model."""
+    """Return the manifest name of an argument or result, such as `pools.0.k`; parameters have their model names."""
     keys = _keys(path)
     if keys[0] == "ends":
         return names.ends[keys[1]]
@@ -121,7 +121,7 @@ def _name(path: tuple[Any, ...], names: Names) -> str:
 
 
 def _entry(name: str, leaf: Any, logical_axes: str | None) -> dict[str, Any]:
-    """Manifest entry (dict) of an array: name, dtype and shape, with "B" as the size of the batch axis."""
+    """Return the manifest entry of an array: name, dtype and shape, with "B" as the size of the batch axis."""
     axes = (logical_axes or "").split()
     sequences = axes.index("B") if "B" in axes else None
     shape = ["B" if at == sequences else int(size) for at, size in enumerate(np.shape(leaf))]

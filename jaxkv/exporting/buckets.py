@@ -1,4 +1,4 @@
-"""Static config of a bucket of prompt lengths: the policy's budgets by length, pool sizes, and room for new tokens."""
+"""Static config of a bucket of prompt lengths: the policy's budgets by length, pool sizes, and headroom."""
 
 import dataclasses
 from collections.abc import Callable
@@ -28,26 +28,26 @@ from jaxkv.policies.policy import Policy
 
 
 class BucketLimits(NamedTuple):
-    """Largest number of `question` tokens read on top of a cache, and of `new` tokens sampled."""
+    """Maximum number of `question` tokens appended to a cache, and of sampled `new` tokens."""
 
     question: int
     new: int
 
     @property
     def every_token(self) -> int:
-        """Largest number of entries added to a cache: question tokens plus new tokens."""
+        """Maximum number of entries appended to a cache: question tokens plus new tokens."""
         return self.question + self.new
 
 
 class Table(NamedTuple):
-    """The policy's budgets and row counts by prompt length, -1 if rejected, and the `allowed` lengths, ascending."""
+    """The policy's budgets and entry counts by prompt length, -1 if rejected, and the `allowed` lengths, ascending."""
 
     numbers: ByLength
     allowed: Int[np.ndarray, " n"]
 
 
 def table(parts: Parts, sliding_windows: SlidingWindows, padded_len: int) -> Table:
-    """`Table` of a policy's budgets for prompts of 1 to `padded_len` tokens; ValueError if all lengths are rejected."""
+    """Tabulate a policy's budgets for prompts of 1 to `padded_len` tokens; ValueError if all lengths are rejected."""
     lengths = np.arange(1, padded_len + 1)
     allowed = lengths[_allowed(lambda some: _numbers(parts, some, sliding_windows), lengths)]
     if not allowed.size:
@@ -66,7 +66,7 @@ def table(parts: Parts, sliding_windows: SlidingWindows, padded_len: int) -> Tab
 def _numbers(
     parts: Parts, lengths: Int[np.ndarray, " N"], sliding_windows: SlidingWindows
 ) -> ByLength:
-    """The policy's budgets and row counts (`ByLength`) for some prompt lengths; ValueError if one length is rejected."""
+    """Return the policy's `ByLength` numbers for some prompt lengths; ValueError if one length is rejected."""
     known = by_length(parts, lengths, sliding_windows)
     if parts.layer_weights:
         layer_weights = np.ones((sliding_windows.count(None), len(lengths)))
@@ -99,10 +99,10 @@ def spec_of_bucket(
     platform: str,
     implementation: Implementation,
 ) -> BucketSpec:
-    """Static config (`BucketSpec`) of the exported programs of one bucket of prompt lengths, for one platform."""
+    """Build the static config (`BucketSpec`) of the exported programs of one bucket, for one platform."""
     parts, padded_len = policy.composed, known.numbers.budget.shape[0] - 1
     dtype = held_dtype(flat.ends[0].dtype, platform)
-    # The longest allowed prompt of each bucket up to `padded_len`: shapes depend on buckets alone.
+    # The longest allowed prompt of each bucket up to `padded_len`: shapes depend only on buckets.
     buckets = np.asarray([bucket(int(n)) for n in known.allowed])
     longest = [int(known.allowed[buckets == each].max()) for each in np.unique(buckets)]
 
@@ -143,13 +143,13 @@ def _room(
     sliding_windows: SlidingWindows,
     limits: BucketLimits,
 ) -> Int[np.ndarray, " L"]:
-    """Free entries behind every segment `[L]`, enough for all question and new tokens of any prompt of the bucket."""
+    """Headroom `[L]` of every segment, enough for all question and new tokens of any prompt of the bucket."""
     layers = len(sliding_windows)
     if not parts.ongoing.compresses:
         return np.full(layers, limits.every_token)
     numbers, lengths = known.numbers, known.allowed
     assert isinstance(numbers.most, np.ndarray)
-    # Segments of prompts below the budget may grow to it; of other prompts they keep their size.
+    # Segments of prompts below the budget may grow to it; segments of other prompts keep their size.
     most = np.where(numbers.most[lengths] > lengths, numbers.most[lengths], 0)
     kept = (
         np.zeros(layers)
@@ -165,21 +165,23 @@ def _room(
 
 
 def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_len: int) -> None:
-    """Raise ValueError for policies that no export can run: offload, chunked or second prefill, gate, numpy budget."""
+    """Raise ValueError for a policy that cannot be exported: offload, chunks, a second pass, a gate, numpy budgets."""
     parts, name = policy.composed, type(policy).__name__
-    remedy = f"{name} brings entries from host memory while tokens are sampled, which a program by itself cannot: "
-    remedy += "export OmniKV without offload, or a policy that drops entries"
+    remedy = (
+        f"{name} loads entries from host memory while sampling, which an exported program cannot: "
+    )
+    remedy += "export OmniKV without offload, or a policy that evicts entries"
     require(not parts.reading(sliding_windows, padded_len).offloaded, "policy", policy, remedy)
-    remedy = f"{name} reads prompts chunk by chunk, as many as they have: leave prefill_ratio out"
+    remedy = (
+        f"{name} prefills in chunks, whose number depends on the prompt: leave prefill_ratio out"
+    )
     require(not parts.read.chunk, "policy", policy, remedy)
-    remedy = f"{name} reads prompts twice, chunk by chunk, as many as they have: prefill with jaxkv and save the cache"
+    remedy = f"{name} prefills twice in chunks, whose number depends on the prompt: use jaxkv, and save the cache"
     require(parts.needs.replay is None, "policy", policy, remedy)
-    remedy = f"{name} reads a gate, whose weights are in no exported program: prefill with jaxkv and save the cache"
+    remedy = f"{name} reads a gate, which exported programs do not contain: use jaxkv, and save the cache"
     require(not parts.needs.hidden, "policy", policy, remedy)
     if parts.every is not None and not parts.layers.from_scores:
-        remedy = (
-            "its budget over layers is numpy's, and every= needs it on the device: leave one out"
-        )
+        remedy = "its layer budgets are computed in numpy, but every= needs them on the device: leave one out"
         given = jax.ShapeDtypeStruct((1,), np.int32)
         try:
             jax.eval_shape(lambda n: rows_of(parts, n, n, n, (None, None)), given)
@@ -188,7 +190,7 @@ def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_l
 
 
 def require_positions(parts: Parts, known: Table, limits: BucketLimits, positions: int) -> None:
-    """Raise ValueError if entries can outgrow the model's positions, for policies whose positions count cached entries."""
+    """Raise ValueError if a cache can outgrow the model's positions, for policies whose positions count its entries."""
     of = known.allowed[known.allowed <= positions]
     if not parts.rolling or not of.size:
         return
@@ -198,7 +200,5 @@ def require_positions(parts: Parts, known: Table, limits: BucketLimits, position
     held = (
         held if every is None else min(held, int(numbers.most[of].max()) + every + limits.question)
     )
-    remedy = f"with question={limits.question} up to {held} entries are kept and the model was made for {positions}: "
-    require(
-        held <= positions, "new", limits.new, remedy + "lower one of them, or give every=64, say"
-    )
+    remedy = f"with question={limits.question} up to {held} entries are kept, but the model has {positions} positions: "
+    require(held <= positions, "new", limits.new, remedy + "lower one of them, or use every=64")

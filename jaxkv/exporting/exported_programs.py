@@ -1,6 +1,6 @@
-"""Programs that are exported: prefill, a question, recompression, and the decode loop, each with all layers.
+"""Exported programs: prefill, a question, recompression, and the decode loop, each with all layers.
 
-They are the engine's own code. Argument and field names become names in the manifest, and so must not change.
+They run the engine's own code. Argument and field names become names in the manifest, and must not change.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.sharded_program import sharded_jit
 
-# Of a random key; of the next tokens; of all layers.
+# Data of a random key; logits of the next tokens; pools and blocks of all layers.
 KeyData = UInt[Array, " two"]
 Logits = Float[Array, "B V"]
 Pools = tuple[Pool, ...]
@@ -40,12 +40,12 @@ class BucketSpec:
 
     Attributes:
         flat: the decoder; only the shapes of its leaves matter.
-        policy: the compression.
-        needed: plan of the prefill: slots, pools and room.
+        policy: compression policy.
+        needed: plan of the prefill: padded length, pools and headroom.
         decoding: the engine's static config of decoding.
-        implementation: of attention in prefill.
-        steps: most tokens that one call of the decode loop samples.
-        longest: upper bound of a segment's entries: slots, question and new tokens together, rounded up to a bucket.
+        implementation: implementation of attention in prefill.
+        steps: maximum number of tokens that one call of the decode loop samples.
+        longest: upper bound of a segment's entries: padded length, question and new tokens, rounded up to a bucket.
     """
 
     flat: Flat
@@ -79,7 +79,7 @@ class LoopInputs(NamedTuple):
 class After(NamedTuple):
     """Result of an exported program: cache, next logits, `ordered` (True if no score is NaN).
 
-    Fields that a program does not compute are None, and are no outputs.
+    Fields that a program does not compute are None, and are not outputs.
     """
 
     pools: Pools
@@ -110,7 +110,7 @@ def prompt(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Exported program that prefills prompts; returns compressed cache, next logits, True if no score is NaN."""
+    """Prefill prompts; return compressed cache, next logits, and True if no score is NaN (exported program)."""
     flat = spec.flat.around(ends, blocks)
     needed = dataclasses.replace(spec.needed, numbers=told)
     prompts = Prompts(flat, tokens, length, spec.policy, needed, _key(key), spec.implementation)
@@ -131,7 +131,7 @@ def question(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Exported program that appends `count` tokens per sequence to a cache (donated); returns cache and next logits."""
+    """Append `count` tokens per sequence to a cache (donated); return cache and next logits (exported program)."""
     flat = spec.flat.around(ends, blocks)
     after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, spec=spec.decoding)
     return After(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
@@ -147,7 +147,7 @@ def again(
     *,
     spec: BucketSpec,
 ) -> After:
-    """Exported program that compresses due sequences again; returns the cache (donated) with all segments repacked."""
+    """Recompress due sequences; return the cache (donated) with all segments repacked (exported program)."""
     flat = spec.flat.around(ends, blocks)
     handle = KVCache(
         arrays=Cache(pools=pools, tables=cache),
@@ -176,7 +176,7 @@ def sample(
     *,
     spec: BucketSpec,
 ) -> LoopResult:
-    """Exported decode loop that appends sampled tokens to the pools (donated); returns `LoopResult`: ids, logits, cache."""
+    """Sample tokens and append them to the pools (donated); return a `LoopResult` (exported decode loop)."""
     flat = spec.flat.around(ends, blocks)
     begun = token_loop.first_sampling_state(
         logits, asked.done, _key(asked.key), asked.eos, axes=spec.axes
@@ -194,5 +194,5 @@ def sample(
 
 
 def _key(data: KeyData) -> Array:
-    """Typed threefry random key of raw key data; JAX's default implementation where it runs does not matter."""
+    """Wrap raw key data as a threefry random key, independent of JAX's default implementation at run time."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")

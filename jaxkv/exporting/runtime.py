@@ -1,4 +1,4 @@
-"""Generates from a folder that `jaxkv export` has written, with jax and numpy alone: without jaxkv."""
+"""Generates from a folder written by `jaxkv export`, with only jax and numpy, without jaxkv."""
 
 import collections.abc
 import hashlib
@@ -13,7 +13,7 @@ import numpy as np
 
 TOKENIZERS = importlib.util.find_spec("tokenizers") and importlib.import_module("tokenizers")
 DTYPES = {"F32": np.float32, "BF16": jax.numpy.bfloat16, "F16": np.float16, "I32": np.int32}
-# Numeric arguments of sampling: type, smallest and largest value, remedy.
+# Numeric arguments of sampling: type, smallest and largest value, text of the remedy.
 BOUNDS = {
     "max_new_tokens": (int, 1, np.inf, "a whole number: sample at least 1 token"),
     "seed": (int, 0, 2**32 - 1, f"a whole number in [0, {2**32})"),
@@ -22,7 +22,7 @@ BOUNDS = {
     "top_p": (numbers.Real, 5e-324, 1, "a probability in (0, 1]"),
     "min_p": (numbers.Real, 0, 1, "a share in [0, 1]"),
 }
-# Immutable cache of `count` sequences: arrays by name, the (slots, batch) of its programs, tokens that still fit, the
+# Immutable cache of `count` sequences: arrays by name, the (padded_len, batch) of its programs, headroom in tokens, the
 # turn of each conversation, and checksum and folder of the export.
 Cache = collections.namedtuple("Cache", "arrays at count headroom turns of")
 
@@ -47,13 +47,17 @@ def listed(given):  # list of an array or a sequence; text unchanged
     fits = isinstance(given, collections.abc.Sequence) and not isinstance(
         given, (bytes, bytearray, memoryview)
     )
-    need(fits, f"prompt={type(given).__name__}: give text, token ids, or a list of them", TypeError)
+    need(
+        fits,
+        f"prompt={type(given).__name__}: not a prompt: use text, token ids, or a list of them",
+        TypeError,
+    )
     return given if isinstance(given, str) else [*map(plain, given)]
 
 
-def prompts(given):  # list of prompts, and True if a single prompt was given
+def prompts(given):  # list of prompts, and True for a single prompt
     one = isinstance(items := listed(given), str) or bool(items and is_id(items[0]))
-    return need(items, f"prompt={given!r}: give at least one prompt") or (
+    return need(items, f"prompt={given!r}: no prompt: use at least one") or (
         [items] if one else items,
         one,
     )
@@ -88,7 +92,7 @@ def program(folder, said, mesh):
         read = jax.export.deserialize(bytearray(path.read_bytes()))
     except Exception as error:
         raise ValueError(
-            f"{path}: jax {jax.__version__} cannot read it ({error}): export anew"
+            f"{path}: jax {jax.__version__} cannot read it ({error}): export again"
         ) from error
     for side, avals in (("inputs", read.in_avals), ("outputs", read.out_avals)):
         told = {
@@ -104,7 +108,7 @@ def program(folder, said, mesh):
             ),
             side,
         )
-        need(list(told.values()) == have, f"{path}: not as the manifest says, {odd}: export anew")
+        need(list(told.values()) == have, f"{path}: differs from the manifest, {odd}: export again")
         sides.append(told)
     run = jax.jit(
         read.call, donate_argnums=[at for at, each in enumerate(said["inputs"]) if each["donated"]]
@@ -124,11 +128,11 @@ class Model:
             said = self.said = json.loads(raw := path.read_bytes())
             need(
                 (said["format"], said["version"]) == ("jaxkv export", 5),
-                "not of this runtime.py's version",
+                "another version than this runtime.py's",
             )
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise ValueError(
-                f"{path}: {error}: give a folder that `jaxkv export` has written, whole"
+                f"{path}: {error}: use a complete folder written by `jaxkv export`"
             ) from error
         self.of = hashlib.sha256(raw).hexdigest(), str(folder)
         made, here, mesh, many = (
@@ -140,12 +144,12 @@ class Model:
         fits = jax.__version_info__[:2] >= tuple(made["from"])
         need(
             fits,
-            f"{folder}: made by jax {made['jax']}, jax {jax.__version__} is outside its window: export anew",
+            f"{folder}: exported by jax {made['jax']}, and jax {jax.__version__} is outside its window: export again",
         )
         fits = here in said["platforms"] and many <= jax.device_count()
         need(
             fits,
-            f"{folder}: made for {many} devices of {said['platforms']}, here are {jax.device_count()} of {here}",
+            f"{folder}: exported for {many} devices of {said['platforms']}, not {jax.device_count()} of {here}",
         )
         mesh = mesh and jax.sharding.Mesh(
             np.reshape(jax.devices()[:many], tuple(mesh.values())), tuple(mesh)
@@ -165,7 +169,7 @@ class Model:
         )
         need(
             names <= set(given),
-            f"weights: {sorted(names - set(given))[:2]} are missing: give arrays by name",
+            f"weights: {sorted(names - set(given))[:2]} are missing: pass arrays by name",
         )
         _, inputs, _, there, _ = self.programs["prompt", min(self.lengths), min(said["batch"])]
         self.weights = {
@@ -185,7 +189,7 @@ class Model:
 
     def again(
         self, arrays, at
-    ):  # recompresses if due; arrays, and tokens that can be sampled until then
+    ):  # recompresses if due; returns arrays, and tokens until the next recompression
         every, over = (
             self.said["every"],
             lambda a: int((np.asarray(a["cache.length"]) - a["cache.limit"]).max()),
@@ -196,7 +200,7 @@ class Model:
 
     def own(
         self, arrays, at, seed, one=False
-    ):  # copy that programs may write; `one`: first sequence for all
+    ):  # copy that programs may donate; `one`: first sequence for all
         _, of, _, _, first = self.programs["sample.Greedy", *at]
         own = {
             name: arrays[name][first.get(name, ...) if one else ...]
@@ -209,14 +213,14 @@ class Model:
         return own | {"key": np.asarray([0, seed], np.uint32)}
 
     def known(self, cache):  # rejects anything but a cache of this export
-        told = f"cache={type(cache).__name__}: give what read returned, or the last that generate returned"
+        told = f"cache={type(cache).__name__}: not a cache: use one that read or generate returned"
         need(getattr(cache, "_fields", None) == Cache._fields, told, TypeError)
-        told = f"cache={cache.of[1]}: made by that export, not by {self.of[1]}: read the prompt with this one"
+        told = f"cache={cache.of[1]}: from another export than {self.of[1]}: read the prompt with this one"
         need(cache.of[0] == self.of[0], told)
 
     def tokenizer(
         self, path, said
-    ):  # special tokens are text to it, the names that the template's turns hold are not
+    ):  # encodes names of special tokens as text, except in the template's turns
         text = TOKENIZERS.Tokenizer.from_file(str(found(path, said)))
         text.add_tokens(
             [TOKENIZERS.AddedToken(name, **flags) for name, (_, flags) in said["special"].items()]
@@ -227,22 +231,24 @@ class Model:
         }
         return text
 
-    def tokens(self, item, turn, close):  # ids of a prompt, and the conversation's turn after it
+    def tokens(
+        self, item, turn, close
+    ):  # ids of a prompt, and the turn of the conversation after it
         if not isinstance(row := listed(item), str):
             kinds = ", ".join(sorted({type(each).__name__ for each in row if not is_id(each)}))
             need(
                 not kinds,
-                f"prompt=a list of {kinds}: give text, token ids, or a list of them",
+                f"prompt=a list of {kinds}: not a prompt: use text, token ids, or a list of them",
                 TypeError,
             )
             return row, "raw"
         need(
             self.text,
-            f"prompt={row[:40]!r}: there is no tokenizer here: give token ids, or pip install tokenizers",
+            f"prompt={row[:40]!r}: no tokenizer: use token ids, or pip install tokenizers",
         )
         row = "".join(
             "\ufffd" if "\ufdd0" <= each <= "\ufdef" else each for each in row
-        )  # no names of special tokens
+        )  # reserved for names of special tokens
         for content, spelling in self.said["text"]["spellings"].items():
             row = row.replace(content, spelling)
         bos, start, whole = self.said["text"]["bos"], turn == "start", row
@@ -258,9 +264,11 @@ class Model:
             whole = before + (whole.rstrip() if at_end and close else whole) + closing * close
         try:
             found = self.text.encode(whole, add_special_tokens=False).ids if row else []
-        except Exception as error:  # half a character, or a failure of the tokenizer's own rules
+        except (
+            Exception
+        ) as error:  # half of a surrogate pair, or a failure of the tokenizer's own rules
             raise ValueError(
-                f"prompt={row[:40]!r}: the tokenizer cannot encode it ({error}): give another"
+                f"prompt={row[:40]!r}: the tokenizer cannot encode it ({error}): use another one"
             ) from error
         ids = [index for each in found if (index := self.special.get(each, each)) is not None]
         ids = [bos] * (bool(row) and start and bos not in (None, *ids[:1])) + ids
@@ -272,20 +280,20 @@ class Model:
         held, vocab = len(turns), self.said["vocab"]
         need(
             held in (1, len(items)),
-            f"prompt={len(items)} prompts: the cache holds {held}: give as many, or 1 cache",
+            f"prompt={len(items)} prompts: the cache has {held} sequences: use as many prompts, or a cache of 1",
         )
         rows = [self.tokens(item, turns[at % held], close) for at, item in enumerate(items)]
         for item, (row, _) in zip(items, rows, strict=True):
-            need(row, f"prompt={item!r}: it has no tokens: give at least one")
+            need(row, f"prompt={item!r}: no tokens: use at least one")
             need(
                 0 <= min(row) and max(row) < vocab,
-                f"prompt={min(row), max(row)}: token ids are in [0, {vocab})",
+                f"prompt={min(row), max(row)}: token ids out of range: use ids in [0, {vocab})",
             )
         return zip(*rows, strict=True)
 
     def fits(
         self, lengths, new, cache
-    ):  # slots and batch of the programs; rejects as `jaxkv.generate` does
+    ):  # padded length and batch of the programs; rejects as `jaxkv.generate` does
         said, count, longest = self.said, len(lengths), int(lengths.max())
         of = (
             min((said["question"], "question"), (cache.headroom, "new"))
@@ -296,17 +304,17 @@ class Model:
         batch = [each for each in said["batch"] if each >= max(count, cache.at[1] if cache else 0)]
         need(
             batch,
-            f"prompt={count} prompts: at most {max(said['batch'])}: give fewer, or export with batch={count}",
+            f"prompt={count} prompts: at most {max(said['batch'])}: use fewer, or export with batch={count}",
         )
         need(
             longest <= of[0],
-            f"prompt={longest} tokens: at most {of[0]}: give fewer, or export with more {of[1]}=",
+            f"prompt={longest} tokens: at most {of[0]}: use fewer, or export with more {of[1]}=",
         )
         need(
             new <= headroom,
-            f"max_new_tokens={new}: there is room for {headroom}: lower it, or export with new={new}",
+            f"max_new_tokens={new}: the cache has headroom for {headroom}: lower it, or export with new={new}",
         )
-        # Where positions are entries of the cache, `jaxkv export` has checked all but the prompt's own.
+        # If positions count cached entries, `jaxkv export` has checked all but the prompt's own.
         seen, new = (
             (0, 0)
             if said["rolling"]
@@ -326,15 +334,17 @@ class Model:
     @np.errstate(over="ignore", under="ignore")
     def asked(
         self, new, seed=0, /, stop_at_eos=True, sampling="Greedy", **given
-    ):  # checked arguments of a program
+    ):  # validated arguments of a program
         said, out, stop = self.said["samplings"], {}, plain(stop_at_eos)
-        need(isinstance(stop, bool), f"stop_at_eos={stop_at_eos!r}: give True or False")
+        need(isinstance(stop, bool), f"stop_at_eos={stop_at_eos!r}: not a bool: use True or False")
         need(
-            isinstance(sampling, str) and sampling in said, f"sampling={sampling!r}: give of {said}"
+            isinstance(sampling, str) and sampling in said,
+            f"sampling={sampling!r}: unknown: use one of {said}",
         )
         odd = ", ".join(sorted(set(given) - set(said[sampling])))
         need(
-            not odd, f"{odd}: sampling={sampling!r} has no such number: give of {[*said[sampling]]}"
+            not odd,
+            f"{odd}: not an argument of sampling={sampling!r}: use some of {[*said[sampling]]}",
         )
         for name, value in ({"max_new_tokens": new, "seed": seed} | said[sampling] | given).items():
             (kind, low, high, remedy), out[name] = BOUNDS[name], plain(value)
@@ -343,7 +353,7 @@ class Model:
                 and not isinstance(out[name], bool)
                 and low <= out[name] <= high
             )
-            need(fits, f"{name}={value!r}: give {remedy}")
+            need(fits, f"{name}={value!r}: invalid: use {remedy}")
         new, seed, eos = (
             out.pop("max_new_tokens"),
             out.pop("seed"),
@@ -413,7 +423,7 @@ class Model:
             )
             need(
                 (drawn < (vocab := self.said["vocab"])).all(),
-                f"{kind}: it gave an id outside of [0, {vocab})",
+                f"{kind}: sampled an id outside of [0, {vocab})",
             )
             tell and tell(drawn)
         arrays, headroom = (

@@ -1,4 +1,4 @@
-"""Writes arrays as safetensors files, with at most one file's arrays copied to host memory at a time."""
+"""Writes arrays as safetensors files, with at most one file's arrays in host memory at a time."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 30
 
 
 def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Write arrays into one or more safetensors files; return a dict of file name to size in bytes and SHA-256."""
+    """Write arrays into one or more safetensors files; return size in bytes and SHA-256 by file name."""
     parts = list(_parts(arrays))
     files = {}
     for at, names in enumerate(parts):
@@ -41,11 +41,11 @@ def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
 
 
 def _write(file: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Write arrays into one safetensors file; return a dict of its size in bytes and its SHA-256."""
+    """Write arrays into one safetensors file; return its size in bytes and its SHA-256."""
     held = {name: np.asarray(host(array), order="C") for name, array in arrays.items()}
     try:
         safetensors.numpy.save_file(held, file)
-    except safetensors.SafetensorError as error:  # a full disk, say
+    except safetensors.SafetensorError as error:  # such as a full disk
         raise OSError(f"{file}: {error}") from error
     with file.open("rb") as written:
         digest = hashlib.file_digest(written, "sha256").hexdigest()

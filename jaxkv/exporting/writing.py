@@ -1,4 +1,4 @@
-"""`export`: a model and a policy as programs, weights and a manifest, whole or not at all."""
+"""`export`: writes a model and a policy as programs, weights and a manifest, complete or not at all."""
 
 import dataclasses
 import datetime
@@ -46,12 +46,12 @@ from jaxkv.policies.policy import Policy
 
 FORMAT, VERSION = "jaxkv export", 5
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
-# Days for which JAX promises that later and earlier versions read an export:
+# Days for which JAX guarantees that later and earlier versions read an export:
 # https://docs.jax.dev/en/latest/export/export.html#compatibility-guarantees
 _BACKWARD, _FORWARD = 180, 21
 _CUSTOM_CALLS = (
-    "attention by Pallas kernels: a custom call, of which neither StableHLO nor JAX promises that another version "
-    "takes it; run it with the same jax and jaxlib"
+    "attention by Pallas kernels is a custom call: neither StableHLO nor JAX guarantees that another version accepts "
+    "it: run it with the same jax and jaxlib"
 )
 
 
@@ -73,66 +73,73 @@ def export(
 ) -> Path:
     """Write a model and a policy as StableHLO programs and weights that run without jaxkv; return the folder.
 
-    `directory` then holds StableHLO by `jax.export`, `manifest.json`, the weights as safetensors, the tokenizer's file
-    if there is one, and `runtime.py`, which generates from them with jax and numpy alone.
+    `directory` then contains StableHLO from `jax.export`, `manifest.json`, the weights as safetensors, the tokenizer's
+    file if there is one, and `runtime.py`, which generates from them with only jax and numpy.
 
     Args:
-        params: from `jaxkv.load`, in the dtype that is to be exported.
-        directory: the folder to make; nothing may be there.
-        policy: the compression, or the name or class of one with its defaults; FullKV() keeps everything.
-        lengths: tokens of the longest prompt; several make programs for as many buckets.
-        batch: sequences at a time, one number or several.
-        question: most tokens that can be read on top of a cache; 0 for none.
-        new: most tokens that can be sampled.
-        platforms: of "cpu", "cuda", "rocm" and "tpu", each of which gets programs of its own.
-        mesh: devices with the axes "data" and "model" to run on; as many, of any platform, are needed where it runs.
-        sampling: how tokens can be sampled besides the likeliest ones: each is a program, and the numbers of a `Sampling`
-            are its arguments, by default those given here.
-        implementation: of attention: "xla", or "pallas", for which nothing is guaranteed.
-        weights: write the weights, too; else the runtime is given them.
+        params: from `jaxkv.load`, in the dtype to export.
+        directory: folder to create; the path must not exist.
+        policy: compression policy, or the name or class of one with its defaults; FullKV() keeps every entry.
+        lengths: maximum tokens of a prompt; several lengths give programs for several buckets.
+        batch: batch size, one number or several.
+        question: maximum tokens of a question appended to a cache; 0 for none.
+        new: maximum number of sampled tokens.
+        platforms: platforms among "cpu", "cuda", "rocm" and "tpu", with programs of their own.
+        mesh: devices with the axes "data" and "model"; the run needs as many devices, of any platform.
+        sampling: samplers in addition to greedy decoding, one program each. The numbers of a `Sampling` are arguments
+            of its program, with these values as defaults.
+        implementation: implementation of attention: "xla", or "pallas" without a compatibility guarantee.
+        weights: True to write the weights; otherwise the runtime needs them as an argument.
 
     Returns:
         The folder.
 
     Raises:
-        ValueError: for a policy that programs without a host cannot honour, a platform that is none, a mesh that does
-            not divide the model or the batch, sizes beyond the model's positions, and a folder that is taken.
-        TypeError: for an argument of the wrong kind.
-        OSError: where it cannot be written; nothing is left behind.
+        ValueError: for a policy that needs the host while it runs, an unknown platform, a mesh that does not divide the
+            model or the batch, sizes beyond the model's positions, and an existing folder.
+        TypeError: for an argument of the wrong type.
+        OSError: if the folder cannot be written; nothing is left behind.
     """
     params = as_model(params, mesh)
     held = params.decoder.weights
-    remedy = "programs are exported with weights of one dtype: load it without weights="
+    remedy = "quantised weights cannot be exported: load the model without weights="
     require(held is None, "params", f"{held} weights", remedy)
     positions = params.config.max_positions
     chosen = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
     longest = _counts("lengths", lengths)
     batches, new = _counts("batch", batch), whole("new", new, "sample at least 1 token")
-    question = whole("question", question, "give tokens, 0 for none", least=0)
+    question = whole("question", question, "use a number of tokens, or 0 for none", least=0)
     groups = 1 if params.axes is None else params.axes.size("B")
     odd = [size for size in batches if size % groups]
     require(
         not odd,
         "batch",
         odd,
-        f"the mesh has {groups} groups of sequences: give multiples of {groups}",
+        f"the mesh has {groups} groups of sequences: use multiples of {groups}",
     )
-    # Where positions are entries of the cache, only kept entries count: `require_positions` checks them by the tables.
+    # If positions count cached entries, only kept entries matter: `require_positions` checks them by the tables.
     rolling = chosen.composed.rolling
     most = max(longest) + (0 if rolling else question + new)
     texts = "a prompt" if rolling else "prompt, question and new tokens together"
-    require(most <= positions, "lengths", most, f"{texts}: the model was made for {positions}")
+    require(
+        most <= positions, "lengths", most, f"{texts}: the model has only {positions} positions"
+    )
     listed = (platforms,) if isinstance(platforms, str) else tuple(platforms)
     unknown = [each for each in listed if each not in PLATFORMS]
     require(
         bool(listed) and not unknown,
         "platforms",
         unknown or listed,
-        f"give of {', '.join(PLATFORMS)}",
+        f"unknown platform: use some of {', '.join(PLATFORMS)}",
     )
     backend = named(implementation)
     usable = backend not in (Implementation.AUTO, *PREFILL_ONLY)
-    require(usable, "implementation", implementation, "give 'xla', or 'pallas' for its kernels")
+    require(
+        usable,
+        "implementation",
+        implementation,
+        "not supported: use 'xla', or 'pallas' for its kernels",
+    )
     padded_len = tuple(sorted({bucket(n) for n in longest}))
     require_exportable(chosen, params.config.sliding_windows, padded_len[-1])
     job = _Job(
@@ -146,32 +153,32 @@ def export(
         implementation=backend,
     )
     if not isinstance(directory, (str, os.PathLike)):
-        raise TypeError(f"directory={directory!r}: give the path of the folder to make")
+        raise TypeError(f"directory={directory!r}: not a path: use that of a new folder")
     folder = Path(os.path.expanduser(directory))
-    # Written beside the final path, so that the last step is a rename.
+    # Written to a temporary folder next to it, so that the last step is a rename.
     with whole_folder(folder, "directory") as part:
         _write(part, job, _programs(part, job), weights)
     return folder
 
 
-# Manifest entries of the written programs, and the policy's tables of budgets by bucket.
+# Manifest entries of the written programs, and the policy's budget tables by bucket.
 _Made = tuple[list[dict[str, Any]], dict[int, Table]]
 
 
 def _counts(name: str, given: Any) -> tuple[int, ...]:
-    """Ascending tuple without repetitions of one or several positive integers; ValueError for anything else."""
+    """Return the distinct positive integers of one or several, ascending; ValueError for anything else."""
     listed = given if isinstance(given, (list, tuple, np.ndarray)) else (given,)
-    remedy = "give a number, or several, at least 1"
+    remedy = "use one number or several, at least 1"
     require(len(listed) > 0, name, given, remedy)
     return tuple(sorted({whole(name, each, remedy) for each in listed}))
 
 
 def _samplings(given: Any) -> dict[str, Sampler]:
-    """Sampler to export by name: "Greedy" and the given ones by class; ValueError for two of one name."""
+    """Return samplers by name: "Greedy" and the given ones by class; ValueError for two of one name."""
     listed = given if isinstance(given, (list, tuple)) else (given,)
     chosen = [as_sampling(each) for each in listed]
     found = {"Greedy": GREEDY} | {type(each).__name__: each for each in chosen}
-    remedy = "give one of each class, none greedy: numbers are arguments where it runs"
+    remedy = "use one sampler per class, none greedy: its numbers are arguments at run time"
     fine = len(found) == 1 + len(chosen) and not any(map(is_greedy, chosen))
     require(fine, "sampling", chosen, remedy)
     return found
@@ -179,7 +186,7 @@ def _samplings(given: Any) -> dict[str, Sampler]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Job:
-    """Checked arguments of `export`: model, policy, and the buckets, batches and platforms to make programs for."""
+    """Validated arguments of `export`: model, policy, and the buckets, batches and platforms of the programs."""
 
     params: LanguageModel
     policy: Policy
@@ -201,12 +208,12 @@ class _Job:
 
     @property
     def eos(self) -> list[int]:
-        """List of token ids that end a sequence, of config and tokenizer; [-2], which is no token, without any."""
+        """Token ids that end a sequence, from config and tokenizer; [-2], which is not a token, without any."""
         return list(self.params.ends) or [-2]
 
 
 def _leaf_names(module: Any, prefix: str) -> tuple[str, ...]:
-    """Tuple of dotted names of a module's parameters, each after `prefix`, in the order of the module's leaves."""
+    """Dotted names of a module's parameters, each after `prefix`, in the order of the module's leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(nnx.split(module)[1])[0]
     return tuple(
         prefix + ".".join(str(key.key) for key in path if hasattr(key, "key")) for path, _ in leaves
@@ -240,7 +247,7 @@ def _of_bucket(
     made = functools.partial(artefact, spec=spec, names=job.names, platform=platform, batch=batch)
 
     def array(dtype: Any, *shape: int) -> Any:
-        """`ShapeDtypeStruct` of a dtype and a shape."""
+        """Return the `ShapeDtypeStruct` of a dtype and a shape."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
     weights = abstract((flat.ends, flat.blocks))
@@ -272,7 +279,7 @@ def _of_bucket(
 
 
 def _write(part: Path, job: _Job, made: _Made, weights: bool) -> None:
-    """Write the export's other files into `part`: manifest, weights, budget tables, tokenizer and `runtime.py`."""
+    """Write the other files into `part`: manifest, weights, budget tables, tokenizer and `runtime.py`."""
     entries, tables = made
     manifest = _manifest(part, job, entries)
     if weights:
@@ -292,7 +299,7 @@ def _write(part: Path, job: _Job, made: _Made, weights: bool) -> None:
 
 
 def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """The export's manifest as a dict for JSON, without the entries of weights, budget tables and tokenizer."""
+    """Return the manifest as JSON values, without the entries of weights, budget tables and tokenizer."""
     params, names, parts = job.params, job.names, job.policy.composed
     config, axes = params.config, params.axes
     data = (part / "programs" / entries[0]["file"]).read_bytes()
@@ -300,7 +307,7 @@ def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str,
     stable = re.search(rb"StableHLO_v([\d.]+)", data)
     try:
         policy = encode(job.policy, None, "policy")
-    except ValueError:  # a scorer that holds arrays, say, is in the programs all the same
+    except ValueError:  # a scorer with arrays cannot be encoded, but the programs contain it
         policy = {"class": type(job.policy).__qualname__, "text": repr(job.policy)}
     return {
         "format": FORMAT,
@@ -349,7 +356,7 @@ def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str,
 
 
 def _day(day: datetime.date, later: int) -> str:
-    """ISO date, as text, `later` days after a date."""
+    """Return the ISO date `later` days after a date."""
     return (day + datetime.timedelta(days=later)).isoformat()
 
 
@@ -362,7 +369,7 @@ def _write_text(part: Path, params: LanguageModel) -> dict[str, Any] | None:
         try:
             turns = text.marked_turns()
         except ValueError as error:
-            warnings.warn(f"prompts are plain text to the runtime: {error}", stacklevel=3)
+            warnings.warn(f"the runtime treats prompts as plain text: {error}", stacklevel=3)
     data = text.tokenizer_json().encode()
     (part / "tokenizer.json").write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()

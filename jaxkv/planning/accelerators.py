@@ -1,4 +1,4 @@
-"""Figures that plans need of GPUs and TPUs: memory, bandwidth, FLOP/s and links, read from packaged data sheets."""
+"""Data sheets of GPUs and TPUs, packaged with jaxkv: memory, bandwidth, FLOP/s and links."""
 
 import dataclasses
 import json
@@ -8,16 +8,16 @@ from typing import Any, ClassVar, TypeVar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """A kind of device: its name and the bytes of its memory; this machine's CPU, or base of `Accelerator`.
+    """A kind of device, by name and bytes of memory: this machine's CPU, or the base class of `Accelerator`.
 
     Attributes:
-        word: "CPU", "GPU" or "TPU", as texts call it.
-        platform: JAX's name of the platform that its programs are lowered for.
-        name: as users write it.
-        memory: bytes, the data sheet's decimal gigabytes; drivers report some percent more, which goes to contexts,
-            communication buffers and fragmentation. Of a CPU those that are free.
-        retiles: True if loops read 16-bit arrays in other tiles than those of a program's arguments, so that the
-            compiler copies these: all weights for a decode loop, hidden states for each of a prefill layer's three.
+        word: "CPU", "GPU" or "TPU", for texts.
+        platform: JAX platform that its programs are lowered for.
+        name: name that users write.
+        memory: bytes of memory, from the data sheet's decimal gigabytes; of a CPU the free bytes. Drivers report some
+            percent more, which contexts, communication buffers and fragmentation use.
+        retiles: True if loops read 16-bit arrays in other tiles than program arguments have, so that the compiler
+            copies them: all weights for a decode loop, hidden states for each of a prefill layer's three loops.
     """
 
     word: ClassVar[str] = "CPU"
@@ -30,18 +30,18 @@ class Device:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Accelerator(Device):
-    """A kind of GPU or TPU: memory bytes, bandwidth, FLOP/s and links of its data sheet; base of `GPU` and `TPU`.
+    """A kind of GPU or TPU: memory, bandwidth, FLOP/s and links of its data sheet; base class of `GPU` and `TPU`.
 
     Attributes:
-        description: as the driver names it.
+        description: name that the driver reports.
         aliases: other spellings of the name.
-        reported: bytes that the driver, or the compiler of a TPU, reports.
-        bandwidth: of the memory, bytes/s.
-        products: dense bfloat16 matrix products with float32 sums, FLOP/s.
-        link: to its neighbours, bytes/s in one direction: NVLink, or PCIe where there is none; of a TPU, all its links.
-        network: to a GPU of another host, or a TPU of another pod, bytes/s in one direction.
-        per_host: GPUs of a host; TPU devices of a pod, all of which links join.
-        sources: addresses of the figures' sources.
+        reported: bytes of memory that the driver, or the compiler of a TPU, reports.
+        bandwidth: memory bandwidth in bytes/s.
+        products: dense bfloat16 matrix products with float32 sums, in FLOP/s.
+        link: bandwidth to neighbours in bytes/s per direction: NVLink, else PCIe; for a TPU, the sum of its links.
+        network: bandwidth to a GPU of another host, or a TPU of another pod, in bytes/s per direction.
+        per_host: GPUs per host; TPU devices per pod, all connected by links.
+        sources: URLs of the data sheets.
     """
 
     description: str
@@ -56,7 +56,7 @@ class Accelerator(Device):
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Tuple of all texts that select this kind: its name and aliases."""
+        """All texts that select this kind: its name and aliases."""
         return self.name, *self.aliases
 
 

@@ -22,7 +22,7 @@ from jaxkv.policies.reads import without_window
 
 # Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
 _FILTERS, _OF = (2, 8, 18), 32
-# Model types that jaxkv does not run, with the weights and the cache of a Llama of the same sizes.
+# Unsupported model types with the weights and the cache of a Llama of the same sizes.
 _LIKE_LLAMA = (
     "ernie4_5",
     "hunyuan_v1_dense",
@@ -52,18 +52,18 @@ class CatalogModel:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Tuple of all texts that select this catalogue entry: its name, hub id and aliases."""
+        """All texts that select this model: its name, hub id and aliases."""
         return self.name, self.hub_id, *self.aliases
 
     @property
     def config(self) -> ModelConfig:
-        """`ModelConfig` built from the catalogue entry's `config.json`."""
+        """`ModelConfig` of the model's `config.json`."""
         return ModelConfig.from_hf(self.raw)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Known:
-    """Name and `ModelConfig` of a model to plan for, and OmniKV's filter layers (None if not found yet); no weights."""
+    """Name and `ModelConfig` of a model, and OmniKV's filter layers (None if unknown); no weights."""
 
     name: str
     config: ModelConfig
@@ -71,14 +71,14 @@ class Known:
 
     @property
     def likely_filters(self) -> tuple[int, ...]:
-        """Indices of the model's OmniKV filter layers; if unknown, Llama 3 8B's scaled to its layers without window."""
+        """OmniKV filter layers; if unknown, Llama 3 8B's scaled to the layers without sliding window."""
         index = without_window(self.config.sliding_windows) or range(self.config.layers)
         return self.filters or tuple(sorted({index[each * len(index) // _OF] for each in _FILTERS}))
 
 
 @functools.cache
 def catalog() -> dict[str, CatalogModel]:
-    """Read the packaged catalogue of models; return a dict of `CatalogModel` by model name, cached."""
+    """Read the packaged catalogue; return every `CatalogModel` by name, cached."""
     found = {}
     for file in sorted(
         (resources.files(__package__) / "data" / "models").iterdir(), key=lambda each: each.name
@@ -92,10 +92,10 @@ def catalog() -> dict[str, CatalogModel]:
 
 
 def model_named(given: str | os.PathLike[str]) -> Known:
-    """Name and config (`Known`) of a catalogue name, folder, `.gguf` file or hub id; ValueError if unknown.
+    """Return the `Known` model of a catalogue name, folder, `.gguf` file or hub id; ValueError if unknown.
 
-    Of a hub id only configs are fetched. Errors name the nearest known names; configs that jaxkv does not build
-    are rejected as well.
+    Only configs are downloaded from the hub. Errors name the nearest known names. Unsupported configs are rejected as
+    well.
     """
     text = os.fspath(given)
     path = Path(os.path.expanduser(text))
@@ -121,11 +121,11 @@ def model_named(given: str | os.PathLike[str]) -> Known:
 
 
 def scaled(known: Known, given: str | None) -> Known:
-    """`Known` with its positions stretched by a RoPE scaling such as `yarn:4`; unchanged for None."""
+    """Extend a model's positions by a RoPE scaling such as `yarn:4`; None changes nothing."""
     if given is None:
         return known
     config, (kind, _, times) = known.config, given.partition(":")
-    remedy = "give yarn and how many times as many positions, yarn:4 say, for a model without a scaling of its own"
+    remedy = "not supported: use yarn and a factor, such as yarn:4, for a model without a scaling of its own"
     fits = kind == "yarn" and times.isdecimal() and type(config.rope) is Rope and not config.kinds
     require(fits, "rope_scaling", given, remedy)
     factor, limit = whole("rope_scaling", int(times)), config.max_positions
@@ -140,28 +140,28 @@ def scaled(known: Known, given: str | None) -> Known:
 
 
 def _config(raw: dict[str, Any]) -> ModelConfig:
-    """`ModelConfig` of a model's config; of some types that are not supported, that of a Llama of the same sizes."""
+    """Build the `ModelConfig` of a config; for some unsupported types, that of a Llama of the same sizes."""
     kind = raw.get("model_type")
     if kind not in _LIKE_LLAMA:
         return ModelConfig.from_hf(raw)
-    told = "jaxkv does not run this model: planned is the arithmetic of a Llama of its sizes"
+    told = "jaxkv does not run this model: the plan is for a Llama of the same sizes"
     warn_once(UserWarning, kind, f"model_type={kind!r}: {told}")
     sizes = {name: raw[name] for name in _SIZES & raw.keys()}
     return ModelConfig.from_hf({"model_type": "llama"} | sizes)
 
 
 def _packaged() -> tuple[str, ...]:
-    """Names of the models whose checkpoint files come with jaxkv, so that nothing is fetched."""
+    """Names of the models whose checkpoints are packaged, so that nothing is downloaded."""
     return tuple(name for name in names() if isinstance(manifest(name).source, FolderSource))
 
 
 def _found(name: str) -> tuple[int, ...] | None:
-    """Indices of OmniKV's filter layers in the manifest of a model that jaxkv loads by name; None for other models."""
+    """Return the OmniKV filter layers in the manifest of a named model; None for other models."""
     return manifest(name).filter_layers if name in names() else None
 
 
 def _of_files(name: str, path: Path) -> Known:
-    """`Known` of a model folder or checkpoint file; of a Hugging Face folder only configs are read."""
+    """Return the `Known` model of a folder or checkpoint file; of a Hugging Face folder only configs are read."""
     if path.is_dir() and (path / "config.json").is_file() and not (path / MANIFEST).exists():
         return Known(name=name, config=_config(folder_config(path)))
     opened = open_checkpoint(fetch(path))

@@ -1,4 +1,4 @@
-"""Table of plans that differ in the policy: memory, largest batch and context, speed."""
+"""Table of plans with different policies: memory, largest batch and context, speed."""
 
 from collections.abc import Sequence
 
@@ -11,7 +11,7 @@ _HEAD += ["tokens/s", "requests/h", "requests/h, largest batch"]
 
 
 def compared(plans: Sequence[Plan]) -> str:
-    """Text with a table of memory and speed, a line per plan (they differ in policy); a dash where none is known."""
+    """Format plans as a table of memory and speed, with a line per policy; a dash for unknown figures."""
     first, served = plans[0].setting, any(plan.served is not None for plan in plans)
     compiled, rows = list[str](), [[*_HEAD, *(["slots", "served/h"] if served else [])]]
     for plan in plans:
@@ -37,6 +37,6 @@ def compared(plans: Sequence[Plan]) -> str:
     table = [
         "  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))) for row in rows
     ]
-    memory = f"sizes are those of a {first.gpu.word} with {gigabytes(first.gpu.memory)}"
+    memory = f"sizes are per {first.gpu.word} with {gigabytes(first.gpu.memory)}"
     lines = [title(first), f"{prompts(first)}; {memory}", "", *table, "", f"Speeds: {ASSUMED}."]
     return "\n".join([*lines, *notes(plans), *compiled])

@@ -1,4 +1,4 @@
-"""Compiles the programs of a plan with XLA for GPUs or TPUs that are not there, in a process of its own."""
+"""Compiles the programs of a plan with XLA for GPUs or TPUs, present or not, in a separate process."""
 
 import dataclasses
 import importlib.metadata
@@ -18,7 +18,7 @@ from jaxkv.planning.setting import Workload
 from jaxkv.planning.tpus import TPU
 
 _PLUGINS = ("cuda13", "cuda12")
-# The child gets its parent's path: scripts import neighbouring files, and policies come from anywhere.
+# The child needs its parent's path: scripts import neighbouring files, and policies come from any module.
 _CHILD = (
     "import pickle, sys; given = sys.stdin.buffer; sys.path[:] = pickle.load(given); "
     "from jaxkv.planning.worker import main; main(given)"
@@ -27,15 +27,15 @@ _CHILD = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledProgram:
-    """XLA's figures of one compiled program on one GPU: bytes of its arrays, and their peak.
+    """XLA's memory figures of one compiled program on one device, in bytes.
 
     Attributes:
-        name: its purpose.
+        name: purpose of the program.
         arguments: bytes of its arguments.
         outputs: bytes of its results.
         aliased: bytes of results written into donated arguments.
         temporaries: bytes allocated while it runs.
-        beside: bytes of live arrays that are not its arguments, by shapes; see `CompiledPlan.prefill`.
+        beside: bytes of other live arrays, computed from shapes; see `CompiledPlan.prefill`.
     """
 
     name: str
@@ -47,35 +47,34 @@ class CompiledProgram:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of one GPU, a sum: live arrays, arguments, outputs that are not aliased, temporaries."""
+        """Peak bytes of one device: other live arrays, arguments, outputs without aliases, temporaries."""
         return self.beside + self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
-        """One line of text: the program's peak, argument and temporary bytes."""
+        """One line of text: peak, argument and temporary bytes of the program."""
         return (
             f"{self.name}: peak {self.peak / 1e9:.2f} GB a device (arguments {self.arguments / 1e9:.2f}, "
-            f"temporaries {self.temporaries / 1e9:.3f}, beside them {self.beside / 1e9:.2f})"
+            f"temporaries {self.temporaries / 1e9:.3f}, other arrays {self.beside / 1e9:.2f})"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """XLA's figures of a plan's decode loop and prefill programs in bytes, compiled without a GPU.
+    """XLA's memory figures of a plan's decode loop and prefill programs, in bytes, compiled without a device.
 
     Attributes:
         decode: the decode loop with all layers.
-        prefill: of the programs that a prefill calls, the one with the highest peak. They are embedding, a layer, the
-            top layer, the policy's scoring, choosing and merging, packing, logits; all prompts together, as a session
-            prefills on a GPU. Live arrays beside a program are those that the engine holds meanwhile: weights of other
-            layers, hidden states, one layer's keys and values with their scores (of policies whose layers share a pool
-            those of all layers below), and the cache of the layers below. All layers are walked; of calls that differ
-            in numbers alone the one with the highest peak is compiled. A GPU with memory to spare lets some layers be
-            under way at once: that comes on top, and gives way.
+        prefill: the prefill program with the highest peak. The programs are embedding, a layer, the top layer, the
+            policy's scoring, choosing and merging, packing, and logits, for all prompts together, as a session prefills
+            on a GPU. Other live arrays are weights of other layers, hidden states, keys and values of one layer with
+            their scores (with a shared pool, those of all layers below), and the cache of the layers below. Every
+            layer is traced; of calls that differ only in numbers, the one with the highest peak is compiled. A GPU with
+            free memory may run several layers ahead, which uses more memory only while it is free.
         programs: decode and all programs of a prefill.
-        weights: bytes of a GPU's parameters, which are part of both peaks.
+        weights: bytes of the parameters on one device, which are part of both peaks.
         jaxlib: version of the compiler.
         word: "GPU" or "TPU".
-        seconds: total time, the start of the child process included.
+        seconds: total time in seconds, including the start of the child process.
     """
 
     decode: CompiledProgram
@@ -98,51 +97,53 @@ class CompiledPlan:
 
 
 def plugin(gpu: Device) -> str:
-    """Version (text) of jaxlib, whose compiler for such devices is installed; else ImportError with the pip command."""
+    """Return the version of jaxlib whose compiler is installed for a device; else ImportError with the pip command."""
     jaxlib = importlib.metadata.version("jaxlib")
     if gpu.platform == "tpu":
         if importlib.util.find_spec("libtpu") is None:
             raise ImportError(
-                "compiling needs XLA's compiler for TPUs, and none is installed: in an environment of its own, with "
-                f"jaxkv, pip install 'jax[tpu]=={jaxlib}' (it needs no TPU)"
+                "XLA's compiler for TPUs is not installed: in a separate environment with jaxkv, run "
+                f"pip install 'jax[tpu]=={jaxlib}' (no TPU is needed)"
             )
         return jaxlib
     there = (name for name in _PLUGINS if importlib.util.find_spec(f"jax_{name}_plugin"))
     known = next(there, None)
     found = None if known is None else importlib.metadata.version(f"jax-{known}-plugin")
     if found != jaxlib:
-        has = "none is installed" if found is None else f"the one here is {found}"
+        has = "none is installed" if found is None else f"the installed one is {found}"
         wheels = " ".join(f"jax-{_PLUGINS[0]}-{part}=={jaxlib}" for part in ("plugin", "pjrt"))
         raise ImportError(
-            f"compiling needs XLA's compiler for GPUs of jaxlib {jaxlib}, and {has}: in an environment of its own, "
-            f"with jaxkv and jax of that version, pip install --no-deps {wheels} nvidia-cuda-nvcc==13.0.* (it needs "
-            "neither a GPU nor a driver)"
+            f"compiling needs XLA's compiler for GPUs of jaxlib {jaxlib}, and {has}: in a separate environment with "
+            f"jaxkv and jax of that version, run pip install --no-deps {wheels} nvidia-cuda-nvcc==13.0.* (neither a "
+            "GPU nor a driver is needed)"
         )
     return jaxlib
 
 
 def compile_plan(setting: Workload) -> CompiledPlan:
-    """Compile a setting's decode and prefill programs in a child process, without GPUs; return a `CompiledPlan`.
+    """Compile a setting's decode and prefill programs in a child process, without a device; return a `CompiledPlan`.
 
-    In a child process, because this process's JAX may be in use on other devices; the child's output is discarded.
-    ImportError if the compiler is missing; ValueError if it rejects a program, for more TPUs than a slice has, and for
-    policies with chunked prompts or offloaded entries; TypeError for a policy that cannot be pickled.
+    The child process is needed because JAX may be in use on other devices here; its output is discarded.
+
+    Raises:
+        ImportError: if the compiler is not installed.
+        ValueError: if it rejects a program, for more TPUs than a slice has, and for policies with chunked prefill or
+            offloaded entries.
+        TypeError: for a policy that cannot be pickled.
     """
     jaxlib = plugin(setting.gpu)
     parts = setting.policy.composed
     reading = parts.reading(setting.config.sliding_windows, bucket(setting.context))
-    # Without a GPU the compiler drops memory kinds and would count host memory as the GPU's.
+    # Without a GPU the compiler ignores memory kinds, and would count host memory as device memory.
     whole = not reading.offloaded
     whole &= parts.needs.replay is None and not parts.read.chunk
-    remedy = (
-        "chunks, second passes and offloaded entries are not compiled: plan without the compiler"
-    )
+    remedy = "chunked prefill, second passes and offloaded entries cannot be compiled: plan without the compiler"
     require(whole, "policy", setting.policy, remedy)
     try:
         given = pickle.dumps(sys.path) + pickle.dumps(setting)
     except (pickle.PicklingError, AttributeError) as error:
         raise TypeError(
-            f"policy={setting.policy}: {error}: another process compiles, import it from a module"
+            f"policy={setting.policy}: {error}: the policy goes to another process: import it from a module"
         ) from None
     gpu = setting.gpu
     if isinstance(gpu, TPU):
@@ -162,8 +163,8 @@ def compile_plan(setting: Workload) -> CompiledPlan:
 
 
 def _in_another_process(given: bytes, folder: Path, setting: Workload) -> dict[str, Any]:
-    """Run `worker.main` in a child process, return its dict; ValueError if XLA rejects."""
-    # Silences the warnings that there is no GPU, and hides one that is there.
+    """Run `worker.main` in a child process and return its results; ValueError if XLA rejects a program."""
+    # Silences warnings about missing GPUs, and hides present ones.
     quiet = {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -172,8 +173,8 @@ def _in_another_process(given: bytes, folder: Path, setting: Workload) -> dict[s
     environment = {**os.environ, **quiet}
     environment.pop("JAX_PLATFORMS", None)
     if setting.gpu.platform == "tpu":
-        # libtpu compiles for a slice that is described to it; JAX itself starts on the CPU. No server is asked which
-        # TPU this is. Nothing runs on one: the lock of another process that has libtpu open does not matter.
+        # libtpu compiles for a described slice; JAX itself starts on the CPU. No server is queried for the TPU. Nothing
+        # runs on a TPU, so the lock of another process that uses libtpu does not matter.
         environment |= {
             "TPU_SKIP_MDS_QUERY": "1",
             "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -189,7 +190,7 @@ def _in_another_process(given: bytes, folder: Path, setting: Workload) -> dict[s
             line.strip() for line in said.read_text("utf-8", "replace").splitlines() if line.strip()
         ][-1:]
         raise RuntimeError(
-            f"the process that compiles ended with {done.returncode}: {''.join(last) or 'no word'}"
+            f"the compiling process ended with code {done.returncode}: {''.join(last) or 'no message'}"
         )
     made = pickle.loads(result.read_bytes())
     if "error" in made:

@@ -20,17 +20,17 @@ device_description_str: "{description}"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPU(Accelerator):
-    """A kind of NVIDIA GPU: memory bytes, bandwidth, FLOP/s and other figures of its data sheet and of the driver.
+    """A kind of NVIDIA GPU: memory, bandwidth, FLOP/s and other figures of its data sheet and of the driver.
 
     Attributes:
         capability: CUDA's compute capability, (major, minor).
-        cores: multiprocessors.
-        fpus: float32 lanes of a multiprocessor.
-        clock: boost clock, Hz.
+        cores: number of multiprocessors.
+        fpus: float32 lanes per multiprocessor.
+        clock: boost clock in Hz.
         l2: bytes of the L2 cache.
-        shared_core: bytes of shared memory of a multiprocessor.
+        shared_core: bytes of shared memory per multiprocessor.
         shared: bytes of shared memory that a block can request.
-        threads: resident threads of a multiprocessor.
+        threads: resident threads per multiprocessor.
     """
 
     word: ClassVar[str] = "GPU"
@@ -47,13 +47,13 @@ class GPU(Accelerator):
 
     @property
     def architecture(self) -> str:
-        """Architecture name for ptxas as text, such as `sm_90a`."""
+        """Architecture name for ptxas, such as `sm_90a`."""
         major, minor = self.capability
         return f"sm_{major}{minor}{'a' * (major >= 9)}"
 
     @property
     def target(self) -> str:
-        """XLA's target config of this GPU as text, with which programs are compiled without the GPU."""
+        """XLA's target config of this GPU, as text, to compile programs without the GPU."""
         major, minor = self.capability
         return _TARGET.format(
             major=major, minor=minor, ghz=self.clock / 1e9, **dataclasses.asdict(self)
@@ -62,5 +62,5 @@ class GPU(Accelerator):
 
 @functools.cache
 def gpus() -> dict[str, GPU]:
-    """Read the packaged data sheets; return a dict of every known `GPU` by name, cached."""
+    """Read the packaged data sheets; return every known `GPU` by name, cached."""
     return sheets("gpus.json", GPU)

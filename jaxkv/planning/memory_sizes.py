@@ -1,4 +1,4 @@
-"""Memory of one device by arithmetic: weights by the shapes of parameters, the rest by the engine's prefill plan."""
+"""Memory of one device by arithmetic: weights from parameter shapes, the rest from the engine's prefill plan."""
 
 import dataclasses
 import functools
@@ -20,28 +20,28 @@ from jaxkv.models.decoder import Decoder
 from jaxkv.planning.setting import Workload
 from jaxkv.sharding.parameters import part_shape
 
-# Copies of a batch's hidden states on devices that read them in other tiles: one for each loop of a layer over them.
+# Copies of a batch's hidden states on devices that retile them: one for each loop of a layer over them.
 _HIDDEN_COPIES = 3
-# Resident bytes of a process on a CPU beside arrays: Python, JAX, a tokenizer and what loading leaves; and for each
-# layer its programs and their compiler, of steps that append entries and of steps that evict some. Measured on Linux with
-# SmolLM2 and JAX 0.10.2 (commit fcfce720).
+# Resident bytes of a CPU process besides arrays: Python, JAX, a tokenizer and leftovers of loading; then per layer its
+# programs and their compiler, for steps that append entries and steps that also evict. Measured on Linux with SmolLM2
+# and JAX 0.10.2 (commit fcfce720).
 _PROCESS, _APPENDS, _EVICTS = 376_000_000, 8_700_000, 22_000_000
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Bytes of weights, cache, activations (one device), host entries and the full cache; and entries kept per head, a count.
+    """Bytes of weights, cache and activations (one device), of host entries and the full cache; and kept entries.
 
     Attributes:
-        weights: its part of the parameters.
-        cache: pools, tables and policy state, with the room for new tokens that prefill leaves.
-        grown: the same at the end of the answer.
-        prefill: activations of prefill beside the cache, at their peak.
-        decode: activations of a decode step beside the cache.
+        weights: the device's shard of the parameters.
+        cache: pools, tables and policy state, with the headroom that prefill leaves for new tokens.
+        grown: the cache at the end of the answer.
+        prefill: peak activations of prefill, in addition to the cache.
+        decode: activations of a decode step, in addition to the cache.
         host: entries offloaded to host memory.
-        kept: entries per kv head kept of each prompt, averaged over layers (no bytes).
+        kept: entries kept per kv head of each prompt, averaged over layers (a number, not bytes).
         full: the uncompressed cache.
-        process: on a CPU, where all memory is the machine's: Python, JAX and compiled programs; 0 on others.
+        process: on a CPU: Python, JAX and compiled programs, which share the machine's memory; 0 on other devices.
     """
 
     weights: int
@@ -66,7 +66,7 @@ class Sizes:
 
     @property
     def peak(self) -> int:
-        """Peak bytes of one device, the larger of prefill and decoding."""
+        """Peak bytes of one device: the larger of prefill and decoding."""
         return max(self.prefill_peak, self.decode_peak)
 
 
@@ -84,7 +84,7 @@ def sizes_of(setting: Workload) -> Sizes:
     here, process = setting.gpu.platform == "cpu", 0
     several = setting.sequences > 1 or config.experts is not None
     if setting.weights == "int4" or (here and setting.weights == "int8"):
-        # Products widen a matrix at a time; those of one vector on a GPU read codes.
+        # Products widen one matrix at a time; a GPU reads the codes directly for one vector.
         matrix = item * _widened_matrix(setting)
         prefill, stepping = prefill + matrix, matrix * (here or several)
     if setting.gpu.retiles and item == 2:
@@ -94,7 +94,7 @@ def sizes_of(setting: Workload) -> Sizes:
     if not (parts.read.everything or parts.drops):
         kept = setting.context
     if here:
-        # The largest tensor is read in float32 before it is kept in the dtype.
+        # The largest tensor is read in float32 before it is cast to the dtype.
         parameters = parameters_of(config, setting.dtype)
         loading = (4 + item) * max(math.prod(each.shape) for each in parameters)
         prefill = max(prefill, loading - planned.cache_bytes)
@@ -115,14 +115,14 @@ def sizes_of(setting: Workload) -> Sizes:
 
 
 def prefill_of(setting: Workload, headroom: int | tuple[int, ...]) -> PrefillPlan:
-    """The engine's `PrefillPlan` of a setting: bytes on one GPU for all its prompts; entries and budget of one.
+    """The engine's `PrefillPlan` of a setting: bytes on one device for all its prompts; entries and budget of one.
 
-    `headroom` is the number of free places behind every segment, one number or one per layer.
+    `headroom` is the number of free places behind every segment, one for all layers or one per layer.
     """
     return plan_prefill(
         setting.config,
         setting.policy,
-        # One prompt stands for all: they are equally long.
+        # One prompt stands for all, which have the same length.
         [setting.context],
         times=setting.batch,
         dtype=held_dtype(setting.dtype, setting.gpu.platform),
@@ -133,7 +133,7 @@ def prefill_of(setting: Workload, headroom: int | tuple[int, ...]) -> PrefillPla
 
 
 class Parameter(NamedTuple):
-    """A parameter array: name, shape, number of blocks with one (1 outside of them), bytes of an element."""
+    """A parameter array: name, shape, number of blocks that have it (1 outside of blocks), bytes per element."""
 
     name: str
     shape: tuple[int, ...]
@@ -145,9 +145,9 @@ class Parameter(NamedTuple):
 def parameters_of(
     config: ModelConfig, dtype: str, weights: str | None = None
 ) -> tuple[Parameter, ...]:
-    """Tuple of `Parameter` (name, shape, copies, itemsize) of a block, embedding, head and norm; cached.
+    """Return the `Parameter` of each array of a block, embedding, head and norm; cached.
 
-    `weights` says how linear maps are held, as `jaxkv.load` takes it.
+    `weights` is the quantisation of linear maps, as in `jaxkv.load`.
     """
     decoder = Decoder(dataclasses.replace(config, layers=1, kinds=()), dtype=dtype, weights=weights)
     found = []
@@ -166,9 +166,9 @@ def weights_of(
     *,
     itemsize: int | None = None,
 ) -> int:
-    """Bytes of the parameters that one device of a mesh holds; `weights` says how linear maps are held.
+    """Bytes of the parameters on one device of a mesh; `weights` is the quantisation of linear maps.
 
-    With `itemsize` only of those whose elements have so many bytes.
+    With `itemsize`, count only parameters with so many bytes per element.
     """
     return sum(
         each.copies * math.prod(part_shape(each.name, each.shape, mesh)) * each.itemsize
@@ -178,7 +178,7 @@ def weights_of(
 
 
 def _widened_matrix(setting: Workload) -> int:
-    """Elements of the largest matrix stored as codes on a device."""
+    """Number of elements of the largest matrix stored as codes on a device."""
     held = parameters_of(setting.config, setting.dtype, setting.weights)
     codes = {each.name for each in held if each.itemsize == 1}
     wide = [each for each in parameters_of(setting.local, setting.dtype) if each.name in codes]
@@ -186,21 +186,21 @@ def _widened_matrix(setting: Workload) -> int:
 
 
 def _decode(setting: Workload, planned: PrefillPlan) -> int:
-    """Bytes of a decode step's activations on one GPU, entries loaded from host memory included."""
+    """Bytes of a decode step's activations on one device, with the entries loaded from host memory."""
     parts, local, batch = setting.policy.composed, setting.local, setting.sequences
     item, pools = jnp.dtype(setting.dtype).itemsize, planned.pools
-    # Last and next logits of the device's part of the vocabulary, all of them for sampling, and hidden states.
+    # Last and next logits of the device's shard of the vocabulary, all logits for sampling, and hidden states.
     found = 4 * (setting.config.vocab + 2 * local.vocab)
     found += (local.embed + local.hidden) * (4 + item)
     if not parts.read_as_stored(setting.config.head_dim):
-        # A layer's keys and values are decoded where attention reads them.
+        # Keys and values of a layer are decoded before attention.
         found += 2 * max(pools) * setting.config.head_dim * item
     if parts.ongoing.attends:
-        # Attention mass of each entry; once more where it is summed over devices that share a kv head.
+        # Attention mass per entry; once more if it is summed over devices that share a kv head.
         found += 4 * sum(pools) * (1 + (setting.mesh.shape["rep"] > 1))
     reading, loaded = parts.reading(local.sliding_windows, planned.padded_len), planned.loaded_bytes
     if reading.filters:
-        # Logits of every query head of a filter layer, and the scores made of them.
+        # Logits of every query head of a filter layer, and the scores computed from them.
         found += 4 * pools[reading.filters[0]] * (local.group + 1)
     if loaded:
         # Attention transposes the entries of one layer.

@@ -1,4 +1,4 @@
-"""Samples peak memory against context, a line for each policy, with the GPU's limit."""
+"""Plots peak memory over context, with one line per policy and the limit of the GPU."""
 
 import contextlib
 import dataclasses
@@ -13,7 +13,7 @@ _LEAST, _POINTS = 1024, 15
 
 
 def peaks(setting: Workload) -> list[tuple[int, int]]:
-    """List of (context, peak bytes of one GPU) up to the model's positions; contexts that a budget rejects left out."""
+    """List (context, peak bytes of one GPU) up to the model's positions, without contexts that a budget rejects."""
     limit, found = setting.config.max_positions, list[tuple[int, int]]()
     for step in reversed(range(_POINTS)):
         length = limit >> step
@@ -24,7 +24,7 @@ def peaks(setting: Workload) -> list[tuple[int, int]]:
 
 
 def drawn(plans: Sequence[Plan], kind: str) -> bytes:
-    """Plot peak memory over context, one line per plan; return the picture file's bytes in format `kind`."""
+    """Plot peak memory over context, one line per plan; return the bytes of the picture in format `kind`."""
     first = plans[0].setting
     figure = sheet(7.5, 4.5)
     axes = figure.subplots()
@@ -45,7 +45,7 @@ def drawn(plans: Sequence[Plan], kind: str) -> bytes:
     axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1024:g}K")
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"tokens of each of {first.batch} prompts")
-    axes.set_ylabel(f"peak memory of a {first.gpu.word}, GB")
+    axes.set_ylabel(f"peak memory per {first.gpu.word}, GB")
     axes.set_title(title(first), fontsize=10)
     axes.legend(fontsize=9)
     return saved(figure, kind)

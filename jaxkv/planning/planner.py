@@ -1,4 +1,4 @@
-"""`plan`: whether a model, a policy and prompts fit on GPUs or here, the largest that would, and what would help."""
+"""`plan`: whether a model, a policy and prompts fit on devices, what fits at most, and which changes help."""
 
 import bisect
 import contextlib
@@ -34,9 +34,9 @@ from jaxkv.policies.wrapper import with_budget
 from jaxkv.serving.slot_memory import ahead_of
 from jaxkv.sharding.mesh_argument import mesh_sizes
 
-# Remedies offer budgets of at least _LEAST_BUDGET entries, and _USUAL_BUDGET where all entries are kept.
+# Remedies propose at least _LEAST_BUDGET entries, and _USUAL_BUDGET for policies that keep all entries.
 _LEAST_BUDGET, _USUAL_BUDGET = 128, 2048
-# Share of a GPU's memory that JAX takes by default.
+# Share of a GPU's memory that JAX preallocates by default.
 _PREALLOCATED = 0.75
 _FEW, _MOST_BATCH = 8, 1 << 16
 
@@ -60,29 +60,29 @@ def plan(
     """Plan memory and speed of prompts on GPUs or TPUs, present or not, or on this machine's CPU; return a `Plan`.
 
     Args:
-        model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, of which the
-            config alone is read; or a config, or a model.
-        gpus: GPUs or TPUs, their kind and how many, `h100x8`, `8xh100` or `v6e:8`; `cpu` for a process on this machine.
-        mesh: data-parallel groups of GPUs, and GPUs of a group: `2x4` or `(2, 4)`; by default one group of all.
+        model: a name of the catalogue such as `llama-3.1-70b`, a folder, a `.gguf` file or a hub id, whose config alone
+            is read; or a config, or a loaded model.
+        gpus: kind and number of GPUs or TPUs: `h100x8`, `8xh100` or `v6e:8`; `cpu` for a process on this machine.
+        mesh: data-parallel groups of GPUs, and GPUs per group: `2x4` or `(2, 4)`; by default one group of all.
         context: tokens of each prompt: a number, or a text such as `128K`, where K is 1024.
         batch: number of prompts.
-        new: tokens to sample after each prompt.
-        questions: requests that each prompt answers; they share its prefill in seconds and requests an hour.
-        policy: the compression, or its name or class; FullKV() keeps everything.
-        dtype: of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
-        weights: "int8" or "int4" for linear maps in 8 or 4 bits, as `jaxkv.load` takes it.
-        rope_scaling: "yarn:4" for four times the model's positions by YaRN, as a config.json's `rope_scaling` has it.
-        serve: plan an `Engine`, too: the slots that fit, and the requests of this length that they answer an hour.
-        compile: ask XLA's compiler, too; it must be installed, the GPUs need not be there.
+        new: number of tokens to sample after each prompt.
+        questions: requests per prompt; they share its prefill in seconds and in requests per hour.
+        policy: compression policy, or its name or class; FullKV() keeps every entry.
+        dtype: dtype of weights, activations and cache; by default bfloat16 on GPUs and float32 on a CPU.
+        weights: "int8" or "int4" to quantise linear maps, as in `jaxkv.load`.
+        rope_scaling: "yarn:4" for four times the model's positions by YaRN, as in a config.json's `rope_scaling`.
+        serve: also plan an `Engine`: the slots that fit, and the requests of this length that they answer per hour.
+        compile: also run XLA's compiler, which must be installed; the GPUs need not be present.
 
     Returns:
-        The plan; printed, it reads as `jaxkv plan`.
+        The plan, whose text is the output of `jaxkv plan`.
 
     Raises:
-        ValueError: for a model or a GPU that is not known, with the nearest names; for a mesh that does not divide the
-            model, a context that it was not made for, or a budget that cannot be honoured.
-        TypeError: for an argument of the wrong kind.
-        ImportError: if the compiler is asked and not installed; the message says how to get it.
+        ValueError: for an unknown model or GPU, with the nearest names; for a mesh that does not divide the model, a
+            context beyond its positions, or a budget that cannot be kept.
+        TypeError: for an argument of the wrong type.
+        ImportError: if the compiler is needed and not installed, with the command to install it.
     """
     known, notes = scaled(known_model(model), rope_scaling), list[str]()
     if isinstance(gpus, str) and gpus.strip().lower() == "cpu":
@@ -90,12 +90,12 @@ def plan(
     else:
         gpu, count = accelerators_named(gpus)
     here = gpu.platform == "cpu"
-    require(not (here and compile), "compile", compile, "it is for GPUs and TPUs: leave it out")
+    require(not (here and compile), "compile", compile, "not supported on a CPU: leave it out")
     given, filters = as_policy(policy), known.filters
     if filters is None and getattr(given, "filter_layers", ()) is None:
         filters = known.likely_filters
         layers = ", ".join(map(str, filters))
-        notes.append(f"filter layers {layers} are assumed; `jaxkv filters` finds a model's own")
+        notes.append(f"filter layers {layers} are assumed; `jaxkv filters` finds those of a model")
     dtype = as_dtype(("float32" if here else "bfloat16") if dtype is None else dtype).name
     setting = Workload(
         model=known.name,
@@ -115,7 +115,7 @@ def plan(
     notes += [setting.beyond] if setting.beyond else []
     enough = sizes.peak <= gpu.memory
     if enough and gpu.platform == "cuda" and sizes.peak > _PREALLOCATED * gpu.memory:
-        notes.append("JAX takes three quarters of a GPU: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
+        notes.append("JAX uses three quarters of a GPU: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
     return Plan(
         setting=setting,
         sizes=sizes,
@@ -132,30 +132,32 @@ def plan(
 
 
 def known_model(given: Any) -> Known:
-    """`Known` (name, config, filter layers) of a model name, path, config or loaded model; TypeError for others."""
+    """Return the `Known` of a model name, path, config or loaded model; TypeError for others."""
     if isinstance(given, LanguageModel):
         return Known(name=given.name, config=given.config, filters=given.filter_layers)
     if isinstance(given, ModelConfig):
         return Known(name=f"a model of {given.layers} layers", config=given)
     if not isinstance(given, (str, os.PathLike)):
         kind = type(given).__name__
-        raise TypeError(f"model={kind}: give a name such as 'llama-3.1-70b', a path or a config")
+        raise TypeError(
+            f"model={kind}: not a model: use a name such as 'llama-3.1-70b', a path or a config"
+        )
     return model_named(given)
 
 
 def _groups(mesh: Any, count: int) -> int:
-    """Number of data-parallel groups of a mesh such as `2x4`, 1 for None; ValueError unless it has `count` GPUs."""
+    """Return the number of data-parallel groups of a mesh such as `2x4`; ValueError unless it has `count` GPUs."""
     if mesh is None:
         return 1
     text = "x".join(map(str, mesh)) if isinstance(mesh, (tuple, list)) else str(mesh)
     data, split = mesh_sizes("".join(text.lower().split()), "mesh")
-    remedy = f"give groups and GPUs of each, 1x{count} say: together they are {count}"
+    remedy = f"it must have {count} GPUs: use groups and GPUs per group, such as 1x{count}"
     require(data * split == count, "mesh", mesh, remedy)
     return data
 
 
 def served_of(setting: Workload) -> Served | str:
-    """`Served` (engine slots that fit, their speed) for a setting's prompts; error text if slots reject the policy."""
+    """Plan an engine's slots for a setting's prompts, as `Served`; return the error text if it rejects the policy."""
     config, parts, groups = setting.config, setting.policy.composed, setting.data
     try:
         shape = slot_shape(
@@ -173,7 +175,7 @@ def served_of(setting: Workload) -> Served | str:
     each = sum(shape.rows) * row
 
     def fit(count: int) -> bool:
-        # Beside slots one prefill, and prompts that wait in each group for slots of any.
+        # Next to the slots: one prefill, and prompts per group that wait for slots.
         every = sizes_of(dataclasses.replace(one, batch=count * groups))
         held = (count + ahead_of(count * groups)) * each
         return alone.weights + alone.process + alone.prefill + every.decode + held <= one.gpu.memory
@@ -183,14 +185,14 @@ def served_of(setting: Workload) -> Served | str:
     first = estimate(one)
     if first is None or full is None:
         return Served(slots=slots, slot_bytes=each)
-    # A request takes the devices for its prefill and for its share of the steps of all slots.
+    # A request uses the devices for its prefill and for its share of the steps of all slots.
     seconds = first.prefill / setting.questions + setting.new * full.step / slots
     pause = 2 * first.prefill / config.layers + full.step
     return Served(slots=slots, slot_bytes=each, requests=3600 / seconds, pause=pause)
 
 
 def fits(setting: Workload, **changes: Any) -> bool:
-    """True if a setting with some fields changed fits its memory; False if it cannot be, as for its budget."""
+    """True if a setting with some changed fields fits its memory; False for invalid settings."""
     try:
         changed = dataclasses.replace(setting, **changes)
         return sizes_of(changed).peak <= changed.gpu.memory
@@ -205,24 +207,24 @@ def largest(sound: Callable[[int], bool], low: int = 0) -> int:
 
 def largest_batch(setting: Workload) -> int:
     """Largest number of prompts of the setting's length that fits, at most 65,536; 0 if none does."""
-    # Not monotone for few prompts, which go through the MLP in blocks of one prompt's tokens: 5 can take less than 4.
+    # Not monotone for few prompts, which pass the MLP in blocks of one prompt's tokens: 5 may need less than 4.
     few = next((each for each in range(_FEW * setting.data, 0, -1) if fits(setting, batch=each)), 0)
     more = few == _FEW * setting.data
     return largest(lambda each: fits(setting, batch=each), few) if more else few
 
 
 def largest_context(setting: Workload) -> int:
-    """Largest prompt length, the model's limit or a bucket's size, that fits with the setting's batch; 0 if none."""
+    """Largest prompt length, the model's limit or a bucket, that fits with the setting's batch; 0 if none."""
     limit = setting.config.max_positions
-    # Fitting is not monotone in the length: a short prompt may admit no such budget.
+    # Not monotone in the length: a short prompt may not allow the budget.
     lengths = [limit, *(slots for _, slots in buckets(limit)[-2::-1])]
     return next((each for each in lengths if fits(setting, context=each)), 0)
 
 
 def _remedies(setting: Workload) -> Iterator[Remedy]:
-    """Yield `Remedy` values, changed settings that fit: a smaller budget, narrower weights, more GPUs.
+    """Yield `Remedy` values, changed settings that fit: a smaller budget, quantised weights, more GPUs.
 
-    Where all entries are kept, the budget is SnapKV's.
+    For policies that keep all entries, the budget is SnapKV's.
     """
     policy, kept = setting.policy, setting.policy.composed.budget
     rows = kept.value if isinstance(kept, Tokens) else 0

@@ -13,12 +13,12 @@ from jaxkv.policies.policy import Policy
 
 
 def gigabytes(size: int) -> str:
-    """Number of bytes as text in decimal gigabytes, as data sheets count; in megabytes below 0.1 GB."""
+    """Format bytes in decimal gigabytes, as data sheets do; in megabytes below 0.1 GB."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
 def policy_name(policy: Policy) -> str:
-    """Short text of a policy: its class, its budget and its other non-default fields."""
+    """Format a policy briefly: its class, its budget and its other non-default fields."""
     shown, inner = brief(policy), policy
     while isinstance(below := getattr(inner, "inner", None), Policy):
         inner = below
@@ -32,7 +32,7 @@ def policy_name(policy: Policy) -> str:
 
 
 def title(setting: Workload) -> str:
-    """One line of text: model name, dtype, number and kind of GPUs, and how the model is split over them."""
+    """Format model name, dtype, number and kind of GPUs, and how the model is sharded, as one line."""
     split = f"split over {setting.split}" if setting.split > 1 else "not split"
     groups = f" in each of {setting.data} groups" if setting.data > 1 else ""
     where = f"{setting.gpus} x {setting.gpu.name}: {split}{groups}"
@@ -40,15 +40,15 @@ def title(setting: Workload) -> str:
 
 
 def prompts(setting: Workload) -> str:
-    """Text on a setting's prompts, such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
-    asked = f", each asked {setting.questions:,} times" if setting.questions > 1 else ""
+    """Format a setting's prompts, such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
+    asked = f", {setting.questions:,} questions each" if setting.questions > 1 else ""
     several = f"{setting.batch} prompt{'s' * (setting.batch > 1)}"
     return f"{several} of {setting.context:,} tokens{asked}, {setting.new:,} new tokens each"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A changed setting that fits into memory: text that describes it (`about`), the `setting`, peak bytes of a GPU."""
+    """A changed setting that fits into memory: its description (`about`), the `setting`, peak bytes of a device."""
 
     about: str
     setting: Workload
@@ -57,13 +57,14 @@ class Remedy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Served:
-    """Slots of a serving engine that fit, and what they answer if requests never stop coming.
+    """Slots of a serving engine that fit, and their throughput under constant load.
 
     Attributes:
-        slots: largest number of slots that fit on all devices; 0 where none does.
+        slots: largest number of slots that fit on all devices; 0 if none does.
         slot_bytes: bytes of a slot on one device.
         requests: requests per hour; None without slots or a speed.
-        pause: most seconds between two tokens while prompts arrive: two layers' prefill and a step; None as well.
+        pause: longest time in seconds between two tokens while prompts arrive: prefill of two layers and a step; None
+            without slots or a speed.
     """
 
     slots: int
@@ -72,11 +73,11 @@ class Served:
     pause: float | None = None
 
     def __str__(self) -> str:
-        """One line of text: slots, requests an hour, longest pause."""
+        """One line of text: slots, requests per hour, longest pause."""
         text = f"served: {self.slots:,} slots of {gigabytes(self.slot_bytes)} fit"
         if self.requests is not None and self.pause is not None:
             text += (
-                f", {amount(self.requests)} requests an hour; longest pause {amount(self.pause)} s"
+                f", {amount(self.requests)} requests per hour; longest pause {amount(self.pause)} s"
             )
         return text
 
@@ -86,15 +87,15 @@ class Plan:
     """Result of `plan`: bytes of one device (`sizes`), whether they fit, the largest batch and context, speed.
 
     Attributes:
-        setting: the checked request.
+        setting: the validated workload.
         sizes: bytes by arithmetic.
-        largest_batch: largest number of prompts of this length that fit; 0 where none does.
-        largest_context: largest number of tokens that so many prompts can have each; 0 where none fits.
+        largest_batch: largest number of prompts of this length that fit; 0 if none does.
+        largest_context: largest number of tokens per prompt for this batch; 0 if none fits.
         remedies: changed settings that fit, if this one does not.
-        speed: of the batch asked for; None if it does not fit, or no rate was measured.
-        fastest: of the largest batch that fits; None as well.
+        speed: speed of the batch; None if it does not fit, or no rate was measured.
+        fastest: speed of the largest batch that fits; None without one, or without a rate.
         silent: why there is no speed, as text; empty if there is one.
-        served: slots of an engine, or text on why none takes the policy; None if it is not asked for.
+        served: slots of an engine, or why an engine does not support the policy; None if not planned.
         notes: assumptions.
         compiled: figures of XLA's compiler; None without `compile`.
     """
@@ -113,39 +114,39 @@ class Plan:
 
     @property
     def weights(self) -> int:
-        """Bytes of the parameters that one GPU holds."""
+        """Bytes of the parameters on one device."""
         return self.sizes.weights
 
     @property
     def cache(self) -> int:
-        """Bytes of one GPU's part of the compressed cache at the end of the answer, policy state included."""
+        """Bytes of one device's shard of the compressed cache at the end of the answer, with policy state."""
         return self.sizes.grown
 
     @property
     def prefill_peak(self) -> int:
-        """Peak bytes of one GPU during prefill: weights, cache and activations."""
+        """Peak bytes of one device during prefill: weights, cache and activations."""
         return self.sizes.prefill_peak
 
     @property
     def decode_peak(self) -> int:
-        """Peak bytes of one GPU during decoding: weights, cache and activations."""
+        """Peak bytes of one device during decoding: weights, cache and activations."""
         return self.sizes.decode_peak
 
     @property
     def host(self) -> int:
-        """Bytes of host memory that hold the offloaded entries of one GPU."""
+        """Bytes of host memory for the offloaded entries of one device."""
         return self.sizes.host
 
     @property
     def fits(self) -> bool:
-        """True if the peak of prefill and decoding is within one GPU's memory."""
+        """True if the peak of prefill and decoding fits one device's memory."""
         return self.sizes.peak <= self.setting.gpu.memory
 
     def __str__(self) -> str:
-        """Report of a plan as text, as `jaxkv plan` prints it."""
+        """Report of a plan, as `jaxkv plan` prints it."""
         setting, sizes = self.setting, self.sizes
         memory, word = gigabytes(setting.gpu.memory), setting.gpu.word
-        rows = f"{sizes.kept:,.0f} of {setting.context:,} entries a head"
+        rows = f"{sizes.kept:,.0f} of {setting.context:,} entries per kv head"
         lines = [title(setting), f"{policy_name(setting.policy)}: {prompts(setting)}", ""]
         for name, size, remark in (
             ("weights", sizes.weights, ""),
@@ -154,23 +155,25 @@ class Plan:
             ("activations", sizes.prefill, f"of prefill; {gigabytes(sizes.decode)} of a step"),
             ("peak of prefill", sizes.prefill_peak, f"of {memory}"),
             ("peak of decode", sizes.decode_peak, f"of {memory}"),
-            ("in host memory", sizes.host, f"on a {word}'s behalf"),
+            ("in host memory", sizes.host, f"for each {word}"),
         ):
             lines += [f"  {name:<16} {gigabytes(size):>10}  {remark}".rstrip()] if size else []
         spare = gigabytes(abs(setting.gpu.memory - sizes.peak))
         verdict = (
-            f"It fits, with {spare} to spare" if self.fits else f"It does NOT fit: {spare} lack"
+            f"It fits, with {spare} to spare"
+            if self.fits
+            else f"It does NOT fit: {spare} are missing"
         )
         batch, context = (
             f"{each:,}" if each else "none" for each in (self.largest_batch, self.largest_context)
         )
         if self.largest_context == setting.config.max_positions:
-            context += " (the model's own limit)"
+            context += " (the model's limit)"
         lines += ["", f"{verdict} on each {word}.", f"Largest batch of such prompts: {batch}."]
-        lines.append(f"Longest context of so many prompts: {context}.")
+        lines.append(f"Longest context of this batch: {context}.")
         lines += [f"  would fit: {each.about} ({gigabytes(each.peak)})" for each in self.remedies]
         if not self.fits and not self.remedies:
-            lines.append("  nothing that was tried would fit")
+            lines.append("  no change that was tried would fit")
         lines.append(f"No estimate of speed: {self.silent}." if self.silent else "Estimated speed:")
         for each in dict.fromkeys(filter(None, (self.speed, self.fastest))):
             lines.append(f"  {each.batch:,} at a time: {each}")
@@ -184,7 +187,7 @@ class Plan:
         return f"Plan({title(self.setting)}: {'it fits' if self.fits else 'it does NOT fit'})"
 
     def compiled_lines(self) -> list[str]:
-        """Text lines with XLA's figures and their relative deviation from the arithmetic; none if not compiled."""
+        """Lines of XLA's figures and their relative deviation from the arithmetic; none if not compiled."""
         compiled, weights = self.compiled, self.sizes.weights
         if compiled is None:
             return []
@@ -196,12 +199,12 @@ class Plan:
             beside = (ours - weights) / max(1, theirs - weights) - 1
             both = f"{gigabytes(ours)} by arithmetic, {gigabytes(theirs)} by the compiler"
             lines.append(
-                f"  {name}: {both}: off by {ours / theirs - 1:+.2%}, weights left out by {beside:+.2%}"
+                f"  {name}: {both}: off by {ours / theirs - 1:+.2%}, without weights by {beside:+.2%}"
             )
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Dict for JSON of the whole plan: request, sizes in bytes, whether it fits, remedies, speed, notes."""
+        """JSON values of the plan: workload, sizes in bytes, whether it fits, remedies, speed, notes."""
         setting, sizes = self.setting, self.sizes
         asked = ("model", "gpus", "batch", "context", "new", "questions", "dtype")
         found: dict[str, Any] = {
@@ -243,6 +246,6 @@ class Plan:
 
 
 def notes(plans: Iterable[Plan]) -> list[str]:
-    """Text lines `Note: ...` of all plans' notes, each note once."""
+    """Format all plans' notes as lines `Note: ...`, each note once."""
     found = dict.fromkeys(note for each in plans for note in each.notes)
     return [f"Note: {note}." for note in found]

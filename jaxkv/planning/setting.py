@@ -1,4 +1,4 @@
-"""Inputs of a plan (`Workload`): model, policy, prompts, and the devices they are planned for."""
+"""Input of a plan (`Workload`): model, policy, prompts, and devices."""
 
 import dataclasses
 import functools
@@ -23,21 +23,23 @@ _MANY = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
 def tokens_of(given: Any, name: str = "context") -> Any:
-    """Number of tokens of text such as `131072`, `128K` (times 1024) or `1M`, else ValueError; non-text unchanged."""
+    """Parse a number of tokens such as `131072`, `128K` (times 1024) or `1M`; return non-text unchanged."""
     if not isinstance(given, str):
         return given
     read = _TOKENS.fullmatch(re.sub("[_, ]", "", given[:20]))
     count = float(read[1]) * _MANY[read[2].lower()] if read else 0.5
-    require(count.is_integer(), name, given, "give tokens, such as 131072 or 128K (K is 1024)")
+    require(
+        count.is_integer(), name, given, "not a number of tokens: use 131072 or 128K (K is 1024)"
+    )
     return int(count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Generation to plan for: a model, a policy, `batch` prompts of `context` tokens, `new` tokens of an answer.
+    """Workload to plan: a model, a policy, `batch` prompts of `context` tokens, `new` tokens per answer.
 
-    Each prompt is compressed once and answers `questions` requests, one after the other. `gpus` devices of the kind
-    `gpu` are in `data` groups; each has the whole model and some prompts.
+    Each prompt is compressed once and answers `questions` requests, one after the other. The `gpus` devices of kind
+    `gpu` form `data` groups; each group has the whole model and a share of the prompts.
     """
 
     model: str
@@ -55,30 +57,32 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("batch", "context", "questions", "gpus", "data"):
-            field(self, name, whole, "give 1 or more")
-        field(self, "new", whole, "give 0 tokens or more", least=0)
+            field(self, name, whole, "use 1 or more")
+        field(self, "new", whole, "use 0 tokens or more", least=0)
         object.__setattr__(self, "dtype", as_dtype(self.dtype).name)
         object.__setattr__(self, "weights", as_weights(self.weights))
         limit = self.config.max_positions
         times = -(-self.context // limit)
-        remedy = f"{self.model} was made for {limit} positions: give at most that many, or --rope-scaling yarn:{times}"
+        remedy = f"{self.model} has {limit} positions: use at most that many, or --rope-scaling yarn:{times}"
         require(self.context <= limit, "context", self.context, remedy)
-        remedy = f"{self.gpus} GPUs are no such groups of equal size: give a divisor of {self.gpus}"
+        remedy = (
+            f"it does not divide {self.gpus} GPUs into equal groups: use a divisor of {self.gpus}"
+        )
         require(self.gpus % self.data == 0, "mesh.data", self.data, remedy)
-        # Rejects a split that does not divide the model.
+        # Rejects a mesh that does not divide the model.
         _ = self.mesh
 
     @property
     def beyond(self) -> str | None:
-        """Text that warns that some new tokens exceed the model's positions; None if all fit."""
+        """Warning that some new tokens exceed the model's positions; None if all fit."""
         limit = self.config.max_positions
         if self.context + self.new <= limit or self.policy.composed.rolling:
             return None
-        return f"the model has {limit:,} positions: {limit - self.context:,} of {self.new:,} new tokens have one"
+        return f"the model has {limit:,} positions: only {limit - self.context:,} of {self.new:,} new tokens have one"
 
     @property
     def implementation(self) -> Implementation:
-        """`Implementation` of attention in prefill that is planned for: jaxkv's kernels on GPUs, AUTO's elsewhere."""
+        """`Implementation` of attention in prefill: jaxkv's kernels on GPUs, AUTO's choice elsewhere."""
         platform, dtype = self.gpu.platform, jnp.dtype(self.dtype)
         if platform == "cuda":
             return Implementation.PALLAS
@@ -87,7 +91,7 @@ class Workload:
 
     @property
     def split(self) -> int:
-        """Number of GPUs in a data-parallel group, over which the model is split."""
+        """Number of GPUs in a data-parallel group, over which the model is sharded."""
         return self.gpus // self.data
 
     @functools.cached_property
@@ -97,10 +101,10 @@ class Workload:
 
     @property
     def local(self) -> ModelConfig:
-        """`ModelConfig` of the part of the model that one GPU holds."""
+        """`ModelConfig` of one GPU's shard of the model."""
         return self.config.on_one_of(self.mesh.shape["kv"], self.split)
 
     @property
     def sequences(self) -> int:
-        """Number of prompts per data-parallel group, rounded up; groups with one less get a copy of the last."""
+        """Prompts per data-parallel group, rounded up; groups with one less get a copy of the last."""
         return -(-self.batch // self.data)

@@ -1,7 +1,7 @@
-"""Seconds of prefill and of a decode step: work by arithmetic, divided by rates that were measured on a device.
+"""Seconds of prefill and of a decode step: arithmetic work divided by rates measured on a device.
 
-The rates are shares of the data sheet that one H200 has reached (`benchmarks/results/nvidia-h200.md`); other GPUs, and
-TPUs, are taken to reach the same shares. Tests hold the estimates to what was measured.
+The rates are shares of the data sheet that one H200 reaches (`benchmarks/results/nvidia-h200.md`); other GPUs and TPUs
+are assumed to reach the same shares. Tests compare the estimates with measurements.
 """
 
 import dataclasses
@@ -19,15 +19,15 @@ from jaxkv.planning.memory_sizes import weights_of
 from jaxkv.planning.setting import Workload
 from jaxkv.policies.reads import WHOLE
 
-# Shares of the data sheet's FLOP/s that prefill reaches in matrix products, attention, and sums of its columns.
+# Shares of the data sheet's FLOP/s that prefill reaches in matrix products, attention, and column sums of attention.
 PRODUCTS, ATTENTION, SCORES = 0.6, 0.55, 0.32
-# Shares of its bandwidth at which a decode step reads weights, by their bits (None: floats), and entries of 16 and 8 bits.
+# Shares of the bandwidth at which a decode step reads weights, by bits (None: floats), and entries of 16 and 8 bits.
 WEIGHTS = {None: 0.8, "int8": 0.55, "int4": 0.33}
 ROWS, CODES = 0.9, 0.54
-# Seconds of a decode step beside reading, for each layer and once: launches, small kernels, the starts of attention.
+# Seconds of a decode step besides reads, per layer and once: launches, small kernels, starts of attention.
 APPENDS, EVICTS = (18.9e-6, 50e-6), (27.9e-6, 54e-6)
 MERGES, CHOOSES = (20.9e-6, 126e-6), (22.7e-6, 90e-6)
-# An all-reduce by a query buffer: seconds to start, and for each hop by NVLink, PCIe and network, as NCCL models them.
+# A ring all-reduce: seconds to start, and per hop by NVLink, PCIe and network, in NCCL's model.
 START, NVLINK, PCIE, NETWORK = 6.6e-6, 0.6e-6, 1e-6, 5e-6
 # Bytes/s: slower than any NVLink, faster than any PCIe.
 _NVLINK_FROM = 100e9
@@ -39,9 +39,9 @@ ASSUMED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Estimated seconds of a batch: its `prefill`, and a decode `step`, of which reading `weights` and `rows`.
+    """Estimated seconds of a batch: `prefill`, and a decode `step` with its reads of `weights` and `rows` (entries).
 
-    `batch` prompts answer `questions` requests each, of `new` tokens; these share the prefill of their prompt.
+    Each of the `batch` prompts answers `questions` requests of `new` tokens, which share its prefill.
     """
 
     prefill: float
@@ -54,39 +54,39 @@ class Speed:
 
     @property
     def tokens(self) -> float:
-        """New tokens per second of all prompts while they are sampled."""
+        """New tokens per second of all prompts while decoding."""
         return self.batch / self.step
 
     @property
     def seconds(self) -> float:
-        """Seconds that a request takes, as its whole batch: its share of prefill plus its decode steps."""
+        """Seconds per request, computed as a whole batch: its share of prefill plus its decode steps."""
         return self.prefill / self.questions + self.new * self.step
 
     @property
     def requests(self) -> float:
-        """Requests per hour if batches run one after the other."""
+        """Requests per hour with one batch after the other."""
         return 3600 * self.batch / self.seconds
 
     def __str__(self) -> str:
-        """One line of text: seconds of prefill, tokens a second, seconds of a step, requests an hour."""
-        step = f"{self.tokens:,.0f} tokens/s ({self.step * 1e3:.1f} ms a step)"
-        return f"prefill {self.prefill:,.1f} s, {step}, {amount(self.requests)} requests an hour"
+        """One line of text: seconds of prefill, tokens per second, seconds per step, requests per hour."""
+        step = f"{self.tokens:,.0f} tokens/s ({self.step * 1e3:.1f} ms per step)"
+        return f"prefill {self.prefill:,.1f} s, {step}, {amount(self.requests)} requests per hour"
 
     def as_dict(self) -> dict[str, Any]:
-        """Dict for JSON: the fields in seconds and numbers, tokens a second, seconds of a request, requests an hour."""
+        """JSON values: the fields, tokens per second, seconds per request, requests per hour."""
         found = {"tokens_per_second": self.tokens, "request_seconds": self.seconds}
         return dataclasses.asdict(self) | found | {"requests_per_hour": self.requests}
 
 
 def unmeasured(setting: Workload) -> str:
-    """Text on why there is no speed, of what no rate was measured; empty if there is one."""
+    """Explain why no rate was measured for a setting; return an empty text if one was."""
     parts, config = setting.policy.composed, setting.config
     reading = parts.reading(config.sliding_windows, bucket(setting.context))
     several = setting.sequences > 1 or config.experts is not None
     reasons = {
-        "rates are those of GPUs": not isinstance(setting.gpu, Accelerator),
-        "attention within windows has not been measured": any(config.sliding_windows),
-        "entries come from another machine's memory": bool(reading.offloaded),
+        "no rates were measured on a CPU": not isinstance(setting.gpu, Accelerator),
+        "attention within sliding windows has not been measured": any(config.sliding_windows),
+        "entries are loaded from host memory": bool(reading.offloaded),
         "each step converts weights in 4 bits": setting.weights == "int4" and several,
         "each step decodes these entries": not parts.read_as_stored(config.head_dim),
         "attention over entries in 4 bits has not been measured": "nibbles" in parts.store.kernels,
@@ -95,7 +95,7 @@ def unmeasured(setting: Workload) -> str:
 
 
 def estimate(setting: Workload) -> Speed | None:
-    """Estimate a setting's `Speed`; None where no rate was measured."""
+    """Estimate a setting's `Speed`; None if no rate was measured."""
     gpu = setting.gpu
     if unmeasured(setting) or not isinstance(gpu, Accelerator):
         return None
@@ -105,10 +105,10 @@ def estimate(setting: Workload) -> Speed | None:
         weights_of(setting.config, setting.dtype, setting.mesh, of)
         for of in (setting.weights, None)
     )
-    # An embedding table beside a head is read one entry per token.
+    # An untied embedding table is read one row per token.
     table = 0 if local.tied else local.vocab * local.embed * item
     read, used = _weights_read(setting, wide - table)
-    # TensorFloat-32 has half of bfloat16's rate.
+    # TensorFloat-32 runs at half of bfloat16's rate.
     flops = gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
     weights = max(
         (held - table) / (wide - table) * read / (WEIGHTS[setting.weights] * gpu.bandwidth),
@@ -117,9 +117,9 @@ def estimate(setting: Workload) -> Speed | None:
     kept, filters = rows_read(setting)
     each = parts.store.row_bytes(local.head_dim, item)
     if parts.ongoing.attends:
-        # A logit of each query head and row, and the accumulated attention mass.
+        # A logit per query head and entry, and the accumulated attention mass.
         each += 4 * local.group + 8
-    # A filter layer reads its keys once more to score them.
+    # A filter layer reads its keys twice, to score them.
     rows = each * float(kept.sum()) + local.head_dim * item * float(kept[list(filters)].sum())
     rows *= local.kv_heads * prompts
     rows /= gpu.bandwidth * (ROWS if parts.store.kernels == Dense.kernels else CODES)
@@ -128,9 +128,9 @@ def estimate(setting: Workload) -> Speed | None:
         launched = CHOOSES
     elif parts.evicts:
         launched = EVICTS if parts.ongoing.merge is None else MERGES
-    # The whole step is one program, which a TPU runs without launches.
+    # A step is one program, which a TPU runs without launches.
     launches = (launched[0] * layers + launched[1]) * (gpu.platform == "cuda")
-    # Two sums of hidden states in float32 per layer and one for the embedding; a flag goes with every four bytes.
+    # Two sums of hidden states in float32 per layer and one for the embedding; NCCL sends a flag with every 4 bytes.
     sent = (2 * layers + 1) * all_reduce(setting, 2 * 4 * prompts * local.embed)
     products, attention, scores = prefill_work(setting, used / item - local.vocab * local.embed)
     hidden = 2 * layers * all_reduce(setting, 4 * prompts * setting.context * local.embed)
@@ -147,7 +147,7 @@ def estimate(setting: Workload) -> Speed | None:
 
 
 def all_reduce(setting: Workload, size: int) -> float:
-    """Seconds of a query buffer all-reduce of `size` bytes in a group, 0 for one device."""
+    """Seconds of a ring all-reduce of `size` bytes in a group; 0 for one device."""
     count, gpu = setting.split, setting.gpu
     if count == 1 or not isinstance(gpu, Accelerator):
         return 0.0
@@ -158,10 +158,10 @@ def all_reduce(setting: Workload, size: int) -> float:
 
 
 def rows_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Entries per kv head `[L]` that a decode step reads midway through an answer, and a tuple of filter layer indices."""
+    """Entries per kv head `[L]` that a decode step reads midway through an answer, and the filter layer indices."""
     parts, layers, behind = setting.policy.composed, setting.config.layers, setting.new // 2
     planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
-    # Budgets over layers that depend on the prompt are taken as uniform.
+    # Layer budgets that depend on the prompt are assumed uniform.
     kept = np.full(layers, float(planned.budget.mean()))
     if planned.rows is not None:
         kept = planned.rows.mean(axis=1)
@@ -169,11 +169,11 @@ def rows_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
     if parts.read.everything:
         grows = not parts.evicts
         period = parts.every or 2 * behind
-        # Recompressed caches hold half a period of new entries on average; evicting ones hold none once full.
+        # Recompressed caches hold half a period of new entries on average; evicting caches hold none once full.
         return kept + (min(behind, period // 2) if grows or parts.every else 0), ()
     whole = np.asarray([source == WHOLE for source in reading.sources])
     if reading.page:
-        # The bounds of a page are read like one entry: a minimum and a maximum, in place of a key and a value.
+        # The bounds of a page are read like one entry: a minimum and a maximum instead of a key and a value.
         held = kept + behind
         return np.where(whole, held, np.minimum(reading.width, held) + held / reading.page), ()
     read = np.where(whole, kept, np.minimum(reading.width, kept))
@@ -181,9 +181,9 @@ def rows_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
 
 
 def _weights_read(setting: Workload, held: int) -> tuple[int, int]:
-    """Bytes of the `held` parameters that a decode step reads, and that each token is multiplied by.
+    """Bytes of the `held` parameters that a decode step reads, and bytes that each token is multiplied by.
 
-    With experts these are fewer: tokens are taken to choose different ones until all are chosen.
+    With experts these are fewer: tokens are assumed to choose different experts until all are chosen.
     """
     local, experts = setting.local, setting.config.experts
     if experts is None:
@@ -195,7 +195,7 @@ def _weights_read(setting: Workload, held: int) -> tuple[int, int]:
 
 
 def prefill_work(setting: Workload, weights: float) -> tuple[float, float, float]:
-    """FLOP of one device's prefill: products with `weights` parameters, attention, and scores that a policy adds."""
+    """FLOP of one device's prefill: products with `weights` parameters, attention, and scores of the policy."""
     local, parts, tokens = setting.local, setting.policy.composed, setting.context
     needs, again = parts.needs, 0.0
     # 4 FLOP per query, key and channel, and half of the pairs.
@@ -205,7 +205,7 @@ def prefill_work(setting: Workload, weights: float) -> tuple[float, float, float
         # A second pass: each chunk, and the tokens between chunks, attend to the whole prompt, and logits are read.
         again = 1 + needs.replay.tail / min(needs.replay.chunk, tokens)
         scores += 4 * pairs * again * channels
-    # The last queries, and keys with one another, of policies that compare them.
+    # The last queries, and comparisons of keys, for policies that use them.
     scores += 2.0 * needs.queries * tokens * channels
     if parts.scorer.compares_keys:
         scores += 2.0 * tokens**2 * channels / local.group

@@ -1,4 +1,4 @@
-"""TPUs by name: figures of their data sheets, and libtpu's names of the slices that hold a number of them."""
+"""TPUs by name: figures of their data sheets, and libtpu's names of slices."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ from jaxkv.planning.accelerators import Accelerator, sheets
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TPU(Accelerator):
-    """A kind of TPU device as JAX counts them: memory bytes, bandwidth, FLOP/s of its data sheet, and its slices.
+    """A kind of TPU device, as JAX counts devices: memory, bandwidth and FLOP/s of its data sheet, and its slices.
 
-    A chip is one device, except TPU7x's: it has two, each with half of the chip's memory, bandwidth and FLOP/s.
+    A chip is one device, except for TPU7x: it has two, each with half of the chip's memory, bandwidth and FLOP/s.
 
     Attributes:
-        devices: JAX's devices of a chip.
-        slices: chips along each side of a slice as text, such as `2x4`, from the smallest slice on.
+        devices: JAX devices per chip.
+        slices: chips along each side of a slice, such as `2x4`, the smallest slice first.
     """
 
     word: ClassVar[str] = "TPU"
@@ -27,9 +27,9 @@ class TPU(Accelerator):
     slices: tuple[str, ...]
 
     def slice_of(self, count: int) -> str:
-        """Name, such as `v6e:2x4`, of libtpu's smallest slice with `count` devices; ValueError if none has."""
+        """Return the name, such as `v6e:2x4`, of libtpu's smallest slice of `count` devices; ValueError without one."""
         sizes = [self.devices * math.prod(map(int, sides.split("x"))) for sides in self.slices]
-        remedy = f"the largest slice has {sizes[-1]}: give at most that"
+        remedy = f"too many: use at most {sizes[-1]}, the largest slice"
         require(count <= sizes[-1], "gpus", f"{self.name}x{count}", remedy)
         found = next(sides for sides, size in zip(self.slices, sizes, strict=True) if size >= count)
         return f"{self.name}:{found}"
@@ -37,5 +37,5 @@ class TPU(Accelerator):
 
 @functools.cache
 def tpus() -> dict[str, TPU]:
-    """Read the packaged data sheets; return a dict of every known `TPU` by name, cached."""
+    """Read the packaged data sheets; return every known `TPU` by name, cached."""
     return sheets("tpus.json", TPU)

@@ -1,4 +1,4 @@
-"""The engine's programs of prefill and decoding, traced on abstract arrays for devices that need not be there."""
+"""The engine's programs of prefill and decoding, traced on abstract arrays for devices, present or not."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from jaxkv.sharding.mesh import Axes
 from jaxkv.sharding.parameters import spec_of
 from jaxkv.sharding.record import RecordedCall, record, weigh
 
-# Purposes of a prefill's programs by the names of their functions.
+# Purposes of prefill programs, by function name.
 _NAMES = {
     "observe": "score",
     "_choose": "choose",
@@ -41,7 +41,7 @@ _NAMES = {
     "bounds_of": "bounds",
     "logits_of": "logits",
 }
-# Programs on a few integers: they take no memory to speak of and are not compiled.
+# Programs on a few integers: their memory is negligible, so they are not compiled.
 SMALL = ("placed", "counted", "fill_query_buffer")
 
 
@@ -52,14 +52,14 @@ def abstract_model(
     *,
     weights: str | None = None,
 ) -> Flat:
-    """Flattened decoder whose parameters are abstract arrays (shapes and dtypes), sharded if `axes` is given."""
+    """Build a flattened decoder of abstract parameters (shapes and dtypes), sharded if `axes` is given."""
     decoder = Decoder(config, dtype=dtype, weights=weights)
     if axes is None:
         return Flat(decoder)
     graph, leaves = nnx.split(decoder)
 
     def placed(path: Any, leaf: Any) -> Any:
-        """Mapped over all parameters: a parameter's abstract array with its sharding on the mesh."""
+        """Return a parameter's abstract array with its sharding on the mesh (mapped over all parameters)."""
         name = next(str(each.key) for each in reversed(path) if hasattr(each, "key"))
         return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, spec_of(name)))
 
@@ -67,7 +67,7 @@ def abstract_model(
 
 
 class Prefilled(NamedTuple):
-    """A prefill traced on abstract arrays: the recorded `calls` of its programs, and the `cache` it returns."""
+    """A prefill traced on abstract arrays: the recorded `calls` of its programs, and the `cache` that it returns."""
 
     calls: list[RecordedCall]
     cache: KVCache
@@ -75,7 +75,7 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceInputs:
-    """Inputs to trace the engine's programs with: abstract model, policy, numbers of prompts and tokens."""
+    """Inputs to trace the engine's programs: abstract model, policy, numbers of prompts and tokens."""
 
     flat: Flat
     policy: Policy
@@ -92,7 +92,7 @@ class TraceInputs:
 
     @property
     def planned(self) -> PrefillPlan:
-        """The engine's `PrefillPlan` (entries and bytes) for these prompts, with free places for the new tokens."""
+        """The engine's `PrefillPlan` (entries and bytes) for these prompts, with headroom for the new tokens."""
         lengths = np.full(self.batch, self.tokens)
         headroom = first_headroom(
             self.policy.composed, self.flat.config.sliding_windows, lengths, self.new
@@ -109,11 +109,11 @@ class TraceInputs:
 
     @cached_property
     def prefill(self) -> Prefilled:
-        """Trace the engine's prefill on abstract arrays; return `Prefilled` (program calls, cache); computed once."""
+        """Prefill traced on abstract arrays, as `Prefilled`; computed once."""
         flat, planned, of = self.flat, self.planned, jax.ShapeDtypeStruct
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
-            """Recorded function: runs prefill; returns cache, logits and prompt arrays, alive to the end of prefill."""
+            """Run prefill; return cache, logits and prompt arrays, which live to the end of prefill (recorded)."""
             needed = dataclasses.replace(planned, numbers=numbers)
             prompts = Prompts(flat, tokens, lengths, self.policy, needed, key, self.implementation)
             cache = run_to_end(read(prompts))
@@ -137,10 +137,10 @@ class TraceInputs:
         return Prefilled(calls, cache)
 
     def placed(self, tree: Any) -> Any:
-        """Pytree with each array replaced by its `ShapeDtypeStruct`, with this work's `sharding` if there is one."""
+        """Replace each array of a pytree by its `ShapeDtypeStruct`, with `sharding` if it is set."""
 
         def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            """Mapped over the pytree: `ShapeDtypeStruct` of one array, with the work's `sharding` if there is one."""
+            """Return the `ShapeDtypeStruct` of one array (mapped over the pytree)."""
             known = isinstance(leaf, jax.ShapeDtypeStruct)
             made = leaf if known else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
             return made if self.sharding is None else made.update(sharding=self.sharding)
@@ -149,7 +149,7 @@ class TraceInputs:
 
 
 def traced_loop(work: TraceInputs) -> tuple[Any, tuple[Pool, ...]]:
-    """Trace the decode loop on abstract arrays; return the traced program, and the abstract pools that it updates."""
+    """Trace the decode loop on abstract arrays; return the traced program and the abstract pools that it updates."""
     flat, cache = work.flat, work.prefill.cache
     spec = spec_for(flat, cache, work.implementation)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
@@ -167,9 +167,10 @@ def traced_loop(work: TraceInputs) -> tuple[Any, tuple[Pool, ...]]:
 
 
 def prefill_calls(work: TraceInputs) -> Iterator[RecordedCall]:
-    """Yield the recorded `RecordedCall`s of a prefill's programs, the largest of each purpose; tiny programs are left out.
+    """Yield the largest `RecordedCall` of each purpose in a prefill, without tiny programs.
 
-    Layers of different specs are different purposes: one of a window runs another program, with other temporaries.
+    Layers of different specs are different purposes: a sliding-window layer runs another program, with other
+    temporaries.
     """
     heaviest = dict[Any, RecordedCall]()
     for call in work.prefill.calls:

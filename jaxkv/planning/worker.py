@@ -1,4 +1,4 @@
-"""Child process of `compiled`: reads a setting, compiles its programs, writes the compiler's figures."""
+"""Child process of `compiled`: reads a setting, compiles its programs, and writes the compiler's figures."""
 
 import contextlib
 import pickle
@@ -22,7 +22,7 @@ from jaxkv.sharding.record import weigh
 
 
 def described(setting: Workload) -> Any:
-    """Numpy array of JAX's descriptions of a setting's devices, for which programs can be compiled without them."""
+    """Return JAX's descriptions of a setting's devices, which suffice to compile programs, as an array."""
     gpu = setting.gpu
     if isinstance(gpu, TPU):
         found = topologies.get_topology_desc(
@@ -32,7 +32,7 @@ def described(setting: Workload) -> Any:
     assert isinstance(gpu, GPU)
     hosts = -(-setting.gpus // gpu.per_host)
     hosts = hosts if setting.gpus % hosts == 0 else 1
-    # Slices x hosts x GPUs of a host.
+    # Slices x hosts x GPUs per host.
     shape = f"1x{hosts}x{setting.gpus // hosts}"
     known = {"topology_name": gpu.name, "target_config": gpu.target, "topology": shape}
     return np.asarray(topologies.get_topology_desc(platform="cuda", **known).devices)
@@ -40,7 +40,7 @@ def described(setting: Workload) -> Any:
 
 @contextlib.contextmanager
 def on_devices(setting: Workload) -> Iterator[TraceInputs]:
-    """Context manager that yields the `TraceInputs` to trace for a setting's GPUs or TPUs, which need not be there."""
+    """Context manager of the `TraceInputs` for a setting's GPUs or TPUs, present or not."""
     devices = described(setting)
     axes = sharding = None
     if setting.gpus > 1:
@@ -54,14 +54,14 @@ def on_devices(setting: Workload) -> Iterator[TraceInputs]:
     work = TraceInputs(
         flat=abstract_model(setting.config, setting.dtype, axes, weights=setting.weights),
         policy=setting.policy,
-        # The last prompt is copied into groups that have one less.
+        # Groups with one prompt less get a copy of the last one.
         batch=setting.sequences * setting.data,
         tokens=setting.context,
         new=max(1, setting.new),
         sharding=sharding,
         implementation=setting.implementation,
     )
-    # From JAX 0.11 on, kernels are lowered for the device of the current mesh; without one they ask for a GPU.
+    # From JAX 0.11 on, kernels are lowered for the device of the current mesh; without a mesh they need a GPU.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield work
 
@@ -69,9 +69,9 @@ def on_devices(setting: Workload) -> Iterator[TraceInputs]:
 def compiled_program(
     name: str, traced: Any, *, platform: str = "cuda", beside: int = 0
 ) -> tuple[CompiledProgram, str]:
-    """Lower and compile a traced program for a platform; return its `CompiledProgram`, and its HLO text.
+    """Lower and compile a traced program for a platform; return its `CompiledProgram` and its HLO text.
 
-    `beside` is the bytes of live arrays that are not its arguments.
+    `beside` is the number of bytes of other live arrays.
     """
     compiled = traced.lower(lowering_platforms=(platform,)).compile()
     memory = compiled.memory_analysis()
@@ -87,7 +87,7 @@ def compiled_program(
 
 
 def programs_of(setting: Workload) -> dict[str, Any]:
-    """Compile a setting's programs; return a dict of `decode`, `prefill`, `weights`, or of `program` and `error`."""
+    """Compile a setting's programs; return `decode`, `prefill` and `weights`, or the failed `program` and `error`."""
     name, platform = f"such {setting.gpu.word}s", setting.gpu.platform
     try:
         with on_devices(setting) as work:
@@ -107,7 +107,7 @@ def programs_of(setting: Workload) -> dict[str, Any]:
 
 
 def main(given: IO[bytes]) -> None:
-    """Read two pickles, setting and path; compile the setting's programs, pickles figures or error to the path."""
+    """Read a setting and a path as pickles; compile the programs, and pickle their figures or error to the path."""
     began = time.perf_counter()
     setting, result = pickle.load(given), pickle.load(given)
     made = programs_of(setting) | {"seconds": time.perf_counter() - began}
