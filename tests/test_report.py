@@ -203,8 +203,8 @@ def test_counts_are_those_of_the_cache_after_prefill(tmp_path, plain):
         assert said == counts.tolist() and "".join(pieces) == words().text.decode(ids)
         assert held["share"] == counts.sum() / (4 * len(ids))
     text = jaxkv.evals.report(tmp_path / "out").read_text("utf-8")
-    assert text.count("drops nothing") == 1 and text.count("<mark") > 8
-    assert text.count("while it answers it drops further entries") == 1
+    assert text.count("evicts nothing") == 1 and text.count("<mark") > 8
+    assert text.count("while it answers it evicts further entries") == 1
 
 
 def test_long_texts_lose_their_middle_and_say_so(monkeypatch):

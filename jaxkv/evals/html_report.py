@@ -1,4 +1,4 @@
-"""`report`: evaluations as one HTML page that needs no other file, to look at and to send."""
+"""`report`: writes evaluations as one self-contained HTML page."""
 
 import base64
 import os
@@ -20,29 +20,31 @@ def report(
     samples: int = 200,
     out: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write an evaluation as one HTML page and return its path: tables, plots, settings, sample, tokens kept.
+    """Write an evaluation as one HTML page and return its path: tables, plots, settings, samples, kept tokens.
 
-    Of an evaluation that is not finished it shows what is there, and says what is missing. The page loads nothing from
-    elsewhere, and shows everything that models drew as text, never as markup.
+    For an incomplete evaluation, the page shows the results so far and names the missing ones. The page loads nothing
+    from other servers, and shows all sampled text as text, never as markup.
 
     Args:
-        *folders: where `jaxkv.evaluate` or `jaxkv eval` wrote to; several are shards, or further policies, of one
+        *folders: folders written by `jaxkv.evaluate` or `jaxkv eval`; several are shards, or further policies, of one
             evaluation.
-        samples: number of samples of each policy on the page, from the first on; 0 for none.
+        samples: number of samples per policy on the page, from the first on; 0 for none.
         out: file of the page; by default `report.html` in the first folder.
 
     Returns:
-        Path of the page; it has no pictures if matplotlib is not installed.
+        Path of the page, which has no plots if matplotlib is not installed.
 
     Raises:
-        ValueError: if a folder holds no evaluation, or folders those of different settings.
-        OSError: if the page cannot be written; an older page then stays unchanged.
+        ValueError: if a folder has no evaluation, or the folders have different settings.
+        OSError: if the page cannot be written; an older page is unchanged.
     """
     import jinja2
     import markupsafe
 
     evaluation = Evaluation.read(*folders)
-    require(bool(evaluation.records), "folder", str(evaluation.folder), "nothing ran there yet")
+    require(
+        bool(evaluation.records), "folder", str(evaluation.folder), "no results yet: run it first"
+    )
     environment = jinja2.Environment(
         autoescape=True, finalize=_printable, undefined=jinja2.StrictUndefined, trim_blocks=True
     )
@@ -64,13 +66,13 @@ def report(
 
 
 def shaded(held: Mapping[str, Any]) -> Shown:
-    """`Shown`, whose HTML has the tokens of a `Record.held` shaded by how many kv heads hold each."""
+    """Return a `Shown`, whose HTML shades the tokens of a `Record.held` by how many kv heads keep each."""
     passages = tuple(joined(pieces, counts) for pieces, counts in held["ends"])
     return Shown(passages=passages, heads=held["heads"])
 
 
 def _printable(value: Any) -> Any:
-    """Text of `value` with unprintable characters escaped, for HTML templates; markup is returned unchanged."""
+    """Escape unprintable characters of `value` for HTML templates; markup is returned unchanged."""
     if hasattr(value, "__html__"):
         return value
     return "".join(

@@ -1,9 +1,9 @@
 """Metrics of LongBench and InfiniteBench: scores in [0, 1] of a prediction against a right answer.
 
-Where a library gives the official figure, it is used: rouge-score for summaries of books, difflib for code. The ROUGE-L
-of LongBench is that of the package rouge 1.0.1, which counts distinct words sentence by sentence, as no other package
-does: it is written here by its definition, as the others are.
-`tests/golden/metrics` has the official functions' scores.
+Libraries compute official figures where they can: rouge-score for summaries of books, difflib for code. LongBench's
+ROUGE-L is that of the package rouge 1.0.1, which counts distinct words sentence by sentence, as no other package does.
+It and all other metrics are implemented here from their definitions.
+`tests/golden/metrics` has scores of the official functions.
 """
 
 import difflib
@@ -29,12 +29,12 @@ PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
 def words_of(text: str) -> list[str]:
-    """List of a text's words in lower case, without punctuation and the articles "a", "an" and "the"."""
+    """List a text's words in lower case, without punctuation and the articles "a", "an" and "the"."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def f1(said: Sequence[str], right: Sequence[str]) -> float:
-    """F1 of two lists of words (or of characters), in [0, 1]: harmonic mean of precision and recall of common ones."""
+    """F1 of two lists of words (or characters), in [0, 1]: harmonic mean of precision and recall of common ones."""
     common = (Counter(said) & Counter(right)).total()
     return 2 * common / max(1, len(said) + len(right))
 
@@ -45,7 +45,7 @@ def answer_f1(prediction: str, answer: str) -> float:
 
 
 def contains(prediction: str, answer: str) -> float:
-    """1 if the answer occurs in the prediction, in any case, and not inside of a word or number; else 0.
+    """1 if the answer occurs in the prediction, in any case, and not inside a word or number; else 0.
 
     Runs of spaces and line ends count as one space. Words of scripts without case, such as Chinese, may touch others.
     """
@@ -53,12 +53,12 @@ def contains(prediction: str, answer: str) -> float:
 
 
 def _flat(text: str) -> str:
-    """The text case-folded, in Unicode NFC, with each run of whitespace made one space."""
+    """Case-fold a text, normalise it to Unicode NFC, and replace each run of whitespace by one space."""
     return " ".join(unicodedata.normalize("NFC", text.casefold()).split())
 
 
 def _place(said: str, right: str) -> int:
-    """Index of the first place where `right` occurs in `said`, not inside of a word or number; -1 without one."""
+    """Return the first index where `right` occurs in `said`, not inside a word or number; -1 if it does not."""
     inside = {
         at for number in _NUMBER.finditer(said) for at in range(number.start() + 1, number.end())
     }
@@ -75,14 +75,14 @@ def _place(said: str, right: str) -> int:
 
 
 def _joined(left: str, right: str) -> bool:
-    """True if two neighbouring characters belong to one word or number: both are digits or logical axes that have case."""
+    """True if two neighbouring characters belong to one word or number: both are digits or letters with case."""
     return all(each.isdigit() or each.lower() != each.upper() for each in (left, right))
 
 
 def exact(prediction: str, answer: str) -> float:
     """1 if prediction and answer are equal word by word, without case, punctuation and articles (SQuAD), else 0."""
     said, right = words_of(prediction), words_of(answer)
-    # An answer of an article or of signs alone has no words.
+    # An answer of only articles or signs has no words.
     return (
         float(said == right)
         if right
@@ -93,12 +93,12 @@ def exact(prediction: str, answer: str) -> float:
 def choice(prediction: str, choices: Sequence[str], right: int) -> float:
     """1 if the prediction names choice number `right` (0 is A), by its letter or its text, else 0.
 
-    A letter at its beginning ("B", "B.", "(b)", "B is right") counts first, then a letter after "answer is" or
-    "answer:", then the choice whose text occurs first, the longest of those that begin there.
+    A letter at the beginning ("B", "B.", "(b)", "B is right") has priority, then a letter after "answer is" or
+    "answer:". Otherwise the choice whose text occurs first counts, the longest of those at the same place.
     """
     last = chr(ord("A") + len(choices) - 1)
     letter = rf"\W*([A-{last}])(?![^\W_])"
-    # "A cat" begins with an article; an explanation may follow on the next line.
+    # "A cat" starts with an article; an explanation may follow on the next line.
     found = re.match(letter + r"(?![^\S\r\n]+(?!is\b)[^\W\d_])", prediction, re.IGNORECASE)
     found = found or re.search(rf"\banswer(?: is)?\b{letter}", prediction, re.IGNORECASE)
     if found is not None:
@@ -121,11 +121,11 @@ def chinese_f1(prediction: str, answer: str) -> float:
 
 
 def rouge_l(prediction: str, answer: str) -> float:
-    """ROUGE-L F1 of a summary, in [0, 1], as the package rouge 1.0.1 computes it; 0 if either text is empty.
+    """ROUGE-L F1 of a summary, in [0, 1], as in the package rouge 1.0.1; 0 if either text is empty.
 
-    Sentences end at full stops. Of each sentence of the answer, the distinct words on a longest common subsequence with
-    any sentence of the prediction count, once in the whole, as shares of both texts' distinct words (Lin, ROUGE, 2004,
-    section 3.2, summary level).
+    Sentences end at full stops. For each sentence of the answer, the distinct words on a longest common subsequence
+    with any sentence of the prediction count, once in total, as shares of both texts' distinct words (Lin, ROUGE,
+    2004, section 3.2, summary level).
     """
     said, right = _sentences(prediction), _sentences(answer)
     if not said or not right:
@@ -139,12 +139,12 @@ def rouge_l(prediction: str, answer: str) -> float:
 
 def _sentences(text: str) -> list[list[str]]:
     """Split a text at full stops into sentences, each a list of its words."""
-    # A sentence of spaces alone is one of an empty word, as in the package.
+    # A sentence of only spaces has one empty word, as in the package.
     return [" ".join(each.split()).split(" ") for each in text.split(".") if each]
 
 
 def _common(right: list[str], said: list[str]) -> list[str]:
-    """List of the words of two sentences' longest common subsequence, last word first; ties as in the package rouge."""
+    """List the words of two sentences' longest common subsequence, last word first; ties as in the package rouge."""
     table = [[0] * (len(said) + 1)]
     for mine in right:
         above, row = table[-1], [0]
@@ -164,7 +164,7 @@ def _common(right: list[str], said: list[str]) -> list[str]:
 
 
 def rouge_l_of_lines(prediction: str, answer: str) -> float:
-    """ROUGE-Lsum F1, in [0, 1], by the package rouge-score: no stemming, each line a sentence; needs `jaxkv[eval]`."""
+    """ROUGE-Lsum F1, in [0, 1], from package rouge-score: no stemming, each line a sentence; needs `jaxkv[eval]`."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ImportError:
@@ -177,9 +177,9 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / n if the answer is among the n class names in the prediction (not counting parts of the answer), else 0."""
+    """1 / n if the answer is among the n class names in the prediction (without parts of the answer), else 0."""
     named = [each for each in classes if each in prediction]
-    # As in the official code: removing from the list during iteration skips the element after each removed one.
+    # As in the official code: removal during iteration skips the element after each removed one.
     for each in named:
         if each in answer and each != answer:
             named.remove(each)
@@ -187,7 +187,7 @@ def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
 
 
 def share_of_numbers(prediction: str, number: str) -> float:
-    """Share in [0, 1] of the prediction's numbers (runs of digits) that equal `number`; 0 if it has no number."""
+    """Share in [0, 1] of the prediction's numbers (runs of digits) that equal `number`; 0 without numbers."""
     numbers = re.findall(r"\d+", prediction)
     return numbers.count(number) / len(numbers) if numbers else 0.0
 
@@ -200,8 +200,8 @@ def paragraph(prediction: str, answer: str) -> float:
 def line_of_code(prediction: str, answer: str) -> float:
     """Similarity (difflib) in [0, 1] of the answer and the prediction's first line without a backtick, "#" or "//".
 
-    fuzzywuzzy's ratio without python-Levenshtein, which LongBench does not ask for: difflib's, in whole hundredths.
-    RapidFuzz gives another one, by edit distance.
+    This is fuzzywuzzy's ratio without python-Levenshtein, which LongBench does not require: difflib's ratio, rounded to
+    hundredths. RapidFuzz computes another ratio, by edit distance.
     """
     lines = prediction.lstrip("\n").split("\n")
     line = next((each for each in lines if not any(mark in each for mark in ("`", "#", "//"))), "")
@@ -215,12 +215,12 @@ def first_number(prediction: str, answer: str) -> float:
 
 
 def among_words(prediction: str, answer: str) -> float:
-    """1 if the answer is one of the prediction's words, which spaces and punctuation separate, else 0."""
+    """1 if the answer is one of the prediction's words, separated by spaces and punctuation, else 0."""
     return float(answer in _apart(prediction, _MARKS).split())
 
 
 def among_names(prediction: str, answer: str) -> float:
-    """1 if the answer, which is in capitals, is one of the prediction's words, whatever their case, else 0."""
+    """1 if the answer, in capitals, is one of the prediction's words in any case, else 0."""
     return among_words(prediction.strip().upper(), answer)
 
 
@@ -233,7 +233,7 @@ def last_number(prediction: str, answer: str) -> float:
 def found_number(prediction: str, answer: str) -> float:
     """1 if the first number in the prediction equals the number that the answer gives as JSON, else 0.
 
-    The official function fails on a fraction where a whole number is right: that is 0 here.
+    The official function fails on a fraction if the right number is whole: the score is 0 here.
     """
     found, right = re.search(r"\d+\.\d+|\d+", prediction), json.loads(answer)
     if found is None:
@@ -249,14 +249,14 @@ def values_in_a_row(prediction: str, answer: str) -> float:
     Signs do not count, as in the official function.
     """
     right = json.loads(answer)
-    # A model that repeats itself may sample more digits than Python converts to an int: no number.
+    # A repetitive model may sample more digits than Python converts to an int: not a number.
     said = [_number(each) for each in re.findall(r"[0-9]+", prediction)]
     wrong = (at for at, value in enumerate(right) if at >= len(said) or said[at] != value)
     return next(wrong, len(right)) / len(right)
 
 
 def faulty_function(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction begins with the right letter ("B.") or has it or the name after "is:", "answer:"; else 0."""
+    """1 if the prediction starts with the right letter ("B."), or has it or the name after "is:", "answer:"; else 0."""
     name, letter = answers
     said = prediction.strip()
     if said[:2] in (f"{letter}.", f"{letter}:"):
@@ -270,7 +270,7 @@ def faulty_function(prediction: str, answers: Sequence[str]) -> float:
 
 
 def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the option given first, else after "answer is", else as first lone letter A to D, is right; else 0."""
+    """1 if the first option, else the one after "answer is", else the first lone letter A to D, is right; else 0."""
     said = prediction.strip()
     if not said:
         return 0.0
@@ -282,23 +282,23 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
     behind = _behind(said, ("answer is:", "answer:", "answer is", "option is"))
     if behind is not None:
         return float(behind.startswith(tuple(answers)))
-    # "AB" is a part of "ABCD" and taken for a letter, as in the official function.
+    # "AB" is a part of "ABCD" and counts as a letter, as in the official function.
     return float(next((word for word in said.split() if word in LETTERS), "") in answers)
 
 
 def _behind(said: str, prefixes: Sequence[str]) -> str | None:
-    """Text after the first of `prefixes` found and one more character (NUL if none is left); None if none is found."""
+    """Return the text after the first found prefix and one more character (NUL if empty); None without a prefix."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 
 
 def _apart(text: str, marks: str) -> str:
-    """The text with a space in place of each character in `marks`."""
+    """Replace each character of `marks` by a space."""
     return text.translate(str.maketrans(marks, " " * len(marks)))
 
 
 def _number(word: str) -> int | None:
-    """Integer that a word spells, or None if it spells none."""
+    """Parse an integer; None if the word is not one."""
     try:
         return int(word)
     except ValueError:

@@ -1,4 +1,4 @@
-"""The task `needle`: a needle in a haystack over lengths and depths, the papers' heat map."""
+"""The task `needle`: a needle in a haystack over lengths and depths, for the papers' heat maps."""
 
 import bisect
 import dataclasses
@@ -15,8 +15,8 @@ from jaxkv.evals.ruler.wording import Wording, sentences
 from jaxkv.evals.task import Sample, task
 from jaxkv.loading import LanguageModel
 
-# Kamradt's, in the template of PyramidKV's authors (run_needle_in_haystack.py) but for its marks of a chat. Theirs
-# gives no first words, and models of 100M parameters then answer nothing: the prefix gives them, as RULER does.
+# Kamradt's, in the template of PyramidKV's authors (run_needle_in_haystack.py) without its chat markers. The prefix is
+# an addition, as in RULER: without first words of the answer, models of 100M parameters answer nothing.
 NEEDLE = "The best thing to do in San Francisco is eat a sandwich and sit in Dolores Park on a sunny day."
 PREFIX = "Answer: The best thing to do in San Francisco is"
 ANSWER = "eat a sandwich and sit in Dolores Park on a sunny day."
@@ -29,10 +29,10 @@ _ASKED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Story(Recipe):
-    """Recipe (it makes prompts) for one sentence, the needle, hidden in a text; haystack sizes are numbers of words.
+    """Recipe of prompts that hide one sentence, the needle, in a text; haystack sizes are numbers of words.
 
     Attributes:
-        depth: depth of the needle in the text, in [0, 1]; it stands at the last end of a sentence before it.
+        depth: depth of the needle in the text, in [0, 1]; it is placed at the last end of a sentence before it.
     """
 
     depth: float
@@ -58,19 +58,19 @@ class Story(Recipe):
 class Needle(MadeTask):
     """Task: find one sentence in a long text, over lengths and depths, as in the papers' needle heat maps.
 
-    The official wording is Kamradt's sentence and question in the template of PyramidKV's authors; a score is the share
-    of the answer's distinct words in the prediction, as their maps show: common words such as "a" and "in" give
-    some wrong answers a third. The small wording is RULER's needle among sentences made of a few hundred words, and
-    its number has to occur in the prediction. Lengths count template, question and answer.
+    The official wording is Kamradt's sentence and question in the template of PyramidKV's authors. As in their maps, a
+    score is the share of the answer's distinct words in the prediction: common words such as "a" and "in" give some
+    wrong answers a third. The small wording is RULER's needle among sentences of a few hundred words, and its number
+    has to occur in the prediction. Lengths include template, question and answer.
 
     Attributes:
-        lengths: tokens of prompts, answer and chat template included; by default those of 512, 1024, 2048 and 4096
-            that are within the model's positions.
-        depths: places of the needle, from 0, the beginning, to 1, the end.
-        count: samples for each length and depth; all but the first take the text from a random word on.
+        lengths: tokens of prompts, with answer and chat template; by default those of 512, 1024, 2048 and 4096
+            within the model's positions.
+        depths: depths of the needle, from 0, the beginning, to 1, the end.
+        count: samples per length and depth; all but the first start the text at a random word.
         wording: "official", or "small" for models that know a few hundred words.
-        haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
-        new_tokens: tokens of an answer in the official wording; only its first line is scored.
+        haystack: text file for the haystacks of the official wording (default: a novel of 1851).
+        new_tokens: maximum tokens of an answer in the official wording; only its first line is scored.
         seed: seed of all random choices.
 
     References:
@@ -86,11 +86,11 @@ class Needle(MadeTask):
     def __post_init__(self):
         super().__post_init__()
         fits = all(0 <= each <= 1 for each in self.depths)
-        require(fits, "depths", self.depths, "name shares from 0 to 1")
+        require(fits, "depths", self.depths, "out of range: use shares from 0 to 1")
         self.require_least(1, "new_tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make a list of needle-in-a-haystack samples, `count` for each prompt length and needle depth."""
+        """Make a list of needle-in-a-haystack samples, `count` per prompt length and needle depth."""
         lengths = self.lengths_for(params)
         wording, count, made = self.words(), counter(params), list[Sample]()
         for length in lengths:
@@ -109,7 +109,7 @@ class Needle(MadeTask):
         return len(wanted & set(line.lower().split())) / len(wanted)
 
     def _recipe(self, wording: Wording, depth: float) -> Recipe:
-        """Recipe (it makes prompts) with the needle at `depth`, 0 to 1: `Story`, or `Needles` for the small wording."""
+        """Return the recipe for a needle at `depth`, 0 to 1: `Story`, or `Needles` for the small wording."""
         if wording.name == "small":
             return Needles(wording=wording, new_tokens=8, haystack="essay", depth=depth)
         return Story(wording=wording, new_tokens=self.new_tokens, depth=depth)

@@ -19,26 +19,26 @@ from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import host
 from jaxkv.text.prompts import Encoded
 
-# Most points of a curve.
+# Maximum number of points of a curve.
 _POINTS = 128
 
 
 @task("loss")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Loss(Task):
-    """Task: loss of true text after compressed prompts (D2O, table 6, figure 6, of PG-19), in nats a token.
+    """Task: loss of true text after compressed prompts (D2O, table 6, figure 6, on PG-19), in nats per token.
 
-    A text's first tokens are prefilled, then its true tokens are read one by one, as if they had been sampled: policies
-    that drop a row for every new one do so, and with `every=n` caches are recompressed. A token's loss is
-    measured on the logits before it is read. The curve shows the mean loss up to each position behind the prefix; rows
-    are those held at the end. A text may be shorter than prefix and tokens: the prefix then is, but not below the
-    number of tokens.
+    The first tokens of a text are prefilled, then its true tokens are read one by one, as if they were sampled:
+    policies that evict an entry for every new one do so, and with `every=n` caches are recompressed. The loss of a
+    token is measured on the logits before it is read. The curve shows the mean loss up to each position after the
+    prefix; entries are counted at the end. A text may be shorter than prefix and tokens: the prefix is then shortened,
+    but not below the number of tokens.
 
     Attributes:
-        data: a text, a folder of texts (.txt, as PG-19 has them), or a file of lines of JSON with a "text"; by default
-            eight documents in the public domain, speeches and chapters of about 5,000 tokens.
+        data: a text file, a folder of .txt files (as PG-19 has them), or a file of JSON lines with a "text" (default:
+            eight documents in the public domain, speeches and chapters of about 5,000 tokens).
         count: number of texts, from the first on; 0 for all.
-        prefix: number of tokens prefilled; 64 for a curve over a text's whole length.
+        prefix: number of prefilled tokens; 64 for a curve over the length of a text.
         tokens: number of tokens after the prefix whose loss is measured.
     """
 
@@ -57,14 +57,14 @@ class Loss(Task):
         self.require_least(1, "prefix", "tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make a list of one sample per text, longest first; ValueError for texts, or a model, of too few tokens."""
+        """Make one sample per text, longest first; ValueError for texts, or a model, of too few tokens."""
         texts, most = texts_of(self.data, self.count), params.config.max_positions
         need, text = self.tokens + min(self.prefix, self.tokens), params.tokenizer
         lengths = {title: len(text.encode(each, bos=True)) for title, each in texts.items()}
         short = {title: length for title, length in lengths.items() if min(length, most) < need}
-        remedy = f"with a prefix {need} are needed, and there are less in {short}, or the model's {most} positions"
+        remedy = f"with a prefix {need} are needed, but {short}, or the model's {most} positions, have less"
         require(not short, "tokens", self.tokens, f"{remedy}: lower it, or leave texts out")
-        # Texts of like lengths run in one batch, which has the shape of its longest.
+        # Texts of similar lengths run in one batch, which has the shape of its longest text.
         order = sorted(texts, key=lambda title: -min(lengths[title], self.prefix + self.tokens))
         return [
             Sample(
@@ -80,7 +80,7 @@ class Loss(Task):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
-        """Read texts token by token after a prefix; list of an `Outcome` each: mean loss, curve, rows and bytes."""
+        """Read texts token by token after a prefix; return an `Outcome` each: mean loss, curve, entries and bytes."""
         prefixes, after = zip(*(self._parts(params, each) for each in samples), strict=True)
         told = np.asarray(after, np.int32)
         found = losses_of(params, policy, prefixes, told, seed=how.seed)
@@ -102,18 +102,18 @@ class Loss(Task):
         ]
 
     def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
-        """Ids of the prefix."""
+        """Return the ids of the prefix."""
         return self._parts(params, sample)[0]
 
     def _parts(self, params: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]:
-        """Ids of a text's prefix, as many as text and positions have room for, and of the tokens after it."""
+        """Return the ids of a text's prefix, as long as text and positions allow, and of the tokens after it."""
         ids = params.tokenizer.encode(sample.context, bos=True)
         end = min(self.prefix, min(len(ids), params.config.max_positions) - self.tokens)
         return ids[:end], ids[end : end + self.tokens]
 
 
 class Read(NamedTuple):
-    """Result of `losses_of`: losses in nats, rows per kv head and layer `before` and after them, bytes at the end."""
+    """Result of `losses_of`: losses in nats, entries per kv head and layer `before` and after, bytes at the end."""
 
     losses: Float[np.ndarray, "B T"]
     before: Float[np.ndarray, " B"]
@@ -129,7 +129,7 @@ def losses_of(
     *,
     seed: int = 0,
 ) -> Read:
-    """`Read` with losses [B, T] in nats of the ids `after` prefixes, read one by one over their compressed cache."""
+    """Compute losses [B, T] in nats of the ids `after` prefixes, read one by one over their compressed cache."""
     session = Session(params, policy, key=seed)
     cache = session.prefill([list(each) for each in prefixes], new=after.shape[1])
     before = cache.kept.mean(axis=(0, 2))
@@ -141,9 +141,9 @@ def losses_of(
 def read_on(
     session: Session, cache: KVCache, after: Sequence[Sequence[int]], *, donate: bool = True
 ) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"], KVCache]:
-    """Losses [B, T] in nats of ids read one by one over a cache, True where greedy decoding samples them; the cache then.
+    """Read ids one by one over a cache; return losses [B, T] in nats, a mask of greedy tokens, and the cache.
 
-    Where a sequence has ended, its loss is 0, and True. A cache of one sequence is read by all.
+    After the end of a sequence, its loss is 0 and its mask True. A cache of one sequence is shared by all.
     """
     told = Encoded(ids=list(map(list, after)), single=False, turns=(Turn.RAW,) * len(after))
     longest, found = int(told.lengths.max()), []
@@ -162,7 +162,7 @@ def read_on(
 
 
 def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
-    """New cache after reading one more token (or none) per sequence, as in decoding: may evict rows, or recompress."""
+    """Read one more token (or none) per sequence, as in decoding, and return the cache; may evict or recompress."""
     cache = session.extend(cache, ids, chunk=1, donate=donate)
     period = session.policy.parts().every
     return session.compress_again(cache, headroom=period) if period else cache
@@ -172,6 +172,6 @@ def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache
 def _of_token(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Arrays [B] from logits [B, V]: loss in nats of one token per sequence, and True where it is the likeliest."""
+    """Return the loss [B] in nats of one token per sequence, and where it is the most likely, from logits [B, V]."""
     value = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
     return -value, logits.argmax(axis=1) == tokens

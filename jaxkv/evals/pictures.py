@@ -1,4 +1,4 @@
-"""Pictures of an evaluation: scores against budgets, bytes and lengths, maps of length and depth, curves."""
+"""Plots of an evaluation: scores over budgets, bytes and lengths, maps of length and depth, curves."""
 
 import importlib.util
 import re
@@ -16,13 +16,13 @@ _MOST_BINS = 25
 
 
 def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
-    """Dict {file name: image bytes} of every plot that an evaluation has numbers for, in each of the file formats.
+    """Draw every plot that an evaluation has numbers for, in each file format; return image bytes by file name.
 
-    Names are `scores`, `bytes`, `lengths` and `map`, and `curve_` before those of the entries of `Record.figures` that
-    are lists of numbers.
+    Names are `scores`, `bytes`, `lengths` and `map`, and `curve_` with the name of each list of numbers in
+    `Record.figures`.
     """
     records, figures, found = evaluation.records, dict[str, Any](), dict[str, bytes]()
-    # A "$" in a row's name must not start a formula.
+    # A "$" in the name of a row must not start a formula.
     with drawing().rc_context({"text.parse_math": False}):
         figures["scores"] = _scores(evaluation)
         if None not in {record.nbytes for record in records}:
@@ -44,14 +44,14 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
 
 
 def _factor(evaluation: Evaluation) -> int:
-    """Factor that plots multiply scores by: 100 for shares, 1 for other units."""
+    """Factor of plotted scores: 100 for shares, 1 for other units."""
     return 100 if evaluation.run.unit == "%" else 1
 
 
 def _scores(evaluation: Evaluation, *, by_bytes: bool = False) -> Any:
-    """Figure of score against budget, or against MB: a line per policy through its budgets.
+    """Plot scores over budgets, or over MB, with a line per policy through its budgets.
 
-    A policy without a budget has a horizontal line. A budget given as a share stands at the rows that were kept.
+    A policy without a budget is a horizontal line. A budget given as a share is plotted at the kept entries.
     """
     budgets = {record.policy: record.budget for record in evaluation.records}
     factor, lines = _factor(evaluation), dict[str, list[tuple[Any, Cell]]]()
@@ -79,12 +79,12 @@ def _scores(evaluation: Evaluation, *, by_bytes: bool = False) -> Any:
         axes.errorbar(xs, ys, yerr=errors, capsize=2, **look)
         ticks |= {*xs}
     if by_bytes:
-        axes.set_xlabel("MB of rows kept")
+        axes.set_xlabel("MB of kept entries")
     else:
         axes.set_xscale("log", base=2)
         axes.set_xticks(sorted(ticks), [f"{tick:,.0f}" for tick in sorted(ticks)])
         axes.minorticks_off()
-        axes.set_xlabel("budget, rows per kv head and layer; bars are 95% intervals")
+        axes.set_xlabel("budget, entries per kv head and layer; bars are 95% intervals")
     axes.set_ylabel(evaluation.run.unit)
     figure.legend(*axes.get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure
@@ -95,14 +95,14 @@ def _lines(
     across: str,
     up: str,
 ) -> Any:
-    """Figure of one panel with these lines."""
+    """Plot these lines in a figure of one panel."""
     figure = sheet(9.0, 5.1)
     draw_lines(figure, lines, across=across, up=up)
     return figure
 
 
 def _lengths(evaluation: Evaluation) -> Any:
-    """Figure of mean score against the samples' prompt length (their tag), one line per row of the table."""
+    """Plot the mean score over the prompt length (tag of the samples), with one line per row of the table."""
     lines = {}
     for policy in evaluation.policies:
         means = [evaluation.cell(policy, length=length).mean for length in evaluation.lengths]
@@ -111,11 +111,11 @@ def _lengths(evaluation: Evaluation) -> Any:
 
 
 def _map(evaluation: Evaluation) -> Any:
-    """Figure of heat maps, one per row of the table: mean score by length (across) and depth (downwards)."""
+    """Plot one heat map per row of the table: mean score by length (across) and depth (downwards)."""
     lengths, depths = (
         sorted({record.tags[name] for record in evaluation.records}) for name in ("length", "depth")
     )
-    if len(depths) > _MOST_BINS:  # depths were sampled at random: ten bins
+    if len(depths) > _MOST_BINS:  # random depths: ten bins
         depths = [at / 10 for at in range(10)]
     maps = {}
     for policy in evaluation.policies:
@@ -138,7 +138,7 @@ def _map(evaluation: Evaluation) -> Any:
 
 
 def _curve(evaluation: Evaluation, *, name: str) -> Any:
-    """Picture of a `Record.figures` entry by position, a line per policy: samples' mean; losses as running mean."""
+    """Plot the samples' mean of a `Record.figures` list over positions, a line per policy; losses as running mean."""
     lines = {}
     for policy in evaluation.policies:
         figures = [record.figures for record in evaluation.of(policy)]
@@ -146,8 +146,8 @@ def _curve(evaluation: Evaluation, *, name: str) -> Any:
         ys = np.mean([each[name][:count] for each in figures], axis=0)
         xs = np.asarray(figures[0].get("positions", range(1, count + 1)))[:count]
         if name == "losses":
-            # Positions stand at the ends of intervals, of which the last may be a shorter one.
+            # Positions are the ends of intervals, and the last interval may be shorter.
             wide = np.diff(xs, prepend=2 * xs[0] - xs[1])
             ys = np.cumsum(ys * wide) / np.cumsum(wide)
         lines[policy] = xs, ys
-    return _lines(lines, "position", f"{name}, mean of those so far" if name == "losses" else name)
+    return _lines(lines, "position", f"{name}, running mean" if name == "losses" else name)

@@ -1,4 +1,4 @@
-"""The tasks `longbench` and `infinitebench`: rows of JSONL files, as prompts cut to a model's length."""
+"""The tasks `longbench` and `infinitebench`: rows of JSONL files as prompts, truncated to a model's length."""
 
 import dataclasses
 import functools
@@ -16,35 +16,35 @@ from jaxkv.evals.task import Sample, task
 from jaxkv.evals.texts import json_lines, rows_of_file, shipped
 from jaxkv.loading import LanguageModel
 
-# Cut texts, joined and tokenized again, may take a few tokens more than their parts.
+# Truncated texts, joined and tokenized again, may have a few tokens more than their parts.
 _SPARE = 16
 _LEAST = 64
 
 
 @functools.cache
 def table(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """Dict {part name: its "prompt" template, "new_tokens" and "metric"} of a benchmark, read from a packaged file.
+    """Read a benchmark's table: "prompt" template, "new_tokens" and "metric" of each part, by name.
 
-    Where they are true it has "raw" (few-shot examples, or code to be continued, which a chat template would disturb),
-    "first_line" (models continue with another example: the answer is the first line), "choice" and "number" (kinds of
-    answers), "first_label" (the official functions use the first label alone).
+    Optional flags are "raw" (few-shot examples, or code to continue, which a chat template would disturb), "first_line"
+    (models continue with another example, so the answer is the first line), "choice" and "number" (kinds of answers),
+    and "first_label" (the official functions use only the first label).
     """
     return json.loads(shipped(f"data/{name}.json"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredTask(QuestionTask):
-    """Base of benchmarks read from files; each part has rows, and a prompt template and metric in its `table`.
+    """Base class of benchmarks read from files; each part has rows, and a prompt template and metric in its `table`.
 
     Attributes:
-        data: folder with the official files; by default they are fetched from the hub.
+        data: folder with the official files; by default they are downloaded from the hub.
         tasks: parts of the benchmark; by default all.
-        count: samples of each part, from its beginning; 0 for all.
-        longest: most tokens of a prompt; longer ones lose their middle; 0 for what the model's positions leave.
-        new_tokens: tokens of an answer; 0 for the official number of each part.
+        count: samples per part, from its beginning; 0 for all.
+        longest: maximum tokens of a prompt, whose middle is cut; 0 for the limit of the model's positions.
+        new_tokens: maximum tokens of an answer; 0 for the official number of each part.
         benchmark: name of the benchmark's `table`.
         repo: owner and name of the data set on the Hugging Face hub.
-        file: file there of each part, whose name stands for "{name}"; an archive has them as `member`.
+        file: file in `repo` of each part, with the part's name as "{name}"; in an archive, parts are its `member`s.
     """
 
     data: str | None = None
@@ -62,14 +62,14 @@ class StoredTask(QuestionTask):
         super().__post_init__()
         known = table(self.benchmark)
         for name in self.tasks:
-            require(name in known, "tasks", name, f"choose among {', '.join(known)}")
+            require(name in known, "tasks", name, f"unknown part: use some of {', '.join(known)}")
         self.require_least(0, "count", "longest", "new_tokens")
-        remedy = f"give {_LEAST} or more, of which half stay from either end, or 0"
+        remedy = f"too small: use {_LEAST} or more, half for each end of the prompt, or 0"
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Make a list of samples of the benchmark's chosen parts: the first `count` rows of each file (0: all)."""
-        # Missing files are reported before hours of tokenizing.
+        # Files are checked first, because tokenizing may take hours.
         rows = {name: self._rows(name) for name in self.tasks or table(self.benchmark)}
         made = []
         for name, mine in rows.items():
@@ -77,23 +77,23 @@ class StoredTask(QuestionTask):
                 try:
                     made.append(self._sample(params, name, number, row))
                 except (LookupError, TypeError) as error:
-                    remedy = f"is it the official file ({error!r})?"
+                    remedy = f"not a row of the official file ({error!r}): check the file"
                     raise invalid("data", f"{name}, row {number}", remedy) from None
         return made
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of the right answers in a row of benchmark part `name`, as texts that the part's metric takes."""
+        """Return the right answers in a row of benchmark part `name`, as texts for the part's metric."""
         answers = row["answers"]
         if isinstance(answers, str):
             raise TypeError("answers are a text, not a list")
         return tuple(answers)
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
-        """Dict {field: text} for the prompt template of benchmark part `name`, from a row; without the context."""
+        """Return texts by field for the prompt template of benchmark part `name`, from a row, without the context."""
         return {"question": row["input"], "input": row["input"]}
 
     def score(self, sample: Sample, prediction: str) -> float:
-        """Score in [0, 1] by the official metric of the sample's part; the highest over its answers, if several."""
+        """Score in [0, 1] by the official metric of the sample's part; the highest over its answers."""
         part = table(self.benchmark)[sample.group]
         measure = getattr(metrics, part["metric"])
         if part.get("choice"):
@@ -104,7 +104,7 @@ class StoredTask(QuestionTask):
         return max((measure(prediction, answer, **given) for answer in sample.answers), default=0.0)
 
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        """Rows of the part's file in the folder `data`, or from the hub; FileNotFoundError says what to put where."""
+        """Read the rows of a part's file in the folder `data`, or from the hub; FileNotFoundError if missing."""
         if self.data is not None:
             path = Path(self.data).expanduser() / f"{name}.jsonl"
             return rows_of_file(path, ("context", "input"), self.count)
@@ -113,11 +113,11 @@ class StoredTask(QuestionTask):
         file = self.file.format(name=name)
         try:
             path = Path(hf_hub_download(self.repo, file, repo_type="dataset"))
-        # The hub's client lets through its own errors and those of whichever HTTP library it was built on.
+        # The hub's client raises its own errors and those of its HTTP library.
         except Exception as error:
             raise FileNotFoundError(
-                f"data=None: {name} could not be fetched from the hub ({type(error).__name__}): download "
-                f"https://huggingface.co/datasets/{self.repo}, and give its folder with {name}.jsonl as data"
+                f"data=None: {name} could not be downloaded from the hub ({type(error).__name__}): download "
+                f"https://huggingface.co/datasets/{self.repo}, and use its folder with {name}.jsonl as data"
             ) from error
         if not self.member:
             return rows_of_file(path, ("context", "input"), self.count)
@@ -127,7 +127,7 @@ class StoredTask(QuestionTask):
     def _sample(
         self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]
     ) -> Sample:
-        """Make the `Sample` of row `number` of a benchmark part, its prompt cut to the model's length."""
+        """Make the `Sample` of row `number` of a benchmark part, its prompt truncated to the model's length."""
         part, fields = table(self.benchmark)[name], self.fields_of(name, row)
         # Texts of fields may contain braces.
         before, after = (
@@ -154,20 +154,21 @@ class StoredTask(QuestionTask):
 def _fitted(
     params: LanguageModel, before: str, after: str, *, new_tokens: int, longest: int, raw: bool
 ) -> tuple[str, str, int]:
-    """Context text, question text, token count; cuts the middle of prompts over `longest`; ValueError if none can fit.
+    """Return context text, question text and token count; cut the middle of prompts over `longest`.
 
-    `longest` is the most tokens of the prompt, 0 for what the model's positions leave beside `new_tokens`.
+    `longest` is the maximum of prompt tokens, 0 for the positions that `new_tokens` leave. Raises ValueError if no
+    prompt fits.
     """
     text = params.tokenizer
     around = "" if raw or not text.has_template else text.turns.opening + text.turns.closing
     room = params.config.max_positions - new_tokens - len(text.encode(around, bos=True))
     ids = text.encode(before + after, bos=True)
     if longest:
-        remedy = f"the model's positions leave {room} beside {new_tokens} of the answer and the chat template"
-        require(min(len(ids), longest) <= room, "longest", longest, f"{remedy}: give less, or 0")
+        remedy = f"the model's positions leave {room}, with {new_tokens} for the answer and the chat template"
+        require(min(len(ids), longest) <= room, "longest", longest, f"{remedy}: lower it, or use 0")
     else:
         longest = room - _SPARE
-        remedy = f"the model's {params.config.max_positions} positions leave no prompt beside them: draw fewer tokens"
+        remedy = f"the model's {params.config.max_positions} positions leave none for a prompt: sample fewer tokens"
         require(longest >= _LEAST, "new_tokens", new_tokens, remedy)
     if len(ids) <= longest:
         return before, after, len(ids)
@@ -182,16 +183,16 @@ def _fitted(
 class LongBench(StoredTask):
     """Task LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
 
-    A question-agnostic run keeps from the policy the text after the document in the official prompt, such as the
+    A question-agnostic run hides from the policy the text after the document in the official prompt, such as the
     question; the text before the document never names the question.
 
     Attributes:
-        data: folder with the official files, such as narrativeqa.jsonl; by default they are fetched from the hub.
-        tasks: data sets, such as ("hotpotqa", "lcc"); by default all 16.
-        count: samples of each, from its beginning; 0 for all.
-        longest: most tokens of a prompt; longer ones lose their middle; 0 for what the model's positions leave. The
-            official figures have 3500 for models of 4096 positions, 7500 for 8192 and 31500 for 32768.
-        new_tokens: tokens of an answer; 0 for the official number of each data set.
+        data: folder with the official files, such as narrativeqa.jsonl (default: downloaded from the hub).
+        tasks: data sets, such as ("hotpotqa", "lcc") (default: all 16).
+        count: samples per data set, from its beginning; 0 for all.
+        longest: maximum tokens of a prompt, whose middle is cut; 0 for the limit of the model's positions. The
+            official figures use 3500 for models of 4096 positions, 7500 for 8192 and 31500 for 32768.
+        new_tokens: maximum tokens of an answer; 0 for the official number of each data set.
     """
 
     benchmark = "longbench"
@@ -203,23 +204,23 @@ class LongBench(StoredTask):
 class InfiniteBench(StoredTask):
     """Task InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
 
-    Prompts are the official ones for open models (those of YaRN-Mistral, Yi and ChatGLM3), which begin the answer and
-    have no chat template. A question-agnostic run keeps from the policy the text after the document; the official
-    prompts of math_find and code_run name the question before the document, too.
+    Prompts are the official ones for open models (YaRN-Mistral, Yi and ChatGLM3), which begin the answer and have no
+    chat template. A question-agnostic run hides from the policy the text after the document; the official prompts of
+    math_find and code_run also name the question before the document.
 
     Attributes:
-        data: folder with the official files, such as passkey.jsonl; by default they are fetched from the hub.
-        tasks: names of files, such as ("passkey", "kv_retrieval"); by default all 12.
-        count: samples of each, from its beginning; 0 for all.
-        longest: most tokens of a prompt; longer ones lose their middle; 0 for what the model's positions leave.
-        new_tokens: tokens of an answer; 0 for the official number of each task, which is 30,000 of math_calc.
+        data: folder with the official files, such as passkey.jsonl (default: downloaded from the hub).
+        tasks: names of files, such as ("passkey", "kv_retrieval") (default: all 12).
+        count: samples per file, from its beginning; 0 for all.
+        longest: maximum tokens of a prompt, whose middle is cut; 0 for the limit of the model's positions.
+        new_tokens: maximum tokens of an answer; 0 for the official number of each task (30,000 for math_calc).
     """
 
     benchmark = "infinitebench"
     repo, file = "xinrongzhang2022/InfiniteBench", "{name}.jsonl"
 
     def fields_of(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
-        """Dict {placeholder: text} for the prompt template from a row: question, options, call."""
+        """Return texts by placeholder of the prompt template, from a row: question, options, call."""
         fields = super().fields_of(name, row)
         options = zip(metrics.LETTERS, row.get("options") or (), strict=False)
         fields |= {f"OPTION_{letter}": str(each) for letter, each in options}
@@ -232,7 +233,7 @@ class InfiniteBench(StoredTask):
         return fields
 
     def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Tuple of a row's right answers as texts: numbers as JSON, a choice as option and letter."""
+        """Return a row's right answers as texts: numbers as JSON, a choice as option and letter."""
         right, part = row["answer"], table(self.benchmark)[name]
         several = right if isinstance(right, list) else [right]
         if part.get("choice") and len(several) != 2:

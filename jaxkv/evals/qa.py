@@ -1,4 +1,4 @@
-"""The task `qa`: questions on one's own documents, from a file of JSON lines, scored against their right answers."""
+"""The task `qa`: questions on your own documents, from a file of JSON lines, scored against their right answers."""
 
 import dataclasses
 import re
@@ -26,22 +26,22 @@ _FORM = 'lines such as {"document": "...", "questions": [{"question": "...", "an
 @task("qa")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentQuestions(QuestionTask):
-    """Task: questions on your own documents, each answer scored against the right ones that the file gives.
+    """Task: questions on your own documents, each answer scored against the right ones in the file.
 
-    A line of the file is a document, "document" with its text or "file" with the path of a text beside the file, and
-    its "questions": each has a "question" and an "answer", or several right "answers", or "choices" and the "answer"
-    among them. A line may also have one "question" and "answer" itself. "id" names a document, "group" on a line or
-    question the row of the table by group. A question-agnostic run compresses each document once for all of its
-    questions in a batch.
+    A line of the file is a document: "document" with its text, or "file" with the path of a text relative to the file,
+    and its "questions". Each has a "question" and an "answer", or several right "answers", or "choices" and the
+    "answer" among them. A line may also have one "question" and "answer" itself. "id" names a document, "group" on a
+    line or question the row of the table by group. A question-agnostic run compresses each document once for all of
+    its questions in a batch.
 
     Attributes:
         data: file of JSON lines.
-        judge: score of an answer: "contains" (1 if a right answer occurs in it), "exact" (1 if its words are a right
-            answer's), "f1" (of words in common) or "rouge-l"; questions with choices score 1 for the right choice.
+        judge: score of an answer: "contains" (1 if a right answer occurs in it), "exact" (1 if its words are those of
+            a right answer), "f1" (of common words) or "rouge-l"; questions with choices score 1 for the right choice.
         count: number of documents, from the first on; 0 for all.
-        prompt: the prompt, in which {document} and {question} stand for their texts.
-        prefix: the answer's first words, which end the prompt.
-        new_tokens: most tokens of an answer.
+        prompt: prompt with {document} and {question} for their texts.
+        prefix: first words of the answer, which end the prompt.
+        new_tokens: maximum tokens of an answer.
     """
 
     data: str
@@ -53,15 +53,17 @@ class DocumentQuestions(QuestionTask):
 
     def __post_init__(self):
         super().__post_init__()
-        require(self.judge in JUDGES, "judge", self.judge, f"choose among {', '.join(JUDGES)}")
+        require(
+            self.judge in JUDGES, "judge", self.judge, f"unknown: use one of {', '.join(JUDGES)}"
+        )
         self.require_least(0, "count")
         self.require_least(1, "new_tokens")
         fields = re.findall(r"\{document\}|\{question\}", self.prompt)
-        remedy = "name {document}, and {question} behind it, once each"
+        remedy = "incomplete: use {document}, and {question} after it, once each"
         require(fields == ["{document}", "{question}"], "prompt", self.prompt, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """List of one sample per question, by document; ValueError if prompt plus answer exceed the positions."""
+        """Make one sample per question, by document; ValueError if prompt plus answer exceed the positions."""
         before, between, after = re.split(r"\{document\}|\{question\}", self.prompt)
         made, most = [], params.config.max_positions
         for name, text, questions in _documents(self.data, self.count):
@@ -78,7 +80,7 @@ class DocumentQuestions(QuestionTask):
                     tags=tags,
                 )
                 length = sum(map(len, ids_of(params.tokenizer, sample))) + self.new_tokens
-                remedy = f"it takes {length} tokens with its answer, and the model has {most} positions: shorten it"
+                remedy = f"it has {length} tokens with its answer, but the model {most} positions: shorten it"
                 require(length <= most, "data", sample.id, remedy)
                 made.append(sample)
         return made
@@ -101,17 +103,17 @@ class _Question(NamedTuple):
 
 
 def _documents(data: str, count: int) -> list[tuple[str, str, list[_Question]]]:
-    """Name, text and questions of each line of a file."""
+    """Read the name, text and questions of each line of a file."""
     path = Path(data).expanduser()
     found = []
     for number, row in enumerate(rows_of_file(path, (), count)):
         where = f"{data}, row {number + 1}"
         given, group = row.get("questions", [row]), row.get("group", "questions")
         fits = isinstance(given, list) and bool(given) and all(isinstance(x, dict) for x in given)
-        require(fits, "data", where, f'it has no list of "questions": give {_FORM}')
+        require(fits, "data", where, f'it has no list of "questions": use {_FORM}')
         questions = [_asked({"group": group, **each}, where) for each in given]
         name = str(row.get("id", f"{number:03d}"))
-        remedy = f'it needs one of "document" and "file": give {_FORM}'
+        remedy = f'it needs one of "document" and "file": use {_FORM}'
         require(("document" in row) != ("file" in row), "data", where, remedy)
         given = row["document"] if "document" in row else text_of_file(path.parent / row["file"])
         (text,) = _texts(given, "document", where)
@@ -120,7 +122,7 @@ def _documents(data: str, count: int) -> list[tuple[str, str, list[_Question]]]:
 
 
 def _asked(given: Mapping[str, Any], where: str) -> _Question:
-    """Question (`_Question`) of the file, parsed and checked; its choices, if any, are appended to its text by letter."""
+    """Parse a question of the file; its choices, if any, are appended to its text by letter."""
     (text,) = _texts(given.get("question"), "question", where)
     (group,) = _texts(given["group"], "group", where)
     answers = _texts(given.get("answers", given.get("answer")), "answers", where)
@@ -131,16 +133,16 @@ def _asked(given: Mapping[str, Any], where: str) -> _Question:
     meant = answers[0] if answers[0] in choices else letters.get(answers[0])
     fits = 2 <= len({*choices}) == len(choices) == len(letters)
     fits = fits and len(answers) == 1 and meant is not None
-    remedy = 'give 2 to 26 different "choices", and as "answer" one of them, or its letter'
+    remedy = 'invalid: use 2 to 26 different "choices", and as "answer" one of them, or its letter'
     require(fits, "data", where, remedy)
     listed = "\n".join(f"{letter}. {choice}" for letter, choice in letters.items())
     return _Question(f"{text}\n{listed}\nAnswer with the letter.", (str(meant),), choices, group)
 
 
 def _texts(given: Any, name: str, where: str) -> tuple[str, ...]:
-    """Tuple of a text, or a list of some, numbers made texts; rejects other values, empty texts and empty lists."""
+    """Return the texts of a text or a list, numbers as texts; reject other values, empty texts and empty lists."""
     several = given if isinstance(given, list) else [given]
     texts = [str(each) if type(each) in (int, float) else each for each in several]
     fits = all(isinstance(each, str) and each.strip() for each in texts)
-    require(bool(texts) and fits, "data", where, f'its "{name}" is {given!r:.60}: give {_FORM}')
+    require(bool(texts) and fits, "data", where, f'its "{name}" is {given!r:.60}: use {_FORM}')
     return tuple(texts)

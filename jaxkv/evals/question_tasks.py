@@ -1,4 +1,4 @@
-"""Tasks whose samples are questions: a model answers them over compressed caches, and a metric scores the answer."""
+"""Tasks whose samples are questions: a model answers them over compressed caches, and a metric scores the answers."""
 
 import abc
 import dataclasses
@@ -19,18 +19,18 @@ from jaxkv.text.tokenizer import Text, user
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QuestionTask(Task):
-    """Base of tasks whose answers are texts: a subclass defines `samples`, and `score` for a predicted text.
+    """Base class of tasks with text answers: a subclass defines `samples`, and `score` for a predicted text.
 
-    A question-agnostic run compresses a context once for all samples of a batch that have it.
+    A question-agnostic run compresses a context once for all samples of a batch that share it.
     """
 
     @abc.abstractmethod
     def score(self, sample: Sample, prediction: str) -> float:
-        """Return the score in [0, 1] of the text that a model predicted for one sample.
+        """Return the score in [0, 1] of the predicted text of one sample.
 
         Args:
             sample: the sample.
-            prediction: text that the model has sampled, without the sample's prefix.
+            prediction: text sampled by the model, without the sample's prefix.
 
         Returns:
             The score, a share in [0, 1].
@@ -39,7 +39,7 @@ class QuestionTask(Task):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
-        """Generate the answers to a batch of samples; return an `Outcome` per sample: score, text, rows and bytes."""
+        """Generate the answers to a batch of samples; return a scored `Outcome` per sample: text, entries and bytes."""
         drawn = asked(params, policy, samples, how)
         return [
             dataclasses.replace(each, score=self.score(sample, each.prediction))
@@ -47,17 +47,17 @@ class QuestionTask(Task):
         ]
 
     def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
-        """Ids of the prompt, or in a question-agnostic run of the context alone."""
+        """Return the ids of the prompt, or in a question-agnostic run of the context."""
         return _split(params, sample, how)[0]
 
 
 def ids_of(text: Text, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
-    """Token ids of a sample's context and of its question, as two lists; concatenated they are the prompt.
+    """Encode a sample's context and question as two lists of token ids, which together are the prompt.
 
     Args:
         text: the model's tokenizer.
         sample: the sample.
-        raw: True leaves the chat template out, as `Sample.raw` does.
+        raw: True to leave out the chat template, as `Sample.raw` does.
 
     Returns:
         The context's ids, with the template's opening; the question's, with the template's closing and the prefix.
@@ -76,22 +76,22 @@ def ids_of(text: Text, sample: Sample, *, raw: bool = False) -> tuple[list[int],
 def asked(
     params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
 ) -> list[Outcome]:
-    """Sample a model's answers to a batch of samples over compressed caches; return an unscored `Outcome` for each.
+    """Sample answers to a batch of samples over compressed caches; return an unscored `Outcome` for each.
 
-    Rows and bytes are those of the compressed tokens when the answer ends. Samples that compress the same tokens share
-    their cache.
+    Entries and bytes are those of the compressed tokens at the end of the answer. Samples that compress the same tokens
+    share their cache.
 
     Args:
         params: from `jaxkv.load`.
-        policy: the compression.
+        policy: compression policy.
         samples: the batch.
         how: settings of the run: question-agnostic or not, chat template, seed.
 
     Returns:
         One outcome per sample, in order, with a score of 0.
     """
-    # A sample without a question runs the same whether or not the run is question-agnostic.
-    # Answers of equal `new_tokens` are sampled together, so that no sample samples more tokens than it asks for.
+    # A sample without a question is the same in both settings.
+    # Answers of equal `new_tokens` are sampled together, so that no sample gets more tokens than it needs.
     kinds: dict[tuple[bool, int], dict[int, tuple[list[int], list[int]]]] = {}
     for number, sample in enumerate(samples):
         pair = _split(params, sample, how)
@@ -103,7 +103,7 @@ def asked(
 
 
 def _split(params: LanguageModel, sample: Sample, how: How) -> tuple[list[int], list[int]]:
-    """Ids of a sample that are compressed, and those that follow: of a question-agnostic run, its question's."""
+    """Return the ids of a sample that are compressed, and the ids after them: the question's if question-agnostic."""
     context, question = ids_of(params.tokenizer, sample, raw=how.raw)
     return (context, question) if how.agnostic else (context + question, [])
 
@@ -117,8 +117,8 @@ def _drawn(
     new: int,
     seed: int,
 ) -> dict[int, Outcome]:
-    """`Outcome` by sample number, from ids to compress and ids that follow, which all samples have, or none."""
-    # The first sample of each context and question: a batch may be filled up with copies.
+    """Return outcomes by sample number, from ids to compress and ids after them, which all samples have or none."""
+    # The first sample of each context and question: a batch may contain copies.
     asks: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     first = {
         number: asks.setdefault(tuple(context), {}).setdefault(tuple(question), number)
@@ -139,7 +139,7 @@ def _drawn(
             out = drawing([pairs[number][1] for number in rows], cache=cache)
         else:
             out = drawing(contexts, policy=policy)
-        # Rows beyond the limit belong to later tokens; a policy that drops a row for each new one has none.
+        # Entries beyond the limit belong to later tokens; a policy that evicts one for each new token has none.
         kept = np.minimum(host(out.cache.limit)[:, : len(rows)], out.cache.kept)
         for row, (number, completion) in enumerate(zip(rows, out, strict=True)):
             found[number] = Outcome(

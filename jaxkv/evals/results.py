@@ -1,7 +1,7 @@
 """Results of evaluations: the file `results.jsonl` of a folder, and `Evaluation`, read from one folder or more.
 
-The file's first line is the `Run`, what results depend on; every other is a `Record`, one sample under one policy.
-Lines are only appended, so that a run that was killed goes on after its last complete batch.
+The first line of the file is the `Run`, on which the results depend; every other line is a `Record`, one sample under
+one policy. Lines are only appended, so that a killed run resumes after its last complete batch.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from jaxkv._errors import require
 
 RESULTS = "results.jsonl"
 _FORMAT = 3
-# More lengths than these are the samples' own, not lengths that samples were made for.
+# Samples with more distinct lengths were not made for given lengths.
 _MOST_LENGTHS = 25
-# Shards, and machines with the same weights, may differ in these.
+# Fields in which shards, and machines with the same weights, may differ.
 _OWN = ("shard", "model", "devices")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """Settings that an evaluation's results depend on: task, model, batch and seed.
+    """Settings on which the results of an evaluation depend: task, model, batch and seed.
 
     Attributes:
         task: name of the task.
-        settings: the task's fields, as JSON values.
+        settings: fields of the task, as JSON values.
         unit: unit of scores: "%" for shares in [0, 1], or another such as "nats".
         higher: True if a higher score is better.
         model: name of the model.
@@ -42,14 +42,14 @@ class Run:
         dtype: dtype of weights and cache.
         agnostic: True if contexts were compressed before questions were seen.
         raw: True if the chat template was left out.
-        seed: seed of policies that uses random numbers.
-        batch: number of samples that run together.
+        seed: seed of policies that use random numbers.
+        batch: number of samples per batch.
         shard: `[i, n]` for the i-th of n shards; None for the whole evaluation.
-        samples: number of samples of the whole task.
+        samples: number of samples of the task.
         digest: hash of the samples.
         versions: versions of packages.
-        devices: kind of device and the mesh's sizes.
-        format: version of the file's format.
+        devices: kind of device, and sizes of the mesh.
+        format: version of the file format.
     """
 
     task: str
@@ -73,25 +73,25 @@ class Run:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """One line of `results.jsonl`: prediction, score, and tokens, rows and bytes of one sample under one policy.
+    """One line of `results.jsonl`: prediction, score, and tokens, entries and bytes of one sample under one policy.
 
     Attributes:
-        policy: the row, such as "adakv@128".
+        policy: row of the table, such as "adakv@128".
         method: the policy's `repr`.
-        budget: the policy's budget; None keeps everything.
+        budget: the policy's budget; None keeps every entry.
         number: number of the sample in its task.
         id: id of the sample.
-        group: row of the table that the sample counts in.
-        tags: numbers and names that pictures are sampled over.
+        group: row of the table by group that counts the sample.
+        tags: numbers and names for plots.
         question: text of the prompt after its context.
-        prediction: the text sampled.
+        prediction: sampled text.
         answers: right answers.
-        score: as the task gives it.
-        tokens: number of tokens of the prompt; 0 if the task does not count them.
-        rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
-        nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
+        score: score from the task.
+        tokens: tokens of the prompt; 0 if the task does not count them.
+        rows: entries of the prompt kept per kv head and layer, on average; None if the task does not count them.
+        nbytes: bytes of these entries, on the device or in host memory; None if the task does not count them.
         figures: further numbers, and lists of numbers.
-        held: tokens of the first sample's prompt, and how many kv heads hold each after prefill; else None.
+        held: tokens of the first sample's prompt, and how many kv heads keep each after prefill; None for others.
     """
 
     policy: str
@@ -113,32 +113,32 @@ class Record:
 
 
 def dumped(value: Any) -> bytes:
-    """JSON of a value in UTF-8, with its line feed; ValueError for NaN and infinities, TypeError for other objects."""
+    """Encode a value as a line of JSON in UTF-8; ValueError for NaN and infinities, TypeError for other objects."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
-    # Half of a surrogate pair becomes JSON's own escape.
+    # Half of a surrogate pair is written as a JSON escape.
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 
 def _plain(value: Any) -> Any:
-    """Number or list of a numpy value, text of a path, dict of a mapping; TypeError for other objects."""
+    """Convert NumPy values to numbers or lists, paths to texts, mappings to dicts; TypeError for other objects."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else dict(value)
 
 
 def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
-    """Return `out` as a Path; ValueError for a file, or a folder of something else; write nothing."""
+    """Return `out` as a Path, without writing; ValueError for a file, or a folder with other contents."""
     path = Path(out).expanduser()
     inside = {each.name for each in path.iterdir()} - {".lock"} if path.is_dir() else set()
     fits = not path.is_file() and (not inside or RESULTS in inside)
-    other = "a file, or holds something else, such as an evaluation of an earlier version"
-    require(fits, name, str(out), f"it is {other}: give a new folder")
+    other = "a file, or contains other files, such as an evaluation of an earlier version"
+    require(fits, name, str(out), f"it is {other}: use a new folder")
     return path
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Context manager: makes the folder and locks it; ValueError if another process has locked it."""
+    """Context manager that creates a folder and locks it; ValueError if another process has locked it."""
     import filelock  # 50 ms
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -146,14 +146,14 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         held = lock.acquire()
     except filelock.Timeout:
-        remedy = "another process is at it: wait for its end, or give another folder"
+        remedy = "another process writes it: wait for its end, or use another folder"
         raise ValueError(f"out={str(folder)!r}: {remedy}") from None
     with held:
         yield
 
 
 def append(folder: Path, lines: bytes) -> None:
-    """Append lines to a locked folder's `results.jsonl`, and syncs it to disk."""
+    """Append lines to the `results.jsonl` of a locked folder, and sync it to disk."""
     with (folder / RESULTS).open("ab") as file:
         file.write(lines)
         file.flush()
@@ -161,9 +161,9 @@ def append(folder: Path, lines: bytes) -> None:
 
 
 def begin(folder: Path, run: Run) -> list[Record]:
-    """Record that a locked folder has; write `run` to a new one; ValueError for a folder of another run.
+    """Return the records of a locked folder, or write `run` to a new one; ValueError for a folder of another run.
 
-    An incomplete last line, of a run that was killed, is removed.
+    An incomplete last line, of a killed run, is removed.
     """
     path = folder / RESULTS
     data = path.read_bytes() if path.exists() else b""
@@ -175,13 +175,13 @@ def begin(folder: Path, run: Run) -> list[Record]:
     os.truncate(path, len(whole))
     there, records = _read(folder, "out")
     found = _differences(there, run, but=("model",))
-    remedy = "give it as it was, or another folder"
-    require(not found, "out", str(folder), f"another evaluation is there ({found}): {remedy}")
+    remedy = "use the same settings, or another folder"
+    require(not found, "out", str(folder), f"it has another evaluation ({found}): {remedy}")
     return records
 
 
 def _differences(one: Run, other: Run, but: Sequence[str]) -> str:
-    """Text such as "batch: 8 there, 4 asked for", for each field in which two runs differ; empty if in none."""
+    """Describe the fields in which two runs differ, such as "batch: 8 there, 4 here"; empty if none does."""
     pairs = []
     for run in (one, other):
         fields = json.loads(dumped(vars(run)))
@@ -189,24 +189,29 @@ def _differences(one: Run, other: Run, but: Sequence[str]) -> str:
         pairs.append(fields | {f"settings.{name}": value for name, value in settings.items()})
     first, second = pairs
     return "; ".join(
-        f"{name}: {shortened(str(first.get(name)))} there, {shortened(str(second.get(name)))} asked for"
+        f"{name}: {shortened(str(first.get(name)))} there, {shortened(str(second.get(name)))} here"
         for name in first | second
         if name not in but and first.get(name) != second.get(name)
     )
 
 
 def _read(folder: str | os.PathLike[str], field: str) -> tuple[Run, list[Record]]:
-    """`Run` and records of a folder's complete lines; ValueError if there are none, or a line was changed."""
+    """Read the `Run` and records of a folder's complete lines; ValueError without them, or for a changed line."""
     path = Path(folder).expanduser() / RESULTS
-    require(path.is_file(), field, str(folder), f"no evaluation lies there: no {RESULTS}")
+    require(
+        path.is_file(),
+        field,
+        str(folder),
+        f"no evaluation: it has no {RESULTS}: use another folder",
+    )
     head, *lines = path.read_bytes().split(b"\n")[:-1] or [b"{}"]
     try:
         run, records = Run(**json.loads(head)), [Record(**json.loads(line)) for line in lines]
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{field}={str(folder)!r}: {RESULTS} was changed ({error}): give another folder"
+            f"{field}={str(folder)!r}: {RESULTS} was changed ({error}): use another folder"
         ) from None
-    require(run.format == _FORMAT, field, str(folder), "of another version: give another folder")
+    require(run.format == _FORMAT, field, str(folder), "another format version: use another folder")
     return run, records
 
 
@@ -215,15 +220,15 @@ class Cell:
     """Mean score, its 95% interval, and mean cache costs of one policy over the samples of one group.
 
     Attributes:
-        policy: the row's name, such as "adakv@128".
-        group: samples that count together; "mean" for the mean of all groups, each of the same weight.
+        policy: name of the row, such as "adakv@128".
+        group: samples that count together; "mean" for the mean of all groups with equal weights.
         n: number of samples.
         mean: mean score.
-        low: lower end of the mean's 95% interval; None if it has none, as for one sample that is no share.
-        high: its upper end.
-        tokens: mean number of tokens of a prompt; 0 if the task does not count them.
-        rows: mean number of rows kept of a prompt per kv head and layer; None if the task does not count them.
-        nbytes: mean bytes of these rows, on the device or in host memory; None if the task does not count them.
+        low: lower end of the mean's 95% interval; None without an interval, as for one sample that is not a share.
+        high: upper end of the interval.
+        tokens: mean tokens of a prompt; 0 if the task does not count them.
+        rows: mean entries of a prompt kept per kv head and layer; None if the task does not count them.
+        nbytes: mean bytes of these entries, on the device or in host memory; None if the task does not count them.
     """
 
     policy: str
@@ -239,14 +244,14 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Difference:
-    """Mean difference of two policies' scores on the same samples, its 95% interval, and counts of wins.
+    """Mean difference of two policies' scores on the same samples, its 95% interval, and numbers of wins.
 
     Attributes:
         mean: mean of the differences; above 0 if the first policy has the higher scores.
-        low: lower end of the mean's 95% interval; None for one sample whose score is no share.
-        high: its upper end.
-        above: number of samples at which the first policy has the higher score.
-        below: number of samples at which the second policy has the higher score.
+        low: lower end of the mean's 95% interval; None for one sample whose score is not a share.
+        high: upper end of the interval.
+        above: number of samples with a higher score of the first policy.
+        below: number of samples with a higher score of the second policy.
         n: number of samples.
     """
 
@@ -261,21 +266,21 @@ class Difference:
 def interval(
     scores: Float[np.ndarray, " n"], bounds: tuple[int, int] | None = (0, 1)
 ) -> tuple[float, float] | None:
-    """95% confidence interval (low, high) of the mean of independent scores; None for one score without bounds.
+    """Compute the 95% confidence interval (low, high) of the mean of independent scores.
 
     Args:
         scores: the n scores.
-        bounds: least and largest score that there can be; None if there are no such.
+        bounds: smallest and largest possible score; None for unbounded scores.
 
     Returns:
-        Lower and upper end: Wilson's interval where every share is 0 or 1, Student's otherwise; where all shares are
-        equal, Wilson's upper end for 0 of n is the part of others that may differ. None for one score without bounds.
+        Lower and upper end: Wilson's interval if every share is 0 or 1, else Student's. If all shares are equal,
+        Wilson's upper end for 0 of n bounds the share of others that may differ. None for one score without bounds.
     """
-    from scipy import stats  # imported late: it takes longer than all of jaxkv's own files
+    from scipy import stats  # imported here, because it takes longer than all of jaxkv's own files
 
     n, mean = len(scores), float(scores.mean())
     if bounds and (scores == mean).all():
-        # Of n samples none differs: others may, by as much as can be, as many as Wilson's interval allows.
+        # None of n samples differs: others may differ by the maximum, in Wilson's upper share of cases.
         most = float(stats.binomtest(0, n).proportion_ci(method="wilson").high)
         return mean - most * (mean - bounds[0]), mean + most * (bounds[1] - mean)
     if bounds == (0, 1) and np.isin(scores, bounds).all():
@@ -283,7 +288,7 @@ def interval(
         return float(found.low), float(found.high)
     if n == 1:
         return None
-    # Not by `interval`, which has none around equal scores.
+    # Not `stats.t.interval`, which is undefined for equal scores.
     half = stats.t.ppf(0.975, n - 1) * stats.sem(scores)
     least, most = bounds or (-np.inf, np.inf)
     return float(max(least, mean - half)), float(min(most, mean + half))
@@ -292,9 +297,9 @@ def interval(
 def _mean_of(
     records: Sequence[Record], values: Iterable[float], bounds: tuple[int, int] | None
 ) -> tuple[float, float | None, float | None]:
-    """Mean of groups' means, each of the same weight, and its 95% interval from the groups' own (MOVER).
+    """Mean of the groups' means with equal weights, and its 95% interval from the groups' intervals (MOVER).
 
-    Each record has one of the values.
+    There is one value per record.
     """
     groups: dict[str, list[float]] = {}
     for record, value in zip(records, values, strict=True):
@@ -305,7 +310,7 @@ def _mean_of(
     ends = [each for each in found if each is not None]
     if len(ends) < len(found):
         return mean, None, None
-    # Zou and Donner 2008: the ends' distances from the means add up in quadrature.
+    # Zou and Donner 2008: distances of the ends from the means add up in quadrature.
     low, high = np.hypot.reduce(np.abs(np.transpose(ends) - means), axis=1) / len(means)
     return mean, mean - float(low), mean + float(high)
 
@@ -316,7 +321,7 @@ class Evaluation:
 
     Attributes:
         folder: the folder, or the first of several.
-        run: its settings.
+        run: settings of the evaluation.
         records: outcome of every sample under every policy, by policy, then by sample.
     """
 
@@ -326,26 +331,31 @@ class Evaluation:
 
     @classmethod
     def read(cls, *folders: str | os.PathLike[str]) -> "Evaluation":
-        """Read an evaluation, finished or not, from the folder that it was written to, or the folders of its shards.
+        """Read an evaluation, complete or not, from its folder, or from the folders of its shards.
 
         Args:
-            *folders: what was given as `out`; several are shards, or further policies, of one evaluation.
+            *folders: folders given as `out`; several are shards, or further policies, of one evaluation.
 
         Returns:
             The evaluation.
 
         Raises:
-            ValueError: if a folder holds no evaluation, or one of other settings.
-            TypeError: for a folder that is no path.
+            ValueError: if a folder has no evaluation, or one with other settings.
+            TypeError: for a folder that is not a path.
         """
         found = [_read(folder, "folder") for folder in folders]
         run, records = found[0][0], dict[tuple[str, str], Record]()
         for folder, (other, lines) in zip(folders, found, strict=True):
             wrong = _differences(run, other, but=_OWN)
-            require(not wrong, "folder", str(folder), f"not of one evaluation ({wrong})")
+            require(
+                not wrong,
+                "folder",
+                str(folder),
+                f"other settings ({wrong}): use folders of one evaluation",
+            )
             for each in lines:
                 same = records.setdefault((each.policy, each.id), each) == each
-                remedy = f"another folder has another result of {each.policy}, {each.id}"
+                remedy = f"another folder has a different result of {each.policy}, {each.id}: leave one out"
                 require(same, "folder", str(folder), remedy)
         order = [*dict.fromkeys(policy for policy, _ in records)]
         sort = sorted(records.values(), key=lambda each: (order.index(each.policy), each.number))
@@ -355,28 +365,28 @@ class Evaluation:
 
     @functools.cached_property
     def methods(self) -> dict[str, str]:
-        """Dict {row: the policy's `repr`}, in the order in which they ran."""
+        """The policies' `repr` by row, in the order in which they ran."""
         return {record.policy: record.method for record in self.records}
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Tuple of the names of the table's rows, such as "adakv@128", in order."""
+        """Names of the table's rows, such as "adakv@128", in order."""
         return tuple(self.methods)
 
     @functools.cached_property
     def groups(self) -> tuple[str, ...]:
-        """Tuple of the distinct names of the records' groups, in the order in which they first occur."""
+        """Distinct names of the records' groups, in order of first occurrence."""
         return tuple(dict.fromkeys(record.group for record in self.records))
 
     @functools.cached_property
     def lengths(self) -> tuple[int, ...]:
-        """Ascending tuple of distinct prompt lengths (tag "length"); empty if any is missing, or not 2 to 25."""
+        """Distinct prompt lengths (tag "length"), ascending; empty if any is missing, or if not 2 to 25."""
         found = set[Any](record.tags.get("length") for record in self.records)
         fits = None not in found and 1 < len(found) <= _MOST_LENGTHS
         return tuple(sorted(found)) if fits else ()
 
     def of(self, policy: str, group: str | None = None, **tags: Any) -> list[Record]:
-        """List of one policy's records, in the order of the samples; optionally of one group, or with given tags.
+        """Return the records of one policy, in the order of the samples; optionally of one group, or with given tags.
 
         Args:
             policy: name of a row.
@@ -389,7 +399,12 @@ class Evaluation:
         Raises:
             ValueError: for an unknown row or group, and for tags that no sample has.
         """
-        require(policy in self.methods, "policy", policy, f"there are {', '.join(self.policies)}")
+        require(
+            policy in self.methods,
+            "policy",
+            policy,
+            f"unknown row: use one of {', '.join(self.policies)}",
+        )
         found = [
             record
             for record in self.records
@@ -397,19 +412,19 @@ class Evaluation:
             and group in (None, record.group)
             and all(record.tags.get(name) == value for name, value in tags.items())
         ]
-        require(bool(found), "group", group or tags, "no sample is of these")
+        require(bool(found), "group", group or tags, "no sample has these: use others")
         return found
 
     def scores(self, policy: str, group: str | None = None, **tags: Any) -> Float[np.ndarray, " n"]:
-        """Array of one policy's scores, one per sample in order, filtered by group and tags."""
+        """Return one policy's scores, one per sample in order, filtered by group and tags."""
         return np.asarray([record.score for record in self.of(policy, group, **tags)], np.float64)
 
     def cell(self, policy: str, group: str | None = None, **tags: Any) -> Cell:
-        """`Cell` of one policy: its mean score with a 95% interval, and mean tokens, rows and bytes.
+        """Return the `Cell` of one policy: its mean score with a 95% interval, and mean tokens, entries and bytes.
 
         Args:
             policy: name of a row.
-            group: only samples of this group; by default the mean of all groups, each of the same weight.
+            group: only samples of this group; by default the mean of all groups with equal weights.
             **tags: only samples with these tags, such as `length=4096`.
 
         Returns:
@@ -434,29 +449,29 @@ class Evaluation:
         )
 
     def difference(self, first: str, second: str, group: str | None = None) -> Difference:
-        """`Difference` of two policies' scores on the samples that both have, first minus second.
+        """Return the `Difference` of two policies' scores on their common samples, first minus second.
 
         Args:
             first: name of a row.
             second: name of another row.
-            group: only samples of this group; by default the mean of all groups, each of the same weight, as in `cell`.
+            group: only samples of this group; by default the mean of all groups with equal weights, as in `cell`.
 
         Returns:
             The difference, first minus second.
 
         Raises:
-            ValueError: for an unknown row or group, and rows without a common sample.
+            ValueError: for an unknown row or group, and for rows without a common sample.
         """
         others = {record.id: record.score for record in self.of(second, group)}
         ones = [record for record in self.of(first, group) if record.id in others]
-        require(bool(ones), "second", second, f"it has no sample in common with {first}")
+        require(bool(ones), "second", second, f"no sample in common with {first}: use another row")
         apart = np.asarray([record.score - others[record.id] for record in ones])
         mean, low, high = _mean_of(ones, apart, (-1, 1) if self.run.unit == "%" else None)
         above, below = int((apart > 0).sum()), int((apart < 0).sum())
         return Difference(mean=mean, low=low, high=high, above=above, below=below, n=len(apart))
 
     def as_dict(self) -> dict[str, Any]:
-        """Dict of JSON values: the run, and a cell for each policy and group and each policy's mean."""
+        """JSON values: the run, and a cell for each policy and group and each policy's mean."""
         cells = [
             dataclasses.asdict(self.cell(policy, group))
             for policy in self.policies
@@ -465,8 +480,8 @@ class Evaluation:
         return {"run": vars(self.run), "cells": cells}
 
     def tables(self) -> dict[str, list[list[str]]]:
-        """Dict {name: rows of texts, the head first}: scores and costs, then scores by group and by length."""
-        head = ["policy", self.scale, "95% interval", "n", "rows kept", "MB", "prompt tokens"]
+        """Return tables of texts by name, heads first: scores and costs, then scores by group and by length."""
+        head = ["policy", self.scale, "95% interval", "n", "entries kept", "MB", "prompt tokens"]
         tables = {"Policies": [head]}
         for cell in map(self.cell, self.policies):
             costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
@@ -484,7 +499,7 @@ class Evaluation:
         return tables
 
     def table(self) -> str:
-        """Text of Markdown: title, notes, and the tables."""
+        """Format as Markdown: title, notes, and the tables."""
         lines = [f"# {self.title}", *self.notes]
         for head, *rows in self.tables().values():
             first, *others = [f"| {' | '.join(map(_escaped, row))} |" for row in (head, *rows)]
@@ -493,7 +508,7 @@ class Evaluation:
 
     @property
     def notes(self) -> list[str]:
-        """List of sentences on policies that lack samples, and on a full cache that scores nothing."""
+        """Notes on policies with missing samples, and on a full cache whose score is 0."""
         counts = Counter(record.policy for record in self.records)
         lacking = [f"{name} {n}" for name, n in counts.items() if n < self.run.samples]
         full = [each.score for each in self.records if each.method.startswith("FullKV(")]
@@ -501,7 +516,7 @@ class Evaluation:
         if lacking:
             notes.append(f"Not finished: of {self.run.samples} samples, {', '.join(lacking)}.")
         if full and self.run.higher and not any(full):
-            notes.append("The full cache scored 0: this compares nothing; take another model.")
+            notes.append("The full cache scored 0: this compares nothing; use another model.")
         return notes
 
     @property
@@ -515,11 +530,11 @@ class Evaluation:
 
     @property
     def scale(self) -> str:
-        """One line of text with the unit of the scores: "score, %, higher is better"."""
+        """Unit of the scores, such as "score, %, higher is better"."""
         return f"score, {self.run.unit}, {'higher' if self.run.higher else 'lower'} is better"
 
     def shown(self, score: float | None) -> str:
-        """Score as text: percent without a sign if the unit is "%", else four decimals; a dash for None."""
+        """Format a score: percent without a sign if the unit is "%", else four decimals; a dash for None."""
         return number(score, 1, 0.01) if self.run.unit == "%" else number(score, 4)
 
 
@@ -530,10 +545,10 @@ def _mean(values: Sequence[int | float | None]) -> float | None:
 
 
 def number(value: int | float | None, digits: int, unit: int | float = 1.0) -> str:
-    """`value / unit` as text with `digits` decimals and commas between thousands; a dash for None."""
+    """Format `value / unit` with `digits` decimals and commas between thousands; a dash for None."""
     return "-" if value is None else f"{value / unit:,.{digits}f}"
 
 
 def _escaped(text: str) -> str:
-    """Text in one line with "|" escaped, for a cell of a Markdown table."""
+    """Format a text as one line with "|" escaped, for a cell of a Markdown table."""
     return " ".join(text.splitlines()).replace("|", "\\|")

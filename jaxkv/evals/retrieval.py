@@ -1,6 +1,6 @@
-"""2StageRetr's prompts: the task `2stageretr`, a sum to work out and its result to look up in a dictionary before it.
+"""2StageRetr's prompts: the task `2stageretr`, a sum whose result is looked up in a dictionary before it.
 
-The task `visible`, on the same prompts, is the share of full attention on rows that a policy can see.
+The task `visible`, on the same prompts, is the share of full attention on entries that a policy can see.
 """
 
 import dataclasses
@@ -47,14 +47,14 @@ _OPENING = (
 @task("2stageretr")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStage(QuestionTask):
-    """Task 2StageRetr (OmniKV, appendix A): a sum to work out, then its result to look up in a dictionary before it.
+    """Task 2StageRetr (OmniKV, appendix A): a sum, then its result to look up in a dictionary before it.
 
     Attributes:
         count: number of samples.
-        sizes: entries of the dictionaries, used in turn.
-        reason: True asks for the sum to be worked out first, step by step.
-        new_tokens: tokens of an answer.
-        seed: seed of the questions, which are the same for the same seed.
+        sizes: numbers of entries of the dictionaries, used in turn.
+        reason: True to ask for the sum first, step by step.
+        new_tokens: maximum tokens of an answer.
+        seed: seed of the questions.
 
     References:
         OmniKV, appendix A: keys are 0 to n - 1, and every sum of the equation is one of them.
@@ -70,7 +70,7 @@ class TwoStage(QuestionTask):
         super().__post_init__()
         self.require_least(1, "count", "new_tokens")
         fits = min(self.sizes, default=0) >= 3
-        require(fits, "sizes", self.sizes, "give dictionaries of at least 3 entries")
+        require(fits, "sizes", self.sizes, "too small: use dictionaries of at least 3 entries")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
         """Make a list of one sample per question: the dictionary is its context, the equation its question."""
@@ -86,7 +86,7 @@ class TwoStage(QuestionTask):
             sample = Sample(
                 id=f"{number:04d}",
                 group="2stageretr",
-                # The question begins with the equation: the cache is compressed to the dictionary alone.
+                # The question starts with the equation, so that the compressed context is only the dictionary.
                 context=_OPENING + f"The dictionary is {{{entries}}}\n",
                 question=f"The equation is {first} + {key - first} = ?\n{asked}",
                 answers=(str(colours[key]),),
@@ -104,10 +104,10 @@ class TwoStage(QuestionTask):
 @task("visible")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Visible(Task):
-    """Task on 2StageRetr's prompts: share of full attention's probability on rows that a policy can see.
+    """Task on 2StageRetr's prompts: share of full attention's weights on entries that a policy can see.
 
-    The tokens that full attention samples are fed to every policy, so that the share can be measured even with a model
-    that answers wrongly.
+    Every policy reads the tokens that full attention samples, so that the share can be measured even for a model that
+    answers wrongly.
 
     Attributes:
         count: number of samples, with dictionaries of all sizes.
@@ -126,8 +126,8 @@ class Visible(Task):
         self.require_least(1, "count", "steps")
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make a list of `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
-        # Small dictionaries and large ones, however few there are.
+        """Make `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
+        # Small and large dictionaries, even for few samples.
         sizes = SIZES[:: max(1, len(SIZES) // self.count)]
         cases = TwoStage(count=self.count, sizes=sizes, seed=self.seed).samples(params)
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
@@ -135,7 +135,7 @@ class Visible(Task):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
-        """One `Outcome` per sample: full attention's share on rows that the policy can see, mean and by token."""
+        """Return one `Outcome` per sample: full attention's share on visible entries, mean and by token."""
         prompts = [sum(ids_of(params.tokenizer, sample, raw=how.raw), []) for sample in samples]
         drawn = generate(
             params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False
@@ -158,35 +158,39 @@ def visible_attention(
     *,
     key: int = 0,
 ) -> tuple[Float[np.ndarray, " n"], float]:
-    """Array of full attention's share on rows that a policy can see, per answer token, and mean rows kept (or read).
+    """Return full attention's share on entries that a policy can see, by answer token, and mean entries kept or read.
 
     Args:
         params: from `jaxkv.load`.
-        policy: the compression; one that chooses which rows it reads is given full attention's queries.
+        policy: compression policy; one that chooses which entries to read gets full attention's queries.
         prompt: token ids.
-        answer: the n token ids that follow.
+        answer: the n token ids after the prompt.
         key: seed of a policy that uses random numbers.
 
     Returns:
-        The share at each token of the answer, averaged over layers and query heads; and the prompt's rows kept, or
-        read, per kv head and layer, averaged.
+        The share at each token of the answer, averaged over layers and query heads; and the prompt's entries kept, or
+        read, per kv head and layer, on average.
 
     Raises:
-        ValueError: for a policy that chooses pages, or drops rows and chooses among the others; on a
-            mesh.
+        ValueError: for a policy that chooses pages, or evicts entries and chooses among the others; for a mesh.
     """
-    config, remedy = params.config, "give a model whose layers all attend to the whole prompt"
+    config, remedy = params.config, "use a model whose layers all attend to the whole prompt"
     require(
-        not any(config.sliding_windows), "model", params.name, f"some layers have windows: {remedy}"
+        not any(config.sliding_windows),
+        "model",
+        params.name,
+        f"some layers have sliding windows: {remedy}",
     )
-    require(params.axes is None, "mesh", "given", "attention is measured on one device")
+    require(
+        params.axes is None, "mesh", "given", "attention is measured on one device: leave it out"
+    )
     policy = policy_for(policy, config, params.filter_layers, dtype=params.dtype)
     parts, whole, steps = policy.parts(), [*prompt, *answer], len(answer)
     padded_len, reading = (
         bucket(len(whole)),
         parts.reading(config.sliding_windows, bucket(len(prompt))),
     )
-    remedy = "give a policy that drops rows, or chooses in filter layers, without pages"
+    remedy = "not supported: use a policy that evicts entries, or chooses in filter layers, without pages"
     fits = not (reading.page or (reading.filters and parts.drops))
     require(fits, "policy", type(policy).__name__, remedy)
     now, position = len(prompt) + np.arange(steps), np.arange(padded_len)
@@ -219,7 +223,7 @@ def visible_attention(
 def _held(
     session: Session, prompt: Sequence[int], answer: Sequence[int], padded_len: int
 ) -> Bool[np.ndarray, "n L K S"]:
-    """Run prompt and answer; mask [n, L, K, S] of rows in the cache at each of n answer tokens."""
+    """Run prompt and answer; return the mask [n, L, K, S] of cached entries at each of n answer tokens."""
     masks = []
     cache = session.prefill(list(prompt), new=len(answer))
     for step, token in enumerate(answer):
@@ -233,8 +237,8 @@ def _held(
 def _choose(
     reading: Reading, out: LayerOut, budget: int, step: int, now: int, below: int
 ) -> Bool[np.ndarray, " S"]:
-    """Mask [S] of the rows that a filter layer chooses, by full attention's queries, for one token of the answer."""
-    # The newest query first, as weights go by age.
+    """Return the mask [S] of entries that a filter layer chooses with full attention's queries, for one token."""
+    # The newest query first, because weights depend on age.
     window = slice(step, step + reading.window)
     q, at = out.q[:, :, :, window][:, :, :, ::-1], out.q_positions[:, window][:, ::-1]
     weights = jnp.asarray(reading.selector.weights(reading.window))[None]

@@ -37,9 +37,9 @@ from jaxkv.policies.model_policy import policy_for
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import POLICIES, policy_class, takes_budget
 
-# Of the 65,530 that Linux gives a process by default; one row of an evaluation takes some thousands.
+# Linux allows a process 65,530 mappings by default; one row of an evaluation adds thousands.
 _MOST_MAPPINGS = 30_000
-# Shares that were summed up may come out above 1.
+# Rounding errors of summed shares may exceed 1.
 _ROUNDING = 1e-6
 
 
@@ -57,28 +57,28 @@ def evaluate(
 ) -> Evaluation:
     """Run every policy over every sample of a task; write one line per policy and sample, and return all results.
 
-    The same call continues a run that was interrupted, after its last complete batch, and ends with the same bytes.
-    With further policies, it runs only these.
+    The same call resumes an interrupted run after its last complete batch, and ends with the same bytes. With further
+    policies, it runs only these.
 
     Args:
         params: from `jaxkv.load`.
-        task: `Ruler(lengths=(4096,))`, say, or a name of `jaxkv.evals.TASKS` for one with its defaults.
+        task: a task such as `Ruler(lengths=(4096,))`, or a name of `jaxkv.evals.TASKS` for one with its defaults.
         policies: policies by row of the table; `at_budgets` makes such a dict from names and budgets.
-        out: folder to make, for `results.jsonl`, `table.md`, and pictures if matplotlib is installed.
-        how: whether policies see questions, and other settings that belong to no task; `How()` by default.
-        batch: number of samples that run together.
-        shard: `(i, n)` runs every n-th batch from the i-th on; other machines run the others in folders of their own,
-            and `Evaluation.read` and `jaxkv.evals.report` take all of these.
+        out: folder to create, for `results.jsonl`, `table.md`, and plots if matplotlib is installed.
+        how: settings that belong to no task, such as whether policies see questions; `How()` by default.
+        batch: number of samples per batch.
+        shard: `(i, n)` runs every n-th batch from the i-th on; other machines run the others in their own folders, and
+            `Evaluation.read` and `jaxkv.evals.report` combine them.
         mesh: devices of this process to run on, with the axes "data" and "model".
-        progress: True for a bar on stderr with the time left; by default only if stderr is a terminal.
+        progress: True for a progress bar on stderr; by default only if stderr is a terminal.
 
     Returns:
         The evaluation.
 
     Raises:
-        ValueError: for a folder of another evaluation (naming what differs) or that another process has locked, and
-            for settings that cannot be honoured.
-        TypeError: for an argument of the wrong kind.
+        ValueError: for a folder of another evaluation (with the differences) or one that another process has locked,
+            and for invalid settings.
+        TypeError: for an argument of the wrong type.
         OSError: if the folder cannot be written, as on a full disk.
     """
     params, task, how = as_model(params, mesh), as_task(task), How() if how is None else how
@@ -90,7 +90,12 @@ def evaluate(
     batches = [range(len(samples))[at : at + batch] for at in range(0, len(samples), batch)]
     if shard is not None:
         fits = 0 <= shard[0] < shard[1] <= len(batches)
-        require(fits, "shard", shard, f"give (i, n), i below n, n at most {len(batches)} (batches)")
+        require(
+            fits,
+            "shard",
+            shard,
+            f"invalid: use (i, n), i below n, n at most {len(batches)} (batches)",
+        )
         batches = batches[shard[0] :: shard[1]]
     run = Run(
         task=name_of(task),
@@ -112,7 +117,7 @@ def evaluate(
         there = begin(folder, run)
         for record in there:
             asked = rows.get(record.policy)
-            remedy = f"the folder has {record.method} under this name: give another name, or folder"
+            remedy = f"the folder has {record.method} under this name: use another name, or folder"
             same = asked is None or repr(asked) == record.method
             require(same, f"policies[{record.policy!r}]", asked, remedy)
         done = {(record.policy, record.number) for record in there}
@@ -126,7 +131,7 @@ def evaluate(
 
 
 class _Job(NamedTuple):
-    """Checked arguments of `evaluate`, and the `Run` that they make."""
+    """Validated arguments of `evaluate`, and the `Run` of them."""
 
     params: LanguageModel
     task: Task
@@ -143,14 +148,14 @@ def _fill(
     done: Set[tuple[str, int]],
     progress: bool | None,
 ) -> None:
-    """Run all batches that are not `done`, under each policy, and appends a line per sample, with a progress bar.
+    """Run all batches that are not `done`, under each policy; append a line per sample, with a progress bar.
 
-    Errors have a note that names the batch.
+    Errors get a note that names the batch.
     """
     todo = [(name, part) for name in job.policies for part in batches]
-    # None shows it only on a terminal.
+    # None shows the bar only on a terminal.
     disable = None if progress is None else not progress
-    # If stderr is a file, few lines.
+    # Few lines if stderr is a file.
     interval = 0.1 if sys.stderr.isatty() else 30.0
     bar = tqdm(todo, job.run.task, unit=" batches", disable=disable, mininterval=interval)
     before = None
@@ -168,13 +173,13 @@ def _fill(
                 append(folder, b"".join(dumped(vars(record)) for record in records))
             except Exception as error:
                 ids = f"{batch[0].id} to {batch[-1].id}"
-                error.add_note(f"{name}, samples {ids}: the same call goes on from there")
+                error.add_note(f"{name}, samples {ids}: the same call resumes from there")
                 raise
 
 
 def _outcomes(job: _Job, policy: Policy, batch: Sequence[Sample]) -> list[Outcome]:
-    """List of a batch's outcomes; a policy that uses random numbers runs sample by sample, each with its seed."""
-    # Programs are compiled for a batch's size: the last one is filled up with copies of its last sample.
+    """Return a batch's outcomes; a policy that uses random numbers runs sample by sample, each with its seed."""
+    # Programs are compiled for a batch size: the last batch is filled up with copies of its last sample.
     more = min(job.run.batch, job.run.samples) - len(batch)
     parts = [[one] for one in batch] if policy.parts().uses_key else [[*batch, *[batch[-1]] * more]]
     outcomes = []
@@ -185,7 +190,7 @@ def _outcomes(job: _Job, policy: Policy, batch: Sequence[Sample]) -> list[Outcom
 
 
 def _seed(job: _Job, policy: Policy, sample: Sample) -> int:
-    """Seed of a sample's run: its own for a policy that uses random numbers."""
+    """Return the seed of a sample's run: its own for a policy that uses random numbers."""
     return seed_of(job.how.seed, sample.id) if policy.parts().uses_key else job.how.seed
 
 
@@ -196,7 +201,12 @@ def _record(job: _Job, name: str, at: int, outcome: Outcome) -> Record:
     if job.run.unit == "%":
         fits = -_ROUNDING <= score <= 1 + _ROUNDING
         score = min(1.0, max(0.0, score))
-    require(fits, "score", outcome.score, f"sample {sample.id} owes a share, or a finite number")
+    require(
+        fits,
+        "score",
+        outcome.score,
+        f"invalid for sample {sample.id}: return a share, or a finite number",
+    )
     kept = policy.composed.budget
     ids = [] if at else job.task.compressed(job.params, sample, job.how)
     said = {name: getattr(sample, name) for name in ("id", "group", "tags", "question", "answers")}
@@ -212,21 +222,28 @@ def _record(job: _Job, name: str, at: int, outcome: Outcome) -> Record:
 
 
 def _samples(params: LanguageModel, task: Task) -> list[Sample]:
-    """List of the task's samples; ValueError if there are none, or two of one id."""
+    """List the task's samples; ValueError if there are none, or two with one id."""
     samples = list(task.samples(params))
-    require(bool(samples), "samples", 0, f"{name_of(task)} makes none of its settings: give others")
+    require(
+        bool(samples), "samples", 0, f"{name_of(task)} makes none with its settings: use others"
+    )
     (twice, count), *_ = Counter(sample.id for sample in samples).most_common(1)
-    require(count == 1, "samples", twice, f"{name_of(task)} has two samples of this id")
+    require(
+        count == 1,
+        "samples",
+        twice,
+        f"{name_of(task)} has two samples with this id: make ids unique",
+    )
     return samples
 
 
 def _digest(samples: Sequence[Sample]) -> str:
-    """Text of 16 hexadecimal digits: the beginning of the SHA-256 of all samples."""
+    """Return the first 16 hexadecimal digits of the SHA-256 of all samples."""
     return hashlib.sha256(dumped([vars(sample) for sample in samples])).hexdigest()[:16]
 
 
 def _devices(params: LanguageModel) -> str:
-    """Kind of the device, with the mesh's sizes, as "cpu, 1x8"."""
+    """Format the kind of device with the sizes of the mesh, such as "cpu, 1x8"."""
     if params.axes is None:
         return f"{jax.devices()[0].device_kind}, 1"
     mesh = params.axes.mesh
@@ -243,17 +260,17 @@ def _free_programs() -> None:
 def at_budgets(
     names: Iterable[str], budgets: Iterable[int | float | str] = ()
 ) -> dict[str, Policy]:
-    """Dict {row name, such as "adakv@128": policy} of each named policy at each budget; once if it takes no budget.
+    """Return each named policy at each budget by row name such as "adakv@128"; once for a policy without a budget.
 
     Args:
         names: names of registered policies.
-        budgets: rows per kv head and layer, shares of each prompt, or bytes of a sequence's cache, such as "64MB".
+        budgets: entries per kv head and layer, shares of each prompt, or bytes of a sequence's cache, such as "64MB".
 
     Returns:
         Policies by row.
 
     Raises:
-        ValueError: for an unknown name, offering the nearest; for a budget that a policy cannot honour.
+        ValueError: for an unknown name, with the nearest; for a budget that a policy does not support.
     """
     budgets, rows = list(budgets), dict[str, Policy]()
     for name in names:
@@ -262,30 +279,33 @@ def at_budgets(
         if not takes_budget(cls):
             rows[known] = cls()
             continue
-        remedy = f"{known} keeps a part of each prompt: say which, such as 128 or 0.2"
+        remedy = f"{known} needs a budget: use entries or a share, such as 128 or 0.2"
         require(bool(budgets), "budgets", None, remedy)
         rows |= {f"{known}@{budget}": cls(budget=budget) for budget in budgets}
     return rows
 
 
 def as_task(task: Task | str) -> Task:
-    """Return `task` itself, or the task of that name with default settings; ValueError if there is no such task."""
+    """Return `task` itself, or the task of that name with default settings; ValueError for an unknown name."""
     if isinstance(task, Task):
         return task
-    require(task in TASKS, "task", task, f"no such task; known tasks: {', '.join(TASKS)}")
+    require(task in TASKS, "task", task, f"unknown task: use one of {', '.join(TASKS)}")
     return TASKS[task]()
 
 
 def name_of(task: Task) -> str:
-    """Registered name of a task's class, given the task; its class name in lower case if it is not registered."""
+    """Return the registered name of a task; its class name in lower case if it is not registered."""
     cls = type(task)
     return next((name for name, each in TASKS.items() if each is cls), cls.__name__.lower())
 
 
 def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Policy]:
-    """Dict {row name: policy fitted to the model's layers} from policies, classes or names; raises for odd names."""
+    """Fit policies, classes or names to the model's layers, by row name; raise for invalid ones."""
     require(
-        bool(policies), "policies", policies, "give at least one, under a name such as 'adakv@128'"
+        bool(policies),
+        "policies",
+        policies,
+        "no policy: use at least one, under a name such as 'adakv@128'",
     )
     return {
         name: policy_for(
@@ -300,7 +320,7 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Pol
 
 
 def seed_of(seed: int, name: str) -> int:
-    """32-bit int, a seed hashed from `seed` and a name such as a sample's id; the same in every process."""
+    """Hash `seed` and a name such as a sample's id to a 32-bit seed, the same in every process."""
     text = f"{seed} {name}".encode("utf-8", "backslashreplace")
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")
 
@@ -308,4 +328,4 @@ def seed_of(seed: int, name: str) -> int:
 def require_how(task: Task, how: How) -> None:
     """Raise ValueError for a question-agnostic run of a task without questions."""
     fits = task.asks or not how.agnostic
-    require(fits, "agnostic", how.agnostic, f"{name_of(task)} asks nothing: leave it out")
+    require(fits, "agnostic", how.agnostic, f"{name_of(task)} has no questions: leave it out")

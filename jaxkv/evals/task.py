@@ -13,18 +13,18 @@ from jaxkv.policies.policy import Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One sample of a task: its prompt is `context + question`, and the answer begins with `prefix`.
+    """One sample of a task: its prompt is `context + question`, and the answer starts with `prefix`.
 
     Attributes:
-        id: unique within the task; the same for the same settings.
-        group: row of the table that the sample counts in, such as "niah_single_1".
-        context: text that a question-agnostic run compresses before it has seen the question.
+        id: unique id within the task; the same for the same settings.
+        group: row of the table that counts the sample, such as "niah_single_1".
+        context: text that a question-agnostic run compresses before it sees the question.
         question: text after the context.
-        answers: right answers, as the task's metric takes them.
-        new_tokens: largest number of tokens to sample.
-        prefix: the answer's first words, which end the prompt.
-        raw: True for no chat template, whatever `How` says: few-shot prompts and code are continued as they are.
-        tags: numbers and names that pictures are sampled over, such as length and depth.
+        answers: right answers, in the form of the task's metric.
+        new_tokens: maximum number of tokens to sample.
+        prefix: first words of the answer, which end the prompt.
+        raw: True for no chat template, independent of `How`: few-shot prompts and code are continued unchanged.
+        tags: numbers and names for plots, such as length and depth.
     """
 
     id: str
@@ -40,15 +40,15 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Result of one sample under one policy: score, sampled text, and tokens, rows and bytes of its cache.
+    """Result of one sample under one policy: score, sampled text, and tokens, entries and bytes of its cache.
 
     Attributes:
-        score: a share in [0, 1], or a number of the task's `unit`.
-        prediction: the text sampled, if any was.
-        figures: further numbers, and lists of numbers, for the task's pictures.
-        tokens: number of tokens of the prompt, its question included; 0 if the task does not count them.
-        rows: rows kept of the prompt per kv head and layer, averaged; None if the task does not count them.
-        nbytes: bytes of these rows, on the device or in host memory; None if the task does not count them.
+        score: a share in [0, 1], or a number in the task's `unit`.
+        prediction: sampled text, if any.
+        figures: further numbers, and lists of numbers, for the task's plots.
+        tokens: tokens of the prompt with its question; 0 if the task does not count them.
+        rows: entries of the prompt kept per kv head and layer, on average; None if the task does not count them.
+        nbytes: bytes of these entries, on the device or in host memory; None if the task does not count them.
     """
 
     score: float
@@ -61,14 +61,14 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class How:
-    """Settings of a run besides its task: whether policies see questions, chat template or none, and the seed.
+    """Settings of a run that belong to no task: whether policies see questions, the chat template, and the seed.
 
     Attributes:
-        agnostic: True compresses the context before the question is seen, as Ada-KV's harder setting does. A sample
+        agnostic: True to compress the context before the question is seen, as in Ada-KV's harder setting. A sample
             without a question is the same in both settings.
-        raw: True leaves the chat template out.
-        seed: seed of policies that uses random numbers. `evaluate` hashes it with each sample's id and runs these
-            samples one by one: in a batch, all prompts would share their samples.
+        raw: True to leave out the chat template.
+        seed: seed of policies that use random numbers. `evaluate` hashes it with the id of each sample, and runs these
+            samples one by one: in a batch, all prompts would share their random numbers.
     """
 
     agnostic: bool = False
@@ -78,15 +78,15 @@ class How:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Task(abc.ABC):
-    """Base of tasks, which make samples and run policies on them; its fields are the settings and command-line options.
+    """Base class of tasks, which make samples and run policies on them; its fields are settings and CLI options.
 
-    A task is a frozen dataclass. Numbers of numpy become plain ones, and lists tuples. A `__post_init__` of its own
-    calls this one's first.
+    A task is a frozen dataclass. NumPy scalars become Python numbers, and lists become tuples. A `__post_init__` of a
+    subclass calls this one first.
 
     Attributes:
         unit: unit of scores: "%" for shares in [0, 1], or another such as "nats".
         higher: True if a higher score is better.
-        asks: True if samples have a question, which a question-agnostic run keeps from the policy.
+        asks: True if samples have a question, which a question-agnostic run hides from the policy.
     """
 
     unit: ClassVar[str] = "%"
@@ -100,12 +100,15 @@ class Task(abc.ABC):
         """Raise ValueError for the first of these settings that is below `least`."""
         for name in names:
             require(
-                getattr(self, name) >= least, name, getattr(self, name), f"give {least} or more"
+                getattr(self, name) >= least,
+                name,
+                getattr(self, name),
+                f"too small: use {least} or more",
             )
 
     @abc.abstractmethod
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make the sequence of the task's `Sample` values for a model; the same for equal settings and tokenizer.
+        """Make the task's `Sample` values for a model; the same for equal settings and tokenizer.
 
         Args:
             params: the model, whose tokenizer counts tokens and whose positions limit them.
@@ -114,19 +117,19 @@ class Task(abc.ABC):
             The samples.
 
         Raises:
-            ValueError: for settings that the model cannot honour.
-            FileNotFoundError: where data are missing, saying what to put where.
+            ValueError: for settings that the model does not support.
+            FileNotFoundError: for missing data, with the file to add and its folder.
         """
 
     @abc.abstractmethod
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
-        """Run a batch of samples under one policy and return one Outcome, with its score, per sample.
+        """Run a batch of samples under one policy; return one scored `Outcome` per sample.
 
         Args:
             params: the model.
-            policy: the compression.
+            policy: compression policy.
             samples: a batch of this task's samples.
             how: settings of the run.
 
@@ -135,12 +138,12 @@ class Task(abc.ABC):
         """
 
     def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
-        """Ids of the tokens of a sample that are compressed, which the report shows; empty if the task does not say."""
+        """Return the token ids of a sample that are compressed, for the report; empty by default."""
         return []
 
 
 class TaskRegistry(dict[str, type[Task]]):
-    """Dict {name: registered task class}; the decorator `task` adds to it."""
+    """Registered task classes by name; the decorator `task` adds to it."""
 
 
 TASKS = TaskRegistry()
@@ -158,7 +161,7 @@ def task(name: str) -> Callable[[_Task], _Task]:
     """
 
     def registered(cls: _Task) -> _Task:
-        # Running a notebook's cell again defines its class again: the new one replaces the old.
+        # Running a notebook cell again defines its class again: the new class replaces the old one.
         TASKS[name] = cls
         return cls
 

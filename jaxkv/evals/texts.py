@@ -1,4 +1,4 @@
-"""Texts that evaluations read: a file, a folder of files, lines of JSON, or the documents that come with jaxkv."""
+"""Texts for evaluations: a file, a folder of files, JSON lines, or the packaged documents."""
 
 import gzip
 import json
@@ -11,15 +11,15 @@ from jaxkv._errors import require
 
 
 def shipped(name: str) -> str:
-    """Text of a file that comes with jaxkv's evaluations, decompressed."""
+    """Return the text of a file packaged with jaxkv's evaluations, decompressed."""
     content = resources.files("jaxkv.evals").joinpath(name).read_bytes()
     return (gzip.decompress(content) if name.endswith(".gz") else content).decode("utf-8")
 
 
 def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
-    """Dict {title: text} of the first `count` texts (0: all) in a text file, a folder of .txt files or a .jsonl file.
+    """Read the first `count` texts (0: all) of a text file, a folder of .txt files or a .jsonl file, by title.
 
-    None gives the documents that come with jaxkv. A path without texts is a FileNotFoundError that says what to give.
+    None reads the packaged documents. Raises FileNotFoundError for a path without texts.
     """
     if data is None:
         rows = json.loads(shipped("data/documents.json.gz"))
@@ -32,28 +32,28 @@ def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
         }
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
-        remedy = "give a text, a .jsonl file of texts, or a folder of .txt files, such as PG-19's test set"
-        raise FileNotFoundError(f"data={data!r}: no text there; {remedy}")
+        remedy = "use a text file, a .jsonl file of texts, or a folder of .txt files, such as PG-19's test set"
+        raise FileNotFoundError(f"data={data!r}: no text found: {remedy}")
     return {each.stem: text_of_file(each) for each in files[: count or None]}
 
 
 def text_of_file(path: Path, name: str = "data") -> str:
-    """Text of a UTF-8 file, without byte order mark; ValueError for other encodings, FileNotFoundError for no file."""
+    """Read a UTF-8 file without byte order mark; ValueError for other encodings, FileNotFoundError if missing."""
     _require_file(path, name)
     try:
         return path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{name}={str(path)!r}: not UTF-8 text ({error}); save it as such"
+            f"{name}={str(path)!r}: not UTF-8 text ({error}): convert it to UTF-8"
         ) from None
 
 
 def json_lines(
     lines: Iterable[bytes], where: str, keys: Sequence[str], count: int = 0
 ) -> list[dict[str, Any]]:
-    """List of the first `count` rows (0: all), as dicts, of JSON lines; ValueError for bad JSON or missing `keys`.
+    """Parse the first `count` rows (0: all) of JSON lines as dicts; ValueError for bad JSON or missing `keys`.
 
-    Lines end with a line feed alone; empty lines are skipped, a leading byte order mark too.
+    Only line feeds end lines. Empty lines and a leading byte order mark are skipped.
     """
     rows: list[dict[str, Any]] = []
     for number, line in enumerate(lines, start=1):
@@ -63,21 +63,21 @@ def json_lines(
             try:
                 rows.append(json.loads(line.decode("utf-8-sig")))
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"data={where!r}: line {number} is no JSON ({error})") from None
+                raise ValueError(f"data={where!r}: line {number} is not JSON ({error})") from None
             fits = isinstance(rows[-1], dict) and rows[-1].keys() >= set(keys)
-            remedy = f"line {number} is no object with {', '.join(keys)}: is it the right file?"
+            remedy = f"line {number} is not an object with {', '.join(keys)}: check that it is the right file"
             require(fits, "data", where, remedy)
     return rows
 
 
 def rows_of_file(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """`json_lines` of a file; FileNotFoundError if there is none."""
+    """Parse the JSON lines of a file, as `json_lines` does; FileNotFoundError if missing."""
     _require_file(path, "data")
     with path.open("rb") as file:
         return json_lines(file, str(path), keys, count)
 
 
 def _require_file(path: Path, name: str) -> None:
-    """Raise FileNotFoundError unless there is a file."""
+    """Raise FileNotFoundError unless the file exists."""
     if not path.is_file():
         raise FileNotFoundError(f"{name}={str(path)!r}: no such file")

@@ -1,4 +1,4 @@
-"""Tokens of one sample's prompt, and how many kv heads hold each after prefill, which the report shades."""
+"""Tokens of one sample's prompt, and how many kv heads keep each after prefill, for the report's shading."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,25 +9,25 @@ from jaxkv.policies.policy import Policy
 from jaxkv.text.shown import pieces_of
 from jaxkv.text.tokenizer import Text
 
-# Of a longer prompt, as many tokens are shown from either end.
+# Number of tokens shown at each end of a longer prompt.
 _EITHER_END = 500
 
 
 def held(
     params: LanguageModel, policy: Policy, ids: Sequence[int], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Dict of a `Record.held`: texts of a prompt's tokens, and how many kv heads hold each when it has been prefilled.
+    """Return a `Record.held`: texts of a prompt's tokens, and how many kv heads keep each after prefill.
 
     Args:
         params: the model.
-        policy: the compression.
-        ids: the prompt.
+        policy: compression policy.
+        ids: token ids of the prompt.
         seed: seed of a policy that uses random numbers.
 
     Returns:
-        Number of "tokens" and of kv "heads" over the compressed layers; whether the policy "chooses" for each new token
-        what it reads, drops entries "later", too, or "merges" them. Where it drops entries, the "share" of them kept,
-        and "ends": texts and counts of the tokens that are shown, of long prompts those of both ends.
+        Number of "tokens", and of kv "heads" over the compressed layers; whether the policy "chooses" what each new
+        token reads, evicts entries "later" as well, or "merges" them. If it evicts entries, also the kept "share", and
+        "ends": texts and counts of the shown tokens, for long prompts those of both ends.
     """
     cache, parts = prefill(params, [ids], policy=policy, key=seed, progress=False), policy.parts()
     heads = len(cache.compressed_layers) * cache.config.kv_heads
@@ -48,7 +48,7 @@ def held(
 
 
 def ends_of(ids: Sequence[int], counts: Sequence[int], text: Text) -> list[list[Any]]:
-    """[texts, counts] of a prompt's tokens, or of those at either end of a long one."""
+    """Return [texts, counts] of a prompt's tokens, or of both ends of a long one."""
     ends = [slice(None)]
     if len(ids) > 2 * _EITHER_END:
         ends = [slice(_EITHER_END), slice(-_EITHER_END, None)]

@@ -1,4 +1,4 @@
-"""The task `turns`: conversations on one cache, where facts of the first turns are asked for in the last ones."""
+"""The task `turns`: conversations on one cache, with facts in the first turns and questions on them in the last."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ _NEXT = "\x1e"
 
 @functools.cache
 def facts() -> list[list[str]]:
-    """Sentences with a gap, the question that asks for it, and values to sample from."""
+    """Read sentences with a gap, the question for each, and values to sample from."""
     return json.loads(shipped("data/facts.json"))
 
 
@@ -30,17 +30,17 @@ def facts() -> list[list[str]]:
 class Turns(Task):
     """Task: conversations on one cache (D2O, appendix, MT-bench's setting): facts told first, asked for last.
 
-    Policies that drop a row for every new one, such as H2O and D2O, stay within their budget. Others compress only the
-    first turn, and keep all rows of later ones: give them `every=n`, which recompresses every n tokens.
+    Policies that evict an entry for every new one, such as H2O and D2O, keep within their budget. Others compress only
+    the first turn, and keep all entries of later ones: use them with `every=n`, which recompresses every n tokens.
 
     The user states facts in the first turns, quotes passages in the middle ones, and asks for the facts in the last
-    ones. The score is the share of asking turns whose answer has the fact, in any case.
+    ones. The score is the share of last turns whose answer contains the fact, in any case.
 
     Attributes:
         count: number of conversations.
-        turns: turns of each.
-        words: words of each quoted passage.
-        new_tokens: tokens of an answer.
+        turns: number of turns per conversation.
+        words: number of words of each quoted passage.
+        new_tokens: maximum tokens of an answer.
         seed: seed of the conversations.
     """
 
@@ -59,7 +59,7 @@ class Turns(Task):
             2 <= self.turns <= most,
             "turns",
             self.turns,
-            f"give 2 to {most}: something to tell, and to ask for",
+            f"out of range: use 2 to {most}, for facts and their questions",
         )
         self.require_least(1, "count", "words", "new_tokens")
 
@@ -69,7 +69,7 @@ class Turns(Task):
         return [self._sample(number, passages) for number in range(self.count)]
 
     def _sample(self, number: int, passages: Sequence[Sequence[str]]) -> Sample:
-        """One conversation, which depends on the seed and its number alone; an answer of "" asks for nothing."""
+        """Make one conversation, which depends only on the seed and its number; an empty answer is not scored."""
         rng, told = np.random.default_rng([self.seed, number]), max(1, self.turns * 3 // 10)
         chosen = [facts()[at] for at in rng.permutation(len(facts()))[:told]]
         values = [str(rng.choice(several.split())) for *_, several in chosen]
@@ -92,11 +92,11 @@ class Turns(Task):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
-        """Run a batch of conversations; list of one `Outcome` each: mean score, answers, and rows after each turn."""
+        """Run a batch of conversations; return an `Outcome` each: mean score, answers, entries after each turn."""
         spoken, kept, cache = list[Sequence[str]](), list[np.ndarray](), None
         for texts in zip(*(sample.context.split(_NEXT) for sample in samples), strict=True):
             if how.raw or not params.tokenizer.has_template:
-                # Without a template, empty lines stand between question and answer.
+                # Without a template, empty lines separate question and answer.
                 texts = tuple(("" if cache is None else "\n\n") + f"{text}\n" for text in texts)
             out = generate(
                 params,

@@ -1,4 +1,4 @@
-"""The model "jaxkv" of lm-evaluation-harness: answers its requests over compressed caches."""
+"""The model "jaxkv" of lm-evaluation-harness, which answers requests over compressed caches."""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -35,11 +35,11 @@ _Item = TypeVar("_Item")
 
 @register_model("jaxkv")
 class JaxKVLM(TemplateLM):
-    """lm-evaluation-harness model that answers requests with a jaxkv model over caches compressed by a policy.
+    """lm-evaluation-harness model that runs a jaxkv model with caches compressed by a policy.
 
-    Contexts are prefilled and compressed. Answers are sampled on top of the compressed cache, and continuations read on
-    top of it token by token, so that policies which drop a row for every new one do. Choices that share a context share
-    its cache.
+    Contexts are prefilled and compressed. Answers are sampled on top of the compressed cache. Continuations are scored
+    on top of it token by token, so that policies which evict an entry for every new one do so. Choices that share a
+    context share its cache.
     """
 
     def __init__(
@@ -59,25 +59,26 @@ class JaxKVLM(TemplateLM):
 
         Args:
             model: a model, or a name or path for `jaxkv.load`.
-            policy: the compression, or its name.
-            dtype: dtype of weights and cache; by default `jaxkv.load` chooses.
-            batch_size: number of requests that run together; with a policy that uses random numbers, contexts run one
-                by one.
-            max_gen_toks: most tokens of an answer if the harness' task gives no number.
-            seed: seed of policies and samplings that uses random numbers.
+            policy: compression policy, or its name.
+            dtype: dtype of weights and cache; by default the choice of `jaxkv.load`.
+            batch_size: number of requests per batch; with a policy that uses random numbers, contexts run one by one.
+            max_gen_toks: maximum tokens of an answer if the harness's task sets none.
+            seed: seed of policies and samplers that use random numbers.
             max_batch_size: ignored: jaxkv does not search for a batch size.
             device: ignored: JAX chooses, by JAX_PLATFORMS.
             options: fields of a policy given by name, such as budget=256 and window=16.
 
         Raises:
-            ValueError: for a batch size that is no number, for unknown options, or a model without a tokenizer.
+            ValueError: for a batch size that is not a number, unknown options, or a model without a tokenizer.
             TypeError: for options if `policy` is a policy, not a name.
         """
         super().__init__()
         fits = str(batch_size).isdigit() and int(batch_size) >= 1
-        require(fits, "batch_size", batch_size, "give a number: what fits is not searched for")
+        require(
+            fits, "batch_size", batch_size, "not a number: use one, jaxkv does not search for it"
+        )
         if isinstance(policy, Policy) and options:
-            raise TypeError(f"{', '.join(options)}: the policy is made already; say these in it")
+            raise TypeError(f"{', '.join(options)}: the policy is an object: set them in it")
         self.params = load(model, dtype) if isinstance(model, str) else model
         self.text = self.params.tokenizer
         self.policy = as_policy(policy, options=options)
@@ -85,41 +86,41 @@ class JaxKVLM(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """Number of positions of the model: the most tokens of a prompt and its answer."""
+        """Positions of the model: maximum tokens of a prompt with its answer."""
         return self.params.config.max_positions
 
     @property
     def tokenizer_name(self) -> str:
-        """The model's name with "/" as "__", by which the harness tells cached requests of different models apart."""
+        """Name of the model with "/" as "__", which separates the harness's cached requests by model."""
         return self.params.name.replace("/", "__")
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the eos token, or of the bos token if there is no eos."""
+        """Id of the eos token, or of the bos token without one."""
         return next(iter(self.text.eos_ids), self.text.bos_id or 0)
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token that stands for an empty context: bos, or eos."""
+        """Id of the token for an empty context: bos, or eos without one."""
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        """List of a text's token ids, with the tokenizer's bos token, if any, unless `add_special_tokens` is False."""
+        """Encode a text, with the tokenizer's bos token, if any, unless `add_special_tokens` is False."""
         return self.text.encode(string, bos=add_special_tokens is not False)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Text of chat messages by the chat template; ends with the answer's opening if `add_generation_prompt`."""
+        """Render chat messages; the text ends with the opening of the answer if `add_generation_prompt`."""
         return self.text.chat(chat_history, generation_prompt=add_generation_prompt)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """List of one generated text per request, in order, up to a stop string or token limit; cuts long contexts."""
+        """Generate one text per request, in order, up to a stop string or token limit; truncate long contexts."""
         answers: dict[int, str] = {}
         asked = [request.args for request in requests]
-        # Requests of equal arguments are sampled together, the longest first: a prompt that does not fit fails at once.
+        # Requests of equal arguments run together, the longest first, so that a prompt that is too long fails early.
         order = sorted(range(len(asked)), key=lambda at: (repr(asked[at][1]), -len(asked[at][0])))
         batches = [
             batch
@@ -134,13 +135,13 @@ class JaxKVLM(TemplateLM):
         return [answers[at] for at in range(len(asked))]
 
     def _draw(self, contexts: list[str], arguments: Mapping[str, Any], number: int) -> Any:
-        """List of one generated text per context, by the same arguments; sampling seeds depend on request `number`."""
+        """Generate one text per context with the same arguments; sampling seeds depend on request `number`."""
         stop, new, sampling = _drawing(arguments, self.max_gen_toks)
         room = self.max_length - new
-        # A prompt that is too long loses its beginning, as in the harness' own models.
+        # A prompt that is too long loses its beginning, as in the harness's own models.
         ids = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
         key = self._key(ids[0])
-        # A task may ask the same several times: answers sampled by chance differ by request, in whichever batch.
+        # A task may repeat a request: random answers differ by request, independent of the batch.
         key = key if is_greedy(sampling) else seed_of(key, f"request {number}")
         out = generate(
             self.params,
@@ -157,9 +158,9 @@ class JaxKVLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """List of the log-probability of each request's whole text, read token by token after a context of one token.
+        """Return the log-probability of each request's text, scored token by token after a context of one token.
 
-        A policy that compresses prompts alone has nothing to drop there.
+        A policy that compresses only prompts has nothing to evict there.
         """
         texts = [request.args[0] for request in requests]
         windows = [self._windows(self.tok_encode(text, False)) for text in texts]
@@ -182,12 +183,17 @@ class JaxKVLM(TemplateLM):
         disable_tqdm: bool = False,
         **options: Any,
     ) -> list[tuple[float, bool]]:
-        """List per request of token ids of (continuation's log-probability, True if greedy decoding would sample it)."""
+        """Return (log-probability of the continuation, True if greedy decoding samples it) per request of ids."""
         pairs = []
         for (_, text), context, continuation in requests:
-            require(bool(continuation), "continuation", text, "it adds no token to its context")
+            require(
+                bool(continuation),
+                "continuation",
+                text,
+                "adds no token to its context: use a longer one",
+            )
             room = self.max_length - len(continuation) + 1
-            # The harness moves a context's trailing spaces to the continuation, so a context may be empty.
+            # The harness moves trailing spaces of a context to the continuation, so a context may be empty.
             pairs.append((context[-room:] or [self.prefix_token_id], continuation))
         results = self._judge(pairs, disable_tqdm)
         for (texts, *_), result in zip(requests, results, strict=True):
@@ -197,17 +203,17 @@ class JaxKVLM(TemplateLM):
     def _judge(
         self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool
     ) -> list[tuple[float, bool]]:
-        """List per (context, continuation) pair of (log-probability, True if greedy decoding would sample it)."""
+        """Return (log-probability, True if greedy decoding samples it) per (context, continuation) pair."""
         found: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = {}
         for at in sorted(range(len(pairs)), key=lambda at: -sum(map(len, pairs[at]))):
             by_context.setdefault(tuple(pairs[at][0]), []).append(at)
-        # Continuations of one context share its cache, however many they are; the others run side by side.
+        # Continuations of one context share its cache, whatever their number; the others run in batches.
         groups = [group for group in by_context.values() if len(group) > 1]
         alone = [group[0] for group in by_context.values() if len(group) == 1]
         groups += [list(batch) for batch in _batches(alone, self._contexts_together)]
         for group in tqdm(groups, disable=disable_tqdm, desc="jaxkv, loglikelihood"):
-            # A list without repetitions: one context, or as many as continuations.
+            # Distinct contexts: one, or as many as continuations.
             contexts = [*map(list, dict.fromkeys(tuple(pairs[at][0]) for at in group))]
             values, greedy = self._score(contexts, [pairs[at][1] for at in group])
             found |= {at: (float(values[row]), bool(greedy[row])) for row, at in enumerate(group)}
@@ -215,7 +221,7 @@ class JaxKVLM(TemplateLM):
 
     @property
     def _contexts_together(self) -> int:
-        """Number of contexts that run in one batch: `batch_size`, or 1 if the policy uses random numbers."""
+        """Number of contexts per batch: `batch_size`, or 1 if the policy uses random numbers."""
         return 1 if self.policy.parts().uses_key else self.batch_size
 
     def _key(self, ids: Sequence[int]) -> int:
@@ -229,13 +235,13 @@ class JaxKVLM(TemplateLM):
     def _score(
         self, contexts: list[list[int]], continuations: list[list[int]]
     ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-        """Arrays [B] over continuations: log-probability, and True if greedy decoding would sample it; prefills contexts.
+        """Return log-probability `[B]` and a mask `[B]` of greedy continuations; prefills the contexts.
 
-        One context is prefilled once, and its continuations are read on top of it, a batch of them at a time.
+        One context is prefilled once, and its continuations are scored on top of it in batches.
         """
         session = Session(self.params, self.policy, key=self._key(contexts[0]))
-        # A continuation's last token is not read. Each pair fits the model's positions, but the longest context and the
-        # longest continuation of different pairs may not.
+        # The last token of a continuation is not read. Each pair fits the model's positions, but the longest context
+        # and the longest continuation of different pairs may not.
         room = self.max_length - max(map(len, contexts))
         cache = session.prefill(contexts, new=min(max(map(len, continuations)) - 1, room))
         shared, values, greedy = len(contexts) < len(continuations), list[Any](), list[Any]()
@@ -247,14 +253,16 @@ class JaxKVLM(TemplateLM):
 
 
 def _batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
-    """List of consecutive parts of a sequence, each of at most `size` items."""
+    """Split a sequence into consecutive parts of at most `size` items."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[Any, int, Sampling]:
-    """Stop strings, number of new tokens and sampling, from lm-eval's generation arguments; ValueError for others."""
+    """Parse lm-eval's generation arguments: stop strings, number of new tokens, sampler; ValueError for others."""
     unknown = [name for name in arguments if name not in _KNOWN]
-    require(not unknown, "generation_kwargs", unknown, f"known are {', '.join(_KNOWN)}")
+    require(
+        not unknown, "generation_kwargs", unknown, f"not supported: use some of {', '.join(_KNOWN)}"
+    )
     given = {name: value for name, value in arguments.items() if value is not None}
     new = int(next((given[name] for name in _LENGTHS if name in given), usual))
     random = given.get("do_sample", given.get("temperature", 0) != 0)

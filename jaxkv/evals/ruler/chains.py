@@ -1,4 +1,4 @@
-"""RULER's variable tracking: variables assigned to one another, in a chain that begins with a number."""
+"""RULER's variable tracking: variables assigned to one another, in a chain that starts with a number."""
 
 import dataclasses
 from typing import NamedTuple
@@ -16,19 +16,19 @@ _PREFIX = (
     " Answer: According to the chain(s) of variable assignment in the text above, {count} variables are assigned the "
     "value {value}, they are: "
 )
-# Of a chain: one is assigned the value, four the one before.
+# Variables per chain: the first is assigned the value, each of four others the one before.
 _VARIABLES = 5
 TEMPLATES = (_OPENING, _QUESTION, _PREFIX, "VAR =")
 
 
 class Chain(NamedTuple):
-    """Random samples of one prompt: variable names, the number assigned to them, and places of the assignments.
+    """Random parts of one prompt: variable names, the number assigned to them, and places of the assignments.
 
     Attributes:
         names: the variables; the first is assigned the value, each other the one before it.
         value: the number.
-        places: the haystack's unit that each assignment stands before, ascending.
-        size: units of the haystack.
+        places: index of the haystack's unit after each assignment, ascending.
+        size: number of units of the haystack.
     """
 
     names: tuple[str, ...]
@@ -64,7 +64,7 @@ class Chains(Recipe):
         return Chain(tuple(names), self.wording.amount(rng), tuple(places), size)
 
     def write(self, chain: Chain, shot: Chain | None = None) -> Prompt:
-        """Render a chain as a `Prompt`, after the solved example `shot` if it is given."""
+        """Render a chain as a `Prompt`, after the solved example `shot` if given."""
         front = ""
         if shot is not None:
             example = self.write(shot)
@@ -80,7 +80,7 @@ class Chains(Recipe):
         )
 
     def _hide(self, chain: Chain) -> str:
-        """Text of the haystack's lines of noise, with the chain's assignments inserted at their places."""
+        """Join the haystack's lines of noise, with the chain's assignments inserted at their places."""
         # RULER ends these lines with a space.
         end = "" if self.wording.tight else " "
         first, *others = chain.names

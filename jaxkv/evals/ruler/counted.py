@@ -23,17 +23,17 @@ _FREQUENT = (
     "What are the three most frequently appeared words in the above coded text?",
     " Answer: According to the coded text above, the three most frequently appeared words are:",
 )
-# Common ones, as the question says.
+# Number of common words, as in the question.
 _WORDS = 10
 TEMPLATES = (*_COMMON, *_FREQUENT)
 # The most frequent word of coded texts: noise, not an answer.
 DOTS = "..."
-# Counts of the second, third and fourth word differ from the next one's from here on.
+# Smallest size at which the second, third and fourth word each differ in count from the next.
 _LEAST_CODED = 74
 
 
 class Listed(NamedTuple):
-    """Random samples of one word list: its common words, and all its words in order, repeats included."""
+    """Random parts of one word list: its common words, and all its words in order, with repeats."""
 
     common: tuple[str, ...]
     entries: tuple[str, ...]
@@ -41,7 +41,7 @@ class Listed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Common(Recipe):
-    """Recipe of RULER's common words extraction: prompts that ask for a list's common words; size is distinct words.
+    """Recipe of RULER's common words extraction: a list of words, its common ones asked for; size is distinct words.
 
     Attributes:
         often: occurrences of each common word.
@@ -60,7 +60,7 @@ class Common(Recipe):
 
     @property
     def most(self) -> int | float:
-        """Largest number of distinct words in a list: as many as the wording can sample, which may be infinite."""
+        """Largest number of distinct words in a list that the wording can sample, which may be infinite."""
         return self.wording.words_to_count
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
@@ -69,7 +69,7 @@ class Common(Recipe):
         return self.write(self.draw(size, self.often, self.seldom, rng), shot)
 
     def draw(self, size: int, often: int, seldom: int, rng: Generator) -> Listed:
-        """Sample a shuffled `Listed` of `size` distinct words: common ones `often` times, the others `seldom` times."""
+        """Sample a shuffled `Listed` of `size` distinct words: common ones `often` times, others `seldom` times."""
         drawn = self.wording.plain(rng, size)
         common, others = drawn[:_WORDS], drawn[_WORDS:]
         entries = common * often + others * seldom
@@ -78,7 +78,7 @@ class Common(Recipe):
         )
 
     def write(self, drawn: Listed, shot: Listed | None = None) -> Prompt:
-        """Render a word list as a `Prompt`, after the solved example `shot` if it is given."""
+        """Render a word list as a `Prompt`, after the solved example `shot` if given."""
         front = ""
         if shot is not None:
             example = self.write(shot)
@@ -94,7 +94,7 @@ class Common(Recipe):
 
 
 class Coded(NamedTuple):
-    """Random samples of one coded text: its distinct words by frequency, dots first, and all its words in order."""
+    """Random parts of one coded text: its distinct words by frequency, dots first, and all its words in order."""
 
     ranks: tuple[str, ...]
     text: tuple[str, ...]
@@ -107,7 +107,7 @@ class Frequent(Recipe):
     Counts by rank follow a zeta distribution with exponent 2.
 
     Attributes:
-        vocabulary: different words, the dots included.
+        vocabulary: number of distinct words, with the dots.
     """
 
     vocabulary: int
@@ -144,5 +144,5 @@ class Frequent(Recipe):
 
 
 def _numbered(words: tuple[str, ...]) -> str:
-    """One line of text with the words, each after its number: "1. apple 2. boat"."""
+    """Join words in one line, each after its number: "1. apple 2. boat"."""
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))

@@ -17,7 +17,7 @@ _ORDER = "Answer the question based on the given documents. Only give me the ans
 _OPENING = f"{_ORDER}\n\nThe following are given documents.\n\n"
 _QUESTION = f"\n\n{_ORDER}\n\nQuestion: {{asked}}"
 _PREFIX = " Answer:"
-# RULER's file names, and the addresses of the files.
+# RULER's file names, and the URLs of the files.
 FILES = {
     "qa_1": ("squad.json", "https://rajpurkar.github.io/SQuAD-explorer/dataset/dev-v2.0.json"),
     "qa_2": (
@@ -33,8 +33,8 @@ class DocumentQuestion(NamedTuple):
     Attributes:
         text: the question.
         answers: right answers, any of which counts.
-        context: indices of the question's documents; of HotpotQA, those that distract too.
-        near: indices of documents of the same article, which are taken before all others.
+        context: indices of the question's documents; in HotpotQA, with the distractors.
+        near: indices of documents of the same article, which are used before all others.
     """
 
     text: str
@@ -44,7 +44,7 @@ class DocumentQuestion(NamedTuple):
 
 
 class DataSet(NamedTuple):
-    """Questions of a data set in the file's order, and its distinct documents, sorted."""
+    """Questions of a data set in the order of the file, and its distinct documents, sorted."""
 
     questions: tuple[DocumentQuestion, ...]
     documents: tuple[str, ...]
@@ -52,13 +52,13 @@ class DataSet(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DocumentQA(Recipe):
-    """Recipe of question answering over a data set's documents; a haystack's size is its number of documents."""
+    """Recipe of question answering over a data set's documents; the haystack size is the number of documents."""
 
     data: DataSet
 
     @property
     def least(self) -> int:
-        """Smallest number of documents in a prompt: as many as the question with the most documents needs."""
+        """Smallest number of documents in a prompt: the largest number that a question needs."""
         return max(len(each.context) for each in self.data.questions)
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
@@ -68,13 +68,13 @@ class DocumentQA(Recipe):
             index < have,
             "count",
             index + 1,
-            f"the file has {have} questions: ask for so many at most",
+            f"the file has only {have} questions: use at most that many",
         )
         asked = self.data.questions[index]
         return self.write(asked, self.draw(asked, size, rng))
 
     def draw(self, asked: DocumentQuestion, size: int, rng: Generator) -> tuple[int, ...]:
-        """Tuple of `size` document indices in random order, the question's own included; repeats if too few."""
+        """Sample `size` document indices in random order, with the question's own; with repeats if too few."""
         have, more = len(self.data.documents), size - len(asked.context)
         if size >= have:
             chosen = [each % have for each in range(size)]
@@ -105,24 +105,24 @@ class DocumentQA(Recipe):
 def read(folder: str | None, name: str) -> DataSet:
     """Read the `DataSet` (questions, documents) of "qa_1" (SQuAD 2.0) or "qa_2" (HotpotQA) from a file in `folder`.
 
-    A missing file is a FileNotFoundError that says what to put where; a file of another format is rejected.
+    Raises FileNotFoundError for a missing file, with its URL, and ValueError for another format.
     """
     file, address = FILES[name]
     path = Path(folder or ".").expanduser() / file
     if folder is None or not path.is_file():
         raise FileNotFoundError(
-            f"data={folder!r}: {name} asks questions of a file: put {address} there as {file}"
+            f"data={folder!r}: {name} needs a file of questions: download {address} there as {file}"
         )
     try:
         content = json.loads(text_of_file(path))
         return _squad(content) if name == "qa_1" else _hotpot(content)
     except (KeyError, TypeError, ValueError):
-        remedy = f"not the format of {address}: download it again"
+        remedy = f"not in the format of {address}: download it again"
         raise invalid("data", str(path), remedy) from None
 
 
 def _squad(content: dict[str, Any]) -> DataSet:
-    """`DataSet` of the answerable questions in SQuAD 2.0's parsed JSON; its documents are paragraphs."""
+    """Build the `DataSet` of the answerable questions in SQuAD 2.0's parsed JSON; documents are paragraphs."""
     articles = [[part["context"] for part in article["paragraphs"]] for article in content["data"]]
     documents = sorted({text for texts in articles for text in texts})
     places = {text: at for at, text in enumerate(documents)}
@@ -139,7 +139,7 @@ def _squad(content: dict[str, Any]) -> DataSet:
 
 
 def _hotpot(content: list[dict[str, Any]]) -> DataSet:
-    """`DataSet` of the questions in HotpotQA's parsed JSON; its documents are articles with their titles."""
+    """Build the `DataSet` of the questions in HotpotQA's parsed JSON; documents are articles with their titles."""
 
     def document(title: str, lines: list[str]) -> str:
         return f"{title}\n{''.join(lines)}"
@@ -158,5 +158,5 @@ def _hotpot(content: list[dict[str, Any]]) -> DataSet:
 
 
 def _some(places: Sequence[int], count: int, rng: Generator) -> list[int]:
-    """List of `count` of the given indices, sampled without replacement, in random order."""
+    """Sample `count` of the given indices without replacement, in random order."""
     return [places[each] for each in rng.permutation(len(places))[:count].tolist()]

@@ -28,7 +28,7 @@ DEPTHS = np.round(np.linspace(0, 100, num=40)).astype(int)
 
 
 class PlacedNeedle(NamedTuple):
-    """One needle: key, value, and `place`, the index of the haystack's unit that it stands before."""
+    """One needle: key, value, and `place`, the index of the haystack's unit after it."""
 
     key: str
     value: str
@@ -36,12 +36,12 @@ class PlacedNeedle(NamedTuple):
 
 
 class NeedlePrompt(NamedTuple):
-    """Random samples of one prompt: needles, haystack, and the keys `asked` for with their `values`.
+    """Random parts of one prompt: needles, haystack, and the keys `asked` for with their `values`.
 
     Attributes:
         needles: the needles, in the order of the text.
-        asked: the keys asked for, in the question's order.
-        values: the values of each of these keys, in the answer's order.
+        asked: keys in the question, in its order.
+        values: values of each of these keys, in the order of the answer.
         haystack: sentences or paragraphs.
     """
 
@@ -59,10 +59,10 @@ class Needles(Recipe):
         haystack: "noise", "essay" or "needle".
         key_kind: "words" or "uuids".
         value_kind: "numbers" or "uuids".
-        keys: needles with a key of their own.
-        values: needles for each key.
-        queries: keys that are asked for.
-        depth: depth of the needles, in [0, 1]; None samples it.
+        keys: number of needles with distinct keys.
+        values: number of needles per key.
+        queries: number of keys in the question.
+        depth: depth of the needles, in [0, 1]; None for random depths.
     """
 
     haystack: str = "noise"
@@ -83,7 +83,7 @@ class Needles(Recipe):
         return self.write(self.draw(size, rng))
 
     def draw(self, size: int, rng: Generator) -> NeedlePrompt:
-        """Sample a `NeedlePrompt`: needles with keys, values and places, a haystack of `size` units, and the keys to ask for."""
+        """Sample a `NeedlePrompt`: needles with keys, values and places, haystack units, and keys to ask for."""
         count = max(self.keys, self.queries)
         keys = getattr(self.wording, self.key_kind)(rng, count)
         flat = getattr(self.wording, self.value_kind)(rng, count * self.values)
@@ -105,7 +105,7 @@ class Needles(Recipe):
         )
 
     def write(self, draw: NeedlePrompt) -> Prompt:
-        """Render a sample as a `Prompt`: the haystack with its needles, and the question for the keys asked for."""
+        """Render a sample as a `Prompt`: the haystack with its needles, and the question for its keys."""
         many = len(draw.asked) * self.values > 1
         opening, question, prefix = _MANY if many else _ONE
         kind = self.value_kind if many else self.value_kind[:-1]
@@ -121,14 +121,14 @@ class Needles(Recipe):
         )
 
     def _haystack(self, size: int, rng: Generator, keys: list[str]) -> list[str]:
-        """List of the haystack's texts: sentences of an essay, lines of noise, or needles with other keys."""
+        """Return the haystack's texts: sentences of an essay, lines of noise, or needles with other keys."""
         if self.haystack == "essay":
             return self.wording.essay(rng, size)
         if self.haystack == "noise":
             return self.wording.noisy(size)
         others: list[str] = []
         while len(others) < size:
-            # A key that is asked for has no second value.
+            # A key in the question has no second value.
             more = getattr(self.wording, self.key_kind)(rng, size + len(keys))
             others += [key for key in more if key not in keys]
         values = getattr(self.wording, self.value_kind)(rng, size)
@@ -138,7 +138,7 @@ class Needles(Recipe):
         ]
 
     def _places(self, size: int, count: int, rng: Generator) -> list[int]:
-        """Ascending list, one per needle: index of the haystack's sentence or line before which the needle is put."""
+        """Return, in ascending order, the index of the haystack's unit after each needle."""
         if self.depth is not None:
             return [round(self.depth * size)] * count
         if self.haystack == "essay":
@@ -146,7 +146,7 @@ class Needles(Recipe):
         return sorted(rng.permutation(size)[:count].tolist())
 
     def _hide(self, draw: NeedlePrompt) -> str:
-        """Text of the haystack, with the needles' sentences inserted at their places."""
+        """Join the haystack, with the needles' sentences inserted at their places."""
         told = [
             NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value)
             for each in draw.needles
@@ -156,16 +156,16 @@ class Needles(Recipe):
             parts = [" ".join(draw.haystack[begins[0] : begins[1]])]
             for at, needle in enumerate(told, start=1):
                 parts += [needle, " ".join(draw.haystack[begins[at] : begins[at + 1]])]
-            # RULER writes a space on either side of an empty part too.
+            # RULER writes a space on either side of an empty part, too.
             return " ".join(part for part in parts if part or not self.wording.tight)
         return hidden(draw.haystack, told, [each.place for each in draw.needles])
 
 
 def places_at(depths: list[int], size: int) -> list[int]:
-    """Sorted list of sentence indices, among `size` sentences, at the given depths in percent; rounded down."""
+    """Return sorted sentence indices, among `size` sentences, at the given depths in percent; rounded down."""
     return sorted(int(size * (depth / 100)) for depth in depths)
 
 
 def _listed(words: tuple[str, ...]) -> str:
-    """Text that lists words in English, as RULER writes it: `a`, `a, and b`, `a, b, and c`."""
+    """List words in English, as RULER does: `a`, `a, and b`, `a, b, and c`."""
     return ", ".join(words[:-1]) + ", and " + words[-1] if len(words) > 1 else words[0]

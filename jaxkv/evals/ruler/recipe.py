@@ -18,10 +18,10 @@ class Prompt(NamedTuple):
     Attributes:
         context: the user's text up to the end of the haystack.
         question: the rest of the user's text.
-        prefix: the answer's first words.
+        prefix: first words of the answer.
         answers: right answers.
-        target: text of a right answer, as it continues the prefix.
-        depth: mean depth of the answer in the haystack, in [0, 1]; None if it has no place.
+        target: text of a right answer that continues the prefix.
+        depth: mean depth of the answer in the haystack, in [0, 1]; None without a place.
     """
 
     context: str
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The whole prompt as one text: context, question and the answer's first words."""
+        """The prompt as one text: context, question and the answer's first words."""
         return self.context + self.question + self.prefix
 
 
@@ -42,7 +42,7 @@ Counter = Callable[[Prompt], int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe(abc.ABC):
-    """Base of recipes: makes prompts of one kind with haystacks of any size, and answers of at most `new_tokens`."""
+    """Base class of recipes: makes prompts of one kind with haystacks of any size, and answers up to `new_tokens`."""
 
     wording: Wording
     new_tokens: int
@@ -66,7 +66,7 @@ class Recipe(abc.ABC):
 
 
 def hidden(lines: Sequence[str], told: Sequence[str], places: Sequence[int]) -> str:
-    """Text of a haystack's lines, with those `told` before the lines of these places, which ascend."""
+    """Join a haystack's lines, with the lines `told` inserted before the lines at `places`, which ascend."""
     lines = list(lines)
     for line, place in zip(reversed(told), reversed(places), strict=True):
         lines.insert(place, line)
@@ -74,13 +74,13 @@ def hidden(lines: Sequence[str], told: Sequence[str], places: Sequence[int]) -> 
 
 
 def fit(recipe: Recipe, length: int, count: Counter) -> int:
-    """Largest haystack size, to within a 400th, whose prompt and answer take at most `length` tokens; else ValueError.
+    """Return the largest haystack size, to within 1/400, whose prompt and answer have at most `length` tokens.
 
-    A `length` that not even the smallest haystack fits is rejected.
+    Raises ValueError if not even the smallest haystack fits.
     """
 
     def taken(size: int) -> int:
-        """Number of tokens of a prompt with a haystack of `size` units and its answer; `fit` searches sizes by it."""
+        """Count the tokens of a prompt with a haystack of `size` units and its answer."""
         return count(recipe.make(size, np.random.default_rng(0))) + recipe.new_tokens
 
     low = recipe.least
@@ -89,13 +89,13 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
         shortest <= length,
         "length",
         length,
-        f"{type(recipe).__name__} takes {shortest} tokens at least: ask for more",
+        f"{type(recipe).__name__} needs at least {shortest} tokens: raise it",
     )
     high = low + 1
     while taken(high) <= length:
-        # Above the largest size, `make` rejects with an error that names the missing words.
+        # Above the largest size, `make` raises an error that names the missing words.
         low, high = high, int(recipe.most) if high < recipe.most < 2 * high else 2 * high
-    # A four-hundredth part is less than the difference between samples.
+    # 1/400 is less than the difference between samples.
     while high - low > max(1, low // 400):
         middle = (low + high) // 2
         low, high = (middle, high) if taken(middle) <= length else (low, middle)
@@ -104,7 +104,7 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class PromptFactory:
-    """Makes a recipe's prompts of at most `length` tokens, answers included, by a token counter and haystack size."""
+    """Makes a recipe's prompts of at most `length` tokens, with answers, by a token counter and haystack size."""
 
     recipe: Recipe
     length: int
@@ -112,9 +112,9 @@ class PromptFactory:
     size: int
 
     def make(self, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Make a `Prompt` of at most `length` tokens with its answer, shrinking the haystack; ValueError if none fits.
+        """Make a `Prompt` of at most `length` tokens with its answer, shrinking the haystack if needed.
 
-        A sample that does not fit with the smallest haystack is rejected.
+        Raises ValueError if the sample does not fit with the smallest haystack.
         """
         seed = int(rng.integers(2**63))
         size = self.size
@@ -127,7 +127,7 @@ class PromptFactory:
                 size > self.recipe.least,
                 "length",
                 self.length,
-                f"sample {index} takes {over} more: ask for more",
+                f"sample {index} needs {over} more tokens: raise it",
             )
-            # In shares, since a unit's tokens are not known.
+            # Shrink by a share, because the tokens per unit are unknown.
             size = max(self.recipe.least, size - max(1, math.ceil(size * over / self.length)))

@@ -1,4 +1,4 @@
-"""The task `ruler`: its recipes by name and metrics, and lengths, wordings, samples that the task `needle` shares."""
+"""The task `ruler`: its recipes by name, its metrics, and the base class that it shares with the task `needle`."""
 
 import dataclasses
 import json
@@ -21,12 +21,12 @@ from jaxkv.evals.task import Sample, task
 from jaxkv.evals.texts import shipped, text_of_file
 from jaxkv.loading import LanguageModel
 
-# As its scripts/synthetic.yaml configures them.
+# Settings of RULER's scripts/synthetic.yaml.
 _NIAH: dict[str, dict[str, Any]] = json.loads(shipped("ruler/data/niah.json"))
-# Made from words alone; the others read questions from files.
+# Tasks made from words alone; the others read questions from files.
 MADE = (*_NIAH, "vt", "cwe", "fwe")
 NAMES = (*MADE, *FILES)
-# RULER's: tokens of a solved example of variable tracking, and from where on lists are long.
+# RULER's: tokens of a solved example of variable tracking, and the length from which lists are long.
 _SHOT_TOKENS = 500
 _LONG = 4096
 _CONTROL = re.compile(r"[\x00-\x1f]")
@@ -34,14 +34,14 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MadeTask(QuestionTask):
-    """Base of `Ruler` and `Needle`, whose prompts are made at lengths in the model's tokens.
+    """Base class of `Ruler` and `Needle`, whose prompts are made at lengths in the model's tokens.
 
     Attributes:
-        usual: lengths by default, those of them within the model's positions.
-        lengths: tokens of prompts, answer and chat template included.
-        count: samples of each kind and length.
+        usual: default lengths, of which those within the model's positions are used.
+        lengths: tokens of prompts, with answer and chat template.
+        count: samples per kind and length.
         wording: "official" or "small".
-        haystack: a text file that haystacks of the official wording are cut from.
+        haystack: text file for the haystacks of the official wording.
         seed: seed of all random choices.
     """
 
@@ -58,24 +58,26 @@ class MadeTask(QuestionTask):
         self.require_least(1, "count")
         self.require_least(0, "seed")
         known = self.wording in ("official", "small")
-        require(known, "wording", self.wording, "take 'official' or 'small'")
+        require(known, "wording", self.wording, "unknown: use 'official' or 'small'")
         mine = self.haystack is None or self.wording == "official"
-        remedy = "the small wording makes its own: take wording='official'"
+        remedy = "the small wording makes its own haystack: use wording='official'"
         require(mine, "haystack", self.haystack, remedy)
 
     def lengths_for(self, params: LanguageModel) -> tuple[int, ...]:
-        """Lengths of the prompts: those given, else the `usual` ones, or the model's positions if all are longer."""
+        """Return the given lengths, else the `usual` ones, or the model's positions if all of them are longer."""
         most = params.config.max_positions
         if self.lengths is None:
             return tuple(each for each in self.usual if each <= most) or (most,)
         longest = max(self.lengths, default=0)
-        require(longest <= most, "lengths", longest, f"the model was made for {most} tokens")
+        require(
+            longest <= most, "lengths", longest, f"the model has {most} positions: use shorter ones"
+        )
         return self.lengths
 
     def samples_of(
         self, cell: PromptFactory, name: str, group: str, draws: Sequence[int], **tags: Any
     ) -> list[Sample]:
-        """List of `count` samples with these tags, their random choices by numbers besides the seed."""
+        """Make `count` samples with these tags; their random choices depend on the seed and on `draws`."""
         rng, new = np.random.default_rng([self.seed, *draws]), cell.recipe.new_tokens
         return [
             as_sample(f"{name}-{index:04d}", group, cell.make(rng, index), new, **tags)
@@ -83,11 +85,13 @@ class MadeTask(QuestionTask):
         ]
 
     def words(self) -> Wording:
-        """`Wording`, which samples prompts' random texts, with the text of the haystack's file, if any."""
+        """Return the `Wording`, which samples the random texts of prompts, with the haystack's file if given."""
         if self.haystack is None:
             return wording_of(self.wording)
         text = text_of_file(Path(self.haystack).expanduser(), "haystack")
-        require(bool(text.split()), "haystack", self.haystack, "it holds no word: give a text")
+        require(
+            bool(text.split()), "haystack", self.haystack, "the file has no words: use another text"
+        )
         return wording_of(self.wording, text)
 
 
@@ -96,20 +100,20 @@ class MadeTask(QuestionTask):
 class Ruler(MadeTask):
     """RULER's 13 tasks: needles in a haystack, variable tracking, words to count, questions over documents.
 
-    Made here with RULER's templates, counts and metrics, at lengths in the model's tokens. `niah_single_*` have 1
-    needle, `niah_multikey_*` others with another key (4 in all, or a haystack of needles alone), `niah_multivalue` has
-    4 values of one key, `niah_multiquery` asks for 4 keys; `vt` is a chain of 5 variables, `cwe` a list of words of
-    which 10 occur 10 times as often (6 below 4096 tokens), `fwe` words of a zeta distribution; `qa_1` is SQuAD 2.0
-    and `qa_2` HotpotQA, from files.
+    Templates, counts and metrics are RULER's, and lengths are in the model's tokens. `niah_single_*` have 1 needle.
+    `niah_multikey_*` add needles with other keys (4 in all, or a haystack of needles). `niah_multivalue` has 4 values
+    of one key, and `niah_multiquery` asks for 4 keys. `vt` is a chain of 5 variables. `cwe` is a list in which 10 words
+    occur 10 times as often as others (6 times below 4096 tokens). `fwe` has words of a zeta distribution. `qa_1` is
+    SQuAD 2.0 and `qa_2` HotpotQA, from files.
 
     Attributes:
-        tasks: some of the 13; by default all but qa_1 and qa_2, which need files.
-        lengths: tokens of prompts, answer and chat template included; by default 4096, or the model's positions if
-            there are fewer.
-        count: samples for each task and length; RULER takes 500.
+        tasks: some of the 13 (default: all but qa_1 and qa_2, which need files).
+        lengths: tokens of prompts, with answer and chat template (default: 4096, or the model's positions if
+            fewer).
+        count: samples per task and length; RULER uses 500.
         wording: "official", or "small" for models that know a few hundred words.
-        haystack: a text file that haystacks of the official wording are cut from, instead of a novel of 1851.
-        data: the folder with squad.json and hotpotqa.json, for qa_1 and qa_2.
+        haystack: text file for the haystacks of the official wording (default: a novel of 1851).
+        data: folder with squad.json and hotpotqa.json, for qa_1 and qa_2.
         seed: seed of all random choices.
 
     References:
@@ -124,13 +128,13 @@ class Ruler(MadeTask):
     def __post_init__(self):
         super().__post_init__()
         for name in self.tasks:
-            require(name in NAMES, "tasks", name, f"take some of {', '.join(NAMES)}")
+            require(name in NAMES, "tasks", name, f"unknown: use some of {', '.join(NAMES)}")
         read = self.data is None or not set(self.tasks).isdisjoint(FILES)
-        remedy = f"only {' and '.join(FILES)} read files: name them among the tasks, or none"
+        remedy = f"only {' and '.join(FILES)} read files: add them to the tasks, or leave data out"
         require(read, "data", self.data, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make a list of samples, `count` for each of the chosen RULER tasks at each prompt length."""
+        """Make a list of samples, `count` per chosen RULER task and prompt length."""
         lengths = self.lengths_for(params)
         wording, count, made = self.words(), counter(params), list[Sample]()
         for name in self.tasks:
@@ -150,7 +154,7 @@ class Ruler(MadeTask):
 
 
 def counter(params: LanguageModel) -> Counter:
-    """Return a function that counts the tokens of a `Prompt`, those of the chat template included."""
+    """Return a function that counts the tokens of a `Prompt`, with the chat template."""
 
     def count(prompt: Prompt) -> int:
         return sum(map(len, ids_of(params.tokenizer, as_sample("count", "count", prompt, 1))))
@@ -159,7 +163,7 @@ def counter(params: LanguageModel) -> Counter:
 
 
 def as_sample(name: str, group: str, prompt: Prompt, new_tokens: int, **tags: Any) -> Sample:
-    """Convert a `Prompt` to a `Sample` of this id and group; the prompt's depth is added to the tags."""
+    """Convert a `Prompt` to a `Sample` with this id and group; the prompt's depth is added to the tags."""
     if prompt.depth is not None:
         tags.setdefault("depth", round(prompt.depth, 4))
     return Sample(
@@ -177,15 +181,15 @@ def as_sample(name: str, group: str, prompt: Prompt, new_tokens: int, **tags: An
 def recipe_of(
     name: str, *, wording: Wording, length: int, count: Counter, data: str | None = None
 ) -> Recipe:
-    """Recipe of the RULER task `name`, configured for prompts and answers of `length` tokens together.
+    """Return the recipe of the RULER task `name`, for prompts and answers of `length` tokens in total.
 
-    `data` is the folder of the files of qa_1 and qa_2; without them it is a FileNotFoundError that names them. Unknown
-    tasks, and those that the small wording has no words for, are rejected.
+    `data` is the folder of the files of qa_1 and qa_2; a missing file raises FileNotFoundError. Unknown tasks, and
+    tasks for which the small wording has no words, raise ValueError.
     """
     small = wording.name == "small"
     if name in _NIAH:
         recipe = Needles(wording=wording, new_tokens=128, **_NIAH[name])
-        # Digits, with a comma and a space or the like behind them, and a mark in front.
+        # Digits, followed by a comma and a space or similar, and a mark in front.
         digits = 11 if recipe.value_kind == "uuids" else 6
         few = digits * recipe.values * recipe.queries + 2
         return dataclasses.replace(recipe, new_tokens=few) if small else recipe
@@ -200,21 +204,21 @@ def recipe_of(
         return _common(wording, length)
     if name == "fwe":
         new = 10 if small else 50
-        # At least a fifth word, so that the answer's three are more frequent than another.
+        # At least five words, so that the three answers are more frequent than a fourth.
         different = max(5, (length - new) // 50)
         return Frequent(
             wording=wording,
             new_tokens=new,
             vocabulary=min(different, len(SMALL_WORDS) + 1) if small else different,
         )
-    require(not small, "tasks", name, "the small wording has no documents: take the official one")
+    require(not small, "tasks", name, "the small wording has no documents: use the official one")
     return DocumentQA(wording=wording, new_tokens=32, data=read(data, name))
 
 
 def _common(wording: Wording, length: int) -> Common:
-    """`Common` recipe of common words extraction, with counts of words for the wording and prompt length."""
+    """Return the recipe of common words extraction, with word counts for the wording and prompt length."""
     if wording.name == "small":
-        # So few words that they have to occur more often as lists grow.
+        # With so few words, they have to occur more often in longer lists.
         often, seldom = (6, 1) if length < 1024 else (12, 2) if length < 2560 else (30, 3)
         return Common(wording=wording, new_tokens=34, often=often, seldom=seldom)
     if length < _LONG:
@@ -226,7 +230,7 @@ def _common(wording: Wording, length: int) -> Common:
 
 
 def cleaned(prediction: str) -> str:
-    """The prediction without whitespace at its ends, and with control characters replaced by line feeds."""
+    """Strip whitespace at both ends of a prediction, and replace control characters by line feeds."""
     return _CONTROL.sub("\n", prediction.strip()).strip()
 
 

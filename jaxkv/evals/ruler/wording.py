@@ -1,4 +1,4 @@
-"""Wordings of prompts: RULER's own words, and a few hundred nouns that a tiny model can be trained on."""
+"""Wordings of prompts: RULER's own words, and a few hundred nouns for training a tiny model."""
 
 import functools
 import itertools
@@ -22,8 +22,8 @@ NOISE = (
     "Here we go.",
     "There and back again.",
 )
-# Nouns, none of which is a part of another, of a colour's name, or of a template's word: a score looks for answers as
-# parts of the prediction.
+# No noun is a part of another, of a colour's name, or of a template's word, because a score searches answers as parts
+# of the prediction.
 SMALL_WORDS = tuple(shipped("ruler/data/small_words.txt").split())
 SENTENCES = (
     "The {} is near the {}.",
@@ -40,7 +40,7 @@ _SENTENCE = re.compile(
 
 
 def sentences(text: str) -> list[str]:
-    """Split a text into a list of sentences; one ends at ".", "!" or "?" and quotes, where a capital follows.
+    """Split a text into sentences, which end at ".", "!" or "?" and quotes before a capital.
 
     RULER uses NLTK's Punkt, which needs a data file; on English prose, nearly all sentences are the same.
     """
@@ -49,13 +49,13 @@ def sentences(text: str) -> list[str]:
 
 
 class Wording:
-    """Samples the random texts of prompts, by RULER's own wording: keys, values, variables and haystacks.
+    """Samples the random texts of prompts in RULER's own wording: keys, values, variables and haystacks.
 
-    Keys are adjectives with nouns, values seven-digit numbers or version 4 UUIDs, variables have five logical axes.
+    Keys are adjectives with nouns, values seven-digit numbers or version 4 UUIDs, variables have five letters.
 
     Attributes:
-        name: the wording's value in settings.
-        tight: True leaves out spaces and empty parts that carry no meaning.
+        name: value of the wording in settings.
+        tight: True to leave out spaces and empty parts without meaning.
         noise: units of the haystack of noise, used in turn.
         words_to_count: number of distinct words that `plain` can sample.
     """
@@ -66,16 +66,16 @@ class Wording:
     words_to_count: ClassVar[int | float] = math.inf
 
     def __init__(self, text: str | None = None):
-        """Take the text that essays are cut from, repeated if short; None for the novel that comes with jaxkv."""
+        """Set the text for essays, repeated if short; None for the packaged novel."""
         self._text = text
 
     @functools.cached_property
     def _units(self) -> list[str]:
-        """List of the words of the text that essays are cut from."""
+        """Words of the text for essays."""
         return (shipped("ruler/data/essay.txt.gz") if self._text is None else self._text).split()
 
     def passage(self, size: int, start: int = 0) -> str:
-        """Text of `size` words from word `start` of the essays' text on; starts over where that text ends."""
+        """Return `size` words of the essays' text from word `start` on; the text repeats at its end."""
         at = start % len(self._units)
         times = -(-(at + size) // len(self._units))
         return " ".join((self._units * times)[at : at + size])
@@ -93,13 +93,13 @@ class Wording:
         return list(drawn)
 
     def plain(self, rng: Generator, count: int) -> list[str]:
-        """Sample a list of `count` distinct nouns, adjectives and verbs, then adjective-noun pairs if these run out."""
+        """Sample `count` distinct nouns, adjectives and verbs, then adjective-noun pairs if these run out."""
         every = _every_word()
         drawn = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
         return drawn + self.words(rng, count - len(drawn))
 
     def codes(self, rng: Generator, count: int) -> list[str]:
-        """Sample a list of `count` distinct words of six random lower-case logical axes."""
+        """Sample a list of `count` distinct words of six random lower-case letters."""
         return _letters(rng, string.ascii_lowercase, 6, count)
 
     def numbers(self, rng: Generator, count: int) -> list[str]:
@@ -111,19 +111,19 @@ class Wording:
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
 
     def variables(self, rng: Generator, count: int, *, short: bool = False) -> list[str]:
-        """Sample a list of `count` distinct names of five random capital logical axes, or of three if `short`."""
+        """Sample a list of `count` distinct names of five random capital letters, or of three if `short`."""
         return _letters(rng, string.ascii_uppercase, 3 if short else 5, count)
 
     def noisy(self, size: int) -> list[str]:
-        """List of `size` units of noise."""
+        """Return `size` units of noise."""
         return [self.noise[each % len(self.noise)] for each in range(size)]
 
     def amount(self, rng: Generator) -> str:
-        """Sample one five-digit number, as text, that a variable is assigned."""
+        """Sample a five-digit number, as text, for a variable."""
         return str(int(rng.integers(10000, 99999)))
 
     def essay(self, rng: Generator, size: int) -> list[str]:
-        """List of sentences: the first `size` words of the text, split into sentences."""
+        """Split the first `size` words of the text into sentences."""
         return sentences(self.passage(size))
 
 
@@ -152,18 +152,18 @@ class Small(Wording):
 
     def plain(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` distinct nouns; ValueError if there are fewer."""
-        few = "the small wording has no more words: ask for fewer tokens, or take the official one"
+        few = "the small wording has no more words: use shorter prompts, or the official wording"
         require(count <= len(SMALL_WORDS), "length", f"{count} different words", few)
         return self.words(rng, count)
 
     codes = plain
 
     def variables(self, rng: Generator, count: int, *, short: bool = False) -> list[str]:
-        """Sample a list of `count` nouns in capitals, as names of variables; `short` changes nothing."""
+        """Sample a list of `count` nouns in capitals, as names of variables; `short` has no effect."""
         return [each.upper() for each in self.words(rng, count)]
 
     def amount(self, rng: Generator) -> str:
-        """Sample one four-digit number, as text, that a variable is assigned."""
+        """Sample a four-digit number, as text, for a variable."""
         return self.numbers(rng, 1)[0]
 
     def essay(self, rng: Generator, size: int) -> list[str]:
@@ -178,18 +178,18 @@ class Small(Wording):
 
 @functools.cache
 def word_lists() -> dict[str, list[str]]:
-    """Dict of the word lists (nouns, adjectives, verbs) that RULER samples from, read from a packaged file; cached."""
+    """Read RULER's word lists (nouns, adjectives, verbs) from a packaged file; cached."""
     return json.loads(shipped("ruler/data/words.json.gz"))
 
 
 @functools.cache
 def _every_word() -> list[str]:
-    """Sorted list of the distinct words of all word lists."""
+    """Return the distinct words of all word lists, sorted."""
     return sorted(set().union(*word_lists().values()))
 
 
 def _letters(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
-    """Sample a list of `count` distinct strings of `size` random logical axes of `alphabet`."""
+    """Sample a list of `count` distinct strings of `size` random letters of `alphabet`."""
     drawn: dict[str, None] = {}
     while len(drawn) < count:
         drawn["".join(alphabet[each] for each in rng.integers(0, len(alphabet), size))] = None
@@ -197,5 +197,5 @@ def _letters(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
 
 
 def wording_of(name: str, text: str | None = None) -> Wording:
-    """Make the `Wording` named "official", with essays cut from `text`, or "small"."""
+    """Return the `Wording` named "official", with essays from `text`, or "small"."""
     return Small() if name == "small" else Wording(text)
