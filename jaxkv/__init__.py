@@ -1,6 +1,6 @@
 """jaxkv: KV-cache compression for long-context inference in JAX.
 
-A name is imported from its module when it is first asked for: `import jaxkv` alone imports neither JAX nor Flax.
+A name is imported from its module at its first use: `import jaxkv` imports neither JAX nor Flax.
 """
 
 import importlib
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from jaxkv.transform.compressing import compress, compress_layers
     from jaxkv.transform.state import CompressedKV
 
-# Where each public name comes from; type checkers read the same above, and a test holds the two lists equal.
+# Module of each public name. Type checkers read the imports above, and a test keeps the two lists equal.
 _HOMES = {
     "jaxkv.cache": "KVCache",
     "jaxkv.cache.saved": "load_cache",
@@ -62,7 +62,9 @@ _ONE_AT_A_TIME = threading.RLock()
 
 def _version() -> str:
     """Version of the installed package as text; "unknown" for a checkout that is not installed."""
-    from importlib import metadata  # here, for it takes longer than all of `import jaxkv`
+    from importlib import (
+        metadata,
+    )  # Imported late because it takes longer than all of `import jaxkv`.
 
     try:
         return metadata.version("jaxkv")
@@ -71,9 +73,9 @@ def _version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name or a submodule at its first use, keeps and return it; AttributeError for other names.
+    """Import, cache and return a public name or a submodule at its first use; AttributeError for other names.
 
-    `__version__` is looked up at its first use as well.
+    `__version__` is also looked up at its first use.
     """
     if name == "__version__":
         return globals().setdefault(name, _version())
@@ -87,8 +89,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'jaxkv' has no attribute {name!r}")
     if not public:
         return importlib.import_module(f"jaxkv.{name}")
-    # Threads that ask for different names at once would import modules from their middle, each waiting for the others'
-    # locks. Our own modules ask for submodules alone, so none of them waits here while it is imported.
+    # Threads that request different names concurrently would import modules from their middle, each waiting for the
+    # others' locks. jaxkv's own modules request only submodules, so none of them waits here during its import.
     with _ONE_AT_A_TIME:
         value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
     return value

@@ -1,7 +1,7 @@
-"""Checks of arguments, which become plain Python; JAX settings of jaxkv's own calls; warnings given once.
+"""Checks of arguments and their conversion to plain Python; JAX settings of jaxkv's calls; one-time warnings.
 
-Public functions and frozen configs call checks once for each argument; internal code does not check again. A wrong
-value is a ValueError, something of a wrong kind a TypeError.
+Public functions and frozen configs call checks once per argument; internal code does not check again. A wrong value is
+a ValueError, a wrong type a TypeError.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ from jaxtyping import Array
 
 from jaxkv._errors import invalid, require
 
-# Positions are int32. ENDLESS is half of the range, so that adding to a limit does not overflow.
+# Positions are int32. ENDLESS is half of the range, so that a sum with a limit does not overflow.
 FARTHEST = 2**31 - 1
 ENDLESS = 2**30
 
@@ -42,7 +42,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, np.floating):
         return float(value) if isinstance(value, float) else float(str(value))
     if value.dtype.kind == "V":
-        # bfloat16 and similar scalars can be converted to a float.
+        # bfloat16 and similar scalars convert to float.
         return (
             float(str(value))
             if hasattr(value, "__float__") and value.dtype.names is None
@@ -68,24 +68,24 @@ def is_whole(value: Any, least: int | float = 0) -> bool:
 
 
 def as_real(value: Any) -> float | None:
-    """The number as a float; None for bools, text, NaN and numbers too large for a float."""
+    """Return the number as a float; None for bools, text, NaN and numbers too large for a float."""
     value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal, Fraction)):
         return None
     try:
         number = float(value)
-    except (OverflowError, ValueError):  # too large, or a signalling NaN
+    except (OverflowError, ValueError):  # Too large, or a signalling NaN.
         return None
     return None if math.isnan(number) else number
 
 
 def alike(one: Any, other: Any) -> bool:
-    """True if two values are equal and of one type: 1 row is not a share of 1.0."""
+    """True if two values are equal and of one type: 1 entry is not a share of 1.0."""
     return type(one) is type(other) and bool(one == other)
 
 
 def brief(value: Any) -> str:
-    """One-line text of a dataclass: its class and the fields that differ from their defaults; else its `repr`."""
+    """Return one line of text for a dataclass: its class and the fields that differ from defaults; else the `repr`."""
     plainly = not dataclasses.is_dataclass(value) or isinstance(value, type)
     if plainly or not value.__dataclass_params__.repr:
         return " ".join(repr(value).split())
@@ -97,12 +97,12 @@ def brief(value: Any) -> str:
 
 
 def shortened(text: str, most: int = 60) -> str:
-    """The text cut to at most `most` characters, with three dots at the end if it was longer."""
+    """Cut text to at most `most` characters, with three dots at the end if it is longer."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
 def overrides(cls: type, declared: str) -> bool:
-    """True if a class, or a mixin of it, changes methods or classes that the one that declares `declared` has."""
+    """True if a class or a mixin of it overrides methods or classes of the class that declares `declared`."""
     ahead = list(itertools.takewhile(lambda each: declared not in vars(each), cls.__mro__))
     names = [each for of in ahead for each in vars(of) if each[:2] != "__"]
     known = [each for each in names if hasattr(cls.__mro__[len(ahead)], each)]
@@ -120,7 +120,7 @@ def namespace(*values: Any) -> Any:
 
 
 def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
-    """Elementwise bisection between `low` and `high`: the smallest values for which `below` is False.
+    """Return the smallest values between `low` and `high` for which `below` is False, by elementwise bisection.
 
     `below` is True at `low` and False at `high`.
     """
@@ -140,9 +140,9 @@ def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
 
 
 def share_of(rows: Any, share: float) -> Any:
-    """Exact floor(entries * share) of each integer in `rows`, for a share in [0, 1] taken as the decimal it prints as."""
+    """Return the exact floor(entries * share) of each integer, for a share in [0, 1] as its printed decimal."""
     whole, _, digits = f"{Decimal(repr(share)):f}".partition(".")
-    # Digit by digit from the last: floors of floors are exact, and no number leaves 32 bits.
+    # Digit by digit from the last: floors of floors are exact, and no number exceeds 32 bits.
     part = rows * 0
     for digit in reversed(digits):
         part = (rows * int(digit) + part) // 10
@@ -150,7 +150,7 @@ def share_of(rows: Any, share: float) -> Any:
 
 
 def amount(value: float) -> str:
-    """Number as text with three significant digits, and commas between thousands."""
+    """Return a number as text with three significant digits, and commas between thousands."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -165,10 +165,10 @@ def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int 
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; True and 2.0 are rejected.
-        remedy: what to give instead; by default the range.
-        least: the smallest integer that is accepted.
-        most: the largest one; by default the largest position, 2**31 - 1.
+        value: the value; True and 2.0 are rejected.
+        remedy: remedy in the error message; by default the range.
+        least: the smallest valid integer.
+        most: the largest valid integer; by default the largest position, 2**31 - 1.
 
     Returns:
         The int.
@@ -197,10 +197,10 @@ def real(
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; bools, text and NaN are rejected.
-        remedy: what to give instead; by default the range.
-        low: the smallest number that is accepted.
-        high: the largest one.
+        value: the value; bools, text and NaN are rejected.
+        remedy: remedy in the error message; by default the range.
+        low: the smallest valid number.
+        high: the largest valid number.
         open_low: True rejects `low` itself.
 
     Returns:
@@ -225,7 +225,7 @@ def flag(name: str, value: Any) -> bool:
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given.
+        value: the value.
 
     Returns:
         The bool.
@@ -243,7 +243,7 @@ def choice(name: str, value: Any, kind: type[E]) -> E:
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given.
+        value: the value.
         kind: the enum.
 
     Returns:
@@ -263,16 +263,16 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; text, bytes and classes are rejected.
-        remedy: what to give instead.
+        value: the value; text, bytes and classes are rejected.
+        remedy: remedy in the error message.
 
     Returns:
         The tuple.
 
     Raises:
-        ValueError: for anything else, and for nothing.
+        ValueError: for anything else, and for no elements.
     """
-    # A 0-d array counts as Iterable by its type, but cannot be iterated.
+    # The type of a 0-d array is Iterable, but it cannot be iterated.
     given = plain(value)
     iterable = isinstance(given, Iterable) and not isinstance(
         given, (str, bytes, bytearray, memoryview, type)
@@ -283,12 +283,12 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
 
 
 def index(name: str, value: Any, size: int) -> int:
-    """Validate an index into `size` elements and return it as an int from 0 on; negative ones count from the end.
+    """Validate an index into `size` elements and return it as an int in [0, size); negative ones count from the end.
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given.
-        size: how many elements there are.
+        value: the value.
+        size: number of elements.
 
     Returns:
         The index, in [0, size).
@@ -307,9 +307,9 @@ def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given; classes are rejected, which have a protocol's attributes themselves.
+        value: the value. Classes are rejected because they have a protocol's attributes, too.
         kind: the class, protocol, or union of these.
-        remedy: what to give instead.
+        remedy: remedy in the error message.
 
     Returns:
         The value.
@@ -323,11 +323,11 @@ def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
 
 
 def static(name: str, value: Any) -> Any:
-    """Return `value` if it has a hash, by which compiled programs are kept; raise TypeError otherwise.
+    """Return `value` if it has a hash, which compiled programs are cached by; raise TypeError otherwise.
 
     Args:
         name: the argument or field, for the error message.
-        value: what was given.
+        value: the value.
 
     Returns:
         The value.
@@ -338,7 +338,7 @@ def static(name: str, value: Any) -> Any:
     try:
         hash(value)
     except TypeError as error:
-        remedy = f"{error}: make it a frozen dataclass of numbers and tuples"
+        remedy = f"not hashable ({error}): make it a frozen dataclass of numbers and tuples"
         raise TypeError(str(invalid(name, value, remedy))) from None
     return value
 
@@ -346,15 +346,15 @@ def static(name: str, value: Any) -> Any:
 def checked(
     part: Any, method: str, given: Any, shape: tuple[int, ...], about: str, dtype: Any = jnp.float32
 ) -> Array:
-    """Return the array that a user's part gave, if it has this shape and dtype.
+    """Return the array of a user's part if it has this shape and dtype.
 
     Args:
         part: the user's part, for the error message.
-        method: its method that gave the array.
+        method: the method that returned the array.
         given: the array.
-        shape: the shape that it has to have.
-        about: names of the axes, such as "row, [B, K, S]".
-        dtype: the dtype that it has to have.
+        shape: the required shape.
+        about: names of the axes, such as "entry, [B, K, S]".
+        dtype: the required dtype.
 
     Returns:
         The array.
@@ -371,14 +371,14 @@ def checked(
 
 
 def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Validate one field of a frozen dataclass with `check`, during construction, and stores the checked value in it.
+    """Validate one field of a frozen dataclass with `check` during construction, and store the checked value.
 
     Args:
         value: the dataclass, in its `__post_init__`.
         name: the field.
         check: one of the checks above.
-        *args: what the check takes after name and value.
-        **options: its options.
+        *args: arguments of the check after name and value.
+        **options: options of the check.
 
     Raises:
         ValueError: as the check does.
@@ -387,7 +387,7 @@ def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **option
 
 
 def optional(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Validate a field of a frozen dataclass that may be None, as `field` does; None stays."""
+    """Validate a field of a frozen dataclass that may be None, as `field` does; None is valid."""
     if getattr(value, name) is not None:
         field(value, name, check, *args, **options)
 
@@ -396,29 +396,29 @@ def optional(value: Any, name: str, check: Callable[..., Any], *args: Any, **opt
 def own_settings() -> Iterator[None]:
     """Context manager and decorator that sets JAX to 32-bit numbers, allowed rank promotion and no current mesh.
 
-    The settings hold for the calling thread until the block ends, also in users' scorers and samplers.
+    The settings hold for the calling thread until the block ends, including users' scorers and samplers.
     """
     with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), _no_mesh():
         yield
 
 
 def _no_mesh() -> AbstractContextManager[Any]:
-    """Context manager that unsets JAX's current mesh; does nothing while a user's function is traced on it."""
+    """Unset JAX's current mesh in a context; do nothing while a user's function is traced on it."""
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     try:
         return jax.set_mesh(None)
-    except ValueError:  # JAX' rejection while a program is traced
+    except ValueError:  # JAX rejects this while a program is traced.
         return nullcontext()
 
 
-# Decorator of public functions: they run under jaxkv's own settings, entered anew at every call.
+# Decorator of public functions, which run under jaxkv's own settings, entered at every call.
 settled = own_settings()
 
 
 # Source files of this package, and contextlib, whose decorator wraps the public functions.
 _OURS = str(Path(__file__).parent), contextlib.__file__
-_told: set[tuple[type[Warning], str]] = set()
+_warned: set[tuple[type[Warning], str]] = set()
 
 
 class UnseenQuestionWarning(UserWarning):
@@ -430,16 +430,16 @@ def warn_once(category: type[Warning], subject: str, message: str) -> None:
 
     `subject` is, for example, a policy class's name; the message should name the remedy.
     """
-    if (category, subject) in _told:
+    if (category, subject) in _warned:
         return
     warnings.warn(message, category, stacklevel=_stacklevel())
     # Recorded after the warning, so that with warnings as errors every call raises, not only the first.
-    _told.add((category, subject))
+    _warned.add((category, subject))
 
 
 def forget() -> None:
-    """Clear the record of warnings given, so that each is given once more; for tests."""
-    _told.clear()
+    """Clear the record of issued warnings, so that each is issued once more; for tests."""
+    _warned.clear()
 
 
 def _stacklevel() -> int:

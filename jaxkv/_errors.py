@@ -15,12 +15,12 @@ def require(condition: bool, field: str, value: Any, remedy: str) -> None:
 
 
 def invalid(field: str, value: Any, remedy: str) -> ValueError:
-    """Return a ValueError with text `field=value: remedy`, for the caller to raise."""
-    # The `str` of a path is without its class, that of a policy without the fields that have their defaults.
+    """Return a ValueError with text `field=value: remedy` for the caller to raise."""
+    # The `str` of a path omits its class, that of a policy the fields with default values.
     plain = hasattr(value, "__fspath__") or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)
     )
     shown = str(value) if plain else repr(value)
-    if len(shown) > _LONGEST:  # values from files may have any length
+    if len(shown) > _LONGEST:  # Values from files may have any length.
         shown = f"{shown[:_LONGEST]}..."
     return ValueError(f"{field}={shown}: {remedy}")

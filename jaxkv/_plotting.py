@@ -3,7 +3,7 @@
 import io
 from typing import Any
 
-# Okabe and Ito's colours, which colour-blind people tell apart; dashes and markers tell them apart in grey as well.
+# Okabe and Ito's colours, distinct for colour-blind readers; dashes and markers are distinct in grey, too.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 _DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -12,7 +12,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 def drawing() -> Any:
     """Import and return matplotlib; ImportError with the extra to install if it is missing.
 
-    pyplot is not imported: its backend is the user's choice, and notebooks would show the figures.
+    pyplot is not imported: its backend is the user's choice, and notebooks would show the figures twice.
     """
     try:
         import matplotlib
@@ -23,20 +23,20 @@ def drawing() -> Any:
 
 
 def sheet(width: float, height: float) -> Any:
-    """Empty matplotlib `Figure` of this size in inches, not managed by pyplot."""
+    """Make an empty matplotlib `Figure` of this size in inches, not managed by pyplot."""
     return drawing().figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def style(at: int) -> dict[str, str]:
-    """Colour, dash and marker of the line with index `at`, as keyword arguments of matplotlib's `plot`."""
+    """Return colour, dash and marker of the line with index `at`, as keyword arguments of matplotlib's `plot`."""
     dash, marker = _DASHES[at % len(_DASHES)], _MARKERS[at % len(_MARKERS)]
     return {"color": _COLOURS[at % len(_COLOURS)], "linestyle": dash, "marker": marker}
 
 
 def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
-    """Bytes of a matplotlib figure saved as png, svg or pdf; equal figures give equal bytes."""
+    """Return the bytes of a matplotlib figure as png, svg or pdf; equal figures have equal bytes."""
     file = io.BytesIO()
-    # Without a salt the ids of an SVG's parts are sampled at random; both kinds carry the date by default.
+    # Without a salt the ids of an SVG's parts are random; both formats carry the date by default.
     with drawing().rc_context({"svg.hashsalt": "jaxkv"}):
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
         figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)

@@ -1,4 +1,4 @@
-"""Validates and converts the arguments of `generate`, `prefill` and similar functions."""
+"""Validation and conversion of the arguments of `generate`, `prefill` and similar functions."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -33,27 +33,31 @@ def as_model(params: Any, mesh: Any = None) -> LanguageModel:
         return params if mesh is None else params.on(mesh)
     given = f"{params!r}"[:60] if isinstance(params, str) else type(params).__name__
     raise TypeError(
-        f"params={given}: give what jaxkv.load returns: params = jaxkv.load('smollm2-135m-instruct')"
+        f"params={given}: not a model. Pass one from jaxkv.load: params = "
+        "jaxkv.load('smollm2-135m-instruct')"
     )
 
 
 def as_cache(cache: Any) -> KVCache | None:
     """Validate a `KVCache` or None and return it, with numpy arrays moved to the device; TypeError for other values.
 
-    A cache of numpy arrays is put on the device. Anything but a `KVCache` is rejected by a TypeError.
+    Raises TypeError unless the value is a `KVCache` or None.
     """
     if cache is None:
         return None
     if not isinstance(cache, KVCache):
         where = (
-            "give its .cache"
+            "pass its .cache"
             if hasattr(cache, "cache")
-            else "give what prefill or an earlier generate returned"
+            else "pass a cache from prefill or generate"
         )
         raise TypeError(f"cache={type(cache).__name__}: {where}")
     cache.require_arrays()
     lies = Axes.of(cache.seen)
-    remedy = f"its arrays are on {getattr(lies, 'mesh', None)}: give jaxkv.reshard(cache, None) the cache as it was"
+    remedy = (
+        f"its arrays are on {getattr(lies, 'mesh', None)}: pass the original cache to "
+        "jaxkv.reshard(cache, None)"
+    )
     require(lies is None or cache.axes is not None, "cache.axes", cache.axes, remedy)
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
         return (
@@ -65,7 +69,7 @@ def as_cache(cache: Any) -> KVCache | None:
 
 
 def on_device(cache: KVCache) -> KVCache:
-    """Cache with its arrays moved to the device, as prefill leaves it, and offloaded entries (`host_store`) to the host."""
+    """Return a cache with its arrays on the device, as after prefill, and offloaded entries on the host."""
     host_store = None if cache.host_store is None else cache.host_store.put_back(cache.axes)
     device = settle_down(
         jax.tree.map(jnp.asarray, dataclasses.replace(cache, host_store=None)), cache.axes
@@ -81,12 +85,12 @@ def as_sampling(given: Any, **numbers: Any) -> Sampler:
     """Validate a sampler, or the numbers of a `Sampling`, greedy without any; TypeError for other values."""
     named = {name: value for name, value in numbers.items() if value is not None}
     if named and given is not None:
-        raise TypeError(f"{', '.join(named)}: sampling= says it already. Give one of them.")
+        raise TypeError(f"{', '.join(named)}: sampling= is set, too. Give one of them.")
     if given is None:
         return Sampling(**named) if named else GREEDY
     if isinstance(given, type):
         raise TypeError(
-            f"sampling={given.__name__}: it is a class: give an instance, such as {given.__name__}(...)"
+            f"sampling={given.__name__}: a class. Give an instance, such as {given.__name__}(...)"
         )
     if not isinstance(given, Sampler):
         raise TypeError(f"sampling={given!r}: give jaxkv.Sampling(temperature=0.7), say")
@@ -94,7 +98,7 @@ def as_sampling(given: Any, **numbers: Any) -> Sampler:
 
 
 def as_stops(given: Any) -> tuple[str, ...]:
-    """Stop strings as a tuple, from one string, several or None; ValueError for empty ones, TypeError for others."""
+    """Return stop strings as a tuple, from one string, several or None; ValueError for empty ones, else TypeError."""
     if given is None:
         return ()
     many = isinstance(given, Iterable) and not isinstance(
@@ -104,20 +108,20 @@ def as_stops(given: Any) -> tuple[str, ...]:
     for stop in stops:
         if not isinstance(stop, str):
             raise TypeError(
-                f"stop={given!r}: {stop!r} is no text: give a string, or a list of strings"
+                f"stop={given!r}: {stop!r} is not text. Give a string, or a list of strings"
             )
-    require(all(stops), "stop", given, "a stop string has at least one character")
+    require(all(stops), "stop", given, "a stop string is empty: give at least one character")
     return tuple(str.__str__(stop) for stop in stops)
 
 
 def as_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
-    """JAX random key from a key, an older `PRNGKey` array or a 32-bit seed, None for None; TypeError for others.
+    """Return a JAX random key from a key, a `PRNGKey` array or a 32-bit seed, None for None; TypeError for others.
 
-    Longer seeds, whose upper bits JAX would drop, are rejected with a ValueError. The seed may come by that name.
+    ValueError for longer seeds, whose upper bits JAX would drop. The argument may also be named seed.
     """
     if seed is not None:
         if given is not None:
-            raise TypeError("seed: key= says it already. Give one of them.")
+            raise TypeError("seed: key= is set, too. Give one of them.")
         given = seed
     remedy = "give jax.random.key(0), or a seed such as 0"
     if given is None:
@@ -134,14 +138,14 @@ def as_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
     number = plain(given)
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"key={type(given).__name__}: {remedy}")
-    require(0 <= number < _SEEDS, "key", number, f"a seed is in [0, {_SEEDS})")
+    require(0 <= number < _SEEDS, "key", number, f"out of range: give a seed in [0, {_SEEDS})")
     return jax.random.key(number)
 
 
 def random_key(seed: int) -> PRNGKeyArray:
-    """JAX random key of a 64-bit seed; up to 32 bits it equals `jax.random.key(seed)`.
+    """Return the JAX random key of a 64-bit seed; up to 32 bits it equals `jax.random.key(seed)`.
 
-    Of longer seeds, JAX would drop the upper half.
+    JAX would drop the upper half of longer seeds.
     """
     if -(2**31) <= seed < _SEEDS:
         return jax.random.key(seed)
@@ -150,7 +154,7 @@ def random_key(seed: int) -> PRNGKeyArray:
 
 
 def as_implementation(given: Any) -> Implementation:
-    """`Implementation` of attention from its member or value, `AUTO` for None; ValueError for an unknown name."""
+    """Return an `Implementation` from its member or value, `AUTO` for None; ValueError for an unknown name."""
     return Implementation.AUTO if given is None else named(given)
 
 
@@ -162,8 +166,8 @@ def as_progress(given: Any) -> bool | None:
 def require_sampling(
     params: LanguageModel, sampling: Sampler, key: PRNGKeyArray | None, stops: tuple[str, ...]
 ) -> None:
-    """Raise ValueError for a sampler that samples at random without a key, and stop strings without a tokenizer."""
-    remedy = f"{sampling} samples at random: give key=jax.random.key(0), or seed=0"
+    """Raise ValueError for a random sampler without a key, and for stop strings without a tokenizer."""
+    remedy = f"{sampling} uses random numbers: give key=jax.random.key(0), or seed=0"
     require(is_greedy(sampling) or key is not None, "key", key, remedy)
     shown = stops[0] if len(stops) == 1 else stops
     require(
@@ -176,18 +180,18 @@ def require_sampling(
 
 def require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
     """Raise ValueError for a cache of another model, mesh or policy; policy None accepts the cache's own."""
-    remedy = f"the cache was compressed by {cache.policy}: leave policy out, or prefill anew"
+    remedy = f"the cache was compressed by {cache.policy}: omit policy, or prefill again"
     require(policy is None or policy.composed == cache.policy.composed, "policy", policy, remedy)
     ours = cache.config == params.config and cache.model == params.fingerprint
     require(
         ours,
         "cache",
         cache.model,
-        f"it was made by another model than {params.name!r}: prefill with this one",
+        f"the cache belongs to another model than {params.name!r}: prefill with this one",
     )
     theirs, mine = (None if axes is None else axes.mesh for axes in (cache.axes, params.axes))
     where, mesh = ("one device", None) if mine is None else (mine, "mesh")
-    remedy = f"the model is on {where}: give jaxkv.reshard(cache, {mesh}), or prefill with this one"
+    remedy = f"the model is on {where}: pass jaxkv.reshard(cache, {mesh}), or prefill with this one"
     require(theirs == mine, "cache", theirs, remedy)
 
 
@@ -212,9 +216,10 @@ def require_fits(
 
 
 def warn_unseen(policy: Policy, encoded: Encoded, budget: Int[np.ndarray, " B"]) -> None:
-    """Warn, once per process and policy class, if documents lose entries before a question is seen.
+    """Warn, once per process and policy class, if a document's entries are evicted before a question is seen.
 
-    Only for policies that score entries by the attention of the document's end. `budget` is in entries per kv head.
+    This applies only to policies that score entries by the attention of the document's end. `budget` is in entries per
+    kv head.
     """
     scorer = policy.composed.scorer
     lost = (encoded.lengths > budget) & np.asarray(encoded.unclosed)
@@ -224,9 +229,9 @@ def warn_unseen(policy: Policy, encoded: Encoded, budget: Int[np.ndarray, " B"])
     warn_once(
         UnseenQuestionWarning,
         name,
-        f"policy={name}: it keeps what the prompt's end attends to, and the question comes later: it may find nothing. "
-        "Compress by a policy that does not go by the end, DefensiveKV(budget=0.5) say; or put the question into the "
-        "prompt: generate(params, document + '\\n\\n' + question, policy=...)",
+        f"policy={name}: it keeps what the prompt's end attends to, so a later question may find its answer evicted. "
+        "Use a policy that does not score by the prompt's end, such as DefensiveKV(budget=0.5), or put the question "
+        "into the prompt: generate(params, document + '\\n\\n' + question, policy=...)",
     )
 
 
@@ -246,5 +251,8 @@ def _require_places(
     require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
     every = parts.every
     most = now + new if every is None else min(now + new, target + every)
-    remedy = f"{most} entries would be kept and the model was made for {limit}: lower it, or give every=64 to the policy"
+    remedy = (
+        f"{most} entries would be kept and the model was made for {limit}: lower it, or give "
+        "every=64 to the policy"
+    )
     require(most <= limit, "max_new_tokens", new, remedy)

@@ -31,7 +31,7 @@ OPTIONS = (
         TypeError,
         "params='smollm2'",
     ),
-    ({"cache": object()}, TypeError, "cache=object: give what prefill"),
+    ({"cache": object()}, TypeError, "cache=object: pass a cache from prefill"),
     *(({"max_new_tokens": new}, f"max_new_tokens={new}") for new in (0, 2.5)),
     ({"sampling": "greedy"}, TypeError, "sampling="),
     ({"sampling": Sampling()}, "key=None"),

@@ -85,4 +85,4 @@ def test_what_is_refused(model, saved, capsys, tmp_path):
     assert "cannot encode" in said("ask", str(saved), "\udcff", "--model", str(model))
     assert "path=" in said("ask", str(tmp_path), "why?", "--model", str(model))
     other = str(lettered.FOLDER.parent / "qwen2")
-    assert "made by another model" in said("ask", str(saved), "why?", "--model", other)
+    assert "belongs to another model" in said("ask", str(saved), "why?", "--model", other)

@@ -224,7 +224,7 @@ def test_two_ways_of_saying_one_thing():
     cache = jaxkv.prefill(model, tiny.prompts(1, (40,))[0], policy=AdaKV(budget=32))
     for policy in (AdaKV(base=SnapKV(budget=32)), AdaKV(base="snapkv", budget=np.int16(32))):
         jaxkv.generate(model, [1, 2], cache=cache, policy=policy, max_new_tokens=1)
-    with pytest.raises(ValueError, match="leave policy out"):
+    with pytest.raises(ValueError, match="omit policy"):
         jaxkv.generate(model, [1, 2], cache=cache, policy=AdaKV(budget=33), max_new_tokens=1)
 
 

@@ -215,11 +215,11 @@ def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
 def test_a_cache_of_another_model(tmp_path):
     _, _, path = saved(tmp_path)
     other = tiny.tiny(CONFIG, seed=1)
-    with pytest.raises(ValueError, match="it was made by another model than 'tiny-1'"):
+    with pytest.raises(ValueError, match="the cache belongs to another model than 'tiny-1'"):
         jaxkv.load_cache(path, other)
-    with pytest.raises(ValueError, match="it was made by another model than 'tiny-1'"):
+    with pytest.raises(ValueError, match="the cache belongs to another model than 'tiny-1'"):
         answer(other, jaxkv.load_cache(path))
-    with pytest.raises(TypeError, match="params=.*give what jaxkv.load returns"):
+    with pytest.raises(TypeError, match="params=.*Pass one from jaxkv.load"):
         jaxkv.load_cache(path, "tiny-1")
 
 

@@ -402,7 +402,7 @@ def test_what_codes_cannot_be_is_refused(tmp_path):
         jaxkv.export(model, tmp_path / "there", lengths=16, new=4)
     assert not (tmp_path / "there").exists()
     cache = jaxkv.prefill(running.golden_model("llama_gqa8"), ROWS)
-    with pytest.raises(ValueError, match="it was made by another model"):
+    with pytest.raises(ValueError, match="the cache belongs to another model"):
         jaxkv.generate(model, [3], cache=cache, max_new_tokens=2)
 
 
