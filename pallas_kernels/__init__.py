@@ -1,6 +1,6 @@
-"""GPU kernels in Pallas: attention over ragged segments, causal prefill with scores, row gathers, eviction.
+"""GPU kernels in Pallas: attention over ragged segments, causal prefill with scores, gathers, eviction.
 
-They take and return arrays and know no caches, policies or models; `jaxkv.attention` calls them.
+They are functions of arrays, without caches, policies or models; `jaxkv.attention` calls them.
 """
 
 from pallas_kernels.chunks import Chunks, work_table

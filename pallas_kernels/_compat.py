@@ -1,8 +1,8 @@
-"""The only door to Pallas' Triton backend: hides differences between JAX versions.
+"""Pallas' Triton backend, independent of the JAX version; no other module imports it.
 
-All kernels are written for the Triton backend and say so: which backend is the default depends on the version. JAX has
-deprecated it since 0.11 and still ships it in 0.12; the functions of this package are therefore reached by name
-(`jaxkv.attention.Implementation`), so that kernels for another backend can stand beside them.
+All kernels select the Triton backend explicitly, because the default backend depends on the version. JAX has deprecated
+it since 0.11 and ships it in 0.12. `jaxkv.attention.Implementation` therefore selects the functions of this package by
+name, so that kernels for another backend can be added.
 """
 
 import dataclasses
@@ -25,7 +25,7 @@ when = pl.when
 load = _triton.load
 store = _triton.store
 
-# Large and finite: a masked logit minus a masked maximum stays 0 instead of becoming NaN.
+# Large and finite, so that a masked logit minus a masked maximum is 0 instead of NaN.
 MASKED = -1e30
 # GPUs have an instruction for powers of two: kernels scale logits by this factor, and convert log-sum-exps back.
 LOG2E = 1.4426950408889634
@@ -58,14 +58,15 @@ def call(
     """Run a Triton kernel once per point of its grid by `pallas_call`; return the outputs by name.
 
     Args:
-        kernel: takes one object with a ref per name.
-        name: in profiles and compiled programs.
+        kernel: function of one object with a ref per name.
+        name: name in profiles and compiled programs.
         grid: number of programs along x, y, z.
-        inputs: arrays, and the block of each that a program sees.
-        outputs: shapes, likewise; no name is an input's too. One that no program writes is undefined.
+        inputs: by name, an array and the block of it that a program sees.
+        outputs: by name, a shape and its block; names differ from the inputs'. An output that no program writes is
+            undefined.
         launch: warps and stages.
-        interpret: run it as plain JAX operations, on any device, to check it.
-        aliases: name of the output written in place of an input, by the input's name; in place only if it is donated.
+        interpret: True runs the kernel as plain JAX operations on any device, for tests.
+        aliases: by an input's name, the name of the output written in its place, if the input is donated.
 
     Returns:
         The outputs by name.
@@ -88,18 +89,18 @@ def call(
 
 
 def by_sequence(of: Any) -> Operand:
-    """Kernel operand of `[B, ...]`, of which a program (i, h, b) sees sequence b's part."""
+    """Make a kernel operand of `[B, ...]`; program (i, h, b) sees sequence b."""
     return of, BlockSpec((None, *of.shape[1:]), lambda i, h, b: (b,) + (0,) * (len(of.shape) - 1))
 
 
 def by_head(of: Any, group: int = 1) -> Operand:
-    """Kernel operand of `[B, K, ...]`, of which a program (i, h, b) sees head h // group."""
+    """Make a kernel operand of `[B, K, ...]`; program (i, h, b) sees kv head h // group of sequence b."""
     rest = of.shape[2:]
     return of, BlockSpec((None, None, *rest), lambda i, h, b: (b, h // group) + (0,) * len(rest))
 
 
 def by_query_head(of: Any, group: int) -> Operand:
-    """Kernel operand of `[B, K, G, ...]`, of which a program (i, h, b) sees query head h."""
+    """Make a kernel operand of `[B, K, G, ...]`; program (i, h, b) sees query head h of sequence b."""
     rest = of.shape[3:]
     return of, BlockSpec(
         (None, None, None, *rest), lambda i, h, b: (b, h // group, h % group) + (0,) * len(rest)
@@ -107,7 +108,7 @@ def by_query_head(of: Any, group: int) -> Operand:
 
 
 def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-    """Matrix product inside a kernel, accumulated in float32; float32 operands keep all their bits (no tf32)."""
+    """Matrix product inside a kernel, accumulated in float32; float32 operands keep all bits (no tf32)."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return _triton.dot(a, b, trans_b=transpose_b, precision=precision)
 
@@ -115,13 +116,13 @@ def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
 def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -> jax.Array:
     """Compute 2 ** (x * scale + shift) inside a kernel in two instructions; results below 2 ** -126 are 0.
 
-    `jnp.exp2` takes six: nothing joins its product and its sum, and denormal results get a path of their own.
+    `jnp.exp2` needs six, because its product and its sum are not fused and denormal results are handled separately.
 
     Args:
-        x: float32.
-        scale: a number known when the kernel is compiled.
-        shift: of x's shape, or one that broadcasts to it.
-        interpret: True computes it by JAX operations.
+        x: float32 array.
+        scale: a number that is constant when the kernel is compiled.
+        shift: an array of x's shape, or one that broadcasts to it.
+        interpret: True uses JAX operations.
     """
     if interpret:
         return jnp.exp2(x * scale + shift)
@@ -143,24 +144,24 @@ def inverse_of(x: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def capped(logits: jax.Array, cap: float | None, *, interpret: bool) -> jax.Array:
-    """Compute cap * tanh(logits / cap) inside a kernel; the logits as they are if there is no cap.
+    """Compute cap * tanh(logits / cap) inside a kernel; without a cap return the logits.
 
-    As cap - 2 cap / (1 + e ** (2 logits / cap)), in five instructions; off by some 1e-7 of the cap.
+    Computed as cap - 2 cap / (1 + e ** (2 logits / cap)), in five instructions; the error is about 1e-7 of the cap.
 
     Args:
         logits: float32, to any base.
-        cap: of the logits, to that base.
-        interpret: True computes it by JAX operations.
+        cap: softcap of the logits, to the same base.
+        interpret: True uses JAX operations.
     """
     if cap is None:
         return logits
-    # Where the power overflows, its inverse is 0, and the result the cap.
+    # If the power overflows, its inverse is 0, and the result is the cap.
     power = exp2_of(logits, 2.0 * LOG2E / cap, jnp.zeros_like(logits), interpret=interpret)
     return cap - 2.0 * cap * inverse_of(1.0 + power, interpret=interpret)
 
 
 def _asm(text: str, constraints: str, pack: int, dtype: Any, *args: jax.Array) -> jax.Array:
-    """Array of the first argument's shape by inline PTX on `pack` elements of each argument at a time."""
+    """Apply inline PTX to `pack` elements of each argument at a time; the result has the first argument's shape."""
     shape = jax.ShapeDtypeStruct(args[0].shape, dtype)
     (out,) = _triton.elementwise_inline_asm(
         text, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[shape]
@@ -168,19 +169,19 @@ def _asm(text: str, constraints: str, pack: int, dtype: Any, *args: jax.Array) -
     return out
 
 
-# What 8-bit codes have on top as float16: 1024 makes a code's bits the end of a mantissa, 128 makes it a positive one.
+# Offset of 8-bit codes as float16: 1024 makes the bits of a code the end of a mantissa, 128 makes it positive.
 HALF_OFFSET = 1024 + 128
 
 
 def halves_of_byte(words: jax.Array, byte: int, *, interpret: bool) -> jax.Array:
-    """Float16 `code + HALF_OFFSET`, exact, of the int8 code in byte 0 or 1 of each word inside a kernel.
+    """Return the float16 `code + HALF_OFFSET`, exact, of int8 code 0 or 1 of each word inside a kernel.
 
     One or two instructions for two codes.
 
     Args:
-        words: uint16.
-        byte: 0 or 1, the lower first.
-        interpret: True computes it by JAX operations.
+        words: uint16 array.
+        byte: 0 for the lower byte, 1 for the higher.
+        interpret: True uses JAX operations.
     """
     if interpret:
         return (((words >> 8 * byte) & 255) ^ 128).astype(jnp.float16) + 1024
@@ -191,23 +192,23 @@ def halves_of_byte(words: jax.Array, byte: int, *, interpret: bool) -> jax.Array
 def halves_of_nibbles(
     words: jax.Array, scale: jax.Array, least: jax.Array, *, index: int, interpret: bool
 ) -> jax.Array:
-    """Float16 of the 4-bit code `index` of each word, times a scale, plus a least value, inside a kernel.
+    """Return 4-bit code `index` of each word, times a scale, plus a minimum, as float16 inside a kernel.
 
-    Rounded once, on a GPU; four instructions for two codes, or less than five. Results above 65,504 are infinite.
+    Rounded once on a GPU; two codes need at most four instructions. Results above 65,504 are infinite.
 
     Args:
-        words: uint8 or uint16, code 0 in the lowest bits.
-        scale: float16, of the same shape.
-        least: float16, likewise.
-        index: of the code, 0 to 1 or 3.
-        interpret: True computes it by JAX operations.
+        words: uint8 or uint16 array, code 0 in the lowest bits.
+        scale: float16 array of the same shape.
+        least: float16 minima of the same shape.
+        index: index of the code, 0 to 1 or 3.
+        interpret: True uses JAX operations.
     """
     if interpret:
         code, scale, least = (
             each.astype(jnp.float32) for each in ((words >> 4 * index) & 15, scale, least)
         )
         return (code * scale + least).astype(jnp.float16)
-    # A code is the end of a mantissa on top of 1024, or four bits before it, on top of 64.
+    # A code is the end of a mantissa on top of 1024, or four bits higher on top of 64.
     shift, (mask, top) = (
         index // 2 * 8,
         ((0x000F000F, 0x64006400), (0x00F000F0, 0x54005400))[index % 2],
@@ -231,8 +232,8 @@ def halves_of_nibbles(
     return _asm(text, "=r,=r,r,r,r,r,r", 4, jnp.float16, words, scale, least)
 
 
-# Four bytes of codes in a register: a PRMT makes each the end, or the beginning, of a float's mantissa. Results move to
-# their registers last, which may be those of what is read before.
+# A register holds four bytes of codes: a PRMT makes each the end, or the beginning, of a float's mantissa. Results move
+# to their registers last, because these may be the registers of inputs.
 _MOVE = "".join(f"mov.f32 ${i}, o{i};" for i in range(4)) + "}"
 _ADD_8 = (
     "{ .reg .b32 u, t; .reg .f32 c, o<4>; xor.b32 u, $8, 0x80808080;"
@@ -260,10 +261,10 @@ def add_products_8(
     """Compute total + codes * x inside a kernel, element by element, for int8 codes, in three instructions each.
 
     Args:
-        total: float32.
-        codes: int8, of the same shape.
-        x: float32, likewise.
-        interpret: True computes it by JAX operations.
+        total: float32 array.
+        codes: int8 array of the same shape.
+        x: float32 array of the same shape.
+        interpret: True uses JAX operations.
     """
     if interpret:
         return total + codes.astype(jnp.float32) * x
@@ -281,15 +282,16 @@ def add_products_4(
 ) -> jax.Array:
     """Compute total + ((1 + a / 128) * low + (1 + b / 128) * high) * factor for bytes a + 16 b of two 4-bit codes.
 
-    Six instructions for two codes; what the ones add is known before, and can be taken off elsewhere.
+    Two codes need six instructions. The contribution of the ones does not depend on the codes and is subtracted
+    elsewhere.
 
     Args:
-        total: float32.
-        codes: uint8, of the same shape, as all others.
-        low: float32, multiplied by the code in a byte's low half.
-        high: float32, by that in its high half.
-        factor: float32.
-        interpret: True computes it by JAX operations.
+        total: float32 array.
+        codes: uint8 array of the same shape, as are the others.
+        low: float32 factors of the codes in the low halves of bytes.
+        high: float32 factors of the codes in the high halves.
+        factor: float32 array.
+        interpret: True uses JAX operations.
     """
     if interpret:
         a, b = (1 + each.astype(jnp.float32) / 128 for each in (codes & 15, codes >> 4))
@@ -298,13 +300,13 @@ def add_products_4(
 
 
 def _by_fours(asm, total, codes, *others):
-    """Inline PTX for four elements at a time: 4 floats out, `total` and the `others` 4 registers each, codes one."""
+    """Inline PTX for four elements at a time: 4 floats out; `total` and `others` have 4 registers each, codes one."""
     registers = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] + ["f"] * 4 * len(others))
     return _asm(asm, registers, 4, jnp.float32, total, codes, *others)
 
 
 def pad_dim(dim: int) -> int:
-    """Head dim rounded up to a power of two, at least a tensor core's 16, as arrays inside a kernel need it."""
+    """Round the head dim up to a power of two of at least a tensor core's 16, as arrays inside a kernel need."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -315,10 +317,10 @@ def take_rows(
 
     Args:
         ref: the block.
-        rows: `i32[n]`.
-        inside: `bool[n]` mask, or None where all rows are real.
+        rows: `i32[n]` row indices.
+        inside: `bool[n]` mask, or None if all rows are valid.
         dim: columns of the ref.
-        lead: scalars, for a ref with more axes before these two.
+        lead: scalar indices, for a ref with more axes before these two.
     """
     columns = jnp.arange(pad_dim(dim), dtype=jnp.int32)
     at = ref.at[(*lead, rows[:, None], columns[None, :])]
@@ -330,14 +332,14 @@ def take_rows(
 def put_rows(
     ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array
 ) -> None:
-    """Store `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref; masked rows are not written."""
+    """Store `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref, except masked rows."""
     columns = jnp.arange(pad_dim(dim), dtype=jnp.int32)
     mask = _mask(rows, columns, inside, dim)
     store(ref.at[rows[:, None], columns[None, :]], values.astype(ref.dtype), mask=mask)
 
 
 def _mask(rows, columns, inside, dim):
-    """Mask `[n, pad_dim(dim)]` of the elements of rows that are there; None for all."""
+    """Mask `[n, pad_dim(dim)]` of the elements of valid rows; None for all."""
     shape = (rows.shape[0], columns.shape[0])
     mask = None if inside is None else jnp.broadcast_to(inside[:, None], shape)
     if columns.shape[0] != dim:

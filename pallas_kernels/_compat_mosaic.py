@@ -1,8 +1,8 @@
-"""The only door to Pallas' Mosaic GPU backend, for Hopper: hides differences between JAX versions.
+"""Pallas' Mosaic GPU backend, for Hopper, independent of the JAX version; no other module imports it.
 
-Only kernels of this backend import this file, and they are imported when they are asked for: machines without it pay
-nothing. Its own simulator runs them on a CPU: warpgroups, barriers, copies between memories, the grid, and it finds
-races. Products and layouts, which it takes in some versions alone, are then plain JAX operations.
+Only kernels of this backend import this file, on first use, so that other machines do not load it. The backend's
+simulator runs kernels on a CPU: warpgroups, barriers, copies between memories and the grid, with race detection. Matrix
+products and layouts, which the simulator supports in some versions only, are plain JAX operations.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,9 +18,9 @@ when = pl.when
 ds = pl.ds
 axis_index = lax.axis_index
 copy_in = _mosaic.copy_gmem_to_smem
-# Begins an asynchronous copy to global memory, for which `finish` waits.
+# Start an asynchronous copy to global memory; `finish` waits for it.
 copy_out = _mosaic.copy_smem_to_gmem
-# Fences this warpgroup's writes to shared memory, so that copies from it see them.
+# Fence this warpgroup's writes to shared memory, so that copies from it see them.
 commit = _mosaic.commit_smem
 barrier_arrive = _mosaic.barrier_arrive
 barrier_wait = _mosaic.barrier_wait
@@ -44,14 +44,14 @@ def call(
     """Run a Mosaic GPU kernel once per point of its grid, with several warpgroups; return the outputs.
 
     Args:
-        kernel: takes a ref in global memory per input and output, then a tuple of what `scratch` asks for.
+        kernel: function of a ref in global memory per input and output, then of a tuple of the `scratch` refs.
         arrays: the inputs.
-        name: in profiles and compiled programs.
-        grid: number of programs along each named axis, the one that changes fastest first.
-        shapes: of the outputs.
-        scratch: shared memory and barriers, which the warpgroups share.
-        threads: the axis of warpgroups, and how many there are.
-        interpret: simulate it on any device, to check it; a race of two warpgroups is then an error.
+        name: name in profiles and compiled programs.
+        grid: number of programs along each named axis, the fastest-changing axis first.
+        shapes: shapes of the outputs.
+        scratch: shared memory and barriers of the warpgroups.
+        threads: the axis of warpgroups and their number.
+        interpret: True simulates the kernel on any device, for tests; a race between warpgroups is then an error.
 
     Returns:
         The outputs.
@@ -75,22 +75,22 @@ def call(
 
 
 def cuda_version() -> int | None:
-    """Version of the installed CUDA runtime as 1000 x major + 10 x minor; None without one."""
+    """Return the version of the installed CUDA runtime as 1000 x major + 10 x minor; None without one."""
     from jax._src.lib import cuda_versions
 
     return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
 
 
 def _simulated() -> Any:
-    """Parameters of Mosaic's CPU simulator, with race detection on."""
-    # JAX 0.10.2 has the interpreter and does not export its parameters.
+    """Parameters of Mosaic's CPU simulator, with race detection."""
+    # JAX 0.10.2 has the interpreter but does not export its parameters.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams(detect_races=True)
 
 
 def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = False) -> Any:
-    """Scratch spec of an array in shared memory; `tiled` lays its last two dimensions out for tensor cores."""
+    """Scratch spec of an array in shared memory; `tiled` uses the tensor cores' layout for its last two dimensions."""
     columns = _SWIZZLE // jnp.dtype(dtype).itemsize
     transforms = (
         (_mosaic.TilingTransform((8, columns)), _mosaic.SwizzleTransform(_SWIZZLE)) if tiled else ()
@@ -112,7 +112,7 @@ def tile(array: jax.Array, *, interpret: bool) -> jax.Array:
 
 
 def count(shape: tuple[int, ...], axis: int, *, interpret: bool) -> jax.Array:
-    """Index of each element of a tile along an axis, i32 (iota in the register layout of a product's result)."""
+    """Return the index of each tile element along an axis, i32 (iota in the register layout of a product's result)."""
     return tile(lax.broadcasted_iota(jnp.int32, shape, axis), interpret=interpret)
 
 
@@ -130,14 +130,14 @@ def product(
     meanwhile: Callable[[], None],
     interpret: bool,
 ) -> jax.Array:
-    """Matrix product `start + rows @ columns` on the tensor cores of a warpgroup; returns a float32 tile.
+    """Compute `start + rows @ columns` on the tensor cores of a warpgroup; return a float32 tile.
 
     Args:
-        rows: `[m, k]`, shared memory or a tile.
+        rows: `[m, k]` in shared memory, or a tile.
         columns: `[k, n]` in shared memory, or `[n, k]` if `transposed`.
         transposed: True for columns of shape `[n, k]`.
-        start: `f32[m, n]`; by default 0.
-        meanwhile: called between the start of the product and the wait for it.
+        start: `f32[m, n]`; 0 by default.
+        meanwhile: function called between the start of the product and the wait for it.
         interpret: as in `call`.
 
     Returns:
@@ -146,7 +146,7 @@ def product(
     if interpret:
         meanwhile()
         left, right = rows if isinstance(rows, jax.Array) else rows[...], columns[...]
-        # Tensor cores read shared memory on the side of the copies; what a warpgroup itself has read is fenced.
+        # Tensor cores read shared memory through the same proxy as copies; reads by the warpgroup need a fence.
         commit()
         over = (((1,), (1 if transposed else 0,)), ((), ()))
         out = lax.dot_general(left, right, over, preferred_element_type=jnp.float32)
@@ -169,8 +169,8 @@ def product(
 
 
 def _transpose(ref: Any) -> Any:
-    """Transposed view of a two-dimensional ref."""
-    # JAX 0.12 deprecates the function, 0.10.2 has no method.
+    """Return a transposed view of a two-dimensional ref."""
+    # JAX 0.12 deprecates the function, and 0.10.2 has no method.
     return (
         ref.transpose((1, 0)) if hasattr(ref, "transpose") else _mosaic.transpose_ref(ref, (1, 0))
     )

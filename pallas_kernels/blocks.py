@@ -1,4 +1,4 @@
-"""How a decode kernel loads and writes rows of keys or values: as they are, or in codes, as words.
+"""Loads and writes of a decode kernel's keys or values, unencoded or as words of codes.
 
 8-bit codes are words of two columns, 4-bit codes words of two or four groups.
 """
@@ -27,9 +27,9 @@ from pallas_kernels.codes import (
     scale_of,
 )
 
-# A row in parts: one of plain rows, one for the even and one for the odd columns in 8 bits, one for each group in 4.
+# Parts of a row: one if unencoded, one each for even and odd columns in 8 bits, one per group in 4 bits.
 Parts = tuple[jax.Array, ...]
-# Columns of each part, and the mask of those that exist.
+# Columns of each part, and the mask of valid columns.
 Columns = tuple[tuple[jax.Array, jax.Array], ...]
 
 
@@ -37,7 +37,7 @@ class Blocks:
     """Keys or values of one sequence inside a kernel, in the model's dtype.
 
     Attributes:
-        columns: for each part of a row its columns, and the mask of those that exist; one part for plain rows.
+        columns: for each part of a row its columns, and the mask of valid ones; one part if unencoded.
     """
 
     def __init__(
@@ -48,19 +48,19 @@ class Blocks:
         self.columns = self._columns()
 
     def _columns(self) -> Columns:
-        """Columns of each part, and the mask of those that exist."""
+        """Return the columns of each part, and the mask of valid columns."""
         column = jnp.arange(pad_dim(self.dim), dtype=jnp.int32)
         return ((column, column < self.dim),)
 
     def rows(self, at: jax.Array, inside: jax.Array) -> jax.Array:
-        """Pool rows `at`; those outside of mask `inside` are 0."""
+        """Load pool rows `at`; rows outside the mask `inside` are 0."""
         ref = getattr(self.refs, self.name)
         return take_rows(ref, at, inside, self.dim, self.sequence).astype(self.dtype)
 
     def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Write a new row to row `at` of the pool if `writes`; return its parts as stored, float32, and their scale.
+        """Write a new entry to row `at` of the pool if `writes`; return its parts as stored, float32, and their scale.
 
-        The scale, by which codes have to be multiplied, is None where there is none.
+        The scale, a factor of the codes, is None for unencoded entries.
         """
         (column, real), row = self.columns[0], parts[0].astype(self.dtype)
         store(getattr(self.refs, f"pool_{self.name}").at[*at, column], row, mask=real & writes)
@@ -68,15 +68,15 @@ class Blocks:
 
 
 class ByteBlocks(Blocks):
-    """Keys or values of one sequence in 8-bit codes, two of a row in a word.
+    """Keys or values of one sequence in 8-bit codes, two codes per word.
 
     Attributes:
-        words: number of words that are loaded of a row; those that do not exist are 0.
-        exists: mask of those that exist.
+        words: number of words to load of a row; invalid words are 0.
+        exists: mask of valid words.
     """
 
     def _columns(self) -> Columns:
-        """Columns of the lower and of the higher bytes of words."""
+        """Return the columns of the lower and of the higher bytes of words."""
         # At least 32 columns: with 16, as many as a tile's queries, Triton gives every warp the same work.
         self.words = max(32, pad_dim(self.dim // 2))
         self.word = jnp.arange(self.words, dtype=jnp.int32)
@@ -84,19 +84,19 @@ class ByteBlocks(Blocks):
         return tuple((2 * self.word + byte, self.exists) for byte in (0, 1))
 
     def halves(self, at: jax.Array, inside: jax.Array) -> Parts:
-        """Codes `[rows, words]` of pool rows `at`, 0 where masked, plus `HALF_OFFSET`: a float16 array per byte."""
+        """Load codes `[rows, words]` of pool rows `at`, 0 where masked, plus `HALF_OFFSET`: float16 per byte."""
         mask = inside[:, None] & self.exists[None, :]
         place = getattr(self.refs, self.name).at[self.sequence, at[:, None], self.word[None, :]]
         words = load(place, mask=mask, other=0)
         return tuple(halves_of_byte(words, byte, interpret=self.interpret) for byte in (0, 1))
 
     def scales(self, at: jax.Array, inside: jax.Array) -> jax.Array:
-        """Scales `f32[rows]` of pool rows `at`; 0 where `inside` is False."""
+        """Load scales `f32[rows]` of pool rows `at`; 0 where `inside` is False."""
         place = getattr(self.refs, f"{self.name}_scale").at[self.sequence, at]
         return load(place, mask=inside, other=0.0).astype(jnp.float32)
 
     def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Encode a new row and write it to row `at` of the pool if `writes`; return its codes and their scale."""
+        """Encode a new entry and write it to row `at` of the pool if `writes`; return its codes and their scale."""
         rounded = [each.astype(self.dtype).astype(jnp.float32) for each in parts]
         largest = (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in rounded)
         scale = scale_of(reduce(jnp.maximum, largest))
@@ -112,15 +112,16 @@ class ByteBlocks(Blocks):
 class NibbleBlocks(Blocks):
     """Keys or values of one sequence in 4-bit codes.
 
-    A word has a code of each of two or four groups, so that `GROUP` words unpack to two or four whole groups: matrices
-    for tensor cores, as float16, or float32 for a float32 model. Parts are groups, in the order of `decoded`.
+    A word has one code of each of two or four groups, so `GROUP` words unpack to two or four complete groups. These are
+    matrices for tensor cores, in float16, or in float32 for a float32 model. Parts are groups, in the order of
+    `decoded`.
 
     Attributes:
-        decodes_to: dtype of decoded groups.
+        decodes_to: dtype of dequantised groups.
     """
 
     def _columns(self) -> Columns:
-        """Columns of each group."""
+        """Return the columns of each group."""
         self.words, self.word = getattr(self.refs, self.name), jnp.arange(GROUP, dtype=jnp.int32)
         self.blocks, self.groups = self.words.shape[-1] // GROUP, self.dim // GROUP
         self.decodes_to = jnp.float32 if self.dtype == jnp.float32 else jnp.float16
@@ -132,7 +133,7 @@ class NibbleBlocks(Blocks):
         return tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
 
     def decoded(self, at: jax.Array, inside: jax.Array) -> Parts:
-        """Dequantised rows `at`: a tuple of `[rows, GROUP]`, one per group; 0 where mask `inside` is False."""
+        """Dequantise rows `at`: a tuple of `[rows, GROUP]`, one per group; 0 outside the mask `inside`."""
         scales, leasts = (
             self._of_groups(f"{self.name}_{each}", at, inside) for each in ("scale", "least")
         )
@@ -151,14 +152,14 @@ class NibbleBlocks(Blocks):
     def _decoded(
         self, words: jax.Array, scale: jax.Array, least: jax.Array, index: int
     ) -> jax.Array:
-        """Code `index` of each word, times its scale, plus its least value."""
+        """Dequantise code `index` of each word: times its scale, plus its minimum."""
         if self.decodes_to == jnp.float16:
             return halves_of_nibbles(words, scale, least, index=index, interpret=self.interpret)
         code = ((words.astype(jnp.int32) >> 4 * index) & 15).astype(jnp.float32)
         return code * scale.astype(jnp.float32) + least.astype(jnp.float32)
 
     def _of_groups(self, name: str, at: jax.Array, inside: jax.Array) -> list[jax.Array]:
-        """List of each group's scales or least values `f16[rows]`, which are packed in pairs."""
+        """List each group's scales or minima `f16[rows]`, which are packed in pairs."""
         ref = getattr(self.refs, name)
         pairs = [
             load(ref.at[self.sequence, at, pair], mask=inside, other=0)
@@ -167,7 +168,7 @@ class NibbleBlocks(Blocks):
         return [half_of_word(pairs[group // 2], group % 2) for group in range(self.groups)]
 
     def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Encode a new row and write it to row `at` of the pool if `writes`; return its decoded groups."""
+        """Encode a new entry and write it to row `at` of the pool if `writes`; return its dequantised groups."""
         order = [groups_of_block(block, self.blocks, self.groups) for block in range(self.blocks)]
         codes, scales, leasts, stored = {}, {}, {}, []
         narrow = [each.astype(self.dtype) for each in parts]
@@ -175,7 +176,7 @@ class NibbleBlocks(Blocks):
             wide = part.astype(jnp.float32)
             leasts[group] = wide.min().astype(jnp.float16)
             off = wide - leasts[group].astype(jnp.float32)
-            # Rounding may have moved the least value up: what lies below it becomes code 0.
+            # Rounding may have raised the minimum: values below it become code 0.
             scales[group] = scale_of(jnp.maximum(off.max(), 0.0), LARGEST_4)
             codes[group] = codes_of(off, scales[group], 0, LARGEST_4)
             stored.append(

@@ -1,8 +1,8 @@
-"""`work_table`: the table of rows that each program of decode attention reads, for all layers, from lengths on the device.
+"""`work_table`: the pool rows that each program of decode attention reads, for all layers, computed on the device.
 
-Segments are cut into chunks, and program w takes the w-th, whichever segment it belongs to: one long head fills the
-device as well as many equal ones do. The chunk size is chosen per layer from its actual lengths, so that all programs
-finish at about the same time.
+Segments are cut into chunks, and program w processes chunk w of any segment: one long head occupies the device as well
+as many equal ones. The chunk size is selected per layer from its actual lengths, so that all programs finish at about
+the same time.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ _SHARES = tuple(2 ** ((i - 20) / 10) for i in range(31))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chunks:
-    """Table of chunks: `segment`, first `row` and number of `rows` that each of W programs reads, for L layers.
+    """Work table: `segment`, first `row` and number of `rows` that each of W programs reads, for L layers.
 
     Every segment has at least one chunk, and its chunks are consecutive programs.
 
@@ -25,7 +25,7 @@ class Chunks:
         segment: `i32[L, W]` the chunk's segment, as sequence * K + head.
         row: `i32[L, W]` its first row in the sequence's pool.
         rows: `i32[L, W]` its number of rows; 0 for a program without work, and for an empty segment.
-        last: `i32[L, W]` 1 for the last chunk of a segment, so that a new row goes to row + rows; else 0.
+        last: `i32[L, W]` 1 for the last chunk of a segment, whose program writes a new entry to row + rows; else 0.
         first: `i32[L, B, K]` first chunk of each segment.
         count: `i32[L, B, K]` number of its chunks.
     """
@@ -39,22 +39,22 @@ class Chunks:
 
 
 def most(programs: int, segments: int) -> int:
-    """Number W of chunks in the table, an upper bound for any lengths of `segments` segments.
+    """Return W, the number of chunks in the table: an upper bound for any lengths of `segments` segments.
 
-    One wave of the device's programs, and up to four for each segment: its last chunk is not full, and with many
-    segments smaller chunks even out the load. Fewer for very many segments, because programs without work cost, too.
+    One wave of the device's programs, and up to four per segment, because its last chunk is not full and smaller chunks
+    balance the load of many segments. With very many segments fewer, because programs without work have a cost, too.
     """
     return programs + 2 * segments + min(programs, 2 * segments)
 
 
 def work_table(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64) -> Chunks:
-    """Table of all layers' pool rows, as `Chunks`: even parts, one for each program of a decode kernel.
+    """Return the work table of all layers' pool rows: equal parts, one for each program of a decode kernel.
 
     Args:
         start: `i32[L, B, K]` first row of each segment in its sequence's pool.
-        length: `i32[L, B, K]` rows of each segment.
-        programs: number that the device runs at once.
-        block: rows; every chunk but a segment's last is a multiple of it.
+        length: `i32[L, B, K]` entries of each segment.
+        programs: number of programs that the device runs concurrently.
+        block: rows; every chunk except a segment's last is a multiple of it.
 
     Returns:
         The table.
@@ -64,7 +64,7 @@ def work_table(start: jax.Array, length: jax.Array, *, programs: int, block: int
     width = most(programs, segments)
     flat = length.reshape(layers, segments)
     size = _size(flat, programs=programs, block=block)
-    # Within a segment chunks are as even as blocks allow.
+    # Within a segment chunks are as equal as blocks allow.
     count = jnp.maximum(_up(flat, size[:, None]), 1)
     size = jnp.maximum(_up(flat, count * block), 1) * block
     count = jnp.maximum(_up(flat, size), 1)
@@ -90,7 +90,7 @@ def work_table(start: jax.Array, length: jax.Array, *, programs: int, block: int
 
 
 def _size(length, *, programs, block):
-    """Number of rows of a chunk in each layer `[L]`: the candidate with which the last program would finish first."""
+    """Return the rows per chunk of each layer, `[L]`: the candidate with which the last program would finish first."""
     segments = length.shape[1]
     total = length.sum(axis=1, keepdims=True, dtype=jnp.int32)
     # Smaller sizes might overflow the table: each segment adds less than one chunk to the full ones.
@@ -104,7 +104,7 @@ def _size(length, *, programs, block):
     )
     chunks = jnp.maximum(_up(length[:, None, :], sizes[..., None]), 1).sum(axis=-1, dtype=jnp.int32)
     waves, rows = _up(chunks, programs).astype(jnp.float32), sizes.astype(jnp.float32)
-    # Time in rows: in equal waves, or handed out as programs become free, plus the start and end of each wave.
+    # Time in rows: in equal waves, or with chunks assigned to idle programs, plus the overhead of each wave.
     cost = jnp.minimum(waves * rows, even + rows) + waves * (block / 2)
     fits = chunks <= most(programs, segments)
     best = jnp.argmin(jnp.where(fits, cost, jnp.inf), axis=1, keepdims=True)
@@ -112,5 +112,5 @@ def _size(length, *, programs, block):
 
 
 def _up(a, b):
-    """Quotient a / b of integers, rounded up."""
+    """Return the quotient a / b of integers, rounded up."""
     return (a + b - 1) // b

@@ -1,4 +1,4 @@
-"""Rows in 8-bit and 4-bit codes within the decode kernels: their operands, and how a new row is encoded."""
+"""8-bit and 4-bit codes in the decode kernels: operands, and encoding of a new entry."""
 
 from typing import Any, NamedTuple
 
@@ -6,18 +6,18 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-# As jaxkv's stores have them: float16 scales.
+# As in jaxkv's stores: float16 scales.
 _LARGEST, SMALLEST_SCALE = 127, 2.0**-24
-# Columns that share a scale and a least value in 4 bits, and the largest such code.
+# Columns per 4-bit scale and minimum, and the largest 4-bit code.
 GROUP, LARGEST_4 = 32, 15
 
 
 class Coded(NamedTuple):
-    """Keys or values of a pool as 8-bit codes, with a scale for each row.
+    """Keys or values of a pool as 8-bit codes, with a scale per row.
 
     Attributes:
         code: `i8[B, P, D]` from -127 to 127.
-        scale: `f16[B, P]` by which a row's codes are multiplied.
+        scale: `f16[B, P]` factor of a row's codes.
     """
 
     code: jax.Array
@@ -25,15 +25,15 @@ class Coded(NamedTuple):
 
 
 class Nibbles(NamedTuple):
-    """Keys or values of a pool as 4-bit codes, with a scale and a least value for each group of 32 columns.
+    """Keys or values of a pool as 4-bit codes, with a scale and a minimum per group of 32 columns.
 
-    Codes are from 0 to 15, the first in a word's lowest bits. A word of 16 bits has column e of groups 4 b to 4 b + 3;
-    one of 8 bits column e of group b, and in its high bits of group b + D / 64.
+    Codes are from 0 to 15, the first in a word's lowest bits. A 16-bit word has column e of groups 4 b to 4 b + 3. An
+    8-bit word has column e of group b in its low bits, and of group b + D / 64 in its high bits.
 
     Attributes:
         code: `u16[B, P, D / 4]` or `u8[B, P, D / 2]` words.
-        scale: `f16[B, P, D / 32]` by which a group's codes are multiplied.
-        least: `f16[B, P, D / 32]` a group's minimum: a number is about code * scale + least.
+        scale: `f16[B, P, D / 32]` factor of a group's codes.
+        least: `f16[B, P, D / 32]` a group's minimum: a value is about code * scale + least.
     """
 
     code: jax.Array
@@ -45,20 +45,20 @@ Rows = jax.Array | Coded | Nibbles
 
 
 def shape_of(rows: Rows) -> tuple[int, ...]:
-    """Shape `(B, P, D)` of a pool's keys or values, encoded or not."""
+    """Return the shape `(B, P, D)` of a pool's keys or values, encoded or not."""
     if isinstance(rows, Nibbles):
         return (*rows.code.shape[:2], 2 * rows.code.dtype.itemsize * rows.code.shape[2])
     return (rows.code if isinstance(rows, Coded) else rows).shape
 
 
 def itemsize_of(k: Rows, v: Rows, dtype: Any) -> int | float:
-    """Bytes of a stored element, by which tiles are chosen: mean of keys' and values', scales left out."""
+    """Return the bytes of a stored element, mean of keys and values without scales, by which tiles are selected."""
     sizes = {Coded: 1.0, Nibbles: 0.5}
     return sum(sizes.get(type(rows), jnp.dtype(dtype).itemsize) for rows in (k, v)) / 2
 
 
 def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
-    """Arrays of keys or values by the names that kernels know them by: `name`, of codes also `name_scale`, `_least`.
+    """Return arrays of keys or values by the kernels' names: `name`, for codes also `name_scale`, `name_least`.
 
     8-bit codes and the scales of 4-bit codes are bitcast to a type of twice the width, without a copy.
     """
@@ -74,17 +74,17 @@ def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
 
 
 def _words(numbers: jax.Array, dtype: Any) -> jax.Array:
-    """Pairs of numbers `[B, P, n]` seen as words `[B, P, n / 2]` of a dtype of twice their bits."""
+    """View pairs of numbers `[B, P, n]` as words `[B, P, n / 2]` of a dtype of twice their bits."""
     return lax.bitcast_convert_type(numbers.reshape(*numbers.shape[:2], -1, 2), dtype)
 
 
 def half_of_word(words: jax.Array, half: int) -> jax.Array:
-    """Float16 in the low (`half` 0) or high (1) 16 bits of int32 words, inside a kernel."""
+    """Return the float16 in the low (`half` 0) or high (1) 16 bits of int32 words, inside a kernel."""
     return lax.bitcast_convert_type((words >> 16 * half).astype(jnp.int16), jnp.float16)
 
 
 def rebuilt(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
-    """Keys or values, encoded if `like` is, from a kernel's outputs of the names that `operands` gives them."""
+    """Rebuild keys or values, encoded if `like` is, from a kernel's outputs by the names of `operands`."""
     if isinstance(like, Nibbles):
         words = (found[f"{name}_{each}"] for each in ("scale", "least"))
         return Nibbles(
@@ -98,7 +98,7 @@ def rebuilt(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
 
 
 def scale_of(largest: jax.Array, most: int = _LARGEST) -> jax.Array:
-    """Float16 scale by which code `most` stands for `largest`, at least 2**-24; 0 for 0."""
+    """Return the float16 scale that maps code `most` to `largest`, at least 2**-24; 0 for 0."""
     scale = largest / most
     return jnp.where(scale > 0, jnp.maximum(scale, SMALLEST_SCALE), scale).astype(jnp.float16)
 
@@ -106,22 +106,22 @@ def scale_of(largest: jax.Array, most: int = _LARGEST) -> jax.Array:
 def codes_of(
     numbers: jax.Array, scale: jax.Array, low: int = -_LARGEST, high: int = _LARGEST
 ) -> jax.Array:
-    """Numbers over their scale, rounded half to even and clipped to [low, high]; still float32, 0 for a scale of 0."""
+    """Divide by the scale, round half to even and clip to [low, high]; float32, 0 for a scale of 0."""
     wide = scale.astype(jnp.float32)
     code = jnp.where(wide == 0, 0.0, numbers / jnp.where(wide == 0, 1.0, wide))
-    # Pallas has no rounding in Triton.
+    # Pallas' Triton backend has no rounding.
     below = jnp.floor(code)
     up = (code - below > 0.5) | ((code - below == 0.5) & (below * 0.5 != jnp.floor(below * 0.5)))
     return jnp.clip(below + up.astype(jnp.float32), low, high)
 
 
 def groups_of_block(block: int, blocks: int, groups: int) -> tuple[int, ...]:
-    """Indices of the groups that are packed in a block of `GROUP` words, those in the lowest bits first."""
+    """Return the indices of the groups that are packed in a block of `GROUP` words, the lowest bits first."""
     return (
         (block, block + blocks) if groups == 2 * blocks else tuple(range(4 * block, 4 * block + 4))
     )
 
 
 def bits_of(half: jax.Array) -> jax.Array:
-    """Bits of a float16, as the low half of an int32."""
+    """Return the bits of a float16 as the low half of an int32."""
     return lax.bitcast_convert_type(half, jnp.int16).astype(jnp.int32) & 0xFFFF

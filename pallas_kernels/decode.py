@@ -1,17 +1,17 @@
-r"""Attention of a few queries per kv head over ragged segments of a pool, split so that every program does equal work.
+r"""Attention of a few queries per kv head over ragged segments of a pool, split into programs of equal work.
 
-The segments of a pool are cut into chunks (`chunks`), at run time and by their actual lengths; program w takes the w-th
-chunk, whichever head it belongs to, so one long head fills the chip as well as many equal ones do::
+The segments of a pool are cut into chunks (`chunks`) at run time, by their actual lengths. Program w processes chunk w
+of any head, so one long head occupies the GPU as well as many equal ones do::
 
-    pool rows     |  head 0            |hd 1|  head 2                     | room |
+    pool rows     |  head 0            |hd 1|  head 2                   |headroom|
     chunks        |  0  |  1  |  2  |3 | 4  |  5  |  6  |  7  |  8  |  9  |
                      |     |     |   |   |     |     |     |     |     |
     partials         o0    o1    o2  o3  o4    o5    o6    o7    o8    o9      out and lse of each chunk, float32
                      \_____ | ____/   |   |     \____ | ______________/
     merged                head 0         hd 1       head 2                    second kernel: weighs by exp(lse)
 
-The partials of one head are neighbours. `attend` takes queries that are rotated, `decode_token` a new token that is
-not, and whose row joins the pool on the way.
+The partials of one head are adjacent. `attend` accepts rotated queries; `decode_token` accepts an unrotated new token,
+rotates it and appends its entry to the pool.
 """
 
 import dataclasses
@@ -35,14 +35,15 @@ from pallas_kernels.tiles import DecodeTiles, decode_tiles, programs
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Scores:
-    """Scores of a pool's rows, to which the attention that each row receives is added.
+    """Scores of a pool's entries, to which the attention that each entry receives is added.
 
     Attributes:
-        score: `f32[B, P]` to which it is added, in place if donated.
-        begin: `f32[B, K]` initial score of a token's new row, for `decode_token`.
+        score: `f32[B, P]` scores, updated in place if donated.
+        begin: `f32[B, K]` initial score of a token's new entries, for `decode_token`.
         counts: `bool[B]` or `i32[B]` mask of the sequences whose attention `attend` adds; by default all.
         start: `i32[L, B, K]` first row of each segment, for all layers, for `decode_token`.
-        widest: most rows of a segment with the token, if known: kept logits then take this much memory, not P.
+        widest: maximum entries of a segment including the token, if known: bounds the memory of kept logits instead of
+            P.
     """
 
     score: jax.Array
@@ -52,7 +53,7 @@ class Scores:
     widest: int | None = None
 
     def logits(self, start: Any) -> Logits:
-        """Memory layout of kept logits: like the pool's rows, or packed by segment where that takes less memory."""
+        """Memory layout of kept logits: as the pool's rows, or packed by segment if that needs less memory."""
         packed = self.widest is not None and self.widest * start.shape[2] < self.score.shape[1]
         return Logits(start=start, widest=self.widest if packed else None)
 
@@ -73,32 +74,32 @@ def attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
-    """Attention of R queries per kv head over that head's segment; returns output, log-sum-exp, and scores if given.
+    """Compute attention of R queries per kv head over its segment; return output, log-sum-exp, scores if given.
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group, for several tokens group times tokens.
-        k: `[B, P, D]` pool rows, in q's dtype, or their codes.
-        v: `[B, P, D]` likewise.
+        k: `[B, P, D]` keys of the pool, in q's dtype, or their codes.
+        v: `[B, P, D]` values of the pool, as keys.
         start: `i32[B, K]` first row of each segment.
-        length: `i32[B, K]` rows of each segment; 0 gives output 0 and lse -inf.
-        sink_logits: `[K, R]` learned logits that take part in the softmax, without a value; by default none.
-        scores: of the pool's rows; by default none.
-        chunks: table dealt from these segments; by default it is made here.
-        layer: of the chunks, where they are given.
+        length: `i32[B, K]` entries of each segment; 0 returns output 0 and lse -inf.
+        sink_logits: `[K, R]` learned logits in the softmax, without a value; none by default.
+        scores: scores of the pool's entries; none by default.
+        chunks: work table of these segments; by default computed here.
+        layer: layer of the chunks, if these are given.
         tiles: block sizes and launch; by default by the shape and the device.
-        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
-        interpret: run on any device, to check it.
+        softcap: c, which maps scaled logits to c * tanh(logits / c); None for none.
+        interpret: True runs on any device, for tests.
 
     Returns:
-        `[B, K, R, D]` in q's dtype, `f32[B, K, R]` natural log-sum-exp of the scaled logits, and if there are scores
-        `f32[B, P]`: the score plus the softmax weight of each row, mean over the R queries of its head. The output is
-        then available only with the score, so that the logits of few layers are alive at once.
+        `[B, K, R, D]` in q's dtype; `f32[B, K, R]` natural log-sum-exp of the scaled logits; with scores also `f32[B,
+        P]`, the score plus the softmax weight of each entry, mean over the R queries of its head. The output then
+        depends on the scores, so that the logits of few layers are live at a time.
     """
     tiles, tile = _tiles(q, itemsize_of(k, v, q.dtype), q.dtype, tiles)
     if chunks is None:
         itemsize = itemsize_of(k, v, q.dtype)
         together = programs(dim=q.shape[3], itemsize=itemsize, interpret=interpret)
-        # Each tile of many queries has programs of its own.
+        # Each tile of many queries has its own programs.
         each = max(1, together // -(-q.shape[2] // tile))
         chunks, layer = work_table(start[None], length[None], programs=each, block=tiles.chunk), 0
     logits = None if scores is None else scores.logits(start[None])
@@ -130,28 +131,28 @@ def decode_token(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """Rotate one new token per sequence, appends its row to the pool, attends; return output, pool, scores if given.
+    """Rotate one token per sequence, append its entry and attend; return output, pool, scores if given.
 
-    Rows are written in place if the pool is donated. An ended sequence attends to the rows that it has.
+    Entries are written in place if the pool is donated. A finished sequence attends to its entries without the token.
 
     Args:
-        q: `[n, M, K, G, D]` queries before rotation, of any float dtype: n parts whose sum they are, of M sequences, of
-            which the first B are read.
-        token: its keys and values, and where it stands.
-        rows: keys and values of the pool, `[B, P, D]` or codes, with room for one more row behind every segment.
-        chunks: dealt from all layers' segments as they are before the token.
+        q: `[n, M, K, G, D]` queries before rotation, of any float dtype: n partial sums of M sequences, the first B of
+            which are read.
+        token: keys and values, rotary angles and position of the token.
+        rows: keys and values of the pool, `[B, P, D]` or codes, with headroom for one entry in every segment.
+        chunks: work table of all layers' segments before the token.
         layer: index of this layer among the L.
-        dtype: the model's.
-        scores: of the pool's rows, with a start and an initial score; by default none.
-        picks: rows that are read, if not all; chunks are dealt from their counts, and from starts of 0.
-        sink_logits: `[K, G]` learned logits that take part in the softmax, without a value; by default none.
+        dtype: the model's dtype.
+        scores: scores of the pool's entries, with a start and an initial score; none by default.
+        picks: selected entries to read; by default all. Chunks then cover their numbers, with starts of 0.
+        sink_logits: `[K, G]` learned logits in the softmax, without a value; none by default.
         tiles: block sizes and launch; by default by the shape and the device.
-        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
-        interpret: run on any device, to check it.
+        softcap: c, which maps scaled logits to c * tanh(logits / c); None for none.
+        interpret: True runs on any device, for tests.
 
     Returns:
         The output `[M, K, G, D]` in the model's dtype, undefined from sequence B on; keys, values and positions with
-        the token's rows; and the scores, if there are any.
+        the token's entries; and the scores, if given.
     """
     k, v = rows
     dtype = jnp.dtype(dtype)
@@ -169,6 +170,6 @@ def decode_token(
 
 
 def _tiles(q, itemsize, dtype, tiles):
-    """Tiles of decode attention, by default those for q's shape, and the number of queries of one program."""
+    """Return tiles of decode attention, by default those for q's shape, and the number of queries per program."""
     tiles = tiles or decode_tiles(dim=q.shape[-1], itemsize=itemsize, exact=dtype == jnp.float32)
     return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))

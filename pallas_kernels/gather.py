@@ -1,4 +1,4 @@
-"""`compact`: gathers chosen rows of keys and values into a compressed pool in one pass."""
+"""`compact`: gather selected entries into a compressed pool in one pass."""
 
 from functools import partial
 
@@ -27,14 +27,14 @@ def compact(
     block: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gather one layer's chosen rows into a pool; return its keys, values and positions.
+    """Gather one layer's selected entries into a pool; return its keys, values and positions.
 
     Args:
-        k: `[B, K, S, D]` keys of a whole layer.
+        k: `[B, K, S, D]` keys of a layer.
         v: `[B, K, S, D]` values.
         source: `i32[B, P]` source of each pool row, as head * S + position; -1 for none.
-        block: rows of a program, a power of two; by default by the shape.
-        interpret: run on any device, to check it.
+        block: rows per program, a power of two; by default by the shape.
+        interpret: True runs on any device, for tests.
 
     Returns:
         `[B, P, D]` keys, `[B, P, D]` values (rows without a source are 0), and `i32[B, P]` positions, else -1.
@@ -43,8 +43,8 @@ def compact(
     rows = source.shape[1]
     block = block or max(8, min(64, 16384 // (pad_dim(dim) * k.dtype.itemsize)))
 
-    # Blocks of a program (i, b): k and v [K*S, D], source [P] of sequence b, whole; out: k, v [P, D], pos [P], of which
-    # it writes rows i * block on.
+    # Blocks of a program (i, b): k and v [K*S, D], source [P] of sequence b, complete; out: k, v [P, D], pos [P], of
+    # which it writes rows i * block on.
     def kernel(refs):
         row = program_id(0) * block + jnp.arange(block, dtype=jnp.int32)
         mine = row < rows

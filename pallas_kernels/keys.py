@@ -1,6 +1,6 @@
-"""How a program of the decode kernel multiplies queries by a pool's keys: as they are, or from 8-bit or 4-bit codes.
+"""Products of queries and a pool's keys in the decode kernel, with keys unencoded or in 8-bit or 4-bit codes.
 
-A reader knows the keys of one sequence. The loop over blocks of rows, and the softmax, are the kernel's (`rows`).
+A reader accesses the keys of one sequence. The kernel (`rows`) has the loop over blocks and the softmax.
 """
 
 from functools import reduce
@@ -18,10 +18,10 @@ class Reader:
     """Base class of a decode kernel's readers of keys and of values: one sequence's refs, head dim, model dtype.
 
     Attributes:
-        name: of the keys or values among the kernel's refs.
-        kind: how rows are loaded and written.
+        name: name of the keys or values among the kernel's refs.
+        kind: class that loads and writes rows.
         blocks: the rows.
-        columns: those of the rows.
+        columns: columns of the rows.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Reader:
 
 
 class PlainKeys(Reader):
-    """Read one sequence's keys, in the model's dtype, in a decode kernel: logits, and new rows."""
+    """Reader of one sequence's keys in the model's dtype, in a decode kernel: logits, and new entries."""
 
     name = "k"
 
@@ -52,11 +52,11 @@ class PlainKeys(Reader):
         )
 
     def queries(self, parts: Parts) -> Any:
-        """Queries `[n, columns]`, a part each, as `logits` takes them."""
+        """Return queries `[n, columns]`, one array per part, in the form that `logits` accepts."""
         return parts[0].astype(self.dtype)
 
     def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
-        """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
+        """Return logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside the mask `inside` are 0."""
         return dot(queries, self.blocks.rows(at, inside), transpose_b=True) * scale
 
     def put_new(self, at: Any, parts: Parts, writes: jax.Array) -> Parts:
@@ -66,24 +66,24 @@ class PlainKeys(Reader):
 
 
 class CodedKeys(PlainKeys):
-    """Read one sequence's int8 keys, a float16 scale per row, in a decode kernel: logits, and new rows.
+    """Reader of one sequence's int8 keys, a float16 scale per row, in a decode kernel: logits, new entries.
 
-    Two codes of a row are loaded as a word of 16 bits. Products are of float16, whose mantissa holds a code exactly on
-    top of an offset; what that adds, `HALF_OFFSET` times the sum of the query's elements, is subtracted again. Queries
-    of a float32 model are split into a high and a low float16.
+    Two codes of a row are loaded as a 16-bit word. Products are in float16, whose mantissa holds a code exactly on top
+    of an offset. The offset adds `HALF_OFFSET` times the sum of the query's elements, which is subtracted. Queries of a
+    float32 model are split into a high and a low float16.
     """
 
     kind = ByteBlocks
 
     def queries(self, parts: Parts) -> Any:
-        """Queries as float16 scaled below 2, their unit, and what the codes' offset adds to each logit."""
+        """Return queries as float16 below 2, their unit, and the contribution of the offset to each logit."""
         scaled, unit = of_units(parts)
         both = tuple(split_halves(each, self.dtype) for each in scaled)
         sums = (half.astype(jnp.float32).sum(axis=1) for each in both for half in each)
         return both, unit, reduce(jnp.add, sums) * HALF_OFFSET
 
     def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
-        """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
+        """Return logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside the mask `inside` are 0."""
         both, unit, added = queries
         factor = self.blocks.scales(at, inside)
         keys = self.blocks.halves(at, inside)
@@ -98,17 +98,17 @@ class CodedKeys(PlainKeys):
 
 
 class NibbleKeys(PlainKeys):
-    """Read one sequence's 4-bit keys (scale and least value per group of 32) in a decode kernel: logits, new rows."""
+    """Reader of one sequence's 4-bit keys (scale and minimum per group of 32) in a decode kernel."""
 
     kind = NibbleBlocks
 
     def queries(self, parts: Parts) -> Any:
-        """Queries as `logits` takes them: in the dtype of decoded keys, below 2, and their unit."""
+        """Return queries in the dtype of dequantised keys, scaled below 2, and their unit."""
         scaled, unit = of_units(parts)
         return tuple(each.astype(self.blocks.decodes_to) for each in scaled), unit
 
     def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
-        """Logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside of mask `inside` are 0."""
+        """Return logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside the mask `inside` are 0."""
         parts, unit = queries
         keys = self.blocks.decoded(at, inside)
         products = (
@@ -118,9 +118,9 @@ class NibbleKeys(PlainKeys):
 
 
 def of_units(parts: Parts) -> tuple[Parts, jax.Array]:
-    """Queries divided by their unit, float32 below 2, and the unit `f32[n]` of each: a power of two.
+    """Return queries divided by their unit, float32 below 2, and the unit `f32[n]` of each: a power of two.
 
-    It is the exponent of a query's largest magnitude: dividing by it rounds nothing, but for underflow.
+    The unit is the exponent of a query's largest magnitude. The division is exact, except for underflow.
     """
     wide = tuple(each.astype(jnp.float32) for each in parts)
     largest = reduce(jnp.maximum, (jnp.abs(each).max(axis=1) for each in wide))
@@ -133,7 +133,7 @@ def of_units(parts: Parts) -> tuple[Parts, jax.Array]:
 
 
 def split_halves(x: jax.Array, dtype: Any) -> Parts:
-    """Numbers below 2 as float16; for a float32 model's `dtype` as a high and a low float16, whose sum they are."""
+    """Return numbers below 2 as float16; for a float32 model's `dtype` as a high and a low float16 that sum to them."""
     first = x.astype(jnp.float16)
     return (
         (first, (x - first.astype(jnp.float32)).astype(jnp.float16))

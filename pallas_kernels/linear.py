@@ -1,8 +1,8 @@
-"""`multiply_codes`: products of a few vectors and a linear weight in 8 or 4 bits, which is read as it is stored.
+"""`multiply_codes`: products of a few vectors and a linear weight in 8 or 4 bits, without dequantising it in memory.
 
-A decode step of few sequences reads every weight once for little arithmetic: what counts is bytes. Each thread loads 16
-bytes of codes of one output, turns them into floats in registers, and multiplies them by the vectors' elements; nothing
-wider than codes is written or read. Tensor cores would need the codes in another order than they are stored in.
+A decode step of few sequences reads every weight once for little arithmetic, so it is limited by bytes. Each thread
+loads 16 bytes of codes of one output, converts them to floats in registers, and multiplies them by the vectors'
+elements. Nothing wider than codes is written or read. Tensor cores would need another order of codes.
 """
 
 from functools import partial
@@ -23,9 +23,9 @@ from pallas_kernels._compat import (
 from pallas_kernels.rows import whole
 from pallas_kernels.tiles import LinearTiles, cores
 
-# Bytes of codes that a thread loads at once; the elements of a group of 4-bit codes, which they hold.
+# Bytes of codes that a thread loads in one step; the number of elements of a group of 4-bit codes in them.
 _PIECE, _GROUP = 16, 32
-# Programs that a multiprocessor should have, and most parts of a sum.
+# Target number of programs per multiprocessor, and maximum number of parts of a sum.
 _RESIDENT, _MOST_PARTS = 8, 8
 
 
@@ -40,16 +40,17 @@ def multiply_codes(
     tiles: LinearTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Products of M vectors and a weight in 8 or 4 bits, in float32, as n split-K parts `[n, M, O]` to be added up.
+    """Multiply M vectors by a weight in 8 or 4 bits, in float32; return n split-K parts `[n, M, O]` to be summed.
 
     Args:
-        x: `[M, E]` float; E is a multiple of 16 (8 bits) or 32 (4 bits), M a few: each is a sum in registers.
+        x: `[M, E]` float; E is a multiple of 16 (8 bits) or 32 (4 bits), M is small: each product is a sum in
+            registers.
         codes: `i8[O, E]`, or in 4 bits `u8[O, E/2]`: byte j of a group of 16 holds elements j and j + 16.
-        scale: `f32[O]` of 8 bits: a weight is code * scale.
-        scales: `f16[O, E/32]` of 4 bits: a weight is code * scale + least of its group.
-        leasts: `f16[O, E/32]` likewise.
+        scale: `f32[O]`, 8 bits only: a weight is code * scale.
+        scales: `f16[O, E/32]`, 4 bits only: a weight is code * scale + minimum of its group.
+        leasts: `f16[O, E/32]`, 4 bits only: the groups' minima.
         tiles: block sizes and launch.
-        interpret: run on any device, to check it.
+        interpret: True runs on any device, for tests.
 
     Returns:
         `f32[n, M, O]`.
@@ -63,7 +64,7 @@ def multiply_codes(
     steps = -(-pieces // (parts * at_once))
     full = pieces == parts * steps * at_once and outputs % tile == 0
 
-    # Blocks of a program (o, p): x [M, E], codes [O, E] or [O, E/2], scales and leasts [O, E/32], scale [O], whole.
+    # Blocks of a program (o, p): x [M, E], codes [O, E] or [O, E/2], scales and leasts [O, E/32], scale [O], complete.
     # Out: [M, O] of part p, of which it writes tile columns.
     def kernel(refs):
         output = program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
@@ -94,7 +95,7 @@ def multiply_codes(
 
         def step(index, carry):
             (held, *ahead), sums = carry
-            # The next codes are on their way while these are multiplied.
+            # The next codes are loaded while these are multiplied.
             ahead = (*ahead, taken(jnp.minimum(index + tiles.ahead, steps - 1)))
             piece, inside = places(index)
             of = lambda each: jnp.broadcast_to(each, held.shape)  # noqa: E731
@@ -120,7 +121,7 @@ def multiply_codes(
             return ahead, sums
 
         zero = jnp.zeros((tile, at_once, _PIECE), jnp.float32)
-        # In 4 bits what the groups' least values add stands beside.
+        # In 4 bits the contribution of the groups' minima is a separate sum.
         begun = [zero, jnp.zeros((tile, at_once), jnp.float32)] if narrow else [zero]
         first = tuple(taken(min(index, steps - 1)) for index in range(tiles.ahead))
         _, sums = lax.fori_loop(0, steps, step, (first, begun * vectors))
@@ -150,7 +151,7 @@ def multiply_codes(
 
 
 def _parts(tiles, pieces, at_once):
-    """Number of parts into which the summed axis is split, so that every multiprocessor has programs enough."""
+    """Number of split-K parts with which every multiprocessor has enough programs."""
     parts = 1
     while (
         parts < _MOST_PARTS

@@ -34,29 +34,29 @@ def merge(
 ) -> tuple[jax.Array, jax.Array]:
     """Merge the partial attention of each segment's chunks into the segment's output and log-sum-exp.
 
-    Blocks of a program (s, r): part [W*R, D] and lse [W*R], whole; the layer, a scalar; first and count of all layers'
-    segments [L, B*K], whole, and the sink logits [K*R]; out: out [R, D] and lse [R] of segment s, of which it writes
-    query r.
+    Blocks of a program (s, r): part [W*R, D] and lse [W*R], complete; the layer, a scalar; first and count of all
+    layers' segments [L, B*K], complete, and the sink logits [K*R]; out: out [R, D] and lse [R] of segment s, of which
+    it writes query r.
 
     Args:
         parts: `f32[W, R, D]` outputs of chunks.
         part_lse: `f32[W, R]` their log-sum-exp, to base 2.
-        chunks: the table of chunks.
-        layer: of the chunks.
-        sink_logits: `[K, R]` logits that take part in the softmax without a value; by default none.
-        dtype: of the output.
+        chunks: the work table.
+        layer: layer of the chunks.
+        sink_logits: `[K, R]` learned logits in the softmax, without a value; none by default.
+        dtype: dtype of the output.
         how: tiles and launch.
-        sequences: M, of the output, B by default; sequences from B on are undefined.
+        sequences: M of the output, B by default; sequences from B on are undefined.
 
     Returns:
-        `[M, K, R, D]`, and `f32[B, K, R]` natural log-sum-exp; 0 and -inf for a segment without rows.
+        `[M, K, R, D]`, and `f32[B, K, R]` natural log-sum-exp; 0 and -inf for an empty segment.
     """
     width, rows, dim = parts.shape
     batch, heads = chunks.count.shape[1:]
     segments = batch * heads
-    # Number of chunks merged at a time: as many as a segment has if all segments are equally long.
+    # Number of chunks merged at a time: those of a segment if all segments have equal lengths.
     many = min(64, max(8, 1 << (width // segments - 1).bit_length()))
-    # Eight chunks of a warp at most: then all loads are issued before the first result is used.
+    # At most eight chunks per warp, so that all loads are issued before the first result is used.
     launch = dataclasses.replace(
         how.tiles.merge_launch, warps=max(how.tiles.merge_launch.warps, many // 8)
     )
@@ -65,7 +65,7 @@ def merge(
         query = program_id(1)
         mine = (refs.layer[...], program_id(0))
         begin, number = load(refs.first.at[mine]), load(refs.count.at[mine])
-        # The loop bound depends on both loads, so that the first is not issued after it.
+        # The loop bound depends on both loads, so that the first is not issued after the loop begins.
         number = jnp.where(begin < 0, 0, number)
         column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
         real = column < dim
@@ -143,22 +143,23 @@ def add_mass(
     *,
     how: How,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add each row's softmax weight, mean over queries, to its score; return the unchanged output and the scores.
+    """Add each entry's softmax weight, mean over queries, to its score; return the unchanged output and the scores.
 
     Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],
-    whole; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not read; out again, and score, of which
-    it writes the chunk's rows.
+    complete; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not read; out again, and score, of
+    which it writes the chunk's rows.
 
     Args:
         kept: `f32[B, R, width]` logits, to base 2.
-        logits: their layout.
+        logits: layout of the logits.
         lse: `f32[B, K, R]` natural log-sum-exp.
-        chunks: the table of chunks.
-        layer: of the chunks.
-        out: passed through, so that the next operation waits for the scores and the logits of few layers are alive.
+        chunks: the work table.
+        layer: layer of the chunks.
+        out: attention output, returned so that the next operation waits for the scores and the logits of few layers are
+            live.
         score: `f32[B, P]`.
         counts: `i32[B]` 0 for sequences whose attention is not added; by default all are.
-        begin: `f32[B, K]` initial score of the new row behind each segment, if one has just been appended.
+        begin: `f32[B, K]` initial score of the new entry of each segment, if one was appended in this step.
         how: tiles and launch.
 
     Returns:
@@ -166,7 +167,7 @@ def add_mass(
     """
     batch, heads, rows = lse.shape
     padded, segments = 1 << (rows - 1).bit_length(), batch * heads
-    # About 32 logits for each thread, whatever R is; chunks are seldom longer than this.
+    # About 32 logits per thread for any R; chunks are seldom longer than this.
     block = max(16, min(256, how.tiles.merge_launch.warps * 1024 // padded))
 
     def kernel(refs):

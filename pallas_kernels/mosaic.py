@@ -1,8 +1,8 @@
-"""`flash` on Hopper in Mosaic GPU: causal attention of whole prompts, with the results of `prefill.flash`.
+"""`flash` on Hopper in Mosaic GPU: causal attention of complete prompts, with the results of `prefill.flash`.
 
-A program has three warpgroups. The last one only copies: blocks of keys and values, through the TMA, into a ring in
-shared memory. The other two compute, each 64 queries of one head, accumulators in registers, and take turns: while one
-is at its softmax the other has the tensor cores (FlashAttention-3, Shah et al. 2024, section 3.1).
+A program has three warpgroups. The last one only copies blocks of keys and values, through the TMA, into a ring buffer
+in shared memory. The other two compute 64 queries of one head each, with accumulators in registers, and alternate:
+during the softmax of one, the other uses the tensor cores (FlashAttention-3, Shah et al. 2024, section 3.1).
 """
 
 import dataclasses
@@ -38,7 +38,7 @@ class HopperTiles:
 
 
 def refused_cuda() -> str | None:
-    """Version of the installed CUDA if its compiler makes wrong code of the kernel; None for all others."""
+    """Return the version of the installed CUDA if its compiler miscompiles the kernel, else None."""
     version = mosaic.cuda_version()
     # The same bound as in JAX's own causal attention in Mosaic GPU.
     if version is None or not 12080 <= version < 12091:
@@ -57,36 +57,37 @@ def flash(
     tiles: HopperTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of T consecutive queries per sequence, on Hopper, 16-bit; returns the output and log-sum-exp.
+    """Compute causal attention of T consecutive queries per sequence, on Hopper, 16-bit; return output and lse.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; bfloat16 or float16, D 64 or 128.
         k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
-        v: `[B, K, S, D]` likewise.
+        v: `[B, K, S, D]` values in q's dtype.
         first: `i32[B]` position of each sequence's first query.
-        length: `i32[B]` tokens of each sequence, at most S; queries and keys from there on are padding.
+        length: `i32[B]` tokens of each sequence, at most S; later queries and keys are padding.
         tiles: block sizes; by default by D.
-        interpret: simulate it on any device, to check it.
+        interpret: True simulates the kernel on any device, for tests.
 
     Returns:
-        `[B, K, G, T, D]` in q's dtype and `f32[B, K, G, T]` natural log-sum-exp of the scaled logits; queries of
-        padding give output 0 and lse -inf.
+        `[B, K, G, T, D]` in q's dtype and `f32[B, K, G, T]` natural log-sum-exp of the scaled logits; padding queries
+        return output 0 and lse -inf.
 
     Raises:
-        ValueError: for other dtypes and head dims, and where CUDA's compiler makes wrong code of it.
+        ValueError: for other dtypes and head dims, or a CUDA version that miscompiles the kernel.
     """
     batch, heads, group, queries, dim = q.shape
     if q.dtype.name not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         raise ValueError(
-            f"dtype is {q.dtype}, {k.dtype}, {v.dtype}: Mosaic's flash takes one of {', '.join(DTYPES)}"
+            f"dtype is {q.dtype}, {k.dtype}, {v.dtype}: use one of {', '.join(DTYPES)} with "
+            "Mosaic's flash"
         )
     if dim not in DIMS:
-        raise ValueError(f"head dim is {dim}: Mosaic's flash takes 64 and 128")
+        raise ValueError(f"head dim is {dim}: use 64 or 128 with Mosaic's flash")
     if not interpret and (version := refused_cuda()):
-        raise ValueError(f"CUDA is {version}: its ptxas miscompiles Mosaic's masks: use 13")
+        raise ValueError(f"CUDA is {version}, whose ptxas miscompiles Mosaic's masks: use 13")
     tiles = tiles or HopperTiles(stages=2 if dim == 128 else 4)
     rows = tiles.queries * _COMPUTE
-    # Copies must lie inside their arrays. Prompts' buckets are multiples of the tiles, so only short ones are padded.
+    # Copies must be inside their arrays. Buckets are multiples of the tiles, so only short prompts are padded.
     q = _padded(q.reshape(batch, heads * group, queries, dim), rows)
     k, v = _padded(k, tiles.keys), _padded(v, tiles.keys)
     stage = (tiles.stages, tiles.keys, dim)
@@ -100,7 +101,7 @@ def flash(
         first,
         length,
         name="flash_prefill",
-        # Heads of one group, which read the same keys, run side by side.
+        # Heads of one group, which read the same keys, run concurrently.
         grid={"head": heads * group, "tile": q.shape[2] // rows, "batch": batch},
         shapes=[
             jax.ShapeDtypeStruct(q.shape, q.dtype),
@@ -126,14 +127,14 @@ def flash(
 
 
 def _padded(array: jax.Array, multiple: int) -> jax.Array:
-    """Array `[B, H, n, D]` padded with zeros until n is a multiple of `multiple`."""
+    """Pad an array `[B, H, n, D]` with zeros until n is a multiple of `multiple`."""
     more = -array.shape[2] % multiple
     return jnp.pad(array, ((0, 0), (0, 0), (0, more), (0, 0))) if more else array
 
 
-# Refs of a program (head, tile, batch), head over H query heads, all in global memory: q, out [B, H, T', D]; k, v
-# [B, K, S', D]; first, length [B]; lse [B, H, T']. In shared memory: q and out [2, 64, D], k and v [stages, keys, D],
-# lse [2, 64], and barriers: q has arrived; k, v have arrived; k, v may be overwritten; turns of the warpgroups.
+# Refs of a program (head, tile, batch), head over H query heads, all in global memory: q, out [B, H, T', D]; k, v [B,
+# K, S', D]; first, length [B]; lse [B, H, T']. In shared memory: q and out [2, 64, D], k and v [stages, keys, D], lse
+# [2, 64], and barriers: q is loaded; k, v are loaded; k, v may be overwritten; turns of the warpgroups.
 def _program(
     q_ref,
     k_ref,
@@ -155,7 +156,7 @@ def _program(
     # The longest rows of the triangle start first, so that the last programs to finish are short ones.
     row = (q_ref.shape[2] // rows - 1 - mosaic.axis_index("tile")) * rows
     begin, tokens = first_ref[batch], jnp.minimum(length_ref[batch], k_ref.shape[2])
-    # Both warpgroups run the same number of steps; masks hide the keys that the earlier queries must not see.
+    # Both warpgroups run the same number of steps; masks hide keys later than a query.
     end = jnp.minimum(begin + jnp.minimum(row + rows, queries), tokens)
     end = jnp.where(begin + row < tokens, jnp.maximum(end, 0), 0)
     steps = lax.div(end + tiles.keys - 1, tiles.keys)
@@ -201,7 +202,7 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
     q_smem, lse_smem = q_smem.at[me], lse_smem.at[me]
     count, dim = q_smem.shape
     kind = q_smem.dtype
-    # exp(x) is 2 ** (x log2 e): one multiplication makes scaled logits and their base.
+    # exp(x) is 2 ** (x log2 e): one multiplication scales logits and changes the base.
     base = _LOG2E / math.sqrt(dim)
     registers = partial(mosaic.tile, interpret=interpret)
     numbers = partial(mosaic.count, interpret=interpret)
@@ -224,7 +225,7 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
         )
         mosaic.barrier_arrive(k_free.at[slot])
         if masked:
-            # A query that counts lies before the padding, so no key that it may see is padding.
+            # Real queries precede the padding, so no key that they see is padding.
             seen = numbers(s.shape, 1) + index * tiles.keys <= numbers(s.shape, 0) + first
             s = jnp.where(seen, s, MASKED)
         new_top = jnp.maximum(top, s.max(axis=1) * base)
@@ -254,7 +255,7 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
         registers(jnp.full((count,), MASKED, jnp.float32)),
         registers(jnp.zeros((count,), jnp.float32)),
     )
-    # Blocks of keys wholly before the first query need no mask.
+    # Blocks of keys completely before the first query need no mask.
     whole = jnp.minimum(lax.div(jnp.maximum(first + 1, 0), tiles.keys), steps)
     carry = lax.fori_loop(0, whole, partial(step, masked=False), carry)
     acc, top, total = lax.fori_loop(whole, steps, partial(step, masked=True), carry)

@@ -1,4 +1,4 @@
-"""`add_norm`: adds split-K parts of a product to the residual stream and normalises the sum, in one pass."""
+"""`add_norm`: add split-K parts of a product to the residual stream and normalise the sum, in one pass."""
 
 from functools import partial
 
@@ -23,11 +23,11 @@ def add_norm(
 
     Args:
         x: `[..., E]` float.
-        added: `[n, ..., E]` float, of any dtype: n parts whose sum is added, as a split-K product leaves them.
-        scale: `[E]` of the norm.
-        eps: of the norm.
-        dtype: of the sum, x's own by default; the norm is that of the rounded sum.
-        interpret: run on any device, to check it.
+        added: `[n, ..., E]` of any float dtype: n split-K parts whose sum is added.
+        scale: `[E]` scale of the norm.
+        eps: epsilon of the norm.
+        dtype: dtype of the sum, by default x's; the norm is that of the rounded sum.
+        interpret: True runs on any device, for tests.
 
     Returns:
         `[..., E]` the sum, and `[..., E]` its norm in the scale's dtype. The arithmetic is float32.
@@ -36,7 +36,7 @@ def add_norm(
     rows, parts = x.size // width, added.shape[0]
     padded = 1 << (width - 1).bit_length()
 
-    # Blocks of a program (r): x, sum and norm [E], and added [n, E] of row r; scale [E], whole.
+    # Blocks of a program (r): x, sum and norm [E], and added [n, E] of row r; scale [E], complete.
     def kernel(refs):
         column = jnp.arange(padded, dtype=jnp.int32)
         options = {} if padded == width else {"mask": column < width, "other": 0.0}
@@ -69,7 +69,7 @@ def add_norm(
             "sum": (jax.ShapeDtypeStruct((rows, width), dtype), row),
             "norm": (jax.ShapeDtypeStruct((rows, width), scale.dtype), row),
         },
-        # About sixteen columns for each thread.
+        # About sixteen columns per thread.
         launch=Launch(warps=min(16, max(4, padded // 512)), stages=1),
         interpret=interpret,
     )

@@ -1,4 +1,4 @@
-"""Causal attention of whole prompts (`flash`), and exact column sums of it, without the S x S matrix."""
+"""Causal attention of complete prompts (`flash`), and its exact column sums, without the S x S matrix."""
 
 from functools import partial
 
@@ -39,30 +39,30 @@ def flash(
     window: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Causal attention of T consecutive queries per sequence; returns the output and its log-sum-exp.
+    """Compute causal attention of T consecutive queries per sequence; return output and log-sum-exp.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T.
         k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
-        v: `[B, K, S, D]` likewise.
+        v: `[B, K, S, D]` values in q's dtype.
         first: `i32[B]` position of each sequence's first query.
-        length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
+        length: `i32[B]` tokens of each sequence; later queries and keys are padding.
         tiles: block sizes and launch; by default by the shape and the device.
-        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
-        window: number of last keys that a query attends to, its own included; None for all. Blocks of keys before the
-            windows of all of a block's queries are not read.
-        interpret: run on any device, to check it.
+        softcap: c, which maps scaled logits to c * tanh(logits / c); None for none.
+        window: sliding window in tokens, the query's own included; None for all. Blocks of keys before the windows of
+            all of a block's queries are not read.
+        interpret: True runs on any device, for tests.
 
     Returns:
-        `[B, K, G, T, D]` in q's dtype and `f32[B, K, G, T]` natural log-sum-exp of the scaled logits; queries of
-        padding give output 0 and lse -inf.
+        `[B, K, G, T, D]` in q's dtype and `f32[B, K, G, T]` natural log-sum-exp of the scaled logits; padding queries
+        return output 0 and lse -inf.
     """
     batch, heads, group, queries, dim = q.shape
     slots = k.shape[2]
     tiles = tiles or prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
     block_q, block_k = tiles.queries, tiles.keys
     scale, exp2 = LOG2E / dim**0.5, partial(exp2_of, interpret=interpret)
-    # Of products, before the scale.
+    # Softcap of the products before scaling.
     cap = None if softcap is None else softcap * dim**0.5
 
     # Blocks of a program (i, h, b), h over H query heads: q [T, D] of head h; k, v [S, D] of its kv head; first and
@@ -89,7 +89,7 @@ def flash(
             new_top = jnp.maximum(top, s.max(axis=1))
             anchor = new_top
             if masked and window is not None:
-                # A window may begin behind the block: weights of its keys are 0, not powers of rounding errors.
+                # A window may begin after the block: weights of its keys are then 0, not powers of rounding errors.
                 anchor = jnp.where(new_top > MASKED, new_top, 0.0)
             weights = exp2(s, scale, -(anchor * scale)[:, None])
             shrink = exp2(top, scale, -anchor * scale)
@@ -105,10 +105,10 @@ def flash(
         first_query = begin + index * block_q
         end = jnp.minimum(jnp.minimum(first_query + block_q, tokens), slots)
         end = jnp.where(first_query < tokens, end, 0)
-        # Blocks of keys wholly before the first query, and wholly real, need no mask.
+        # Blocks of keys completely before the first query, and without padding, need no mask.
         whole, inside = jnp.minimum(jnp.maximum(first_query + 1, 0), end) // block_k, 0
         if window is not None:
-            # Nor do those that lie in the windows of all queries; those that lie in some windows do.
+            # Blocks within the windows of all queries need none, either; blocks in some windows do.
             reach = jnp.maximum(first_query - window + 1, 0) // block_k
             inside = (jnp.maximum(first_query + block_q - window, 0) + block_k - 1) // block_k
             whole = jnp.maximum(whole, reach)
@@ -161,23 +161,23 @@ def column_sums(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention that each key receives, summed over queries of known log-sum-exp; mean over query heads by default.
+    """Sum the attention that each key receives over queries of known log-sum-exp; mean over query heads by default.
 
-    With all queries of a prompt this is H2O's score; for a few of them `window_sums` is quicker.
+    With all queries of a prompt this is H2O's score; for a few queries `window_sums` is faster.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; negative positions are padding.
         k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
-        lse: `f32[B, K, G, T]` from `flash`; -inf for queries that do not count.
+        lse: `f32[B, K, G, T]` from `flash`; -inf for ignored queries.
         first: `i32[B]` position of each sequence's first query.
-        length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
-        per_query_head: True keeps the group's query heads apart; False takes their mean.
+        length: `i32[B]` tokens of each sequence; later queries and keys are padding.
+        per_query_head: True returns sums per query head; False returns their mean over the group.
         tiles: block sizes and launch; by default by the shape and the device.
-        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
-        interpret: run on any device, to check it.
+        softcap: c, which maps scaled logits to c * tanh(logits / c); None for none.
+        interpret: True runs on any device, for tests.
 
     Returns:
-        `f32[B, K, S]`, or `f32[B, K, G, S]`: sums over queries; 0 for keys of padding.
+        `f32[B, K, S]`, or `f32[B, K, G, S]`: sums over queries; 0 for padding keys.
     """
     batch, heads, group, queries, dim = q.shape
     slots = k.shape[2]
@@ -206,16 +206,16 @@ def column_sums(
                 if masked
                 else load(refs.shift.at[row])
             )
-            # Keys down, queries across: a key's sum stays with the threads that hold its row.
+            # Keys are rows and queries columns, so that a key's sum is in the threads that hold its row.
             s = capped(dot(keys, rows, transpose_b=True), cap, interpret=interpret)
             if masked:
                 s = jnp.where((key[:, None] <= position[None, :]) & counts[None, :], s, MASKED)
             return acc + exp2_of(s, scale, shift[None, :], interpret=interpret).sum(axis=1)
 
-        # Queries before these keys do not see them; blocks of real queries behind all of them need no mask.
+        # Queries before these keys do not see them; blocks of real queries after all of them need no mask.
         last = jnp.minimum(tokens - begin, queries)
         earliest = jnp.maximum(at - begin, 0) // block_q
-        # No real query sees the keys of padding.
+        # No real query sees padding keys.
         latest = jnp.where(at < tokens, (last + block_q - 1) // block_q, earliest)
         behind = (jnp.maximum(at + block_k - 1 - begin, 0) + block_q - 1) // block_q
         whole = jnp.minimum(jnp.maximum(behind, earliest), latest)

@@ -1,6 +1,6 @@
-"""Eviction in place: the newest row of a segment takes the evicted one's place in all pool leaves, in one pass.
+"""Eviction in place: the newest entry of a segment overwrites the evicted one in all pool leaves, in one pass.
 
-`replace_rows` is given the evicted row; `evict_rows` also finds it, without writing ranks to memory.
+`replace_rows` accepts the evicted row; `evict_rows` also finds it, without writing ranks to memory.
 """
 
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from pallas_kernels._compat import BlockSpec, Launch, call, load, pad_dim, store
 
 # Rows that a program ranks at a time.
 _BLOCK = 1024
-# Block of a number of each head of a sequence.
+# Block of one number per head of a sequence.
 _SCALAR = BlockSpec((None, None), lambda h, b: (b, h))
 
 
@@ -30,24 +30,24 @@ def replace_rows(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Move row `last` of each segment in mask `over` to row `place`, and empties its old row; return the pool.
+    """Move the entry at `last` of each segment in mask `over` to row `place`, and clear row `last`; return the pool.
 
     Args:
-        k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.
-        v: `[B, P, D]`.
+        k: `[B, P, D]` keys of the pool; written in place if donated, as all pool leaves.
+        v: `[B, P, D]` values of the pool.
         pos: `i32[B, P]` positions.
         score: `f32[B, P]`, or None.
-        place: `i32[B, K]` row that is overwritten.
-        last: `i32[B, K]` row that is moved.
-        over: `bool[B, K]` segments in which a row is moved; the others stay unchanged.
-        interpret: run on any device, to check it.
+        place: `i32[B, K]` row to overwrite.
+        last: `i32[B, K]` row to move.
+        over: `bool[B, K]` segments in which an entry is moved; others are unchanged.
+        interpret: True runs on any device, for tests.
 
     Returns:
-        Keys, values, positions (-1 in the moved row's old place) and scores (0 there).
+        Keys, values, positions (-1 in row `last`) and scores (0 in row `last`).
     """
 
     # Blocks of a program (h, b): place, last and over of head h of sequence b, scalars; then k, v [P, D], pos and score
-    # [P] of sequence b, whole, and the same again as outputs.
+    # [P] of sequence b, complete, and the same again as outputs.
     def kernel(refs):
         @when(refs.over[...] != 0)
         def _():
@@ -85,30 +85,31 @@ def evict_rows(
     weigh: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
-    """Evict the lowest-ranked row of segments over their limit for the newest; return the pool, and 1 where evicted.
+    """Replace the lowest-ranked entry of segments above their limit by the newest; return pool, 1 where evicted.
 
     Args:
-        k: `[B, P, D]` pool rows; written in place if donated, as all pool leaves.
-        v: `[B, P, D]`.
+        k: `[B, P, D]` keys of the pool; written in place if donated, as all pool leaves.
+        v: `[B, P, D]` values of the pool.
         pos: `i32[B, P]` positions, distinct within a segment.
         score: `f32[B, P]`, or None.
         start: `i32[B, K]` first row of each segment.
-        length: `i32[B, K]` its rows; the last one is the newest.
-        limit: `i32[B, K]` rows that may stay.
-        recent: `i32[B, K]` newest positions that always stay.
+        length: `i32[B, K]` entries of each segment; the last one is the newest.
+        limit: `i32[B, K]` maximum number of entries.
+        recent: `i32[B, K]` number of newest positions that are never evicted.
         seen: `i32[B]` tokens seen.
         prompt: `i32[B]` tokens of the prompt.
-        weigh: hashable function of rows' scores (0 without any), positions, seen and prompt, traced inside the kernel;
-            returns float32 ranks, of which the lowest goes and of equal ones the latest, and the evictable rows.
-        interpret: run on any device, to check it.
+        weigh: hashable function of entries' scores (0 without any), positions, seen and prompt, traced inside the
+            kernel. It returns float32 ranks and a mask of evictable entries. The lowest rank is evicted, of equal ranks
+            the latest.
+        interpret: True runs on any device, for tests.
 
     Returns:
-        Keys, values, positions (-1 in the newest row's old place), scores (0 there), and `i32[B, K]` 1 where a row was
-        evicted.
+        Keys, values, positions (-1 in the newest entry's old row), scores (0 in that row), and `i32[B, K]`, 1 where an
+        entry was evicted.
     """
 
     # Blocks of a program (h, b): start, length, limit, recent and moved of head h of sequence b, seen and prompt of b,
-    # scalars; k, v [P, D], pos and score [P] of sequence b, whole, and the same again as outputs.
+    # scalars; k, v [P, D], pos and score [P] of sequence b, complete, and the same again as outputs.
     def kernel(refs):
         first, rows = refs.start[...], refs.length[...]
         seen, prompt, recent = refs.seen[...], refs.prompt[...], refs.recent[...]
@@ -165,23 +166,23 @@ def evict_rows(
 
 
 def _pools(k, v, pos, score):
-    """Pool leaves by name; without a score three."""
+    """Return pool leaves by name; three without a score."""
     return {"k": k, "v": v, "pos": pos} | ({} if score is None else {"score": score})
 
 
 def _whole(leaf):
-    """Kernel operand of a pool leaf, of which a program sees all of one sequence's part."""
+    """Make a kernel operand of a pool leaf; a program sees all rows of one sequence."""
     return leaf, BlockSpec((None, *leaf.shape[1:]), lambda h, b: (b,) + (0,) * (leaf.ndim - 1))
 
 
 def _written(pools):
-    """Kernel outputs of pool leaves, which are written in place."""
+    """Return kernel outputs of pool leaves, which are written in place."""
     shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in pools.items()}
     return {f"{name}_out": _whole(shape) for name, shape in shapes.items()}
 
 
 def _move(refs, pools, to, at):
-    """Copy row `at` of a sequence's pool leaves to row `to`, then marks row `at` empty (position -1, score 0)."""
+    """Copy row `at` of a sequence's pool leaves to row `to`, then mark row `at` free (position -1, score 0)."""
     dim = pools["k"].shape[2]
     column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
     mask = None if pad_dim(dim) == dim else column < dim
@@ -193,5 +194,5 @@ def _move(refs, pools, to, at):
             ref = getattr(refs, f"{name}_out")
             cell = load(ref.at[at])
             store(ref.at[to], cell)
-            # Last, because the newest row may itself be the evicted one.
+            # Last, because the newest entry may itself be the evicted one.
             store(ref.at[at], jnp.full_like(cell, empty))

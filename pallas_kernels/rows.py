@@ -1,7 +1,7 @@
-"""First kernel of decode attention: each program reads one chunk of a segment, and writes its output and log-sum-exp.
+"""First kernel of decode attention: each program reads one chunk of a segment, and writes output and log-sum-exp.
 
 With a `Token`, the program of a segment's last chunk rotates the new key, writes it behind the segment, and attends to
-it from registers. No other program reads that row, so nothing has to wait.
+it from registers. No other program reads that entry, so no synchronisation is needed.
 """
 
 import dataclasses
@@ -32,15 +32,15 @@ from pallas_kernels.values import VALUES, PlainValues
 
 
 class Token(NamedTuple):
-    """One new token of each sequence: its keys and values before rotation, its angles and position.
+    """One new token of each sequence: keys and values before rotation, rotary angles and position.
 
     Attributes:
         kv: `[n, M, 2, K, D]` split-K parts of keys and values.
-        cos: `f32[B, D/2]` of its rotary position.
-        sin: likewise.
-        position: `i32[B]` in the sequence.
-        counts: `i32[B]` 0 for an ended sequence, for which nothing is written; else 1.
-        pos: `i32[B, P]` positions of the pool's rows.
+        cos: `f32[B, D/2]` cosines of its rotary position.
+        sin: `f32[B, D/2]` sines.
+        position: `i32[B]` position in the sequence.
+        counts: `i32[B]` 0 for a finished sequence, for which nothing is written; else 1.
+        pos: `i32[B, P]` positions of the pool's entries.
     """
 
     kv: jax.Array
@@ -52,22 +52,22 @@ class Token(NamedTuple):
 
 
 class Logits(NamedTuple):
-    """Memory layout of kept logits: like the pool's rows, or packed with `widest` logits for each segment.
+    """Memory layout of kept logits: as the pool's rows, or packed with `widest` logits per segment.
 
     Attributes:
         start: `i32[L, B, K]` first row of each segment.
-        widest: most rows of a segment, or None.
+        widest: maximum entries of a segment, or None.
     """
 
     start: jax.Array
     widest: int | None
 
     def width(self, pool_rows: int) -> int:
-        """Number of logits kept for one query of a sequence."""
+        """Number of logits kept per query of a sequence."""
         return pool_rows if self.widest is None else self.start.shape[2] * self.widest
 
     def cell(self, refs: Any, segment: Any, row: Any) -> Any:
-        """Cell of a segment's pool row, inside a kernel that has packed logits' `start`."""
+        """Return the cell of a segment's pool row, inside a kernel that has packed logits' `start`."""
         if self.widest is None:
             return row
         head = segment - segment // self.start.shape[2] * self.start.shape[2]
@@ -75,13 +75,13 @@ class Logits(NamedTuple):
 
 
 class Picks(NamedTuple):
-    """Rows that attention reads of each segment: those with the indices `rows`, and all from row `rest` on.
+    """Selected entries that attention reads in each segment: the rows `rows`, and all from row `rest` on.
 
     Attributes:
-        rows: `i32[B, k, T]` picked rows, counted from a segment's first; k is K, or 1 for all heads alike.
-        scheduled: `i32[B]` number of the T picks that chunks have been dealt for; the rows of `rest` follow them.
-        held: `i32[B, k]` number of those picks that are real.
-        rest: `i32[L, B, K]` row from which on all are read, counted likewise.
+        rows: `i32[B, k, T]` selected rows, counted from a segment's first; k is K, or 1 if all heads share them.
+        scheduled: `i32[B]` number of the T picks that the chunks cover; the rows from `rest` on follow.
+        held: `i32[B, k]` number of valid picks.
+        rest: `i32[L, B, K]` row, counted from the segment's first, from which all are read.
         start: `i32[L, B, K]` first row of each segment.
     """
 
@@ -97,10 +97,10 @@ class How(NamedTuple):
 
     Attributes:
         tiles: block sizes and launches.
-        tile: queries of one program of the first kernel.
-        dtype: the model's, in which queries meet keys, and weights values, unless these are codes.
+        tile: queries per program of the first kernel.
+        dtype: the model's dtype, for products of queries with keys and of weights with values, unless these are codes.
         interpret: True runs them on any device.
-        softcap: of the scaled logits; None for none.
+        softcap: softcap of the scaled logits; None for none.
     """
 
     tiles: DecodeTiles
@@ -115,8 +115,8 @@ class Passed(NamedTuple):
 
     Attributes:
         out: `f32[W, R, D]` output of each chunk.
-        lse: `f32[W, R]` its log-sum-exp, to base 2; MASKED where it has no rows.
-        logits: `f32[B, R, width]` to base 2, if they are kept.
+        lse: `f32[W, R]` its log-sum-exp, to base 2; MASKED for an empty chunk.
+        logits: `f32[B, R, width]` logits to base 2, if they are kept.
         pool: updated k, v and pos, with a token.
     """
 
@@ -138,24 +138,24 @@ def pass_rows(
     picks: Picks | None = None,
     how: How,
 ) -> Passed:
-    """First decode kernel: attention over each chunk alone; returns partial outputs, log-sum-exps and the pool.
+    """Run the first decode kernel: attention over each chunk; return partial outputs, log-sum-exps and the pool.
 
-    Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] whole, of codes
+    Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] complete, of codes
     with k_scale and v_scale [B, P]; the layer, a scalar, and segment, row, rows and last of all layers' chunks [L, W],
-    whole; of a token kv [n, M, 2, K, D], cos and sin [B, D/2], position and counts [B], and pos [B, P], whole; start
-    [L, B*K] where logits lie head after head; of picks rows [B, k, T], dealt [B], held [B, k], rest and start [L, B*K],
-    whole. Out: part [R, D] and lse [R] of chunk w, of which it writes tile t; logits [B, R, width] whole, of which it
-    writes its rows' cells; k, v [B, P, D], their scales and pos [B, P], in place, of which it writes a row.
+    complete; of a token kv [n, M, 2, K, D], cos and sin [B, D/2], position and counts [B], and pos [B, P], complete;
+    start [L, B*K] if logits are packed by head; of picks rows [B, k, T], scheduled [B], held [B, k], rest and start [L,
+    B*K], complete. Out: part [R, D] and lse [R] of chunk w, of which it writes tile t; logits [B, R, width] complete,
+    of which it writes its rows' cells; k, v [B, P, D], their scales and pos [B, P], in place, of which it writes a row.
 
     Args:
         q: `[B, K, R, D]`; with a token its parts before rotation, `[n, M, K, R, D]` of any float dtype.
-        k: `[B, P, D]` pool, or its codes.
-        v: likewise.
-        chunks: the table of chunks.
-        layer: of the chunks.
-        token: appended first, if given.
+        k: `[B, P, D]` keys of the pool, or their codes.
+        v: `[B, P, D]` values of the pool, as keys.
+        chunks: the work table.
+        layer: layer of the chunks.
+        token: the token to append first, or None.
         logits: layout of kept logits; None keeps none.
-        picks: rows that are read, if not all: chunks then count these, one after the other from 0 on.
+        picks: selected entries to read; by default all. Chunks then count these, consecutively from 0.
         how: tiles and launch.
 
     Returns:
@@ -167,7 +167,7 @@ def pass_rows(
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
     cap = None if how.softcap is None else how.softcap * math.log2(math.e)
 
-    # Rows' places are loaded first: one stage for them and one for the loads that wait for them, with two in flight.
+    # Row indices are loaded first: one stage for them and one for the loads that depend on them, with two in flight.
     launch = how.tiles.launch
     launch = launch if picks is None else dataclasses.replace(launch, stages=launch.stages + 2)
 
@@ -286,7 +286,7 @@ def pass_rows(
 
 
 def whole(of: Any) -> Operand:
-    """Kernel operand of an array or shape: (operand, block spec by which every program sees all of it)."""
+    """Return (operand, block spec) of an array or shape, with which every program sees all of it."""
     return of, BlockSpec(of.shape, lambda *_: (0,) * len(of.shape))
 
 
@@ -294,29 +294,29 @@ _OF_CHUNK = ("segment", "row", "rows", "last")
 
 
 def of_chunks(chunks: Chunks, layer: int) -> dict[str, Operand]:
-    """Kernel inputs of the table of chunks and the layer's index: (array, block spec) by name."""
+    """Return (array, block spec) by name of the work table and the layer's index."""
     return {name: whole(getattr(chunks, name)) for name in _OF_CHUNK} | {"layer": layer_of(layer)}
 
 
 def chunk_of(refs: Any) -> tuple[Any, ...]:
-    """Tuple of refs of this program's chunk: segment, first row, number of rows, and 1 if it is the segment's last."""
+    """Return the refs of this program's chunk: segment, first row, number of rows, 1 for the segment's last."""
     return tuple(getattr(refs, name).at[refs.layer[...], program_id(0)] for name in _OF_CHUNK)
 
 
 def layer_of(layer: int) -> Operand:
-    """Kernel input (array, block spec) of a layer's index, no constant, so that all layers share one kernel."""
+    """Return (array, block spec) of a layer's index, an input so that all layers share one kernel."""
     return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
 
 
 def by_segment(table: jax.Array) -> Operand:
-    """Kernel input (array, block spec) of a table `[L, B, K]` over all layers' segments, reshaped to `[L, B*K]`."""
+    """Return (array, block spec) of a table `[L, B, K]` over all layers' segments, reshaped to `[L, B*K]`."""
     return whole(table.reshape(table.shape[0], -1))
 
 
 def _places(refs, picks, segment, sequence, heads):
-    """Two functions of a chunk's row numbers inside a kernel: the rows' indices in the pool, and the mask of real rows.
+    """Return two functions of a chunk's row numbers inside a kernel: pool row indices, and the mask of valid rows.
 
-    With picks the numbers count the picks first, then the rows from `rest` on; without, they are pool rows already.
+    With picks the numbers count the picks first, then the rows from `rest` on; without, they are pool rows.
     """
     if picks is None:
         return lambda row, inside=None: row, lambda row: True
@@ -336,8 +336,8 @@ def _places(refs, picks, segment, sequence, heads):
 class _NewRow:
     """A new token's rotated key and its value inside a kernel, and the rotation of its queries.
 
-    Keys and values are in the parts that their readers take. Loads that the queries do not need come first, and arrive
-    while the queries are loaded. Each channel meets the angle of its pair and, by a second gather, its partner's value.
+    Keys and values are in their readers' parts. Loads that the queries do not need are issued first, to overlap with
+    the loads of queries. Each channel is combined with its pair's angle and, by a second gather, its partner's value.
     """
 
     def __init__(self, refs, segment, heads, last, dim, of_parts, key_columns, value_columns):
@@ -369,14 +369,14 @@ class _NewRow:
         self.key = tuple(keys)
 
     def _sum(self, of):
-        """Sum of a value's split-K parts, in float32; `of` loads one part."""
+        """Sum a value's split-K parts in float32; `of` loads one part."""
         return sum(
             (of(part).astype(jnp.float32) for part in range(1, self.parts)),
             start=of(0).astype(jnp.float32),
         )
 
     def turned(self, ref, rows, inside, of_sequence):
-        """Load queries, sums split-K parts, applies RoPE; return `f32[n, columns]` for each part of a key."""
+        """Load queries, sum split-K parts, apply RoPE; return `f32[n, columns]` for each part of a key."""
         of_part = self.sequences * of_sequence
 
         def rotated(column, partner, real, cos, sin):
@@ -397,7 +397,7 @@ class _NewRow:
         return tuple(rotated(*each) for each in self.turns)
 
     def product(self, queries, key):
-        """Products `f32[n]` of queries and the new key, both in parts."""
+        """Return the products `f32[n]` of queries and the new key, both in parts."""
         each = (
             (query.astype(jnp.float32) * part[None, :]).sum(axis=1)
             for query, part in zip(queries, key, strict=True)
@@ -405,7 +405,7 @@ class _NewRow:
         return reduce(jnp.add, each)
 
     def put(self, refs, row, writes, keys, values):
-        """Write the new token's row to the pool if `writes`; return its key's and value's parts, and their scale."""
+        """Write the new entry to the pool if `writes`; return its key's and value's parts, and their scale."""
         at, writes = (self.sequence, row), self.joins & writes
         key, (value, of_value) = (
             keys.put_new(at, self.key, writes),

@@ -9,9 +9,9 @@ from pallas_kernels._compat import Launch, pad_dim
 
 # Multiprocessors of an H100 and an H200, the default for devices that do not report theirs.
 _CORES = 132
-# Number of programs for which chunks are dealt where kernels are interpreted, which runs them sequentially.
+# Number of programs in the work table of interpreted kernels, which run sequentially.
 _INTERPRETED = 4
-# Bytes of shared memory that one program may have, by device names; others have 99 KiB.
+# Bytes of shared memory per program, by device names; other devices have 99 KiB.
 _AMPERE, _HOPPER = 166912, 232448
 _SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": _HOPPER, "A30|A100|A800": _AMPERE}
 
@@ -21,12 +21,12 @@ class DecodeTiles:
     """Block sizes and launches of decode attention: rows per `chunk` and `block`, `queries` per program.
 
     Attributes:
-        chunk: rows; every chunk but a segment's last is a multiple of it.
+        chunk: rows; every chunk except a segment's last is a multiple of it.
         block: rows that a program reads at a time; a power of two, at least 16.
-        queries: most queries of one program; a power of two, at least 16.
-        resident: programs that a multiprocessor holds at once, by their registers and shared memory.
-        launch: of the kernel over chunks.
-        merge_launch: of the kernel that merges chunks.
+        queries: maximum queries per program; a power of two, at least 16.
+        resident: concurrent programs per multiprocessor, by registers and shared memory.
+        launch: launch of the kernel over chunks.
+        merge_launch: launch of the kernel that merges chunks.
     """
 
     chunk: int = 64
@@ -42,10 +42,10 @@ class PrefillTiles:
     """Block sizes and launches of causal attention and column sums: `queries` and `keys` per block.
 
     Attributes:
-        queries: of one program; a power of two, at least 16.
-        keys: read at a time; a power of two, at least 16.
-        launch: of the attention.
-        scores_launch: of the column sums.
+        queries: queries per program; a power of two, at least 16.
+        keys: keys read at a time; a power of two, at least 16.
+        launch: launch of the attention.
+        scores_launch: launch of the column sums.
     """
 
     queries: int
@@ -56,13 +56,13 @@ class PrefillTiles:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowTiles:
-    """Block sizes and launch of attention of a prompt's last queries: query `rows`, `keys`, and keys per `chunk`.
+    """Block sizes and launch for the attention of the observation window: query `rows`, `keys`, keys per `chunk`.
 
     Attributes:
-        rows: queries at a time, those of a group one after the other; a power of two, at least 16.
-        keys: read at a time; a power of two, at least 16.
-        chunk: keys of one program of the first pass; a multiple of `keys`.
-        launch: of both passes.
+        rows: queries at a time, with the heads of a group consecutive; a power of two, at least 16.
+        keys: keys read at a time; a power of two, at least 16.
+        chunk: keys per program of the first pass; a multiple of `keys`.
+        launch: launch of both passes.
     """
 
     rows: int
@@ -76,10 +76,10 @@ class LinearTiles:
     """Block sizes and launch of products with weights in 8 or 4 bits; the fastest of thirteen on an H200.
 
     Attributes:
-        outputs: of one program; a power of two.
-        pieces: of 16 bytes of codes, read of each output at a time; a power of two.
-        ahead: steps of pieces that are read before they are needed.
-        launch: of the kernel, which has no pipelined loop.
+        outputs: outputs per program; a power of two.
+        pieces: pieces of 16 bytes of codes read of each output at a time; a power of two.
+        ahead: number of steps by which pieces are prefetched.
+        launch: launch of the kernel, which has no pipelined loop.
     """
 
     outputs: int = 16
@@ -89,19 +89,19 @@ class LinearTiles:
 
 
 def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> DecodeTiles:
-    """Block sizes and launches of decode attention for a head dim and element size.
+    """Return block sizes and launches of decode attention for a head dim and element size.
 
-    `exact` is of a float32 model whose rows are codes.
+    `exact` is True for a float32 model whose entries are codes.
     """
     if itemsize < 1 and exact:
-        # Decoded to float32 they meet no tensor core: their products live in registers.
+        # Dequantised to float32 they cannot use tensor cores: their products are in registers.
         return DecodeTiles(block=16, queries=16)
     if itemsize < 1:
         return _narrow_tiles(dim, itemsize)
     width = round(pad_dim(dim) * itemsize)
     wide = (
         itemsize == 4
-    )  # float32 has no tensor core: its products live in registers, and larger tiles spill
+    )  # float32 has no tensor cores: its products are in registers, and larger tiles spill.
     block = (32 if width <= 512 else 16) if wide else (64 if width <= 256 else 32)
     return DecodeTiles(
         block=block,
@@ -112,14 +112,14 @@ def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> Dec
 
 
 def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
-    """Tiles of decode attention over 4-bit keys or values; of two warps up to a head dim of 128, else of four.
+    """Return tiles of decode attention over 4-bit keys or values: two warps up to a head dim of 128, else four.
 
     With two warps each scale that a thread loads serves twice as many of its columns.
     """
     if dim > 128:
-        # With two warps, sums of that width leave no registers.
+        # With two warps, sums of that width use all registers.
         return DecodeTiles(block=32, queries=16)
-    # Keys and values of unlike codes take more registers: on an A100 a fourth stage spills some.
+    # Keys and values of different codes need more registers: on an A100 a fourth stage spills.
     most = {_AMPERE: {0.5: (6, 4), 0.75: (5, 3)}}.get(shared_memory(), {0.5: (8, 4), 0.75: (6, 4)})
     resident, stages = most[itemsize]
     return DecodeTiles(
@@ -133,28 +133,28 @@ def _before_hopper() -> bool:
 
 
 def _resident(width: int, itemsize: int | float) -> int:
-    """Number of programs that one multiprocessor holds at once, for rows of `width` bytes in elements of a size."""
-    # A program takes 37 KiB of shared memory for short rows, else 74, of 228 KiB (164 before Hopper). Codes take more
-    # registers than what they stand for: 106 a thread.
+    """Return the concurrent programs per multiprocessor for rows of `width` bytes in elements of a size."""
+    # A program needs 37 KiB of shared memory for short rows, else 74, of 228 KiB (164 before Hopper). Codes need more
+    # registers than unencoded entries: 106 per thread.
     if width <= 128:
         return 4 if _before_hopper() or itemsize == 1 else 5
     return 2 if _before_hopper() else 3
 
 
 def programs(*, dim: int, itemsize: int | float, interpret: bool = False) -> int:
-    """Number of programs of decode attention that the local device runs at once."""
+    """Number of decode attention programs that the local device runs concurrently."""
     if interpret:
         return _INTERPRETED
     return cores() * decode_tiles(dim=dim, itemsize=itemsize).resident
 
 
 def cores() -> int:
-    """Number of multiprocessors of the local device; an H100's where it does not say."""
+    """Number of multiprocessors of the local device; an H100's if it does not report them."""
     return getattr(jax.devices()[0], "core_count", None) or _CORES
 
 
 def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
-    """Block sizes and launches of causal attention for a head dim and element size."""
+    """Return block sizes and launches of causal attention for a head dim and element size."""
     width = pad_dim(dim) * itemsize
     if itemsize == 4:
         launch = Launch(warps=8, stages=2)
@@ -164,8 +164,8 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
             launch=launch,
             scores_launch=launch,
         )
-    # The largest tiles that leave room for the next blocks of keys and values in flight. From Hopper on queries lie in
-    # shared memory, too; before in registers, which XLA fills through a few rows of it.
+    # The largest tiles with enough memory to load the next blocks of keys and values in flight. From Hopper on queries
+    # are in shared memory, too; before in registers, which XLA fills through a few rows of shared memory.
     queries, shared = (128 if width <= 256 else 64), shared_memory()
     choices = ((keys, stages) for stages in (3, 2) for keys in (128, 64, 32) if keys <= queries)
     resident = queries if shared >= _HOPPER else 8
@@ -176,7 +176,7 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
 
 
 def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
-    """Block sizes and launch for attention of a window of `rows` queries."""
+    """Return block sizes and launch for attention of a window of `rows` queries."""
     width = pad_dim(dim) * itemsize
     wide = itemsize == 4
     most, keys = (32, 32 if width <= 256 else 16) if wide else (128, 128 if width <= 256 else 64)
@@ -184,13 +184,13 @@ def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
 
 
 def shared_memory() -> int:
-    """Bytes of shared memory that one program may use on the device that is compiled for."""
+    """Bytes of shared memory per program on the device that is compiled for."""
     kind = device_kind()
     sizes = (size for names, size in _SHARED.items() if re.search(rf"\b({names})\b", kind))
     return next(sizes, 101376)
 
 
 def device_kind() -> str:
-    """Name of the device that is compiled for: that of the current abstract mesh, or of the first local device."""
+    """Name of the device that is compiled for: the current abstract mesh's, or the first local device's."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0].device_kind if device is None else device.device_kind

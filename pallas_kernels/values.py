@@ -1,7 +1,7 @@
-"""How a program of the decode kernel adds up a pool's values: as they are, or from 8-bit or 4-bit codes.
+"""Weighted sums of a pool's values in the decode kernel, with values unencoded or in 8-bit or 4-bit codes.
 
-A reader knows the values of one sequence, and adds them up times softmax weights; the loop over blocks of rows, and the
-softmax itself, are the kernel's (`rows`).
+A reader accesses the values of one sequence, and sums them by softmax weights. The kernel (`rows`) has the loop over
+blocks and the softmax.
 """
 
 from functools import reduce
@@ -25,27 +25,27 @@ from pallas_kernels.keys import Reader, split_halves
 
 
 class PlainValues(Reader):
-    """Read one sequence's values, in the model's dtype, in a decode kernel: weighted sums, and new rows."""
+    """Reader of one sequence's values in the model's dtype, in a decode kernel: weighted sums, and new entries."""
 
     name = "v"
 
     def lifted(
         self, s: jax.Array, at: jax.Array, inside: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Logits for the softmax, plus log2 of the values' scales if they have any; and 1 / scale per row, or None."""
+        """Return logits plus log2 of the values' scales if they have any; and 1 / scale per row, or None."""
         return s, None
 
     def lifted_new(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
-        """Logits `[n]` of a new row for the softmax, and the initial value of the softmax's denominator."""
+        """Return logits `[n]` of a new entry for the softmax, and the initial value of the softmax's denominator."""
         return s, jnp.ones_like(s)
 
     def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
         """Unnormalised softmax weights 2 ** (s - top) of logits `[n, rows]`; `top` is each query's running maximum."""
-        # Not by `exp2_of`, which has fewer instructions: compilers then spill registers for some shapes.
+        # `exp2_of` has fewer instructions, but compilers then spill registers for some shapes.
         return jnp.exp2(s - top[:, None])
 
     def begin(self, values: Parts, rows: int, joins: jax.Array | None) -> Parts:
-        """Initial accumulators of `rows` queries, one for each part: the new row's value if `joins`, else 0."""
+        """Return initial accumulators of `rows` queries, one per part: the new entry's value if `joins`, else 0."""
         shape = (rows, self.columns[0][0].shape[0])
         if joins is None:
             return (jnp.zeros(shape, jnp.float32),) * len(self.columns)
@@ -61,7 +61,7 @@ class PlainValues(Reader):
         at: jax.Array,
         inside: jax.Array,
     ) -> Parts:
-        """Accumulators times `shrink` (of the online softmax), plus weights times the values of pool rows `at`."""
+        """Multiply accumulators by `shrink` (online softmax); add weights times the values of rows `at`."""
         values = self.blocks.rows(at, inside)
         return (sums[0] * shrink[:, None] + dot(weights.astype(self.dtype), values),)
 
@@ -79,19 +79,19 @@ class PlainValues(Reader):
     def put_new(self, at: Any, values: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
         """Write a new value to row `at` of the pool if `writes`; return its parts, float32, and their scale.
 
-        The scale is None where values need none.
+        The scale is None for unencoded values.
         """
         return self.blocks.put(at, values, writes)
 
 
 class CodedValues(PlainValues):
-    """Read one sequence's int8 values, a float16 scale per row, in a decode kernel: weighted sums, and new rows.
+    """Reader of one sequence's int8 values, a float16 scale per row, in a decode kernel: weighted sums, new entries.
 
-    Two codes of a row are loaded as a word of 16 bits: low bytes hold the even columns, high bytes the odd ones, so
-    that there are two matrices and two accumulators. Products are of float16, whose mantissa holds a code exactly on
-    top of an offset; what that adds, `HALF_OFFSET` times the sum of a block's weights, is subtracted again. Weights of
-    a float32 model are split into a high and a low float16. The scale of a value is added to its row's logit as a
-    logarithm: weights are then those of codes, the largest 1 whatever the scales are.
+    Two codes of a row are loaded as a 16-bit word: low bytes are the even columns, high bytes the odd ones, so there
+    are two matrices and two accumulators. Products are in float16, whose mantissa holds a code exactly on top of an
+    offset. The offset adds `HALF_OFFSET` times the sum of a block's weights, which is subtracted. Weights of a float32
+    model are split into a high and a low float16. The scale of a value is added to its logit as a logarithm: weights
+    are then those of codes, and the largest is 1 for any scales.
     """
 
     kind: type[Blocks] = ByteBlocks
@@ -99,12 +99,12 @@ class CodedValues(PlainValues):
     def lifted(
         self, s: jax.Array, at: jax.Array, inside: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Logits plus the base-2 logarithm of the values' scales, and one over these scales."""
+        """Return logits plus the base-2 logarithm of the values' scales, and one over these scales."""
         logs, factors = self._of_scales(self.blocks.scales(at, inside))
         return s + logs[None, :], factors
 
     def lifted_new(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
-        """Logits `[n]` of a new row plus its value's scale as a logarithm, and one over that scale."""
+        """Return logits `[n]` of a new entry plus its value's scale as a logarithm, and one over that scale."""
         logs, factors = self._of_scales(jnp.broadcast_to(scale, s.shape))
         return s + logs, factors
 
@@ -120,13 +120,13 @@ class CodedValues(PlainValues):
         at: jax.Array,
         inside: jax.Array,
     ) -> Parts:
-        """Sum times `shrink`, plus softmax weights times the codes of pool rows `at`."""
+        """Multiply the sum by `shrink`, and add softmax weights times the codes of pool rows `at`."""
         factors = self.blocks.halves(at, inside)
         parts = split_halves(weights, self.dtype)
-        # Rounded weights are summed by a product with ones, so that the offset cancels.
+        # A product with ones sums the rounded weights, so that the offset cancels.
         ones = jnp.ones(factors[0].shape, jnp.float16)
         added = reduce(jnp.add, (dot(half, ones) for half in parts)) * HALF_OFFSET
-        # The offset comes off first: the sum of two accumulators then becomes one product's.
+        # The offset is subtracted first, so that the sum of two accumulators becomes one product.
         begun = (each * shrink[:, None] - added for each in sums)
         return tuple(
             reduce(jnp.add, (dot(half, factor) for half in parts), each)
@@ -141,17 +141,17 @@ class CodedValues(PlainValues):
         sums: Parts,
         total: jax.Array,
     ) -> None:
-        """Write sums over the total weight to the queries' rows of a ref."""
+        """Write sums divided by the total weight to the queries' rows of a ref."""
         for (column, exists), each in zip(self.columns, sums, strict=True):
             place, mask = ref.at[query[:, None], column[None, :]], self._mask(real, exists)
             store(place, each / total[:, None], mask=mask)
 
     def _mask(self, real: jax.Array, exists: jax.Array) -> jax.Array:
-        """Mask of the columns that exist, of the queries that are real."""
+        """Mask of valid columns of valid queries."""
         return real[:, None] & exists[None, :]
 
     def _of_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Base-2 logarithms of the values' scales, and their reciprocals; scales are at least `SMALLEST_SCALE`."""
+        """Return base-2 logarithms of the values' scales, and reciprocals; scales are >= `SMALLEST_SCALE`."""
         scales = jnp.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
         return log2_of(scales, interpret=self.interpret), inverse_of(
             scales, interpret=self.interpret
@@ -159,7 +159,7 @@ class CodedValues(PlainValues):
 
 
 class NibbleValues(CodedValues):
-    """Read one sequence's 4-bit values (scale and least value per group of 32) in a decode kernel."""
+    """Reader of one sequence's 4-bit values (scale and minimum per group of 32) in a decode kernel."""
 
     kind = NibbleBlocks
     lifted, lifted_new = PlainValues.lifted, PlainValues.lifted_new
@@ -172,7 +172,7 @@ class NibbleValues(CodedValues):
         at: jax.Array,
         inside: jax.Array,
     ) -> Parts:
-        """Sum times `shrink`, plus softmax weights times the values of pool rows `at`."""
+        """Multiply the sum by `shrink`, and add softmax weights times the values of pool rows `at`."""
         weights = weights.astype(self.blocks.decodes_to)
         values = self.blocks.decoded(at, inside)
         return tuple(
@@ -181,7 +181,7 @@ class NibbleValues(CodedValues):
         )
 
     def _mask(self, real: jax.Array, exists: jax.Array) -> jax.Array:
-        """Mask of a group's columns, which all exist, of the queries that are real."""
+        """Mask of a group's columns, all valid, of valid queries."""
         return jnp.broadcast_to(real[:, None], (real.shape[0], exists.shape[0]))
 
 

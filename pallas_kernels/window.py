@@ -1,4 +1,4 @@
-"""`window_sums`: attention that keys receive from a prompt's last queries, in two passes over the keys alone."""
+"""`window_sums`: attention that keys receive from the observation window, in two passes over the keys."""
 
 from functools import partial
 
@@ -36,19 +36,19 @@ def window_sums(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Attention that each key receives from w consecutive queries, summed; mean over query heads (SnapKV, unpooled).
+    """Sum the attention that each key receives over w consecutive queries; mean over query heads (SnapKV, unpooled).
 
-    The group's queries fold into the rows of one tile, so that a key is read once for all of them in each pass.
+    The group's queries are rows of one tile, so that each pass reads a key once for all of them.
 
     Args:
         q: `[B, K, G, w, D]` rotated queries, at positions first .. first + w; negative positions are padding.
         k: `[B, K, S, D]` rotated keys at positions 0 .. S, in q's dtype.
         first: `i32[B]` position of each sequence's first query.
-        length: `i32[B]` tokens of each sequence; queries and keys from there on are padding.
-        sink_logits: `[B, K, G]` logits that take part in the softmax of each query head and have no key; None for none.
+        length: `i32[B]` tokens of each sequence; later queries and keys are padding.
+        sink_logits: `[B, K, G]` learned logits in the softmax of each query head, without a key; None for none.
         tiles: block sizes and launch; by default by the shape and the device.
-        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
-        interpret: run on any device, to check it.
+        softcap: c, which maps scaled logits to c * tanh(logits / c); None for none.
+        interpret: True runs on any device, for tests.
 
     Returns:
         `f32[B, K, S]` sums over queries, mean over the group; 0 for keys that no query sees.
@@ -62,7 +62,7 @@ def window_sums(
     real = (row < group * window) & (position >= 0) & (position < length[:, None])
     position = jnp.where(real, position, -1)
     q = q.reshape(batch, heads, group * window, dim)
-    # Of products, before the scale.
+    # Softcap of the products before scaling.
     cap = None if softcap is None else softcap * dim**0.5
     parts = _log_sum_exps(q, k, position, length, cap, tiles, interpret)
     lse = jax.nn.logsumexp(parts, axis=2)
@@ -74,7 +74,7 @@ def window_sums(
 
 
 def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
-    """Log-sum-exp `f32[B, K, n, R]` of each query over each of n chunks of keys; -inf if it sees none of them."""
+    """Log-sum-exp `f32[B, K, n, R]` of each query over each of n chunks of keys; -inf if the query sees none."""
     batch, heads, rows, dim = q.shape
     slots, count = k.shape[2], position.shape[1]
     block_q, block_k = tiles.rows, tiles.keys
@@ -102,7 +102,7 @@ def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
             shrink = exp2_of(top, scale, -new_top * scale, interpret=interpret)
             return new_top, total * shrink + weights.sum(axis=1)
 
-        # Keys before the earliest real query are seen by all real ones; keys after the last one by none.
+        # All real queries see keys before the earliest of them; none sees keys after the last one.
         begin = chunk * per_chunk
         end = jnp.minimum(begin + per_chunk, (tokens + block_k - 1) // block_k)
         earliest = jnp.min(jnp.where(at < 0, slots, at))
@@ -146,7 +146,7 @@ def _sums(q, k, position, shift, length, cap, tiles, interpret):
     # [R] of head h; out [S] of head h, of which it writes keys j * block_k on.
     def kernel(refs):
         key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
-        # Keys of padding are not read.
+        # Padding keys are not read.
         real, mine = key < refs.length[...], key < slots
         keys = take_rows(refs.k, key, real & mine, dim)
 

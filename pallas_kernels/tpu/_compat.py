@@ -1,6 +1,6 @@
-"""The only door to Pallas' TPU backend: hides differences between JAX versions, and simulates copies on a CPU.
+"""Pallas' TPU backend, independent of the JAX version, with copies simulated on a CPU; no other module imports it.
 
-Only kernels for TPUs import this file, and they are imported when they are asked for.
+Only kernels for TPUs import this file, on first use.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,25 +19,25 @@ multiple_of = pl.multiple_of
 async_copy = _tpu.make_async_copy
 vmem = _tpu.VMEM
 smem = _tpu.SMEM
-# Programs share scratch, and copies begun by one are awaited by the next. Checks of each copy's bounds would take more
-# scalar instructions than the copies.
+# Programs share scratch, and a program waits for copies that the one before started. Checks of each copy's bounds would
+# need more scalar instructions than the copies.
 _SEQUENTIAL = _tpu.CompilerParams(
     dimension_semantics=("arbitrary", "arbitrary"), disable_bounds_checks=True
 )
 
 
 def semaphores(shape: Sequence[int]) -> Any:
-    """Scratch spec of an array of semaphores, on which asynchronous copies count."""
+    """Scratch spec of an array of semaphores, which count asynchronous copies."""
     return _tpu.SemaphoreType.DMA(tuple(shape))
 
 
 def block(shape: Sequence[int], index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
-    """Spec of an argument of which each program gets the block of `shape` at `index(*program ids)`, in VMEM."""
+    """Spec of an argument of which each program sees the block of `shape` at `index(*program ids)`, in VMEM."""
     return pl.BlockSpec(tuple(shape), lambda *ids: index(*ids[:2]))
 
 
 def in_hbm() -> pl.BlockSpec:
-    """Spec of an argument that stays whole in HBM, from which the kernel copies what it needs."""
+    """Spec of an argument in HBM, from which the kernel copies what it needs."""
     return pl.BlockSpec(memory_space=_tpu.HBM)
 
 
@@ -58,23 +58,23 @@ def call(
     """Run a TPU kernel once per point of a grid, one program after the other; return the list of outputs.
 
     Args:
-        kernel: takes a ref per scalar table, input, output and scratch, in this order.
-        scalars: i32 tables, which lie in scalar memory.
+        kernel: function of a ref per scalar table, input, output and scratch, in this order.
+        scalars: i32 tables in scalar memory.
         arrays: the inputs.
-        name: in profiles and compiled programs.
+        name: name in profiles and compiled programs.
         grid: number of programs along both axes; the second changes faster.
         given: spec of each input.
         made: spec of each output.
-        shapes: of the outputs.
-        scratch: memory and semaphores, which keep their contents from program to program.
-        in_place: input index to the output index that is written into it; counted without the scalars.
-        interpret: run it as plain JAX operations on any device, to check it.
+        shapes: shapes of the outputs.
+        scratch: memory and semaphores, which keep their contents between programs.
+        in_place: by input index, the index of the output written into it; counted without the scalars.
+        interpret: True runs the kernel as plain JAX operations on any device, for tests.
 
     Returns:
         The outputs.
     """
     if not interpret:
-        # Else XLA brings an array that fits VMEM there as a whole, and writes it back.
+        # Otherwise XLA copies an array that fits VMEM there, and writes it back.
         arrays = [
             _tpu.with_memory_space_constraint(each, _tpu.HBM)
             if spec.memory_space is _tpu.HBM
@@ -108,19 +108,19 @@ def splash(
     window: int | None,
     interpret: bool,
 ) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
-    """Function of one prompt's scaled queries, keys and values that returns causal attention and log-sum-exp.
+    """Return a function of one prompt's scaled queries, keys and values that computes causal attention and lse.
 
     Args:
         heads: number of query heads.
-        slots: tokens of the prompt.
-        blocks: queries of a block, keys of a block, and keys multiplied at once.
+        slots: padded length of the prompt in tokens.
+        blocks: queries per block, keys per block, and keys per product.
         lse: False returns None for the log-sum-exp.
-        softcap: of the logits; None for none.
-        window: number of last keys that a query attends to, its own included; None for all.
-        interpret: run it as plain JAX operations on any device, to check it.
+        softcap: softcap of the logits; None for none.
+        window: sliding window in tokens, the query's own included; None for all.
+        interpret: True runs the kernel as plain JAX operations on any device, for tests.
 
     Returns:
-        The function, of `[heads, slots, D]` queries and keys and values of as many or fewer heads.
+        The function of `[heads, slots, D]` queries, and of keys and values with as many or fewer heads.
     """
     queries, keys, at_once = blocks
     shape = (slots, slots)

@@ -1,12 +1,13 @@
-"""Rows in 8-bit codes within the TPU's decode kernel: which pools it takes, their scales, and a token's new rows.
+"""8-bit codes in the TPU's decode kernel: supported pools, their scales, and a token's new entries.
 
-Codes are copied as they are, and multiplied as numbers of the queries' dtype, which holds them exactly. Keys' scales
-multiply logits, and values' scales softmax weights, along lanes. A sequence's lie in VMEM, those of 128 rows a line::
+Codes are copied unchanged, and multiplied as numbers of the queries' dtype, which holds them exactly. Keys' scales
+multiply logits, and values' scales softmax weights, along lanes. A sequence's scales are in VMEM, with 128 rows per
+line::
 
-    rows 0 to 127 | 128 to 255 | ... up to a whole line | those of the pool's last chunk once more
+    rows 0 to 127 | 128 to 255 | ... up to a complete line | a copy of the scales of the pool's last chunk
 
-So a chunk of rows that begins with a line finds its scales there, and the last chunk, which may begin within one,
-behind them. Segments are copied from a line's first row on: `UNIT`.
+A chunk of rows that begins with a line reads its scales from there. The last chunk, which may begin within a line,
+reads the copy. Segments are copied from a line's first row on: `UNIT`.
 """
 
 from typing import Any
@@ -18,36 +19,36 @@ from jax import lax
 from pallas_kernels.tpu import _compat as tpu
 from pallas_kernels.tpu.rows import CHUNK, LANES, TILE, Copies
 
-# Keys or values: an array, or codes `i8[B, P, D]` and scales `f16[B, P]`, as `Int8` holds them.
+# Keys or values: an array, or codes `i8[B, P, D]` and scales `f16[B, P]`, as in `Int8`.
 Pair = tuple[jax.Array, jax.Array]
 Rows = jax.Array | Pair
-# Rows multiplied at once: with as many as BLOCK copies would wait for products, with more registers spill on a v5e.
+# Rows per product: with BLOCK rows copies would wait for products, with more rows registers spill on a v5e.
 CODED_BLOCK = 1280
-# Rows at a multiple of which a segment's first block begins.
+# A segment's first block begins at a multiple of this row.
 UNIT = LANES
-# Rows of a tile of HBM in 8 bits, where pools have whole ones.
+# Rows of an HBM tile in 8 bits, if pools have complete tiles.
 _TILE = 32
-# Rows of a pool whose scales VMEM holds, at most: 4 MB of keys and values, and a second buffer.
+# Maximum rows of a pool whose scales VMEM holds: 4 MB of keys and values, and a second buffer.
 _MOST_SCALES = 1 << 19
 
 
 def takes(pool_rows: int) -> bool:
-    """True if the kernel takes pools of so many rows in 8 bits: whole tiles, whose scales fit VMEM."""
+    """True if the kernel supports 8-bit pools of this number of rows: complete tiles, whose scales fit VMEM."""
     return pool_rows % TILE == 0 and pool_rows <= _MOST_SCALES
 
 
 def tile_of(pool: jax.Array) -> int:
-    """Rows of the tiles in which keys or values `[B, P, D]` lie in HBM: 32 of 8 bits, if these are whole, else 8."""
+    """Return the rows per HBM tile of keys or values `[B, P, D]`: 32 of 8 bits, if these are complete, else 8."""
     return _TILE if pool.dtype == jnp.int8 and pool.shape[1] % _TILE == 0 else TILE
 
 
 def numbers_of(dtype: jax.typing.DTypeLike) -> jnp.dtype:
-    """Dtype in which codes are multiplied with queries of a dtype: bfloat16 for these, else float32."""
+    """Return the dtype in which codes are multiplied by queries: bfloat16 for bfloat16 queries, else float32."""
     return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype) == jnp.dtype(jnp.bfloat16) else jnp.float32)
 
 
 def scales_of(leaf: jax.Array) -> jax.Array:
-    """Float32 scales of keys or values, `[B, n, 128]`: of 128 rows in each, the last chunk's behind where needed."""
+    """Return float32 scales of keys or values, `[B, n, 128]`: 128 rows per line, and the last chunk's if needed."""
     wide, rows = leaf.astype(jnp.float32), leaf.shape[1]
     if rows % LANES:
         whole = lambda part: jnp.pad(part, ((0, 0), (0, -part.shape[1] % LANES)))  # noqa: E731
@@ -56,9 +57,9 @@ def scales_of(leaf: jax.Array) -> jax.Array:
 
 
 def joined(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
-    """Write new rows' scales at row `end`, at P none; return keys or values and the rows `f32[B, K, 2, D]`.
+    """Write new entries' scales at row `end`, at P none; return keys or values and the entries `f32[B, K, 2, D]`.
 
-    Of a row the first line is decoded, as later steps read it, and the second has its codes.
+    Of an entry, line 0 is dequantised, as later steps read it, and line 1 has its codes.
     """
     (codes, scales), (code, scale) = pool, new
     batch, wide = jnp.arange(len(codes), dtype=jnp.int32)[:, None], code.astype(jnp.float32)
@@ -67,7 +68,7 @@ def joined(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
 
 
 def of_block(scales: Any, copies: Copies, b: Any, h: Any, index: Any) -> jax.Array:
-    """Scales of a block's keys or values, `f32[1, rows]`, inside the kernel."""
+    """Return the scales of a block's keys or values, `f32[1, rows]`, inside the kernel."""
     last, parts = copies.rows - copies.chunk, []
     behind = last if copies.rows % LANES == 0 else -(-copies.rows // LANES) * LANES
     for number in range(copies.size // copies.chunk):

@@ -1,15 +1,15 @@
-r"""Attention of a few queries per kv head over ragged segments of a pool, for TPUs; the new token's row joins the pool.
+r"""Attention of a few queries per kv head over ragged segments of a pool, for TPUs, with the new token appended.
 
-A program takes a segment, one after the other, and the copies of its rows from HBM run `AHEAD` blocks before the
-products, whichever segment they belong to, so that no program waits for its first block::
+A program processes a segment, one after the other. Copies of rows from HBM run `AHEAD` blocks before the products,
+across segments, so that no program waits for its first block::
 
     pool rows   |   |  head 0            |hd 1|  |  head 2      |
     blocks          |  0  |  1  |  2  |3 | 4  |  |  5  |  6  |7 |      of BLOCK rows, copied in chunks of CHUNK rows
-    copied             while block 0 is multiplied, blocks 1 to AHEAD are on their way
+    copied         while block 0 is multiplied, blocks 1 to AHEAD are in flight
 
-Tiles of new rows (`rows`) of all heads of a sequence are read while the sequence before it is multiplied, changed,
-and written while its own rows are. Heads whose new rows lie in one tile change one copy of it. The rows around a new
-row do not change, so reading them meanwhile is no race, and the new row itself enters the softmax from VMEM.
+Tiles of new entries (`rows`) of all heads of a sequence are read during the products of the sequence before, changed,
+and written during the sequence's own products. Heads whose new entries are in one tile change one copy of it. The rows
+around a new entry do not change, so concurrent reads are no race. The new entry itself is in VMEM for the softmax.
 """
 
 import math
@@ -30,7 +30,7 @@ _MASKED = -1e30
 
 
 def takes(pool_rows: int, dtype: jax.typing.DTypeLike) -> bool:
-    """True if the kernel takes pools of so many rows: whole tiles, of bfloat16, float32 or 8-bit codes."""
+    """True if the kernel supports pools of this number of rows: complete tiles, of bfloat16, float32 or 8-bit codes."""
     if jnp.dtype(dtype) == jnp.dtype(jnp.int8):
         return codes.takes(pool_rows)
     known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
@@ -48,17 +48,17 @@ def attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention of R queries per kv head over that head's segment of a pool; returns output and log-sum-exp.
+    """Compute attention of R queries per kv head over its segment of a pool; return output and log-sum-exp.
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group.
-        k: `[B, P, D]` pool rows, bfloat16 or float32, or codes `i8[B, P, D]` and scales `f16[B, P]`; P is a multiple
-            of 8.
-        v: `[B, P, D]` likewise, finite everywhere.
+        k: `[B, P, D]` keys of the pool, bfloat16 or float32, or codes `i8[B, P, D]` and scales `f16[B, P]`; P is a
+            multiple of 8.
+        v: `[B, P, D]` values of the pool, as keys, finite everywhere.
         start: `i32[B, K]` first row of each segment.
-        length: `i32[B, K]` rows of each segment; 0 gives output 0 and lse -inf.
-        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
-        interpret: run on any device, to check it.
+        length: `i32[B, K]` entries of each segment; 0 returns output 0 and lse -inf.
+        softcap: c, which maps scaled logits to c * tanh(logits / c); None for none.
+        interpret: True runs on any device, for tests.
 
     Returns:
         `[B, K, R, D]` in q's dtype, and `f32[B, K, R]` natural log-sum-exp of the scaled logits.
@@ -80,24 +80,25 @@ def append_and_attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, Rows, Rows]:
-    """Write each head's new row behind its segment and attend to the segment with it; output, lse and the pool.
+    """Append each head's new entry to its segment and attend to the segment; return output, lse and the pool.
 
-    Rows are written in place if the pool is donated. A window is a later `start` with a smaller `length`.
+    Entries are written in place if the pool is donated. A sliding window is a later `start` with a smaller `length`.
 
     Args:
         q: `[B, K, R, D]` rotated queries.
-        new: keys and values `[B, K, D]` of the token, the keys rotated; codes and scales for a pool of such rows.
-        k: `[B, P, D]` pool rows, bfloat16 or float32, or codes `i8[B, P, D]` and scales `f16[B, P]`; P is a multiple
-            of 8.
-        v: `[B, P, D]` likewise, finite everywhere.
+        new: keys and values `[B, K, D]` of the token, with rotated keys; codes and scales for a pool of codes.
+        k: `[B, P, D]` keys of the pool, bfloat16 or float32, or codes `i8[B, P, D]` and scales `f16[B, P]`; P is a
+            multiple of 8.
+        v: `[B, P, D]` values of the pool, as keys, finite everywhere.
         start: `i32[B, K]` first row of each segment.
-        length: `i32[B, K]` rows of each segment before the token, with room for one more behind them.
-        counts: `i32[B]` 0 for an ended sequence, for which nothing is written; else 1.
-        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
-        interpret: run on any device, to check it.
+        length: `i32[B, K]` entries of each segment before the token, with headroom for one more.
+        counts: `i32[B]` 0 for a finished sequence, for which nothing is written; else 1.
+        softcap: c, which maps scaled logits to c * tanh(logits / c); None for none.
+        interpret: True runs on any device, for tests.
 
     Returns:
-        `[B, K, R, D]` in q's dtype; `f32[B, K, R]` natural log-sum-exp of the scaled logits; and k and v with the rows.
+        `[B, K, R, D]` in q's dtype; `f32[B, K, R]` natural log-sum-exp of the scaled logits; and k and v with the
+        entries.
     """
     if isinstance(k, tuple):
         tables = _tables(start, length, counts, codes.tile_of(k[0]))
@@ -113,14 +114,15 @@ def append_and_attend(
 
 
 def _narrowed(new, dtype):
-    """New keys and values `f32[B, K, 1, D]` rounded to the pool's dtype: 16-bit sublanes have no addresses."""
+    """Round new keys and values `f32[B, K, 1, D]` to the pool's dtype: 16-bit sublanes have no addresses."""
     return tuple(each.astype(dtype).astype(jnp.float32)[:, :, None] for each in new)
 
 
 def _tables(start, length, counts, tile=TILE):
-    """Five tables of a kernel that appends: `start`, `length` and `counts`; the heads whose tiles a head shares.
+    """Return five tables of a kernel that appends: `start`, `length` and `counts`; heads that share a tile.
 
-    Of heads that write into one tile each begins with the copy of the one before, -1 for none; the last one writes.
+    Heads that write into one tile form a chain: each starts from the copy of the one before (-1: none), and the last
+    one writes.
     """
     base = (start + length) // tile
     shared = base[:, :, None] == base[:, None, :]
@@ -131,7 +133,7 @@ def _tables(start, length, counts, tile=TILE):
 
 
 def _run(q, new, k, v, tables, softcap, interpret):
-    """Call the kernel: `new` rows and five `tables` to append, none and two to attend; its outputs."""
+    """Call the kernel: `new` entries and five `tables` to append, none and two to attend; return its outputs."""
     batch, heads, rows, dim = q.shape
     padded = -(-rows // _SUBLANES) * _SUBLANES
     coded, beside = isinstance(k, tuple), ()
@@ -189,15 +191,15 @@ def _run(q, new, k, v, tables, softcap, interpret):
     return out[:, :, :rows].astype(q.dtype), lse[:, :, :rows, 0], *pool
 
 
-# Refs: in scalar memory `start` and `length` [B, K], and to append `counts` [B], `before` and `last` [B, K]. Inputs
-# q [1, 1, R, D] of the program's head, new keys and values f32[1, K, 1, D] of its sequence (of codes f32[1, K, 2, D]:
-# decoded, and codes), scales of codes f32[1, n, 128] each, and the pools [B, P, D] in HBM. Outputs out [1, 1, R, D],
-# lse [1, 1, R, 128], and the pools. Scratch: AHEAD + 1 blocks of keys and of values [AHEAD + 1, rows of a block, D],
-# a semaphore for each; five numbers (sequence, head and block that are copied next, and how many blocks were copied and
-# multiplied); to append tiles of new rows [2 sequences, keys and values, K, TILE, D], and a semaphore for the reads and
-# one for the writes of both sequences.
+# Refs: in scalar memory `start` and `length` [B, K], and to append `counts` [B], `before` and `last` [B, K]. Inputs q
+# [1, 1, R, D] of the program's head, new keys and values f32[1, K, 1, D] of its sequence (of codes f32[1, K, 2, D]:
+# dequantised, and codes), scales of codes f32[1, n, 128] each, and the pools [B, P, D] in HBM. Outputs out [1, 1, R,
+# D], lse [1, 1, R, 128], and the pools. Scratch: AHEAD + 1 blocks of keys and of values [AHEAD + 1, rows of a block,
+# D], a semaphore for each; five numbers (sequence, head and block to be copied next, and how many blocks were copied
+# and multiplied); to append tiles of new entries [2 sequences, keys and values, K, TILE, D], and a semaphore for the
+# reads and one for the writes of both sequences.
 def _kernel(*refs, appends, coded, chunk, softcap):
-    """Attend a program's queries to its segment; begin copies of later blocks, and of the sequences' new rows."""
+    """Attend a program's queries to its segment; start copies of later blocks, and of the sequences' new entries."""
     start, length, *refs = refs
     counts, before, last, *refs = refs if appends else (None, None, None, *refs)
     q_ref, *refs = refs
@@ -220,7 +222,7 @@ def _kernel(*refs, appends, coded, chunk, softcap):
     @tpu.when((b == 0) & (h == 0))
     def _():
         if not coded:
-            # Rows of a block that were never copied get no weight: they have to be numbers.
+            # Rows of a block that were never copied have weight 0, but they must be finite.
             vbuf[...] = jnp.zeros(vbuf.shape, vbuf.dtype)
         copies.begin()
 
@@ -283,5 +285,5 @@ def _kernel(*refs, appends, coded, chunk, softcap):
 
 
 def _capped(logits, softcap):
-    """Logits as they are without a `softcap`; with one softcap * tanh(logits / softcap)."""
+    """Return softcap * tanh(logits / softcap); without a `softcap` the logits unchanged."""
     return logits if softcap is None else jnp.tanh(logits * (1 / softcap)) * softcap

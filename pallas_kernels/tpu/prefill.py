@@ -1,4 +1,4 @@
-"""Causal attention of whole prompts for TPUs, by the splash attention kernel that comes with JAX."""
+"""Causal attention of complete prompts for TPUs, by JAX's splash attention kernel."""
 
 import math
 
@@ -8,18 +8,18 @@ from jax import lax
 
 from pallas_kernels.tpu import _compat as tpu
 
-# Queries and keys of a block, and keys multiplied at once, at most: the largest that divide the prompt are taken.
+# Maximum queries per block, keys per block and keys per product: the largest that divide the prompt are used.
 QUERIES, KEYS, _AT_ONCE = 1024, 2048, 512
-# Tokens of all prompts whose log-sum-exp are made at once, at most, or one prompt's.
+# Maximum tokens of all prompts whose log-sum-exps are computed together, or one prompt's.
 _TOKENS = 32768
-# Least block: a register's lanes.
+# Minimum block: a register's lanes.
 _LEAST = 128
 
 
 def takes(slots: int, dtype: jax.typing.DTypeLike) -> bool:
-    """True if the kernel takes prompts padded to `slots` tokens: whole blocks, of bfloat16.
+    """True if the kernel supports prompts of a padded length of `slots` tokens: complete blocks, of bfloat16.
 
-    Its products of float32 numbers are rounded to bfloat16.
+    Products of float32 numbers are rounded to bfloat16.
     """
     return jnp.dtype(dtype) == jnp.bfloat16 and slots % _LEAST == 0
 
@@ -34,7 +34,7 @@ def flash(
     window: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Causal attention of right-padded prompts; returns output and log-sum-exp (None unless `lse`).
+    """Compute causal attention of right-padded prompts; return output and log-sum-exp (None unless `lse`).
 
     Padding needs no mask: no query sees a later key.
 
@@ -42,10 +42,10 @@ def flash(
         q: `bf16[B, K, G, S, D]` rotated queries; S is a multiple of 128.
         k: `bf16[B, K, S, D]` rotated keys.
         v: `bf16[B, K, S, D]` values, finite everywhere.
-        lse: True to return the log-sum-exp, too.
-        softcap: of the scaled logits, which become softcap * tanh(logits / softcap); None for none.
-        window: number of last keys that a query attends to, its own included; None for all.
-        interpret: run on any device, to check it.
+        lse: True to return the log-sum-exp.
+        softcap: c, which maps scaled logits to c * tanh(logits / c); None for none.
+        window: sliding window in tokens, the query's own included; None for all.
+        interpret: True runs on any device, for tests.
 
     Returns:
         The output like q, and `f32[B, K, G, S]` natural log-sum-exp of the scaled logits, or None.
@@ -63,12 +63,12 @@ def flash(
     )
 
     def one(of):
-        """Mapped over prompts: attention of one."""
+        """Compute the attention of one prompt."""
         scaled = (of[0].astype(jnp.float32) / math.sqrt(dim)).astype(q.dtype)
         return run(scaled.reshape(heads * group, slots, dim), *of[1:])
 
     if lse:
-        # The kernel gives 128 copies of each number: of prompts of 32,768 tokens, one at a time.
+        # The kernel returns 128 copies of each number, so prompts of 32,768 tokens run one at a time.
         out, total = lax.map(one, (q, k, v), batch_size=tokens_at_once(batch, slots) // slots)
     else:
         out, total = jax.vmap(one)((q, k, v))
@@ -76,10 +76,10 @@ def flash(
 
 
 def tokens_at_once(prompts: int, slots: int) -> int:
-    """Tokens of the prompts whose log-sum-exp are computed together: `_TOKENS` at most, or one prompt's."""
+    """Number of tokens whose log-sum-exps are computed together: at most `_TOKENS`, or one prompt's."""
     return slots * max(1, min(prompts, _TOKENS // slots))
 
 
 def _block(slots: int, most: int) -> int:
-    """Largest power of two up to `most` that divides `slots`."""
+    """Return the largest power of two up to `most` that divides `slots`."""
     return min(most, slots & -slots)

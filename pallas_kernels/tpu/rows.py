@@ -1,7 +1,7 @@
-"""Rows of pools on their way between HBM and VMEM on a TPU: blocks of segments in a ring, and tiles that change.
+"""Transfers of pool rows between HBM and VMEM on a TPU: blocks of segments in a ring buffer, and changed tiles.
 
-HBM is read and written in tiles of `TILE` rows of any dtype: a segment that begins inside a tile is copied from the
-tile's first row on, and rows of other segments are masked. A row is written with the rows around it, as a tile.
+HBM is read and written in tiles of `TILE` rows of any dtype. A segment that begins inside a tile is copied from the
+tile's first row on, and rows of other segments are masked. An entry is written with the rows around it, as a tile.
 """
 
 import jax.numpy as jnp
@@ -9,23 +9,23 @@ from jax import lax
 
 from pallas_kernels.tpu import _compat as tpu
 
-# Rows of a tile of HBM, of 16 and of 32 bits.
+# Rows of an HBM tile, of 16 and of 32 bits.
 TILE = 8
-# Rows multiplied at once, and rows of one copy.
+# Rows per product, and rows per copy.
 BLOCK, CHUNK = 1024, 256
-# Numbers of a register's sublane.
+# Numbers per sublane of a register.
 LANES = 128
-# Blocks on their way while one is multiplied: bytes in flight have to cover the latency of HBM.
+# Blocks in flight while one is multiplied: bytes in flight have to cover the latency of HBM.
 AHEAD = 3
 
 
 def whole_tile(row, tile=TILE):
-    """Row at which the tile of a row begins, i32."""
+    """Return the first row of the tile of a row, i32."""
     return tpu.multiple_of(row & -tile, tile)
 
 
 class Copies:
-    """Copies of segments' blocks from HBM into a ring of VMEM buffers, in the order in which they are multiplied."""
+    """Copies of segments' blocks from HBM into a ring of VMEM buffers, in the order of their products."""
 
     def __init__(self, start, length, pools, ring, *, chunk: int, unit: int = TILE):
         self.start, self.length, self.pools, (self.buffers, self.arrived, self.numbers) = (
@@ -38,25 +38,25 @@ class Copies:
         self.size, self.rows = buffers[0].shape[1], pools[0].shape[1]
 
     def first(self, b, h):
-        """First row of the tile, or of the unit of more rows, in which a segment begins, i32."""
+        """Return the first row of the tile, or of the unit of more rows, in which a segment begins, i32."""
         return whole_tile(self.start[b, h], self.unit)
 
     def blocks(self, b, h):
-        """Number of blocks that hold a segment's rows, i32; 0 for an empty one."""
+        """Return the number of blocks with a segment's rows, i32; 0 for an empty segment."""
         rows = self.start[b, h] - self.first(b, h) + self.length[b, h]
         return jnp.where(
             self.length[b, h] > 0, lax.div(rows + (self.size - 1), jnp.int32(self.size)), 0
         )
 
     def begin(self):
-        """Points the ring at the first segment with rows, and begins the copies of AHEAD blocks."""
+        """Point the ring at the first non-empty segment, and start the copies of AHEAD blocks."""
         for index in (2, 3, 4):
             self.numbers[index] = jnp.int32(0)
         self._point_at(jnp.int32(0), jnp.int32(0))
         lax.fori_loop(0, AHEAD, lambda index, _: self._begin_next(), None)
 
     def awaited(self, b, h, index):
-        """Wait for a block and begin the copy of a later one; return the buffer in which it lies, i32."""
+        """Wait for a block and start the copy of a later one; return the index of the block's buffer, i32."""
         self._begin_next()
         done = self.numbers[4]
         self.numbers[4] = done + 1
@@ -65,7 +65,7 @@ class Copies:
         return slot
 
     def inside(self, b, h, index, shape):
-        """Mask of a block's columns that are rows of the segment, and no rows twice."""
+        """Mask of a block's columns that are rows of the segment, without repeated rows."""
         column = lax.broadcasted_iota(jnp.int32, shape, 1)
         within = lax.rem(column, jnp.int32(self.chunk))
         begin = self.first(b, h) + index * self.size + (column - within)
@@ -75,7 +75,7 @@ class Copies:
         )
 
     def _point_at(self, b, h):
-        """Points the ring at the first segment with rows from the one of (b, h) on; at none, behind all sequences."""
+        """Point the ring at the first non-empty segment from (b, h) on; without one, past all sequences."""
         batch, heads = self.start.shape
 
         def empty(at):
@@ -89,7 +89,7 @@ class Copies:
         self.numbers[0], self.numbers[1] = lax.while_loop(empty, after, (b, h))
 
     def _begin_next(self):
-        """Begin the copy of the block that is next in the ring, if any is left, and points at the one behind it."""
+        """Start the copy of the next block in the ring, if any is left, and advance the ring."""
         b, h, index, copied = (self.numbers[each] for each in range(4))
         batch, heads = self.start.shape
 
@@ -109,9 +109,9 @@ class Copies:
                 )
 
     def chunks(self, b, h, index):
-        """Pool row at which each chunk of a block begins, and whether the segment has rows there: a list of pairs.
+        """List for each chunk of a block its first pool row, and whether the segment has rows there.
 
-        The last chunk of a pool begins earlier; rows that it has twice are masked.
+        The last chunk of a pool begins earlier; repeated rows are masked.
         """
         first, end = self.first(b, h) + index * self.size, self.start[b, h] + self.length[b, h]
         begins = [first + number * self.chunk for number in range(self.size // self.chunk)]
@@ -134,7 +134,7 @@ class Copies:
 
 
 class NewEntries:
-    """New rows of sequences: their tiles are read, changed and written while other rows are multiplied."""
+    """New entries of sequences: their tiles are read, changed and written during the products of other rows."""
 
     def __init__(self, start, length, tables, new, pools, tiles, read, wrote):
         self.start, self.length, self.new, self.pools, self.tiles = start, length, new, pools, tiles
@@ -142,7 +142,7 @@ class NewEntries:
         self.read, self.wrote, (self.heads, self.tile) = read, wrote, tiles.shape[2:4]
 
     def append(self, b, sequences):
-        """Put a sequence's new rows into their tiles and begin to write them; begin to read the next one's."""
+        """Put a sequence's new entries into their tiles and start to write them; start to read the next sequence's."""
         mine = lax.rem(b, jnp.int32(2))
 
         @tpu.when(b == 0)
@@ -157,7 +157,7 @@ class NewEntries:
 
         self._each_write(b, lambda copy: copy.start())
 
-        # The tiles of the sequence after this one take the place of those of the one before.
+        # Tiles of the next sequence overwrite those of the previous one.
         @tpu.when(b > 0)
         def _():
             self.finish(b - 1)
@@ -167,15 +167,15 @@ class NewEntries:
             self._each_read(b + 1, lambda copy: copy.start())
 
     def finish(self, b):
-        """Wait until a sequence's new rows are written."""
+        """Wait until a sequence's new entries are written."""
         self._each_write(b, lambda copy: copy.wait())
 
     def _base(self, b, h):
-        """First row of the tile of a segment's new row, i32."""
+        """Return the first row of the tile of a segment's new entry, i32."""
         return whole_tile(self.start[b, h] + self.length[b, h], self.tile)
 
     def _change(self, b, h, mine):
-        """Put a head's new key and value into its tile, or into the one that an earlier head has changed."""
+        """Put a head's new key and value into its tile, or into the tile that an earlier head has changed."""
         from_tile = jnp.where(self.before[b, h] < 0, h, self.before[b, h])
         row = self.start[b, h] + self.length[b, h] - self._base(b, h)
         for each, new in enumerate(self.new):
@@ -184,7 +184,7 @@ class NewEntries:
             self.tiles[mine, each, h] = jnp.where(here, new[0, h], old).astype(self.tiles.dtype)
 
     def _each_read(self, b, act):
-        """Call `act` on the copy of each head's tile from the pools; on none for an ended sequence."""
+        """Call `act` on the copy of each head's tile from the pools; on none for a finished sequence."""
         mine = lax.rem(b, jnp.int32(2))
 
         def one(h, _):
@@ -194,7 +194,7 @@ class NewEntries:
         self._each_head(b, one)
 
     def _each_write(self, b, act):
-        """Call `act` on the copy of each changed tile to the pools; on none for an ended sequence."""
+        """Call `act` on the copy of each changed tile to the pools; on none for a finished sequence."""
         mine = lax.rem(b, jnp.int32(2))
 
         def one(h, _):
@@ -206,14 +206,14 @@ class NewEntries:
         self._each_head(b, one)
 
     def _each_head(self, b, one):
-        """Call `one` for each head, unless the sequence has ended."""
+        """Call `one` for each head, unless the sequence is finished."""
 
         @tpu.when(self.counts[b] > 0)
         def _():
             lax.fori_loop(0, self.heads, one, None)
 
     def _places(self, b, h, mine):
-        """Yield the places of a head's tile in the pools and in VMEM, of keys and of values."""
+        """Yield the locations of a head's tile in the pools and in VMEM, of keys and of values."""
         for each, pool in enumerate(self.pools):
             there = pool.at[b, tpu.ds(self._base(b, h), self.tile)]
             yield there, self.tiles.at[mine, each, h]
