@@ -53,12 +53,12 @@ def as_cache(cache: Any) -> KVCache | None:
         )
         raise TypeError(f"cache={type(cache).__name__}: {where}")
     cache.require_arrays()
-    lies = Axes.of(cache.seen)
+    axes = Axes.of(cache.seen)
     remedy = (
-        f"its arrays are on {getattr(lies, 'mesh', None)}: pass the original cache to "
+        f"its arrays are on {getattr(axes, 'mesh', None)}: pass the original cache to "
         "jaxkv.reshard(cache, None)"
     )
-    require(lies is None or cache.axes is not None, "cache.axes", cache.axes, remedy)
+    require(axes is None or cache.axes is not None, "cache.axes", cache.axes, remedy)
     if not any(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(cache)):
         return (
             cache

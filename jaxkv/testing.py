@@ -69,10 +69,10 @@ def segments(cache: KVCache) -> Iterator[Segment]:
         raise TypeError(
             f"cache={shortened(brief(cache))}: not a KVCache. Pass one from prefill or Session"
         )
-    whole = [(host(pool.k), host(pool.v), host(pool.pos)) for pool in cache.pools]
+    arrays = [(host(pool.k), host(pool.v), host(pool.pos)) for pool in cache.pools]
     centre = None if cache.tables.centre is None else host(cache.tables.centre)
     for layer, sequence, head, pool, rows in cache.spans():
-        k, v, pos = (array[sequence, rows] for array in whole[pool])
+        k, v, pos = (array[sequence, rows] for array in arrays[pool])
         if centre is not None:
             mine = jnp.asarray(centre[layer, sequence, head])
             k = host(keys_of(jnp.asarray(k)[None, None], mine[None, None]))[0, 0]
@@ -124,7 +124,7 @@ def tiny_model(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Given(Policy):
+class _FromParts(Policy):
     """Policy with the `parts()` passed to it, so that tests can replace one part of a policy."""
 
     made: Parts = Parts()
@@ -227,8 +227,8 @@ def _require(holds: Any, about: str, *where: object) -> None:
 def _entries_are_the_prompts(case: _Case) -> None:
     """Assert that kept entries are equal to the prompt's own, in ascending order without repeats."""
     # Entries are rounded as the policy's store rounds them.
-    everything = _Given(made=Parts(store=case.parts.store))
-    whole = {part[:3]: part for part in segments(case.prefilled(case.prompts, everything))}
+    everything = _FromParts(made=Parts(store=case.parts.store))
+    exact = {part[:3]: part for part in segments(case.prefilled(case.prompts, everything))}
     merges, rolls = case.parts.merge is not None, case.parts.rolling
     for part in segments(case.cache):
         where = f"layer {part.layer}, sequence {part.sequence}, head {part.head}"
@@ -244,7 +244,7 @@ def _entries_are_the_prompts(case: _Case) -> None:
         _require(
             np.isfinite(part.k).all() and np.isfinite(part.v).all(), "entries are finite", where
         )
-        same = whole[part[:3]]
+        same = exact[part[:3]]
         for name, mine, its in (("keys", part.k, same.k), ("values", part.v, same.v)):
             if not merges and not (rolls and name == "keys"):
                 close = np.allclose(mine, its[part.pos], atol=_ROUNDING)
@@ -323,12 +323,12 @@ def _full_budget_changes_nothing(case: _Case) -> None:
     """Assert that a budget of the full text without a threshold yields the tokens of FullKV."""
     if case.parts.budget is None or case.parts.rolling or case.parts.threshold is not None:
         return
-    roomy = _Given(made=case.parts.replace(budget=Tokens(max(case.lengths) + _NEW)))
-    ours, whole = (
+    roomy = _FromParts(made=case.parts.replace(budget=Tokens(max(case.lengths) + _NEW)))
+    full, exact = (
         case.generated(roomy),
-        case.generated(_Given(made=Parts(read=case.parts.read, store=case.parts.store))),
+        case.generated(_FromParts(made=Parts(read=case.parts.read, store=case.parts.store))),
     )
-    same = all((one.tokens == other.tokens).all() for one, other in zip(ours, whole, strict=True))
+    same = all((one.tokens == other.tokens).all() for one, other in zip(full, exact, strict=True))
     _require(same, "a budget of the full text changes no token")
 
 

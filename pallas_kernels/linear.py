@@ -65,7 +65,7 @@ def multiply_codes(
     full = pieces == parts * steps * at_once and outputs % tile == 0
 
     # Blocks of a program (o, p): x [M, E], codes [O, E] or [O, E/2], scales and leasts [O, E/32], scale [O], complete.
-    # Out: [M, O] of part p, of which it writes tile columns.
+    # Out: [M, O] of part p; it writes tile columns.
     def kernel(refs):
         output = program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
         byte = jnp.arange(_PIECE, dtype=jnp.int32)

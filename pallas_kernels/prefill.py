@@ -66,7 +66,7 @@ def flash(
     cap = None if softcap is None else softcap * dim**0.5
 
     # Blocks of a program (i, h, b), h over H query heads: q [T, D] of head h; k, v [S, D] of its kv head; first and
-    # length of sequence b, scalars; out [T, D], lse [T] of head h, of which it writes rows i * block_q on.
+    # length of sequence b, scalars; out [T, D], lse [T] of head h; it writes rows i * block_q on.
     def kernel(refs):
         # The longest rows of the triangle start first, so that the last programs to finish are short ones.
         index = -(-queries // block_q) - 1 - program_id(0)
@@ -188,7 +188,7 @@ def column_sums(
     cap = None if softcap is None else softcap * dim**0.5
 
     # Blocks of a program (j, h, b), h over H query heads: q [T, D] and shift [T] of head h; k [S, D] of its kv head;
-    # first and length of sequence b, scalars; out [S] of head h, of which it writes keys j * block_k on.
+    # first and length of sequence b, scalars; out [S] of head h; it writes keys j * block_k on.
     def kernel(refs):
         begin, tokens = refs.first[...], refs.length[...]
         at = program_id(0) * block_k

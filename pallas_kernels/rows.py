@@ -144,8 +144,8 @@ def pass_rows(
     with k_scale and v_scale [B, P]; the layer, a scalar, and segment, row, rows and last of all layers' chunks [L, W],
     complete; of a token kv [n, M, 2, K, D], cos and sin [B, D/2], position and counts [B], and pos [B, P], complete;
     start [L, B*K] if logits are packed by head; of picks rows [B, k, T], scheduled [B], held [B, k], rest and start [L,
-    B*K], complete. Out: part [R, D] and lse [R] of chunk w, of which it writes tile t; logits [B, R, width] complete,
-    of which it writes its rows' cells; k, v [B, P, D], their scales and pos [B, P], in place, of which it writes a row.
+    B*K], complete. Out: part [R, D] and lse [R] of chunk w; it writes tile t; logits [B, R, width] complete,
+    of which it writes its rows' cells; k, v [B, P, D], their scales and pos [B, P], in place; it writes a row.
 
     Args:
         q: `[B, K, R, D]`; with a token its parts before rotation, `[n, M, K, R, D]` of any float dtype.

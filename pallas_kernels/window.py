@@ -82,7 +82,7 @@ def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
     chunks, scale = -(-blocks // per_chunk), LOG2E / dim**0.5
 
     # Blocks of a program (c, h, b), h over kv heads and their tiles of rows: q [R, D] of the head; its k [S, D];
-    # position [R] and length of sequence b; out [R] of chunk c, of which it writes its tile's rows.
+    # position [R] and length of sequence b; out [R] of chunk c; it writes its tile's rows.
     def kernel(refs):
         chunk, tile = program_id(0), program_id(1) % (count // block_q)
         tokens = refs.length[...]
@@ -143,7 +143,7 @@ def _sums(q, k, position, shift, length, cap, tiles, interpret):
     scale = LOG2E / dim**0.5
 
     # Blocks of a program (j, h, b): q [R, D] of kv head h; its k [S, D]; position [R] and length of sequence b; shift
-    # [R] of head h; out [S] of head h, of which it writes keys j * block_k on.
+    # [R] of head h; out [S] of head h; it writes keys j * block_k on.
     def kernel(refs):
         key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
         # Padding keys are not read.

@@ -91,13 +91,13 @@ class Implementations:
         )
 
 
-def named(asked: Implementation | str) -> Implementation:
+def named(name: Implementation | str) -> Implementation:
     """Return the `Implementation` member for a name or a member; ValueError for an unknown name."""
-    return choice("implementation", asked, Implementation)
+    return choice("implementation", name, Implementation)
 
 
 def choose(
-    asked: Implementation | str,
+    name: Implementation | str,
     *,
     platform: str,
     dtype: jnp.dtype,
@@ -109,15 +109,15 @@ def choose(
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not support the model or the device.
     """
-    asked, setting = named(asked), DeviceTraits(platform, dtype, head_dim, capability)
-    if asked is Implementation.AUTO:
-        asked = next(each for each in _FASTEST if backend_of(each).suits(setting))
+    name, setting = named(name), DeviceTraits(platform, dtype, head_dim, capability)
+    if name is Implementation.AUTO:
+        name = next(each for each in _FASTEST if backend_of(each).suits(setting))
     elif platform == "cpu":
-        asked = _INTERPRETED.get(asked, asked)
-    remedy = backend_of(asked).invalid(setting)
-    require(remedy is None, "implementation", asked.value, remedy or "")
+        name = _INTERPRETED.get(name, name)
+    remedy = backend_of(name).invalid(setting)
+    require(remedy is None, "implementation", name.value, remedy or "")
     return Implementations(
-        prefill=asked, decode=Implementation.PALLAS if asked in PREFILL_ONLY else asked
+        prefill=name, decode=Implementation.PALLAS if name in PREFILL_ONLY else name
     )
 
 

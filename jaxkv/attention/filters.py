@@ -48,27 +48,27 @@ class FilterQuery:
 
 
 def by_row(
-    asked: FilterQuery, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
+    query: FilterQuery, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
 ) -> Float[Array, "B n"]:
-    """Score positions 0 to n - 1, `f32[B, n]`: attention of `asked`, maximum over heads, weighted sum over queries.
+    """Score positions 0 to n - 1, `f32[B, n]`: attention of `query`, maximum over heads, weighted sum over queries.
 
     Row p of each head's segment holds position p. Positions from `candidates` on score 0. On a mesh the maximum is over
     all devices' heads.
     """
-    batch, heads, group, window, dim = asked.q.shape
+    batch, heads, group, window, dim = query.q.shape
     keys = k.reshape(batch, heads, -1, dim)
-    rows, queries = keys.shape[2], scale_queries(asked.q).reshape(batch, heads, group * window, dim)
+    rows, queries = keys.shape[2], scale_queries(query.q).reshape(batch, heads, group * window, dim)
 
     def against(part: Array, first: Array | int) -> tuple[Array, Array]:
         """Return logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and the causal mask."""
-        logits = capped(head_logits(queries, part), asked.shaping.softcap)
+        logits = capped(head_logits(queries, part), query.shaping.softcap)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
-        seen = (row <= asked.positions[..., None]) & (row < candidates[:, None, None])
+        seen = (row <= query.positions[..., None]) & (row < candidates[:, None, None])
         return logits.reshape(batch, heads, group, window, -1), seen[:, None, None]
 
     block = max(1, _LOGITS // (batch * heads * group * window))
     if block >= rows:
-        return _loudest(_softmax(*against(keys, 0), asked.sinks), asked, axes)
+        return _loudest(_softmax(*against(keys, 0), query.sinks), query, axes)
     # Two passes over the keys for any number of queries: the softmax's sums, then the scores.
     trips = -(-candidates.max() // block)
 
@@ -96,18 +96,18 @@ def by_row(
             jnp.where(seen, jnp.exp(logits - highest[..., None]), 0.0)
             / jnp.maximum(total, 1e-30)[..., None]
         )
-        return lax.dynamic_update_slice_in_dim(scores, _loudest(shares, asked, axes), first, axis=1)
+        return lax.dynamic_update_slice_in_dim(scores, _loudest(shares, query, axes), first, axis=1)
 
     shape = (batch, heads, group, window)
     begun = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape))
-    if asked.sinks is not None:
-        begun = (jnp.broadcast_to(asked.sinks[..., 0], shape), jnp.ones(shape))
+    if query.sinks is not None:
+        begun = (jnp.broadcast_to(query.sinks[..., 0], shape), jnp.ones(shape))
     highest, total = lax.fori_loop(0, trips, gather, begun)
     return lax.fori_loop(0, trips, score, jnp.zeros((batch, rows), jnp.float32))
 
 
 def by_position(
-    asked: FilterQuery,
+    query: FilterQuery,
     k: Float[Array, "B P D"],
     pos: Int[Array, "B P"],
     start: Int[Array, "B K"],
@@ -115,15 +115,15 @@ def by_position(
     padded_len: int,
     axes: Axes | None,
 ) -> Float[Array, "B S"]:
-    """Score a pool's positions, `f32[B, S]`: attention of `asked`, maximum over heads, weighted sum over queries.
+    """Score a pool's positions, `f32[B, S]`: attention of `query`, maximum over heads, weighted sum over queries.
 
     `pos` is -1 in free places. `kept` entries of each segment are scored; `padded_len` exceeds all positions.
     """
-    batch, heads, group, window, dim = asked.q.shape
+    batch, heads, group, window, dim = query.q.shape
     inside = inside_segments(jnp.arange(pos.shape[1], dtype=jnp.int32), start, kept)
     column = jnp.where(pos < 0, padded_len, pos)[:, None]
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
-    scaled = scale_queries(asked.q)
+    scaled = scale_queries(query.q)
     # Blocks of queries, not of keys, because such pools are small.
     most = max(1, _LOGITS // (batch * heads * group * pos.shape[1]))
     size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
@@ -135,20 +135,20 @@ def by_position(
             """Return block `index` of `size` queries, sliced from an array along `axis`."""
             return lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
-        queries, positions = part(scaled, 3).reshape(batch, -1, dim), part(asked.positions, 1)
+        queries, positions = part(scaled, 3).reshape(batch, -1, dim), part(query.positions, 1)
         logits = lax.dot_general(
             queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
         )
-        logits = capped(logits.reshape(batch, heads, group, size, -1), asked.shaping.softcap)
+        logits = capped(logits.reshape(batch, heads, group, size, -1), query.shaping.softcap)
         seen = inside[:, :, None, None] & (
             pos[:, None, None, None] <= positions[:, None, None, :, None]
         )
-        by_row = _softmax(logits, seen, asked.sinks).max(axis=(1, 2))
-        query = jnp.arange(size, dtype=jnp.int32)[:, None]
+        by_row = _softmax(logits, seen, query.sinks).max(axis=(1, 2))
+        row = jnp.arange(size, dtype=jnp.int32)[:, None]
         by_position = jnp.zeros((batch, size, padded_len), jnp.float32)
-        by_position = by_position.at[sequence, query, column].max(by_row, mode="drop")
+        by_position = by_position.at[sequence, row, column].max(by_row, mode="drop")
         by_position = most_of_devices(by_position, "H", axes)
-        return (by_position * part(asked.weights, 1)[..., None]).sum(axis=1)
+        return (by_position * part(query.weights, 1)[..., None]).sum(axis=1)
 
     first = received(0)
     return (
@@ -182,11 +182,11 @@ def by_page(
 
 
 def _loudest(
-    shares: Float[Array, "B K G w n"], asked: FilterQuery, axes: Axes | None
+    shares: Float[Array, "B K G w n"], query: FilterQuery, axes: Axes | None
 ) -> Float[Array, "B n"]:
     """Reduce attention probabilities to scores `f32[B, n]`: maximum over heads, then weighted sum over queries."""
     most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
-    return (most * asked.weights[..., None]).sum(axis=1)
+    return (most * query.weights[..., None]).sum(axis=1)
 
 
 def _softmax(

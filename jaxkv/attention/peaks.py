@@ -44,16 +44,16 @@ def chunk_peaks(
 
     def head(inputs: tuple[Array, ...]) -> Array:
         """Return the largest attention `f32[m]` that each of one kv head's entries receives."""
-        queries, lse, key, row_weight, real, there, query_weight = inputs
+        queries, lse, key, row_weight, real, present, query_weight = inputs
         logits = (
             rows_dot(queries.reshape(group * tokens, dim), key).reshape(group, tokens, rows) * scale
         )
-        logits = jnp.where(there, capped(logits, softcap), MASKED)
+        logits = jnp.where(present, capped(logits, softcap), MASKED)
         whole = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), lse) - jnp.log(query_weight)
         # exp is monotonic: one exponential per entry instead of one per logit.
         off = jnp.where(jnp.arange(tokens, dtype=jnp.int32) < real, whole, jnp.inf)
         most = (logits - off[..., None]).max(axis=1) + jnp.log(row_weight)
-        return jnp.where(there, jnp.exp(most.max(axis=0)), 0.0)
+        return jnp.where(present, jnp.exp(most.max(axis=0)), 0.0)
 
     spread = tuple(jnp.repeat(each, heads, axis=0) for each in (count, inside, by_query))
     flat = tuple(

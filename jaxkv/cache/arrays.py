@@ -95,10 +95,10 @@ class Tally:
         return Tally(moved=_sum(self.moved, other.moved), cut=_sum(self.cut, other.cut))
 
 
-def _sum(mine: Array | None, other: Array | None) -> Array | None:
+def _sum(one: Array | None, other: Array | None) -> Array | None:
     """Sum the arrays that are not None; None without any."""
-    there = [each for each in (mine, other) if each is not None]
-    return functools.reduce(jnp.add, there) if there else None
+    present = [each for each in (one, other) if each is not None]
+    return functools.reduce(jnp.add, present) if present else None
 
 
 @jax.tree_util.register_dataclass

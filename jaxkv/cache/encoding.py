@@ -50,40 +50,40 @@ def encode(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> 
     }
 
 
-def decode(said: Any, array: Callable[[str], Any]) -> Any:
+def decode(encoded: Any, array: Callable[[str], Any]) -> Any:
     """Decode a value (dataclass, tuple, number, array) from `encode`'s JSON; `array` loads arrays by path.
 
     UnknownClass for a class that this process has not imported (decoding imports nothing). ValueError for JSON that
     `encode` does not write, and for fields that the class does not have.
     """
-    if type(said) in _PLAIN:
-        return said
-    if isinstance(said, list):
-        return tuple(decode(each, array) for each in said)
-    kind = frozenset(said) if isinstance(said, dict) else None
+    if type(encoded) in _PLAIN:
+        return encoded
+    if isinstance(encoded, list):
+        return tuple(decode(each, array) for each in encoded)
+    kind = frozenset(encoded) if isinstance(encoded, dict) else None
     if kind == {"array"}:
-        return array(said["array"])
+        return array(encoded["array"])
     if kind == {"type"}:
-        return _found(said["type"])
+        return _found(encoded["type"])
     if kind == {"enum", "member"}:
-        members = getattr(_found(said["enum"]), "__members__", {})
-        remedy = f"{said['enum']} has no such member in this version: {CACHE.again}"
-        require(said["member"] in members, "member", said["member"], remedy)
-        return members[said["member"]]
-    sound = kind == {"class", "fields"} and isinstance(said["fields"], dict)
-    require(sound, "manifest", said, f"not a value that KVCache.save writes: {CACHE.again}")
-    cls = _found(said["class"])
+        members = getattr(_found(encoded["enum"]), "__members__", {})
+        remedy = f"{encoded['enum']} has no such member in this version: {CACHE.again}"
+        require(encoded["member"] in members, "member", encoded["member"], remedy)
+        return members[encoded["member"]]
+    sound = kind == {"class", "fields"} and isinstance(encoded["fields"], dict)
+    require(sound, "manifest", encoded, f"not a value that KVCache.save writes: {CACHE.again}")
+    cls = _found(encoded["class"])
     require(
         _is_frozen(cls),
         "class",
-        said["class"],
+        encoded["class"],
         f"not a frozen dataclass: {CACHE.again}",
     )
     try:
-        return cls(**{name: decode(each, array) for name, each in said["fields"].items()})
+        return cls(**{name: decode(each, array) for name, each in encoded["fields"].items()})
     except TypeError as error:
         raise ValueError(
-            f"class={said['class']!r}: its fields differ in this version ({error}): {CACHE.again}"
+            f"class={encoded['class']!r}: its fields differ in this version ({error}): {CACHE.again}"
         ) from error
 
 

@@ -40,10 +40,10 @@ class HostStore:
 
     def put_back(self, axes: Axes | None) -> "HostStore":
         """Return the host store in pinned host memory: the same object if it is already, else a copy."""
-        there = [
+        pinned = [
             isinstance(rows, jax.Array) and rows.sharding.memory_kind == _HOST for rows in self.rows
         ]
-        return self if all(there) else self.moved(None, axes)
+        return self if all(pinned) else self.moved(None, axes)
 
     def widened(self, dtype: jnp.dtype, axes: Axes | None) -> "HostStore":
         """Return a copy of the host store in another dtype, in pinned host memory; itself if it has that dtype."""
@@ -75,8 +75,8 @@ def waiting(rows: Any, axes: Axes | None) -> Float[Array, "B S 2 K D"]:
     """Start copying one layer's entries to pinned host memory, sharded on a mesh; return without waiting."""
     if axes is None:
         return jax.device_put(rows, host_of(next(iter(jnp.zeros(()).devices()))))
-    there = NamedSharding(axes.mesh, axes.spec("B S 2 K D", rows.shape), memory_kind=_HOST)
-    return put(rows, there)
+    sharding = NamedSharding(axes.mesh, axes.spec("B S 2 K D", rows.shape), memory_kind=_HOST)
+    return put(rows, sharding)
 
 
 def committed(tree: Any) -> Any:
@@ -129,14 +129,14 @@ class Loader:
         """
         host_store, axes = self.host_store, Axes.of(positions)
         sources = [host_store.rows[host_store.layers.index(each)] for each in layers]
-        asked = _by_device(positions, axes)
+        parts = _by_device(positions, axes)
         held = [
             {device: _bits(part) for device, part in _by_device(source, axes).items()}
             for source in sources
         ]
         # Without a mesh, `positions` may be on another device than the host store's.
-        held = held if axes is not None else [dict.fromkeys(asked, *each.values()) for each in held]
-        where, at = list(asked), [np.asarray(part) for part in asked.values()]
+        held = held if axes is not None else [dict.fromkeys(parts, *each.values()) for each in held]
+        where, at = list(parts), [np.asarray(part) for part in parts.values()]
         batch, count = at[0].shape
         shapes = [(batch, len(layers), count, *held[0][device].shape[2:]) for device in where]
         packed = [np.empty(shape, held[0][where[0]].dtype) for shape in shapes]
@@ -174,8 +174,8 @@ class Loader:
         sent = self._sent(rows, NamedSharding(axes.mesh, axes.spec("B S 2 K D", rows.shape)))
         return _of_each(sent, like, axes=axes)
 
-    def _sent(self, rows: Array | np.ndarray, there: Sharding) -> Array:
-        """Start the transfer of entries to the sharding `there`, count it, and return the device array."""
+    def _sent(self, rows: Array | np.ndarray, sharding: Sharding) -> Array:
+        """Start the transfer of entries to a sharding, count it, and return the device array."""
         parts = (
             list(_by_device(rows, Axes.of(rows)).values())
             if isinstance(rows, jax.Array)
@@ -183,7 +183,7 @@ class Loader:
         )
         self.traffic.transfers += len(parts)
         self.traffic.bytes += sum(part.nbytes for part in parts)
-        return jax.device_put(rows, there)
+        return jax.device_put(rows, sharding)
 
 
 @sharded_jit(static=("axes",))

@@ -185,11 +185,11 @@ class KVCache:
         self.require_arrays()
         given = dataclasses.replace(self.widened(self.dtype), policy=None)
         # Saved caches do not depend on the mesh: entries are laid out as on one device.
-        there = host_of(next(iter(self.seen.sharding.addressable_devices)))
+        sharding = host_of(next(iter(self.seen.sharding.addressable_devices)))
         whole = (
             given
             if self.axes is None
-            else laid_out(given, None, put=lambda a, _: jax.device_put(a, there))
+            else laid_out(given, None, put=lambda a, _: jax.device_put(a, sharding))
         )
         write_cache(
             Path(os.path.expanduser(path)),
@@ -200,13 +200,13 @@ class KVCache:
 
     def require_arrays(self) -> None:
         """Raise ValueError if any of the cache's arrays has been donated."""
-        gone = [
+        deleted = [
             leaf
             for leaf in jax.tree.leaves(self)
             if isinstance(leaf, jax.Array) and leaf.is_deleted()
         ]
         require(
-            not gone,
+            not deleted,
             "cache",
             "deleted",
             "its arrays were donated to an earlier call: prefill again",
@@ -426,13 +426,13 @@ def laid_out(
         put(_relocated(path, logical_axes.split(), leaf, of, sources, start, pages), logical_axes)
         for path, logical_axes, leaf in with_logical_axes(made)
     ]
-    there = jax.tree.unflatten(jax.tree.structure(made), leaves)
+    moved = jax.tree.unflatten(jax.tree.structure(made), leaves)
     if cache.host_store is None:
-        return there
+        return moved
     # The host store may hold one sequence, shared by all.
     alone = len(cache.host_store.rows[0]) < len(cache.seen)
     return dataclasses.replace(
-        there, host_store=cache.host_store.moved(of[:groups] * 0 if alone else of, axes)
+        moved, host_store=cache.host_store.moved(of[:groups] * 0 if alone else of, axes)
     )
 
 
@@ -481,8 +481,8 @@ def _known(leaf: Any) -> np.ndarray | None:
     ):
         return None
     # No transfer between processes: one process may print a cache while others do not.
-    gone = isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable)
-    return None if gone else np.asarray(leaf)
+    lost = isinstance(leaf, jax.Array) and (leaf.is_deleted() or not leaf.is_fully_addressable)
+    return None if lost else np.asarray(leaf)
 
 
 def _range(numbers: np.ndarray) -> str:

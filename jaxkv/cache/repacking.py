@@ -104,8 +104,8 @@ def repack(
     pools, placed, lengths, kv_shards = [], [], length, cache.kv_shards
     for pool, of in zip(cache.pools, cache.layout.parts(layers), strict=True):
         headroom_of, widths = tuple(headrooms[of].tolist()), cache.config.sliding_windows[of]
-        stays = not any(headroom_of) if sizes is None else not any(widths)
-        if release and not copies and stays:
+        unchanged = not any(headroom_of) if sizes is None else not any(widths)
+        if release and not copies and unchanged:
             # Unchanged pools move to the new cache.
             pools.append(pool)
             placed.append(start[of])

@@ -52,10 +52,10 @@ def load_cache(
     """
     given = None if policy is None else as_policy(policy)
     model = None if params is None else as_model(params, mesh)
-    there = mesh if mesh is not None or model is None or model.axes is None else model.axes.mesh
-    with hosts.together("jaxkv.load_cache", there):
+    target = mesh if mesh is not None or model is None or model.axes is None else model.axes.mesh
+    with hosts.together("jaxkv.load_cache", target):
         # A cache that is to be sharded need not fit on one device, so it is read to the host.
-        cache = _read(Path(os.path.expanduser(path)), given, on_host=there is not None)
+        cache = _read(Path(os.path.expanduser(path)), given, on_host=target is not None)
     if mesh is not None:
         cache = reshard(cache, mesh)
     elif model is not None and model.axes is not None:
@@ -70,8 +70,8 @@ def load_cache(
 def _read(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
     """Read the cache and its policy from a folder, onto the default device or, with `on_host`, into host memory."""
     manifest = read_manifest(folder, CACHE)
-    said = manifest.get("policy")
-    made_by = _decoded(said) if given is None else given
+    encoded = manifest.get("policy")
+    made_by = _decoded(encoded) if given is None else given
     cache = read_cache(folder, manifest, on_host=on_host)
     require(
         isinstance(cache, KVCache),
@@ -80,25 +80,25 @@ def _read(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
         f"{folder} contains no cache: {CACHE.again}",
     )
     if given is not None:
-        made_by = _agreed(given, said, cache.config.layers)
+        made_by = _agreed(given, encoded, cache.config.layers)
     return dataclasses.replace(cache, policy=made_by)
 
 
-def _decoded(said: Any) -> Policy:
+def _decoded(encoded: Any) -> Policy:
     """Decode the policy from a cache's manifest; ValueError if its class is unknown."""
     try:
-        policy = decode(said, lambda name: None)
+        policy = decode(encoded, lambda name: None)
     except UnknownClass as error:
         raise ValueError(
             f"{error}, or pass the policy that compressed the cache: policy=..."
         ) from error
-    require(isinstance(policy, Policy), "policy", said, f"no policy: {CACHE.again}")
+    require(isinstance(policy, Policy), "policy", encoded, f"no policy: {CACHE.again}")
     return policy
 
 
-def _agreed(given: Policy, said: Any, layers: int) -> Policy:
+def _agreed(given: Policy, encoded: Any, layers: int) -> Policy:
     """Return the user's policy, bound to the model; ValueError if the manifest describes another one."""
-    fields = said.get("fields") if isinstance(said, dict) else None
+    fields = encoded.get("fields") if isinstance(encoded, dict) else None
     # The manifest has the model's filter layers if the policy names none.
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None
     with contextlib.suppress(
@@ -111,5 +111,5 @@ def _agreed(given: Policy, said: Any, layers: int) -> Policy:
     )
     require(not isinstance(budget, Bytes), "policy.budget", budget, remedy)
     remedy = "another policy compressed the cache: omit it, or pass that one"
-    require(encode(given, None, "policy") == said, "policy", given, remedy)
+    require(encode(given, None, "policy") == encoded, "policy", given, remedy)
     return given

@@ -134,7 +134,7 @@ class Store(abc.ABC):
         """
 
     def take(self, row: Int[Array, "B n"], real: Bool[Array, "B n"] | None = None) -> "Store":
-        """Gather entries by index into a store of n entries, still encoded; zeros where the mask `real` is False.
+        """Gather entries by index into a store of n entries, encoded; zeros where the mask `real` is False.
 
         Args:
             row: row indices.

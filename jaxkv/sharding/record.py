@@ -59,41 +59,41 @@ class Recorder:
         # References keep equations with unused results from being dropped.
         self._results = list[list[Any]]()
 
-    def call(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    def call(self, program: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """Record a program call; return tracers with the shapes of its results."""
         given, tree = jax.tree.flatten(args)
         shapes = [_shape(leaf) for leaf in given]
-        known = door, tree, *shapes, *sorted(options.items(), key=lambda option: option[0])
+        known = program, tree, *shapes, *sorted(options.items(), key=lambda option: option[0])
         if known not in self._known:
-            self._known[known] = self._traced(door, jax.tree.unflatten(tree, shapes), options)
+            self._known[known] = self._traced(program, jax.tree.unflatten(tree, shapes), options)
         call = self._known[known]
         placed, (leaves, result) = jax.tree.leaves(call.arguments), jax.tree.flatten(call.results)
         # Abstract arrays among the arguments are resident arrays.
-        stays = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given]
-        arrays = [leaf for leaf, still in zip(given, stays, strict=True) if not still]
-        lying = [leaf for leaf, still in zip(placed, stays, strict=True) if not still]
+        flags = [isinstance(leaf, jax.ShapeDtypeStruct) for leaf in given]
+        arrays = [leaf for leaf, fixed in zip(given, flags, strict=True) if not fixed]
+        bound = [leaf for leaf, fixed in zip(placed, flags, strict=True) if not fixed]
         self._results.append(
             _called.bind(
                 *arrays,
                 gives=tuple(jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves),
-                sizes=tuple(weigh(leaf) for leaf in (*lying, *leaves)),
+                sizes=tuple(weigh(leaf) for leaf in (*bound, *leaves)),
             )
         )
         self.calls.append(call)
-        self.resident.append({id(leaf) for leaf, still in zip(given, stays, strict=True) if still})
+        self.resident.append({id(leaf) for leaf, fixed in zip(given, flags, strict=True) if fixed})
         return jax.tree.unflatten(result, self._results[-1])
 
-    def _traced(self, door: Any, args: tuple[Any, ...], options: dict[str, Any]) -> RecordedCall:
+    def _traced(self, program: Any, args: tuple[Any, ...], options: dict[str, Any]) -> RecordedCall:
         """Trace a program, including programs called inside, for abstract arguments; return the `RecordedCall`."""
         token = _RECORDER.set(None)
         try:
-            placed = door.arguments_placed(args, options, self._sharding)
-            traced = door.trace(*placed, **options)
-            results = door.results_placed(traced.out_info, options)
+            placed = program.arguments_placed(args, options, self._sharding)
+            traced = program.trace(*placed, **options)
+            results = program.results_placed(traced.out_info, options)
         finally:
             _RECORDER.reset(token)
         return RecordedCall(
-            name=door.__name__,
+            name=program.__name__,
             options=options,
             arguments=placed,
             results=results,
@@ -161,12 +161,12 @@ def _beside(outer: Jaxpr) -> list[int]:
                 if isinstance(var, Var):
                     sizes.setdefault(var, size)
     last |= {var: len(steps) for var in outer.outvars if isinstance(var, Var)}
-    there, found = {var for var in outer.invars if var in last}, list[int]()
+    live, found = {var for var in outer.invars if var in last}, list[int]()
     for at, step in enumerate(steps):
         if step.primitive is _called:
             found.append(
-                sum(sizes.get(var) or _bytes(var.aval) for var in there if var not in step.invars)
+                sum(sizes.get(var) or _bytes(var.aval) for var in live if var not in step.invars)
             )
-        there |= {var for var in step.outvars if var in last}
-        there -= {var for var in step.invars if isinstance(var, Var) and last[var] == at}
+        live |= {var for var in step.outvars if var in last}
+        live -= {var for var in step.invars if isinstance(var, Var) and last[var] == at}
     return found

@@ -48,13 +48,13 @@ def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
     """Return a cache on the mesh of `axes`, or on the default device for None: a copy, or itself if unchanged."""
     if axes == cache.axes:
         return cache
-    there = laid_out(
+    moved = laid_out(
         cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K"))
     ).held_here()
-    if there.host_store is None:
-        return there
+    if moved.host_store is None:
+        return moved
     return dataclasses.replace(
-        committed(dataclasses.replace(there, host_store=None)), host_store=there.host_store
+        committed(dataclasses.replace(moved, host_store=None)), host_store=moved.host_store
     )
 
 

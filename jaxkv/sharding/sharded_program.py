@@ -68,13 +68,13 @@ class ShardedProgram:
         axes, hints = self._axes(options), hints_of(self._fn)
         *sides, static = self._bound(None, args, options)
         paths, tree = jax.tree_util.tree_flatten_with_path(sides)
-        told = []
+        arrays = []
         for (side, name, *rest), leaf in paths:
             value = sides[side.idx][name.key]
             logical_axes = logical_axes_at(value, hints.get(name.key), tuple(rest))
             placed = leaf if axes is None else leaf_placed(leaf, logical_axes, axes)
-            told.append(((name, *rest), logical_axes, placed))
-        static |= {"axes": axes, "ins": tuple(leaf.sharding.spec for *_, leaf in told if axes)}
+            arrays.append(((name, *rest), logical_axes, placed))
+        static |= {"axes": axes, "ins": tuple(leaf.sharding.spec for *_, leaf in arrays if axes)}
 
         def run(*flat):
             given, rest = jax.tree.unflatten(tree, flat)
@@ -82,7 +82,7 @@ class ShardedProgram:
                 return self._fn(**given, **rest, **dict(static["statics"]))
             return self._run(given, rest, **static)
 
-        return run, told, len(jax.tree.leaves(sides[0]))
+        return run, arrays, len(jax.tree.leaves(sides[0]))
 
     def arguments_placed(
         self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any

@@ -107,7 +107,7 @@ def compress(
     Raises:
         ValueError: for an argument that is missing or does not fit; the message names it.
     """
-    policy = _as_taken(policy)
+    policy = _supported(policy)
     parts = policy.composed
     name = type(policy).__name__
     remedy = f"{name} scores all layers together: use jaxkv.compress_layers"
@@ -180,7 +180,7 @@ def compress_layers(
     given = [
         _Layer(k, v, q, width, sinks, softcap) for k, v, q, width, sinks in zip(*every, strict=True)
     ]
-    parts, widths = _as_taken(policy).composed, tuple(each.sliding_window for each in given)
+    parts, widths = _supported(policy).composed, tuple(each.sliding_window for each in given)
     if any(widths):
         parts.require_fits_windows(widths)
     return _compressed(given, parts, length, headroom, key, first=0, layers=layers)
@@ -209,18 +209,18 @@ def _tables(
     """Capacity in entries per kv head of each layer, or of a shared pool; counts for each length up to `padded_len`."""
     lengths, layers = np.arange(1, padded_len + 1), sliding_windows.count(None)
     # Entries within a sliding window are kept by every policy.
-    told = by_length(parts if layers else Parts(), lengths, sliding_windows, strict=False)
-    if told.rows is None:
+    kept = by_length(parts if layers else Parts(), lengths, sliding_windows, strict=False)
+    if kept.rows is None:
         bound = parts.among(sliding_windows).layers.bound
-        reach = bound(np.asarray(told.budget), lengths, np.asarray(told.always_kept), layers=layers)
+        reach = bound(np.asarray(kept.budget), lengths, np.asarray(kept.always_kept), layers=layers)
         near = sum(min(padded_len, width or 0) for width in sliding_windows)
         most = min(int(reach.max()), layers * padded_len) + near
         capacity = (most + len(sliding_windows) * headroom,)
     else:
-        needed = told.rows + headroom
+        needed = kept.rows + headroom
         if parts.ongoing.compresses and layers:
             # A token is appended before another entry is evicted, or `every` tokens before the next recompression.
-            beyond = np.maximum(told.rows, told.most) + (parts.every or 1)
+            beyond = np.maximum(kept.rows, kept.most) + (parts.every or 1)
             endless = parts.unlimited(sliding_windows)[:, None]
             needed = np.where(endless, needed, np.minimum(needed, beyond))
         capacity = tuple(needed.max(axis=1).tolist())
@@ -230,7 +230,7 @@ def _tables(
         """Return an int32 table indexed by length, with a 0 for length 0 added in front."""
         return np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)
 
-    table = jax.tree.map(from_none, told)
+    table = jax.tree.map(from_none, kept)
     # A sequence without tokens grows as one of a single token does.
     first = {"most": table.most, "reads": table.reads}
     grown = {
@@ -239,7 +239,7 @@ def _tables(
     return capacity, dataclasses.replace(table, **grown)
 
 
-class _Given(PromptSource):
+class _ArraySource(PromptSource):
     """`LayerSource` for the engine's `compress` that holds a user's keys, values and queries of some layers."""
 
     def __init__(
@@ -373,7 +373,7 @@ def _compressed(
     made_for = parts.scorer.model_layers
     remedy = f"the policy requires a model of {made_for} layers: use a policy for this model"
     require(made_for in (None, layers), "layers", layers, remedy)
-    given = _Given(
+    given = _ArraySource(
         layers_given, parts, length, headroom=headroom, key=key, first=first, layers=layers
     )
     made = run_to_end(compress_all(given, parts, key=key))
@@ -407,11 +407,11 @@ def _compressed(
     )
 
 
-def _as_taken(given: Policy | type[Policy] | str) -> Policy:
+def _supported(given: Policy | type[Policy] | str) -> Policy:
     """Validate a policy for `compress` and return it; ValueError if it needs more than the prompt's K, V and Q."""
     policy = as_policy(given)
     name, parts = type(policy).__name__, policy.composed
-    for refused, remedy in (
+    for unsupported, remedy in (
         (
             isinstance(parts.budget, Bytes),
             "not supported: bytes are those of the full model's cache. Give entries, or a share",
@@ -436,20 +436,20 @@ def _as_taken(given: Policy | type[Policy] | str) -> Policy:
             "or jaxkv.generate",
         ),
     ):
-        require(not refused, "policy", policy, remedy)
+        require(not unsupported, "policy", policy, remedy)
     return policy
 
 
 def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
     """Validate a layer's queries and return `[B, K, G, w, D]`; ValueError if the policy needs more tokens."""
     padded_len, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
-    asks = (
+    need = (
         "all S queries"
         if parts.needs.sums
         else f"the last {window} queries of each sequence, or all S"
     )
     require(
-        given is not None, "queries", None, f"{name} scores by attention: give {asks}, [B, H, w, D]"
+        given is not None, "queries", None, f"{name} scores by attention: give {need}, [B, H, w, D]"
     )
     grouped = as_grouped("queries", given, k.shape[0], k.shape[1], k)
     count = grouped.shape[3]
@@ -458,6 +458,6 @@ def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
         enough,
         "queries",
         f"{count} of {padded_len} tokens",
-        f"{name} scores by attention: give {asks}{order_hint(k)}",
+        f"{name} scores by attention: give {need}{order_hint(k)}",
     )
     return grouped

@@ -367,12 +367,12 @@ class CompressedKV:
         """Return the state with a layer recompressed in sequences that have `every` entries more than their limit."""
         tables = self.tables[layer]
         due = (tables.length - tables.limit).max(axis=(0, 2)) >= every
-        again = partial(CompressedKV._compressed_again, layer=layer)
+        again = partial(CompressedKV._recompressed_due, layer=layer)
         return lax.cond(due.any(), again, lambda state, _: state, self, due)
 
-    def _compressed_again(self, due: Bool[Array, " B"], layer: int) -> "CompressedKV":
+    def _recompressed_due(self, due: Bool[Array, " B"], layer: int) -> "CompressedKV":
         """Return the state with the sequences in mask `due` of a layer recompressed, over all their entries."""
-        held, parts, tables = HeldAgain(self, layer), self.parts, self.tables[layer]
+        held, parts, tables = HeldSource(self, layer), self.parts, self.tables[layer]
         made = run_to_end(compress(held, parts, key=held.layer.key, due=due))
         at, usual = self.first + layer, made.length
         if parts.heads.uniform:
@@ -423,7 +423,7 @@ def _stepped(
     return after, without_padding(out, written)
 
 
-class HeldAgain(LayerSource):
+class HeldSource(LayerSource):
     """Layer source that recompresses one layer of a state."""
 
     def __init__(self, held: CompressedKV, layer: int):
