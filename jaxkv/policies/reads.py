@@ -255,7 +255,7 @@ def as_tokens(given: Any, least: int) -> Tokens | Share:
     budget = as_budget(1024 if given is None else given)
     fits = isinstance(budget, Share) or isinstance(budget, Tokens) and budget.value >= least
     require(
-        fits, "budget", budget, f"give at least {least} tokens, the newest queries' own, or a share"
+        fits, "budget", budget, f"give at least {least} tokens, which are always used, or a share"
     )
     assert isinstance(budget, Tokens | Share)
     return budget
