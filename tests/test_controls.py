@@ -229,7 +229,7 @@ def test_a_conversation_continued_is_the_one_rendered_at_once():
 def test_a_template_that_renders_earlier_answers_otherwise_is_warned_of():
     model = tiny(TEMPLATE.replace("={{ m.content }}", "~{{ m.content }}"))
     out = jaxkv.generate(model, DOC, max_new_tokens=4, stop_at_eos=False)
-    with pytest.warns(UserWarning, match="the chat template renders earlier answers otherwise"):
+    with pytest.warns(UserWarning, match="the chat template renders earlier answers differently"):
         jaxkv.generate(model, "So?", cache=out.cache, max_new_tokens=4)
     # Once per process; and white space that models sample themselves is no difference.
     jaxkv.generate(model, "So?", cache=out.cache, max_new_tokens=4)

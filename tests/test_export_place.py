@@ -51,7 +51,7 @@ TAKEN = {
 def test_what_lies_there_stays(tmp_path, no_programs, taken):
     TAKEN[taken](tmp_path / "out")
     before = seen(tmp_path)
-    with pytest.raises(ValueError, match="directory=.*/out: something is there already"):
+    with pytest.raises(ValueError, match="directory=.*/out: it exists already"):
         jaxkv.export(model(), tmp_path / "out", **OF)
     assert seen(tmp_path) == before
 
@@ -65,7 +65,7 @@ def test_what_comes_to_lie_there_meanwhile_stays(tmp_path, monkeypatch, taken):
     monkeypatch.setattr(
         writing, "_write", lambda part, *_: (part / "manifest.json").write_text("{}")
     )
-    with pytest.raises(ValueError, match="directory=.*/out: something is there already"):
+    with pytest.raises(ValueError, match="directory=.*/out: it exists already"):
         jaxkv.export(model(), tmp_path / "out", **OF)
     assert made and set(seen(tmp_path)) <= {"out", "out/mine.txt"}
 

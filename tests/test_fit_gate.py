@@ -71,7 +71,7 @@ def test_what_it_refuses(texts, tmp_path, capsys):
     shown = refused(capsys, "fit-gate", MODEL, str(file), "--out", str(file))
     assert "--out=" in shown and file.read_text() == texts[0]
     params = jaxkv.load(MODEL)
-    with pytest.raises(ValueError, match=r"^penalty=0: give a number above 0"):
+    with pytest.raises(ValueError, match=r"^penalty=0: use a number above 0"):
         fit_gate(params, texts, penalty=0)
     with pytest.raises(ValueError, match=r"^texts=\[\]: give a list"):
         fit_gate(params, [])

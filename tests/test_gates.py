@@ -299,7 +299,7 @@ def test_files_are_refused_by_name(tmp_path, change, message):
 def test_other_files_and_models_are_refused(tmp_path):
     path = tmp_path / "gate.safetensors"
     path.write_bytes(save(zap_tensors(CONFIG))[:-9])
-    for given, message in ((path, "a whole safetensors file"), (tmp_path / "none", "missing")):
+    for given, message in ((path, "a complete safetensors file"), (tmp_path / "none", "missing")):
         with pytest.raises(ValueError, match=rf"^gate='.*{message}"):
             KVzap(gate=str(given))
     with pytest.raises(

@@ -91,7 +91,7 @@ def test_one_process_shows_bars_and_both_stream():
 
 
 REFUSED = {
-    "prompt": r"ValueError: prompt=.*process 1 was given another one than process 0: give all processes the same",
+    "prompt": r"ValueError: prompt=.*process 1 has another value than process 0: use the same in all processes",
     "policy": r"ValueError: policy='?.SnapKV\(budget=3[23].*process 1",
     "key": r"ValueError: key=[01]: process 1",
     "ids": r"ValueError: ids=.*process 1",

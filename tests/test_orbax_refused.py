@@ -26,19 +26,19 @@ def test_targets_that_are_taken(tmp_path, converted):
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     before = (converted / "jaxkv.json").read_bytes()
     for target in (converted, tmp_path / "file", tmp_path / "link"):
-        with pytest.raises(ValueError, match="target=.*something is there already"):
+        with pytest.raises(ValueError, match="target=.*it exists already"):
             convert(SOURCE, target)
     assert (converted / "jaxkv.json").read_bytes() == before and (
         tmp_path / "file"
     ).read_text() == "mine"
-    with pytest.raises(ValueError, match="no folder can be made there"):
+    with pytest.raises(ValueError, match="the folder cannot be created"):
         convert(SOURCE, tmp_path / "file" / "model")
-    with pytest.raises(ValueError, match=r"target=.*\.partial is for unfinished ones"):
+    with pytest.raises(ValueError, match=r"target=.*\.partial is reserved for incomplete folders"):
         convert(SOURCE, tmp_path / "model.partial")
     with pytest.raises(ValueError, match="dtype='int8': give one of float32, bfloat16, float16"):
         convert(SOURCE, tmp_path / "model", dtype="int8")
     for target in (".", tmp_path / "new" / ".."):
-        with pytest.raises(ValueError, match="target=.*something is there already"):
+        with pytest.raises(ValueError, match="target=.*it exists already"):
             convert(SOURCE, target)
     assert not (tmp_path / "new").exists()
 
@@ -105,7 +105,7 @@ def test_manifests_of_another_kind(converted, said, name):
 
 def test_folders_of_others(tmp_path, converted):
     orbax_files.write_arrays(tmp_path / "theirs", {"a": np.ones(3)})
-    with pytest.raises(ValueError, match=r"theirs: a folder of Orbax' without jaxkv\.json"):
+    with pytest.raises(ValueError, match=r"theirs: an Orbax folder without jaxkv\.json"):
         jaxkv.load(tmp_path / "theirs")
     # The config of another model beside the weights of this one.
     shutil.copyfile(MODELS / "qwen3" / "config.json", converted / "config.json")
@@ -136,4 +136,4 @@ def test_the_command_line(tmp_path, capsys):
         capture_output=True,
         text=True,
     )
-    assert out.returncode == 2 and "no such file, folder or model" in out.stderr and not out.stdout
+    assert out.returncode == 2 and "unknown file, folder or model" in out.stderr and not out.stdout

@@ -227,11 +227,13 @@ def test_places_that_are_taken(tmp_path):
     _, cache, path = saved(tmp_path)
     (tmp_path / "file").write_text("mine")
     for taken in (path, tmp_path / "file"):
-        with pytest.raises(ValueError, match="path=.*something is there already"):
+        with pytest.raises(ValueError, match="path=.*it exists already"):
             cache.save(taken)
-    with pytest.raises(ValueError, match="path=.*no folder can be made there"):
+    with pytest.raises(ValueError, match="path=.*the folder cannot be created"):
         cache.save(tmp_path / "file" / "cache")
-    with pytest.raises(ValueError, match=r"path=.*\.partial is for unfinished ones: leave it out"):
+    with pytest.raises(
+        ValueError, match=r"path=.*\.partial is reserved for incomplete folders: leave it out"
+    ):
         cache.save(tmp_path / "mine.partial")
     assert_same(jaxkv.load_cache(path), cache)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["cache", "file"]
@@ -257,7 +259,7 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["cache"]
     # Killed, it leaves a folder whose name says what it is.
     shutil.copytree(path, tmp_path / ".other.x1.partial")
-    with pytest.raises(ValueError, match=r"path=.*\.partial: no whole folder"):
+    with pytest.raises(ValueError, match=r"path=.*\.partial: not a complete folder"):
         jaxkv.load_cache(tmp_path / ".other.x1.partial")
 
 
@@ -322,9 +324,9 @@ def test_folders_that_are_not_whole(tmp_path):
     with pytest.raises(ValueError, match="it cannot be read from .*arrays"):
         jaxkv.load_cache(path)
     (path / "jaxkv.json").unlink()
-    with pytest.raises(ValueError, match=r"path=.*no whole folder with jaxkv\.json"):
+    with pytest.raises(ValueError, match=r"path=.*not a complete folder with jaxkv\.json"):
         jaxkv.load_cache(path)
-    with pytest.raises(ValueError, match="path=.*no whole folder"):
+    with pytest.raises(ValueError, match="path=.*not a complete folder"):
         jaxkv.load_cache(tmp_path / "nothing")
 
 

@@ -1,6 +1,6 @@
 """Statistics of a model's attention: how evenly it is spread, how few keys hold it, which layers share it.
 
-`density` is D2O's figures 1 and 4, `retained` Ada-KV's figures 1a and 11, `similarity` OmniKV's figures 1a and 8;
+`density` is D2O's figures 1 and 4, `retained` Ada-KV's figures 1a and 11, `similarity` OmniKV's figures 1a and 8.
 `filter_layers` finds the layers that choose best for others.
 """
 
@@ -28,7 +28,7 @@ from jaxkv.sharding.mesh import Axes, host, place
 from jaxkv.sharding.sharded_program import sharded_jit
 from jaxkv.text.prompts import Prompt
 
-# Number of queries whose weights are in memory at once.
+# Number of queries whose weights are in memory at a time.
 _BLOCK = 128
 
 
@@ -36,11 +36,11 @@ class Density(NamedTuple):
     """Result of `density`, averaged over texts.
 
     Attributes:
-        variance: of each query head, the variance over keys of the attention that each key receives from all queries.
-            D2O's F is its mean over heads.
+        variance: variance over keys of the attention that each key receives from all queries, by query head. D2O's F is
+            its mean over heads.
         dense: share of all weights that are at least `least` of the largest weight of their query.
-        maps: mean weight that the queries of one bin of the text (array entries) pay to a key of another bin (columns),
-            over heads; 0 where no query sees a key.
+        maps: mean weight of the queries in one bin of the text (rows of the array) on a key in another bin (columns),
+            over heads; 0 if no query sees a key.
     """
 
     variance: Float[np.ndarray, "L H"]
@@ -58,19 +58,19 @@ def density(
         params: from `jaxkv.load`.
         texts: long texts, or their ids.
         least: share of a query's largest weight below which a weight is small.
-        bins: number of bins that maps cut a text into, n.
+        bins: number of bins per text in maps, n.
 
     Returns:
-        Variances, shares of large weights and maps. L counts the layers without a window.
+        Variances, shares of large weights and maps. L counts the layers without a sliding window.
 
     Raises:
         ValueError: for texts that are empty, of one token or too long for the model, and for settings out of range.
 
     References:
-        D2O, arXiv:2406.13035, equation 4, figures 1 and 4. Small weights are counted as H2O's figure 2 counts them:
-        below a hundredth of the largest of their query.
+        D2O, arXiv:2406.13035, equation 4, figures 1 and 4. Small weights are defined as in H2O's figure 2: below a
+        hundredth of the largest of their query.
     """
-    remedy = "give a share of a query's largest weight, above 0"
+    remedy = "use a share of a query's largest weight, above 0"
     least = _checks.real("least", least, remedy, high=1.0, open_low=True)
     bins = _checks.whole("bins", bins, most=1024)
     variance, dense, maps = [], [], []
@@ -104,7 +104,7 @@ def _dense(
     bins: int,
     axes: Axes | None,
 ) -> tuple[Float[Array, "B K G"], Float[Array, "B two n n"]]:
-    """Counts of weights >= `least` x their query's largest `[B, K, G]`; sums of weights, and of pairs, by bins."""
+    """Count weights >= `least` x their query's largest `[B, K, G]`; sum weights, and pairs, by bins."""
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, q.shape[3])
 
@@ -131,7 +131,7 @@ def _dense(
 
 
 def _in_bins(at: Int[Array, " n"], count: Int[Array, ""], bins: int) -> Float[Array, "n bins"]:
-    """One-hot float matrix `[n, bins]` of each position's bin, for a text of `count` tokens cut into `bins` bins."""
+    """Return the one-hot float matrix `[n, bins]` of each position's bin, for `count` tokens in `bins` bins."""
     return ((at * bins // count)[:, None] == jnp.arange(bins, dtype=jnp.int32)).astype(jnp.float32)
 
 
@@ -155,16 +155,16 @@ def retained(
         queries: number of last tokens of each text whose attention is measured; keys are ranked over all of them.
 
     Returns:
-        The share of attention on the top keys, averaged over texts. L counts the layers without a window.
+        The share of attention on the top keys, averaged over texts. L counts the layers without a sliding window.
 
     Raises:
         ValueError: for texts that are empty or too long for the model, and for settings out of range.
 
     References:
-        Ada-KV, arXiv:2407.11550, figures 1a and 11. A kv head keeps an entry for all its query heads, so that its curve is
-        of their mean, as section 3.5 chooses entries.
+        Ada-KV, arXiv:2407.11550, figures 1a and 11. A kv head keeps an entry for all its query heads, so the curve is
+        that of their mean, as section 3.5 chooses entries.
     """
-    remedy = "give shares of a text's keys, above 0 and at most 1"
+    remedy = "use shares of a text's keys, above 0 and at most 1"
     given = [_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in shares]
     found = []
     for text in encoded(params, texts):
@@ -187,7 +187,7 @@ def _mean_weights(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B K S"]:
-    """Attention probability of each key, `[B, K, S]`: the mean over a kv head's queries and query heads."""
+    """Return the attention weight of each key, `[B, K, S]`: the mean over a kv head's queries and query heads."""
     mine = window_mass(q, k, positions, lambda shares, at: jnp.mean(shares, axis=(0, 1)))
     return mean_of_devices(mine, "G", axes)
 
@@ -197,8 +197,8 @@ class FilterLayers(NamedTuple):
 
     Attributes:
         filters: indices of the layers, ascending.
-        carried: share of attention that falls on the chosen tokens, averaged over the layers that read a choice.
-        mass: the `similarity` they were found in.
+        carried: share of attention on the chosen tokens, averaged over the layers that read a choice.
+        mass: the `similarity` map of the search.
     """
 
     filters: tuple[int, ...]
@@ -215,21 +215,21 @@ def similarity(
     Args:
         params: from `jaxkv.load`.
         texts: long texts, or their ids.
-        share: number of most attended tokens to look at, as a share of those that a query sees.
+        share: number of most attended tokens, as a share of those that a query sees.
         queries: number of last tokens of each text whose attention is measured.
 
     Returns:
         At [l, m], for m >= l: the share of m's attention on l's most attended tokens, averaged over queries and texts;
-        0 below the diagonal. L counts the layers without a window.
+        0 below the diagonal. L counts the layers without a sliding window.
 
     Raises:
         ValueError: for texts that are empty or too long for the model.
 
     References:
         OmniKV, section 3 (inter-layer attention similarity) and figure 8; a token's weight in a layer is its largest
-        probability over the query heads, and these sum to one.
+        attention weight over the query heads, and these sum to one.
     """
-    remedy = "give a share of the tokens, above 0"
+    remedy = "use a share of the tokens, above 0"
     share = _checks.real("share", share, remedy, high=1.0, open_low=True)
     found = []
     for text in encoded(params, texts):
@@ -250,7 +250,7 @@ def _weights(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B w S"]:
-    """Attention weights `[B, w, S]` of queries on tokens: largest probability over all heads, scaled to sum to one."""
+    """Return attention weights `[B, w, S]` of queries on tokens: the largest over all heads, scaled to sum to one."""
     largest_of_window = partial(window_mass, reduce=lambda shares, at: shares.max(axis=(0, 1)))
     per_query = jax.vmap(largest_of_window, in_axes=(3, None, 1), out_axes=1)
     largest = per_query(q[:, :, :, :, None], k, positions[:, :, None]).max(axis=2)
@@ -262,7 +262,7 @@ def _weights(
 def _shared(
     weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"], share: float
 ) -> np.ndarray:
-    """Similarity map `[L, L]` of one text: at [l, m] for m >= l, share of m's attention weights on l's top tokens."""
+    """Return the map `[L, L]` of one text: at [l, m] for m >= l, share of m's attention weights on l's top tokens."""
     layers = len(weights)
     out = np.zeros((layers, layers))
     for row, at in enumerate(positions):
@@ -291,9 +291,9 @@ def filter_layers(
         params: from `jaxkv.load`.
         texts: as for `similarity`.
         m: number of filter layers.
-        adjacent: number of layers above each filter layer that read everything, too.
-        most_whole: largest number of layers that read everything; by default a quarter of all, as in the paper.
-            Layers with a window count nowhere.
+        adjacent: number of layers above each filter layer that also read the whole cache.
+        most_whole: largest number of layers that read the whole cache; by default a quarter of all, as in the paper.
+            Layers with a sliding window are not counted.
         share: as for `similarity`.
         queries: as for `similarity`.
 
@@ -301,7 +301,7 @@ def filter_layers(
         The best of all sets of filter layers, as indices of the model's layers.
 
     Raises:
-        ValueError: as `similarity` does, and if no set leaves enough layers to read a choice.
+        ValueError: as for `similarity`, and if no set leaves enough layers to read a choice.
     """
     indices = whole_layers_of(params)
     layers, m = len(indices), _checks.whole("m", m)
@@ -312,7 +312,7 @@ def filter_layers(
         if filters[0] <= most
         and len(whole_layers(filters, adjacent, layers)) <= min(most, layers - 1)
     }
-    remedy = f"at most {most} of {layers} layers may read everything: give fewer filters"
+    remedy = f"at most {most} of {layers} layers may read the whole cache: use fewer filters"
     require(bool(sets), "m", m, remedy)
     mass = similarity(params, texts, share=share, queries=queries)
 

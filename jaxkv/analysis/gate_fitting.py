@@ -1,4 +1,4 @@
-"""KVzap's linear gate for a model: ridge regression of KVzip+'s scores on hidden states that enter attention."""
+"""KVzap's linear gate for a model: ridge regression of KVzip+'s scores on the hidden states before attention."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,7 +22,7 @@ from jaxkv.text.prompts import Prompt
 
 
 class FittedGate(NamedTuple):
-    """Result of `fit_gate`: KVzap's `gate`, number of `tokens`, and share of the scores' variance `explained` by layer.
+    """Result of `fit_gate`: KVzap's `gate`, number of `tokens`, and the explained variance of the scores by layer.
 
     Attributes:
         gate: the gate, for `KVzap(gate=...)`; `gate.to_bytes()` is the content of its file.
@@ -44,27 +44,29 @@ def fit_gate(
 ) -> FittedGate:
     """Fit KVzap's linear gate to a model by ridge regression, from the texts' KVzip+ scores; return a `FittedGate`.
 
-    Each text is read twice by the whole model, and one layer's weights minimise the squared error of the scores'
-    logarithms, plus the penalty times the squared weights; biases are not penalised. Sums of products are float64, on
-    the host: L x E x E numbers.
+    The model reads each text twice. The weights of a layer minimise the squared error of the logarithms of its scores,
+    plus the penalty times the squared weights; biases are not penalised. Sums of products are float64 on the host,
+    L x E x E numbers.
 
     Args:
         params: from `jaxkv.load`.
-        texts: long texts, or their ids, one at a time; of 750 to 1,250 tokens in the paper.
-        penalty: of the squared weights, above 0.
-        chunk: tokens of a text that are read again at a time.
+        texts: long texts, or their ids; in the paper they have 750 to 1,250 tokens.
+        penalty: penalty of the squared weights, above 0.
+        chunk: number of tokens per chunk of the second pass.
 
     Returns:
         The gate and its fit.
 
     Raises:
-        ValueError: for no texts, texts that are empty or too long, scores that are not finite, and a penalty of 0.
+        ValueError: for no texts, empty or too long texts, scores that are not finite, and a penalty of 0.
     """
     asked, config = Replay(chunk=chunk, sinks=0, weighted=True), params.config
     penalty = _checks.real(
-        "penalty", penalty, "give a number above 0", low=0.0, high=1e30, open_low=True
+        "penalty", penalty, "use a number above 0", low=0.0, high=1e30, open_low=True
     )
-    remedy = "some layers have windows: gates are fitted to models whose layers all attend to the whole text"
+    remedy = (
+        "some layers have sliding windows: use a model whose layers all attend to the whole text"
+    )
     require(not any(config.sliding_windows), "model", params.name, remedy)
     size = config.embed + 1 + config.kv_heads
     products = np.zeros((config.layers, size, size))
@@ -84,9 +86,9 @@ def fit_gate(
 def _observed(
     params: LanguageModel, prompt: Any, asked: Replay
 ) -> list[tuple[Float[np.ndarray, "n E"], Float[np.ndarray, "n K"]]]:
-    """Read one text twice; list by layer of (normed hidden states `[n, E]`, logarithms of KVzip+ scores `[n, K]`).
+    """Read one text twice; list (normed hidden states `[n, E]`, logarithms of KVzip+ scores `[n, K]`) by layer.
 
-    An entry that receives no attention counts as the least of its head's that receive some.
+    An entry without attention counts as the smallest one with attention in its head.
     """
     ran, count = dict(layers_of(params, prompt, hidden=True)), len(prompt.ids[0])
     asks = texts_of(asked, params.text, params.config)
@@ -105,10 +107,10 @@ def _observed(
 def _fit(
     products: Float[np.ndarray, "n n"], size: int, penalty: float
 ) -> tuple[KVzapWeights, float]:
-    """One layer's ridge solution, its biases not penalised, and the share of the scores' variance that it explains.
+    """Return one layer's ridge solution, without penalty of biases, and the explained share of the scores' variance.
 
     `products` are sums over tokens of all products of hidden states, a 1 (`size` numbers with it) and scores. The share
-    is the mean over heads, 1 where scores do not vary.
+    is the mean over heads, 1 for constant scores.
     """
     xx, xy, yy = products[:size, :size], products[:size, size:], np.diag(products)[size:]
     ridge = np.full(size, penalty)

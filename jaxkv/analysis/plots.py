@@ -1,4 +1,4 @@
-"""Pictures of arrays: lines by name, and heat maps side by side."""
+"""Plots of arrays: lines by name, and heat maps side by side."""
 
 import textwrap
 from collections.abc import Mapping
@@ -17,13 +17,13 @@ def draw_lines(
     up: str,
     log: str = "",
 ) -> None:
-    """Sample lines into one panel.
+    """Draw lines in one panel.
 
     Args:
-        figure: matplotlib's, such as `pyplot.figure(layout="constrained")`.
-        lines: numbers across and up, by name.
-        across: what the horizontal axis shows.
-        up: what the vertical axis shows.
+        figure: matplotlib figure, such as `pyplot.figure(layout="constrained")`.
+        lines: coordinates across and up, by name.
+        across: label of the horizontal axis.
+        up: label of the vertical axis.
         log: axes with a logarithmic scale: "", "x", "y" or "xy".
     """
     panel = figure.add_subplot()
@@ -43,14 +43,14 @@ def draw_maps(
     label: str,
     most: int | float | None = None,
 ) -> None:
-    """Sample heat maps, five side by side, all on one scale of colours; cells of NaN stay empty.
+    """Draw heat maps, five side by side, all on one scale of colours; cells of NaN are empty.
 
     Args:
-        figure: matplotlib's, such as `pyplot.figure(layout="constrained")`.
-        maps: arrays of two axes, by title; their entries are sampled from top to bottom.
-        across: what the arrays' columns are.
-        down: what their entries are.
-        label: what the colours show.
+        figure: matplotlib figure, such as `pyplot.figure(layout="constrained")`.
+        maps: arrays of two axes, by title; their rows are drawn from top to bottom.
+        across: label of the arrays' columns.
+        down: label of their rows.
+        label: label of the colours.
         most: end of the scale; by default the largest number.
     """
     wide = min(len(maps), 5)

@@ -57,10 +57,10 @@ def budgets(
         key: random key or seed, for policies that use random numbers.
 
     Returns:
-        Entries kept by policy, budget, text, layer and kv head. L counts the layers without a window.
+        Kept entries by policy, budget, text, layer and kv head. L counts the layers without a sliding window.
 
     Raises:
-        ValueError: for texts that are empty or too long for the model, and budgets that cannot be honoured.
+        ValueError: for texts that are empty or too long for the model, and budgets that cannot be kept.
     """
     following = _checks.whole("following", following, least=0)
     (rows,) = measured(
@@ -85,15 +85,15 @@ def measured(
     key: int | Array | None,
     measure: Callable[[Encoded, Bool[np.ndarray, "C L K n"]], Sequence[np.ndarray]],
 ) -> list[np.ndarray]:
-    """Arrays `[P, N, T, ...]`, of policy, budget and text, of the arrays `[C, ...]` that `measure` gives of a text.
+    """Return arrays `[P, N, T, ...]` by policy, budget and text, from the arrays `[C, ...]` of `measure` for a text.
 
-    It takes the text, and masks of the prompt entries that caches of all C = P x N policies hold behind its prefill. The
-    prompt is the text without its `following` last tokens. Layers with a window are left out. ValueError for policies
-    that choose the entries to read for each token, and for numbers that are not finite.
+    `measure` gets the text, and masks of the prompt's entries in the caches of all C = P x N policies after prefill.
+    The prompt is the text without its `following` last tokens. Sliding-window layers are left out. Raises ValueError
+    for policies that choose the entries to read for each token, and for numbers that are not finite.
     """
     given = [as_policy(each) for each in policies]
     for policy in given:
-        remedy = "it drops no entries: use `jaxkv eval visible`, or leave it out"
+        remedy = "it evicts no entries: use `jaxkv eval visible`, or leave it out"
         require(policy.parts().read.everything, "policies", policy, remedy)
     cells = [with_budget(policy, budget) for policy in given for budget in budgets]
     sessions = [Session(params, policy, key=key) for policy in cells]
@@ -110,7 +110,7 @@ def measured(
 def placed(
     params: LanguageModel, rows: Bool[np.ndarray, "C K n"], text: Encoded
 ) -> Bool[Array, "B K S C"]:
-    """One layer's masks of kept entries, padded to the text's slots, on the model's mesh."""
+    """Place one layer's masks of kept entries, padded to the text's padded length, on the model's mesh."""
     count, heads, prompt = rows.shape
     out = np.zeros((len(text.ids), heads, bucket(len(text.ids[0])), count), bool)
     out[:, :, :prompt] = np.moveaxis(rows, 0, -1)
@@ -121,11 +121,11 @@ class Recall(NamedTuple):
     """Result of `recall`, by policy, budget and text.
 
     Attributes:
-        recall: for each layer and query head, mass on the prompt's entries that are kept, of the mass on all of the
-            prompt's entries, both summed over the queries.
-        visible: mass on everything that a query sees under the policy, tokens behind the prompt included; the mean
+        recall: attention on the kept entries of the prompt divided by attention on all of them, both summed over the
+            queries, by layer and query head.
+        visible: attention on everything that a query sees under the policy, with the tokens after the prompt; the mean
             over the queries.
-        rows: entries kept, over layers and kv heads.
+        rows: number of kept entries, over layers and kv heads.
     """
 
     recall: Float[np.ndarray, "P N T L H"]
@@ -145,24 +145,24 @@ def recall(
 ) -> Recall:
     """Measure the share of full attention that falls on the entries that policies keep.
 
-    Policies see each text but for its last tokens, whose attention is then measured. Eviction during decoding is not
-    applied: the entries chosen at the prompt's end stay. Merged entries count by the positions they are kept at, not by what
-    was merged into them.
+    Policies see each text without its last tokens, whose attention is then measured. Eviction during decoding is not
+    applied: the entries chosen at the end of the prompt are kept. Merged entries count by their own positions, not by
+    those merged into them.
 
     Args:
         params: from `jaxkv.load`.
         texts: T long texts, or their ids.
         policies: P names, classes or values; their own budgets are replaced.
         budgets: N numbers of entries per kv head and layer on average, or shares of a prompt.
-        following: number of tokens of each text behind its prompt.
+        following: number of tokens of each text after its prompt.
         key: random key or seed, for policies that use random numbers.
 
     Returns:
-        Recall, visible attention and entries. L counts the layers without a window.
+        Recall, visible attention and entries. L counts the layers without a sliding window.
 
     Raises:
-        ValueError: for texts that are empty or too long for the model, budgets that cannot be honoured, and policies
-            that choose for each token which entries they read.
+        ValueError: for texts that are empty or too long for the model, budgets that cannot be kept, and policies that
+            choose the entries to read for each token.
 
     References:
         PyramidKV, arXiv:2406.02069, appendix N and figure 8.
@@ -170,7 +170,7 @@ def recall(
     following = _checks.whole("following", following)
 
     def shares(text: Encoded, kept: Bool[np.ndarray, "C L K n"]) -> Sequence[np.ndarray]:
-        """Recall, visible attention and entries of one text, by policy."""
+        """Return recall, visible attention and entries of one text, by policy."""
         # The last mask is of the whole prompt.
         masks, layers = np.concatenate([kept, np.ones_like(kept[:1])]), []
         for at, (_, out) in enumerate(layers_of(params, text, queries=following)):
@@ -203,17 +203,17 @@ def paid(
     *,
     axes: Axes | None,
 ) -> Float[Array, "B K G w n"]:
-    """Attention probability of each query summed over the entries of each of n masks, `[B, K, G, w, n]`."""
+    """Sum each query's attention weights over the entries of each of n masks, `[B, K, G, w, n]`."""
 
     def head(mine: Array, keys: Array, sets: Array, position: Array) -> Array:
         shares = probabilities(mine, keys, position)
-        # By default a GPU rounds products to ten bits, and policies differ in the fourth digit.
+        # By default a GPU rounds products to ten bits, but policies differ in the fourth digit.
         return exact_einsum("gws,sn->gwn", shares, sets.astype(jnp.float32))
 
     return by_head(head, (q, k, rows), (positions,))
 
 
-# Uniform, safeguarded and adaptive budgets of heads: the same scores and totals.
+# Uniform, safeguarded and adaptive head budgets: the same scores and totals.
 ALLOCATIONS = (SnapKV(), AdaKV(), AdaKV(alpha=0.0))
 
 
@@ -221,10 +221,10 @@ class EvictionLoss(NamedTuple):
     """Result of `eviction_loss`, by policy, budget and text.
 
     Attributes:
-        loss: L1 change of a layer's attention output, for each layer and query.
-        bound: theorem 3.1's: 2 h C - 2 C times the attention on entries that are seen, over the h query heads; C is the
-            largest L1 norm of a value at the layer's output.
-        kept: number of entries kept, over layers and kv heads.
+        loss: L1 change of a layer's attention output, by layer and query.
+        bound: bound of theorem 3.1: 2 h C - 2 C times the attention on visible entries, over the h query heads; C is
+            the largest L1 norm of a value at the layer's output.
+        kept: number of kept entries, over layers and kv heads.
     """
 
     loss: Float[np.ndarray, "P N T L w"]
@@ -245,37 +245,37 @@ def eviction_loss(
     """Measure the L1 change of each layer's attention output that evicted entries cause.
 
     Each layer gets its input under full attention, so that the loss of lower layers is not counted again. Eviction
-    during decoding is not applied: the entries chosen at the prompt's end stay.
+    during decoding is not applied: the entries chosen at the end of the prompt are kept.
 
     Args:
         params: from `jaxkv.load`.
         texts: T long texts, or their ids.
         budgets: N numbers of entries per kv head and layer on average, or shares of a prompt.
-        policies: P names, classes or values; by default uniform, safeguarded and adaptive budgets of heads.
-        following: w, number of tokens of each text behind its prompt.
+        policies: P names, classes or values; by default uniform, safeguarded and adaptive head budgets.
+        following: w, number of tokens of each text after its prompt.
         key: random key or seed, for policies that use random numbers.
 
     Returns:
-        Losses, bounds and entries. L counts the layers without a window.
+        Losses, bounds and entries. L counts the layers without a sliding window.
 
     Raises:
-        ValueError: for texts that are empty or too long for the model, budgets that cannot be honoured, and policies
-            that merge entries, renumber positions or choose for each token which entries they read.
+        ValueError: for texts that are empty or too long for the model, budgets that cannot be kept, and policies that
+            merge entries, renumber positions or choose the entries to read for each token.
 
     References:
-        Ada-KV, arXiv:2407.11550, equations 2 to 6, theorem 3.1, figure 2. Entries are dropped by kv head, and h counts
+        Ada-KV, arXiv:2407.11550, equations 2 to 6, theorem 3.1, figure 2. Entries are evicted by kv head, and h counts
         query heads.
     """
     following = _checks.whole("following", following)
     for policy in map(as_policy, policies):
         parts, remedy = (
             policy.parts(),
-            "give policies that drop entries and keep the positions of others",
+            "not supported: use policies that evict entries and keep the positions of others",
         )
         require(parts.merge is None and not parts.rolling, "policies", policy, remedy)
 
     def losses(text: Encoded, kept: Bool[np.ndarray, "C L K n"]) -> Sequence[np.ndarray]:
-        """Losses, bounds and entries of one text, by policy."""
+        """Return losses, bounds and entries of one text, by policy."""
         prompt, layers = place(text.lengths - following, "B", params.axes), []
         for at, (index, out) in enumerate(layers_of(params, text, queries=following)):
             sets, leaves = placed(params, kept[:, at], text), params.flat.blocks[index]
@@ -310,7 +310,7 @@ def _loss(
     *,
     graphs: Graphs,
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
-    """Two arrays `[B, n, w]`: L1 change of queries' attention output under n masks of kept entries; its upper bound."""
+    """Return the L1 change `[B, n, w]` of queries' attention output under n masks of kept entries, and its bound."""
     block, (_, heads, group, _, dim) = graphs.block(leaves), q.shape
     weight = float_weight(block.attention, "out").reshape(-1, heads, group, dim)
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]
@@ -337,12 +337,12 @@ def _loss(
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
     retained = total(share.sum(axis=1), graphs.axes)
     count = total(jnp.full((), heads * group, jnp.float32), graphs.axes)
-    # If every entry is kept, rounding could make the difference negative.
+    # With every entry kept, rounding could make the difference negative.
     return loss, 2 * largest * jnp.maximum(count - retained, 0)
 
 
 def _norms(v: Float[Array, "B K S D"], weight: Float[Array, "E K G D"]) -> Float[Array, "B S"]:
-    """L1 norm of each position's value after the output projection, `[B, S]`: the largest over query heads."""
+    """Return the L1 norm of each position's value after the output projection, `[B, S]`: the largest over heads."""
     batch, heads, padded_len, dim = v.shape
     size = min(256, padded_len)
 

@@ -1,4 +1,4 @@
-"""Checkpoints without a model: fetching and converting them, and reading tensors as numpy arrays, whole or in parts."""
+"""Checkpoints without a model: downloads, conversion, and tensors read as NumPy arrays, complete or in parts."""
 
 from jaxkv.checkpoints.converting import convert
 from jaxkv.checkpoints.fetching import cache_dir, fetch

@@ -21,21 +21,23 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Argument parser of `python -m jaxkv.checkpoints`, with its one command `convert`."""
+    """Build the parser of `python -m jaxkv.checkpoints`, with its one command `convert`."""
     parser = argparse.ArgumentParser(
-        prog="python -m jaxkv.checkpoints", description="Model files without a model."
+        prog="python -m jaxkv.checkpoints", description="Convert checkpoint files."
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    about = "write a checkpoint as a folder of Orbax', which loads in slices"
+    about = "write a checkpoint as an Orbax folder, which loads in slices"
     converting = commands.add_parser("convert", help=about, description=about)
     converting.add_argument(
-        "source", metavar="SRC", help="a model's name, a folder, a .gguf file or a hub id"
+        "source", metavar="SRC", help="a model name, a folder, a .gguf file or a hub id"
     )
     converting.add_argument(
-        "target", metavar="DST", help="the folder to write; nothing may be there"
+        "target", metavar="DST", help="new folder to write; the path must not exist"
     )
     converting.add_argument(
-        "--dtype", choices=DTYPES, help="of all weights (by default as they are; a GGUF's: float32)"
+        "--dtype",
+        choices=DTYPES,
+        help="dtype of all weights (default: as stored; float32 for a GGUF)",
     )
     return parser
 

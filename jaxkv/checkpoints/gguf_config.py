@@ -1,4 +1,4 @@
-"""A GGUF's metadata as the keys of a Hugging Face `config.json`, by llama.cpp's name of the architecture."""
+"""GGUF metadata as keys of a Hugging Face `config.json`, by llama.cpp's name of the architecture."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -12,28 +12,28 @@ from jaxkv.checkpoints.gguf_names import TABLES
 from jaxkv.checkpoints.hub_config import Config
 from jaxkv.checkpoints.tensor import StoredTensor
 
-# Names in transformers of architectures that llama.cpp calls otherwise.
+# Architectures with another name in transformers.
 _CALLED = {"gemma3": "gemma3_text", "gpt-oss": "gpt_oss"}
-# Layers of the 27B models, whose attention is scaled by another width than a head's. llama.cpp knows them by it, too:
-# the file does not say.
+# Number of layers of the 27B models, whose attention is not scaled by the width of a head. llama.cpp identifies them in
+# the same way, because the file does not say.
 _WIDER = {"gemma2": 46, "gemma3": 62}
 
 
 def read_config(
     meta: Metadata, tensors: Mapping[str, StoredTensor], factors: np.ndarray | None
 ) -> dict[str, Any]:
-    """Dict with the keys of a Hugging Face `config.json`, from the metadata; ValueError if unsupported.
+    """Convert metadata to the keys of a Hugging Face `config.json`; ValueError if unsupported.
 
     Args:
         meta: the metadata.
-        tensors: the tensors by their Hugging Face names; their names and shapes say what the metadata do not.
-        factors: divisors of the frequencies of the rotary embedding, or None where the file has none.
+        tensors: tensors by their Hugging Face names, which contain what the metadata do not.
+        factors: divisors of the frequencies of the rotary embedding, or None without any in the file.
 
     Returns:
-        The keys and their values.
+        The values by key.
 
     Raises:
-        ValueError: for numbers that are missing, of another kind, or of models that are not built, by key.
+        ValueError: for missing numbers, numbers of another kind, or unsupported models, by key.
     """
     arch, heads, embed = (
         meta.arch,
@@ -41,12 +41,12 @@ def read_config(
         meta.hyper("embedding_length"),
     )
     require(
-        heads > 0, f"{arch}.attention.head_count", heads, "give at least 1; convert the model again"
+        heads > 0, f"{arch}.attention.head_count", heads, "not positive: convert the model again"
     )
     head_dim = meta.hyper("attention.key_length", embed // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
         value = meta.hyper(key, head_dim)
-        remedy = f"only heads where it equals head_dim={head_dim} are built"
+        remedy = f"not supported: use a model with head_dim={head_dim} there"
         require(value == head_dim, f"{arch}.{key}", value, remedy)
     for key, neutral in TABLES["neutral"].items():
         value = meta.values.get(f"{arch}.{key}", neutral[0])
@@ -54,10 +54,10 @@ def read_config(
             value in neutral,
             f"{arch}.{key}",
             value,
-            f"only models where it is {neutral[0]}, or none, are built",
+            f"not supported: use a model where it is {neutral[0]}, or absent",
         )
     given = "model.embed_tokens.weight" in tensors
-    require(given, "tensor", "token_embd.weight", "the file lacks it; download it again")
+    require(given, "tensor", "token_embd.weight", "missing in the file: download it again")
     config = {
         "model_type": _CALLED.get(arch, arch),
         "vocab_size": tensors["model.embed_tokens.weight"].shape[0],
@@ -66,7 +66,7 @@ def read_config(
         "num_attention_heads": heads,
         "num_key_value_heads": meta.hyper("attention.head_count_kv", heads),
         "head_dim": head_dim,
-        # float32 in the file: rounded back to the decimal that it was written from.
+        # float32 in the file: rounded to the decimal that it was written from.
         "rms_norm_eps": decimal(meta.hyper("attention.layer_norm_rms_epsilon", kind=float)),
         "rope_theta": decimal(meta.hyper("rope.freq_base", 10_000.0, kind=float)),
         "rope_scaling": _rope_scaling(meta, factors),
@@ -77,7 +77,7 @@ def read_config(
     }
     config |= _OWN.get(arch, _llama)(meta, config)
     ids = meta.ids()
-    # Null where the file has none: keys left out mean the defaults of transformers' config class.
+    # Null without an id in the file: absent keys would get the defaults of transformers' config class.
     config |= {f"{kind}_token_id": ids[kind] for kind in ("bos", "eos", "pad")}
     if None not in (ids["eos"], ids["eot"]) and ids["eos"] != ids["eot"]:
         config["eos_token_id"] = [ids["eos"], ids["eot"]]
@@ -85,7 +85,7 @@ def read_config(
 
 
 def _llama(meta: Metadata, config: Config) -> dict[str, Any]:
-    """Config keys of a Llama, Mistral, Qwen2 or Qwen3 beside those of all architectures."""
+    """Return the config keys of a Llama, Mistral, Qwen2 or Qwen3 in addition to those of all architectures."""
     arch = meta.arch
     _refuse_experts(meta)
     window = meta.get(f"{arch}.attention.sliding_window", kind=int) or None
@@ -100,19 +100,19 @@ def _llama(meta: Metadata, config: Config) -> dict[str, Any]:
 
 
 def _refuse_experts(meta: Metadata) -> None:
-    """Raise ValueError for a mixture of experts of an architecture that is read without."""
+    """Raise ValueError for a mixture of experts of an architecture that supports none here."""
     experts = meta.hyper("expert_count", 0)
-    remedy = "mixtures of experts of this architecture are read from safetensors only"
+    remedy = "mixtures of experts of this architecture are not supported in a GGUF: use safetensors"
     require(experts == 0, f"{meta.arch}.expert_count", experts, remedy)
 
 
 def _gemma(meta: Metadata, config: Config) -> dict[str, Any]:
-    """Config keys of a Gemma 2 or 3: caps, scale of attention, and which layers have windows."""
+    """Return the config keys of a Gemma 2 or 3: caps, scale of attention, and sliding-window layers."""
     arch, layers, second = meta.arch, config["num_hidden_layers"], meta.arch == "gemma2"
     _refuse_experts(meta)
 
     def cap(key: str, usual: float) -> float | None:
-        """Cap of a key's logits; None where it is 0."""
+        """Return the cap of a key's logits; None for 0."""
         return decimal(meta.hyper(key, usual, kind=float)) or None
 
     window = meta.hyper("attention.sliding_window", 4096 if second else 0) or None
@@ -137,10 +137,10 @@ def _gemma(meta: Metadata, config: Config) -> dict[str, Any]:
 
 
 def _gpt_oss(meta: Metadata, config: Config) -> dict[str, Any]:
-    """Config keys of a gpt-oss: its experts, which layers have windows, and YaRN as in the published config."""
+    """Return the config keys of a gpt-oss: experts, sliding-window layers, and YaRN as in the published config."""
     _refuse_two_bases(meta, config)
     window, scaling = meta.hyper("attention.sliding_window"), config["rope_scaling"]
-    # Null would mean the family's default; llama.cpp rounds the ends of YaRN's ramp, which the published models do not.
+    # Null would mean the family's default. llama.cpp rounds the ends of YaRN's ramp, which published models do not.
     scaling = {"rope_type": "default"} if scaling is None else scaling
     scaling = scaling | ({"truncate": False} if scaling["rope_type"] == "yarn" else {})
     return {
@@ -154,36 +154,34 @@ def _gpt_oss(meta: Metadata, config: Config) -> dict[str, Any]:
 
 
 def _refuse_two_bases(meta: Metadata, config: Config) -> None:
-    """Raise ValueError if layers with windows have another base of their rotary embedding than the others."""
+    """Raise ValueError if sliding-window layers have another base of their rotary embedding than other layers."""
     base = decimal(meta.hyper("rope.freq_base_swa", config["rope_theta"], kind=float))
-    remedy = f"a rotary embedding of windows alone is not supported: {config['rope_theta']}, the others', is read"
+    remedy = f"a separate rotary embedding of sliding windows is not supported: use {config['rope_theta']}"
     require(base == config["rope_theta"], f"{meta.arch}.rope.freq_base_swa", base, remedy)
 
 
 def _layer_types(meta: Metadata, layers: int, usual: int, *, windows: bool) -> list[str]:
-    """Each layer's type: of every `usual` the last has no window, unless the file says which layers have one."""
+    """Return each layer's type: every `usual`-th layer has no sliding window, unless the file lists the layers."""
     key = f"{meta.arch}.attention.sliding_window_pattern"
     given = meta.values.get(key)
     if isinstance(given, list):
-        remedy = (
-            f"a true or false for each of the {layers} layers is expected; convert the model again"
-        )
+        remedy = f"not a true or false for each of the {layers} layers: convert the model again"
         require(
             len(given) == layers and all(each in (0, 1) for each in given), key, given[:8], remedy
         )
         mask = [each == 1 for each in given]
     else:
         every = meta.get(key, usual, kind=int)
-        require(every >= 0, key, every, "a number of layers is expected; convert the model again")
+        require(every >= 0, key, every, "not a number of layers: convert the model again")
         mask = [every == 0 or layer % every < every - 1 for layer in range(layers)]
     return [("full_attention", "sliding_attention")[each and windows] for each in mask]
 
 
 def _rope_scaling(meta: Metadata, factors: np.ndarray | None) -> dict[str, Any] | None:
-    """Hugging Face's `rope_scaling` dictionary from the metadata; None for plain RoPE; ValueError if unknown."""
+    """Return Hugging Face's `rope_scaling` from the metadata; None for plain RoPE; ValueError if unsupported."""
     arch = meta.arch
     kind = meta.get(f"{arch}.rope.scaling.type", kind=str)
-    # The factor has a new and an old key; without a type it means linear, as in llama.cpp.
+    # The factor has a new and an old key; without a type it is linear, as in llama.cpp.
     factor = meta.get(f"{arch}.rope.scaling.factor", kind=float)
     factor = meta.get(f"{arch}.rope.scale_linear", kind=float) if factor is None else factor
     kind = "linear" if kind is None and factor not in (None, 0.0, 1.0) else kind
@@ -193,7 +191,7 @@ def _rope_scaling(meta: Metadata, factors: np.ndarray | None) -> dict[str, Any] 
             plain,
             f"{arch}.rope.scaling.type",
             kind,
-            "scaling on top of rope_freqs is not supported",
+            "scaling in addition to rope_freqs is not supported: use another file",
         )
         theta = decimal(meta.hyper("rope.freq_base", 10_000.0, kind=float))
         return _llama3_scaling(np.asarray(factors, np.float64), theta)
@@ -203,16 +201,16 @@ def _rope_scaling(meta: Metadata, factors: np.ndarray | None) -> dict[str, Any] 
         kind in ("linear", "yarn"),
         f"{arch}.rope.scaling.type",
         kind,
-        "jaxkv reads linear, yarn and llama3",
+        "not supported: use linear, yarn or llama3",
     )
-    remedy = "the metadata must give a number; convert the model again"
+    remedy = "not a number: convert the model again"
     require(factor is not None, f"{arch}.rope.scaling.factor", factor, remedy)
     scaling: dict[str, Any] = {"rope_type": kind, "factor": decimal(factor)}
     if kind == "yarn":
         original = meta.hyper("rope.scaling.original_context_length", meta.hyper("context_length"))
         scaling["original_max_position_embeddings"] = original
         extra = meta.get(f"{arch}.rope.scaling.attn_factor", 1.0, kind=float)
-        remedy = "only YaRN's own attention factor is built"
+        remedy = "only YaRN's own attention factor is supported: use another file"
         require(extra == 1.0, f"{arch}.rope.scaling.attn_factor", extra, remedy)
         for key in ("beta_fast", "beta_slow"):
             value = meta.get(f"{arch}.rope.scaling.yarn_{key}", kind=float)
@@ -222,8 +220,8 @@ def _rope_scaling(meta: Metadata, factors: np.ndarray | None) -> dict[str, Any] 
 
 
 def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
-    """`rope_scaling` dictionary of Llama 3 that reproduces the divisors in `rope_freqs`; ValueError if none does."""
-    # The file holds only each frequency's divisor. Llama 3.1 to 3.3 share every constant but the factor, which is
+    """Return the `rope_scaling` of Llama 3 with the divisors in `rope_freqs`; ValueError if none has them."""
+    # The file has only the divisor of each frequency. Llama 3.1 to 3.3 share every constant but the factor, which is
     # the largest divisor; divisors that these constants do not reproduce are rejected.
     low, high, original, factor = 1.0, 4.0, 8192, round(float(factors.max()), 4)
     wavelengths = 2 * math.pi * theta ** (np.arange(factors.size) / factors.size)
@@ -234,7 +232,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
         close,
         "rope_freqs.weight",
         f"factor {factor}",
-        "not Llama 3's scaling (low 1, high 4, original 8192)",
+        "not Llama 3's scaling (low 1, high 4, original 8192): use another file",
     )
     return {
         "rope_type": "llama3",
@@ -245,7 +243,7 @@ def _llama3_scaling(factors: np.ndarray, theta: float) -> dict[str, Any]:
     }
 
 
-# Readers of the keys that are not those of all architectures.
+# Readers of keys that differ by architecture.
 _OWN: dict[str, Callable[[Metadata, Config], dict[str, Any]]] = {
     "gemma2": _gemma,
     "gemma3": _gemma,

@@ -17,11 +17,11 @@ from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.gpt_oss import with_joined_experts
 from jaxkv.checkpoints.tensor import Index, StoredTensor
 
-# Types whose blocks are 4-bit steps of one size from a least value, in groups of 32.
+# Types whose blocks are 4-bit steps of one size from a minimum, in groups of 32.
 _STEPPED = ("Q4_0", "Q4_1", "Q4_K")
-# Architectures whose norms multiply by 1 plus their weights: files hold the sum.
+# Architectures whose norms multiply by 1 plus their weights: files store the sum.
 _MORE_BY_ONE = ("gemma2", "gemma3")
-# Elements dequantised at once, so that no tensor is in memory twice.
+# Elements dequantised in one step, so that no tensor is in memory twice.
 _AT_ONCE = 1 << 20
 
 
@@ -29,30 +29,30 @@ class GgufFile:
     """GGUF file opened for reading: Hugging Face config, tensors under Hugging Face names, and vocabulary.
 
     Attributes:
-        path: the file.
+        path: path of the file.
         config: its metadata under the keys of a Hugging Face `config.json`.
-        tensors: its tensors by their Hugging Face names, float32 when they are read.
-        tokenizer: its vocabulary as plain data, or None where it carries none.
+        tensors: its tensors by their Hugging Face names, float32 when read.
+        tokenizer: its vocabulary as plain data, or None without one.
     """
 
     def __init__(self, path: Path):
-        """Open the file and read its metadata, not its weights; ValueError if it is corrupt or unsupported.
+        """Open the file and read its metadata, not its weights.
 
         Raises:
-            ValueError: where the file is missing, truncated or corrupt, or its architecture is not supported.
+            ValueError: if the file is missing, truncated or corrupt, or its architecture is not supported.
         """
         self.path = path
         values, self._stored = gguf_reader.read(path)
         self._meta = meta = Metadata(values)
         known = TABLES["layers"]
-        remedy = f"jaxkv reads GGUFs of {', '.join(known)}"
+        remedy = f"not supported: use one of {', '.join(known)}"
         require(meta.arch in known, "general.architecture", meta.arch, remedy)
         parts = meta.get("split.count", 1, kind=int)
         require(
             parts <= 1,
             "split.count",
             parts,
-            "merge the parts into one file with llama.cpp's gguf-split --merge",
+            "several parts: merge them into one file with llama.cpp's gguf-split --merge",
         )
         self.tensors = {
             (hf := hf_name(name, meta.arch)): StoredTensor(
@@ -72,7 +72,7 @@ class GgufFile:
         self.tokenizer = self._read_tokenizer()
 
     def _read(self, name: str, tensor: gguf_reader.GgufTensor, index: Index) -> np.ndarray:
-        """Part `index` of a tensor as float32, dequantised, in Hugging Face's row order; reads only the heads in it."""
+        """Read part `index` of a tensor as float32, in Hugging Face's row order; only the needed heads are read."""
         heads = self._interleaved(name, tensor)
         first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
         if heads is None:
@@ -90,10 +90,10 @@ class GgufFile:
         return rows[(slice(first - low * size, last - low * size), *index[1:])]
 
     def _interleaved(self, name: str, tensor: gguf_reader.GgufTensor) -> int | None:
-        """Number of heads of a Q or K projection whose rows llama.cpp has interleaved; None for other tensors."""
+        """Return the heads of a Q or K projection whose rows llama.cpp has interleaved; None for other tensors."""
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             heads, head_dim = self.config[key], self.config["head_dim"]
-            # A tensor of another shape is rejected later, when the model is loaded.
+            # A tensor of another shape is rejected when the model is loaded.
             if (
                 self._meta.arch == "llama"
                 and f".self_attn.{part}." in name
@@ -105,11 +105,11 @@ class GgufFile:
     def _dequantised(
         self, name: str, tensor: gguf_reader.GgufTensor, first: int, last: int
     ) -> np.ndarray:
-        """Rows first to last - 1 of a tensor as float32, in the file's row order; ValueError for unknown formats."""
+        """Read rows first to last - 1 of a tensor as float32, in the file's row order; ValueError if unsupported."""
         from gguf import quants
 
         try:
-            # A vector's quantisation blocks run along its only axis: it is cut after dequantising.
+            # A vector's quantisation blocks run along its only axis, so it is sliced after dequantisation.
             if len(tensor.shape) < 2:
                 return np.asarray(
                     np.atleast_1d(quants.dequantize(tensor.data, tensor.kind))[first:last],
@@ -121,19 +121,19 @@ class GgufFile:
                 stop = min(start + step, last)
                 with np.errstate(
                     over="ignore"
-                ):  # what MXFP4's largest scales make infinite is rejected later
+                ):  # infinities from MXFP4's largest scales are rejected later
                     array[start - first : stop - first] = quants.dequantize(
                         tensor.rows(start, stop), tensor.kind
                     )
             return array
         except NotImplementedError as error:
             remedy = (
-                "this quantisation has no reader; use a Q4, Q5, Q6, Q8, MXFP4, F16 or BF16 file"
+                "this quantisation is not supported: use a Q4, Q5, Q6, Q8, MXFP4, F16 or BF16 file"
             )
             raise invalid(f"{name}.type", tensor.kind.name, remedy) from error
 
     def _read_tokenizer(self) -> GgufTokenizer | None:
-        """The file's vocabulary as a `GgufTokenizer`; None if it has no tokens."""
+        """Read the file's vocabulary as a `GgufTokenizer`; None without tokens."""
 
         def get(key: str, kind: type) -> Any:
             return self._meta.get(f"tokenizer.ggml.{key}", kind=kind)
@@ -151,7 +151,7 @@ class GgufFile:
             not stray,
             "tokenizer.ggml",
             stray,
-            f"ids outside the {len(tokens)} tokens; download the file again",
+            f"ids outside of the {len(tokens)} tokens: download the file again",
         )
         return GgufTokenizer(
             model=get("model", str) or "",
@@ -171,10 +171,10 @@ def undo_permutation(
     array: Float[np.ndarray, "rows *rest"],  # noqa: F821
     heads: int,
 ) -> Float[np.ndarray, "rows *rest"]:  # noqa: F821
-    """Query or key projection `[heads * D, ...]` of arch "llama", with rows reordered into Hugging Face's order.
+    """Reorder the rows of a query or key projection `[heads * D, ...]` of arch "llama" into Hugging Face's order.
 
     llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + D/2), so the conversion to
-    GGUF interleaves the two halves of each head; this takes them apart again.
+    GGUF interleaves the two halves of each head; this separates them again.
     """
     pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)

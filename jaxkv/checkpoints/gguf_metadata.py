@@ -1,4 +1,4 @@
-"""Values of a GGUF's metadata by key, each checked to be of the kind that it should have."""
+"""Values of a GGUF's metadata by key, with their types validated."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,55 +18,56 @@ _KINDS = {
 
 
 class Metadata:
-    """A GGUF's metadata: values by key, rejected by name if they are of another kind than the one asked for.
+    """A GGUF's metadata: values by key, rejected by name if they have another type than requested.
 
     Attributes:
-        values: the metadata by key, as plain Python values.
-        arch: llama.cpp's name of the model's architecture, which the keys of its numbers begin with.
+        values: metadata by key, as plain Python values.
+        arch: llama.cpp's name of the architecture, with which the keys of its numbers begin.
     """
 
     def __init__(self, values: Mapping[str, Any]):
-        """Take the metadata by key; ValueError if its architecture is no text."""
+        """Wrap metadata by key; ValueError if its architecture is not a text."""
         self.values = values
         self.arch = self.get("general.architecture", kind=str)
 
     def get(self, key: str, default: Any = None, *, kind: type) -> Any:
-        """Metadata value of a key, or `default` if the key is absent; ValueError if it is not of type `kind`."""
+        """Return the value of a key, or `default` if absent; ValueError if it is not of type `kind`."""
         value = self.values.get(key)
         if value is None:
             return default
-        # An integer is accepted as a float; a bool is accepted as neither.
+        # An integer is accepted as a float; a bool as neither.
         sound = type(value) in ((int, float) if kind is float else (kind,))
-        require(sound, key, value, f"{_KINDS[kind]} is expected; convert the model again")
+        require(sound, key, value, f"not {_KINDS[kind]}: convert the model again")
         return value
 
     def items(self, key: str, kind: type) -> tuple[Any, ...]:
-        """Metadata list of a key as a tuple, empty if the key is absent; ValueError for items not of type `kind`."""
+        """Return the list of a key as a tuple, empty if absent; ValueError for items not of type `kind`."""
         values = self.get(key, [], kind=list)
         sound = all(type(value) is kind for value in values)
-        require(
-            sound, key, values[:3], f"a list of {_KINDS[kind]} is expected; convert the model again"
-        )
+        require(sound, key, values[:3], f"not a list of {_KINDS[kind]}: convert the model again")
         return tuple(values)
 
     def hyper(self, key: str, default: Any = None, *, kind: type = int) -> Any:
-        """Number under a key of the architecture, such as `llama.block_count`; ValueError if layers differ in it."""
+        """Return a number of the architecture, such as `llama.block_count`; ValueError if layers differ in it."""
         key = f"{self.arch}.{key}"
         value = self.values.get(key)
         if isinstance(value, list):
-            # Models whose layers differ (OpenELM and the like) write one value per layer.
+            # Models with different layers, such as OpenELM, have one value per layer.
             require(
-                len(set(value)) == 1, key, value[:8], "layers of different shapes are not built"
+                len(set(value)) == 1,
+                key,
+                value[:8],
+                "layers of different shapes are not supported: use another model",
             )
             value = value[0]
         else:
             value = self.get(key, default, kind=kind)
-        remedy = f"the metadata must give {_KINDS[kind]}; convert the model again"
+        remedy = f"not {_KINDS[kind]}: convert the model again"
         require(type(value) in (int, kind), key, value, remedy)
         return value
 
     def ids(self) -> dict[str, int | None]:
-        """Dict of special token ids by kind (bos, eos, eot, pad, unk); None for one without id or sound default."""
+        """Return special token ids by kind (bos, eos, eot, pad, unk); None for a kind without id or valid default."""
         ids = {
             kind: self.get(f"tokenizer.ggml.{key}_token_id", kind=int)
             for kind, key in TABLES["ids"].items()
@@ -86,5 +87,5 @@ class Metadata:
 
 
 def decimal(value: float) -> float:
-    """Shortest decimal that rounds to this float32, as a float: 1e-5 rather than 9.999999747378752e-06."""
+    """Return the shortest decimal that rounds to this float32: 1e-5 rather than 9.999999747378752e-06."""
     return float(str(np.float32(value)))

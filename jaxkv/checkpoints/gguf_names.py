@@ -1,4 +1,4 @@
-"""Hugging Face's names of a GGUF's tensors, by llama.cpp's name of the model's architecture."""
+"""Hugging Face's names of GGUF tensors, by llama.cpp's name of the architecture."""
 
 import re
 import tomllib
@@ -9,23 +9,23 @@ from jaxkv._errors import invalid
 TABLES = tomllib.loads(Path(__file__).with_name("gguf.toml").read_text("utf-8"))
 _SINKS = re.compile(r"blk\.(\d+)\.attn_sinks\.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
-# Tables of the rotary embedding: configuration, not weights.
+# Tables of the rotary embedding are configuration, not weights.
 _ROPE = re.compile(r"rope_freqs\.weight|blk\.\d+\.attn_rot_embd\.weight")
 
 
 def is_table(name: str) -> bool:
-    """True if a tensor of this name holds rotary embedding tables, which are not weights."""
+    """True if the tensor is a rotary embedding table, which is not a weight."""
     return _ROPE.fullmatch(name) is not None
 
 
 def hf_name(name: str, arch: str) -> str:
-    """Hugging Face name for a llama.cpp tensor name; ValueError for tensors of unsupported model parts."""
+    """Convert a llama.cpp tensor name to Hugging Face's; ValueError for tensors of unsupported model parts."""
     if name in TABLES["ends"]:
         return TABLES["ends"][name]
     if arch == "gpt-oss" and (sinks := _SINKS.fullmatch(name)):
         return f"model.layers.{sinks[1]}.self_attn.sinks"
     match, known = _LAYER.fullmatch(name), TABLES["attention"] | TABLES["layers"][arch]
     if match is None or match[2] not in known:
-        remedy = "jaxkv builds no part that uses it; the model is of an unsupported kind"
+        remedy = "this part of a model is not supported: use another model"
         raise invalid("tensor", name, remedy)
     return f"model.layers.{match[1]}.{known[match[2]]}.{match[3]}"

@@ -34,9 +34,9 @@ class GgufTensor:
         name: llama.cpp's name.
         kind: a `gguf.GGMLQuantizationType`.
         shape: its axes, the slowest first.
-        path: the file.
+        path: path of the file.
         at: offset of the tensor's first byte.
-        dtype: dtype of the stored array; bytes where rows are quantised.
+        dtype: dtype of the stored array; bytes for quantised rows.
         stored: shape of the stored array.
     """
 
@@ -50,32 +50,32 @@ class GgufTensor:
 
     @property
     def data(self) -> np.ndarray:
-        """Stored array, numbers or quantised bytes, read whole from the file; ValueError if the file is shorter."""
+        """Stored array, numbers or quantised bytes, read from the file; ValueError if the file is shorter."""
         return self._read(0, math.prod(self.stored)).reshape(self.stored)
 
     def rows(self, first: int, last: int) -> np.ndarray:
-        """Rows first to last - 1 of the stored array, read from the file; ValueError if the file has become shorter."""
+        """Read rows first to last - 1 of the stored array; ValueError if the file has become shorter."""
         row = math.prod(self.stored[1:])
         return self._read(first * row, (last - first) * row).reshape(last - first, *self.stored[1:])
 
     def _read(self, first: int, count: int) -> np.ndarray:
         """Read `count` elements of the stored array from element `first` on; ValueError if the file is shorter."""
-        # Read, not mapped: a mapping keeps all pages that were read in the process' memory.
+        # Read, not mapped: a mapping would keep all pages that were read in the memory of the process.
         found = np.fromfile(
             self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize
         )
         remedy = (
-            f"the file ends within {self.name!r}, and did not when it was opened; download it again"
+            f"the file ends within {self.name!r}, and did not when it was opened: download it again"
         )
         require(len(found) == count, "file", self.path, remedy)
         return found
 
 
 def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    """Read a GGUF file's header: returns metadata by key as plain Python values, and `GgufTensor`s by name.
+    """Read a GGUF file's header; return metadata by key as plain Python values, and `GgufTensor`s by name.
 
     Raises:
-        ValueError: where the file is truncated or corrupt.
+        ValueError: if the file is truncated or corrupt.
     """
     size = path.stat().st_size
     try:
@@ -86,10 +86,10 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         return metadata, _tensors(cursor, tensor_count, metadata.get("general.alignment", 32))
     except OSError as error:
         raise invalid(
-            "file", path, f"{size:,} bytes cannot be mapped ({error.strerror}); free some memory"
+            "file", path, f"{size:,} bytes cannot be mapped ({error.strerror}): free some memory"
         ) from error
     except (_Corrupt, UnicodeDecodeError) as error:
-        remedy = f"truncated or corrupt GGUF of {size} bytes ({error}); download it again"
+        remedy = f"truncated or corrupt GGUF of {size} bytes ({error}): download it again"
         raise invalid("file", path, remedy) from error
 
 
@@ -132,7 +132,7 @@ class _Cursor:
 
 
 def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
-    """Read magic, version and metadata: returns the metadata by key, and the number of tensors."""
+    """Read magic, version and metadata; return the metadata by key, and the number of tensors."""
     if bytes(cursor.take(4)) != _MAGIC:
         raise _Corrupt("GGUF magic invalid")
     version = cursor.whole(4)
@@ -168,9 +168,9 @@ def _value(cursor: _Cursor, kind: int, key: str) -> Any:
 
 
 def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTensor]:
-    """Read the tensor list: returns `GgufTensor`s by name, in file order; raise `_Corrupt` if one is unsound."""
+    """Read the tensor list; return `GgufTensor`s by name, in file order; raise `_Corrupt` if one is invalid."""
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-        raise _Corrupt(f"an alignment of {alignment!r}, which is no power of two")
+        raise _Corrupt(f"an alignment of {alignment!r}, which is not a power of two")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(count):
         name = cursor.text()
@@ -193,7 +193,7 @@ def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTenso
 def _tensor(
     cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: int
 ) -> tuple[GgufTensor, int]:
-    """Pair of the `GgufTensor` at byte `at` of the file and its size in bytes; raises `_Corrupt` if it is unsound."""
+    """Return the `GgufTensor` at byte `at` of the file and its size in bytes; raise `_Corrupt` if invalid."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8}

@@ -28,8 +28,8 @@ class GgufTokenizer:
         eot: id of the end-of-turn token.
         pad: id of the padding token.
         unk: id of the unknown token.
-        add_bos: True if a prompt starts with `bos`; None where the file leaves it to the kind.
-        add_space_prefix: True if text gets a leading space; None where the file leaves it to the kind.
+        add_bos: True if a prompt starts with `bos`; None for the default of the kind.
+        add_space_prefix: True if text gets a leading space; None for the default of the kind.
         chat_template: Jinja source.
     """
 
@@ -50,48 +50,50 @@ class GgufTokenizer:
 
     @property
     def adds_bos(self) -> bool:
-        """True if prompts start with `bos`: as the file says, else llama.cpp's default for the tokenizer's kind."""
+        """True if prompts start with `bos`: from the file, else llama.cpp's default for the kind of tokenizer."""
         if self.add_bos is not None:
             return self.add_bos
         return self.model == "llama" or "whole" in _PRE.get(self.pre or "", ())
 
     def build(self) -> Any:
-        """Build a `tokenizers.Tokenizer` from the vocabulary; ValueError for unsupported or inconsistent ones.
+        """Build a `tokenizers.Tokenizer` from the vocabulary.
 
         Returns:
             A `tokenizers.Tokenizer`.
 
         Raises:
-            ValueError: for a kind or a pre-tokenizer that is not supported, by name, or an inconsistent vocabulary.
+            ValueError: for an unsupported kind or pre-tokenizer, by name, or an inconsistent vocabulary.
         """
         require(
             self.model in ("gpt2", "llama"),
             "tokenizer.ggml.model",
             self.model,
-            "gpt2 and llama are built",
+            "not supported: use gpt2 or llama",
         )
         if self.types:
             require(
                 len(self.types) == len(self.tokens),
                 "token_type",
                 len(self.types),
-                "one per token is needed",
+                "not one per token: download the file again",
             )
         try:
             tokenizer = _byte_level(self) if self.model == "gpt2" else _sentencepiece(self)
         except ValueError:
             raise
-        # The Rust library raises plain Exception, for a merge whose parts are not tokens, say.
+        # The Rust library raises plain Exception, such as for a merge whose parts are not tokens.
         except Exception as error:
             raise invalid(
-                "tokenizer.ggml.model", self.model, f"inconsistent vocabulary ({error})"
+                "tokenizer.ggml.model",
+                self.model,
+                f"inconsistent vocabulary ({error}): download the file again",
             ) from error
         tokenizer.add_special_tokens(self._added(special=True))
         tokenizer.add_tokens(self._added(special=False))
         return tokenizer
 
     def _added(self, *, special: bool) -> list[Any]:
-        """List of `AddedToken`s matched whole: control and special tokens if `special`, else user-defined ones."""
+        """List `AddedToken`s matched as a whole: control and special tokens if `special`, else user-defined ones."""
         from tokenizers import AddedToken
 
         chosen = {
@@ -117,7 +119,7 @@ def _byte_level(spec: GgufTokenizer) -> Any:
         pre in _PRE,
         "tokenizer.ggml.pre",
         pre,
-        f"pre-tokenizers that are built: {', '.join(sorted(_PRE))}",
+        f"not supported: use one of {', '.join(sorted(_PRE))}",
     )
     vocab = {token: index for index, token in enumerate(spec.tokens)}
     merges = [(left, right) for left, _, right in (merge.partition(" ") for merge in spec.merges)]
@@ -133,17 +135,17 @@ def _byte_level(spec: GgufTokenizer) -> Any:
 
 
 def _sentencepiece(spec: GgufTokenizer) -> Any:
-    """Build the sentencepiece BPE `Tokenizer` of a "llama" vocabulary; ValueError for unsound tokens or scores."""
+    """Build the sentencepiece BPE `Tokenizer` of a "llama" vocabulary; ValueError for invalid tokens or scores."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     require(
         len(spec.scores) == len(spec.tokens),
         "scores",
         len(spec.scores),
-        "sentencepiece needs one per token",
+        "sentencepiece needs one per token: download the file again",
     )
     longest = max(map(len, spec.tokens))
-    # Every way to cut each token in two is tried below: quadratic in its length.
+    # The search below tries every split of each token into two: quadratic in its length.
     sane = sum(len(token) ** 2 for token in spec.tokens) < _MOST_CUTS and all(
         map(math.isfinite, spec.scores)
     )
@@ -154,8 +156,8 @@ def _sentencepiece(spec: GgufTokenizer) -> Any:
         "tokens too long, or scores not finite: download the file again",
     )
     vocab = {token: index for index, token in enumerate(spec.tokens)}
-    # Sentencepiece joins the neighbours whose union scores best: every cut of a piece into two pieces is a merge,
-    # ranked by the piece's score.
+    # Sentencepiece joins the neighbours whose union has the best score: every split of a piece into two pieces is a
+    # merge, ranked by the score of the piece.
     ranked = sorted(
         (-spec.scores[index], index, cut, piece)
         for piece, index in vocab.items()

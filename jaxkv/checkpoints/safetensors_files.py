@@ -1,4 +1,4 @@
-"""Safetensors files in Hugging Face's folder layout, read by the format's own library a tensor or a part at a time."""
+"""Safetensors files in Hugging Face's folder layout, read with the safetensors library, complete or in parts."""
 
 import functools
 from pathlib import Path
@@ -10,19 +10,19 @@ from jaxkv._errors import invalid, require
 from jaxkv.checkpoints.json_files import AGAIN, read_json
 from jaxkv.checkpoints.tensor import Index, StoredTensor, dtype_of
 
-# What numpy calls the format's kinds of numbers, which the number of bits follows; others are not read.
+# NumPy's names of the format's kinds of numbers, without the number of bits; other kinds are not supported.
 _KINDS = {"BOOL": "bool", "U": "uint", "I": "int", "F": "float", "BF": "bfloat"}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
 def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Dict of a safetensors file's `StoredTensor`s by name, in file order, from its validated header.
+    """Read the `StoredTensor`s of a safetensors file by name, in file order, from its validated header.
 
     Raises:
-        ValueError: where the file is missing, truncated or corrupt, or a dtype is not read.
+        ValueError: if the file is missing, truncated or corrupt, or has an unsupported dtype.
     """
-    require(path.is_file(), "file", path, f"missing; {AGAIN}")
+    require(path.is_file(), "file", path, f"missing: {AGAIN}")
     tensors = {}
     try:
         with safetensors.safe_open(path, "np") as file:
@@ -32,38 +32,36 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 letters = kind.rstrip("0123456789")
                 dtype = dtype_of(f"{_KINDS.get(letters)}{kind.removeprefix(letters)}")
                 if dtype is None:
-                    remedy = "readable dtypes: BOOL, BF16, and of U, I and F those of 8 to 64 bits"
+                    remedy = "not supported: use BOOL, BF16, or U, I and F of 8 to 64 bits"
                     raise invalid(f"{path.name}:{name}.dtype", kind, remedy)
                 read, shape = functools.partial(_read, path, name), tuple(part.get_shape())
                 tensors[name] = StoredTensor(shape=shape, dtype=dtype, read=read)
     except (safetensors.SafetensorError, OSError) as error:
         size = path.stat().st_size
-        remedy = f"{size} bytes, a whole safetensors file expected ({error}); {AGAIN}"
+        remedy = f"{size} bytes are not a complete safetensors file ({error}): {AGAIN}"
         raise invalid("file", path, remedy) from error
     return tensors
 
 
 def _read(path: Path, name: str, index: Index) -> np.ndarray:
-    """Read part `index` of a tensor, or all of it if `index` is empty, with the safetensors library."""
-    # Opened for each tensor: an open mapping keeps all pages that were read in the process' memory.
+    """Read part `index` of a tensor, or the tensor if `index` is empty, with the safetensors library."""
+    # Opened for each tensor: an open mapping would keep all pages that were read in the memory of the process.
     with safetensors.safe_open(path, "np") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
 
 def tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Dict of `StoredTensor`s by name, of all safetensors files in a Hugging Face folder; reads only their headers.
+    """Read the `StoredTensor`s of all safetensors files in a Hugging Face folder by name, from the headers.
 
     Raises:
-        ValueError: where there are no safetensors, or a listed file or tensor is missing or truncated.
+        ValueError: without safetensors, or if a listed file or tensor is missing or truncated.
     """
     if (folder / INDEX).is_file():
         weight_map = read_json(folder / INDEX).get("weight_map") or {}
         sound = isinstance(weight_map, dict) and all(
             isinstance(file, str) for file in weight_map.values()
         )
-        require(
-            sound and bool(weight_map), INDEX, folder, f"no weight_map of file names in it; {AGAIN}"
-        )
+        require(sound and bool(weight_map), INDEX, folder, f"no weight_map of file names: {AGAIN}")
         found: dict[str, StoredTensor] = {}
         for file in sorted(set(weight_map.values())):
             # An index is untrusted: it may only name files in its own folder.
@@ -71,7 +69,7 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
                 Path(file).name == file,
                 "weight_map",
                 file,
-                "shards must are in the folder of the index",
+                "not a plain file name: shards must be in the folder of the index",
             )
             listed = {name for name, where in weight_map.items() if where == file}
             held = read_header(folder / file)
@@ -80,7 +78,7 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
                 not absent,
                 "shard",
                 folder / file,
-                f"lacks {absent[:3]} that {INDEX} puts there; {AGAIN}",
+                f"{absent[:3]} are missing, but {INDEX} lists them: {AGAIN}",
             )
             found |= {name: tensor for name, tensor in held.items() if name in listed}
         return found
@@ -91,6 +89,8 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
         for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
         for path in folder.glob(pattern)
     )
-    remedy = "convert it to safetensors: unpickling runs whatever code the file holds, so pickles are never read"
+    remedy = (
+        "pickles are never read, because they can run any code: convert the file to safetensors"
+    )
     require(not pickles, "weights", folder / pickles[0] if pickles else None, remedy)
-    raise invalid("folder", folder, f"no weights in it; it must hold {SINGLE} or {INDEX}")
+    raise invalid("folder", folder, f"no weights: add {SINGLE} or {INDEX}")

@@ -1,4 +1,4 @@
-"""`open_checkpoint`: one view (config, named arrays, tokenizer) of a checkpoint in any of the formats."""
+"""`open_checkpoint`: one view (config, named arrays, tokenizer) of a checkpoint in any format."""
 
 import dataclasses
 import os
@@ -20,16 +20,16 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.m
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoint on disk: config, tensors by name and tokenizer; weights are read only when they are asked for.
+    """Checkpoint on disk: config, tensors by name and tokenizer; weights are read only on access.
 
     Attributes:
         path: the folder or file.
-        config: the keys of a Hugging Face `config.json`; a GGUF's metadata is translated into them. Of a model that
-            also takes images they are its text model's, and so are the tensors.
-        stored: the tensors by their Hugging Face names, in the order they are in; each is read when asked for: float32
-            from a GGUF, bfloat16 from MXFP4, in the stored dtype from elsewhere.
-        tokenizer_spec: the folder that holds the tokenizer's files, a GGUF's vocabulary, or None where there is none.
-        filter_layers: layers that choose best what the layers above them read, where the files say so.
+        config: keys of a Hugging Face `config.json`, into which a GGUF's metadata are translated. For a model that also
+            accepts images, config and tensors are those of its text model.
+        stored: tensors by their Hugging Face names, in stored order, each read on access: float32 from a GGUF, bfloat16
+            from MXFP4, else in the stored dtype.
+        tokenizer_spec: folder of the tokenizer's files, a GGUF's vocabulary, or None without a tokenizer.
+        filter_layers: layers that choose best what the layers above them read, if the files contain them.
     """
 
     path: Path
@@ -40,12 +40,12 @@ class Checkpoint:
 
     @property
     def names(self) -> frozenset[str]:
-        """Hugging Face names of all tensors that the checkpoint holds, as a set."""
+        """Hugging Face names of all tensors of the checkpoint."""
         return frozenset(self.stored)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a Hugging Face folder, a folder written by `convert`, or a GGUF file as `Checkpoint`; read metadata only.
+    """Open a Hugging Face folder, a folder written by `convert`, or a GGUF file; read only metadata.
 
     Args:
         path: the folder or file; `fetch` finds it for a model's name.
@@ -54,25 +54,25 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         The checkpoint.
 
     Raises:
-        ValueError: where files are missing, truncated, corrupt, pickled or of a kind that is not read.
+        ValueError: if files are missing, truncated, corrupt, pickled or of an unsupported kind.
     """
     path = Path(path).expanduser()
     require(
         path.exists(),
         "path",
         path,
-        "no such file or folder; checkpoints.fetch finds models by name",
+        "no such file or folder: use checkpoints.fetch to find models by name",
     )
     if path.is_dir():
         return _open_folder(path)
-    require(path.is_file(), "path", path, "neither a folder nor a regular file; give one of these")
+    require(path.is_file(), "path", path, "neither a folder nor a regular file: use one of these")
     with path.open("rb") as file:
         is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"
     require(
         is_gguf,
         "path",
         path,
-        "give a .gguf file, or the folder that holds config.json and *.safetensors",
+        "not a checkpoint: use a .gguf file, or the folder with config.json and *.safetensors",
     )
     opened = gguf_file.GgufFile(path)
     return Checkpoint(
@@ -85,11 +85,11 @@ def _open_folder(folder: Path) -> Checkpoint:
     converted = orbax_files.open_converted(folder)
     if not (folder / "config.json").is_file():
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))
-        other = f"one of its files, {ggufs[:3]}" if ggufs else "the folder that holds one"
-        raise invalid("folder", folder, f"no config.json in it; give {other}")
+        other = f"one of its files, {ggufs[:3]}" if ggufs else "a folder with one"
+        raise invalid("folder", folder, f"no config.json: use {other}")
     config = folder_config(folder)
     if (folder / "generation_config.json").is_file():
-        # Chat models often name their end-of-turn tokens only there.
+        # Chat models often name their end-of-turn tokens only in this file.
         extra = read_json(folder / "generation_config.json").get("eos_token_id")
         eos = _as_list(config.get("eos_token_id"))
         eos += [each for each in _as_list(extra) if each not in eos]
@@ -112,29 +112,29 @@ def _open_folder(folder: Path) -> Checkpoint:
 
 
 def folder_config(folder: Path) -> dict[str, Any]:
-    """Keys of a folder's `config.json`, with a `quantization_config` also where ModelOpt's file beside it has one.
+    """Read a folder's `config.json`, with the `quantization_config` of a ModelOpt file next to it.
 
     Args:
-        folder: of a Hugging Face checkpoint.
+        folder: folder of a Hugging Face checkpoint.
 
     Returns:
         The keys.
 
     Raises:
-        ValueError: where a file is not a JSON object.
+        ValueError: if a file is not a JSON object.
     """
     config, beside = read_json(folder / "config.json"), folder / "hf_quant_config.json"
     if config.get("quantization_config") is None and beside.is_file():
         found = read_json(beside)
         quantised = found.get("quantization")
-        # ModelOpt can quantise the cache alone, which is said of an engine, not of the weights.
+        # ModelOpt can quantise only the cache, which concerns an engine, not the weights.
         if not isinstance(quantised, dict) or quantised.get("quant_algo", "unknown") is not None:
             config["quantization_config"] = {"quant_method": "modelopt", **found}
     return config
 
 
 def _as_list(value: Any) -> list[Any]:
-    """List form of a value: empty for None, one item for a single value."""
+    """Return a list: empty for None, of one item for a single value."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-# A part of an array, one slice per axis; axes left out are taken whole.
+# A part of an array, one slice per axis; omitted axes are complete.
 Index = tuple[slice, ...]
 
 
@@ -18,8 +18,8 @@ class StoredTensor:
     Attributes:
         shape: its axes, the slowest first.
         dtype: dtype of the arrays that are read.
-        read: function that reads the part given by one slice per axis; `read(())` reads the whole.
-        stepped: True if each 32 values of a row are steps of one size, 16 at most, as in GGUF's blocks of 4 bits.
+        read: function that reads the part given by one slice per axis; `read(())` reads the tensor.
+        stepped: True if each 32 values of a row are steps of one size, at most 16, as in GGUF's blocks of 4 bits.
     """
 
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class StoredTensor:
 
 
 def dtype_of(name: Any) -> np.dtype | None:
-    """Dtype named by text such as "float32" or "bfloat16"; None if there is no such dtype."""
+    """Return the dtype of a name such as "float32" or "bfloat16"; None for unknown names."""
     try:
         return np.dtype(getattr(ml_dtypes, name, name)) if isinstance(name, str) else None
     except TypeError:

@@ -1,4 +1,4 @@
-"""The text model of a checkpoint that also takes images: its config, and its tensors by a text model's names."""
+"""The text model of a checkpoint that also accepts images: its config, and its tensors by a text model's names."""
 
 import tomllib
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _HARMLESS, _IMAGES = set(_TABLES["harmless"].split()), tuple(_TABLES["images"])
 
 
 def text_config(config: Config) -> Config:
-    """Config of the text model within a model that also takes images; any other config is returned as it is.
+    """Return the config of the text model in a model that also accepts images; return other configs unchanged.
 
     Args:
         config: the keys of a Hugging Face `config.json`.
@@ -22,29 +22,36 @@ def text_config(config: Config) -> Config:
         The text model's config, as of a text-only checkpoint.
 
     Raises:
-        ValueError: for a `text_config` that is missing or of another model type, and for keys that are not known.
+        ValueError: for a missing `text_config`, one of another model type, and unknown keys.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _TABLES["models"]:
         return config
     (text, made), given = _TABLES["models"][kind], config.get("text_config")
     if not isinstance(given, Mapping):
-        raise invalid("text_config", given, f"a {kind} has the keys of its text model here")
+        raise invalid(
+            "text_config", given, f"not an object: a {kind} needs the keys of its text model"
+        )
     own = given.get("model_type", text)
-    require(own == text, "text_config.model_type", own, f"the text model of a {kind} is a {text}")
+    require(
+        own == text,
+        "text_config.model_type",
+        own,
+        f"the text model of a {kind} must be a {text}: use another",
+    )
     unknown = sorted(map(str, set(config) - IGNORED - _HARMLESS - set(_TABLES["shared"])))
     require(
         not unknown,
         "config",
         unknown,
-        "these keys are not supported; remove them only if they change nothing",
+        "these keys are not supported: remove them only if they change nothing",
     )
     shared = {key: config[key] for key in _TABLES["shared"] if config.get(key) is not None}
     return {**given, **shared, "model_type": text, "architectures": [made]}
 
 
 def text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Tensors named as in a text-only checkpoint; those of vision are dropped, other names are kept.
+    """Rename tensors as in a text-only checkpoint; vision tensors are left out, other names are kept.
 
     Args:
         stored: all tensors by their names in the file.

@@ -7,18 +7,18 @@ from pathlib import Path
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write bytes to a file by a temporary file and a rename, flushed to disk; OSError, naming the file, if it fails.
+    """Write bytes to a file through a temporary file and a rename, flushed to disk.
 
-    A new file gets the mode that the umask gives; a replaced one hands on its mode.
+    A new file gets the mode of the umask; a replaced file keeps its mode.
 
     Raises:
-        OSError: where it cannot be written, naming the file.
+        OSError: if it cannot be written, with the name of the file.
     """
-    # A short name, since the file's own may have the maximal length.
+    # A short name, because the file's own may have the maximum length.
     part = path.with_name(f".jaxkv.{secrets.token_hex(8)}.tmp")
     try:
         old = path.stat().st_mode & 0o777 if path.exists() else None
-        # Not readable by others until its final mode is set.
+        # Not readable by others until the final mode is set.
         mode = 0o666 if old is None else 0o600
         with open(part, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data)

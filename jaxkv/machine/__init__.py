@@ -1,1 +1,1 @@
-"""Memory, threads, other processes and compiled programs of the process."""
+"""Memory, threads, other processes and compiled programs of this process."""

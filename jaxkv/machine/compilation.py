@@ -1,4 +1,4 @@
-"""JAX's compilation cache on disk, and clocks that count compilation beside wall-clock seconds."""
+"""JAX's compile cache on disk, and clocks that count compilation separately from wall-clock seconds."""
 
 import dataclasses
 import hashlib
@@ -16,19 +16,19 @@ from jaxkv._errors import require
 from jaxkv.checkpoints import cache_dir
 
 _LOG = logging.getLogger("jaxkv")
-# Seconds of compilation that are worth a word.
+# Seconds of compilation that are worth a message.
 _SLOW = 10.0
 _told = False
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:
-    """Turns on JAX's compilation cache on disk for the whole process and returns its folder.
+    """Enable JAX's compile cache on disk for the process; return its folder.
 
-    Every JAX program that the process compiles after the call is stored. The command line calls this; library users
-    may call it.
+    Every JAX program that the process compiles after the call is stored. The command line calls this; library users may
+    call it.
 
     Args:
-        path: the folder; by default one for this processor type in jaxkv's cache folder.
+        path: the folder; by default one for this type of processor in jaxkv's cache folder.
 
     Returns:
         The folder, as an absolute path.
@@ -38,47 +38,49 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
         TypeError: for anything but a path.
     """
     if not (path is None or isinstance(path, (str, os.PathLike))):
-        raise TypeError(f"path={path!r}: give a folder")
-    require(path is None or bool(str(path).strip()), "path", path, "give a folder")
-    # JAX opens the folder at each program: the process may have gone to another working folder by then.
+        raise TypeError(f"path={path!r}: not a path: use a folder")
+    require(path is None or bool(str(path).strip()), "path", path, "empty: use a folder")
+    # JAX opens the folder for each program, possibly after a change of the working folder.
     folder = (
         cache_dir() / "compiled" / _processor() if path is None else Path(os.path.expanduser(path))
     ).absolute()
     require(
-        not folder.exists() or folder.is_dir(), "path", str(folder), "it is a file: give a folder"
+        not folder.exists() or folder.is_dir(), "path", str(folder), "it is a file: use a folder"
     )
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    # Prefill and decode are dozens of small programs: the defaults, made for single large ones, would leave most out.
+    # Prefill and decode are dozens of small programs, most of which JAX's defaults would leave out.
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # JAX decides at the first compilation whether there is a cache; this makes it look again.
+    # JAX decides at the first compilation whether there is a cache; this makes it decide again.
     compilation_cache.reset_cache()
     return folder
 
 
 def tell_if_slow(seconds: float) -> None:
-    """Log, once per process, that a call compiled for more than 10 s and no cache on disk keeps its programs."""
+    """Log, once per process, that a call compiled for more than 10 s without a compile cache on disk."""
     global _told
     kept = jax.config.values["jax_compilation_cache_dir"] is not None
     if _told or seconds <= _SLOW or kept:
         return
     _told = True
-    remedy = "jaxkv.machine.compilation.enable_compilation_cache() before the first call keeps programs on disk for the next process"
+    remedy = (
+        "call jaxkv.machine.compilation.enable_compilation_cache() first to keep programs on disk"
+    )
     _LOG.warning("compiling took %.0f s of this call: %s", seconds, remedy)
 
 
 def _processor() -> str:
-    """Name of this processor type from its architecture and a hash of its features, for the cache folder."""
+    """Name this type of processor by its architecture and a hash of its features, for the cache folder."""
     flags = platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             flags = next((line for line in lines if line.startswith(("flags", "Features"))), flags)
     except OSError:
-        pass  # not Linux: the architecture and the name must do
+        pass  # not Linux: only architecture and name
     return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
 
 
-# JAX's events of compilation; tracing and lowering may lie within one another.
+# JAX's events of compilation; tracing and lowering may be nested.
 _BACKEND = "/jax/core/compile/backend_compile_duration"
 _EVENTS = (
     _BACKEND,
@@ -88,12 +90,12 @@ _EVENTS = (
 
 
 class Clock:
-    """Context manager that sums the seconds spent inside it, and those that JAX spent compiling in this thread.
+    """Context manager that sums the seconds spent inside, and those that JAX spends compiling in this thread.
 
-    A device runs while the host compiles, so that the difference of the two is no time of anything.
+    A device runs while the host compiles, so the difference of the two is not a meaningful time.
 
     Attributes:
-        seconds: wall-clock seconds inside, compilation included.
+        seconds: wall-clock seconds inside, including compilation.
         compile_seconds: seconds of tracing, lowering and compiling, or of reading programs from a cache on disk.
         programs: number of programs compiled or read.
     """
@@ -135,7 +137,7 @@ class Clocks:
     """One `Clock` for each stage of a call: prefill and decode.
 
     Attributes:
-        prefill: to the first logits, with what is planned and compiled before.
+        prefill: up to the first logits, including planning and compilation.
         decode: from the first logits to the last token.
     """
 
@@ -144,12 +146,12 @@ class Clocks:
 
     @property
     def compile_seconds(self) -> float:
-        """Sum of the compilation seconds of all stages."""
+        """Compilation seconds of all stages."""
         return self.prefill.compile_seconds + self.decode.compile_seconds
 
     @property
     def programs(self) -> int:
-        """Number of programs compiled in all stages, or read from the cache on disk."""
+        """Number of programs compiled in all stages, or read from the compile cache on disk."""
         return self.prefill.programs + self.decode.programs
 
 
@@ -164,7 +166,7 @@ _RUNNING = _Running()
 
 
 def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """Listener for JAX's events: adds a compilation event to all running clocks of this thread."""
+    """Add a compilation event of JAX to all running clocks of this thread (listener)."""
     if event in _EVENTS:
         for clock in _RUNNING.clocks:
             clock.record(event, duration_secs)

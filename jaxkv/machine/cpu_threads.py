@@ -1,8 +1,8 @@
-"""Threads of XLA's CPU client: how many there are, and how many a mesh of several CPU devices needs.
+"""Threads of XLA's CPU client: their number, and the number that a mesh of several CPU devices needs.
 
-A collective waits in one thread for each device of its mesh, and its computation in parts asks for more threads of the
-same pool. Where all of them wait, none is left for the device that they wait for, and XLA ends the process after 40
-seconds: "Termination timeout for ... exceeded". On a machine of two cores eight devices have eight threads.
+A collective waits in one thread per device of its mesh, and its computation in parts needs more threads of the same
+pool. If all of them wait, none is left for the device that they wait for, and XLA ends the process after 40 seconds:
+"Termination timeout for ... exceeded". On a machine of two cores, eight devices have eight threads.
 """
 
 import os
@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from jaxkv._checks import warn_once
 
-# XLA takes the first one that holds a number, when its CPU client begins, instead of counting cores.
+# XLA uses the first one with a number, when its CPU client starts, instead of the number of cores.
 _VARIABLES = ("PJRT_NPROC", "NPROC")
 _PER_DEVICE = 3
 _MOST = 2**31 - 1
@@ -24,7 +24,7 @@ def threads_for(devices: int) -> int:
 
 
 def client_threads(devices: int) -> int:
-    """Number of threads per pool in XLA's CPU client, derived from the environment as XLA does.
+    """Return the number of threads per pool in XLA's CPU client, from the environment as XLA does.
 
     The client reads the environment once, when it starts.
     """
@@ -35,8 +35,8 @@ def client_threads(devices: int) -> int:
 def warn_of_few_threads(mesh: Mesh) -> None:
     """Warn, once per process, if XLA has too few threads for a mesh's CPU devices and might deadlock.
 
-    The RuntimeWarning names NPROC, its value and the line that sets it. Other meshes, and those of a single device,
-    give no warning.
+    The RuntimeWarning names NPROC, its value and the line that sets it. Other meshes, and those of a single device, do
+    not warn.
     """
     first, count = mesh.devices.flat[0], len(mesh.local_devices)
     if first.platform != "cpu" or count < 2:
@@ -52,7 +52,7 @@ def warn_of_few_threads(mesh: Mesh) -> None:
         RuntimeWarning,
         "mesh",
         f"mesh: {count} CPU devices share {threads} threads, {name} is {'not set' if value is None else repr(value)}:"
-        " on a busy machine they wait for a thread that never comes free, and XLA ends the process;"
+        " on a busy machine they may wait for a thread for ever, and XLA ends the process;"
         f" set os.environ[{name!r}] = '{wanted}' before JAX starts, or start with {name}={wanted} python",
     )
 
@@ -63,7 +63,7 @@ def _cores() -> int:
 
 
 def _number(text: str | None) -> int | None:
-    """Number that XLA parses from a variable's text; None if it is not a 32-bit integer."""
+    """Parse a variable's text as XLA does; None if it is not a 32-bit integer."""
     if text is None or re.fullmatch(r"\s*[+-]?\d+\s*", text, re.ASCII) is None:
         return None
     number = int(text)

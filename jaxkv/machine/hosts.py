@@ -1,8 +1,8 @@
 """Meshes over several processes: compares their arguments and shares their failures before they compute.
 
-Such processes wait for one another in every compiled program. If one of them has failed, or was called with other
-arguments, the others would wait for ever. A comparison costs one small program per call, and nothing for a mesh within
-one process.
+Such processes wait for one another in every compiled program. If one of them fails, or is called with other arguments,
+the others would wait for ever. A comparison costs one small program per call, and nothing for a mesh within one
+process.
 """
 
 import contextlib
@@ -27,12 +27,12 @@ from jaxkv.sharding.mesh import host
 # Bytes of one message to the other processes, and characters of an error in it.
 _BYTES, _CHARACTERS = 2048, 300
 _SHOWN = 60
-# Larger arrays are compared by shape and dtype alone.
+# Larger arrays are compared only by shape and dtype.
 _COMPARED = 2**24
 
 
 def speaks() -> bool:
-    """True if this is the first process, the one that shows progress bars and warnings."""
+    """True in the first process, which shows progress bars and warnings."""
     return jax.process_index() == 0
 
 
@@ -42,16 +42,16 @@ def spans(mesh: Any) -> bool:
 
 
 def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
-    """Raise ValueError in all processes of a mesh if their arguments differ; all must call it in step.
+    """Raise ValueError in all processes of a mesh if their arguments differ; all must call this in step.
 
     Args:
-        call: name of the function that was called.
-        params: what was given as the model: its mesh, fingerprint and filter layers are compared.
-        mesh: what was given as the mesh; None for the model's.
-        given: the other arguments, not yet checked.
+        call: name of the called function.
+        params: the argument for the model: its mesh, fingerprint and filter layers are compared.
+        mesh: the argument for the mesh; None for the model's.
+        given: the other arguments, not yet validated.
 
     Raises:
-        ValueError: naming the argument, and a process to which another one was given.
+        ValueError: with the name of the argument, and a process with another value.
     """
     if not isinstance(mesh, Mesh):
         mesh = getattr(getattr(params, "axes", None), "mesh", None)
@@ -74,7 +74,9 @@ def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
             if isinstance(value, jax.Array)
             else value
         )
-        remedy = f"process {other} was given another one than process {first}: give all processes the same"
+        remedy = (
+            f"process {other} has another value than process {first}: use the same in all processes"
+        )
         require(
             other is None,
             name,
@@ -103,7 +105,7 @@ def together(what: str, mesh: Any) -> Iterator[None]:
 
 
 def least(number: int | None, mesh: Any) -> int | None:
-    """Minimum of one number per process over a mesh's processes; None is ignored, and returned if all are None."""
+    """Return the minimum of one number per process over a mesh's processes, without None; None if all are None."""
     if not spans(mesh):
         return number
     numbers = [
@@ -115,14 +117,14 @@ def least(number: int | None, mesh: Any) -> int | None:
 def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
     """Send a dictionary to all processes of a mesh; return every process's dictionary by process index.
 
-    ValueError if the processes are at different calls.
+    Raises ValueError if the processes are at different calls.
     """
     text = json.dumps({"call": call} | mine, ensure_ascii=False).encode(errors="replace")
     message = np.zeros((1, _BYTES), np.uint8)
     message[0, : len(text)] = np.frombuffer(text, np.uint8)
     # The exchange below runs a program on all devices, possibly the process's first one.
     warn_of_few_threads(mesh)
-    # Sorted by id, since the order of devices in the mesh may be what differs between processes.
+    # Sorted by id, because the order of devices in the mesh may differ between processes.
     devices = sorted(mesh.devices.flat, key=lambda device: device.id)
     flat = Mesh(np.asarray(devices), ("all",), axis_types=(AxisType.Auto,))
     there = NamedSharding(flat, P("all"))
@@ -139,13 +141,13 @@ def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[st
         len(set(calls.values())) == 1,
         "call",
         call,
-        f"processes are at different ones, {calls}: keep them in step",
+        f"processes are at different calls, {calls}: keep them in step",
     )
     return heard
 
 
 def _text_of(value: Any) -> str:
-    """Text of a value that is equal in all processes for equal values; for unknown classes the class name only."""
+    """Return a text of a value that is equal in all processes for equal values; only the name for unknown classes."""
     if isinstance(value, (list, tuple)):
         plain = all(type(each) in (int, str) for each in value)
         return repr(list(value)) if plain else f"[{','.join(map(_text_of, value))}]"
@@ -169,7 +171,7 @@ def _text_of(value: Any) -> str:
 
 
 def _array_text(array: jax.Array | np.ndarray) -> str:
-    """Text of an array's dtype and shape, with a hash of its bytes if it is small and fully addressable."""
+    """Return a text of an array's dtype and shape, with a hash of its bytes if it is small and fully addressable."""
     shape = f"{array.dtype}{array.shape}"
     if isinstance(array, jax.Array):
         if array.is_deleted() or not array.is_fully_addressable:

@@ -6,7 +6,7 @@ import ctypes
 import jax
 import jax.numpy as jnp
 
-_SMALLER = "lower the budget, the batch or the prompt's length"
+_SMALLER = "lower the budget, the batch or the length of the prompt"
 
 
 def check_bytes(
@@ -19,7 +19,7 @@ def check_bytes(
 ) -> None:
     """Raise MemoryError if `needed` bytes do not fit on the device, by default JAX's default device.
 
-    The MemoryError names `what`, the bytes needed, `detail`, the bytes available and `remedy`.
+    The MemoryError names `what`, the bytes needed, `detail`, the available bytes and `remedy`.
     """
     device = default_device() if device is None else device
     available = available_bytes(device)
@@ -30,13 +30,13 @@ def check_bytes(
 
 
 def available_bytes(device: jax.Device) -> int:
-    """Number of bytes that can still be allocated on the device; on a CPU, the machine's free memory."""
+    """Return the number of bytes that can still be allocated on the device; on a CPU, the machine's free memory."""
     own = allocator_bytes(device)
     return machine_bytes() if own is None else own
 
 
 def allocator_bytes(device: jax.Device) -> int | None:
-    """Number of bytes that the device's allocator has left; None if it has no limit, as on a CPU."""
+    """Return the number of bytes that the device's allocator has left; None without a limit, as on a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return (
         stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
@@ -44,18 +44,18 @@ def allocator_bytes(device: jax.Device) -> int | None:
 
 
 def default_device() -> jax.Device:
-    """JAX's default device, where arrays without explicit placement are put."""
+    """Return JAX's default device, for arrays without explicit placement."""
     return next(iter(jnp.zeros(()).devices()))
 
 
 def machine_bytes() -> int:
-    """Number of bytes of the machine's memory that are still available to processes."""
+    """Return the number of bytes of the machine's memory that are available to processes."""
     import psutil
 
     return psutil.virtual_memory().available
 
 
 def trim() -> None:
-    """Give freed memory back to the operating system, where the C library can: compiling leaves gigabytes."""
+    """Return freed memory to the operating system, if the C library can; compilation leaves gigabytes."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -17,7 +17,7 @@ from jaxkv.text.tokenizer import Message, Text, answer, user
 
 Prompt = str | Sequence[Any] | np.ndarray | Any
 
-# Stands between a cached text whose user turn is open and the question, which would else continue its last line.
+# Separates a cached text with an open user turn from the question, which would otherwise continue its last line.
 _BLANK_LINE = "\n\n"
 
 
@@ -27,9 +27,9 @@ class Encoded:
 
     Attributes:
         ids: one list per sequence, none empty.
-        single: True if the user gave one prompt, not a list of prompts.
+        single: True for one prompt, not a list of prompts.
         turns: turn of each sequence's conversation after its prompt.
-        unclosed: for each sequence, True if it is text or messages whose user turn was left open; always False for ids.
+        unclosed: for each sequence, True for text or messages with an open user turn; always False for ids.
     """
 
     ids: list[list[int]]
@@ -48,7 +48,7 @@ class Encoded:
         return np.asarray([len(ids) for ids in self.ids], np.int32)
 
     def with_copies(self, count: int) -> "Encoded":
-        """Copy of this batch with `count` more copies of its last prompt at the end."""
+        """Return this batch with `count` more copies of its last prompt at the end."""
         return dataclasses.replace(
             self,
             ids=self.ids + self.ids[-1:] * count,
@@ -57,7 +57,7 @@ class Encoded:
         )
 
     def padded(self, slots: int) -> Int[np.ndarray, "B S"]:
-        """Token ids as one int32 array `[B, slots]`, padded on the right with zeros."""
+        """Return the token ids as one int32 array `[B, slots]`, padded on the right with zeros."""
         out = np.zeros((len(self.ids), slots), np.int32)
         for row, ids in enumerate(self.ids):
             out[row, : len(ids)] = ids
@@ -76,38 +76,38 @@ def encode(
     """Encode one prompt or a list to an `Encoded`: token ids, and each conversation's state (`Turn`) after its prompt.
 
     Args:
-        prompt: text (a user message where the model has a chat template), chat messages, token ids, or a list of any.
-        text: the model's tokenizer; None allows token ids only.
-        config: gives the vocabulary's size.
-        turn: turn of the conversation before the prompt; one for all sequences, or one for each. In an open turn of the
-            user's, text follows after a blank line, unless it begins with a line break.
-        raw: text is plain text, not a message.
-        close: end the user's turn and open the answer's.
+        prompt: text (a user message if the model has a chat template), chat messages, token ids, or a list of any.
+        text: the model's tokenizer; None allows only token ids.
+        config: config of the model, for the size of the vocabulary.
+        turn: turn of the conversation before the prompt; one for all sequences, or one for each. In an open user turn,
+            text follows after a blank line, unless it begins with a line break.
+        raw: True if text is plain text, not a message.
+        close: True to end the user's turn and open the answer's.
 
     Returns:
         The ids and the turns after them.
 
     Raises:
-        ValueError: for an empty prompt, ids outside the vocabulary, or text without a tokenizer.
+        ValueError: for an empty prompt, ids outside of the vocabulary, or text without a tokenizer.
         TypeError: for anything that is not a prompt.
     """
     single, items = _split(prompt)
-    require(bool(items), "prompt", prompt, "give at least one prompt")
+    require(bool(items), "prompt", prompt, "no prompt: use at least one")
     turns = turn if isinstance(turn, tuple) else (turn,) * len(items)
-    held = f"the cache holds {len(turns)} sequences: give as many prompts, or a cache of 1"
+    held = f"the cache has {len(turns)} sequences: use as many prompts, or a cache of 1"
     require(len(turns) == len(items), "prompt", f"{len(items)} prompts", held)
     results = [
         _encode_one(item, text, turn=at, raw=raw, close=close)
         for item, at in zip(items, turns, strict=True)
     ]
     for row, (ids, _) in enumerate(results):
-        require(bool(ids), "prompt", items[row], f"prompt {row} has no tokens: give at least one")
+        require(bool(ids), "prompt", items[row], f"prompt {row} has no tokens: use at least one")
         low, high = min(ids), max(ids)
         require(
             low >= 0 and high < config.vocab,
             "prompt",
             (low, high),
-            f"token ids are in [0, {config.vocab})",
+            f"token ids out of range: use ids in [0, {config.vocab})",
         )
     return Encoded(
         ids=[ids for ids, _ in results],
@@ -121,17 +121,19 @@ def encode(
 
 
 def _refuse(given: Any) -> NoReturn:
-    """Raise a TypeError for a value that is not a prompt, with a hint on what to give instead."""
-    remedy = "give text, chat messages, token ids, or a list of them"
+    """Raise a TypeError for a value that is not a prompt, with a remedy."""
+    remedy = "not a prompt: use text, chat messages, token ids, or a list of them"
     if isinstance(given, Mapping):
         remedy = (
-            "give its ids: prompt['input_ids']" if "input_ids" in given else f"{remedy}: [message]"
+            "not a prompt: use prompt['input_ids']"
+            if "input_ids" in given
+            else f"{remedy}: [message]"
         )
     raise TypeError(f"prompt={type(given).__name__}: {remedy}")
 
 
 def _listed(given: Any) -> str | list[Any]:
-    """A prompt, or several, as a plain str or list: arrays and other sequences become lists; rejects other values."""
+    """Convert a prompt, or several, to a str or list: arrays and other sequences become lists; reject other values."""
     if hasattr(given, "tolist") and not isinstance(given, memoryview):
         given = given.tolist()
     if isinstance(given, str):
@@ -142,7 +144,7 @@ def _listed(given: Any) -> str | list[Any]:
 
 
 def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
-    """Two results: True if `prompt` is a single prompt and not several, and the list of prompts (of one if single)."""
+    """Return True if `prompt` is a single prompt, and the list of prompts (of one if single)."""
     items = _listed(prompt)
     first = items[0] if items else None
     single = isinstance(items, str) or isinstance(first, Mapping) or _is_id(first)
@@ -150,15 +152,15 @@ def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
 
 
 def _is_id(value: Any) -> bool:
-    """True if `value` is an integer scalar of Python, numpy or JAX, as a token id is; False for a bool."""
-    # Of ints, as most are, prompts have many.
+    """True if `value` is an integer scalar of Python, NumPy or JAX, as token ids are; False for a bool."""
+    # Ints take a short path, because prompts have many of them.
     return is_whole(value if isinstance(value, int) else plain(value), -math.inf)
 
 
 def _encode_one(
     item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool
 ) -> tuple[list[int], Turn]:
-    """Token ids of one prompt (text, messages or ids), and the conversation's `Turn` after it; rejects other values."""
+    """Encode one prompt (text, messages or ids); return ids and the conversation's `Turn` after it."""
     items = _listed(item)
     if not items:
         return [], turn
@@ -167,7 +169,7 @@ def _encode_one(
     if not isinstance(items, str) and not all(isinstance(each, Mapping) for each in items):
         _refuse(items)
     if text is None:
-        remedy = "the checkpoint has no tokenizer: give token ids"
+        remedy = "the checkpoint has no tokenizer: use token ids"
         raise invalid("prompt", items[:40], remedy)
     if isinstance(items, str):
         if raw or turn is Turn.RAW or not text.has_template:
@@ -183,38 +185,38 @@ def _encode_one(
 
 
 def _check_messages(items: Sequence[Message], text: Text, *, turn: Turn, raw: bool) -> None:
-    """Raise ValueError for messages that do not end with a text of the user's, or do not go on from a cache."""
-    require(not raw, "raw", raw, "messages are no plain text: leave it out, or give text")
-    remedy = "the model has no chat template: give text"
+    """Raise ValueError for messages that do not end with a user's text, or cannot continue a cache."""
+    require(not raw, "raw", raw, "messages are not plain text: leave it out, or use text")
+    remedy = "the model has no chat template: use text"
     require(text.has_template, "prompt", items[:1], remedy)
-    remedy = 'the last message is a text of the user\'s: {"role": "user", "content": "..."}'
+    remedy = 'not a text of the user: end with {"role": "user", "content": "..."}'
     require(_is_users(items[-1]), "prompt", dict(items[-1]), remedy)
-    remedy = "the rest is in the cache: on top of it give one user message"
+    remedy = "the cache has the earlier messages: use one user message"
     if turn is Turn.USER:
-        remedy = "the cache holds the beginning of the user's turn: give its end first"
+        remedy = "the cache has the beginning of the user's turn: continue with its end"
     fits = _is_users(items[0]) and (turn is Turn.USER or len(items) == 1)
     require(turn is Turn.START or fits, "prompt", len(items), remedy)
 
 
 def _is_users(message: Message) -> bool:
-    """True for a text of the user's."""
+    """True for a text of the user."""
     return message.get("role") == "user" and isinstance(message.get("content"), str)
 
 
 def rendered(
     messages: Sequence[Message], text: Text, *, turn: Turn, close: bool, parted: bool = True
 ) -> str:
-    """Render what messages add to a conversation, special tokens that they spell shielded.
+    """Render what messages add to a conversation, with special tokens in their texts shielded.
 
     Args:
-        messages: the messages, the last a text of the user's; in the user's turn the first is more of it.
+        messages: the messages, the last a text of the user; in an open user turn, the first continues it.
         text: the model's tokenizer, with a chat template.
         turn: turn of the conversation before them: `START`, `USER` or `ANSWER`.
-        close: end the user's turn and open the answer's.
-        parted: in the user's turn, begin with a blank line unless there is a line break.
+        close: True to end the user's turn and open the answer's.
+        parted: in an open user turn, True to start with a blank line unless there is a line break.
 
     Returns:
-        The text, of which `Text.encode(shielded=True)` makes ids.
+        The text, for `Text.encode(shielded=True)`.
     """
     told, skipped = text.shielded(list(messages)), turn is not Turn.START
     if turn is Turn.USER:
@@ -223,11 +225,11 @@ def rendered(
         told[0] = user(EDGE + before + content)
     if turn is Turn.ANSWER:
         if text.rewrites_answers:
-            said = "the chat template renders earlier answers otherwise, such as without reasoning; the cache holds "
-            said += "them as sampled. Render all messages anew to change that."
+            said = "the chat template renders earlier answers differently, such as without reasoning; the cache has "
+            said += "them as sampled: to change that, render all messages again."
             warn_once(UserWarning, "rewrites_answers", f"cache: {said}")
         told = [user("?"), answer(EDGE), *told]
-    # What is new stands behind the first `EDGE`, unless the conversation starts.
+    # New text is after the first `EDGE`, unless the conversation starts.
     if close:
         return text.parts(told, generation_prompt=True, edges=skipped)[skipped]
     told[-1] = {**told[-1], "content": told[-1]["content"] + EDGE}

@@ -12,21 +12,21 @@ from typing import NamedTuple
 
 from jaxkv.text.tokenizer import StreamDecoder, Text
 
-# Escape sequences in a document would steer the terminal.
+# Escape sequences in a document could control the terminal.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Passage(NamedTuple):
-    """Text of neighbouring tokens that equally many kv heads hold, and the number of these heads."""
+    """Text of neighbouring tokens that equally many kv heads keep, and the number of these heads."""
 
     text: str
     heads: float
 
 
 def joined(pieces: Sequence[str], counts: Iterable[int]) -> list[Passage]:
-    """List of `Passage` from each token's text and number of kv heads: equal neighbours are joined.
+    """Join neighbouring tokens with equal numbers of kv heads, from each token's text and number.
 
-    A token without text is a part of the next one's character.
+    A token without text is a part of the next token's character.
     """
     whole, waiting = list[Passage](), list[int]()
     for text, count in zip(pieces, counts, strict=True):
@@ -44,7 +44,7 @@ class Shown:
 
     Attributes:
         passages: the text of each prompt, in parts that equally many heads keep.
-        heads: number of kv heads, over layers, that could keep a token.
+        heads: number of kv heads over layers that could keep a token.
     """
 
     passages: tuple[Sequence[Passage], ...]
@@ -59,7 +59,7 @@ class Shown:
         return f"<div style='white-space: pre-wrap'>{'<hr>'.join(self._written(_marked))}</div>"
 
     def _written(self, shaded: Callable[[str, float], str]) -> list[str]:
-        """Each prompt's text, shaded by shares of heads."""
+        """Shade each prompt's text by shares of heads."""
         return [
             "".join(shaded(each.text, each.heads / self.heads) for each in prompt)
             for prompt in self.passages
@@ -67,19 +67,19 @@ class Shown:
 
 
 def _plain(text: str, share: float) -> str:
-    """Text without control characters but tabs and line feeds."""
+    """Replace control characters of a text, except tabs and line feeds."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _coloured(text: str, share: float) -> str:
-    """Text for a terminal, on a blue that is the brighter the larger the share; faint at a share of 0."""
+    """Colour a text for a terminal, on a blue that is brighter for larger shares; faint for a share of 0."""
     code = f"\x1b[97;48;5;{16 + math.ceil(5 * share)}m" if share else "\x1b[2m"
-    # A background that goes on over a line break fills the rest of the line.
+    # A background that continues over a line break would fill the rest of the line.
     return "\n".join(f"{code}{line}\x1b[0m" for line in _plain(text, share).split("\n"))
 
 
 def _marked(text: str, share: float) -> str:
-    """HTML element of a text: marked, the stronger the larger the share, or struck through at a share of 0."""
+    """Return the HTML element of a text: marked, stronger for larger shares, or struck through for a share of 0."""
     shade = (
         f"mark style='color: inherit; background: rgb(0 114 178 / {0.1 + 0.45 * share:.2f})'"
         if share
@@ -89,18 +89,18 @@ def _marked(text: str, share: float) -> str:
 
 
 class Pieces(NamedTuple):
-    """Texts of tokens, one each, and the indices of the special ones among them."""
+    """Text of each token, and the indices of special tokens."""
 
     texts: list[str]
     special: list[int]
 
 
 def pieces_of(ids: Iterable[int], text: Text) -> Pieces:
-    """Text of each token; an empty one for a token whose character ends in a later one, a name for a special token."""
+    """Return the text of each token: empty if its character ends in a later one, a name for a special token."""
     decoder, texts, special = StreamDecoder(text), list[str](), list[int]()
     for at, each in enumerate(ids):
         piece = decoder.push([each])
-        if not piece and not text.decode([each]):  # a special token, such as the first of all
+        if not piece and not text.decode([each]):  # a special token
             piece = text.decode([each], skip_special=False)
             special.append(at)
         texts.append(piece)

@@ -17,7 +17,7 @@ from jaxkv.text.control_tokens import EDGE, Controls
 Message = Mapping[str, Any]
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# The largest vocabularies, of 260,000 tokens, take 40 MB.
+# The largest vocabularies, of 260,000 tokens, have 40 MB.
 _MOST_TOKENIZER_BYTES = 256 << 20
 # An incomplete character decodes to fewer replacement characters; a longer run is real text.
 _LONGEST_HELD = 8
@@ -25,14 +25,14 @@ _REASONING = "<think>\n{}\n</think>\n\n"
 
 
 class TurnTexts(NamedTuple):
-    """Texts that a chat template writes around messages, and whether it trims white space of contents.
+    """Texts that a chat template writes around messages, and whether it trims whitespace of contents.
 
     Attributes:
-        opening: text before the user's content in a fresh conversation, a default system prompt included.
+        opening: text before the user's content in a new conversation, with a default system prompt.
         closing: text from the end of the user's content to the start of the assistant's answer.
         between: text from the end of an assistant's answer to the start of the user's next content.
-        trims_start: True if white space at the start of the user's content is left out.
-        trims_end: True if white space at its end is left out.
+        trims_start: True if whitespace at the start of the user's content is removed.
+        trims_end: True if whitespace at its end is removed.
     """
 
     opening: str
@@ -47,7 +47,7 @@ class Text:
 
     Attributes:
         bos_id: id of the beginning-of-sequence token, or None.
-        has_template: True if the checkpoint carries a chat template.
+        has_template: True if the checkpoint has a chat template.
     """
 
     def __init__(
@@ -60,13 +60,13 @@ class Text:
         template: str | None = None,
         origin: str = "text",
     ):
-        """Take a `tokenizers.Tokenizer`, its special tokens, and a chat template's source if there is one.
+        """Wrap a `tokenizers.Tokenizer` with its special tokens and the source of its chat template, if any.
 
         Args:
             tokenizer: a `tokenizers.Tokenizer`.
-            specials: special tokens that templates see, by name: bos_token, eos_token, pad_token, unk_token.
-            eos_ids: ids that end an answer, besides the eos token.
-            adds_bos: whether a prompt starts with the bos token.
+            specials: special tokens for templates, by name: bos_token, eos_token, pad_token, unk_token.
+            eos_ids: ids that end an answer, in addition to the eos token.
+            adds_bos: True if a prompt starts with the bos token.
             template: Jinja source of the chat template.
             origin: file or folder of the tokenizer, for error messages.
         """
@@ -89,9 +89,9 @@ class Text:
     def eos_ids(self) -> tuple[int, ...]:
         """Ids of the tokens that end an answer: those that the checkpoint names, and the template's own.
 
-        The template's is the special token that it writes behind a last message of the assistant's. Tokens that it
-        writes behind earlier answers count only if there is no other: a message of gpt-oss' reasoning ends with one.
-        The chat template runs at the first call.
+        The template's is the special token after a last message of the assistant. Tokens that the template writes after
+        earlier answers count only without another one: in gpt-oss, one of them ends a message of reasoning. The chat
+        template runs at the first call.
         """
         try:
             after = self.parts([user("?"), answer(EDGE)], generation_prompt=False, edges=1)[1]
@@ -106,10 +106,10 @@ class Text:
 
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint) -> Text | None:
-        """`Text` with the tokenizer and chat template of an open checkpoint; None if it has no tokenizer.
+        """Build the `Text` of an open checkpoint; None if it has no tokenizer.
 
         Raises:
-            ValueError: for a tokenizer of a kind that is not supported, by name.
+            ValueError: for a tokenizer of an unsupported kind, by name.
         """
         spec = checkpoint.tokenizer_spec
         if spec is None:
@@ -122,7 +122,7 @@ class Text:
 
     @classmethod
     def _from_gguf(cls, spec: GgufTokenizer, origin: str) -> Text:
-        """`Text` with the tokenizer and chat template of a GGUF file's vocabulary."""
+        """Build the `Text` of a GGUF file's vocabulary."""
         ids = {
             "bos_token": spec.bos,
             "eos_token": spec.eos,
@@ -140,7 +140,7 @@ class Text:
 
     @classmethod
     def _from_folder(cls, folder: Path, eos: Any) -> Text:
-        """`Text` with the tokenizer and chat template of a folder in Hugging Face's layout."""
+        """Build the `Text` of a folder in Hugging Face's layout."""
         where = folder / "tokenizer_config.json"
         settings = read_json(where) if where.is_file() else {}
         tokenizer = _load_tokenizer(folder)
@@ -168,39 +168,39 @@ class Text:
 
     @property
     def begins_with(self) -> int | None:
-        """Id of the BOS token that every prompt starts with; None if prompts start without one."""
+        """Id of the bos token at the start of every prompt; None if prompts start without one."""
         return self.bos_id if self._adds_bos else None
 
     def tokenizer_json(self) -> str:
-        """The tokenizer as the text of a `tokenizer.json`."""
+        """Return the tokenizer as the text of a `tokenizer.json`."""
         return self._tokenizer.to_str()
 
     def special_tokens(self) -> dict[str, Any]:
-        """Dict, as JSON, of special tokens: ids, names and spellings that keep them apart without this object.
+        """Return JSON values of special tokens: ids, names and spellings that separate them without this object.
 
-        "special" has id and properties of each by the name that stands for it in `marked_turns`; "spellings" the texts
-        to write for special tokens in a user's text, where the model's vocabulary would join them otherwise.
+        "special" has the id and properties of each token by its name in `marked_turns`. "spellings" has replacements
+        for special tokens in a user's text that the model's vocabulary would otherwise join.
         """
         parted = {each: text for each, text in self._controls.spellings.items() if each != text}
         return {"special": self._controls.names(), "spellings": parted}
 
     def marked_turns(self) -> list[str | bool]:
-        """Fields of `turns`, in which special tokens have names that no other text holds, those of `special_tokens`."""
+        """Return the fields of `turns`, with special tokens replaced by their unique names from `special_tokens`."""
         return [
             self._controls.marked(each) if isinstance(each, str) else each for each in self.turns
         ]
 
     def encode(self, s: str, *, bos: bool, shielded: bool = False) -> list[int]:
-        """Token ids of a text; `bos` puts BOS first where prompts have one.
+        """Encode a text to token ids; `bos` adds the bos token if prompts have one.
 
         Args:
             s: the text.
-            bos: begin with the bos token, if the tokenizer is configured to add it and the text lacks it.
-            shielded: the text is of `shielded`, or rendered from it; else special tokens that it spells become special
-                tokens.
+            bos: True to start with the bos token, if the tokenizer adds it and the text lacks it.
+            shielded: True for a text from `shielded`, or rendered from one; otherwise special tokens spelled in the
+                text become special tokens.
 
         Raises:
-            ValueError: for text that is not Unicode, or that the tokenizer's own rules fail on.
+            ValueError: for text that is not Unicode, or that the tokenizer's own rules reject.
         """
         with self._encoding():
             ids = (
@@ -214,7 +214,7 @@ class Text:
         return ids
 
     def shielded(self, value: Any) -> Any:
-        """Text or messages in which special tokens are plain text to `encode(shielded=True)`, rendered or not.
+        """Replace special tokens in a text or messages, so that `encode(shielded=True)` treats them as text.
 
         Raises:
             ValueError: as `encode`.
@@ -223,26 +223,26 @@ class Text:
             return self._controls.shielded(value)
 
     def _encoding(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager of what encodes a user's text."""
-        remedy = "give other text, or token ids"
+        """Context manager for encoding a user's text."""
+        remedy = "use other text, or token ids"
         return _guarded("...", "the tokenizer cannot encode it", remedy, name="prompt")
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of token ids, by default with special tokens left out."""
+        """Decode token ids to text, by default without special tokens."""
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
 
     def chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        """Text of a conversation, rendered by the chat template; `encode` turns it into ids.
+        """Render a conversation with the chat template; `encode` turns the text into ids.
 
         Args:
             messages: dictionaries with "role" and "content".
-            generation_prompt: end with the start of an assistant's answer.
+            generation_prompt: True to end with the start of an assistant's answer.
 
         Returns:
             The text.
 
         Raises:
-            ValueError: where there is no template, or the template rejects the messages.
+            ValueError: without a template, or if the template rejects the messages.
         """
         if self._takes_parts:
             messages = [_in_parts(message) for message in messages]
@@ -250,21 +250,21 @@ class Text:
 
     @functools.cached_property
     def _takes_parts(self) -> bool:
-        """True if the template leaves out a content that is text: those of some models for images take lists alone."""
+        """True if the template ignores a text as content: templates of some image models accept only lists."""
         return not self._writes(user(EDGE)) and self._writes(_in_parts(user(EDGE)))
 
     def _writes(self, message: Message) -> bool:
-        """True if the chat template takes a message that holds `EDGE`, and writes it."""
+        """True if the chat template accepts a message that contains `EDGE`, and writes it."""
         try:
             return EDGE in self._render([message], False)
         except ValueError:
             return False
 
     def _render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Text that the chat template renders; ValueError if there is none, or it does not take the messages."""
+        """Render messages with the chat template; ValueError without one, or if it rejects them."""
         if self._template is None:
             raise ValueError(
-                f"chat_template=None: {self._origin} carries none; encode plain text instead"
+                f"chat_template=None: {self._origin} has none: encode plain text instead"
             )
         try:
             return render_template(
@@ -277,12 +277,12 @@ class Text:
             )
         except ValueError as error:
             roles = [message.get("role") for message in messages]
-            remedy = f"the chat template of {self._origin} rejects these ({error}); change them, or encode plain text"
+            remedy = f"the chat template of {self._origin} rejects these ({error}): change them, or encode plain text"
             raise ValueError(f"messages={roles}: {remedy}") from error
 
     @functools.cached_property
     def turns(self) -> TurnTexts:
-        """`TurnTexts`: texts that the chat template writes around messages; ValueError if it repeats or drops messages."""
+        """Texts that the chat template writes around messages; ValueError if it repeats or omits messages."""
         opening, closing = self.parts([user(EDGE)], generation_prompt=True, edges=1)
         talk = [user("?"), answer(EDGE), user(EDGE)]
         between = self.parts(talk, generation_prompt=True, edges=2)[1]
@@ -291,9 +291,9 @@ class Text:
 
     @functools.cached_property
     def rewrites_answers(self) -> bool:
-        """True if the template renders an earlier answer otherwise than it was sampled: without its reasoning, say.
+        """True if the template renders an earlier answer differently from its sampled text, such as without reasoning.
 
-        White space does not count: some models sample the space before an answer that templates write.
+        Whitespace does not count: some models sample the space that templates write before an answer.
         """
         turns = self.turns
         written = self.chat([user("?"), answer("."), user("!")], generation_prompt=True)
@@ -307,21 +307,21 @@ class Text:
     def parts(
         self, messages: Sequence[Message], *, generation_prompt: bool, edges: int
     ) -> list[str]:
-        """Render messages that hold `EDGE` some times, and splits the text there; ValueError if not one part more."""
+        """Render messages that contain `EDGE` `edges` times, and split the text there; ValueError if not once each."""
         parts = self.chat(messages, generation_prompt=generation_prompt).split(EDGE)
-        remedy = "it does not render each message once, so turns cannot be split; give all messages at once, or ids"
+        remedy = "it does not render each message once, so turns cannot be split: use all messages together, or ids"
         require(len(parts) == edges + 1, "chat_template", self._origin, remedy)
         return parts
 
 
 class StreamDecoder:
-    """Incremental decoder of a stream of token ids to text; holds text back while its last character lacks bytes."""
+    """Incremental decoder of token ids to text, which holds text back while its last character lacks bytes."""
 
     def __init__(self, text: Text):
-        """Take the tokenizer and start without ids; the decoded text leaves special tokens out."""
+        """Start without ids; the decoded text leaves special tokens out."""
         self._text = text
-        # Decoders may treat the first token of a text differently (they drop a leading space). So the ids decoded
-        # last stay in front of the pending ones, and the new text is what the pending ids add.
+        # Decoders may treat the first token of a text differently (they drop a leading space). So the ids decoded last
+        # are kept before the pending ones, and the new text is what the pending ids add.
         self._context: list[int] = []
         self._pending: list[int] = []
 
@@ -337,7 +337,7 @@ class StreamDecoder:
         return added
 
     def _released(self, *, whole: bool) -> str:
-        """Text of the pending ids, which become the context; "" if its last character lacks bytes, unless `whole`."""
+        """Return the text of the pending ids, which become the context; "" for an incomplete end unless `whole`."""
         before = self._text.decode(self._context)
         added = self._text.decode(self._context + self._pending)[len(before) :]
         held = len(added) - len(added.rstrip(_REPLACEMENT))
@@ -348,17 +348,17 @@ class StreamDecoder:
 
 
 def user(content: str) -> Message:
-    """A message of the user's."""
+    """Return a message of the user."""
     return {"role": "user", "content": content}
 
 
 def answer(content: str) -> Message:
-    """A message of the assistant's."""
+    """Return a message of the assistant."""
     return {"role": "assistant", "content": content}
 
 
 def _in_parts(message: Message) -> Message:
-    """A message whose content, if it is text, is a list of one part."""
+    """Return the message with a text as content replaced by a list of one part."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
@@ -366,7 +366,7 @@ def _in_parts(message: Message) -> Message:
 
 
 def _mark_special(tokenizer: Any, ids: Set[int | None]) -> None:
-    """Mark added tokens of these ids as special, as transformers does: fine-tuned models' files often do not."""
+    """Mark added tokens of these ids as special, as transformers does; files of fine-tuned models often do not."""
     for index, token in tokenizer.get_added_tokens_decoder().items():
         if index in ids and not token.special:
             token.special = True
@@ -386,14 +386,14 @@ def _load_tokenizer(folder: Path) -> Any:
         # Older layouts are converted by transformers, whose import takes seconds.
         import transformers
 
-        # By default transformers would prompt on the terminal whether to run the folder's own code.
-        remedy = "a sentencepiece model takes pip install 'jaxkv[sentencepiece]'"
+        # By default, transformers would ask on the terminal whether to run the folder's own code.
+        remedy = "for a sentencepiece model, pip install 'jaxkv[sentencepiece]'"
         with _guarded(folder, remedy=remedy):
             loaded: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=False
             )
             tokenizer = loaded.backend_tokenizer
-    # Files may carry truncation and padding settings of a training run.
+    # Files may contain truncation and padding settings of a training run.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -406,12 +406,12 @@ def _guarded(
     remedy: str = "copy or download it again",
     name: str = "tokenizer",
 ) -> Iterator[None]:
-    """Context manager that turns any tokenizer library error into a ValueError that names the tokenizer, or `name`."""
+    """Context manager that turns any error of the tokenizer library into a ValueError that names `name`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):
         raise
-    # Rust raises plain Exception, and BaseException where it panics.
+    # Rust raises plain Exception, and BaseException for a panic.
     except BaseException as error:
         first = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        raise ValueError(f"{name}={str(origin)!r}: {problem} ({first}); {remedy}") from error
+        raise ValueError(f"{name}={str(origin)!r}: {problem} ({first}): {remedy}") from error
