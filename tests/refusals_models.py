@@ -162,7 +162,7 @@ MESHES = [
         (("4x4",), "this process has 8 devices"),
         (("4x4", "cpu"), "this process has 8 CPU devices"),
         # XLA's CPU dies of so many.
-        (("100000x1",), "give 1024 devices at most"),
+        (("100000x1",), "give at most 1024 devices"),
     ),
 ]
 

@@ -68,7 +68,7 @@ def test_what_may_be(model):
         for key in (5, np.int8(5), jax.random.key(5), jax.random.PRNGKey(5))
     ]
     assert drawn[0] != wanted and all(each == drawn[0] for each in drawn)
-    with pytest.raises(TypeError, match=r"cache=Generation: give its \.cache"):
+    with pytest.raises(TypeError, match=r"cache=Generation: pass its \.cache"):
         jaxkv.generate(model, " why?", cache=out)
 
 

@@ -379,7 +379,7 @@ def test_other_bits_are_refused(given):
 
 
 def test_rows_that_are_no_whole_groups_are_refused():
-    with pytest.raises(ValueError, match="weights='int4': entries of 48 elements"):
+    with pytest.raises(ValueError, match="weights='int4': rows of 48 elements"):
         jaxkv.load(MODELS / "llama_gqa8", weights="int4", progress=False)
     mesh = jax.make_mesh((1, 4), ("data", "model"), devices=jax.devices()[:4])
     told = "weights='int4': 4 devices cannot split rows of 2 groups of 32"

@@ -37,7 +37,7 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
             arrays.
     """
     if cache is None:
-        raise TypeError("not a cache: pass one from prefill or generate")
+        raise TypeError("cache=None: not a cache. Pass one from prefill or generate")
     given = as_cache(cache)
     assert given is not None
     hosts.require_same("jaxkv.reshard", None, mesh, made_by=given.policy)
