@@ -76,7 +76,7 @@ def fold(
     """Fold `body` over the entries of segments, all in one step or in windows of `block` entries; return the carry.
 
     `body(carry, row, inside, *leaves)` returns the carry. Its arguments are pool row indices `i32[B|1, K|1, n]`, the
-    mask `[B, K, n]` of entries inside the segment, and these entries of each pool array, `[B, K|1, n, ...]`.
+    mask `[B, K, n]` of entries inside the segment, and each pool array's entries `[B, K|1, n, ...]`.
     """
     batch, heads = start.shape
     pool_rows = leaves[0].shape[1]

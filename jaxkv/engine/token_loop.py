@@ -157,7 +157,7 @@ def decode(
     """Sample up to `steps` tokens per sequence; return cache, sampling state, ids `[B, size]`, number of steps.
 
     Runs a compiled loop, or a loop in Python with a `loader` of entries in host memory. Ids are -1 after a sequence's
-    end; the pools of `cache` are donated. A sampled token runs through the model before the next one is sampled, so the
+    end; the pools of `cache` are donated. A sampled token runs through the model before the next one is sampled: the
     cache holds all sampled tokens except those that end a sequence. Sampling stops early once more than `idle`
     sequences have ended, by default all. `steps`, at most `size`, and `idle` are not compiled in; 0 steps compile
     everything and change nothing.
