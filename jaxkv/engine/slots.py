@@ -84,8 +84,8 @@ class Slots:
             start: False defers allocation and compilation to `compile`.
 
         Raises:
-            ValueError: for a policy with a host store or chunked prefill, a number of slots that the mesh cannot
-                divide, or more tokens than the model has positions.
+            ValueError: for a policy with a host store or chunked prefill; for a number of slots that the mesh cannot
+                divide; for more tokens than the model has positions.
             MemoryError: if the slots need more bytes than are free.
         """
         params, self.session = session.params, session
