@@ -171,7 +171,7 @@ def test_what_slots_refuse(as_users_call):
         (lambda: slots.prefill([1] * 65), "max_prompt=64"),
         (lambda: slots.extend(cache, [1]), "max_question=0"),
         (lambda: slots.begin(cache, max_new_tokens=25), "max_new_tokens=25"),
-        (lambda: slots.begin(cache, max_new_tokens=2, eos=range(9)), "up to 8"),
+        (lambda: slots.begin(cache, max_new_tokens=2, eos=range(9)), "more than 8"),
         (lambda: slots.insert(slots.begin(cache, max_new_tokens=2), 4), "slot=4"),
         (lambda: slots.release([0, -1]), "slot=-1"),
         (lambda: slots.begin(other, max_new_tokens=2), "cache="),
@@ -186,7 +186,7 @@ def test_what_slots_refuse(as_users_call):
             lambda: runs.made(
                 model(), jaxkv.OmniKV(filter_layers=(0,), adjacent=0, prefill_ratio=2)
             ),
-            "in chunks",
+            "chunked prefill",
         ),
     ):
         with pytest.raises(ValueError, match=named):

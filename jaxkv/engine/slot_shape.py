@@ -95,7 +95,7 @@ def slot_shape(
     by_length(parts, np.asarray([prompt]), config.sliding_windows)
     reading = parts.reading(config.sliding_windows, bucket(prompt))
     remedy = "not supported in slots: leave offload out, or answer one batch after the other"
-    require(not reading.offloaded, "policy", "entries wait in host memory", remedy)
+    require(not reading.offloaded, "policy", "entries in host memory", remedy)
     remedy = "not supported in slots: leave prefill_ratio out, or answer one batch after the other"
     require(
         not parts.read.chunk,
