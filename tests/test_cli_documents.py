@@ -54,7 +54,7 @@ def test_answers_are_those_of_python(model, saved, capsys):
     assert cli.main(asked) == 0
     told = capsys.readouterr()
     lines, words = told.out.splitlines(), told.err.split()
-    assert words[:3] == ["jaxkv:", str(len(QUESTIONS)), "questions,"] and words[-1] == "compiling"
+    assert words[:3] == ["jaxkv:", str(len(QUESTIONS)), "questions,"] and words[-1] == "included"
     assert lines == [
         line for each in found for line in (each["question"], f"  {' '.join(each['text'].split())}")
     ]

@@ -63,9 +63,9 @@ def test_the_folder_of_programs_stays_where_it_was(untold, as_users_call, tmp_pa
         compilation_cache.reset_cache()
     (tmp_path / "file").touch()
     for path, error, message in (
-        ("", ValueError, "path='': give a folder"),
+        ("", ValueError, "path='': empty: use a folder"),
         ("file", ValueError, "file': it is a file: use a folder"),
-        (b"programs", TypeError, "path=b'programs': give a folder"),
+        (b"programs", TypeError, "path=b'programs': not a path: use a folder"),
     ):
         with pytest.raises(error, match=message):
             jaxkv.machine.compilation.enable_compilation_cache(path)

@@ -84,8 +84,8 @@ def test_few_threads_are_warned_of_once():
         "one device needs no more, two have eight, and eight are told once"
     )
     assert first == (
-        "mesh: 8 CPU devices share 8 threads, NPROC is not set: on a busy machine they wait for a thread that never"
-        " comes free, and XLA ends the process; set os.environ['NPROC'] = '24' before JAX starts, or start with"
+        "mesh: 8 CPU devices share 8 threads, NPROC is not set: on a busy machine they may wait for a thread"
+        " for ever, and XLA ends the process; set os.environ['NPROC'] = '24' before JAX starts, or start with"
         " NPROC=24 python"
     )
     assert threads == "8", "as XLA counts them"

@@ -289,7 +289,7 @@ DAMAGE = {
         lambda folder: changed(
             folder, lambda said: said["guaranteed"].update({"from": [99, 0], "jax": "99.0.1"})
         ),
-        r"made by jax 99.0.1, jax .* is outside its window: export again",
+        r"exported by jax 99.0.1, jax .* is outside its window: export again",
     ),
     "more devices": (
         lambda folder: changed(folder, lambda said: said.update(devices=16)),

@@ -75,5 +75,5 @@ def test_what_it_refuses(texts, tmp_path, capsys):
         fit_gate(params, texts, penalty=0)
     with pytest.raises(ValueError, match=r"^texts=\[\]: give a list"):
         fit_gate(params, [])
-    with pytest.raises(ValueError, match=r"^texts='\d+ tokens': give a text of"):
+    with pytest.raises(ValueError, match=r"^texts='\d+ tokens': use a text of"):
         fit_gate(params, [[5] * (params.config.max_positions + 1)])

@@ -289,7 +289,7 @@ def edit_manifest(path, edit):
     "edit, message",
     [
         (lambda said: said.update(version=9), "version=9: .*: save the cache again"),
-        (lambda said: said.update(format="x"), "give one that KVCache.save has written"),
+        (lambda said: said.update(format="x"), "use one written by KVCache.save"),
         (
             lambda said: said["arrays"].pop("arrays.pools.0.store.k"),
             r"array='arrays\.pools\.0\.store\.k'",
@@ -298,7 +298,7 @@ def edit_manifest(path, edit):
         (lambda said: tables_of(said).pop("seen"), "its fields differ in this version"),
         (
             lambda said: said["arrays"][SEEN].update(shape=[3]),
-            r"array='arrays\.tables\.seen': int32\[2\] in .*manifest says int32\[3\]",
+            r"array='arrays\.tables\.seen': int32\[2\] in .*manifest has int32\[3\]",
         ),
         (
             lambda said: said["arrays"][SEEN].update(crc32=3),
