@@ -125,7 +125,7 @@ def test_help_names_the_few_policies_without_an_option(capsys):
     )
     assert (
         f'--min-budget TEXT all but {without}: "clamp" raises' in words
-        and "--page N quest: entries of a page" in words
+        and "--page N quest: entries per page" in words
     )
 
 

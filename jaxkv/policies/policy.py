@@ -29,8 +29,8 @@ class Policy:
             each sequence's own prompt. Text such as "64MB": bytes of a sequence's cache over all layers, converted to
             entries by the model's sizes and the store's bits. None: every entry. Default 1024 entries, unless the
             policy has its own default. numpy's numbers count as Python's of their kind.
-        min_budget: "clamp" raises a ratio below sinks + window + protected entries, as of short prompts, to these
-            entries, and counts such sequences in `Stats.raised_budgets`; "raise" rejects it.
+        min_budget: "clamp" raises a ratio that gives a short prompt fewer than sinks + window + protected entries to
+            these, and counts such sequences in `Stats.raised_budgets`; "raise" rejects it.
         protect: spans `(start, stop)` of prompt positions that are never evicted, with Python's slice meaning on each
             sequence.
         every: recompress after this many new tokens, over prompt and answer in order of position: the cache never holds
