@@ -154,7 +154,7 @@ def test_what_does_not_fit_is_refused(as_users_call):
     arrays = {"queries": np.zeros((1, 4, 32, 8), np.float32), "layer": 0, "layers": 1}
     for call, name in (
         (lambda: HeadKV(scores=((1.0,),), beta=0.5), "beta="),
-        (lambda: HeadKV(scores=((1.0,),), layers=LinearLayers()), "allocation="),
+        (lambda: HeadKV(scores=((1.0,),), layers=LinearLayers()), "layers="),
         (lambda: jaxkv.Session(model, HeadKV(scores=scores_of(5, 2))), "scores='layers=5'"),
         # Scores of another model, of twice as many query heads for each kv head, say.
         (lambda: jaxkv.Session(model, HeadKV(scores=scores_of(2, 12))), "scores='12 heads'"),
