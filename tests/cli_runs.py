@@ -10,7 +10,7 @@ import pytest
 from jaxkv import cli
 from jaxkv.cli import evaluating, generating, models
 from jaxkv.cli.options import made
-from jaxkv.engine.generation_results import Generation, Stats
+from jaxkv.engine.generation_results import Completion, Generation, Stats
 from jaxkv.evals import TASKS
 from jaxkv.loading import LanguageModel
 
@@ -37,8 +37,8 @@ _STATS = Stats(
 def generation(text: str = ANSWER) -> Generation:
     """An answer without a cache."""
     made = object.__new__(Generation)
-    values = {"text": text, "tokens": np.arange(3), "finish_reason": "length", "stop_reason": None}
-    for name, value in {**values, "cache": None, "stats": _STATS}.items():
+    only = Completion(text=text, tokens=np.arange(3), finish_reason="length", stop_reason=None)
+    for name, value in {"completions": (only,), "cache": None, "stats": _STATS}.items():
         object.__setattr__(made, name, value)
     return made
 

@@ -73,12 +73,12 @@ NAMES = [
         "fetch",
         fetch,
         *(
-            (name, "known models: smollm2-135m-instruct")
+            (name, "use a path, one of smollm2-135m-instruct")
             for name in ("no-such-model", "x" * 5000, "a\0b")
         ),
         (3, TypeError, "name_or_path.*3"),
     ),
-    *calls("a manifest", (lambda: manifest("gpt-9"), "name='gpt-9'.*known models: smollm2")),
+    *calls("a manifest", (lambda: manifest("gpt-9"), "name='gpt-9': unknown model: use one of smollm2")),
     *door(
         "a vocabulary of GGUF",
         lambda parts: GgufTokenizer(**parts).build(),

@@ -73,7 +73,7 @@ def test_what_it_refuses(texts, tmp_path, capsys):
     params = jaxkv.load(MODEL)
     with pytest.raises(ValueError, match=r"^penalty=0: use a number above 0"):
         fit_gate(params, texts, penalty=0)
-    with pytest.raises(ValueError, match=r"^texts=\[\]: give a list"):
+    with pytest.raises(ValueError, match=r"^texts=\[\]: use a list"):
         fit_gate(params, [])
     with pytest.raises(ValueError, match=r"^texts='\d+ tokens': use a text of"):
         fit_gate(params, [[5] * (params.config.max_positions + 1)])
