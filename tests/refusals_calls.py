@@ -120,7 +120,7 @@ CALLS = [
     *door(
         "a sampler of ones own",
         drawn_by,
-        (lambda logits, keys: jnp.full(len(logits), 999, jnp.int32), r"outside \[0, 96\)"),
+        (lambda logits, keys: jnp.full(len(logits), 999, jnp.int32), r"outside of \[0, 96\)"),
         (
             lambda logits, keys: logits[:, 0],
             TypeError,

@@ -78,7 +78,9 @@ NAMES = [
         ),
         (3, TypeError, "name_or_path.*3"),
     ),
-    *calls("a manifest", (lambda: manifest("gpt-9"), "name='gpt-9': unknown model: use one of smollm2")),
+    *calls(
+        "a manifest", (lambda: manifest("gpt-9"), "name='gpt-9': unknown model: use one of smollm2")
+    ),
     *door(
         "a vocabulary of GGUF",
         lambda parts: GgufTokenizer(**parts).build(),

@@ -35,7 +35,9 @@ def test_targets_that_are_taken(tmp_path, converted):
         convert(SOURCE, tmp_path / "file" / "model")
     with pytest.raises(ValueError, match=r"target=.*\.partial is reserved for incomplete folders"):
         convert(SOURCE, tmp_path / "model.partial")
-    with pytest.raises(ValueError, match="dtype='int8': not supported: use one of float32, bfloat16, float16"):
+    with pytest.raises(
+        ValueError, match="dtype='int8': not supported: use one of float32, bfloat16, float16"
+    ):
         convert(SOURCE, tmp_path / "model", dtype="int8")
     for target in (".", tmp_path / "new" / ".."):
         with pytest.raises(ValueError, match="target=.*it exists already"):

@@ -310,14 +310,19 @@ def test_meshes_hold_parts_of_the_same_codes(name, data, model, bits):
         == scales.sharding.shard_shape(scales.shape)
         != scales.shape
     )
-    drawn = [jaxkv.generate(each, ROWS, **DRAWN).tokens for each in (there, plain)]
+    drawn = [[one.tokens for one in jaxkv.generate(each, ROWS, **DRAWN)] for each in (there, plain)]
     np.testing.assert_array_equal(*map(np.asarray, drawn))
 
 
 def test_kernels_multiply_codes():
     """Fused steps, interpreted, sample XLA's tokens."""
     drawn = [
-        jaxkv.generate(narrow("llama_gqa8", "int4"), ROWS, implementation=each, **DRAWN).tokens
+        [
+            one.tokens
+            for one in jaxkv.generate(
+                narrow("llama_gqa8", "int4"), ROWS, implementation=each, **DRAWN
+            )
+        ]
         for each in ("pallas", "xla")
     ]
     np.testing.assert_array_equal(*map(np.asarray, drawn))

@@ -34,11 +34,11 @@ class Implementation(enum.Enum):
     AUTO = "auto"
     XLA = "xla", "jaxkv.attention.xla_backend:Xla"
     PALLAS = "pallas", "jaxkv.attention.kernels:Kernels"
-    INTERPRETED = "pallas (interpreted)", "jaxkv.attention.kernels:Interpreted"
+    INTERPRETED = "pallas (interpreted)", "jaxkv.attention.kernels:InterpretedKernels"
     CUDNN = "cudnn", "jaxkv.attention.cudnn:Cudnn"
     MOSAIC = "mosaic", "jaxkv.attention.mosaic:Mosaic"
     TPU = "tpu", "jaxkv.attention.tpu:Tpu"
-    TPU_INTERPRETED = "tpu (interpreted)", "jaxkv.attention.tpu:Interpreted"
+    TPU_INTERPRETED = "tpu (interpreted)", "jaxkv.attention.tpu:InterpretedTpu"
 
     _value_: str
     backend: str

@@ -105,7 +105,9 @@ class DecodeLoop:
         sampled, count = self._run(steps)
         tokens, ran, vocab = host(sampled)[: self._batch], int(host(count)), self._spec.config.vocab
         inside = bool((tokens < vocab).all())
-        require(inside, "sampling", self._sampling, f"an id outside of [0, {vocab}): return valid ids")
+        require(
+            inside, "sampling", self._sampling, f"an id outside of [0, {vocab}): return valid ids"
+        )
         self.left, self._fit = self.left - ran, self._fit - ran
         return tokens[:, :ran]
 
