@@ -256,7 +256,7 @@ def test_filter_layers_are_saved_whole(own_manifests):
     assert after == before | {"filter_layers": [1, 5]}
     assert checkpoints.manifest(NAME).filter_layers == (1, 5)
     assert sorted(path.stem for path in own_manifests.iterdir()) == sorted(checkpoints.names())
-    with pytest.raises(ValueError, match="no such model"):
+    with pytest.raises(ValueError, match="unknown model"):
         checkpoints.save_filter_layers("nobody", (1,))
 
 

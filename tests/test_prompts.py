@@ -124,7 +124,7 @@ def test_one_cache_is_asked_in_several_ways(model):
         jax.tree.structure(out.cache)
     )
     with pytest.raises(
-        ValueError, match="prompt='2 prompts': the cache holds 3 sequences: give as many"
+        ValueError, match="prompt='2 prompts': the cache holds 3 sequences: use as many"
     ):
         jaxkv.generate(model, ["So?"] * 2, cache=out.cache, **DRAWING)
 

@@ -94,7 +94,7 @@ def encode(
     single, items = _split(prompt)
     require(bool(items), "prompt", prompt, "no prompt: use at least one")
     turns = turn if isinstance(turn, tuple) else (turn,) * len(items)
-    held = f"the cache has {len(turns)} sequences: use as many prompts, or a cache of 1"
+    held = f"the cache holds {len(turns)} sequences: use as many prompts, or a cache of 1"
     require(len(turns) == len(items), "prompt", f"{len(items)} prompts", held)
     results = [
         _encode_one(item, text, turn=at, raw=raw, close=close)
