@@ -368,7 +368,7 @@ def _going_on(
     xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, out.length
     short = numbers.most > lengths
     targets = xp.where(short, numbers.most, source.kept_entries[of])
-    # A short prompt's segments grow to their targets: sinks that are still to come count, too.
+    # A short prompt's segments grow to their targets, so later sinks count, too.
     grown = parts.keep.counts(targets, xp.broadcast_to(lengths, targets.shape))
     recent = xp.where(short, parts.recents(targets, lengths, grown), source.recents[of])
     state = State(
