@@ -195,7 +195,7 @@ class CompressedKV:
         """
         layer = index("layer", layer, len(self.tables))
         k, v, written = self._joining(k, v, count, layer)
-        grouped = as_grouped("q", q, *k.shape[:2], k)
+        grouped = as_grouped("q", q, k.shape[0], k.shape[1], k)
         _, heads, group, tokens, _ = grouped.shape
         remedy = f"k has {k.shape[2]} tokens: give as many queries"
         require(tokens == k.shape[2], "q", f"{tokens} tokens", remedy)
