@@ -85,7 +85,7 @@ class Cell:
         stored = sum(pool.k.nbytes + pool.v.nbytes for pool in cache.pools) - spare
         drawing = self.session.decode_loop(cache, new=self.headroom)
         del cache
-        # The loop samples first and runs the token after. Its first step compiles, and makes the pages of its code and of
+        # The loop samples first and runs the token after. Its first step compiles, and makes pages of its code and of
         # its scratch present, which takes as long as several steps: it runs before the clock starts, once per cell.
         drawn, begin = [drawing.sample(1)], time.perf_counter()
         while sum(part.shape[1] for part in drawn) < self.steps:

@@ -1,7 +1,7 @@
 """Checks jaxkv's annotations while tests run: types by beartype, shapes by jaxtyping, arguments and results alike.
 
 jaxtyping's own hook wraps every function for shapes, binds its arguments and checks them twice, which took a third of
-the tests' time. Here only functions whose annotations speak of shapes get a scope for their logical axes; all are checked,
+the tests' time. Here only functions whose annotations speak of shapes get a scope for their axes; all are checked,
 in the first calls of every test: a few helpers are called thousands of times, and that took a seventh of the time.
 """
 

@@ -1,4 +1,4 @@
-"""Rows of the table of rejections: a door of the library, what is given to it, the error that comes and what it says."""
+"""Rows of the table of rejections: a function, what is given to it, the error and its message."""
 
 import functools
 from collections.abc import Callable

@@ -31,7 +31,7 @@ class Asked:
 
 
 def requests(seed, count, *, vocab=64, sampled=False, shortest=17):
-    """Random requests, about half of which come to an end token; sampled ones sample in turn by each of the samplers."""
+    """Random requests, about half of which come to an end token; the samplers take turns."""
     rng = np.random.default_rng(seed)
     return [
         Asked(

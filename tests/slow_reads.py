@@ -81,7 +81,7 @@ class Slow:
         return [each for each in [*mine, *range(self.prompt, last + 1)] if each <= last]
 
     def choose(self, layer, first, how):
-        """The positions that a filter chooses among those before `first`, or, for sampled tokens, among the prompt's."""
+        """The positions that a filter chooses among those before `first`, or, if sampled, among the prompt's."""
         below = first if how == "chunk" or self.generated else self.prompt
         asking = (
             range(first, len(self.rows[layer]))

@@ -1,4 +1,4 @@
-"""DuoAttention, whose pattern belongs to one model: prompts and answers against the oracle, meshes, slots, rejections."""
+"""DuoAttention, whose pattern belongs to one model: answers against the oracle, meshes, slots, rejections."""
 
 import json
 

@@ -218,7 +218,7 @@ def test_shards_are_the_whole(tmp_path, whole):
         Evaluation.read(*parts, tmp_path / "whole")
 
 
-# --- samples of policies that use random numbers --------------------------------------------------------------------------------------
+# --- policies that use random numbers -------------------------------------------------------------
 
 
 def test_parts_say_whether_they_draw():

@@ -312,7 +312,7 @@ def test_tpus_are_planned_for_as_gpus_are():
 
 
 def test_copies_in_other_tiles_are_counted():
-    """TPU7x: the weights again while tokens are sampled, and the hidden states of three loops in prefill; of 16 bits."""
+    """TPU7x: the weights again while tokens are sampled, and hidden states of three loops in prefill; of 16 bits."""
     both = {}
     for dtype in ("bfloat16", "float32"):
         found = plan(

@@ -1,4 +1,4 @@
-"""Models with sliding-window layers: what their caches hold, against prefill of the longer text; policies, kernels, meshes."""
+"""Models with sliding-window layers: what caches hold, against prefill of the longer text; meshes."""
 
 import dataclasses
 from unittest import mock
@@ -170,7 +170,7 @@ LONG, LEAST = 60, 16
 
 @pytest.mark.parametrize("name", ["full", "every"])
 def test_long_answers_drop_what_left_the_window(name):
-    """Of 60 tokens sliding-window layers hold no more than 16 beyond their window; tokens are those of one large cache."""
+    """Of 60 tokens layers hold no more than 16 beyond their window; tokens are those of one large cache."""
     model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
     session = jaxkv.Session(model, policy)
     # Of 540 tokens they would hold 256.

@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv import AdaKV, BrutalOffload, FullKV, GlobalBudget, OmniKV, Quest, SnapKV
 from jaxkv.engine import headroom
 from jaxkv.engine.headroom import first_headroom
-from jaxkv.engine.offloaded_decode import LayerGroup, kv_shards
+from jaxkv.engine.offloaded_decode import LayerGroup, layer_groups
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.exporting import runtime
 from jaxkv.models.values import LayerSpec, Rope
@@ -97,13 +97,13 @@ def test_filters_are_layers_of_the_model_and_what_follows_from_them_counts_layer
 def test_one_transfer_for_all_layers_that_read_a_filters_choice():
     reading = omni(8, offload=True).parts().reading(DEEPER.sliding_windows, 64)
     assert reading.loaded == 2 * 8
-    assert kv_shards(reading, DEEPER.sliding_windows, whole=False) == (
+    assert layer_groups(reading, DEEPER.sliding_windows, whole=False) == (
         LayerGroup(layers=(0,), loaded=(), ask=1),
         LayerGroup(layers=(1, 2, 3), loaded=(), ask=None),
         LayerGroup(layers=(4, 5, 6, 7), loaded=(4, 7), ask=None),
     )
     # A question loads layer by layer.
-    assert [each.layers for each in kv_shards(reading, DEEPER.sliding_windows, whole=True)] == [
+    assert [each.layers for each in layer_groups(reading, DEEPER.sliding_windows, whole=True)] == [
         (0, 1, 2, 3),
         (4, 5, 6),
         (7,),

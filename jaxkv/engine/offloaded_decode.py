@@ -43,7 +43,7 @@ class LayerGroup:
 
 
 @lru_cache(maxsize=64)
-def kv_shards(
+def layer_groups(
     reading: Reading, sliding_windows: SlidingWindows, *, whole: bool
 ) -> tuple[LayerGroup, ...]:
     """Split a step's layers into groups, cut at filter and offloaded layers; cached.
@@ -200,7 +200,7 @@ def step(
     )
     placement = spec.axes or next(iter(tables.seen.devices()))
     x, chosen = embed(flat.ends, tokens, graphs=graphs), None
-    cut = kv_shards(reading, spec.config.sliding_windows, whole=whole)
+    cut = layer_groups(reading, spec.config.sliding_windows, whole=whole)
     single = [part.loaded[0] for part in cut if part.loaded]
     layers = _loaded_ahead(loader, single, tables.seen, reading.ahead)
     if whole:
