@@ -204,7 +204,7 @@ def test_programs_for_a_gpu_are_written_without_one(tmp_path):
     )
     assert read.platforms == ("cuda",) and read.nr_devices == 4
     assert {each["kind"] for each in said["programs"]} == {"prompt", "sample.Greedy"}
-    with pytest.raises(ValueError, match=r"made for 4 devices of .'cuda'., here are 8 of cpu"):
+    with pytest.raises(ValueError, match=r"exported for 4 devices of .'cuda'., not 8 of cpu"):
         runtime.Model(folder)
 
 
@@ -289,15 +289,15 @@ DAMAGE = {
         lambda folder: changed(
             folder, lambda said: said["guaranteed"].update({"from": [99, 0], "jax": "99.0.1"})
         ),
-        r"exported by jax 99.0.1, jax .* is outside its window: export again",
+        r"exported by jax 99.0.1, and jax .* is outside its window: export again",
     ),
     "more devices": (
         lambda folder: changed(folder, lambda said: said.update(devices=16)),
-        "made for 16 devices",
+        "exported for 16 devices",
     ),
     "another platform": (
         lambda folder: changed(folder, lambda said: said.update(platforms=["tpu"])),
-        "devices of .'tpu'., here",
+        "devices of .'tpu'., not",
     ),
 }
 
