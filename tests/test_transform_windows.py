@@ -120,7 +120,7 @@ def test_sinks_enter_scores():
     ids=["pyramidkv", "globalbudget"],
 )
 def test_layers_with_and_without(policy):
-    """Layers with a window hold their last entries, the others what they hold in a model of these alone; under jit as without."""
+    """Layers with a window hold their last entries, the others what they hold in a model of these alone."""
     k, v, q, sinks = (
         [each[:, :, :SLOTS] if each.ndim == 4 else each for each in pair]
         for pair in zip(*(arrays(s) for s in range(3)), strict=True)
