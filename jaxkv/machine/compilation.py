@@ -64,7 +64,7 @@ def tell_if_slow(seconds: float) -> None:
         return
     _told = True
     remedy = (
-        "call jaxkv.machine.compilation.enable_compilation_cache() first to keep programs on disk"
+        "call enable_compilation_cache() of jaxkv.machine.compilation first to keep programs on disk"
     )
     _LOG.warning("compiling took %.0f s of this call: %s", seconds, remedy)
 
