@@ -116,7 +116,7 @@ def test_what_is_kept_is_shown(page, server):
     unlock(page)
     compress(page, budget=9)
     expect(page.locator("#kept-about")).to_contain_text(
-        "tiny keeps 9 of 45 rows per KV head and layer"
+        "tiny keeps 9 of 45 entries per KV head and layer"
     )
     with api(server) as client:
         (made,) = client.get("/v1/documents").json()["data"]
