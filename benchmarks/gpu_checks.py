@@ -21,7 +21,7 @@ def wide(array):
     """An array, or the rows that codes stand for, as float64 on the host."""
     if isinstance(array, pallas_kernels.Coded):
         return wide(array.code) * wide(array.scale)[..., None]
-    if isinstance(array, pallas_kernels.Int4Vectors):
+    if isinstance(array, pallas_kernels.Nibbles):
         return np.asarray(
             Int4Vectors(code=array.code, scale=array.scale, least=array.least).decoded(), np.float64
         )

@@ -136,7 +136,7 @@ def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
             pools, _ = way.run(pools, some)
     spent = {name: [] for name in each}
     for way in each.values():
-        way.session.drawn.transfers = way.session.drawn.bytes = 0
+        way.session.decode_traffic.transfers = way.session.decode_traffic.bytes = 0
     for _ in range(rounds):
         for name, way in each.items():
             pools, seconds = way.run(pools, steps)
@@ -144,7 +144,7 @@ def measure(model, *, batch, tokens, budgets, filters, rounds, steps):
     out = {}
     for name, values in spent.items():
         ratios = [theirs / mine for mine, theirs in zip(values, spent["FullKV"], strict=True)]
-        traffic = each[name].session.drawn
+        traffic = each[name].session.decode_traffic
         out[name] = {
             "policy": repr(policies[name]),
             "milliseconds": values,

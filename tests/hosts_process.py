@@ -131,10 +131,9 @@ def refused(rank, folder):
     back = jaxkv.load_cache(folder / "cache", model)
     options = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
     asked = [
-        jaxkv.generate(model, prompts(9, (5, 3)), cache=each, **options).tokens
-        for each in (cache, back)
+        jaxkv.generate(model, prompts(9, (5, 3)), cache=each, **options) for each in (cache, back)
     ]
-    say("saved", "", [[each.tolist() for each in tokens] for tokens in asked])
+    say("saved", "", [[each.tokens.tolist() for each in out] for out in asked])
     return model, good
 
 

@@ -66,7 +66,7 @@ def prefill(
         mesh=model.flat.mesh,
     )
     cache = session.prefill(
-        ids, needed=needed if slots is None else dataclasses.replace(needed, slots=slots)
+        ids, needed=needed if slots is None else dataclasses.replace(needed, padded_len=slots)
     )
     return cache, np.asarray(cache.logits)
 

@@ -80,14 +80,29 @@ def test_what_transformers_need_not_be_told_need_not_be_told_here():
 @pytest.mark.parametrize(
     "family, keys, name, value",
     [
-        ("mistral", {}, "windows", (4096, 4096)),
-        ("mistral", {"sliding_window": None}, "windows", (None, None)),
+        ("mistral", {}, "sliding_windows", (4096, 4096)),
+        ("mistral", {"sliding_window": None}, "sliding_windows", (None, None)),
         ("llama", {"num_key_value_heads": None}, "kv_heads", 32),
         ("glm4", {}, "eos", (151_329, 151_336, 151_338)),
         ("smollm3", {"no_rope_layer_interval": 2}, "layers", 2),
-        ("qwen3", {"use_sliding_window": True, "max_window_layers": 1}, "windows", (None, 4096)),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 64}, "windows", (64, 64)),
-        ("llama", {"sliding_window": 64, "use_sliding_window": False}, "windows", (None, None)),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "max_window_layers": 1},
+            "sliding_windows",
+            (None, 4096),
+        ),
+        (
+            "qwen3_moe",
+            {"use_sliding_window": True, "sliding_window": 64},
+            "sliding_windows",
+            (64, 64),
+        ),
+        (
+            "llama",
+            {"sliding_window": 64, "use_sliding_window": False},
+            "sliding_windows",
+            (None, None),
+        ),
         ("gemma", {"hidden_act": "gelu"}, "tanh_gelu", True),
     ],
 )

@@ -1,5 +1,6 @@
 """Where answers end and how they stream: numbers of tokens, end tokens, stop strings, pieces of text."""
 
+import dataclasses
 import json
 import shutil
 
@@ -53,7 +54,8 @@ def test_eos_ends_rows_separately(tmp_path, model):
         and ended[:2] == ["stop"] * 2
         and not any(each.stop_reason for each in out)
     )
-    assert out.text is None and out.stats.new_tokens == sum(map(len, out.tokens))
+    assert all(each.text is None for each in out)
+    assert out.stats.new_tokens == sum(len(each.tokens) for each in out)
     ignored = jaxkv.generate(other, rows, **DRAWING)
     for a, b in zip((each.tokens for each in ignored), (each.tokens for each in free), strict=True):
         np.testing.assert_array_equal(a, b)
@@ -103,8 +105,7 @@ def test_stop_strings(model):
         assert (each.text, each.finish_reason, each.stop_reason) == (texts[1], "stop", stops[1])
         assert each.tokens is out[1].tokens
     # Each is equal to itself alone: no array is asked for its truth.
-    first, again = out[1], out[1]
-    assert first != again and first == first
+    assert dataclasses.replace(out[1]) != out[1] and out[1] == out[1]
     alone = stream.result
     assert (
         len(alone) == 1

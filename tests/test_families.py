@@ -234,7 +234,7 @@ EXPERT, ALL = (
     [
         ("falcon_40b", FUSED, lambda a: a[:-1], rf"{FUSED}=\(95, 48\): .*\(96, 48\)"),
         ("phi3", QKV, lambda a: a[:-1], rf"{QKV}=\(79, 48\): .*\(80, 48\)"),
-        ("mixtral", EXPERT, lambda a: None, rf"weights=\['{EXPERT}'\]: .*lacks"),
+        ("mixtral", EXPERT, lambda a: None, rf"weights=\['{EXPERT}'\]: .*missing"),
         ("mixtral", EXPERT, lambda a: a * np.nan, rf"weights=\['{EXPERT}'\]: .*NaN"),
         ("qwen3_moe_fused", ALL, lambda a: a[:-1], rf"{ALL}=\(7, 48, 48\): .*\(8, 48, 48\)"),
     ],

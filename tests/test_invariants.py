@@ -220,13 +220,19 @@ def check_again(row: Row, model, seed, lengths, budget):
 def check_questions(model, cache):
     """A cache answers alike as often as it is asked, is not changed, and no other question compiles anything."""
     before = _bytes(cache)
-    ask = lambda *ids: jaxkv.generate(model, [list(ids)] * 2, cache=cache, max_new_tokens=3)  # noqa: E731
-    first = ask(7, 8, 9).tokens
+
+    def ask(*ids):
+        return [
+            each.tokens.tolist()
+            for each in jaxkv.generate(model, [list(ids)] * 2, cache=cache, max_new_tokens=3)
+        ]
+
+    first = ask(7, 8, 9)
     with compilations() as compiled:
-        second = ask(7, 8, 9).tokens
+        second = ask(7, 8, 9)
         ask(4, 5)
     assert not compiled
-    assert [each.tolist() for each in first] == [each.tolist() for each in second]
+    assert first == second
     assert _bytes(cache) == before
 
 

@@ -41,7 +41,7 @@ def test_chunks_cover_every_row_once(shape, programs, data):
     """Neighbours in order, one at least per segment, whole blocks but for the last, and nothing beside them."""
     rows = st.one_of(st.just(0), st.integers(0, 90), st.integers(0, 20_000))
     length = np.asarray(
-        data.sample(st.lists(rows, min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))),
+        data.draw(st.lists(rows, min_size=int(np.prod(shape)), max_size=int(np.prod(shape)))),
         np.int32,
     )
     length = length.reshape(shape)

@@ -232,7 +232,10 @@ def test_each_filter_costs_one_transfer_of_the_bytes_computed(monkeypatch):
     feed(model, cache, walk(5), session=session)
     token = 2 * CONFIG.kv_heads * CONFIG.head_dim * 4
     assert sent == [2 * 20 * token, 2 * 20 * token] * 5
-    assert (session.read.transfers, session.read.bytes) == (len(sent), sum(sent))
+    assert (session.question_traffic.transfers, session.question_traffic.bytes) == (
+        len(sent),
+        sum(sent),
+    )
 
 
 def test_stats_report_transfers_and_bytes_of_a_step():

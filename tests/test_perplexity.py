@@ -41,7 +41,7 @@ def test_loss_is_that_of_one_long_prompt():
 
 
 @pytest.mark.parametrize(
-    "policy, entries",
+    "policy, rows",
     [
         (jaxkv.TOVA(budget=48), (32, 39)),
         (jaxkv.SnapKV(budget=16, window=4), (16, 23)),

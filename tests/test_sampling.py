@@ -244,10 +244,8 @@ def test_keys(model):
     ).tokens
     np.testing.assert_array_equal(greedy, only)
     # Sequences of a batch sample on their own.
-    rows = jaxkv.generate(
-        model, [PROMPT] * 3, sampling=hot, key=jax.random.key(0), **DRAWING
-    ).tokens
-    assert len({tuple(row.tolist()) for row in rows}) == 3
+    rows = jaxkv.generate(model, [PROMPT] * 3, sampling=hot, key=jax.random.key(0), **DRAWING)
+    assert len({tuple(each.tokens.tolist()) for each in rows}) == 3
 
 
 def test_progress_bars(model, capsys):

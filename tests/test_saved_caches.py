@@ -66,9 +66,8 @@ def assert_same(cache, other):
 
 
 def answer(model, cache, **asked):
-    return jaxkv.generate(
-        model, tiny.prompts(7, (5, 3)), cache=cache, max_new_tokens=6, **asked
-    ).tokens
+    out = jaxkv.generate(model, tiny.prompts(7, (5, 3)), cache=cache, max_new_tokens=6, **asked)
+    return [each.tokens for each in out]
 
 
 def saved(tmp_path, policy=SNAP):
@@ -126,8 +125,8 @@ def test_a_fresh_process_answers_with_the_same_tokens(tmp_path):
     assert out.returncode == 0, out.stderr
     expected = jaxkv.generate(
         model, [[1, 2], [3]], cache=cache, max_new_tokens=8, stop_at_eos=False
-    ).tokens
-    assert json.loads(out.stdout) == [each.tolist() for each in expected]
+    )
+    assert json.loads(out.stdout) == [each.tokens.tolist() for each in expected]
 
 
 # --- policies of users ----------------------------------------------------------------------------------------------
@@ -150,7 +149,7 @@ def test_a_users_policy(tmp_path, monkeypatch):
     # In a process that does not have the class by this name.
     monkeypatch.delattr(sys.modules[__name__], "Late")
     remedy = (
-        r"class='.*:Late': not in this process: import its module first, or give .*policy=\.\.\."
+        r"class='.*:Late': not in this process: import its module first, or pass .*policy=\.\.\."
     )
     with pytest.raises(ValueError, match=remedy):
         jaxkv.load_cache(path)

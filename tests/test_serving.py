@@ -235,7 +235,8 @@ def test_lists_are_mapped_in_order(letters):
         answer.text for answer in letters.map(prompts, **options, **more)
     ]
     ordered = mapped(iter(prompts))
-    assert ordered == jaxkv.generate(lettered.tiny(), prompts, policy=POLICY, **options).text
+    whole = jaxkv.generate(lettered.tiny(), prompts, policy=POLICY, **options)
+    assert ordered == [each.text for each in whole]
     drawing = {"sampling": Sampling(temperature=1.0), "key": 7}
     assert mapped(prompts[:3], **drawing) == mapped(prompts[:3], **drawing) != ordered[:3]
 

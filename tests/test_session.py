@@ -35,11 +35,11 @@ def test_its_pieces_give_what_generate_gives(name):
     prompt = session.prefill(IDS, new=12)
     before = leaves(prompt)
     answered, tokens = session.sample(prompt, 12)
-    np.testing.assert_array_equal(tokens, np.stack(first.tokens))
+    np.testing.assert_array_equal(tokens, np.stack([each.tokens for each in first]))
     assert leaves(prompt) == before
     asked = session.extend(session.compress_again(answered), MORE, new=6)
     _, tokens = session.sample(asked, 6)
-    np.testing.assert_array_equal(tokens, np.stack(second.tokens))
+    np.testing.assert_array_equal(tokens, np.stack([each.tokens for each in second]))
     assert np.asarray(answered.seen).tolist() == [37 + 12, 21 + 12]
 
 

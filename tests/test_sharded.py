@@ -95,7 +95,12 @@ def test_a_cache_is_copied_and_pickled():
         of, prompts(5, LENGTHS), policy=roomy("snapkv"), mesh=mesh, progress=False
     )
     asked = [
-        jaxkv.generate(of, ids, cache=each, mesh=mesh, max_new_tokens=4, progress=False).tokens
+        [
+            answer.tokens
+            for answer in jaxkv.generate(
+                of, ids, cache=each, mesh=mesh, max_new_tokens=4, progress=False
+            )
+        ]
         for each in (cache, pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache))
     ]
     np.testing.assert_array_equal(asked[1:], [asked[0]] * 2)

@@ -15,7 +15,7 @@ SEEN = ("prompt_tokens", "new_tokens", "full_bytes", "kept", "decode_steps")
 def told(made):
     """What a user sees of a generation."""
     cache = made.cache
-    tokens = made.tokens if isinstance(made.tokens, list) else [made.tokens]
+    tokens = [each.tokens for each in made]
     seen = {name: getattr(made.stats, name) for name in SEEN}
     shapes = (cache.batch, cache.kept.shape, cache.first_rows.shape, cache.full_nbytes)
     return (

@@ -153,7 +153,7 @@ def test_a_threshold_that_no_row_reaches():
         np.asarray(none.cache.logits if none.cache.logits is not None else 0.0)
     ).all()
     asked = jaxkv.generate(model, [[4, 5]] * 2, cache=none.cache, **drawn)
-    assert all((np.asarray(each) >= 0).all() for each in asked.tokens)
+    assert all((each.tokens >= 0).all() for each in asked)
     low, without = (jaxkv.prefill(model, ids, policy=policy(tau)) for tau in (-1e30, None))
     assert tiny.kept(low) == tiny.kept(without)
     assert np.asarray(low.tally.cut).any() and without.tally.cut is None

@@ -63,7 +63,7 @@ def test_the_cache_stays_within_its_budget_turn_after_turn():
     for said in zip(*talks, strict=True):
         given = {"policy": policy} if cache is None else {"cache": cache}
         out = jaxkv.generate(model, list(said), **given, max_new_tokens=4)
-        cache, told = out.cache, [*told, out.text]
+        cache, told = out.cache, [*told, [each.text for each in out]]
     for outcome, answers in zip(outcomes, zip(*told, strict=True), strict=True):
         assert outcome.figures["rows"] == [24] * 3 and outcome.figures["most_rows"] == [24] * 3
         assert outcome.rows == 24 and outcome.tokens > 60

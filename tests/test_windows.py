@@ -9,7 +9,7 @@ import tiny
 from meshes import mesh_of
 
 import jaxkv
-from jaxkv.engine import headroom
+from jaxkv.engine import headroom as sizes
 from jaxkv.engine.headroom import first_headroom
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import LayerSpec, Rope
@@ -176,7 +176,7 @@ def test_long_answers_drop_what_left_the_window(name):
     # Of 540 tokens they would hold 256.
     headroom = first_headroom(policy.parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), 540)
     assert headroom[0] == (256 if name == "full" else 19)
-    with mock.patch.object(headroom, "_LEAST_BEYOND", LEAST):
+    with mock.patch.object(sizes, "_LEAST_BEYOND", LEAST):
         cache, drawn = session.sample(session.prefill(prompts(), new=LONG), LONG)
     assert cache.pools[0].rows == 2 * (WINDOW + LEAST)
     assert cache.kept[0].max() <= WINDOW + LEAST and cache.kept[0].min() >= WINDOW
@@ -184,7 +184,7 @@ def test_long_answers_drop_what_left_the_window(name):
         if SHAPE.sliding_windows[layer] is not None:
             seen = int(np.asarray(cache.seen)[row])
             assert positions.tolist() == list(range(seen - len(positions), seen))
-    with mock.patch.object(headroom, "_LEAST_BEYOND", 4096):
+    with mock.patch.object(sizes, "_LEAST_BEYOND", 4096):
         whole, again = session.sample(session.prefill(prompts(), new=LONG), LONG)
     assert name == "every" or whole.kept[0].min() >= LONG
     assert again.tolist() == drawn.tolist()
@@ -199,9 +199,9 @@ def test_long_answers_drop_what_left_the_window(name):
 def test_long_answers_on_a_mesh():
     """Each device has its heads' windows, and drops their rows; one device drops none."""
     options = {"policy": POLICIES["h2o"](16), "max_new_tokens": LONG, "stop_at_eos": False}
-    with mock.patch.object(headroom, "_LEAST_BEYOND", LEAST):
+    with mock.patch.object(sizes, "_LEAST_BEYOND", LEAST):
         split = jaxkv.generate(tiny.tiny(SHAPE), prompts(), mesh=mesh_of(2, 2), **options)
-    with mock.patch.object(headroom, "_LEAST_BEYOND", 4096):
+    with mock.patch.object(sizes, "_LEAST_BEYOND", 4096):
         alone = jaxkv.generate(tiny.tiny(SHAPE), prompts(), **options)
     assert [each.tokens.tolist() for each in split] == [each.tokens.tolist() for each in alone]
     assert split.cache.pools[0].rows == 2 * (WINDOW + LEAST) < alone.cache.pools[0].rows
