@@ -25,7 +25,7 @@ TABLE, COMMANDS = ROOT / "docs/policies.md", ROOT / "docs/command_line.md"
 _ROW = re.compile(r"^\| `(\w+)` \|.*\|$", flags=re.M)
 _HEADER = '''"""Methods of the literature, one short file each; importing them makes their names known, in this order.
 
-Written by docs/make_lists.py from the files beside this one: a new policy needs no line here.
+Written by docs/make_lists.py from the files in this folder: a new policy needs no line here.
 """
 
 # isort: off

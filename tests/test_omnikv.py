@@ -116,7 +116,7 @@ def test_offloading_changes_no_token():
         )
         for offload in (False, True)
     ]
-    assert [each.tokens.tolist() for each in out[0]] == [each.tolist() for each in out[1].tokens]
+    assert [each.tokens.tolist() for each in out[0]] == [each.tokens.tolist() for each in out[1]]
     full = jaxkv.generate(model, ids, max_new_tokens=12, stop_at_eos=False)
     assert [each.tokens.tolist() for each in out[0]] != [each.tokens.tolist() for each in full]
     assert out[1].stats.host_bytes > 0 and out[0].stats.host_bytes == 0

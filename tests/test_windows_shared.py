@@ -122,6 +122,6 @@ def test_a_budget_in_bytes_leaves_out_the_windows():
         assert (np.asarray(cache.length)[WHOLE] == rows).all() and cache.nbytes <= 2 * budget + 4096
     with pytest.raises(
         ValueError,
-        match=f"takes {row} bytes beside {8 * row:,}",
+        match=f"takes {row} bytes besides {8 * row:,}",
     ):
         jaxkv.Session(model, jaxkv.SnapKV(budget=f"{8 * row}B", window=6))

@@ -28,7 +28,7 @@ def facts() -> list[list[str]]:
 @task("turns")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Turns(Task):
-    """Task: conversations on one cache (D2O, appendix, MT-bench's setting): facts told first, asked for last.
+    """Task: conversations on one cache (D2O, appendix, MT-bench's setting): facts come first, questions last.
 
     Policies that evict an entry for every new one, such as H2O and D2O, keep within their budget. Others compress only
     the first turn, and keep all entries of later ones: use them with `every=n`, which recompresses every n tokens.
@@ -82,7 +82,7 @@ class Turns(Task):
         order = rng.permutation(told)
         return Sample(
             id=f"{number:03d}",
-            group="told and asked",
+            group="facts and questions",
             context=_NEXT.join([*said, *(chosen[at][1] for at in order)]),
             answers=(*[""] * len(said), *(values[at] for at in order)),
             new_tokens=self.new_tokens,

@@ -63,9 +63,7 @@ def tell_if_slow(seconds: float) -> None:
     if _told or seconds <= _SLOW or kept:
         return
     _told = True
-    remedy = (
-        "call enable_compilation_cache() of jaxkv.machine.compilation first to keep programs on disk"
-    )
+    remedy = "call enable_compilation_cache() of jaxkv.machine.compilation first to keep programs on disk"
     _LOG.warning("compiling took %.0f s of this call: %s", seconds, remedy)
 
 

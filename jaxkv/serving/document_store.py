@@ -197,7 +197,7 @@ class DocumentStore:
                 self._held.move_to_end(name)
             held = [self._known[each] for each in self._held]
         over = sum(each.nbytes for each in held) - self.most_bytes
-        # The most recent one is kept on the device, whatever its size.
+        # The most recent one is always kept on the device.
         for document in held[:-1]:
             if over <= 0:
                 break

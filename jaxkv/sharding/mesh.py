@@ -57,7 +57,7 @@ class Axes:
 
     @property
     def axes(self) -> "Axes":
-        """This object, so that programs accept either `Axes` or a static config with a field `axes`."""
+        """The mesh axes themselves, so that programs accept either `Axes` or a static config with a field `axes`."""
         return self
 
     @property

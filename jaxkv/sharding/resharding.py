@@ -18,7 +18,7 @@ from jaxkv.sharding.parameters import model_mesh
 
 @settled
 def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
-    """Return a cache on another mesh or on one device, with equal rows per head: a copy, or itself if unchanged.
+    """Return a cache on another mesh or on one device, with pools of equal rows: a copy, or itself if unchanged.
 
     Entries that the policy's `capacity` moved to other heads are not moved back, and no others are moved. A device
     whose heads hold more entries gets a larger pool.

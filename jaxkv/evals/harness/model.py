@@ -208,7 +208,7 @@ class JaxKVLM(TemplateLM):
         by_context: dict[tuple[int, ...], list[int]] = {}
         for at in sorted(range(len(pairs)), key=lambda at: -sum(map(len, pairs[at]))):
             by_context.setdefault(tuple(pairs[at][0]), []).append(at)
-        # Continuations of one context share its cache, whatever their number; the others run in batches.
+        # Continuations of one context share its cache; the others run in batches.
         groups = [group for group in by_context.values() if len(group) > 1]
         alone = [group[0] for group in by_context.values() if len(group) == 1]
         groups += [list(batch) for batch in _batches(alone, self._contexts_together)]

@@ -1,6 +1,6 @@
 """Methods of the literature, one short file each; importing them makes their names known, in this order.
 
-Written by docs/make_lists.py from the files beside this one: a new policy needs no line here.
+Written by docs/make_lists.py from the files in this folder: a new policy needs no line here.
 """
 
 # isort: off
