@@ -93,7 +93,7 @@ def main() -> None:
     prompt = DOCUMENT.read_text("utf-8").strip() + "\n\n" + options.question
     say(f"ready after {time.perf_counter() - START:.0f} s; each row reads the whole document anew")
 
-    runs: list[tuple[str, int | None, jaxkv.CustomPolicy]] = [("FullKV", None, jaxkv.FullKV())]
+    runs: list[tuple[str, int | None, jaxkv.Policy]] = [("FullKV", None, jaxkv.FullKV())]
     for policy in (jaxkv.SnapKV, jaxkv.PyramidKV, jaxkv.AdaKV):
         runs += [(policy.__name__, budget, policy(budget=budget)) for budget in BUDGETS]
 

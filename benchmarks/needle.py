@@ -126,7 +126,7 @@ def print_seen(model, needles, budgets):
             max_new_tokens=needles["new_tokens"],
             stop_at_eos=False,
         )
-        right = sum(found(cases, out.text))
+        right = sum(found(cases, [each.text for each in out]))
         theirs = str(peer[name][0]) if name in peer else "-"
         print(f"{name:36s} {right:6d} {theirs:>8s} {time.perf_counter() - begin:8.1f}", flush=True)
 
@@ -149,7 +149,8 @@ def ask_unseen(model, needles, policy):
     # Of OmniKV all: what it reads is its budget.
     kept = float(cache.kept.mean() / (sum(map(len, contexts)) / len(contexts)))
     options = {"max_new_tokens": needles["new_tokens"], "stop_at_eos": False}
-    texts = jaxkv.generate(model, list(questions), cache=cache, **options).text
+    answers = jaxkv.generate(model, list(questions), cache=cache, **options)
+    texts = [each.text for each in answers]
     return {
         "right": found(needles["cases"], texts),
         "texts": texts,

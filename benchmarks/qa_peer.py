@@ -81,11 +81,9 @@ def ours(params, documents, policy) -> dict:
             }
         )
         for question in each["questions"]:
-            tokens = (
-                jaxkv.generate(params, [question], cache=cache, max_new_tokens=NEW)
-                .tokens[0]
-                .tolist()
-            )
+            tokens = jaxkv.generate(
+                params, [question], cache=cache, max_new_tokens=NEW
+            ).tokens.tolist()
             answers.append([token for token in tokens if token not in ends])
     return {"kept": kept, "answers": answers}
 
