@@ -90,7 +90,7 @@ def test_tokens_are_those_of_jaxkv(book, ours, name):
     given = [prompt[row, :length].tolist() for row, length in enumerate(LENGTHS)]
     options = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
     theirs = jaxkv.generate(ours, given, policy=policy, **options)
-    assert np.asarray(mine).tolist() == [list(each) for each in theirs.tokens]
+    assert np.asarray(mine).tolist() == [each.tokens.tolist() for each in theirs]
     assert len(set(np.asarray(mine).ravel().tolist())) > 4
     cache = jaxkv.prefill(ours, given, policy=policy, progress=False)
     for layer, state in enumerate(states):
