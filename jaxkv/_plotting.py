@@ -9,7 +9,7 @@ _DASHES = ("-", "--", "-.", ":")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
-def drawing() -> Any:
+def import_matplotlib() -> Any:
     """Import and return matplotlib; ImportError with the extra to install if it is missing.
 
     pyplot is not imported: its backend is the user's choice, and notebooks would show the figures twice.
@@ -24,7 +24,7 @@ def drawing() -> Any:
 
 def sheet(width: float, height: float) -> Any:
     """Make an empty matplotlib `Figure` of this size in inches, not managed by pyplot."""
-    return drawing().figure.Figure(figsize=(width, height), layout="constrained")
+    return import_matplotlib().figure.Figure(figsize=(width, height), layout="constrained")
 
 
 def style(at: int) -> dict[str, str]:
@@ -37,7 +37,7 @@ def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
     """Return the bytes of a matplotlib figure as png, svg or pdf; equal figures have equal bytes."""
     file = io.BytesIO()
     # Without a salt the ids of an SVG's parts are random; both formats carry the date by default.
-    with drawing().rc_context({"svg.hashsalt": "jaxkv"}):
+    with import_matplotlib().rc_context({"svg.hashsalt": "jaxkv"}):
         metadata = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
         figure.savefig(file, format=kind, dpi=dpi, metadata=metadata)
     return file.getvalue()

@@ -15,7 +15,7 @@ from jaxkv._errors import require
 from jaxkv.attention import Implementation, named
 from jaxkv.cache import KVCache
 from jaxkv.cache.host_store import committed
-from jaxkv.engine.lengths import by_length
+from jaxkv.engine.lengths import entry_counts
 from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, is_greedy
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
@@ -241,7 +241,7 @@ def _require_places(
     """Raise ValueError if a policy with rolling positions would hold more entries than the model has positions."""
     limit, parts = config.max_positions, policy.composed
     if cache is None:
-        read, numbers = int(lengths.max()), by_length(parts, lengths, config.sliding_windows)
+        read, numbers = int(lengths.max()), entry_counts(parts, lengths, config.sliding_windows)
         assert numbers.rows is not None
         now, target = int(numbers.rows.max()), int(numbers.most.max())
     else:

@@ -93,7 +93,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def axes(self) -> Axes | None:
-        """Mesh axes of the parameters; None on a single device."""
+        """`Axes` (mesh with axes data, kv, rep) of the parameters; None on a single device."""
         return self.flat.axes
 
     def shown(self, cache: KVCache, prompt: Prompt) -> Shown:

@@ -309,7 +309,7 @@ def _sampling_is_declared(case: _Case) -> None:
     if case.parts.uses_key:
         return
     remedy = (
-        "another random key changes what is kept: set the property `draws` of the "
+        "another random key changes what is kept: set the property `uses_key` of the "
         "scorer or merger to True"
     )
     for mine, other in zip(

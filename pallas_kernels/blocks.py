@@ -76,7 +76,7 @@ class ByteBlocks(Blocks):
     """
 
     def _columns(self) -> Columns:
-        """Return the columns of the lower and of the higher bytes of words."""
+        """Return even channels, the words' lower bytes, and odd ones, the higher; each with a mask of valid ones."""
         # At least 32 columns: with 16, as many as a tile's queries, Triton gives every warp the same work.
         self.words = max(32, pad_dim(self.dim // 2))
         self.word = jnp.arange(self.words, dtype=jnp.int32)

@@ -37,7 +37,7 @@ class HopperTiles:
     stages: int = 2
 
 
-def refused_cuda() -> str | None:
+def unsupported_cuda() -> str | None:
     """Return the version of the installed CUDA if its compiler miscompiles the kernel, else None."""
     version = mosaic.cuda_version()
     # The same bound as in JAX's own causal attention in Mosaic GPU.
@@ -83,7 +83,7 @@ def flash(
         )
     if dim not in DIMS:
         raise ValueError(f"head dim is {dim}: use 64 or 128 with Mosaic's flash")
-    if not interpret and (version := refused_cuda()):
+    if not interpret and (version := unsupported_cuda()):
         raise ValueError(f"CUDA is {version}, whose ptxas miscompiles Mosaic's masks: use 13")
     tiles = tiles or HopperTiles(stages=2 if dim == 128 else 4)
     rows = tiles.queries * _COMPUTE

@@ -64,7 +64,7 @@ LAYERS = (
     "jaxkv.cli",
     "jaxkv.__main__",
 )
-DOORS = {"_compat.py": "triton", "_compat_mosaic.py": "mosaic_gpu", "tpu/_compat.py": "tpu"}
+DOORS = {"_compat.py": "triton", "_compat_mosaic.py": "mosaic_gpu", "_compat_tpu.py": "tpu"}
 
 
 def sources(*folders: str) -> list[Path]:

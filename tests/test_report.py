@@ -141,9 +141,9 @@ def test_pictures_have_what_they_are_of(out):
     ends = [[100 * cell.low, 100 * cell.high] for cell in cells]
     np.testing.assert_allclose(np.asarray(segments.get_segments())[:, :, 1], ends)
     assert axes.lines[0].get_label() == "full"
-    by_length = pictures._lengths(evaluation).axes[0].lines[0].get_xydata()
+    entry_counts = pictures._lengths(evaluation).axes[0].lines[0].get_xydata()
     means = [[n, 100 * evaluation.cell("full", length=n).mean] for n in (10, 20, 30)]
-    np.testing.assert_allclose(by_length, means)
+    np.testing.assert_allclose(entry_counts, means)
 
 
 def test_the_page_has_it_all_and_runs_nothing_of_it(out, tmp_path):

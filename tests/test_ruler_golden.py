@@ -108,7 +108,7 @@ def test_common_words(name):
     # Ours are as many, and as often.
     for theirs, settings in ((shot, made.shot), (words, (None, made.often, made.seldom))):
         size = len(set(theirs.entries)) if settings[0] is None else settings[0]
-        ours = made.draw(size, *settings[1:], np.random.default_rng(0))
+        ours = made.choose(size, *settings[1:], np.random.default_rng(0))
         assert sorted(Counter(ours.entries).values()) == sorted(Counter(theirs.entries).values())
         assert set(ours.common) == {word for word, _ in Counter(ours.entries).most_common(10)}
 
@@ -117,7 +117,7 @@ def test_frequent_words():
     theirs = golden()["tasks"]["fwe"]
     made, drawn = recipe("fwe"), theirs["draws"]
     assert made.vocabulary == drawn["vocabulary"]
-    ours = made.draw(drawn["size"], np.random.default_rng(0))
+    ours = made.choose(drawn["size"], np.random.default_rng(0))
     opening, question = (
         made.write(ours).context.partition(" coded words. ")[0],
         made.write(ours).question,
@@ -135,7 +135,7 @@ def test_questions_over_documents(name):
     asked = made.data.questions[0]
     same(name, made.write(asked, order))
     assert len(order) == drawn["size"] and set(asked.context) <= set(order)
-    ours = made.draw(asked, drawn["size"], np.random.default_rng(0))
+    ours = made.choose(asked, drawn["size"], np.random.default_rng(0))
     # Those of the question and those near it are always there.
     assert len(ours) == len(set(ours)) == len(order) and {*asked.context, *asked.near} <= set(
         ours

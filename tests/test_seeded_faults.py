@@ -167,7 +167,7 @@ def single_rows_are_dropped(patch):
 
 
 def nothing_waits_for_reads(patch):
-    patch.setattr(evict, "behind", lambda value, read: value)
+    patch.setattr(evict, "after_read", lambda value, read: value)
 
 
 def a_wrapper_loses_the_window(patch):

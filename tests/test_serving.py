@@ -374,7 +374,7 @@ def test_deadlines_cancellation_and_full_queues(letters):
     with pytest.raises(jaxkv.serving.QueueFull):
         for _ in range(200):
             requests.append(letters.submit(DOC, **long))
-    assert letters.stats.refused == 1
+    assert letters.stats.rejected == 1
     for request in requests[:-1]:
         request.cancel()
     requests[-1].result()

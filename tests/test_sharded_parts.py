@@ -27,7 +27,7 @@ from jaxkv.policies import (
     WindowAttention,
 )
 from jaxkv.policies.topk import top
-from jaxkv.sharding.collectives import gathered, own
+from jaxkv.sharding.collectives import gathered, own_shard
 
 
 def agree(policy, *, kv_heads=4, group=2, mesh=(2, 4)):
@@ -65,7 +65,10 @@ class Loudest(Scorer):
             return most
         size = jnp.where(inside[:, :, 0], jnp.abs(seen.k).mean(axis=-1), 0.0).sum(axis=-1)
         every = gathered(size, "K", 1, seen.axes)
-        return most * own(every / every.mean(axis=1, keepdims=True), "K", 1, seen.axes)[..., None]
+        return (
+            most
+            * own_shard(every / every.mean(axis=1, keepdims=True), "K", 1, seen.axes)[..., None]
+        )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,7 @@ _BLOCK = 128
 
 
 class Density(NamedTuple):
-    """Result of `density`, averaged over texts.
+    """Attention by layer, means over texts: variance of what keys receive, share of large weights, a binned map.
 
     Attributes:
         variance: variance over keys of the attention that each key receives from all queries, by query head. D2O's F is

@@ -60,7 +60,7 @@ def by_row(
     rows, queries = keys.shape[2], scale_queries(query.q).reshape(batch, heads, group * window, dim)
 
     def against(part: Array, first: Array | int) -> tuple[Array, Array]:
-        """Return logits `[B, K, G, w, n]` of all queries over keys from row `first` on, and the causal mask."""
+        """Return logits `[B, K, G, w, n]` over keys `part` from row `first` on, and a mask of causal candidates."""
         logits = capped(head_logits(queries, part), query.shaping.softcap)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= query.positions[..., None]) & (row < candidates[:, None, None])

@@ -141,7 +141,7 @@ class Kernels(Backend):
         return out, score
 
     def _scores(self, score: Array, reach: Reach, **more: Any) -> Any:
-        """Scores in the form that kernels accept; segments at strides have at most one stride of entries."""
+        """Return the kernels' `Scores`: scores and a segment's most entries, a stride where segments are at strides."""
         widest = reach.widest
         if reach.walk is Walk.STRIDES:
             widest = score.shape[1] // reach.start.shape[1]
@@ -152,7 +152,7 @@ class Kernels(Backend):
         return self._kernels.compact(k, v, source, interpret=self.interpret)
 
     def work_table(self, start: Array, length: Array, *, dim: int, itemsize: int | float) -> Any:
-        """Return the work table of a decode kernel, from segments' first rows and lengths."""
+        """Divide all segments' rows into near-equal chunks, at most one per concurrent program of a decode kernel."""
         programs = self._kernels.programs(dim=dim, itemsize=itemsize, interpret=self.interpret)
         return self._kernels.work_table(start, length, programs=programs)
 

@@ -45,7 +45,7 @@ class Mosaic(Kernels):
     def suits(self, setting: DeviceTraits) -> bool:
         """True for supported models on known Hopper GPUs, with a CUDA version that compiles the kernel correctly."""
         known = setting.capability == _HOPPER
-        return known and self.invalid(setting) is None and self._mosaic.refused_cuda() is None
+        return known and self.invalid(setting) is None and self._mosaic.unsupported_cuda() is None
 
     def _flash(self, *of: Any, lse: bool, **masking: Any) -> tuple[Array, Array | None]:
         """Causal attention of all prompts in one Mosaic kernel, without softcaps and sliding windows.

@@ -74,8 +74,8 @@ class BatchCommand(SlotOptions):
                 ledger.lines > 0, "FILE", self.file, "the file is empty: write one request per line"
             )
             bad = _answered(ledger, lambda: self._answering(recipe))
-        refused = f", {bad} of them without status 200" if bad else ""
-        to_stderr(f"jaxkv: {ledger.lines} lines in {self.out}{refused}")
+        failed = f", {bad} of them without status 200" if bad else ""
+        to_stderr(f"jaxkv: {ledger.lines} lines in {self.out}{failed}")
 
     def _answering(self, recipe: EngineConfig) -> Any:
         """Context manager of a function from request lines to answers, with a local engine or Ray workers."""

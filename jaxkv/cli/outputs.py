@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv._plotting import drawing
+from jaxkv._plotting import import_matplotlib
 
 # More text than any model has positions for; also stops reading from /dev/zero.
 MOST_BYTES = 64 * 2**20
@@ -161,4 +161,4 @@ class Picture(Output):
         """Raise ValueError as `Output` does, and for an unknown format; ImportError without matplotlib."""
         _ = self.kind  # raises
         super().check(inputs)
-        drawing()
+        import_matplotlib()

@@ -114,7 +114,7 @@ class Planning:
         else:
             to_stdout(compared(plans) if self.compare else str(plans[0]))
         if self.plot:
-            out.write(picture.drawn(plans, out.kind))
+            out.write(picture.rendered(plans, out.kind))
 
     def _compared(self) -> list[Policy]:
         """Return the policies of `--compare`, each with the shared options it supports; ValueError if none does."""

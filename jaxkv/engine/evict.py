@@ -19,7 +19,7 @@ from jaxkv.cache.pools import Pool
 from jaxkv.cache.stores import put_cells
 from jaxkv.engine.layers.terms import Terms
 from jaxkv.engine.nearest import nearest
-from jaxkv.engine.segments import Segments, behind, fold
+from jaxkv.engine.segments import Segments, after_read, fold
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.merger import Joined, Merger, Row, axes_for
 from jaxkv.policies.parts import Ongoing
@@ -135,7 +135,7 @@ def evict(
     if fused and ongoing.rank.in_kernels and ongoing.merge is None and not ongoing.one_set:
         return _evict_by_kernel(pool, segments, ongoing, backend)
     victim = weakest(pool, segments, how)
-    over = behind((segments.length > segments.limit) & (victim >= 0), attended)
+    over = after_read((segments.length > segments.limit) & (victim >= 0), attended)
     last = segments.start + segments.length - 1
     # The newest entry moves into the victim's place; a finished sequence is unchanged.
     if ongoing.merge is None and fused:
@@ -182,7 +182,7 @@ def _merging_dropped(
         one = getattr(dropped, metric)
         among = (getattr(pool, metric), pool.pos, one, victim, segments)
         cosine, target = nearest(*among, walk=how.terms.layout.walk)
-        target, over = jnp.maximum(target, 0), behind(over, cosine)
+        target, over = jnp.maximum(target, 0), after_read(over, cosine)
         # A merger may decide jointly for the heads of a layer.
         one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
         returned = merge.merge_one(

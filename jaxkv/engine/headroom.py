@@ -50,10 +50,14 @@ def headroom_for(
         headroom = growing + (period if period <= MOST_AHEAD else ahead)
     else:
         headroom = np.full(len(left), ahead)
-    return _sliding(headroom, sliding_windows, max(parts.every or 1, least)) if slides else headroom
+    return (
+        _capped_by_windows(headroom, sliding_windows, max(parts.every or 1, least))
+        if slides
+        else headroom
+    )
 
 
-def _sliding(
+def _capped_by_windows(
     headroom: Int[np.ndarray, " L"], sliding_windows: SlidingWindows, least: int
 ) -> Int[np.ndarray, " L"]:
     """Cap headroom `[L]` of sliding-window layers at their window, 256 or `least`, whichever is largest."""
@@ -165,7 +169,7 @@ def forked(cache: KVCache, batch: int, longest: int, new: int) -> KVCache:
     grown = int(beyond(cache).max())
     enough = (
         cache.free()
-        >= _sliding(np.full(len(sliding_windows), wanted), sliding_windows, longest + 1)
+        >= _capped_by_windows(np.full(len(sliding_windows), wanted), sliding_windows, longest + 1)
     ) & (grown > 0)
     fits = bool(enough.all())
     headroom = 0 if fits else bucket(wanted)
@@ -182,7 +186,7 @@ def forked(cache: KVCache, batch: int, longest: int, new: int) -> KVCache:
         memory.check_bytes(
             copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device
         )
-    headrooms = _sliding(
+    headrooms = _capped_by_windows(
         np.full(len(sliding_windows), headroom), sliding_windows, bucket(longest + 1)
     )
     # Sliding-window layers run out of places first: other layers do not grow then, unless all share a pool.

@@ -108,7 +108,7 @@ class ByLength:
     reads: Numbers | None = None
 
 
-def by_length(
+def entry_counts(
     parts: Parts,
     lengths: Int[np.ndarray, " B"],
     sliding_windows: SlidingWindows,

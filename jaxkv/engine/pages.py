@@ -7,7 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv.cache.page_bounds import bounds_of, joined_rows
 from jaxkv.cache.pools import Pool
-from jaxkv.engine.segments import behind
+from jaxkv.engine.segments import after_read
 from jaxkv.engine.tokens import NewTokens
 from jaxkv.policies.reads import WHOLE, Reading
 from jaxkv.sharding.mesh import Axes
@@ -43,7 +43,7 @@ def with_new_rows(
     offset = joined_rows(length, new.positions.shape[1], bounds.page)
     row = jnp.minimum(start[..., None] + offset, pool.rows - 1)
     keys, _ = pool.store.take(row.reshape(row.shape[0], -1)).view()
-    keys = behind(keys.reshape(*row.shape, -1), read[..., None, None])
+    keys = after_read(keys.reshape(*row.shape, -1), read[..., None, None])
     return dataclasses.replace(pool, bounds=bounds.renewed(keys, length, new.count))
 
 

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int
 from jaxkv._checks import is_traced, is_whole, plain, settled
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.engine.lengths import ByLength, bucket, buckets, by_length
+from jaxkv.engine.lengths import ByLength, bucket, buckets, entry_counts
 from jaxkv.engine.prefill_bytes import PrefillBytes
 from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig, SlidingWindows
@@ -122,7 +122,7 @@ def plan_prefill(
     parts, length = policy_for(policy, config, dtype=dtype).composed, np.asarray(lengths, np.int64)
     padded_len = bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
-    numbers = by_length(parts, length, config.sliding_windows)
+    numbers = entry_counts(parts, length, config.sliding_windows)
     rows, away = None, parts.reading(config.sliding_windows, padded_len).offloaded
     # Entries that layers compete for depend on the prompts' content.
     if not parts.layers.from_scores and parts.threshold is None:
@@ -242,7 +242,7 @@ def _capacity(
         low, _ = buckets(top)[-1]
         step = max(1, -(-(top - low) // _SAMPLES))
         lengths = np.unique(np.append(np.arange(low, top, step), top))
-        numbers = by_length(parts, lengths, sliding_windows, strict=False)
+        numbers = entry_counts(parts, lengths, sliding_windows, strict=False)
         if parts.layers.from_scores:
             budget = np.asarray(numbers.budget)
             # A clamped ratio can peak at a shorter prompt, where spans counted from the end overlap less.

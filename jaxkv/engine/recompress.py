@@ -35,7 +35,7 @@ from jaxkv.policies.head_budgets import HeadBudgets, capacity_of, most_rows
 from jaxkv.policies.parts import Ongoing, Parts
 from jaxkv.policies.rank import Anew, ranked
 from jaxkv.policies.scorer import Extras, Observed, Scorer
-from jaxkv.sharding.collectives import gathered, most_of_devices, own
+from jaxkv.sharding.collectives import gathered, most_of_devices, own_shard
 from jaxkv.sharding.mesh import Axes, host, place, settle_down
 from jaxkv.sharding.sharded_program import sharded_jit
 
@@ -483,4 +483,4 @@ def _value_norms(norms_of: Norms, rows: Unpacked, axes: Axes | None) -> tuple[Ar
         sums = sums + jnp.where(same, jnp.roll(value, shift, axis=-1), 0.0)
     back = jnp.argsort(order, axis=-1)
     totals = jnp.take_along_axis(sums, back, axis=-1).reshape(batch, heads, padded_len)
-    return norms, own(totals, "K", 1, axes)
+    return norms, own_shard(totals, "K", 1, axes)

@@ -139,7 +139,7 @@ class BatchSampling:
         return jnp.where(warm, sampled, best)
 
     def masked(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return undivided logits with excluded tokens at minus infinity; run only the masks in use."""
+        """Return logits `[B, V]`, not yet divided, with ids that top-k, top-p or min-p excludes at -inf."""
         used = (self.top_k > 0, _top_k), (self.top_p < 1, _top_p), (self.min_p > 0, _min_p)
         for asked, masked in used:
             logits = lax.cond(asked.any(), masked, _unmasked, self, logits)

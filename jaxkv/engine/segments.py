@@ -107,7 +107,7 @@ def fold(
             return lax.fori_loop(0, (length.max() + block - 1) // block, step, carry)
 
 
-def behind(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[Array, "*n"]:
+def after_read(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[Array, "*n"]:
     """Return `value` with a data dependence on `read`, to order writes after reads; NaN or False where `read` is NaN.
 
     A program that reads a pool and then writes it in place must order the reads first. Otherwise XLA copies the whole

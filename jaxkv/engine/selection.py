@@ -26,7 +26,7 @@ from jaxkv.policies.head_budgets import (
 )
 from jaxkv.policies.survivors import survivors
 from jaxkv.policies.topk import count, keys_of, top
-from jaxkv.sharding.collectives import gathered, own
+from jaxkv.sharding.collectives import gathered, own_shard
 from jaxkv.sharding.mesh import Axes, inside
 from jaxkv.sharding.sharded_program import sharded_jit
 
@@ -135,7 +135,7 @@ def limits_of(
         return usual
     windowed = np.asarray([width is not None for width in sliding_windows])
     limits = jnp.asarray(np.where(windowed[:, None], ENDLESS, own_of)[of], jnp.int32)[:, None]
-    return jnp.maximum(kept, own(limits, "K", 2, axes) if inside() else limits)
+    return jnp.maximum(kept, own_shard(limits, "K", 2, axes) if inside() else limits)
 
 
 def choose(
@@ -224,9 +224,11 @@ def _choose(
     if isinstance(heads, ThresholdHeads):
         chosen, cut = heads.above(chosen, scored)
         cut = (
-            own(cut, "K", 1, over).reshape(len(base), -1, len(layers)).sum(axis=-1, dtype=jnp.int32)
+            own_shard(cut, "K", 1, over)
+            .reshape(len(base), -1, len(layers))
+            .sum(axis=-1, dtype=jnp.int32)
         )
-    mask = own(always_kept | chosen, "K", 1, over)
+    mask = own_shard(always_kept | chosen, "K", 1, over)
     if due is not None:
         mask = jnp.where(due[:, None, None], mask, local)
         moved = None if moved is None else jnp.where(due, moved, 0)

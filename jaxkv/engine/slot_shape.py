@@ -9,7 +9,7 @@ from jaxtyping import Bool
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
 from jaxkv.engine.headroom import first_headroom
-from jaxkv.engine.lengths import SHORT, bucket, buckets, by_length
+from jaxkv.engine.lengths import SHORT, bucket, buckets, entry_counts
 from jaxkv.engine.plan import pools_for
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.parts import Parts
@@ -92,7 +92,7 @@ def slot_shape(
     Raises:
         ValueError: for policies with chunked prefill or a host store, and for budgets that they do not support.
     """
-    by_length(parts, np.asarray([prompt]), config.sliding_windows)
+    entry_counts(parts, np.asarray([prompt]), config.sliding_windows)
     reading = parts.reading(config.sliding_windows, bucket(prompt))
     remedy = "not supported in slots: leave offload out, or answer one batch after the other"
     require(not reading.offloaded, "policy", "entries in host memory", remedy)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._plotting import drawing, saved, sheet, style
+from jaxkv._plotting import import_matplotlib, saved, sheet, style
 from jaxkv.analysis.plots import draw_lines, draw_maps
 from jaxkv.evals.results import Cell, Evaluation
 
@@ -23,7 +23,7 @@ def draw(evaluation: Evaluation, kinds: Sequence[str]) -> dict[str, bytes]:
     """
     records, figures, found = evaluation.records, dict[str, Any](), dict[str, bytes]()
     # A "$" in the name of a row must not start a formula.
-    with drawing().rc_context({"text.parse_math": False}):
+    with import_matplotlib().rc_context({"text.parse_math": False}):
         figures["scores"] = _scores(evaluation)
         if None not in {record.nbytes for record in records}:
             figures["bytes"] = _scores(evaluation, by_bytes=True)

@@ -40,10 +40,10 @@ class QuestionTask(Task):
         self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
     ) -> list[Outcome]:
         """Generate the answers to a batch of samples; return a scored `Outcome` per sample: text, entries and bytes."""
-        drawn = asked(params, policy, samples, how)
+        outcomes = asked(params, policy, samples, how)
         return [
             dataclasses.replace(each, score=self.score(sample, each.prediction))
-            for sample, each in zip(samples, drawn, strict=True)
+            for sample, each in zip(samples, outcomes, strict=True)
         ]
 
     def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
@@ -128,7 +128,7 @@ def _drawn(
     several = [[*each.values()] for each in asks.values()]
     several += several[-1:] * (min(size, 1 << (len(several) - 1).bit_length()) - len(several))
     contexts = [pairs[numbers[0]][0] for numbers in several]
-    drawing = partial(generate, params, max_new_tokens=new, key=seed, progress=False)
+    answered = partial(generate, params, max_new_tokens=new, key=seed, progress=False)
     follows = any(question for _, question in pairs.values())
     if follows:
         cache = prefill(params, contexts, policy=policy, key=seed, progress=False)
@@ -136,9 +136,9 @@ def _drawn(
     for turn in range(max(map(len, several))):
         rows = [numbers[min(turn, len(numbers) - 1)] for numbers in several]
         if follows:
-            out = drawing([pairs[number][1] for number in rows], cache=cache)
+            out = answered([pairs[number][1] for number in rows], cache=cache)
         else:
-            out = drawing(contexts, policy=policy)
+            out = answered(contexts, policy=policy)
         # Entries beyond the limit belong to later tokens; a policy that evicts one for each new token has none.
         kept = np.minimum(host(out.cache.limit)[:, : len(rows)], out.cache.kept)
         for row, (number, completion) in enumerate(zip(rows, out, strict=True)):

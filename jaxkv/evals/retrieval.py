@@ -137,11 +137,11 @@ class Visible(Task):
     ) -> list[Outcome]:
         """Return one `Outcome` per sample: full attention's share on visible entries, mean and by token."""
         prompts = [sum(ids_of(params.tokenizer, sample, raw=how.raw), []) for sample in samples]
-        drawn = generate(
+        completions = generate(
             params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False
         )
         out = []
-        for ids, completion in zip(prompts, drawn, strict=True):
+        for ids, completion in zip(prompts, completions, strict=True):
             answer = completion.tokens.tolist()
             found, rows = visible_attention(params, policy, ids, answer, key=how.seed)
             score, figures = float(found.mean()), {"visible": found.tolist()}

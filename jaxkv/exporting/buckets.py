@@ -14,7 +14,7 @@ from jaxkv.cache.stores import held_dtype
 from jaxkv.engine.lengths import (
     ByLength,
     bucket,
-    by_length,
+    entry_counts,
     rows_of,
     tokens_per_call,
 )
@@ -67,7 +67,7 @@ def _numbers(
     parts: Parts, lengths: Int[np.ndarray, " N"], sliding_windows: SlidingWindows
 ) -> ByLength:
     """Return the policy's `ByLength` numbers for some prompt lengths; ValueError if one length is rejected."""
-    known = by_length(parts, lengths, sliding_windows)
+    known = entry_counts(parts, lengths, sliding_windows)
     if parts.layer_weights:
         layer_weights = np.ones((sliding_windows.count(None), len(lengths)))
         rows_of(parts, known.budget, lengths, known.always_kept, sliding_windows, layer_weights)

@@ -95,7 +95,7 @@ class LoopResult(NamedTuple):
     cache: Tables
     logits: Logits
     done: Bool[Array, " B"]
-    drawn: Int[Array, "B steps"]
+    sampled: Int[Array, "B steps"]
     ran: Int[Array, ""]
 
 

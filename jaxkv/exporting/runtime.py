@@ -403,44 +403,44 @@ class Model:
         )
         return Cache(self.again(out, at)[0], at, count, headroom, turns, self.of)
 
-    def sample(self, cache, max_new_tokens, tell=None, seed=0, **drawing):
+    def sample(self, cache, max_new_tokens, tell=None, seed=0, **options):
         """Sample up to `max_new_tokens`, passing ids to `tell`; return ids `[B, n]`, -1 after an end, and the cache."""
         self.known(cache)
-        new, seed, kind, given = self.asked(max_new_tokens, seed, **drawing)
+        new, seed, kind, given = self.asked(max_new_tokens, seed, **options)
         at, _ = self.fits(np.zeros(cache.count, np.int32), new, cache)
-        drawn = np.zeros((cache.count, 0), np.int32)
+        sampled = np.zeros((cache.count, 0), np.int32)
         size, given["done"] = (
-            self.programs[kind, *at][2]["drawn"][2],
+            self.programs[kind, *at][2]["sampled"][2],
             np.arange(at[1]) >= cache.count,
         )
         out = self.own(cache.arrays, at, seed) | given
-        while drawn.shape[1] < new and not np.asarray(out["done"]).all():
+        while sampled.shape[1] < new and not np.asarray(out["done"]).all():
             out, left = self.again(out, at)
-            steps = min(new - drawn.shape[1], left, 8 if tell else size)
+            steps = min(new - sampled.shape[1], left, 8 if tell else size)
             out = self.run(kind, at, out | {"steps": np.int32(steps)})
-            drawn = np.append(
-                drawn, np.asarray(out["drawn"])[: cache.count, : int(out["ran"])], axis=1
+            sampled = np.append(
+                sampled, np.asarray(out["sampled"])[: cache.count, : int(out["ran"])], axis=1
             )
             need(
-                (drawn < (vocab := self.said["vocab"])).all(),
+                (sampled < (vocab := self.said["vocab"])).all(),
                 f"{kind}: sampled an id outside of [0, {vocab})",
             )
-            tell and tell(drawn)
+            tell and tell(sampled)
         arrays, headroom = (
             self.again(out, at)[0],
-            cache.headroom - drawn.shape[1] * self.said["grows"],
+            cache.headroom - sampled.shape[1] * self.said["grows"],
         )
-        return drawn, cache._replace(arrays=arrays, headroom=headroom)
+        return sampled, cache._replace(arrays=arrays, headroom=headroom)
 
-    def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **drawing):
+    def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **options):
         """Generate answers to a prompt or a list; return token ids, text (None without tokenizer) and cache."""
         new = self.asked(
-            self.said["new"] if max_new_tokens is None else max_new_tokens, seed, **drawing
+            self.said["new"] if max_new_tokens is None else max_new_tokens, seed, **options
         )[0]
-        drawn, cache = self.sample(
-            self.read(prompt, cache, seed, new, True), new, tell, seed, **drawing
+        sampled, cache = self.sample(
+            self.read(prompt, cache, seed, new, True), new, tell, seed, **options
         )
-        tokens = [row[row >= 0].tolist() for row in drawn]
+        tokens = [row[row >= 0].tolist() for row in sampled]
         text = self.text and [*map(self.text.decode, tokens)]
         return (tokens[0], text and text[0], cache) if prompts(prompt)[1] else (tokens, text, cache)
 
@@ -451,9 +451,9 @@ if __name__ == "__main__":
     )
     model, shown = Model(pathlib.Path(__file__).parent), ""
 
-    def tell(drawn):
+    def tell(sampled):
         global shown
-        before, shown = shown, model.text.decode(drawn[0][drawn[0] >= 0]).rstrip("\ufffd")
+        before, shown = shown, model.text.decode(sampled[0][sampled[0] >= 0]).rstrip("\ufffd")
         print(shown[len(before) :], end="", flush=True)
 
     model.generate(sys.argv[1:2], tell=tell)

@@ -23,7 +23,7 @@ def peaks(setting: Workload) -> list[tuple[int, int]]:
     return found
 
 
-def drawn(plans: Sequence[Plan], kind: str) -> bytes:
+def rendered(plans: Sequence[Plan], kind: str) -> bytes:
     """Plot peak memory over context, one line per plan; return the bytes of the picture in format `kind`."""
     first = plans[0].setting
     figure = sheet(7.5, 4.5)

@@ -59,7 +59,7 @@ class Speed:
 
     @property
     def seconds(self) -> float:
-        """Seconds per request, computed as a whole batch: its share of prefill plus its decode steps."""
+        """Estimated seconds of a batch per question: its prefill divided by `questions`, plus its decode steps."""
         return self.prefill / self.questions + self.new * self.step
 
     @property

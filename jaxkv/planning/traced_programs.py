@@ -75,7 +75,7 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceInputs:
-    """Inputs to trace the engine's programs: abstract model, policy, numbers of prompts and tokens."""
+    """Abstract model, policy and batch; plans and traces the engine's prefill for them, without arrays."""
 
     flat: Flat
     policy: Policy
@@ -155,14 +155,14 @@ def traced_loop(work: TraceInputs) -> tuple[Any, tuple[Pool, ...]]:
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
     done = jax.ShapeDtypeStruct((work.batch,), bool)
     eos = jax.ShapeDtypeStruct((1,), jnp.int32)
-    draw = jax.eval_shape(
+    state = jax.eval_shape(
         token_loop.first_sampling_state,
         logits,
         done,
         jax.eval_shape(lambda: jax.random.key(0)),
         eos,
     )
-    given = token_loop.loop_arguments(flat, cache.arrays, draw, work.new, GREEDY, 0, spec=spec)
+    given = token_loop.loop_arguments(flat, cache.arrays, state, work.new, GREEDY, 0, spec=spec)
     return token_loop._loop.trace(*work.placed(given), spec=spec, size=BLOCK), cache.pools
 
 

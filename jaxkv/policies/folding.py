@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv._checks import choice, field, flag, optional, real, whole
 from jaxkv.policies.merger import Joined, Merged, Merger, Row
-from jaxkv.sharding.collectives import any_of_devices, first, gathered, own
+from jaxkv.sharding.collectives import any_of_devices, first, gathered, own_shard
 from jaxkv.sharding.mesh import Axes
 
 # Evicted entries, and kept entries, compared at a time.
@@ -50,7 +50,7 @@ class Scope(enum.Enum):
 
 
 class Decision(enum.Enum):
-    """Cosine that decides if an evicted entry merges: its own (TOKEN) or a mean over heads (SHARED_POSITION).
+    """Cosine that decides a merge: the evicted entry's own (TOKEN), or a mean over heads' i-th ones (SHARED_POSITION).
 
     SHARED_POSITION, as in published code, decides for the i-th evicted entries of all heads together.
     """
@@ -187,7 +187,9 @@ class Merge(Merger):
         )
         level = self.moved(level, similarity, dropped)
         joins = self.joins(level, similarity, dropped)
-        return tau.at[..., index].set(own(level, "K", 1, over)), own(joins, "K", 1, over)
+        return tau.at[..., index].set(own_shard(level, "K", 1, over)), own_shard(
+            joins, "K", 1, over
+        )
 
     def shares(
         self, similarity: Float[Array, "..."]

@@ -201,7 +201,7 @@ class Parts:
         table names sliding-window layers, or nothing but these.
         """
         return (
-            _cut_to_whole(self, sliding_windows)
+            _of_full_layers(self, sliding_windows)
             if any(sliding_windows) and None in sliding_windows
             else self
         )
@@ -364,7 +364,7 @@ class Parts:
         weights: Any = None,
         budget: Counts | None = None,
     ) -> Table:
-        """Return the number of most recent entries to keep, `[L, B]`: the window or, if more, the share `recent`.
+        """Return how many recent entries to keep, `[L, B]`: the window or, if more, `recent` of those not always kept.
 
         The share is of the entries that are not always kept. The result is at most what other always-kept entries
         leave of `rows`. `weights` are the layers' weights, and `budget` the average entries per kv head, where budgets
@@ -390,7 +390,7 @@ class Parts:
 
 
 @lru_cache(maxsize=256)
-def _cut_to_whole(parts: Parts, sliding_windows: SlidingWindows) -> Parts:
+def _of_full_layers(parts: Parts, sliding_windows: SlidingWindows) -> Parts:
     """Return a copy of `parts` with layer and head budgets of the layers without a sliding window; memoised.
 
     `sliding_windows` are `ModelConfig.sliding_windows`. ValueError if a table names sliding-window layers, or if head

@@ -272,7 +272,7 @@ class Observed:
 
     @property
     def shaping(self) -> Shaping:
-        """`Shaping` of the layer's attention logits, for each sequence."""
+        """`Shaping` of the layer's attention: softcap, and sink logits `[B, K, G]`."""
         return Shaping(softcap=self.softcap, sink_logits=self.sink_logits)
 
 
@@ -301,7 +301,7 @@ class Scorer:
 
     On a mesh, `observe` runs on every device, for the device's heads: a scorer that treats each head alone needs no
     change. A scorer that compares heads, or uses random numbers, finds the mesh axes in `seen.axes`. The functions of
-    jaxkv.sharding.collectives help: `gathered(x, "K", 1, seen.axes)` all-gathers the numbers of all kv heads, `own`
+    jaxkv.sharding.collectives help: `gathered(x, "K", 1, seen.axes)` all-gathers the numbers of all kv heads, `own_shard`
     selects the device's.
     """
 

@@ -26,7 +26,7 @@ from jaxkv.policies.scorer import (
     Scorer,
     Scores,
 )
-from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own
+from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own_shard
 
 # Entries multiplied by a covariance at a time.
 _BLOCK = 512
@@ -249,7 +249,9 @@ class Uniform01(Scorer):
         )
         # Sampled for all heads, also on a mesh: a head's samples do not depend on the sharding.
         whole = heads if seen.axes is None else heads * seen.axes.size("K")
-        samples = own(jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes)
+        samples = own_shard(
+            jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes
+        )
         return jnp.broadcast_to(samples.T, (batch, heads, padded_len))
 
 

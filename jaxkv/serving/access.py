@@ -46,8 +46,8 @@ class Access:
             # Starlette answers an unexpected error and then raises it again.
             with contextlib.suppress(Exception):
                 await self._app(scope, given, noted)
-        except HttpError as refused:
-            await refused.response()(scope, receive, noted)
+        except HttpError as error:
+            await error.response()(scope, receive, noted)
         except ClientGone:
             pass  # the client cannot be answered
         finally:

@@ -43,8 +43,8 @@ class BatchRunner:
             # An error of one line does not end the others.
             if self.engine.error is not None:
                 raise self.engine.error from error
-            refused = http_error(error, prompt="messages" if line.url == CHATS else "prompt")
-            return responded(line, refused.status, refused.body())
+            failure = http_error(error, prompt="messages" if line.url == CHATS else "prompt")
+            return responded(line, failure.status, failure.body())
 
     def _reply(self, line: Line) -> dict[str, Any]:
         """Return OpenAI's response object for the body of a line."""

@@ -143,9 +143,9 @@ async def _events(
             yield chunk([], usage)
         yield _event(b"[DONE]")
     except Exception as error:  # noqa: BLE001 - every error is sent to the client
-        refused = service.http_error(error, record)
-        record.status = refused.status
-        yield _event(bytes(refused.response().body))
+        failure = service.http_error(error, record)
+        record.status = failure.status
+        yield _event(bytes(failure.response().body))
 
 
 def _event(data: bytes) -> bytes:

@@ -151,7 +151,7 @@ class Engine:
         )
         self._scheduler = Scheduler(self._slots, self.documents, ahead=ahead_of(count))
         self._changed = threading.Condition()
-        self._refused, self._closing, self._dropping = 0, False, False
+        self._rejected, self._closing, self._dropping = 0, False, False
         self.error: BaseException | None = None
         self._precompile = _checks.flag("precompile", precompile)
         # Daemon threads: an open engine does not keep the process from ending.
@@ -263,7 +263,7 @@ class Engine:
         )
         works = [answer(key=each) for each in keys]
         works[0].request.others = tuple(work.request for work in works[1:])
-        self._queued(works)
+        self._enqueue(works)
         return works[0].request
 
     def document(
@@ -332,7 +332,7 @@ class Engine:
             policy=own_policy(budget, self.session.policy, None),
             deadline=own_deadline(deadline),
         )
-        self._queued([reading])
+        self._enqueue([reading])
         return reading.future
 
     def map(
@@ -370,7 +370,7 @@ class Engine:
             running=at.running,
             slots=self._slots.count,
             answered=at.answered,
-            refused=self._refused,
+            rejected=self._rejected,
             new_tokens=at.tokens,
             nbytes=self._slots.nbytes,
             document_bytes=self.documents.nbytes,
@@ -416,7 +416,7 @@ class Engine:
             told = f"too long: this engine accepts at most max_{kind}_tokens={most}"
             raise PromptTooLong(f"prompt={tokens} tokens: {told}")
 
-    def _queued(self, works: Sequence[PrefillWork]) -> None:
+    def _enqueue(self, works: Sequence[PrefillWork]) -> None:
         """Queue all requests, or a document, or none, for the engine's thread; raise if full, closed or failed."""
         with self._changed:
             if self.error is not None:
@@ -427,7 +427,7 @@ class Engine:
                 )
             waiting = self._scheduler.waiting
             if len(waiting) + len(works) > self._limit:
-                self._refused += len(works)
+                self._rejected += len(works)
                 raise QueueFull(
                     f"the queue is full: {len(waiting)} requests wait: try again later, or raise queue"
                 )

@@ -217,12 +217,12 @@ class Scheduler:
         self._step_seconds, self._stepped = (now - begun) / max(1, tokens.shape[1]), now
         left = []
         for slot, work in list(self._running.items()):
-            drawn = [token for token in tokens[slot].tolist() if token >= 0]
-            if drawn and work.told:
-                drawn, work.told = drawn[1:], False
-            if drawn:
-                self.longest_pause = max(self.longest_pause, work.take(drawn, now))
-                self.tokens += len(drawn)
+            sampled = [token for token in tokens[slot].tolist() if token >= 0]
+            if sampled and work.told:
+                sampled, work.told = sampled[1:], False
+            if sampled:
+                self.longest_pause = max(self.longest_pause, work.take(sampled, now))
+                self.tokens += len(sampled)
             if self.slots.done[slot] or work.stopped:
                 left.append(slot)
         if left:
@@ -232,7 +232,7 @@ class Scheduler:
             self._finish(work)
 
     def _finish(self, work: RequestWork) -> None:
-        """Complete a request with its answer."""
+        """Count a request as answered and deliver its answer; an error in doing so fails this request alone."""
         self.answered += 1
         try:
             work.finish()

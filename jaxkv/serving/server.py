@@ -59,8 +59,8 @@ class Server(uvicorn.Server):
 
     def _starting(self) -> Response:
         """Return the response during the start: an error in OpenAI's form, with the progress."""
-        refused = HttpError(503, "the server is starting: try again later", code="starting")
-        body = {"status": "starting", **self.progress, **refused.body()}
+        starting = HttpError(503, "the server is starting: try again later", code="starting")
+        body = {"status": "starting", **self.progress, **starting.body()}
         return JSONResponse(body, 503, {"Retry-After": "5"})
 
     def make(self, make: Callable[[], object]) -> None:

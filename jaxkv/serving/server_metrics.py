@@ -59,8 +59,8 @@ class Metrics:
             "answer_tokens": stats.new_tokens,
         }
         if stats.new_tokens > 1:
-            drawing = stats.seconds - stats.first_token_seconds
-            seen["time_per_token_seconds"] = drawing / (stats.new_tokens - 1)
+            decoding = stats.seconds - stats.first_token_seconds
+            seen["time_per_token_seconds"] = decoding / (stats.new_tokens - 1)
         for name, value in seen.items():
             self._histograms[name].labels(model).observe(value)
         self._mean[model] += 0.1 * (stats.seconds - self._mean[model])

@@ -99,13 +99,13 @@ class Service:
     def http_error(self, error: BaseException, record: RequestLog) -> HttpError:
         """Convert any error to an `HttpError`; record in `record` where an unexpected one was raised."""
         retry_after = self.metrics.retry_after(record.model or self.name)
-        refused = http_error(error, retry_after=retry_after, prompt=record.prompt)
-        if refused.status == 500:
+        found = http_error(error, retry_after=retry_after, prompt=record.prompt)
+        if found.status == 500:
             record.fault = f"{type(error).__name__} at " + " < ".join(
                 f"{frame.name} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
                 for frame in reversed(traceback.extract_tb(error.__traceback__)[-6:])
             )
-        return refused
+        return found
 
 
 async def _served(request: HttpRequest) -> Service:

@@ -38,7 +38,7 @@ class EngineStats:
         running: slots with a request.
         slots: number of slots.
         answered: number of answered requests.
-        refused: number of requests rejected because the queue was full.
+        rejected: number of requests rejected because the queue was full.
         new_tokens: number of sampled tokens.
         nbytes: size of all slots in bytes.
         document_bytes: size of the documents on the device in bytes.
@@ -52,7 +52,7 @@ class EngineStats:
     running: int
     slots: int
     answered: int
-    refused: int
+    rejected: int
     new_tokens: int
     nbytes: int
     document_bytes: int

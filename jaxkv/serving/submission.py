@@ -63,10 +63,10 @@ def submitted(
     ends, made = time.monotonic() + limits.seconds, list[Request]()
     try:
         for at, prompt in enumerate(prompts):
-            drawn = range(at * body.n, (at + 1) * body.n)
+            numbers = range(at * body.n, (at + 1) * body.n)
             keys = [
                 key if key is None or count == 1 else jax.random.fold_in(key, each)
-                for each in drawn
+                for each in numbers
             ]
             left = max(1e-3, ends - time.monotonic())
             first = engine.submit(prompt, key=keys, deadline=left, **options)

@@ -39,7 +39,7 @@ def gathered(x: Array, logical_axis: str, axis: int, axes: Axes | None) -> Array
     return _across(lax.all_gather, x, logical_axis, axes, axis=axis, tiled=True)
 
 
-def own(x: Array, logical_axis: str, axis: int, axes: Axes | None) -> Array:
+def own_shard(x: Array, logical_axis: str, axis: int, axes: Axes | None) -> Array:
     """Slice this device's shard of a replicated array along `axis`, named `logical_axis`; inverse of `gathered`."""
     if axes is None:
         return x

@@ -28,7 +28,7 @@ from jaxkv.cache import Tables
 from jaxkv.cache.packing import Unpacked
 from jaxkv.engine.compress import compress as compress_all
 from jaxkv.engine.layer_sources import PromptSource
-from jaxkv.engine.lengths import ByLength, by_length, query_buffer_size
+from jaxkv.engine.lengths import ByLength, entry_counts, query_buffer_size
 from jaxkv.engine.pages import with_bounds
 from jaxkv.engine.prefill import first_state
 from jaxkv.engine.progress import run_to_end
@@ -209,7 +209,7 @@ def _tables(
     """Capacity in entries per kv head of each layer, or of a shared pool; counts for each length up to `padded_len`."""
     lengths, layers = np.arange(1, padded_len + 1), sliding_windows.count(None)
     # Entries within a sliding window are kept by every policy.
-    kept = by_length(parts if layers else Parts(), lengths, sliding_windows, strict=False)
+    kept = entry_counts(parts if layers else Parts(), lengths, sliding_windows, strict=False)
     if kept.rows is None:
         bound = parts.among(sliding_windows).layers.bound
         reach = bound(np.asarray(kept.budget), lengths, np.asarray(kept.always_kept), layers=layers)
@@ -311,7 +311,7 @@ class _ArraySource(PromptSource):
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
         given, sinks, extras = self.given[index - self.first], None, Extras()
         if queries or self.parts.needs.sums:
-            q = _queries(given.queries, k, self.parts)
+            q = _grouped_queries(given.queries, k, self.parts)
             sinks = as_sinks(given.sink_logits, heads, q.shape[2])
             if self.parts.needs.sums:
                 all_q, all_k, all_v = lax.stop_gradient(
@@ -440,7 +440,7 @@ def _supported(given: Policy | type[Policy] | str) -> Policy:
     return policy
 
 
-def _queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
+def _grouped_queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
     """Validate a layer's queries and return `[B, K, G, w, D]`; ValueError if the policy needs more tokens."""
     padded_len, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
     need = (

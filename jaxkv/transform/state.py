@@ -175,7 +175,8 @@ class CompressedKV:
         Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map` (with `check_vma=False` for several
         tokens, windows, pages and `every=n`). Reverse-mode gradients are supported for one token that reads all entries
         where `attend` supports them; rounding to 8 bits has none. Logits are scaled by 1 / sqrt(D); a model that scales
-        by s multiplies its queries by s * sqrt(D).
+        by s multiplies its queries by s * sqrt(D). Donate the state under your own `jit`, so that pools are updated in
+        place; an eager step copies them.
 
         Args:
             q: `[B, H, N, D]` queries after RoPE at their own positions, from `seen` on.

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tpu import _compat as tpu
+from pallas_kernels import _compat_tpu as tpu
 from pallas_kernels.tpu.rows import CHUNK, LANES, TILE, Copies
 
 # Keys or values: an array, or codes `i8[B, P, D]` and scales `f16[B, P]`, as in `Int8`.

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tpu import _compat as tpu
+from pallas_kernels import _compat_tpu as tpu
 from pallas_kernels.tpu import codes
 from pallas_kernels.tpu.codes import Rows
 from pallas_kernels.tpu.rows import AHEAD, BLOCK, CHUNK, LANES, TILE, Copies, NewEntries
@@ -119,7 +119,7 @@ def _narrowed(new, dtype):
 
 
 def _tables(start, length, counts, tile=TILE):
-    """Return five tables of a kernel that appends: `start`, `length` and `counts`; heads that share a tile.
+    """Return `start`, `length`, `counts`, each head's predecessor in its tile (-1: none), and 1 for a tile's last head.
 
     Heads that write into one tile form a chain: each starts from the copy of the one before (-1: none), and the last
     one writes.

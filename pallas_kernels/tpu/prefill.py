@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tpu import _compat as tpu
+from pallas_kernels import _compat_tpu as tpu
 
 # Maximum queries per block, keys per block and keys per product: the largest that divide the prompt are used.
 QUERIES, KEYS, _AT_ONCE = 1024, 2048, 512

@@ -7,7 +7,7 @@ tile's first row on, and rows of other segments are masked. An entry is written 
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.tpu import _compat as tpu
+from pallas_kernels import _compat_tpu as tpu
 
 # Rows of an HBM tile, of 16 and of 32 bits.
 TILE = 8

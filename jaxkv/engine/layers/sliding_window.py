@@ -23,7 +23,7 @@ class SlidingWindowLayer(DenseLayer):
     window: int
 
     def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """Return the window's entries. They begin at any row, so walk in windows instead of strides."""
+        """Return the `Reach` (first rows, lengths, walk by row blocks) of the sliding window's entries."""
         return self.reaching(*in_window(self.start, length, self.window), Walk.WINDOWS)
 
     def several(self, token: Token, new: NewEntries, step: Step) -> Attended:

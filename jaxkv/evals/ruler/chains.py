@@ -54,10 +54,10 @@ class Chains(Recipe):
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Make a `Prompt`: one chain hidden in `size` lines of noise, after a solved example if `shot` is set."""
-        shot = self.draw(self.shot, rng, short=True) if self.shot else None
-        return self.write(self.draw(size, rng), shot)
+        shot = self.choose(self.shot, rng, short=True) if self.shot else None
+        return self.write(self.choose(size, rng), shot)
 
-    def draw(self, size: int, rng: Generator, *, short: bool = False) -> Chain:
+    def choose(self, size: int, rng: Generator, *, short: bool = False) -> Chain:
         """Sample a `Chain`: variable names (`short` ones for a solved example), the number assigned to them, places."""
         names = self.wording.variables(rng, _VARIABLES, short=short)
         places = sorted(rng.permutation(size)[:_VARIABLES].tolist())

@@ -65,19 +65,19 @@ class Common(Recipe):
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Make a `Prompt`: a list of `size` distinct words with repeats, after a solved example if `shot` is set."""
-        shot = self.draw(*self.shot, rng) if self.shot else None
-        return self.write(self.draw(size, self.often, self.seldom, rng), shot)
+        shot = self.choose(*self.shot, rng) if self.shot else None
+        return self.write(self.choose(size, self.often, self.seldom, rng), shot)
 
-    def draw(self, size: int, often: int, seldom: int, rng: Generator) -> Listed:
+    def choose(self, size: int, often: int, seldom: int, rng: Generator) -> Listed:
         """Sample a shuffled `Listed` of `size` distinct words: common ones `often` times, others `seldom` times."""
-        drawn = self.wording.plain(rng, size)
-        common, others = drawn[:_WORDS], drawn[_WORDS:]
+        chosen = self.wording.plain(rng, size)
+        common, others = chosen[:_WORDS], chosen[_WORDS:]
         entries = common * often + others * seldom
         return Listed(
             tuple(common), tuple(entries[each] for each in rng.permutation(len(entries)).tolist())
         )
 
-    def write(self, drawn: Listed, shot: Listed | None = None) -> Prompt:
+    def write(self, chosen: Listed, shot: Listed | None = None) -> Prompt:
         """Render a word list as a `Prompt`, after the solved example `shot` if given."""
         front = ""
         if shot is not None:
@@ -85,11 +85,11 @@ class Common(Recipe):
             front = f"{example.text}{example.target}\n"
         opening, question, prefix = _COMMON
         return Prompt(
-            context=front + opening + _numbered(drawn.entries),
+            context=front + opening + _numbered(chosen.entries),
             question=question,
             prefix=prefix,
-            answers=drawn.common,
-            target=" " + _numbered(drawn.common),
+            answers=chosen.common,
+            target=" " + _numbered(chosen.common),
         )
 
 
@@ -119,9 +119,9 @@ class Frequent(Recipe):
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Make a `Prompt` that asks for the most frequent of at most `size` coded words, a few less by rounding."""
-        return self.write(self.draw(size, rng))
+        return self.write(self.choose(size, rng))
 
-    def draw(self, size: int, rng: Generator) -> Coded:
+    def choose(self, size: int, rng: Generator) -> Coded:
         """Sample a `Coded` text of at most `size` words in random order; the count of each rank is rounded down."""
         ranks = (DOTS, *self.wording.codes(rng, self.vocabulary - 1))
         times = (size * np.arange(1, len(ranks) + 1.0) ** -2 / (math.pi**2 / 6)).astype(int)
@@ -130,12 +130,12 @@ class Frequent(Recipe):
         ]
         return Coded(ranks, tuple(text[each] for each in rng.permutation(len(text)).tolist()))
 
-    def write(self, drawn: Coded) -> Prompt:
+    def write(self, chosen: Coded) -> Prompt:
         """Render a coded text as a `Prompt` that asks for its three most frequent words besides the dots."""
         opening, question, prefix = _FREQUENT
-        first, second, third = drawn.ranks[1:4]
+        first, second, third = chosen.ranks[1:4]
         return Prompt(
-            context=opening + " ".join(drawn.text),
+            context=opening + " ".join(chosen.text),
             question=question,
             prefix=prefix,
             answers=(first, second, third),

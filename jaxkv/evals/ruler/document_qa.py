@@ -71,9 +71,9 @@ class DocumentQA(Recipe):
             f"the file has only {have} questions: use at most that many",
         )
         asked = self.data.questions[index]
-        return self.write(asked, self.draw(asked, size, rng))
+        return self.write(asked, self.choose(asked, size, rng))
 
-    def draw(self, asked: DocumentQuestion, size: int, rng: Generator) -> tuple[int, ...]:
+    def choose(self, asked: DocumentQuestion, size: int, rng: Generator) -> tuple[int, ...]:
         """Sample `size` document indices in random order, with the question's own; with repeats if too few."""
         have, more = len(self.data.documents), size - len(asked.context)
         if size >= have:

@@ -80,9 +80,9 @@ class Needles(Recipe):
 
     def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
         """Make a `Prompt`: needles hidden in a haystack of `size` units: words or sentences of an essay, or lines."""
-        return self.write(self.draw(size, rng))
+        return self.write(self.choose(size, rng))
 
-    def draw(self, size: int, rng: Generator) -> NeedlePrompt:
+    def choose(self, size: int, rng: Generator) -> NeedlePrompt:
         """Sample a `NeedlePrompt`: needles with keys, values and places, haystack units, and keys to ask for."""
         count = max(self.keys, self.queries)
         keys = getattr(self.wording, self.key_kind)(rng, count)
@@ -104,20 +104,23 @@ class Needles(Recipe):
             haystack=tuple(haystack),
         )
 
-    def write(self, draw: NeedlePrompt) -> Prompt:
+    def write(self, chosen: NeedlePrompt) -> Prompt:
         """Render a sample as a `Prompt`: the haystack with its needles, and the question for its keys."""
-        many = len(draw.asked) * self.values > 1
+        many = len(chosen.asked) * self.values > 1
         opening, question, prefix = _MANY if many else _ONE
         kind = self.value_kind if many else self.value_kind[:-1]
-        asked, answers = _listed(draw.asked), tuple(value for mine in draw.values for value in mine)
-        right = [each.place for each in draw.needles if each.key in draw.asked]
+        asked, answers = (
+            _listed(chosen.asked),
+            tuple(value for mine in chosen.values for value in mine),
+        )
+        right = [each.place for each in chosen.needles if each.key in chosen.asked]
         return Prompt(
-            context=opening.format(kind=kind) + self._hide(draw),
+            context=opening.format(kind=kind) + self._hide(chosen),
             question=question.format(kind=kind, asked=asked),
             prefix=prefix.format(kind=kind, asked=asked),
             answers=answers,
             target=f" {_listed(answers)}.",
-            depth=sum(right) / len(right) / max(1, len(draw.haystack)),
+            depth=sum(right) / len(right) / max(1, len(chosen.haystack)),
         )
 
     def _haystack(self, size: int, rng: Generator, keys: list[str]) -> list[str]:
@@ -145,20 +148,20 @@ class Needles(Recipe):
             return places_at(DEPTHS[rng.permutation(len(DEPTHS))[:count]].tolist(), size)
         return sorted(rng.permutation(size)[:count].tolist())
 
-    def _hide(self, draw: NeedlePrompt) -> str:
+    def _hide(self, chosen: NeedlePrompt) -> str:
         """Join the haystack, with the needles' sentences inserted at their places."""
         told = [
             NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value)
-            for each in draw.needles
+            for each in chosen.needles
         ]
         if self.haystack == "essay":
-            begins = [0, *(each.place for each in draw.needles), len(draw.haystack)]
-            parts = [" ".join(draw.haystack[begins[0] : begins[1]])]
+            begins = [0, *(each.place for each in chosen.needles), len(chosen.haystack)]
+            parts = [" ".join(chosen.haystack[begins[0] : begins[1]])]
             for at, needle in enumerate(told, start=1):
-                parts += [needle, " ".join(draw.haystack[begins[at] : begins[at + 1]])]
+                parts += [needle, " ".join(chosen.haystack[begins[at] : begins[at + 1]])]
             # RULER writes a space on either side of an empty part, too.
             return " ".join(part for part in parts if part or not self.wording.tight)
-        return hidden(draw.haystack, told, [each.place for each in draw.needles])
+        return hidden(chosen.haystack, told, [each.place for each in chosen.needles])
 
 
 def places_at(depths: list[int], size: int) -> list[int]:

@@ -75,10 +75,10 @@ class MadeTask(QuestionTask):
         return self.lengths
 
     def samples_of(
-        self, cell: PromptFactory, name: str, group: str, draws: Sequence[int], **tags: Any
+        self, cell: PromptFactory, name: str, group: str, seeds: Sequence[int], **tags: Any
     ) -> list[Sample]:
-        """Make `count` samples with these tags; their random choices depend on the seed and on `draws`."""
-        rng, new = np.random.default_rng([self.seed, *draws]), cell.recipe.new_tokens
+        """Make `count` samples with these tags; their random choices depend on the seed and on `seeds`."""
+        rng, new = np.random.default_rng([self.seed, *seeds]), cell.recipe.new_tokens
         return [
             as_sample(f"{name}-{index:04d}", group, cell.make(rng, index), new, **tags)
             for index in range(self.count)
@@ -143,8 +143,8 @@ class Ruler(MadeTask):
                     name, wording=wording, length=length, count=count, data=self.data
                 )
                 cell = PromptFactory(recipe, length, count, fit(recipe, length, count))
-                draws = [NAMES.index(name), length]
-                made += self.samples_of(cell, f"{name}-{length}", name, draws, length=length)
+                seeds = [NAMES.index(name), length]
+                made += self.samples_of(cell, f"{name}-{length}", name, seeds, length=length)
         return made
 
     def score(self, sample: Sample, prediction: str) -> float:

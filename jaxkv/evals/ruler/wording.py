@@ -83,20 +83,20 @@ class Wording:
     def words(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` distinct words, each made of an adjective, a hyphen and a noun."""
         firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
-        drawn: dict[str, None] = {}
-        while len(drawn) < count:
+        chosen: dict[str, None] = {}
+        while len(chosen) < count:
             first, last = (
                 firsts[int(rng.integers(len(firsts)))],
                 lasts[int(rng.integers(len(lasts)))],
             )
-            drawn[f"{first}-{last}"] = None
-        return list(drawn)
+            chosen[f"{first}-{last}"] = None
+        return list(chosen)
 
     def plain(self, rng: Generator, count: int) -> list[str]:
         """Sample `count` distinct nouns, adjectives and verbs, then adjective-noun pairs if these run out."""
         every = _every_word()
-        drawn = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
-        return drawn + self.words(rng, count - len(drawn))
+        chosen = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
+        return chosen + self.words(rng, count - len(chosen))
 
     def codes(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` distinct words of six random lower-case letters."""
@@ -137,10 +137,10 @@ class Small(Wording):
 
     def words(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` random nouns, distinct while there are enough."""
-        drawn: list[int] = []
-        while len(drawn) < count:
-            drawn += rng.permutation(len(SMALL_WORDS))[: count - len(drawn)].tolist()
-        return [SMALL_WORDS[each] for each in drawn]
+        chosen: list[int] = []
+        while len(chosen) < count:
+            chosen += rng.permutation(len(SMALL_WORDS))[: count - len(chosen)].tolist()
+        return [SMALL_WORDS[each] for each in chosen]
 
     def numbers(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` four-digit numbers as texts; the first digit is not 0."""
@@ -190,10 +190,10 @@ def _every_word() -> list[str]:
 
 def _letters(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
     """Sample a list of `count` distinct strings of `size` random letters of `alphabet`."""
-    drawn: dict[str, None] = {}
-    while len(drawn) < count:
-        drawn["".join(alphabet[each] for each in rng.integers(0, len(alphabet), size))] = None
-    return list(drawn)
+    chosen: dict[str, None] = {}
+    while len(chosen) < count:
+        chosen["".join(alphabet[each] for each in rng.integers(0, len(alphabet), size))] = None
+    return list(chosen)
 
 
 def wording_of(name: str, text: str | None = None) -> Wording:

@@ -83,7 +83,7 @@ class ValueCapacity(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CAPKV(BudgetMethod):
-    """Keep the entries whose values have the highest leverage.
+    """Keep the entries whose values have the highest leverage, weighted by their keys' fit to the mean query.
 
     Leverage is weighted by the fit of an entry's key to the mean query. Sinks are kept, too.
 

@@ -11,7 +11,7 @@ from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import BlockAttention, Needs, Observed, Scorer, Scores
-from jaxkv.sharding.collectives import mean_of_devices, own, total
+from jaxkv.sharding.collectives import mean_of_devices, own_shard, total
 from jaxkv.sharding.mesh import Axes
 
 
@@ -58,7 +58,9 @@ class BlockAndLeverage(Scorer):
             jax.random.fold_in(seen.key, seen.layer), (heads, seen.k.shape[-1], self.sketch)
         )
         leverage = _leverage(
-            seen.unrotated, own(projection, "K", 0, seen.axes) / self.sketch**0.5, counts[..., None]
+            seen.unrotated,
+            own_shard(projection, "K", 0, seen.axes) / self.sketch**0.5,
+            counts[..., None],
         )
         return score + jnp.float32(self.blending) * _normalised(leverage, counts, seen.axes)
 

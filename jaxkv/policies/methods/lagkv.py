@@ -65,7 +65,7 @@ class LagInformation(Scorer):
         return jnp.where((index >= first) & (index < end), score, recent)
 
     def _shares(self, rows: Float[Array, "B K S D"], scored: int) -> Float[Array, "B K P lag"]:
-        """Return softmaxes `[B, K, P, lag]` per partition of std over channels, scaled by the next one's range."""
+        """Scale partitions by the next one's range; return softmaxes `[B, K, P, lag]` of their std over channels."""
         first, lag = self.sinks, self.lag
         parts = rows[:, :, first : first + (scored + 1) * lag].astype(jnp.float32)
         parts = parts.reshape(*rows.shape[:2], scored + 1, lag, rows.shape[-1])

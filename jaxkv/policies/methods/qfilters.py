@@ -14,7 +14,7 @@ from jaxkv.policies.of_model import FileArrays, NamedTensors
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer, Scores
-from jaxkv.sharding.collectives import mean_of_devices, own
+from jaxkv.sharding.collectives import mean_of_devices, own_shard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class FilteredKeys(Scorer):
             self.q_filters.require_sizes(
                 heads=heads if axes is None else heads * axes.size("K"), dim=dim
             )
-            mine = own(jnp.asarray(self.q_filters.arrays)[seen.layer], "K", 0, axes)[None]
+            mine = own_shard(jnp.asarray(self.q_filters.arrays)[seen.layer], "K", 0, axes)[None]
         keys = seen.k.astype(jnp.float32)
         return -jnp.einsum(
             "bksd,bkd->bks",
