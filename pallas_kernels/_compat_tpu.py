@@ -55,7 +55,7 @@ def call(
     in_place: dict[int, int],
     interpret: bool,
 ) -> Any:
-    """Run a TPU kernel once per point of a grid, one program after the other; return the list of outputs.
+    """Launch a Pallas TPU kernel over a grid, whose programs run one after the other; return the list of outputs.
 
     Args:
         kernel: function of a ref per scalar table, input, output and scratch, in this order.

@@ -48,7 +48,7 @@ class Blocks:
         self.columns = self._columns()
 
     def _columns(self) -> Columns:
-        """Return the columns of each part, and the mask of valid columns."""
+        """Return, for each part of a stored row (here one), its channel indices and the mask that excludes padding."""
         column = jnp.arange(pad_dim(self.dim), dtype=jnp.int32)
         return ((column, column < self.dim),)
 

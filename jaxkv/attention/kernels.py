@@ -207,7 +207,7 @@ class Kernels(Backend):
         return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
 
     def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Move an entry of each masked segment over another, in a kernel; return keys, values, positions, scores."""
+        """Move an entry of each masked segment to another row; return keys, values, positions, scores."""
         return self._kernels.replace_rows(*args, interpret=self.interpret)
 
 

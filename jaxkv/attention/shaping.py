@@ -23,7 +23,7 @@ class Shaping:
 
     @property
     def without_sinks(self) -> "Shaping":
-        """Softcap only: for disjoint sets of keys, exactly one includes the sink logits."""
+        """`Shaping` with the softcap alone: of disjoint sets of keys, only one is given the sink logits."""
         return Shaping(softcap=self.softcap)
 
     def joined(

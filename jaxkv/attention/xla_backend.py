@@ -71,7 +71,7 @@ class Xla(Backend):
         *,
         shaping: Shaping = PLAIN,
     ) -> Array:
-        """Return the attention `f32[B, K, S]` that each key receives, mean over the last w queries, head by head."""
+        """Return attention `f32[B, K, S]` to each key: mean over the last w queries and the kv head's query heads."""
 
         def mean(p: Array, at: Array) -> Array:
             return columns.mean_over_window(p, at).mean(axis=0)

@@ -55,7 +55,7 @@ class Pool:
 
     @property
     def rows(self) -> int:
-        """P, the number of rows per sequence."""
+        """P, the pool's number of places for entries per sequence, free ones included."""
         return self.pos.shape[1]
 
     def appended(self, new: NewEntries) -> "Pool":

@@ -72,7 +72,7 @@ class GgufFile:
         self.tokenizer = self._read_tokenizer()
 
     def _read(self, name: str, tensor: gguf_reader.GgufTensor, index: Index) -> np.ndarray:
-        """Read part `index` of a tensor as float32, in Hugging Face's row order; only the needed heads are read."""
+        """Read the slices `index` of a tensor as float32, with Hugging Face's row order and norm weights."""
         heads = self._interleaved(name, tensor)
         first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
         if heads is None:

@@ -191,7 +191,7 @@ def _unpacked(blocks: StoredTensor, scales: StoredTensor, *, paired: bool) -> St
 
 
 def _ahead(outputs: int, paired: bool) -> tuple[int, ...]:
-    """Return the axes of the outputs, with gates and ups separate if `paired`."""
+    """Return the sizes of the output axes: (2, outputs / 2) for gates and ups if `paired`, else (outputs,)."""
     return (2, outputs // 2) if paired else (outputs,)
 
 

@@ -149,7 +149,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TasksCommand:
-    """`jaxkv eval` without a task.
+    """`jaxkv eval` without a task: print all tasks and their settings with --list, else raise ValueError.
 
     Attributes:
         list: print the tasks and their settings.

@@ -77,7 +77,7 @@ class LayerSource(abc.ABC):
 
 
 class PromptSource(LayerSource):
-    """Base of sources of right-padded prompts, whose candidates are scored by the policy's scorer.
+    """Base of layer sources over right-padded prompts, whose entries are scored by the policy's scorer.
 
     Attributes:
         parts: the policy's parts; `scored` requires parts with a scorer.

@@ -72,7 +72,7 @@ def long_block(padded_len: int, batch: int) -> int:
 
 
 def query_buffer_size(queries: int) -> int:
-    """Return the size R of a query buffer: `queries` to score with, plus `LOOK` for tokens rolled back."""
+    """Return the size R of a query buffer: `queries`, plus `LOOK` for tokens rolled back after a stop string."""
     return queries + LOOK
 
 

@@ -16,7 +16,7 @@ from jaxkv.sharding.mesh import Axes
 def with_bounds(
     pools: tuple[Pool, ...], length: Int[Array, "L B K"], reading: Reading, axes: Axes | None
 ) -> tuple[Pool, ...]:
-    """Add page bounds (min/max keys, Quest) to the pools of layers that select pages and have none."""
+    """Return the pools, with page bounds (min/max keys, Quest) added where layers select pages and have none."""
     if not reading.page:
         return pools
     updated = list(pools)

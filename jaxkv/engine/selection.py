@@ -90,7 +90,7 @@ def _last_rows(rows: Candidates, window: int) -> Candidates:
 def within_window(
     rows: Unpacked, layer: Candidates, window: int | None, *, cut: bool, axes: Axes | None
 ) -> tuple[Unpacked, Candidates]:
-    """Restrict a prompt's entries and `Candidates` to the last `window`; with `cut`, slice the arrays to these."""
+    """Mask `Candidates` to the last `window` tokens; with `cut`, slice entries to these instead, and keep them all."""
     if not (window and cut):
         return rows, last_rows(layer, window)
     return _cut(rows, layer, window=min(window, rows.k.shape[2]), axes=axes)

@@ -439,7 +439,7 @@ class Session:
         return self.key if key is None else key
 
     def _require_same(self, call: str, ids: Any, **given: Any) -> None:
-        """Raise an error if arguments differ between a mesh's processes; skip prompts that are already encoded."""
+        """Raise an error if arguments differ between a mesh's processes; `Encoded` prompts skip the whole check."""
         if not isinstance(ids, Encoded):
             own = {
                 "policy": self.policy,

@@ -113,7 +113,7 @@ class Record:
 
 
 def dumped(value: Any) -> bytes:
-    """Encode a value as a line of JSON in UTF-8; ValueError for NaN and infinities, TypeError for other objects."""
+    """Encode JSON or NumPy values, paths, mappings as a JSON line; ValueError for NaN and inf, TypeError for others."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
     # Half of a surrogate pair is written as a JSON escape.
     return (text + "\n").encode("utf-8", "backslashreplace")

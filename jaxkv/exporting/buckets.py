@@ -35,7 +35,7 @@ class BucketLimits(NamedTuple):
 
     @property
     def every_token(self) -> int:
-        """Maximum number of entries appended to a cache: question tokens plus new tokens."""
+        """Maximum number of entries that exported programs append to a cache: `question` plus `new` tokens."""
         return self.question + self.new
 
 

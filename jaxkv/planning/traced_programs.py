@@ -113,7 +113,7 @@ class TraceInputs:
         flat, planned, of = self.flat, self.planned, jax.ShapeDtypeStruct
 
         def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
-            """Run prefill; return cache, logits and prompt arrays, which live to the end of prefill (recorded)."""
+            """Run prefill on abstract arrays; return cache, logits, and the prompt arrays that live to its end."""
             needed = dataclasses.replace(planned, numbers=numbers)
             prompts = Prompts(flat, tokens, lengths, self.policy, needed, key, self.implementation)
             cache = run_to_end(read(prompts))

@@ -22,7 +22,7 @@ Numbers = TypeVar("Numbers", int, Array)
 
 
 class Order(enum.Enum):
-    """Order of entries by which a layer's kv heads keep their best: `HeadBudgets.order`.
+    """How a layer's kv heads choose entries: each by its own scores, by their mean, all ranked together, or other.
 
     Attributes:
         OWN: every head of every layer keeps the same number of entries, the best by the head's own scores alone.
@@ -425,7 +425,7 @@ def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:
 
 
 def shares_positions(heads: HeadBudgets) -> bool:
-    """Return True if all kv heads of a layer keep the same positions: `SharedHeads`, also inside wrappers."""
+    """Return True if head budgets keep the same positions in all kv heads: `SharedHeads`, also inside wrappers."""
     return isinstance(inner_budgets(heads), SharedHeads)
 
 

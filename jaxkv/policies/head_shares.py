@@ -47,7 +47,7 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model."""
+        """Number of layers with scores: the model's, or those without a sliding window after `among`."""
         return len(self.scores)
 
     @property

@@ -47,7 +47,7 @@ class BatchRunner:
             return responded(line, failure.status, failure.body())
 
     def _reply(self, line: Line) -> dict[str, Any]:
-        """Return OpenAI's response object for the body of a line."""
+        """Answer a line with the engine; return OpenAI's completion or chat completion as a dict."""
         body = (ChatBody if line.url == CHATS else TextBody).model_validate(line.body)
         if body.stream:
             said = "stream=true: a batch does not stream: leave it out"

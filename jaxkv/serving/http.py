@@ -25,7 +25,7 @@ routes.get("/", summary="Compress a document and ask", response_class=HTMLRespon
 
 
 class Application(Access):
-    """ASGI application of one or several engines; its state is `service`.
+    """ASGI application of one or several engines, whose routes share the `Service` in `service`.
 
     Attributes:
         service: state that all routes share.

@@ -39,7 +39,7 @@ class KeptTokens:
         return mask.sum(axis=(0, 1), dtype=np.int64)
 
     def described(self) -> dict[str, Any]:
-        """Return JSON values from which `read` restores an equal object."""
+        """Return the ids and packed mask of kept entries as JSON values, from which `read` restores the object."""
         packed = base64.b64encode(zlib.compress(self.bits.tobytes())).decode("ascii")
         return {"ids": self.ids.tolist(), "shape": list(self.bits.shape), "bits": packed}
 

@@ -18,7 +18,7 @@ _MOST = 10_000
 
 
 class ModelSettings(BaseModel):
-    """Fields of an `EngineConfig`, by the same names."""
+    """Ray Serve settings of the model: `model`, `dtype`, `weights` and `mesh`, as in `EngineConfig`."""
 
     model_config = ConfigDict(extra="forbid")
 

@@ -224,7 +224,7 @@ class Reply(BaseModel):
 
 
 class Error(BaseModel):
-    """OpenAI's error; `param` is the invalid field."""
+    """OpenAI's error object in a response body; `param` is the invalid field of the request."""
 
     message: str
     type: str

@@ -102,7 +102,7 @@ def reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
 
 
 def _choice(body: TextBody | ChatBody, at: int, completion: Completion) -> Any:
-    """Return one choice of a complete response."""
+    """Return one `choices` item, `TextChoice` or `ChatChoice`, with a completion's text and finish reason."""
     text = completion.text or ""
     told: dict[str, Any] = {
         "index": at,

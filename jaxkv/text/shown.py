@@ -59,7 +59,7 @@ class Shown:
         return f"<div style='white-space: pre-wrap'>{'<hr>'.join(self._written(_marked))}</div>"
 
     def _written(self, shaded: Callable[[str, float], str]) -> list[str]:
-        """Shade each prompt's text by shares of heads."""
+        """Return each prompt's text, in parts that `shaded` formats by the share of kv heads that keep them."""
         return [
             "".join(shaded(each.text, each.heads / self.heads) for each in prompt)
             for prompt in self.passages
@@ -96,7 +96,7 @@ class Pieces(NamedTuple):
 
 
 def pieces_of(ids: Iterable[int], text: Text) -> Pieces:
-    """Return the text of each token: empty if its character ends in a later one, a name for a special token."""
+    """Return `Pieces`: each token's text, "" if its character ends in a later one, a name for a special token."""
     decoder, texts, special = StreamDecoder(text), list[str](), list[int]()
     for at, each in enumerate(ids):
         piece = decoder.push([each])

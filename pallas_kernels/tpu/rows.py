@@ -175,7 +175,7 @@ class NewEntries:
         return whole_tile(self.start[b, h] + self.length[b, h], self.tile)
 
     def _change(self, b, h, mine):
-        """Put a head's new key and value into its tile, or into the tile that an earlier head has changed."""
+        """Write a head's new key and value to its tile, starting from an earlier head's copy of that tile, if any."""
         from_tile = jnp.where(self.before[b, h] < 0, h, self.before[b, h])
         row = self.start[b, h] + self.length[b, h] - self._base(b, h)
         for each, new in enumerate(self.new):

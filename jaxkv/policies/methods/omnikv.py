@@ -96,5 +96,5 @@ class BrutalOffload(Policy):
     paper = "OmniKV, ICLR 2025, section 5.2"
 
     def parts(self) -> Parts:
-        """Return `Parts`: every entry is kept, and upper layers' entries are loaded from host memory."""
+        """Return `Parts` that keep every entry and load upper layers' entries from host memory for each token."""
         return self.compose(scorer=None, read=self.part(LoadedReads))
