@@ -31,9 +31,9 @@ from jax.experimental import topologies
 
 from benchmarks import hlo, ptxas
 from benchmarks.aot_cases import Kernel, arguments, cases
-from jaxkv.planning.named import accelerator_named
-from jaxkv.planning.traced_programs import prefill_calls, traced_loop
-from jaxkv.planning.worker import compiled_program, on_devices
+from jaxkv.planning.named import find_accelerator
+from jaxkv.planning.traced_programs import select_largest_calls, trace_token_loop
+from jaxkv.planning.worker import compile_traced_program, prepare_trace_inputs
 
 # Kernels by the beginnings of their names. JAX's splash attention spills on TPUs, and may.
 NAMES = ("ragged_", "compact", "add_norm", "multiply_codes", "replace_rows", "evict_rows")
@@ -59,8 +59,8 @@ def begin(folder):
 
 def compile_kernel(case):
     """Compiles a kernel for a GPU; returns nothing to tell, and no faults: what it spills is read by `run`."""
-    gpu = accelerator_named(case.device)
-    known = {"topology_name": gpu.name, "target_config": gpu.target, "topology": "1x1x1"}
+    gpu = find_accelerator(case.device)
+    known = {"topology_name": gpu.name, "target_config": gpu.xla_target_config, "topology": "1x1x1"}
     devices = topologies.get_topology_desc(platform="cuda", **known).devices
     mesh = jax.sharding.Mesh(np.asarray(devices), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -75,15 +75,17 @@ def compile_kernel(case):
 def compile_program(case):
     """Compiles a decode loop or a layer of a prefill; returns what is to be told of it, and its faults."""
     setting = case.setting
-    with on_devices(setting) as work:
+    with prepare_trace_inputs(setting) as work:
         axes = work.flat.axes
         if case.prefill:
-            traced = next(call.traced for call in prefill_calls(work) if call.name == "layer")
+            traced = next(
+                call.traced for call in select_largest_calls(work) if call.name == "layer"
+            )
             written = [jax.ShapeDtypeStruct((1, case.tokens, setting.config.embed), work.dtype)]
         else:
-            traced, pools = traced_loop(work)
+            traced, pools = trace_token_loop(work)
             written = jax.tree.leaves(pools)
-        made, text = compiled_program("", traced, platform=setting.gpu.platform)
+        made, text = compile_traced_program("", traced, platform=setting.gpu.platform)
     local = [on_one(leaf, "B S E" if case.prefill else "B P D", axes) for leaf in written]
     size = sum(hlo.size_of(*each) for each in local)
     rows = {each for each in local if len(each[1]) == 3}
@@ -98,7 +100,7 @@ def compile_program(case):
     sent = hlo.collectives(text)
     if any(setting.config.head_dim in sizes for _, arrays in sent for _, sizes in arrays):
         wrong.append("keys or values travel")
-    told = f"{size / 1e9:.2f} GB written, {made.temporaries / 1e6:.1f} MB beside, peak {made.peak / 1e9:.2f} GB"
+    told = f"{size / 1e9:.2f} GB written, {made.temporaries / 1e6:.1f} MB beside, peak {made.peak_bytes / 1e9:.2f} GB"
     return told + "".join(
         f", {count} x {kind} of {hlo.shown(arrays)}"
         for (kind, arrays), count in sorted(sent.items())
@@ -109,7 +111,7 @@ def on_one(leaf, letters, axes):
     """What one device holds of an array, as HLO names it."""
     shape = leaf.shape
     if axes is not None:
-        spec = axes.spec(" ".join(letters.split()[: leaf.ndim]), shape)
+        spec = axes.get_array_spec(" ".join(letters.split()[: leaf.ndim]), shape)
         shape = jax.sharding.NamedSharding(axes.mesh, spec).shard_shape(shape)
     return DTYPES[leaf.dtype.name], tuple(shape)
 
@@ -128,7 +130,7 @@ def nested(text):
 
 def spills(case, dump):
     """Dict of what each kernel spills by its name: bytes on GPUs, on TPUs instructions; empties the dump."""
-    device = accelerator_named(case.device)
+    device = find_accelerator(case.device)
     if device.platform == "cuda":
         assembler = ptxas.ptxas() or sys.exit("ptxas is missing: pip install nvidia-cuda-nvcc")
         kernels = ptxas.kernels(dump, device.architecture, assembler)

@@ -10,10 +10,10 @@ import jaxkv
 import pallas_kernels
 from benchmarks import shapes
 from jaxkv.cache.named_stores import STORES
-from jaxkv.planning.named import accelerator_named
+from jaxkv.planning.named import find_accelerator
 from jaxkv.planning.setting import Workload
 from pallas_kernels import mosaic
-from pallas_kernels.codes import itemsize_of
+from pallas_kernels.codes import compute_mean_itemsize
 
 KERNELS = (
     "decode_token",
@@ -70,7 +70,7 @@ class Kernel:
             return self.model in dims and self.dtype != "float32" and self.device == "h100"
         dim = next(heads.dim for heads in shapes.MODELS if heads.name == self.model)
         store = STORES.get(self.kernel.removeprefix("decode_token_"))
-        return store is None or store.read_by(set(store.kernels), dim)
+        return store is None or store.supports_kernels(set(store.kernels), dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,7 +99,7 @@ class Program:
             model=self.model,
             config=MODELS[self.model](layers=self.layers),
             policy=self.policy,
-            gpu=accelerator_named(self.device),
+            gpu=find_accelerator(self.device),
             gpus=self.gpus,
             batch=self.batch,
             context=self.tokens,
@@ -108,8 +108,10 @@ class Program:
     @property
     def loops(self):
         """Most loops that a step may have: D2O walks a pool that layers share; how a TPU evicts is XLA's."""
-        evicts = self.policy.parts().evicts
-        return (self.device in TPUS) * evicts * 1000 + 2 * (self.policy.parts().merge is not None)
+        evicts = self.policy.build_policy_parts().evicts_while_decoding
+        return (self.device in TPUS) * evicts * 1000 + 2 * (
+            self.policy.build_policy_parts().merge is not None
+        )
 
 
 def cases(devices, quick):
@@ -184,7 +186,7 @@ def arguments(case):
         case "attend":
 
             def attend(*given):
-                scores = pallas_kernels.Scores(score=given[-1])
+                scores = pallas_kernels.EntryScores(score=given[-1])
                 return pallas_kernels.attend(*given[:-1], scores=scores)
 
             score = of((batch, pool), jnp.float32)
@@ -205,7 +207,7 @@ def arguments(case):
                 table,
             )
         case "compact":
-            return pallas_kernels.compact, (whole, whole, of((batch, pool), i32))
+            return pallas_kernels.gather_kept_entries, (whole, whole, of((batch, pool), i32))
         case "multiply_codes_8" | "multiply_codes_4":
             return linear_arguments(heads, dtype, bits=int(case.kernel[-1]))
         case "add_norm" | "replace_rows" | "evict_rows":
@@ -218,9 +220,9 @@ def arguments(case):
             return mosaic.flash, (queries, whole, whole, one, one)
         case "column_sums":
             lse = of((batch, k_heads, group, slots), jnp.float32)
-            return pallas_kernels.column_sums, (queries, whole, lse, one, one)
+            return pallas_kernels.sum_attention_per_key, (queries, whole, lse, one, one)
         case "window_sums":
-            return pallas_kernels.window_sums, (
+            return pallas_kernels.sum_window_attention, (
                 of((batch, k_heads, group, 32, dim), dtype),
                 whole,
                 one,
@@ -249,13 +251,15 @@ def linear_arguments(heads, dtype, *, bits):
 def stored(store, batch, pool, dim):
     """Abstract keys and values of a pool as a store holds them."""
     of, group = jax.ShapeDtypeStruct, (batch, pool, dim // 32)
-    eight = pallas_kernels.Coded(of((batch, pool, dim), jnp.int8), of((batch, pool), jnp.float16))
+    eight = pallas_kernels.Int8Pool(
+        of((batch, pool, dim), jnp.int8), of((batch, pool), jnp.float16)
+    )
     codes = (
         of((batch, pool, dim // 2), jnp.uint8)
         if dim % 128
         else of((batch, pool, dim // 4), jnp.uint16)
     )
-    four = pallas_kernels.Nibbles(codes, of(group, jnp.float16), of(group, jnp.float16))
+    four = pallas_kernels.Int4Pool(codes, of(group, jnp.float16), of(group, jnp.float16))
     return {"int8": (eight, eight), "int4": (four, four), "mixed": (eight, four)}[store]
 
 
@@ -273,9 +277,14 @@ def step_arguments(kernel, heads, dtype, *, batch, pool):
     )
     pools = (rows, rows, of((batch, pool), i32), of((batch, pool), f32))
     if kernel == "replace_rows":
-        return pallas_kernels.replace_rows, (*pools, table, table, of(table.shape, bool))
+        return pallas_kernels.overwrite_evicted_rows, (*pools, table, table, of(table.shape, bool))
     weigh = lambda score, pos, seen, prompt: (score, pos >= prompt)  # noqa: E731
-    return lambda *a: pallas_kernels.evict_rows(*a, weigh=weigh), (*pools, *[table] * 4, one, one)
+    return lambda *a: pallas_kernels.evict_lowest_entries(*a, weigh=weigh), (
+        *pools,
+        *[table] * 4,
+        one,
+        one,
+    )
 
 
 def token_arguments(heads, dtype, *, batch, pool, kind):
@@ -285,19 +294,23 @@ def token_arguments(heads, dtype, *, batch, pool, kind):
     rows = (of((batch, pool, heads.dim), dtype),) * 2
     if store:
         rows = stored(store, batch, pool, heads.dim)
-    programs = pallas_kernels.programs(dim=heads.dim, itemsize=itemsize_of(*rows, dtype))
+    programs = pallas_kernels.count_concurrent_programs(
+        dim=heads.dim, itemsize=compute_mean_itemsize(*rows, dtype)
+    )
 
     def token(q, kv, cos, sin, positions, counts, k, v, pos, start, length, *more):
-        chunks = pallas_kernels.work_table(start, length, programs=programs)
+        chunks = pallas_kernels.build_work_table(start, length, programs=programs)
         if kind == "_picked":
-            options = {"picks": pallas_kernels.Picks(*more, start)}
+            options = {"picks": pallas_kernels.SelectedEntries(*more, start)}
         elif store:
             options = {}
         else:
             scores = dict(zip(("score", "begin"), more, strict=False))
-            options = {"scores": pallas_kernels.Scores(**scores, start=start)} if more else {}
-        new = pallas_kernels.Token(kv, cos, sin, positions, counts, pos)
-        return pallas_kernels.decode_token(q, new, (k, v), chunks, layer=1, dtype=dtype, **options)
+            options = {"scores": pallas_kernels.EntryScores(**scores, start=start)} if more else {}
+        new = pallas_kernels.NewTokenInputs(kv, cos, sin, positions, counts, pos)
+        return pallas_kernels.append_and_attend(
+            q, new, (k, v), chunks, layer=1, dtype=dtype, **options
+        )
 
     # Queries, keys and values come in two parts that are to be added up.
     per_head, tables = (batch, heads.kv_heads), of((4, batch, heads.kv_heads), i32)

@@ -229,9 +229,9 @@ def parse(argv=None):
     if args.quick:
         args.prompts = ["4096"]
     if args.gguf is None:
-        from jaxkv.checkpoints import fetch
+        from jaxkv.checkpoints import fetch_checkpoint
 
-        args.gguf = fetch("smollm2-135m-instruct")
+        args.gguf = fetch_checkpoint("smollm2-135m-instruct")
     return args
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import jaxkv
 from benchmarks import record
-from jaxkv.engine.lengths import bucket
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies import UniformLayers
 
@@ -45,24 +45,26 @@ class Cell:
 
     def __init__(self, model, policy, ids, steps):
         """Prefills."""
-        self.session, self.size = jaxkv.Session(model, policy), max(16, bucket(steps))
+        self.session, self.size = jaxkv.Session(model, policy), max(16, round_up_to_bucket(steps))
         self.cache = self.session.prefill(ids, new=self.size)
         self.rows = float(self.cache.kept.mean())
 
     def run(self, steps):
         """Samples some tokens; returns seconds."""
         logits = self.cache.logits
-        drawing = self.session.decode_loop(self.cache, new=self.size)
+        drawing = self.session.start_decode_loop(self.cache, new=self.size)
         begin = time.perf_counter()
         if steps:
-            drawn = drawing.sample(steps)
+            drawn = drawing.sample_tokens(steps)
             assert drawn.shape[1] == steps, "it had no room"
         seconds = time.perf_counter() - begin
-        self.cache = cache = drawing.close()
-        if not self.session.policy.parts().evicts:
+        self.cache = cache = drawing.finish_sampling()
+        if not self.session.policy.build_policy_parts().evicts_while_decoding:
             # The next turn samples the same tokens anew.
             seen, length = cache.seen - steps, cache.length - steps
-            self.cache = dataclasses.replace(cache.updated(length=length, seen=seen), logits=logits)
+            self.cache = dataclasses.replace(
+                cache.replace_arrays(length=length, seen=seen), logits=logits
+            )
         return seconds
 
 

@@ -7,9 +7,9 @@ import numpy as np
 import pallas_kernels
 from benchmarks.gpu_kernels import coded
 from benchmarks.gpu_timing import INTERPRET, random
-from jaxkv.attention import Implementation, backend_of, capability_of
+from jaxkv.attention import Implementation, get_attention_backend, get_cuda_capability
 from jaxkv.attention.backend import DeviceTraits
-from jaxkv.cache.layout import Layout
+from jaxkv.cache.layout import SegmentLayout
 from jaxkv.cache.quantised import Int4Vectors
 from pallas_kernels import mosaic
 
@@ -19,11 +19,12 @@ TOLERANCE = {"bfloat16": 1e-2, "float16": 2e-3, "float32": 1e-3}
 
 def wide(array):
     """An array, or the rows that codes stand for, as float64 on the host."""
-    if isinstance(array, pallas_kernels.Coded):
+    if isinstance(array, pallas_kernels.Int8Pool):
         return wide(array.code) * wide(array.scale)[..., None]
-    if isinstance(array, pallas_kernels.Nibbles):
+    if isinstance(array, pallas_kernels.Int4Pool):
         return np.asarray(
-            Int4Vectors(code=array.code, scale=array.scale, least=array.least).decoded(), np.float64
+            Int4Vectors(code=array.code, scale=array.scale, least=array.least).dequantise_vectors(),
+            np.float64,
         )
     return np.asarray(array.astype(jnp.float32), np.float64)
 
@@ -63,7 +64,7 @@ def attend(case, dtype):
         share / share.sum(axis=1, keepdims=True) * [[heads * rows], [heads * rows * 0.7]]
     ).astype(np.int32)
     length = jnp.asarray(length)
-    start = Layout.RAGGED.place(length[None], heads * rows)[0]
+    start = SegmentLayout.RAGGED.compute_segment_starts(length[None], heads * rows)[0]
     k, v = (random(i, (2, heads * rows, dim), dtype) for i in (0, 1))
     q = random(2, (2, heads, group, dim), dtype)
     out, lse, mass = oracle(q, k, v, start, length)
@@ -71,7 +72,7 @@ def attend(case, dtype):
     found = {"attend": error(ours[0], out), "attend lse": error(ours[1], lse)}
     score = jnp.zeros(k.shape[:2], jnp.float32)
     scored = pallas_kernels.attend(
-        q, k, v, start, length, scores=pallas_kernels.Scores(score=score), interpret=INTERPRET
+        q, k, v, start, length, scores=pallas_kernels.EntryScores(score=score), interpret=INTERPRET
     )
     return found | {"attend scored": error(scored[0], out), "mass": error(scored[2], mass)}
 
@@ -111,7 +112,7 @@ def token(case, dtype, *, store=None):
     positions, score = np.asarray([rows, rows, rows], np.int32), random(14, (3, pool), jnp.float32)
     pos, begin = jnp.zeros((3, pool), jnp.int32), random(15, (3, heads), jnp.float32)
     scheduled = {"programs": 8 if INTERPRET else 264, "block": 16}
-    chunks = pallas_kernels.work_table(
+    chunks = pallas_kernels.build_work_table(
         jnp.asarray(start)[None], jnp.asarray(length)[None], **scheduled
     )
     new = (
@@ -121,11 +122,11 @@ def token(case, dtype, *, store=None):
         counts,
     )
     first = jnp.asarray(start)[None]
-    scores = pallas_kernels.Scores(score=score, begin=begin, start=first)
+    scores = pallas_kernels.EntryScores(score=score, begin=begin, start=first)
     options = {"layer": 0, "scores": scores, "interpret": INTERPRET}
     options["dtype"] = dtype
-    out, *ours = pallas_kernels.decode_token(
-        q, pallas_kernels.Token(kv, *map(jnp.asarray, new), pos), (k, v), chunks, **options
+    out, *ours = pallas_kernels.append_and_attend(
+        q, pallas_kernels.NewTokenInputs(kv, *map(jnp.asarray, new), pos), (k, v), chunks, **options
     )
     rounded = lambda x: wide(jnp.asarray(x, jnp.float32).astype(dtype))  # noqa: E731
     cos, sin, both = np.cos(angle)[:, None], np.sin(angle)[:, None], wide(kv).sum(axis=0)
@@ -181,7 +182,7 @@ def beside(case, dtype):
         for array in want:
             array[b, to] = array[b, at]
         want[2][b, at], want[3][b, at] = -1, 0
-    ours = pallas_kernels.replace_rows(
+    ours = pallas_kernels.overwrite_evicted_rows(
         k, v, pos, score, *map(jnp.asarray, (place, last, over)), interpret=INTERPRET
     )
     return found | {
@@ -198,10 +199,10 @@ def flash(case, dtype):
     tokens = (slots - 5, slots // 3)
     zero, length = jnp.zeros((2,), jnp.int32), jnp.asarray(tokens, jnp.int32)
     out, lse = pallas_kernels.flash(q, k, v, zero, length, interpret=INTERPRET)
-    sums = pallas_kernels.column_sums(q, k, lse, zero, length, interpret=INTERPRET)
+    sums = pallas_kernels.sum_attention_per_key(q, k, lse, zero, length, interpret=INTERPRET)
     ours = {"flash": out, "flash lse": lse, "column sums": sums}
-    setting = DeviceTraits("gpu", dtype, dim, capability_of(jax.devices()[0]))
-    if not INTERPRET and backend_of(Implementation.MOSAIC).suits(setting):
+    setting = DeviceTraits("gpu", dtype, dim, get_cuda_capability(jax.devices()[0]))
+    if not INTERPRET and get_attention_backend(Implementation.MOSAIC).is_auto_candidate(setting):
         ours |= dict(
             zip(("mosaic", "mosaic lse"), mosaic.flash(q, k, v, zero, length), strict=True)
         )
@@ -261,7 +262,7 @@ def window(case, dtype):
     few, tokens = 32, np.asarray([slots - 5, 20], np.int32)
     k, q = random(8, (2, heads, slots, dim), dtype), random(9, (2, heads, group, few, dim), dtype)
     given = [jnp.asarray(each) for each in (tokens - few, tokens)]
-    ours = pallas_kernels.window_sums(q, k, *given, interpret=INTERPRET)
+    ours = pallas_kernels.sum_window_attention(q, k, *given, interpret=INTERPRET)
     want = np.zeros(ours.shape)
     for b, begin in enumerate(tokens - few):
         for row in range(max(0, -begin), few):
@@ -279,7 +280,7 @@ def compact(case, dtype):
     heads, dim, slots = case["kv_heads"], case["dim"], case["slots"]
     k, v = (random(i, (2, heads, slots, dim), dtype) for i in (6, 7))
     source = np.random.default_rng(0).integers(-1, heads * slots, (2, 100)).astype(np.int32)
-    ours = pallas_kernels.compact(k, v, jnp.asarray(source), interpret=INTERPRET)
+    ours = pallas_kernels.gather_kept_entries(k, v, jnp.asarray(source), interpret=INTERPRET)
     found = {}
     for name, packed, whole in (("compact k", ours[0], k), ("compact v", ours[1], v)):
         rows = np.stack([wide(whole)[b].reshape(-1, dim)[each] for b, each in enumerate(source)])

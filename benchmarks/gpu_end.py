@@ -10,8 +10,8 @@ import numpy as np
 import jaxkv
 from benchmarks import shapes
 from benchmarks.gpu_timing import INTERPRET, median
-from jaxkv.attention import Implementations
-from jaxkv.machine.compilation import Clock
+from jaxkv.attention import PrefillDecodeImplementations
+from jaxkv.machine.compilation import StageClock
 
 # Tokens of one timed call of the compiled loop, and how many calls.
 STEPS, CALLS = 32, 6
@@ -36,7 +36,7 @@ def ways(model, policy, case):
         way: jaxkv.Session(model, policy, implementation=name) for way, name in asked.items()
     }
     session = sessions["prefill"]
-    session.implementations = Implementations(
+    session.implementations = PrefillDecodeImplementations(
         prefill=session.implementations.prefill, decode=sessions["decode"].implementations.decode
     )
     return session
@@ -64,22 +64,22 @@ def end_to_end(case):
     cache, clocks = None, []
     for _ in range(1 + case["prefills"]):
         del cache
-        clocks.append(Clock())
+        clocks.append(StageClock())
         with clocks[-1]:
             cache = jax.block_until_ready(session.prefill(ids, new=new))
     # The first one compiles.
     found |= {"prefill": median([clock.seconds for clock in clocks[1:]])}
     found |= {"prefill_first_seconds": clocks[0].seconds, "prefill_holds": held()}
     found["cache_bytes"] = sum(leaf.nbytes for leaf in jax.tree.leaves(cache))
-    clocks.append(Clock())
+    clocks.append(StageClock())
     with clocks[-1]:
-        drawing = session.decode_loop(cache, new=new)
-        drawing.sample(steps)
+        drawing = session.start_decode_loop(cache, new=new)
+        drawing.sample_tokens(steps)
     found["compile_seconds"] = sum(clock.compile_seconds for clock in clocks)
     seconds = []
     for _ in range(calls):
         begin = time.perf_counter()
-        drawn = drawing.sample(steps)
+        drawn = drawing.sample_tokens(steps)
         # It gives tokens to the host, as users want them.
         seconds.append((time.perf_counter() - begin) / drawn.shape[1])
     found |= {"step": median(seconds), "steps_per_call": steps, "decode_holds": held()}

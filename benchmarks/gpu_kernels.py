@@ -12,11 +12,11 @@ from jax import lax
 
 import pallas_kernels
 from benchmarks.gpu_timing import INTERPRET, chained, random, rotation
-from jaxkv.attention import Implementation, backend_of
-from jaxkv.attention.kernels import rows_of
-from jaxkv.cache.layout import Layout
+from jaxkv.attention import Implementation, get_attention_backend
+from jaxkv.attention.kernels import wrap_kernel_inputs
+from jaxkv.cache.layout import SegmentLayout
 from jaxkv.cache.named_stores import STORES
-from pallas_kernels.codes import itemsize_of
+from pallas_kernels.codes import compute_mean_itemsize
 
 # Estimates by which the number of calls goes: bytes and operations per second of a Hopper device.
 _BYTES, _FLOPS = 3e12, 3e14
@@ -139,7 +139,7 @@ def lengths_of(case):
 @partial(jax.jit, static_argnums=2)
 def coded(k, v, store):
     """Keys and values as a store holds them, as kernels take them."""
-    return rows_of(STORES[store].of(k, v))
+    return wrap_kernel_inputs(STORES[store].encode_entries(k, v))
 
 
 def pools_of(case, dtype):
@@ -149,7 +149,7 @@ def pools_of(case, dtype):
     # Room for 256 new rows a head, as a cache has it.
     rows = int(length.sum(axis=1).max()) + heads * min(256, case["rows"])
     store = case.get("store", "dense")
-    nbytes = int(length.sum()) * STORES[store].row_bytes(dim, dtype.itemsize)
+    nbytes = int(length.sum()) * STORES[store].compute_entry_bytes(dim, dtype.itemsize)
     count = min(rotation(nbytes), 48)
     pools = [
         tuple(random(2 * i + j, (batch, rows, dim), dtype) for j in (0, 1)) for i in range(count)
@@ -157,17 +157,17 @@ def pools_of(case, dtype):
     if store != "dense":
         pools = [coded(*pool, store) for pool in pools]
     length = jnp.asarray(length)
-    start = Layout.RAGGED.place(length[None], rows)[0]
+    start = SegmentLayout.RAGGED.compute_segment_starts(length[None], rows)[0]
     q = random(10_000, (batch, heads, case["group"], dim), dtype)
     return q, pools, start, length, nbytes
 
 
 def _dealt(start, length, case, pool, dtype):
     """Who reads what, as a step finds it out once for all its layers."""
-    programs = pallas_kernels.programs(
-        dim=case["dim"], itemsize=itemsize_of(*pool, dtype), interpret=INTERPRET
+    programs = pallas_kernels.count_concurrent_programs(
+        dim=case["dim"], itemsize=compute_mean_itemsize(*pool, dtype), interpret=INTERPRET
     )
-    return pallas_kernels.work_table(start[None], length[None], programs=programs)
+    return pallas_kernels.build_work_table(start[None], length[None], programs=programs)
 
 
 def decode(case):
@@ -196,8 +196,8 @@ def tokens(q, pools, start, chunks, **options):
         q, written = carry[0], []
         for pool in carry[1]:
             *rows, pos = pool
-            of = (q[None], pallas_kernels.Token(*new, pos), tuple(rows), chunks)
-            q, *pool = pallas_kernels.decode_token(*of, layer=0, **options)
+            of = (q[None], pallas_kernels.NewTokenInputs(*new, pos), tuple(rows), chunks)
+            q, *pool = pallas_kernels.append_and_attend(*of, layer=0, **options)
             written.append(tuple(pool))
         return q, written
 
@@ -220,7 +220,7 @@ def mass(case):
     score = jnp.zeros(pools[0][0].shape[:2], jnp.float32)
 
     def attend(carry, pool):
-        scores = pallas_kernels.Scores(score=carry[1])
+        scores = pallas_kernels.EntryScores(score=carry[1])
         out, _, score = pallas_kernels.attend(
             carry[0], *pool, start, length, scores=scores, interpret=INTERPRET
         )
@@ -248,7 +248,7 @@ def prefill(case):
     implementation = Implementation(case["by"])
     if INTERPRET and implementation is not Implementation.XLA:
         implementation = Implementation.INTERPRETED
-    by = partial(backend_of(implementation).prefill, lse=False)
+    by = partial(get_attention_backend(implementation).compute_prefill_attention, lse=False)
     flops = 2 * q.size * case["tokens"]
     # Twice, so that what one gives need not be copied to where the next finds it.
     found = chained(lambda q, kv: by(q, *kv, length)[0], q, 2 * [(k, v)], estimate=flops / _FLOPS)
@@ -259,7 +259,7 @@ def scores(case):
     """What a prompt's scores cost on top of its attention: a window's, and the sums over all queries."""
     q, k, _, length = _prompt(case)
     zero, window = jnp.zeros_like(length), case["window"]
-    by_window = partial(pallas_kernels.window_sums, interpret=INTERPRET)
+    by_window = partial(pallas_kernels.sum_window_attention, interpret=INTERPRET)
     lse = jnp.zeros(q.shape[:4], jnp.float32)
 
     # Sums become a number that is added to the queries: the next call waits for it.
@@ -268,7 +268,7 @@ def scores(case):
         return few + (1e-6 * sums[0, 0, 0]).astype(few.dtype)
 
     def every(lse, k):
-        sums = pallas_kernels.column_sums(q, k, lse, zero, length, interpret=INTERPRET)
+        sums = pallas_kernels.sum_attention_per_key(q, k, lse, zero, length, interpret=INTERPRET)
         return lse + 1e-6 * jnp.minimum(sums[0, 0, 0], 1.0)
 
     flops = 2 * q.size * case["tokens"]
@@ -298,7 +298,7 @@ def gather(case):
     source = jnp.asarray(np.stack([each() for _ in range(batch)]).astype(np.int32))
 
     def compact(source, pool):
-        _, _, pos = pallas_kernels.compact(*pool, source, interpret=INTERPRET)
+        _, _, pos = pallas_kernels.gather_kept_entries(*pool, source, interpret=INTERPRET)
         return jnp.where(pos < 0, 0, source)
 
     found = chained(compact, source, pools, estimate=nbytes / _BYTES)

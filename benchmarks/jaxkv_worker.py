@@ -11,7 +11,7 @@ import numpy as np
 
 import jaxkv
 from benchmarks import workers
-from jaxkv.engine.lengths import bucket
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.policies import AvgPool, KVPressLayers, ProtectedHeads
@@ -48,7 +48,7 @@ class Cell:
     def __init__(self, model, request):
         """Reads the prompts and plans."""
         self.model, self.steps = model, request["new_tokens"]
-        self.headroom = bucket(self.steps + 1)  # As jaxkv.generate gives.
+        self.headroom = round_up_to_bucket(self.steps + 1)  # As jaxkv.generate gives.
         self.ids = np.load(request["prompt_ids"])
         self.policy = policy_of(request)
         self.session, lengths = (
@@ -83,15 +83,15 @@ class Cell:
             * model.cache_dtype.itemsize
         )
         stored = sum(pool.k.nbytes + pool.v.nbytes for pool in cache.pools) - spare
-        drawing = self.session.decode_loop(cache, new=self.headroom)
+        drawing = self.session.start_decode_loop(cache, new=self.headroom)
         del cache
         # The loop samples first and runs the token after. Its first step compiles, and makes pages of its code and of
         # its scratch present, which takes as long as several steps: it runs before the clock starts, once per cell.
-        drawn, begin = [drawing.sample(1)], time.perf_counter()
+        drawn, begin = [drawing.sample_tokens(1)], time.perf_counter()
         while sum(part.shape[1] for part in drawn) < self.steps:
-            drawn.append(drawing.sample(self.steps - sum(part.shape[1] for part in drawn)))
+            drawn.append(drawing.sample_tokens(self.steps - sum(part.shape[1] for part in drawn)))
         step_seconds = (time.perf_counter() - begin) / (self.steps - 1)
-        after = drawing.close()
+        after = drawing.finish_sampling()
         drawn.append(np.asarray(jnp.argmax(after.logits, axis=-1))[:, None])
         tokens = np.concatenate(drawn, axis=1)
         assert (tokens[:, 0] == first).all()

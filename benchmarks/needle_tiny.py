@@ -19,7 +19,7 @@ from benchmarks import orders_tiny, record
 from benchmarks.needle import unseen
 from jaxkv.evals import How
 from jaxkv.evals.needle import Needle
-from jaxkv.evals.results import interval
+from jaxkv.evals.results import compute_confidence_interval
 from jaxkv.machine.compilation import enable_compilation_cache
 
 BUDGETS = (0.25, 0.5, 64, 128)
@@ -28,7 +28,7 @@ FULL = "full cache"
 
 def text_of(scores):
     """Percent right and its interval, as it stands in the table."""
-    low, high = interval(np.asarray(scores))
+    low, high = compute_confidence_interval(np.asarray(scores))
     return f"{100 * np.mean(scores):.0f} ({100 * low:.0f} to {100 * high:.0f})"
 
 

@@ -21,13 +21,13 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.cache.host_store import committed
+from jaxkv.cache.host_store import commit_to_device
 from jaxkv.engine import token_loop as looping
-from jaxkv.engine.chunked import to_host_store
+from jaxkv.engine.chunked import offload_layers
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.engine.spec import reading_state, spec_for
+from jaxkv.engine.spec import create_cache_spec, create_selection_state
 from jaxkv.machine.compilation import enable_compilation_cache
-from jaxkv.policies.reads import tokens_read
+from jaxkv.policies.reads import count_attended_prompt_tokens
 
 MODEL = "smollm2-135m-instruct"
 ROOM = 64
@@ -42,14 +42,16 @@ def cache_of(model, batch, tokens):
     cache = jaxkv.Session(model).prefill(ids, needed=needed)
     # Pools that have met rows from host memory are bound to their device: all are from the beginning, so that no way
     # makes another compile again.
-    return committed(cache), needed
+    return commit_to_device(cache), needed
 
 
 def read_by(cache, policy):
     """The same cache, as if this policy had prefilled it."""
-    reads = tokens_read(policy.parts().read, np.asarray(cache.seen), cache.config.sliding_windows)
-    state = committed(reading_state(cache.seen, reads, cache.length))
-    return dataclasses.replace(cache.updated(state=state), policy=policy)
+    reads = count_attended_prompt_tokens(
+        policy.build_policy_parts().read, np.asarray(cache.seen), cache.config.sliding_windows
+    )
+    state = commit_to_device(create_selection_state(cache.seen, reads, cache.length))
+    return dataclasses.replace(cache.replace_arrays(state=state), policy=policy)
 
 
 class Way:
@@ -63,28 +65,30 @@ class Way:
             jaxkv.Session(model, cache.policy),
         )
         self.cache, self.away = cache, ()
-        reading = cache.policy.parts().reading(cache.config.sliding_windows, needed.padded_len)
+        reading = cache.policy.build_policy_parts().build_read_config(
+            cache.config.sliding_windows, needed.padded_len
+        )
         if reading.offloaded:
-            self.cache, self.away = to_host_store(cache, reading, needed), reading.offloaded
+            self.cache, self.away = offload_layers(cache, reading, needed), reading.offloaded
         # Pools of offloaded layers are this way's own; the others are everybody's.
         self.own = {layer: self.cache.pools[layer] for layer in self.away}
-        self.cache = self.cache.updated(pools=())
+        self.cache = self.cache.replace_arrays(pools=())
 
     def over(self, pools):
         """The cache, with everybody's pools where it has none of its own."""
-        return self.cache.updated(
+        return self.cache.replace_arrays(
             pools=tuple(self.own.get(at, pool) for at, pool in enumerate(pools))
         )
 
     def run(self, pools, steps):
         """Samples and takes back; returns pools and seconds."""
-        drawing = self.session.decode_loop(self.over(pools), new=self.size)
+        drawing = self.session.start_decode_loop(self.over(pools), new=self.size)
         begin = time.perf_counter()
         if steps:
-            drawing.sample(steps)
+            drawing.sample_tokens(steps)
         seconds = time.perf_counter() - begin
         # The tables are those of before: rows sampled lie behind them, where the next ones go.
-        after = drawing.close().pools
+        after = drawing.finish_sampling().pools
         self.own = {layer: after[layer] for layer in self.away}
         return tuple(
             pool if at in self.own else after[at] for at, pool in enumerate(pools)
@@ -94,12 +98,12 @@ class Way:
         """What the compiled loop says it reads and writes, its body counted once; None if it is staged."""
         if self.cache.host_store is not None:
             return None
-        flat, cache = self.session.params.flat, self.over(pools)
-        spec, none = spec_for(flat, cache), jnp.asarray((-2,), jnp.int32)
-        draw = looping.first_sampling_state(
+        flat, cache = self.session.params.flat_decoder, self.over(pools)
+        spec, none = create_cache_spec(flat, cache), jnp.asarray((-2,), jnp.int32)
+        draw = looping.create_sampling_state(
             cache.logits, jnp.zeros((cache.batch,), bool), jax.random.key(0), none
         )
-        given = looping.loop_arguments(
+        given = looping.collect_loop_arguments(
             flat, cache.arrays, draw, 1, jaxkv.Sampling(temperature=0), 0, spec=spec
         )
         compiled = looping._loop.trace(*given, spec=spec, size=self.size).lower().compile()

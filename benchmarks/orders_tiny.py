@@ -17,9 +17,9 @@ import numpy as np
 
 import jaxkv
 from benchmarks import record
-from jaxkv.evals import How, Ruler, Task, TwoStage
+from jaxkv.evals import EvaluationTask, How, Ruler, TwoStage
 from jaxkv.evals.needle import Needle
-from jaxkv.evals.results import interval
+from jaxkv.evals.results import compute_confidence_interval
 from jaxkv.machine.compilation import enable_compilation_cache
 
 MODEL = "tiny-retrieval"
@@ -43,7 +43,7 @@ class Order:
     title: str
     better: str
     worse: str
-    task: Task
+    task: EvaluationTask
     budgets: tuple[int | float, ...]
     agnostic: bool = False
 
@@ -79,7 +79,7 @@ def orders(count: int) -> list[Order]:
 
 
 def scores(
-    params: jaxkv.LanguageModel, policy: jaxkv.CustomPolicy, task: Task, how: How
+    params: jaxkv.LanguageModel, policy: jaxkv.CustomPolicy, task: EvaluationTask, how: How
 ) -> list[float]:
     """A task's samples under a policy."""
     samples, found = task.samples(params), []
@@ -125,7 +125,7 @@ def main() -> None:
     )
     cells, lines = results.setdefault("cells", {}), []
 
-    def cell(task: Task, policy: jaxkv.CustomPolicy, agnostic: bool) -> list[float]:
+    def cell(task: EvaluationTask, policy: jaxkv.CustomPolicy, agnostic: bool) -> list[float]:
         title = f"{task!r} {policy!r} {'agnostic' if agnostic else 'aware'}"
         if title not in cells:
             cells[title] = scores(params, policy, task, How(agnostic=agnostic))
@@ -170,7 +170,7 @@ def head(count: int) -> list[str]:
 
 
 def _interval(found: list[float]) -> str:
-    low, high = interval(np.asarray(found))
+    low, high = compute_confidence_interval(np.asarray(found))
     return f"{100 * low:.0f} to {100 * high:.0f}"
 
 

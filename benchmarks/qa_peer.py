@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 import jaxkv
-from jaxkv.checkpoints import fetch
-from jaxkv.evals import DocumentQuestions, How, evaluate, ids_of
-from jaxkv.evals.texts import texts_of
+from jaxkv.checkpoints import fetch_checkpoint
+from jaxkv.evals import DocumentQuestionsTask, How, encode_sample, evaluate
+from jaxkv.evals.texts import read_texts
 from jaxkv.policies import AvgPool
 from jaxkv.testing import segments
 
@@ -55,7 +55,7 @@ FACTS = (
 
 def rows(seed: int) -> list[dict]:
     """Lines of the data file: passages with five facts each at random places, and questions about these."""
-    rng, texts = np.random.default_rng(seed), list(texts_of(None).values())
+    rng, texts = np.random.default_rng(seed), list(read_texts(None).values())
     made = []
     for number in range(DOCUMENTS):
         words = texts[number % len(texts)].split()
@@ -120,9 +120,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         data = Path(folder) / "mine.jsonl"
         data.write_text("".join(json.dumps(row) + "\n" for row in rows(options.seed)))
-        task = DocumentQuestions(data=str(data), new_tokens=NEW)
+        task = DocumentQuestionsTask(data=str(data), new_tokens=NEW)
         samples = list(task.samples(params))
-        ids = [ids_of(params.text, each) for each in samples]
+        ids = [encode_sample(params.text, each) for each in samples]
         documents = [
             {"context": ids[at][0], "questions": [ids[n][1] for n in range(at, at + QUESTIONS)]}
             for at in range(0, len(samples), QUESTIONS)
@@ -137,7 +137,7 @@ def main() -> None:
             f"killed after 40 % and run again: {'the same' if lines.read_bytes() == whole else 'OTHER'} bytes"
         )
         asked = Path(folder) / "asked.json"
-        gguf = str(fetch(MODEL))
+        gguf = str(fetch_checkpoint(MODEL))
         asked.write_text(json.dumps({"gguf": gguf, "documents": documents, "new_tokens": NEW}))
         command = [options.peer_python, "-m", "benchmarks.qa_peer_worker", str(asked)]
         answer = subprocess.run(command, stdout=subprocess.PIPE, check=True)

@@ -198,7 +198,7 @@ def table(results):
 def main():
     """Runs all rounds and writes both files."""
     import jaxkv
-    from jaxkv.checkpoints import fetch
+    from jaxkv.checkpoints import fetch_checkpoint
     from jaxkv.machine.compilation import enable_compilation_cache
 
     parser = argparse.ArgumentParser(
@@ -212,7 +212,7 @@ def main():
     enable_compilation_cache()
     model, peer = jaxkv.load(MODEL, "float32", progress=False), None
     if options.peer is not None:
-        sizes = [str(each) for each in (fetch(MODEL), SLOTS, sum(LIMITS.values()))]
+        sizes = [str(each) for each in (fetch_checkpoint(MODEL), SLOTS, sum(LIMITS.values()))]
         peer = Worker([options.peer, "-m", "benchmarks.serving_peer", *sizes])
     policies = {"model": SERVED["FullKV"]} | {
         models_of(SERVED)[name]: SERVED[name] for name in list(SERVED)[1:]

@@ -41,7 +41,7 @@ def policy_of(name, prompt):
 
 def cache_bytes(model, policy, batch, prompt, new):
     """What the cache weighs in the end: FullKV's with all new rows, an evicting one's with its spare row."""
-    headroom = 1 if policy.parts().evicts else new
+    headroom = 1 if policy.build_policy_parts().evicts_while_decoding else new
     return plan_prefill(
         model.config, policy, [prompt] * batch, dtype=model.dtype, headroom=headroom
     ).cache_bytes

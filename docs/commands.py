@@ -5,8 +5,8 @@ import collections
 import re
 import textwrap
 
-from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
-from jaxkv.cli import _parser as of_jaxkv
+from jaxkv.checkpoints.__main__ import _build_parser as of_checkpoints
+from jaxkv.cli import _build_parser as of_jaxkv
 
 _WIDTH = 132
 _POLICY = "policy"

@@ -60,8 +60,8 @@ __version__: str
 _ONE_AT_A_TIME = threading.RLock()
 
 
-def _version() -> str:
-    """Version of the installed package as text; "unknown" for a checkout that is not installed."""
+def _read_package_version() -> str:
+    """Return the installed package's version as text; "unknown" if the package is not installed."""
     from importlib import (
         metadata,
     )  # Imported late because it takes longer than all of `import jaxkv`.
@@ -73,12 +73,12 @@ def _version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Import, cache and return a public name or a submodule at its first use; AttributeError for other names.
+    """Return a public name or submodule, imported at its first use (PEP 562); raise AttributeError for other names.
 
     `__version__` is also looked up at its first use.
     """
     if name == "__version__":
-        return globals().setdefault(name, _version())
+        return globals().setdefault(name, _read_package_version())
     public = name in _MODULES
     found = public or (
         name.isidentifier()
@@ -97,5 +97,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Sorted names of the package's attributes, including public names not yet imported."""
+    """Return the sorted names of the package's attributes, including public names not yet imported."""
     return sorted({*globals(), *_MODULES})

@@ -23,15 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 
 # Positions are int32. ENDLESS is half of the range, so that a sum with a limit does not overflow.
 FARTHEST = 2**31 - 1
 ENDLESS = 2**30
 
 
-def plain(value: Any) -> Any:
-    """Convert a numpy or JAX scalar to a Python bool, int, float or str; return any other value unchanged.
+def to_python_scalar(value: Any) -> Any:
+    """Convert a numpy or JAX scalar or 0-d array to a Python bool, int, float or str; return other values unchanged.
 
     A float32 becomes the decimal that it prints as: 0.2, not 0.20000000298.
     """
@@ -51,25 +51,29 @@ def plain(value: Any) -> Any:
     return value.item()
 
 
-def normalise(value: Any) -> None:
-    """Convert a dataclass's fields in place, also if frozen: numpy and JAX scalars to Python's, lists to tuples."""
+def normalise_fields(value: Any) -> None:
+    """Convert a dataclass's init fields in place, also if frozen: numpy and JAX scalars to Python, lists to tuples."""
     for field in dataclasses.fields(value):
         if not field.init:
             continue
         given = getattr(value, field.name)
-        made = tuple(plain(each) for each in given) if isinstance(given, list) else plain(given)
+        made = (
+            tuple(to_python_scalar(each) for each in given)
+            if isinstance(given, list)
+            else to_python_scalar(given)
+        )
         if made is not given:
             object.__setattr__(value, field.name, made)
 
 
-def is_whole(value: Any, least: int | float = 0) -> bool:
-    """True if the value is an int of at least `least`, and not a bool."""
+def is_int_at_least(value: Any, least: int | float = 0) -> bool:
+    """Return True if the value is a Python int of at least `least`, and not a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def as_real(value: Any) -> float | None:
-    """Return the number as a float; None for bools, text, NaN and numbers too large for a float."""
-    value = plain(value)
+def to_float_or_none(value: Any) -> float | None:
+    """Convert a number of Python, numpy or JAX to a float; None for bools, text, complex, NaN and float overflow."""
+    value = to_python_scalar(value)
     if isinstance(value, bool) or not isinstance(value, (int, float, Decimal, Fraction)):
         return None
     try:
@@ -79,30 +83,30 @@ def as_real(value: Any) -> float | None:
     return None if math.isnan(number) else number
 
 
-def alike(one: Any, other: Any) -> bool:
-    """True if two values are equal and of one type: 1 entry is not a share of 1.0."""
+def is_strictly_equal(one: Any, other: Any) -> bool:
+    """Return True if two values have the same type and are equal: 1 (an entry) differs from 1.0 (a share)."""
     return type(one) is type(other) and bool(one == other)
 
 
-def brief(value: Any) -> str:
-    """Return one line of text for a dataclass: its class and the fields that differ from defaults; else the `repr`."""
+def format_non_default_fields(value: Any) -> str:
+    """Format a dataclass on one line: its class and the fields that differ from their defaults; else the `repr`."""
     plainly = not dataclasses.is_dataclass(value) or isinstance(value, type)
     if plainly or not value.__dataclass_params__.repr:
         return " ".join(repr(value).split())
     given = []
     for field in dataclasses.fields(value):
-        if field.repr and not alike(mine := getattr(value, field.name), field.default):
-            given.append(f"{field.name}={brief(mine)}")
+        if field.repr and not is_strictly_equal(mine := getattr(value, field.name), field.default):
+            given.append(f"{field.name}={format_non_default_fields(mine)}")
     return f"{type(value).__name__}({', '.join(given)})"
 
 
-def shortened(text: str, most: int = 60) -> str:
-    """Cut text to at most `most` characters, with three dots at the end if it is longer."""
+def shorten_text(text: str, most: int = 60) -> str:
+    """Return the text, cut to at most `most` characters with three dots at the end if it is longer."""
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def overrides(cls: type, declared: str) -> bool:
-    """True if a class or a mixin of it overrides methods or classes of the class that declares `declared`."""
+def has_overridden_methods(cls: type, declared: str) -> bool:
+    """Return True if a class or mixin overrides methods (or classes) of the base class that declares `declared`."""
     ahead = list(itertools.takewhile(lambda each: declared not in vars(each), cls.__mro__))
     names = [each for of in ahead for each in vars(of) if each[:2] != "__"]
     known = [each for each in names if hasattr(cls.__mro__[len(ahead)], each)]
@@ -110,21 +114,21 @@ def overrides(cls: type, declared: str) -> bool:
 
 
 def is_traced(value: Any) -> bool:
-    """True if the value is a JAX tracer."""
+    """Return True if the value is a JAX tracer, an array inside a function that JAX is tracing."""
     return isinstance(value, jax.core.Tracer)
 
 
-def namespace(*values: Any) -> Any:
-    """`jax.numpy` if one of the values is a JAX array, else `numpy`."""
+def select_array_module(*values: Any) -> Any:
+    """Return the module `jax.numpy` if one of the values is a JAX array, else `numpy`."""
     return jnp if any(isinstance(each, jax.Array) for each in values) else np
 
 
-def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
-    """Return the smallest values between `low` and `high` for which `below` is False, by elementwise bisection.
+def bisect_elementwise(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
+    """Bisect elementwise between `low` and `high`; return the smallest values for which `below` is False.
 
     `below` is True at `low` and False at `high`.
     """
-    xp = namespace(low, high)
+    xp = select_array_module(low, high)
 
     def halve(_: Any, ends: tuple[Any, Any]) -> tuple[Any, Any]:
         middle = (ends[0] + ends[1]) / 2
@@ -139,8 +143,8 @@ def halved(low: Any, high: Any, below: Callable[[Any], Any]) -> Any:
     return ends[1]
 
 
-def share_of(rows: Any, share: float) -> Any:
-    """Return the exact floor(entries * share) of each integer, for a share in [0, 1] as its printed decimal."""
+def compute_floor_share(rows: Any, share: float) -> Any:
+    """Return floor(count * share) of each integer count, exact for the decimal digits of a share in [0, 1]."""
     whole, _, digits = f"{Decimal(repr(share)):f}".partition(".")
     # Digit by digit from the last: floors of floors are exact, and no number exceeds 32 bits.
     part = rows * 0
@@ -149,8 +153,8 @@ def share_of(rows: Any, share: float) -> Any:
     return rows * int(whole) + part
 
 
-def amount(value: float) -> str:
-    """Return a number as text with three significant digits, and commas between thousands."""
+def format_number(value: float) -> str:
+    """Format a number with commas, to three significant digits; all integer digits are shown, at most 9 decimals."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
     digits = max(0, 2 - math.floor(math.log10(abs(value))))
@@ -160,8 +164,10 @@ def amount(value: float) -> str:
 E = TypeVar("E", bound=enum.Enum)
 
 
-def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int = FARTHEST) -> int:
-    """Validate an integer of Python, numpy or JAX within [least, most] and return it as an int.
+def validate_int(
+    name: str, value: Any, remedy: str = "", *, least: int = 1, most: int = FARTHEST
+) -> int:
+    """Validate an integer of Python, numpy or JAX in [least, most]; return it as an int, else raise ValueError.
 
     Args:
         name: the argument or field, for the error message.
@@ -176,15 +182,18 @@ def whole(name: str, value: Any, remedy: str = "", *, least: int = 1, most: int 
     Raises:
         ValueError: for anything else.
     """
-    given = plain(value)
+    given = to_python_scalar(value)
     require(
-        is_whole(given, least), name, given, remedy or f"give an integer from {least} to {most}"
+        is_int_at_least(given, least),
+        name,
+        given,
+        remedy or f"give an integer from {least} to {most}",
     )
     require(given <= most, name, given, f"give at most {most}")
     return int(given)
 
 
-def real(
+def validate_float(
     name: str,
     value: Any,
     remedy: str = "",
@@ -193,7 +202,7 @@ def real(
     high: int | float = math.inf,
     open_low: bool = False,
 ) -> float:
-    """Validate a number of Python, numpy or JAX within [low, high] and return it as a float.
+    """Validate a number of Python, numpy or JAX in [low, high]; return it as a float, else raise ValueError.
 
     Args:
         name: the argument or field, for the error message.
@@ -209,7 +218,7 @@ def real(
     Raises:
         ValueError: for anything else.
     """
-    number = as_real(value)
+    number = to_float_or_none(value)
     fits = number is not None and low <= number <= high and not (open_low and number == low)
     require(
         fits,
@@ -220,8 +229,8 @@ def real(
     return 0.0 if number is None else number
 
 
-def flag(name: str, value: Any) -> bool:
-    """Validate a bool of Python, numpy or JAX and return it as a Python bool.
+def validate_bool(name: str, value: Any) -> bool:
+    """Validate a bool of Python, numpy or JAX; return it as a Python bool, else raise ValueError.
 
     Args:
         name: the argument or field, for the error message.
@@ -233,13 +242,13 @@ def flag(name: str, value: Any) -> bool:
     Raises:
         ValueError: for anything else.
     """
-    given = plain(value)
+    given = to_python_scalar(value)
     require(isinstance(given, bool), name, given, "give True or False")
     return given
 
 
-def choice(name: str, value: Any, kind: type[E]) -> E:
-    """Validate an enum member, given as member or value, and return the member.
+def validate_enum(name: str, value: Any, kind: type[E]) -> E:
+    """Validate an enum member, given as the member or its string value; return the member, else raise ValueError.
 
     Args:
         name: the argument or field, for the error message.
@@ -258,8 +267,8 @@ def choice(name: str, value: Any, kind: type[E]) -> E:
     return kind(value)
 
 
-def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
-    """Validate a list, tuple, array or iterator and return its elements as a tuple of at least one.
+def validate_non_empty_tuple(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
+    """Validate a non-empty list, tuple, array or iterator; return its elements as a tuple, else raise ValueError.
 
     Args:
         name: the argument or field, for the error message.
@@ -273,7 +282,7 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
         ValueError: for anything else, and for no elements.
     """
     # The type of a 0-d array is Iterable, but it cannot be iterated.
-    given = plain(value)
+    given = to_python_scalar(value)
     iterable = isinstance(given, Iterable) and not isinstance(
         given, (str, bytes, bytearray, memoryview, type)
     )
@@ -282,8 +291,8 @@ def several(name: str, value: Any, remedy: str) -> tuple[Any, ...]:
     return elements
 
 
-def index(name: str, value: Any, size: int) -> int:
-    """Validate an index into `size` elements and return it as an int in [0, size); negative ones count from the end.
+def validate_index(name: str, value: Any, size: int) -> int:
+    """Validate an index, also negative, into `size` elements; return it as an int in [0, size), else raise ValueError.
 
     Args:
         name: the argument or field, for the error message.
@@ -296,14 +305,14 @@ def index(name: str, value: Any, size: int) -> int:
     Raises:
         ValueError: for anything else.
     """
-    given = plain(value)
-    fits = is_whole(given, -size) and given < size
+    given = to_python_scalar(value)
+    fits = is_int_at_least(given, -size) and given < size
     require(fits, name, given, f"give an index from 0 to {size - 1}, or from -{size} to -1")
     return given % size
 
 
-def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
-    """Return `value` if it is an instance of a class or protocol.
+def require_instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
+    """Return `value` if it is an instance of `kind`, a class or protocol; raise TypeError otherwise, also for classes.
 
     Args:
         name: the argument or field, for the error message.
@@ -318,12 +327,12 @@ def instance(name: str, value: Any, kind: Any, remedy: str) -> Any:
         TypeError: for anything else.
     """
     if isinstance(value, type) or not isinstance(value, kind):
-        raise TypeError(str(invalid(name, value, remedy)))
+        raise TypeError(str(build_value_error(name, value, remedy)))
     return value
 
 
-def static(name: str, value: Any) -> Any:
-    """Return `value` if it has a hash, which compiled programs are cached by; raise TypeError otherwise.
+def require_hashable(name: str, value: Any) -> Any:
+    """Return `value` if it has a hash, by which compiled programs are cached; raise TypeError otherwise.
 
     Args:
         name: the argument or field, for the error message.
@@ -339,14 +348,14 @@ def static(name: str, value: Any) -> Any:
         hash(value)
     except TypeError as error:
         remedy = f"not hashable ({error}): make it a frozen dataclass of numbers and tuples"
-        raise TypeError(str(invalid(name, value, remedy))) from None
+        raise TypeError(str(build_value_error(name, value, remedy))) from None
     return value
 
 
-def checked(
+def require_shape_and_dtype(
     part: Any, method: str, given: Any, shape: tuple[int, ...], about: str, dtype: Any = jnp.float32
 ) -> Array:
-    """Return the array of a user's part if it has this shape and dtype.
+    """Return an array from a user's scorer or other part if shape and dtype are as required; else raise TypeError.
 
     Args:
         part: the user's part, for the error message.
@@ -370,7 +379,9 @@ def checked(
     return given
 
 
-def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:
+def validate_field(
+    value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any
+) -> None:
     """Validate one field of a frozen dataclass with `check` during construction, and store the checked value.
 
     Args:
@@ -386,24 +397,26 @@ def field(value: Any, name: str, check: Callable[..., Any], *args: Any, **option
     object.__setattr__(value, name, check(name, getattr(value, name), *args, **options))
 
 
-def optional(value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any) -> None:
-    """Validate a field of a frozen dataclass that may be None, as `field` does; None is valid."""
+def validate_optional_field(
+    value: Any, name: str, check: Callable[..., Any], *args: Any, **options: Any
+) -> None:
+    """Validate a field of a frozen dataclass as `validate_field` does, unless its value is None, which is valid."""
     if getattr(value, name) is not None:
-        field(value, name, check, *args, **options)
+        validate_field(value, name, check, *args, **options)
 
 
 @contextmanager
-def own_settings() -> Iterator[None]:
-    """Context manager and decorator that sets JAX to 32-bit numbers, allowed rank promotion and no current mesh.
+def use_package_jax_settings() -> Iterator[None]:
+    """Context manager and decorator: 32-bit JAX numbers, rank promotion allowed, no current mesh, in this thread.
 
     The settings hold for the calling thread until the block ends, including users' scorers and samplers.
     """
-    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), _no_mesh():
+    with jax.enable_x64(False), jax.numpy_rank_promotion("allow"), _unset_current_mesh():
         yield
 
 
-def _no_mesh() -> AbstractContextManager[Any]:
-    """Unset JAX's current mesh in a context; do nothing while a user's function is traced on it."""
+def _unset_current_mesh() -> AbstractContextManager[Any]:
+    """Return a context manager that unsets JAX's current mesh; it does nothing without one or while tracing."""
     if jax.sharding.get_abstract_mesh().empty:
         return nullcontext()
     try:
@@ -413,7 +426,7 @@ def _no_mesh() -> AbstractContextManager[Any]:
 
 
 # Decorator of public functions, which run under jaxkv's own settings, entered at every call.
-settled = own_settings()
+settled = use_package_jax_settings()
 
 
 # Source files of this package, and contextlib, whose decorator wraps the public functions.
@@ -422,7 +435,7 @@ _warned: set[tuple[type[Warning], str]] = set()
 
 
 class UnseenQuestionWarning(UserWarning):
-    """Warning that a document was compressed by its end's attention before any question about it was seen."""
+    """Warning that a document's entries were evicted, by its end's attention, before a question about it was seen."""
 
 
 def warn_once(category: type[Warning], subject: str, message: str) -> None:
@@ -432,18 +445,18 @@ def warn_once(category: type[Warning], subject: str, message: str) -> None:
     """
     if (category, subject) in _warned:
         return
-    warnings.warn(message, category, stacklevel=_stacklevel())
+    warnings.warn(message, category, stacklevel=_count_frames_to_user())
     # Recorded after the warning, so that with warnings as errors every call raises, not only the first.
     _warned.add((category, subject))
 
 
-def forget() -> None:
-    """Clear the record of issued warnings, so that each is issued once more; for tests."""
+def clear_issued_warnings() -> None:
+    """Clear the record of warnings that `warn_once` issued, so that each is issued once more; for tests."""
     _warned.clear()
 
 
-def _stacklevel() -> int:
-    """Number of stack frames from `warn_once` to the user's code, for `warnings.warn`."""
+def _count_frames_to_user() -> int:
+    """Return the number of stack frames up to the user's code, as `stacklevel` of `warnings.warn` in `warn_once`."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
         frame, level = frame.f_back, level + 1

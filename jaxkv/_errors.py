@@ -9,13 +9,13 @@ _LONGEST = 300
 
 
 def require(condition: bool, field: str, value: Any, remedy: str) -> None:
-    """Raise a ValueError `field=value: remedy` unless `condition` holds."""
+    """Raise a ValueError with the text `field=value: remedy` unless `condition` holds."""
     if not condition:
-        raise invalid(field, value, remedy)
+        raise build_value_error(field, value, remedy)
 
 
-def invalid(field: str, value: Any, remedy: str) -> ValueError:
-    """Return a ValueError with text `field=value: remedy` for the caller to raise."""
+def build_value_error(field: str, value: Any, remedy: str) -> ValueError:
+    """Return, without raising, a ValueError `field=value: remedy`, the value cut to 300 characters."""
     # The `str` of a path omits its class, that of a policy the fields with default values.
     plain = hasattr(value, "__fspath__") or (
         dataclasses.is_dataclass(value) and not isinstance(value, type)

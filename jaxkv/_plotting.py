@@ -10,7 +10,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
 
 def import_matplotlib() -> Any:
-    """Import and return matplotlib; ImportError with the extra to install if it is missing.
+    """Import and return matplotlib; raise an ImportError that names the extra to install if it is missing.
 
     pyplot is not imported: its backend is the user's choice, and notebooks would show the figures twice.
     """
@@ -22,19 +22,19 @@ def import_matplotlib() -> Any:
     return matplotlib
 
 
-def sheet(width: float, height: float) -> Any:
-    """Make an empty matplotlib `Figure` of this size in inches, not managed by pyplot."""
+def make_figure(width: float, height: float) -> Any:
+    """Return an empty matplotlib `Figure` of this width and height in inches, not managed by pyplot."""
     return import_matplotlib().figure.Figure(figsize=(width, height), layout="constrained")
 
 
-def style(at: int) -> dict[str, str]:
-    """Return colour, dash and marker of the line with index `at`, as keyword arguments of matplotlib's `plot`."""
+def get_line_style(at: int) -> dict[str, str]:
+    """Return colour, dash and marker of the line at index `at`, cycled, as arguments of matplotlib's `plot`."""
     dash, marker = _DASHES[at % len(_DASHES)], _MARKERS[at % len(_MARKERS)]
     return {"color": _COLOURS[at % len(_COLOURS)], "linestyle": dash, "marker": marker}
 
 
-def saved(figure: Any, kind: str, dpi: int = 150) -> bytes:
-    """Return the bytes of a matplotlib figure as png, svg or pdf; equal figures have equal bytes."""
+def render_figure(figure: Any, kind: str, dpi: int = 150) -> bytes:
+    """Return a matplotlib figure as the bytes of a png, svg or pdf file; equal figures have equal bytes."""
     file = io.BytesIO()
     # Without a salt the ids of an SVG's parts are random; both formats carry the date by default.
     with import_matplotlib().rc_context({"svg.hashsalt": "jaxkv"}):

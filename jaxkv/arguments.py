@@ -10,25 +10,25 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import _checks
-from jaxkv._checks import UnseenQuestionWarning, plain, warn_once
+from jaxkv._checks import UnseenQuestionWarning, to_python_scalar, warn_once
 from jaxkv._errors import require
-from jaxkv.attention import Implementation, named
+from jaxkv.attention import Implementation, parse_attention_implementation
 from jaxkv.cache import KVCache
-from jaxkv.cache.host_store import committed
-from jaxkv.engine.lengths import entry_counts
+from jaxkv.cache.host_store import commit_to_device
+from jaxkv.engine.lengths import compute_entry_counts
 from jaxkv.engine.sampling import GREEDY, Sampler, Sampling, is_greedy
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import Axes, host, settle_down
-from jaxkv.text.prompts import Encoded
+from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, place_dataclass_on_mesh
+from jaxkv.text.prompts import EncodedPrompts
 
 _SEEDS = 2**32
 
 
-def as_model(params: Any, mesh: Any = None) -> LanguageModel:
-    """Validate a `LanguageModel` and return it, on `mesh` if one is given; TypeError for other values."""
+def validate_model(params: Any, mesh: Any = None) -> LanguageModel:
+    """Return a `LanguageModel`, sharded over `mesh` if one is given; raise TypeError for other values."""
     if isinstance(params, LanguageModel):
         return params if mesh is None else params.on(mesh)
     given = f"{params!r}"[:60] if isinstance(params, str) else type(params).__name__
@@ -38,8 +38,8 @@ def as_model(params: Any, mesh: Any = None) -> LanguageModel:
     )
 
 
-def as_cache(cache: Any) -> KVCache | None:
-    """Validate a `KVCache` or None and return it, with numpy arrays moved to the device; TypeError for other values.
+def validate_cache(cache: Any) -> KVCache | None:
+    """Return a `KVCache`, its numpy arrays moved to devices, or None for None; raise TypeError for other values.
 
     Raises TypeError unless the value is a `KVCache` or None.
     """
@@ -52,8 +52,8 @@ def as_cache(cache: Any) -> KVCache | None:
             else "pass a cache from prefill or generate"
         )
         raise TypeError(f"cache={type(cache).__name__}: {where}")
-    cache.require_arrays()
-    axes = Axes.of(cache.seen)
+    cache.require_live_arrays()
+    axes = ShardingMesh.get_array_mesh(cache.seen)
     remedy = (
         f"its arrays are on {getattr(axes, 'mesh', None)}: pass the original cache to "
         "jaxkv.reshard(cache, None)"
@@ -63,26 +63,30 @@ def as_cache(cache: Any) -> KVCache | None:
         return (
             cache
             if cache.host_store is None
-            else dataclasses.replace(cache, host_store=cache.host_store.put_back(cache.axes))
+            else dataclasses.replace(
+                cache, host_store=cache.host_store.pin_in_host_memory(cache.axes)
+            )
         )
-    return on_device(cache)
+    return move_cache_to_device(cache)
 
 
-def on_device(cache: KVCache) -> KVCache:
-    """Return a cache with its arrays on the device, as after prefill, and offloaded entries on the host."""
-    host_store = None if cache.host_store is None else cache.host_store.put_back(cache.axes)
-    device = settle_down(
+def move_cache_to_device(cache: KVCache) -> KVCache:
+    """Return a cache with its arrays on its device or mesh, and its offloaded entries in host memory."""
+    host_store = (
+        None if cache.host_store is None else cache.host_store.pin_in_host_memory(cache.axes)
+    )
+    device = place_dataclass_on_mesh(
         jax.tree.map(jnp.asarray, dataclasses.replace(cache, host_store=None)), cache.axes
     )
     return (
         device
         if host_store is None
-        else dataclasses.replace(committed(device), host_store=host_store)
+        else dataclasses.replace(commit_to_device(device), host_store=host_store)
     )
 
 
-def as_sampling(given: Any, **numbers: Any) -> Sampler:
-    """Validate a sampler, or the numbers of a `Sampling`, greedy without any; TypeError for other values."""
+def validate_sampler(given: Any, **numbers: Any) -> Sampler:
+    """Return the sampler, a `Sampling` of the numbers or, without any, `GREEDY`; TypeError for both or other values."""
     named = {name: value for name, value in numbers.items() if value is not None}
     if named and given is not None:
         raise TypeError(f"{', '.join(named)}: sampling= is set, too. Give one of them.")
@@ -97,8 +101,8 @@ def as_sampling(given: Any, **numbers: Any) -> Sampler:
     return given
 
 
-def as_stops(given: Any) -> tuple[str, ...]:
-    """Return stop strings as a tuple, from one string, several or None; ValueError for empty ones, else TypeError."""
+def validate_stop_strings(given: Any) -> tuple[str, ...]:
+    """Return stop strings as a tuple, from one, several or None; ValueError for empty ones, TypeError for non-text."""
     if given is None:
         return ()
     many = isinstance(given, Iterable) and not isinstance(
@@ -114,8 +118,8 @@ def as_stops(given: Any) -> tuple[str, ...]:
     return tuple(str.__str__(stop) for stop in stops)
 
 
-def as_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
-    """Return a JAX random key from a key, a `PRNGKey` array or a 32-bit seed, None for None; TypeError for others.
+def validate_random_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
+    """Return a JAX random key from a key, `PRNGKey` array or 32-bit seed, None for None; TypeError for other values.
 
     ValueError for longer seeds, whose upper bits JAX would drop. The argument may also be named seed.
     """
@@ -135,14 +139,14 @@ def as_key(given: Any, seed: Any = None) -> PRNGKeyArray | None:
         raise TypeError(f"key={given.dtype}{list(given.shape)}: {remedy}")
     if isinstance(given, jax.Array) and jnp.issubdtype(given.dtype, jax.dtypes.prng_key):
         return given
-    number = plain(given)
+    number = to_python_scalar(given)
     if not isinstance(number, int) or isinstance(number, bool):
         raise TypeError(f"key={type(given).__name__}: {remedy}")
     require(0 <= number < _SEEDS, "key", number, f"out of range: give a seed in [0, {_SEEDS})")
     return jax.random.key(number)
 
 
-def random_key(seed: int) -> PRNGKeyArray:
+def make_random_key(seed: int) -> PRNGKeyArray:
     """Return the JAX random key of a 64-bit seed; up to 32 bits it equals `jax.random.key(seed)`.
 
     JAX would drop the upper half of longer seeds.
@@ -153,20 +157,20 @@ def random_key(seed: int) -> PRNGKeyArray:
     return jax.random.fold_in(jax.random.key(low), high)
 
 
-def as_implementation(given: Any) -> Implementation:
-    """Return an `Implementation` from its member or value, `AUTO` for None; ValueError for an unknown name."""
-    return Implementation.AUTO if given is None else named(given)
+def validate_implementation(given: Any) -> Implementation:
+    """Return the attention `Implementation` of a member or name, `AUTO` for None; ValueError for unknown names."""
+    return Implementation.AUTO if given is None else parse_attention_implementation(given)
 
 
-def as_progress(given: Any) -> bool | None:
-    """Validate a bool that switches progress bars on or off, or None to let the terminal decide; return it."""
-    return None if given is None else _checks.flag("progress", given)
+def validate_progress(given: Any) -> bool | None:
+    """Validate True or False, which switch progress bars on or off, or None, for terminals only; return it."""
+    return None if given is None else _checks.validate_bool("progress", given)
 
 
-def require_sampling(
+def check_sampling_options(
     params: LanguageModel, sampling: Sampler, key: PRNGKeyArray | None, stops: tuple[str, ...]
 ) -> None:
-    """Raise ValueError for a random sampler without a key, and for stop strings without a tokenizer."""
+    """Raise ValueError for a random sampler without a key, or for stop strings without a tokenizer."""
     remedy = f"{sampling} uses random numbers: give key=jax.random.key(0), or seed=0"
     require(is_greedy(sampling) or key is not None, "key", key, remedy)
     shown = stops[0] if len(stops) == 1 else stops
@@ -178,8 +182,8 @@ def require_sampling(
     )
 
 
-def require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
-    """Raise ValueError for a cache of another model, mesh or policy; policy None accepts the cache's own."""
+def require_matching_cache(params: LanguageModel, cache: KVCache, policy: Policy | None) -> None:
+    """Raise ValueError for a cache of another model, mesh or policy; policy None accepts any policy."""
     remedy = f"the cache was compressed by {cache.policy}: omit policy, or prefill again"
     require(policy is None or policy.composed == cache.policy.composed, "policy", policy, remedy)
     ours = cache.config == params.config and cache.model == params.fingerprint
@@ -195,35 +199,37 @@ def require_ours(params: LanguageModel, cache: KVCache, policy: Policy | None) -
     require(theirs == mine, "cache", theirs, remedy)
 
 
-def require_fits(
+def require_prompts_fit(
     config: ModelConfig,
     policy: Policy,
     lengths: Int[np.ndarray, " B"],
     new: int,
     cache: KVCache | None,
 ) -> None:
-    """Raise ValueError if prompts plus `new` tokens exceed the model's positions or do not match the cache's batch."""
+    """Raise ValueError if prompts plus `new` tokens exceed the model's positions, or do not match the cache's batch."""
     seen, limit = np.zeros(1, np.int32), config.max_positions
     if cache is not None:
         remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"
         require(cache.batch in (1, len(lengths)), "prompt", f"{len(lengths)} prompts", remedy)
-        seen = host(cache.seen)[: cache.batch]
+        seen = copy_to_host(cache.seen)[: cache.batch]
     if policy.composed.rolling:
-        return _require_places(config, policy, lengths, new, cache)
+        return _require_rolling_entries_fit(config, policy, lengths, new, cache)
     total = int((seen + lengths).max()) + new
     remedy = f"the model was made for {limit}: shorten the prompt or lower max_new_tokens"
     require(total <= limit, "prompt", f"{total} tokens, {new} new ones included", remedy)
 
 
-def warn_unseen(policy: Policy, encoded: Encoded, budget: Int[np.ndarray, " B"]) -> None:
+def warn_unseen_question(
+    policy: Policy, encoded: EncodedPrompts, budget: Int[np.ndarray, " B"]
+) -> None:
     """Warn, once per process and policy class, if a document's entries are evicted before a question is seen.
 
     This applies only to policies that score entries by the attention of the document's end. `budget` is in entries per
     kv head.
     """
     scorer = policy.composed.scorer
-    lost = (encoded.lengths > budget) & np.asarray(encoded.unclosed)
-    if not scorer.looks_at_end or not lost.any() or not hosts.speaks():
+    lost = (encoded.prompt_lengths > budget) & np.asarray(encoded.unclosed)
+    if not scorer.follows_last_queries or not lost.any() or not hosts.is_first_process():
         return
     name = type(policy).__name__
     warn_once(
@@ -235,21 +241,24 @@ def warn_unseen(policy: Policy, encoded: Encoded, budget: Int[np.ndarray, " B"])
     )
 
 
-def _require_places(
+def _require_rolling_entries_fit(
     config: ModelConfig, policy: Policy, lengths: np.ndarray, new: int, cache: KVCache | None
 ) -> None:
     """Raise ValueError if a policy with rolling positions would hold more entries than the model has positions."""
     limit, parts = config.max_positions, policy.composed
     if cache is None:
-        read, numbers = int(lengths.max()), entry_counts(parts, lengths, config.sliding_windows)
+        read, numbers = (
+            int(lengths.max()),
+            compute_entry_counts(parts, lengths, config.sliding_windows),
+        )
         assert numbers.rows is not None
         now, target = int(numbers.rows.max()), int(numbers.most.max())
     else:
         read = now = int((cache.kept.max(axis=(0, 2)) + lengths).max())
-        target = int(host(cache.limit).max())
+        target = int(copy_to_host(cache.limit).max())
     remedy = f"the model was made for {limit} at a time: shorten the prompt"
     require(read <= limit, "prompt", f"{read} tokens, those kept included", remedy)
-    every = parts.every
+    every = parts.recompression_interval
     most = now + new if every is None else min(now + new, target + every)
     remedy = (
         f"{most} entries would be kept and the model was made for {limit}: lower it, or give "

@@ -14,20 +14,20 @@ from tqdm import tqdm
 from jaxkv import _checks, arguments
 from jaxkv._checks import settled
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache, Turn
+from jaxkv.cache import ConversationState, KVCache
 from jaxkv.engine.decode_loop import DecodeLoop
-from jaxkv.engine.generation_results import Answers, Generation, Stats, Stream
+from jaxkv.engine.generation_results import AnswerCollector, Generation, Stats, Stream
 from jaxkv.engine.lengths import LOOK
-from jaxkv.engine.progress import run_to_end
+from jaxkv.engine.progress import run_generator
 from jaxkv.engine.sampling import Sampler
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
-from jaxkv.machine.compilation import tell_if_slow
-from jaxkv.policies.model_policy import policy_for
+from jaxkv.machine.compilation import log_slow_compilation
+from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import host
-from jaxkv.text.prompts import Encoded, Prompt, encode
+from jaxkv.sharding.mesh import copy_to_host
+from jaxkv.text.prompts import EncodedPrompts, Prompt, encode_prompts
 
 
 @settled
@@ -70,7 +70,7 @@ def prefill(
     Warns:
         UnseenQuestionWarning: if such a policy evicts entries of a text, once per process and policy class.
     """
-    hosts.require_same(
+    hosts.require_same_arguments(
         "jaxkv.prefill",
         params,
         mesh,
@@ -80,21 +80,21 @@ def prefill(
         key=key,
         implementation=implementation,
     )
-    params, raw = arguments.as_model(params, mesh), _checks.flag("raw", raw)
-    key = arguments.as_key(key)
-    progress = arguments.as_progress(progress)
+    params, raw = arguments.validate_model(params, mesh), _checks.validate_bool("raw", raw)
+    key = arguments.validate_random_key(key)
+    progress = arguments.validate_progress(progress)
     session = Session(params, policy, implementation=implementation, key=key)
-    encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
-    arguments.require_fits(params.config, session.policy, encoded.lengths, 0, None)
-    needed = session.plan(encoded.lengths)
-    arguments.warn_unseen(session.policy, encoded, needed.budget)
-    with bar(progress, params.config.layers, "prefill") as shown:
+    encoded = encode_prompts(prompt, params.text, params.config, raw=raw, close=False)
+    arguments.require_prompts_fit(params.config, session.policy, encoded.prompt_lengths, 0, None)
+    needed = session.plan(encoded.prompt_lengths)
+    arguments.warn_unseen_question(session.policy, encoded, needed.budget)
+    with make_progress_bar(progress, params.config.layers, "prefill") as shown:
         cache = session.prefill(encoded, needed=needed, tick=shown.update)
     return dataclasses.replace(cache, logits=None)
 
 
-class _SamplingNumbers(TypedDict, total=False):
-    """Types of the `Sampling` fields that `generate` accepts as arguments."""
+class _SamplingOptions(TypedDict, total=False):
+    """Types of the keyword arguments temperature, top_k, top_p and min_p of `generate`, fields of `Sampling`."""
 
     temperature: int | float | np.number | None
     top_k: int | np.integer | None
@@ -102,8 +102,8 @@ class _SamplingNumbers(TypedDict, total=False):
     min_p: int | float | np.number | None
 
 
-class _AnswerOptions(_SamplingNumbers, total=False):
-    """Types of the `generate` arguments for sampling and for the end of answers."""
+class _AnswerOptions(_SamplingOptions, total=False):
+    """Types of the keyword arguments of `generate` for sampling and for the end of answers."""
 
     max_new_tokens: int | np.integer
     sampling: Sampler | None
@@ -113,8 +113,8 @@ class _AnswerOptions(_SamplingNumbers, total=False):
     stop_at_eos: bool
 
 
-class _Options(_AnswerOptions, total=False):
-    """Types of the keyword arguments shared by all overloads of `generate`."""
+class _GenerateOptions(_AnswerOptions, total=False):
+    """Types of all keyword arguments of `generate` except `stream`, shared by its overloads."""
 
     policy: Policy | type[Policy] | str | None
     cache: KVCache | None
@@ -131,15 +131,19 @@ def generate(
     prompt: Prompt,
     *,
     stream: Literal[False] = False,
-    **options: Unpack[_Options],
+    **options: Unpack[_GenerateOptions],
 ) -> Generation: ...
 @overload
 def generate(
-    params: LanguageModel, prompt: Prompt, *, stream: Literal[True], **options: Unpack[_Options]
+    params: LanguageModel,
+    prompt: Prompt,
+    *,
+    stream: Literal[True],
+    **options: Unpack[_GenerateOptions],
 ) -> Stream: ...
 @overload
 def generate(
-    params: LanguageModel, prompt: Prompt, *, stream: bool, **options: Unpack[_Options]
+    params: LanguageModel, prompt: Prompt, *, stream: bool, **options: Unpack[_GenerateOptions]
 ) -> Generation | Stream: ...
 @settled
 def generate(
@@ -206,7 +210,7 @@ def generate(
         TypeError: for an argument of the wrong type; the message says what to pass.
         MemoryError: if the planned bytes exceed the free memory; the message names them.
     """
-    hosts.require_same(
+    hosts.require_same_arguments(
         "jaxkv.generate",
         params,
         mesh,
@@ -224,32 +228,38 @@ def generate(
         stream_interval=stream_interval,
         implementation=implementation,
     )
-    params, cache = arguments.as_model(params, mesh), arguments.as_cache(cache)
-    max_new_tokens = _checks.whole("max_new_tokens", max_new_tokens, "sample at least 1 token")
-    interval = _checks.whole(
+    params, cache = arguments.validate_model(params, mesh), arguments.validate_cache(cache)
+    max_new_tokens = _checks.validate_int(
+        "max_new_tokens", max_new_tokens, "sample at least 1 token"
+    )
+    interval = _checks.validate_int(
         "stream_interval", stream_interval, "yield the text of at least 1 token at a time"
     )
-    sampling = arguments.as_sampling(
+    sampling = arguments.validate_sampler(
         sampling, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
     )
-    stops, key = arguments.as_stops(stop), arguments.as_key(key, seed)
-    raw, stream = _checks.flag("raw", raw), _checks.flag("stream", stream)
-    stop_at_eos = _checks.flag("stop_at_eos", stop_at_eos)
-    implementation = arguments.as_implementation(implementation)
-    progress = arguments.as_progress(progress)
-    arguments.require_sampling(params, sampling, key, stops)
-    turn = Turn.START if cache is None else cache.turn
+    stops, key = arguments.validate_stop_strings(stop), arguments.validate_random_key(key, seed)
+    raw, stream = _checks.validate_bool("raw", raw), _checks.validate_bool("stream", stream)
+    stop_at_eos = _checks.validate_bool("stop_at_eos", stop_at_eos)
+    implementation = arguments.validate_implementation(implementation)
+    progress = arguments.validate_progress(progress)
+    arguments.check_sampling_options(params, sampling, key, stops)
+    turn = ConversationState.START if cache is None else cache.turn
     if cache is not None:
         policy = (
             None
             if policy is None
-            else policy_for(policy, params.config, params.filter_layers, dtype=params.cache_dtype)
+            else resolve_policy_for_model(
+                policy, params.config, params.filter_layers, dtype=params.cache_dtype
+            )
         )
-        arguments.require_ours(params, cache, policy)
+        arguments.require_matching_cache(params, cache, policy)
         policy = cache.policy
     session = Session(params, policy, implementation=implementation, key=key)
-    encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
-    arguments.require_fits(params.config, session.policy, encoded.lengths, max_new_tokens, cache)
+    encoded = encode_prompts(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
+    arguments.require_prompts_fit(
+        params.config, session.policy, encoded.prompt_lengths, max_new_tokens, cache
+    )
     call = GenerateCall(
         session=session,
         encoded=encoded,
@@ -261,10 +271,10 @@ def generate(
         interval=interval if stream else None,
         progress=progress,
     )
-    pieces = answered(call)
+    pieces = run_generation(call)
     if stream:
         return Stream(pieces, encoded.single)
-    return run_to_end(pieces)
+    return run_generator(pieces)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -275,7 +285,7 @@ class GenerateCall:
     """
 
     session: Session
-    encoded: Encoded
+    encoded: EncodedPrompts
     cache: KVCache | None
     max_new_tokens: int
     sampling: Sampler
@@ -285,114 +295,122 @@ class GenerateCall:
     progress: bool | None
 
 
-def bar(progress: bool | None, total: int, title: str) -> tqdm:
-    """`tqdm` progress bar on stderr, in the first process only; with `progress=None`, on terminals only."""
+def make_progress_bar(progress: bool | None, total: int, title: str) -> tqdm:
+    """Return a `tqdm` bar on stderr, shown in the first process only; with `progress=None`, on terminals only."""
     shown = sys.stderr.isatty() if progress is None else progress
     return tqdm(
         total=total,
         desc=title,
         leave=False,
-        disable=not (shown and hosts.speaks()),
+        disable=not (shown and hosts.is_first_process()),
         file=sys.stderr,
     )
 
 
-def answered(call: GenerateCall) -> Generator[list[str], None, Generation]:
-    """Generator that runs one `generate` call: yields new text if requested, returns the `Generation`."""
+def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]:
+    """Generator: run one `generate` call, yield new text if requested, return the `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
-    cache, sizes = _read(call)
-    eos = params.ends if call.stop_at_eos else ()
-    decode_loop = session.decode_loop(
+    cache, sizes = _prefill_or_extend(call)
+    eos = params.end_token_ids if call.stop_at_eos else ()
+    decode_loop = session.start_decode_loop(
         cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos
     )
-    answers = Answers(params.text, len(encoded.ids), call.stops)
-    yield from _sampled(call, decode_loop, answers)
+    answers = AnswerCollector(params.text, len(encoded.ids), call.stops)
+    yield from _sample_until_end(call, decode_loop, answers)
     with session.clocks.decode:
-        cache = decode_loop.close()
+        cache = decode_loop.finish_sampling()
         jax.block_until_ready(cache.pools)
-    cache = session.compress_again(cache)
-    closing = answers.flush()
+    cache = session.recompress_sequences(cache)
+    closing = answers.flush_text()
     if call.interval is not None and any(closing):
         yield closing
     return Generation(
-        completions=tuple(answers.completions(eos)),
-        cache=dataclasses.replace(cache, turn=encoded.turn, logits=None),
-        stats=_stats(call, cache, sizes, answers, decode_loop),
+        completions=tuple(answers.build_completions(eos)),
+        cache=dataclasses.replace(cache, turn=encoded.conversation_state, logits=None),
+        stats=_build_stats(call, cache, sizes, answers, decode_loop),
     )
 
 
-def _read(call: GenerateCall) -> tuple[KVCache, dict[str, Any]]:
+def _prefill_or_extend(call: GenerateCall) -> tuple[KVCache, dict[str, Any]]:
     """Prefill the prompts, or append them to the given cache; return the cache and its sizes for `Stats`."""
     session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
         # Sizes are read before the cache is extended.
-        sizes = _sizes(given, given.nbytes)
+        sizes = _collect_cache_sizes(given, given.nbytes)
         return session.extend(given, encoded, new=new), sizes
-    needed = session.plan(encoded.lengths, new)
-    with bar(call.progress, session.params.config.layers, "prefill") as shown:
+    needed = session.plan(encoded.prompt_lengths, new)
+    with make_progress_bar(call.progress, session.params.config.layers, "prefill") as shown:
         cache = session.prefill(encoded, new=new, needed=needed, tick=shown.update)
     spare = len(cache.seen) * cache.headroom_nbytes(needed.headroom)
-    return cache, _sizes(cache, cache.nbytes - spare)
+    return cache, _collect_cache_sizes(cache, cache.nbytes - spare)
 
 
-def _sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
-    """Size fields of `Stats` for a cache of `weighs` bytes after prefill."""
+def _collect_cache_sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
+    """Return the size fields of `Stats` after prefill: full, kept and (`weighs`) cache bytes, mean entries kept."""
     entries = {"full_bytes": cache.full_nbytes, "kept_bytes": cache.kept_nbytes}
     return entries | {"cache_bytes": weighs, "kept": float(np.mean(cache.kept))}
 
 
-def _sampled(
-    call: GenerateCall, decode_loop: DecodeLoop, answers: Answers
+def _sample_until_end(
+    call: GenerateCall, decode_loop: DecodeLoop, answers: AnswerCollector
 ) -> Generator[list[str], None, None]:
-    """Generator that samples tokens until all sequences end; yields each sequence's new text if requested."""
+    """Generator: sample tokens until all sequences end; yield each sequence's new text if requested."""
     axes = call.session.params.axes
-    with bar(call.progress, call.max_new_tokens, "decode") as shown:
+    with make_progress_bar(call.progress, call.max_new_tokens, "decode") as shown:
         # One process shows the bar; all processes sample blocks of the same size.
         look = (
-            bool(call.stops) or not shown.disable or (axes is not None and hosts.spans(axes.mesh))
+            bool(call.stops)
+            or not shown.disable
+            or (axes is not None and hosts.has_several_processes(axes.mesh))
         )
         # Entries after a stop string are rolled back. Eviction and rescoring cannot be rolled back: one token per
         # block.
-        pace = 1 if call.stops and decode_loop.final else LOOK if look else decode_loop.size
+        pace = (
+            1
+            if call.stops and decode_loop.is_rollback_impossible
+            else LOOK
+            if look
+            else decode_loop.size
+        )
         interval = call.interval or decode_loop.left
         ended, wanted = False, interval
         while decode_loop.left and not ended:
             with call.session.clocks.decode:
-                sampled = decode_loop.sample(min(decode_loop.left, pace, wanted))
-                decode_loop.take_back(answers.take(sampled))
-                decode_loop.end(answers.stopped)
-                ended = bool(decode_loop.done.all())
+                sampled = decode_loop.sample_tokens(min(decode_loop.left, pace, wanted))
+                decode_loop.roll_back_tokens(answers.append_token_ids(sampled))
+                decode_loop.end_sequences(answers.stopped_sequences)
+                ended = bool(decode_loop.ended_sequences.all())
             shown.update(sampled.shape[1])
             wanted -= sampled.shape[1]
             if call.interval is not None and (ended or not decode_loop.left or wanted < 1):
-                yield answers.fresh()
+                yield answers.take_new_text()
             wanted = wanted or interval
 
 
-def _stats(
+def _build_stats(
     call: GenerateCall,
     cache: KVCache,
     sizes: dict[str, Any],
-    answers: Answers,
+    answers: AnswerCollector,
     decode_loop: DecodeLoop,
 ) -> Stats:
     """Return the `Stats` of one `generate` call from its clocks, cache sizes and transfers; log slow compilation."""
     session, given = call.session, call.cache
-    clocks, reading = session.clocks, decode_loop.reading
-    moved, cut = _tallied(cache)
-    tell_if_slow(clocks.compile_seconds)
+    clocks, reading = session.clocks, decode_loop.sparse_attention_config
+    moved, cut = _sum_tally_counts(cache)
+    log_slow_compilation(clocks.compile_seconds)
     if given is not None:
         # The cache's sequences may be repeated.
-        before = [rows * cache.batch // given.batch for rows in _tallied(given)]
+        before = [rows * cache.batch // given.batch for rows in _sum_tally_counts(given)]
         moved, cut = moved - before[0], cut - before[1]
     return Stats(
         **sizes,
-        prompt_tokens=int(call.encoded.lengths.sum()),
+        prompt_tokens=int(call.encoded.prompt_lengths.sum()),
         new_tokens=sum(len(tokens) for tokens in answers.tokens),
         prefill_seconds=clocks.prefill.seconds,
         decode_seconds=clocks.decode.seconds,
         compile_seconds=clocks.compile_seconds,
-        compiled_programs=clocks.programs,
+        compiled_programs=clocks.program_count,
         allocated_bytes=cache.nbytes,
         attention=str(session.implementations),
         layout=cache.layout.value,
@@ -406,14 +424,14 @@ def _stats(
         evicted_above_threshold=cut,
         raised_budgets=0
         if given is not None
-        else session.policy.composed.raised(call.encoded.lengths),
+        else session.policy.composed.count_raised_budgets(call.encoded.prompt_lengths),
     )
 
 
-def _tallied(cache: KVCache) -> tuple[int, int]:
-    """Counts (moved, cut) over all sequences: entries moved to other devices by `capacity`, and cut by the budget."""
+def _sum_tally_counts(cache: KVCache) -> tuple[int, int]:
+    """Return two counts over all sequences: entries moved to other devices by `capacity`, and cut by the budget."""
     moved, cut = (
-        0 if each is None else int(host(each)[: cache.batch].sum())
+        0 if each is None else int(copy_to_host(each)[: cache.batch].sum())
         for each in (cache.tally.moved, cache.tally.cut)
     )
     return moved, cut

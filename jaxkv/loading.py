@@ -15,23 +15,30 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxkv._checks import plain, settled
-from jaxkv._errors import invalid, require
-from jaxkv.cache import KVCache, Turn
-from jaxkv.cache.stores import held_dtype
-from jaxkv.checkpoints import Checkpoint, StoredTensor, fetch, manifest, names, open_checkpoint
+from jaxkv._checks import settled, to_python_scalar
+from jaxkv._errors import build_value_error, require
+from jaxkv.cache import ConversationState, KVCache
+from jaxkv.cache.stores import choose_cache_dtype
+from jaxkv.checkpoints import (
+    Checkpoint,
+    StoredTensor,
+    fetch_checkpoint,
+    get_manifest,
+    list_model_names,
+    open_checkpoint,
+)
 from jaxkv.checkpoints.converting import DTYPES
 from jaxkv.machine import hosts, memory
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder, Flat, named_parameters
-from jaxkv.models.sources import TensorSource, sources_of
-from jaxkv.models.values import as_weights
-from jaxkv.models.weights import read, read_codes
-from jaxkv.sharding.mesh import Axes, put
-from jaxkv.sharding.parameters import model_mesh, part_shape, spec_of
-from jaxkv.text.prompts import Prompt, encode
-from jaxkv.text.shown import Shown, joined, pieces_of
-from jaxkv.text.tokenizer import Text
+from jaxkv.models.decoder import Decoder, SplitDecoder, named_parameters
+from jaxkv.models.sources import TensorSource, map_parameter_sources
+from jaxkv.models.values import check_weight_format
+from jaxkv.models.weights import read_parameter, read_quantised_weight
+from jaxkv.sharding.mesh import ShardingMesh, move_to_sharding
+from jaxkv.sharding.parameters import compute_shard_shape, get_parameter_spec, make_model_mesh
+from jaxkv.text.prompts import Prompt, encode_prompts
+from jaxkv.text.shown import KeptTokensDisplay, decode_token_texts, join_equally_kept_tokens
+from jaxkv.text.tokenizer import ChatTokenizer
 
 # Buffers that some exporters write. Rotations are computed from the config instead.
 _DERIVED = re.compile(r"rotary_emb\.inv_freq$")
@@ -41,7 +48,7 @@ _HEAD = "lm_head.weight"
 
 
 class LanguageModel(nnx.Module):
-    """A loaded model: a Flax decoder (`decoder`) and its tokenizer (`text`).
+    """A loaded model: a Flax NNX decoder (`decoder`) with the parameters, and its tokenizer (`text`) or None.
 
     Attributes:
         decoder: the Flax NNX module that holds the parameters.
@@ -55,7 +62,7 @@ class LanguageModel(nnx.Module):
         self,
         decoder: Decoder,
         *,
-        text: Text | None,
+        text: ChatTokenizer | None,
         name: str,
         filter_layers: tuple[int, ...] | None = None,
     ):
@@ -63,8 +70,8 @@ class LanguageModel(nnx.Module):
         self.text = text
         self.name = name
         self.filter_layers = filter_layers
-        self.fingerprint = _fingerprint(decoder)
-        self._flat: Flat | None = None
+        self.fingerprint = _hash_model(decoder)
+        self._flat: SplitDecoder | None = None
 
     def __repr__(self) -> str:
         layers, megabytes = self.config.layers, self.nbytes / 1e6
@@ -79,32 +86,32 @@ class LanguageModel(nnx.Module):
         return self.decoder.config
 
     @property
-    def tokenizer(self) -> Text:
-        """The tokenizer; ValueError for a checkpoint without one."""
+    def tokenizer(self) -> ChatTokenizer:
+        """Tokenizer `ChatTokenizer` of the checkpoint; ValueError for a checkpoint without one."""
         if self.text is None:
             remedy = "the checkpoint has no tokenizer: pass token ids instead of text"
-            raise invalid("params", self.name, remedy)
+            raise build_value_error("params", self.name, remedy)
         return self.text
 
     @property
-    def ends(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer: the config's, then the tokenizer's."""
+    def end_token_ids(self) -> tuple[int, ...]:
+        """Sorted ids of the tokens that end an answer, from the config and the tokenizer."""
         return tuple(sorted({*self.config.eos, *(self.text.eos_ids if self.text else ())}))
 
     @property
-    def axes(self) -> Axes | None:
-        """`Axes` (mesh with axes data, kv, rep) of the parameters; None on a single device."""
-        return self.flat.axes
+    def axes(self) -> ShardingMesh | None:
+        """`ShardingMesh` of the mesh that the parameters are sharded over; None on a single device."""
+        return self.flat_decoder.axes
 
-    def shown(self, cache: KVCache, prompt: Prompt) -> Shown:
-        """Show the prompts of a cache of this model, each token shaded by how many heads keep it (`KVCache.show`).
+    def show_kept_tokens(self, cache: KVCache, prompt: Prompt) -> KeptTokensDisplay:
+        """Return a cache's prompts as `KeptTokensDisplay`, each token shaded by the share of heads that keep it.
 
         Args:
             cache: a cache of this model.
             prompt: the prompt, as it was passed to prefill.
 
         Returns:
-            A `Shown` text.
+            A `KeptTokensDisplay` text.
 
         Raises:
             ValueError: for a cache of another model, a model without a tokenizer, or a prompt that is not the cache's.
@@ -116,17 +123,21 @@ class LanguageModel(nnx.Module):
             "the cache belongs to another model: pass the model that made it",
         )
         text = self.tokenizer
-        raw, fresh = cache.turn is Turn.RAW, (Turn.START,) * cache.batch
+        raw, fresh = cache.turn is ConversationState.RAW, (ConversationState.START,) * cache.batch
         encoded, held = (
-            encode(prompt, text, self.config, turn=fresh, raw=raw, close=False),
+            encode_prompts(prompt, text, self.config, turn=fresh, raw=raw, close=False),
             cache.counts(),
         )
         passages = []
         for ids, counts in zip(encoded.ids, held, strict=True):
             remedy = f"the cache has seen {len(counts)}: pass the prompt that it was made from"
             require(len(ids) <= len(counts), "prompt", f"{len(ids)} tokens", remedy)
-            passages.append(joined(pieces_of(ids, text).texts, counts[: len(ids)].tolist()))
-        return Shown(
+            passages.append(
+                join_equally_kept_tokens(
+                    decode_token_texts(ids, text).texts, counts[: len(ids)].tolist()
+                )
+            )
+        return KeptTokensDisplay(
             passages=tuple(passages), heads=len(cache.compressed_layers) * self.config.kv_heads
         )
 
@@ -144,40 +155,40 @@ class LanguageModel(nnx.Module):
             TypeError: if `mesh` is not a mesh.
             ValueError: for a mesh with other axes, or with axes that do not divide the model.
         """
-        axes = Axes(mesh=model_mesh(mesh, self.config))
+        axes = ShardingMesh(mesh=make_model_mesh(mesh, self.config))
         if axes == self.axes:
             return self
         # Cached with the split parameters, so that replacing a parameter invalidates it.
-        there = self.flat.on_mesh.get(axes)
+        there = self.flat_decoder.on_mesh.get(axes)
         if there is None:
-            hosts.require_same("LanguageModel.on", self, mesh)
+            hosts.require_same_arguments("LanguageModel.on", self, mesh)
             decoder = Decoder(self.config, dtype=self.dtype, weights=self.decoder.weights)
-            _spread_over(self.decoder, decoder, axes.mesh)
+            _shard_parameters(self.decoder, decoder, axes.mesh)
             there = LanguageModel(
                 decoder, text=self.text, name=self.name, filter_layers=self.filter_layers
             )
-            self.flat.on_mesh = {axes: there}
+            self.flat_decoder.on_mesh = {axes: there}
         # The filter layers may have changed since the copy was made.
         there.filter_layers = self.filter_layers
         return there
 
     @property
-    def flat(self) -> Flat:
-        """Flat form of the decoder for jitted code (`Flat`), cached until a parameter is replaced."""
-        if self._flat is None or not self._flat.is_of(self.decoder):
+    def flat_decoder(self) -> SplitDecoder:
+        """Decoder as a `SplitDecoder` for jitted code: arrays and static graphs; cached until a parameter changes."""
+        if self._flat is None or not self._flat.is_split_of(self.decoder):
             leaves = (each.get_raw_value() for _, each in named_parameters(self.decoder))
-            axes = next(filter(None, map(Axes.of, leaves)), None)
+            axes = next(filter(None, map(ShardingMesh.get_array_mesh, leaves)), None)
             if axes is not None:
                 # A replaced parameter may be on one device, or replicated on each of them.
-                _spread_over(self.decoder, self.decoder, axes.mesh)
-            self._flat = Flat(self.decoder)
+                _shard_parameters(self.decoder, self.decoder, axes.mesh)
+            self._flat = SplitDecoder(self.decoder)
         return self._flat
 
     @property
     def cache_dtype(self) -> jnp.dtype:
         """Dtype in which devices hold cache entries: float32 on a CPU, else the model's dtype."""
         platform = jax.default_backend() if self.axes is None else self.axes.platform
-        return held_dtype(self.dtype, platform)
+        return choose_cache_dtype(self.dtype, platform)
 
     @property
     def dtype(self) -> jnp.dtype:
@@ -200,7 +211,7 @@ def load(
     mesh: Mesh | None = None,
     progress: bool = True,
 ) -> LanguageModel:
-    """Load a model by name, path or hub id and return a `LanguageModel`.
+    """Load a model by name, path or hub id; return a `LanguageModel` with its parameters on the device or mesh.
 
     Args:
         name_or_path: a name from `jaxkv models`, a folder in Hugging Face's layout, a `.gguf` file, a hub id, or a
@@ -234,49 +245,57 @@ def load(
             jax.default_backend() if not isinstance(mesh, Mesh) else mesh.devices.flat[0].platform
         )
         dtype = "float32" if platform == "cpu" else "bfloat16"
-    with hosts.together("jaxkv.load", mesh):
-        kind, narrow = as_dtype(dtype), as_weights(weights)
-        checkpoint = open_checkpoint(fetch(name_or_path, progress=progress and hosts.speaks()))
+    with hosts.share_failures("jaxkv.load", mesh):
+        kind, narrow = validate_dtype(dtype), check_weight_format(weights)
+        checkpoint = open_checkpoint(
+            fetch_checkpoint(name_or_path, progress=progress and hosts.is_first_process())
+        )
         config = ModelConfig.from_hf(checkpoint.config)
-        config = config if max_positions is None else config.within(max_positions)
-        _check_depth(config, checkpoint)
-        text = Text.from_checkpoint(checkpoint)
-    hosts.require_same("jaxkv.load", None, mesh, dtype=kind, weights=narrow, config=config)
+        config = config if max_positions is None else config.limit_positions(max_positions)
+        _check_layer_count(config, checkpoint)
+        text = ChatTokenizer.from_checkpoint(checkpoint)
+    hosts.require_same_arguments(
+        "jaxkv.load", None, mesh, dtype=kind, weights=narrow, config=config
+    )
     decoder = Decoder(config, dtype=kind, weights=narrow)
-    fill(decoder, checkpoint, None if mesh is None else model_mesh(mesh, config))
+    load_parameters(decoder, checkpoint, None if mesh is None else make_model_mesh(mesh, config))
     name = os.fspath(name_or_path)
-    filters = manifest(name).filter_layers if name in names() else checkpoint.filter_layers
+    filters = (
+        get_manifest(name).filter_layers if name in list_model_names() else checkpoint.filter_layers
+    )
     return LanguageModel(decoder, text=text, name=name, filter_layers=filters)
 
 
-def as_dtype(given: Any) -> np.dtype:
-    """Validate the parameters' dtype, float32, bfloat16 or float16, and return it; ValueError for others."""
+def validate_dtype(given: Any) -> np.dtype:
+    """Return the parameters' dtype, float32, bfloat16 or float16, as a numpy dtype; raise ValueError for others."""
     try:
-        name = jnp.dtype(plain(given)).name
+        name = jnp.dtype(to_python_scalar(given)).name
     except TypeError:  # Not a dtype.
         name = given
     require(name in DTYPES, "dtype", name, f"not supported: use one of {', '.join(DTYPES)}")
     return jnp.dtype(name)
 
 
-def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> None:
-    """Fill a decoder's parameters from a checkpoint, tensor by tensor.
+def load_parameters(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> None:
+    """Set a decoder's parameters from the tensors of a checkpoint, one by one, on the device or sharded over a mesh.
 
-    With `mesh` (from `model_mesh`) each device gets its shard; without, the default device gets all parameters.
+    With `mesh` (from `make_model_mesh`) each device gets its shard; without, the default device gets all parameters.
 
     Raises:
         ValueError: for a tensor that is missing, unexpected, of the wrong shape or not finite; the message names it.
     """
-    sources = sources_of(decoder, str(checkpoint.config.get("model_type")), checkpoint.names)
+    sources = map_parameter_sources(
+        decoder, str(checkpoint.config.get("model_type")), checkpoint.tensor_names
+    )
     parameters = dict(named_parameters(decoder))
     places = {source.name for of in sources.values() for source in of}
-    names = {name for name in checkpoint.names if not _DERIVED.search(name)}
+    names = {name for name in checkpoint.tensor_names if not _DERIVED.search(name)}
     # Some exporters write the tied matrix twice.
     twice = decoder.head is None and _HEAD in names
     names -= {_HEAD} if twice else set()
     missing, extra = sorted(places - names), sorted(names - places)
     # With several processes the check of sharded parameters is collective, so it follows all reads.
-    with hosts.together("reading weights", mesh):
+    with hosts.share_failures("reading weights", mesh):
         require(
             not missing,
             "weights",
@@ -292,60 +311,63 @@ def fill(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> 
         )
         for of in sources.values():
             for source in of:
-                _check_stored(source, checkpoint.stored[source.name])
+                _check_stored_tensor(source, checkpoint.stored[source.name])
         if twice:
-            _check_same(
+            _check_tied_head(
                 *(checkpoint.stored[name] for name in (sources["embedding"][0].name, _HEAD))
             )
-        _check_headroom({path: each.get_value() for path, each in parameters.items()}, mesh)
+        _check_parameters_fit({path: each.get_value() for path, each in parameters.items()}, mesh)
         for path, of in sources.items():
             parts = [(source, checkpoint.stored[source.name]) for source in of]
-            beside = _beside(path, parameters)
+            beside = _list_scale_paths(path, parameters)
             like = parameters[path].get_value()
             values = (
-                [read(parts, like, path, mesh)]
+                [read_parameter(parts, like, path, mesh)]
                 if not beside
-                else read_codes(parts, like, path, beside, mesh)
+                else read_quantised_weight(parts, like, path, beside, mesh)
             )
             for each, value in zip((path, *beside), values, strict=True):
                 parameters[each].set_value(value)
     # Codes are finite; a scale is not finite if one of its weights is not.
-    held = {path: parameters[next(iter(_beside(path, parameters)), path)] for path in sources}
+    held = {
+        path: parameters[next(iter(_list_scale_paths(path, parameters)), path)] for path in sources
+    }
     _check_finite({of: held[path].get_value() for path, of in sources.items()})
 
 
-def _beside(path: str, parameters: Mapping[str, Any]) -> list[str]:
-    """Paths of the scales and minima that belong to a quantised weight, scales first; empty for float weights."""
+def _list_scale_paths(path: str, parameters: Mapping[str, Any]) -> list[str]:
+    """Return the parameter paths of a quantised weight's scales, then minima; empty for a float weight."""
     return [
         each for name in ("scale", "scales", "leasts") if (each := f"{path}_{name}") in parameters
     ]
 
 
-def _check_headroom(parameters: dict[str, Any], mesh: Mesh | None) -> None:
-    """Raise MemoryError if the parameters do not fit on their devices, before any tensor is read."""
+def _check_parameters_fit(parameters: dict[str, Any], mesh: Mesh | None) -> None:
+    """Raise MemoryError if the parameters do not fit into their devices' free memory, before any tensor is read."""
     if mesh is None:
         total = sum(math.prod(each.shape) * each.dtype.itemsize for each in parameters.values())
-        memory.check_bytes(
+        memory.require_free_bytes(
             total, "the model", remedy="use a narrower dtype, or a mesh of several devices"
         )
         return
     total = 0
     for path, each in parameters.items():
-        total += math.prod(part_shape(path, each.shape, mesh)) * each.dtype.itemsize
+        total += math.prod(compute_shard_shape(path, each.shape, mesh)) * each.dtype.itemsize
     for device in mesh.local_devices:
-        share = total * Axes(mesh=mesh).in_one_memory
+        share = total * ShardingMesh(mesh=mesh).devices_sharing_memory
         remedy = (
             f"use more than mesh.model={mesh.shape['kv'] * mesh.shape['rep']} devices, "
             "or a narrower dtype"
         )
-        memory.check_bytes(share, "a device's shard of the model", device, remedy=remedy)
+        memory.require_free_bytes(share, "a device's shard of the model", device, remedy=remedy)
 
 
 def _check_finite(parameters: dict[tuple[TensorSource, ...], jax.Array]) -> None:
     """Raise ValueError, naming the tensors, if parameters contain NaN or infinity."""
     # All computations are dispatched before the first result is awaited.
     finite = {
-        of: _replicated(_finite(len(of[0].at)), value)(value) for of, value in parameters.items()
+        of: _jit_replicated(_make_finite_check(len(of[0].at)), value)(value)
+        for of, value in parameters.items()
     }
     bad: list[str] = []
     for of, rows in finite.items():
@@ -356,20 +378,20 @@ def _check_finite(parameters: dict[tuple[TensorSource, ...], jax.Array]) -> None
 
 
 @functools.cache
-def _finite(depth: int) -> Callable[[jax.Array], jax.Array]:
-    """Return a function of a parameter: bools over its first `depth` axes, True where all values are finite."""
+def _make_finite_check(depth: int) -> Callable[[jax.Array], jax.Array]:
+    """Return a function from a parameter to bools over its first `depth` axes, True where all values are finite."""
     return lambda value: jnp.isfinite(value).all(axis=tuple(range(depth, value.ndim)))
 
 
-def _replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
-    """Jit a function of one parameter; on a mesh its result is replicated on all devices."""
+def _jit_replicated(fn: Callable[..., Any], leaf: jax.Array) -> Callable[..., Any]:
+    """Jit a function of one parameter; if the parameter is on a mesh, the result is replicated on all its devices."""
     mesh = leaf.sharding.mesh if isinstance(leaf.sharding, NamedSharding) else None
-    return _jitted(fn, mesh)
+    return _jit_on_mesh(fn, mesh)
 
 
 @functools.cache
-def _jitted(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
-    """Jit a function, cached; on a mesh its results are replicated on all devices."""
+def _jit_on_mesh(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
+    """Jit a function, cached by function and mesh; on a mesh its results are replicated on all devices."""
     return (
         jax.jit(fn)
         if mesh is None
@@ -377,9 +399,9 @@ def _jitted(fn: Callable[..., Any], mesh: Mesh | None) -> Callable[..., Any]:
     )
 
 
-def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
+def _check_layer_count(config: ModelConfig, checkpoint: Checkpoint) -> None:
     """Raise ValueError if the config has more layers than the checkpoint, before any block is built."""
-    held = {match[1] for name in checkpoint.names if (match := _LAYER.match(name))}
+    held = {match[1] for name in checkpoint.tensor_names if (match := _LAYER.match(name))}
     remedy = (
         f"the checkpoint has {len(held)} layers: correct its config.json, or get the "
         "checkpoint again"
@@ -387,7 +409,7 @@ def _check_depth(config: ModelConfig, checkpoint: Checkpoint) -> None:
     require(config.layers <= len(held), "num_hidden_layers", config.layers, remedy)
 
 
-def _check_stored(source: TensorSource, tensor: StoredTensor) -> None:
+def _check_stored_tensor(source: TensorSource, tensor: StoredTensor) -> None:
     """Raise ValueError if a stored tensor is not floating point, or its shape differs from the config's."""
     remedy = "not floating point: load the unquantised weights, or a GGUF file"
     require(
@@ -400,8 +422,8 @@ def _check_stored(source: TensorSource, tensor: StoredTensor) -> None:
     require(tensor.shape == source.shape, source.name, tensor.shape, remedy)
 
 
-def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
-    """Raise ValueError if a tied model stores an output matrix that differs from the embedding."""
+def _check_tied_head(embedding: StoredTensor, head: StoredTensor) -> None:
+    """Raise ValueError if a tied checkpoint also stores an output matrix that differs from the embedding."""
     remedy = (
         "it differs from the embedding, which tie_word_embeddings=true uses instead: set "
         '"tie_word_embeddings": false in config.json to use it, or remove it from the weights'
@@ -412,44 +434,51 @@ def _check_same(embedding: StoredTensor, head: StoredTensor) -> None:
     require(np.array_equal(first, second), "weights", _HEAD, remedy)
 
 
-def _spread_over(source: Decoder, target: Decoder, mesh: Mesh) -> None:
+def _shard_parameters(source: Decoder, target: Decoder, mesh: Mesh) -> None:
     """Copy all parameters of `source` into the decoder `target`, in place, sharded over a mesh."""
     values = dict(named_parameters(source))
     for path, parameter in named_parameters(target):
-        part_shape(path, values[path].get_value().shape, mesh)
-        parameter.set_value(put(values[path].get_value(), NamedSharding(mesh, spec_of(path, mesh))))
+        compute_shard_shape(path, values[path].get_value().shape, mesh)
+        parameter.set_value(
+            move_to_sharding(
+                values[path].get_value(), NamedSharding(mesh, get_parameter_spec(path, mesh))
+            )
+        )
 
 
-def _fingerprint(decoder: Decoder) -> str:
+def _hash_model(decoder: Decoder) -> str:
     """Return a model's hash as 16 hex digits: of its config, and of each parameter's first row and sum of bits."""
-    digest = hashlib.sha256(_unusual(decoder.config).encode())
+    digest = hashlib.sha256(_format_non_default_config(decoder.config).encode())
     # All computations are dispatched before the first result is awaited.
     for piece in [
-        _replicated(_sampled, leaf)(leaf) for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))
+        _jit_replicated(_summarise_parameter_bits, leaf)(leaf)
+        for leaf in jax.tree.leaves(nnx.state(decoder, nnx.Param))
     ]:
         for part in piece:
             digest.update(np.asarray(part).tobytes())
     return digest.hexdigest()[:16]
 
 
-def _unusual(value: Any) -> str:
-    """Return a dataclass's fields that differ from their defaults, recursively, as text; else the `repr`.
+def _format_non_default_config(value: Any) -> str:
+    """Return as text the fields of a (nested) dataclass that differ from their defaults; for other values the `repr`.
 
     Fields that later versions add do not change the text of models that do not set them.
     """
     if isinstance(value, tuple):
-        return f"({', '.join(map(_unusual, value))})"
+        return f"({', '.join(map(_format_non_default_config, value))})"
     if not dataclasses.is_dataclass(value):
         return repr(value)
     given = (
         (each.name, getattr(value, each.name), each.default) for each in dataclasses.fields(value)
     )
-    text = ", ".join(f"{name}={_unusual(mine)}" for name, mine, usual in given if mine != usual)
+    text = ", ".join(
+        f"{name}={_format_non_default_config(mine)}" for name, mine, usual in given if mine != usual
+    )
     return f"{type(value).__name__}({text})"
 
 
-def _sampled(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Bits of a parameter's first row, and the uint32 sum of all its bits, which does not depend on the order."""
+def _summarise_parameter_bits(leaf: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return a parameter's bits as unsigned integers: its first row, and the uint32 sum of all, in any order."""
     bits = jax.lax.bitcast_convert_type(
         leaf, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[leaf.dtype.itemsize]
     )

@@ -14,21 +14,21 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv._checks import brief, settled, shortened
+from jaxkv._checks import format_non_default_fields, settled, shorten_text
 from jaxkv.cache import KVCache
 from jaxkv.engine.generation_results import Generation
-from jaxkv.engine.hadamard import keys_of, transformed
-from jaxkv.engine.lengths import bucket
+from jaxkv.engine.hadamard import apply_hadamard, restore_original_keys
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.policies.checks import Tokens
-from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.checks import EntryBudget
+from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import host
+from jaxkv.sharding.mesh import copy_to_host
 
 _NEW = 12
 # The limit of the tiny models.
@@ -67,16 +67,20 @@ def segments(cache: KVCache) -> Iterator[Segment]:
     """
     if not isinstance(cache, KVCache):
         raise TypeError(
-            f"cache={shortened(brief(cache))}: not a KVCache. Pass one from prefill or Session"
+            f"cache={shorten_text(format_non_default_fields(cache))}: not a KVCache. Pass one from prefill or Session"
         )
-    arrays = [(host(pool.k), host(pool.v), host(pool.pos)) for pool in cache.pools]
-    centre = None if cache.tables.centre is None else host(cache.tables.centre)
-    for layer, sequence, head, pool, rows in cache.spans():
+    arrays = [
+        (copy_to_host(pool.k), copy_to_host(pool.v), copy_to_host(pool.pos)) for pool in cache.pools
+    ]
+    centre = None if cache.tables.centre is None else copy_to_host(cache.tables.centre)
+    for layer, sequence, head, pool, rows in cache.iterate_segments():
         k, v, pos = (array[sequence, rows] for array in arrays[pool])
         if centre is not None:
             mine = jnp.asarray(centre[layer, sequence, head])
-            k = host(keys_of(jnp.asarray(k)[None, None], mine[None, None]))[0, 0]
-            v = host(transformed(jnp.asarray(v)))
+            k = copy_to_host(restore_original_keys(jnp.asarray(k)[None, None], mine[None, None]))[
+                0, 0
+            ]
+            v = copy_to_host(apply_hadamard(jnp.asarray(v)))
         yield Segment(layer, sequence, head, k, v, pos)
 
 
@@ -84,7 +88,7 @@ def segments(cache: KVCache) -> Iterator[Segment]:
 def tiny_model(
     config: ModelConfig | None = None, *, seed: int = 0, dtype: str = "float32"
 ) -> LanguageModel:
-    """`LanguageModel` with random weights and without a tokenizer; prompts are token ids.
+    """Return a small `LanguageModel` with random weights and without a tokenizer; prompts are token ids.
 
     Args:
         config: the model's config; by default three layers of two kv heads with three query heads each.
@@ -124,45 +128,45 @@ def tiny_model(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _FromParts(Policy):
-    """Policy with the `parts()` passed to it, so that tests can replace one part of a policy."""
+class _PolicyFromParts(Policy):
+    """Policy with the `Parts` passed to its constructor, so that tests can replace one part of a policy."""
 
     made: Parts = Parts()
 
-    def parts(self) -> Parts:
-        """Return the parts."""
+    def build_policy_parts(self) -> Parts:
+        """Return the `Parts` passed to the constructor."""
         return self.made
 
 
 @dataclasses.dataclass(frozen=True)
-class _Case:
-    """A policy under test with a model and two prompts; its prefill plan and cache are computed once."""
+class _PolicyTestCase:
+    """Policy under test with a model and two prompts; its prefill plan and cache are computed once."""
 
     policy: Policy
     model: LanguageModel
     prompts: tuple[list[int], ...]
 
     @property
-    def parts(self) -> Parts:
+    def policy_parts(self) -> Parts:
         """`Parts` of the policy under test."""
         return self.policy.composed
 
     @functools.cached_property
-    def lengths(self) -> list[int]:
-        """Number of tokens of each prompt."""
+    def prompt_lengths(self) -> list[int]:
+        """Number of tokens of each of the two prompts, a list of ints."""
         return [len(prompt) for prompt in self.prompts]
 
     @functools.cached_property
-    def needed(self) -> PrefillPlan:
-        """`PrefillPlan` of the policy for both prompts."""
-        return plan_prefill(self.model.config, self.policy, self.lengths)
+    def prefill_plan(self) -> PrefillPlan:
+        """`PrefillPlan` of the policy for both prompts, computed once."""
+        return plan_prefill(self.model.config, self.policy, self.prompt_lengths)
 
     @functools.cached_property
-    def cache(self) -> KVCache:
-        """Compressed `KVCache` of both prompts."""
-        return self.prefilled(self.prompts)
+    def prompt_cache(self) -> KVCache:
+        """Compressed `KVCache` of both prompts, prefilled once by the policy under test."""
+        return self.prefill_prompts(self.prompts)
 
-    def prefilled(
+    def prefill_prompts(
         self, prompts: Sequence[list[int]], policy: Policy | None = None, *, key: int = 0
     ) -> KVCache:
         """Return the compressed `KVCache` of some prompts, by the policy under test or another one."""
@@ -170,8 +174,8 @@ class _Case:
             self.model, list(prompts), policy=policy or self.policy, key=key, progress=False
         )
 
-    def generated(self, policy: Policy) -> Generation:
-        """Return the `Generation` of 12 tokens after both prompts, with a policy."""
+    def generate_answers(self, policy: Policy) -> Generation:
+        """Return the `Generation` of 12 new tokens after each of both prompts, with a given policy."""
         prompts = [list(prompt) for prompt in self.prompts]
         return generate(
             self.model,
@@ -187,7 +191,7 @@ class _Case:
 def check_policy(
     policy: Policy | type[Policy] | str, *, model: LanguageModel | None = None, seed: int = 0
 ) -> None:
-    """Check that a policy has the properties that every jaxkv policy must have.
+    """Check that a policy has the properties that every jaxkv policy must have; raise AssertionError otherwise.
 
     - Kept entries are entries of the prompt, in order and without repeats.
     - Sinks, observation window and protected spans are kept.
@@ -207,90 +211,92 @@ def check_policy(
         AssertionError: naming the property that does not hold, and where.
     """
     model = tiny_model() if model is None else model
-    policy = policy_for(policy, model.config, model.filter_layers, dtype=model.dtype)
+    policy = resolve_policy_for_model(policy, model.config, model.filter_layers, dtype=model.dtype)
     budget, rng = policy.composed.budget, np.random.default_rng(seed)
-    longest = max(2 * budget.value + 1, 24) if isinstance(budget, Tokens) else 97
+    longest = max(2 * budget.value + 1, 24) if isinstance(budget, EntryBudget) else 97
     # Without the other, the shorter prompt has a smaller bucket and more tokens than the budget.
-    lengths = (longest, bucket(longest) // 2)
+    lengths = (longest, round_up_to_bucket(longest) // 2)
     prompts = tuple(rng.integers(0, model.config.vocab, length).tolist() for length in lengths)
-    case = _Case(policy, model, prompts)
+    case = _PolicyTestCase(policy, model, prompts)
     for check in _CHECKS:
         check(case)
 
 
-def _require(holds: Any, about: str, *where: object) -> None:
-    """Raise AssertionError with the property `about` and its location unless `holds` is True."""
+def _assert_property(holds: Any, about: str, *where: object) -> None:
+    """Raise AssertionError with the property `about` and its location unless `holds` is true."""
     if not holds:
         raise AssertionError(about + "".join(f"; {each}" for each in where))
 
 
-def _entries_are_the_prompts(case: _Case) -> None:
-    """Assert that kept entries are equal to the prompt's own, in ascending order without repeats."""
+def _check_entries_match_prompt(case: _PolicyTestCase) -> None:
+    """Assert that kept entries are equal to the prompt's own (unless merged), in ascending order without repeats."""
     # Entries are rounded as the policy's store rounds them.
-    everything = _FromParts(made=Parts(store=case.parts.store))
-    exact = {part[:3]: part for part in segments(case.prefilled(case.prompts, everything))}
-    merges, rolls = case.parts.merge is not None, case.parts.rolling
-    for part in segments(case.cache):
+    everything = _PolicyFromParts(made=Parts(store=case.policy_parts.store))
+    exact = {part[:3]: part for part in segments(case.prefill_prompts(case.prompts, everything))}
+    merges, rolls = case.policy_parts.merge is not None, case.policy_parts.rolling
+    for part in segments(case.prompt_cache):
         where = f"layer {part.layer}, sequence {part.sequence}, head {part.head}"
-        _require(
+        _assert_property(
             len(part.pos) == 0 or (np.diff(part.pos) > 0).all(),
             "kept entries are in order, each once",
             where,
         )
         inside = len(part.pos) == 0 or (
-            part.pos[0] >= 0 and part.pos[-1] < case.lengths[part.sequence]
+            part.pos[0] >= 0 and part.pos[-1] < case.prompt_lengths[part.sequence]
         )
-        _require(inside, "kept entries are entries of the prompt", where)
-        _require(
+        _assert_property(inside, "kept entries are entries of the prompt", where)
+        _assert_property(
             np.isfinite(part.k).all() and np.isfinite(part.v).all(), "entries are finite", where
         )
         same = exact[part[:3]]
         for name, mine, its in (("keys", part.k, same.k), ("values", part.v, same.v)):
             if not merges and not (rolls and name == "keys"):
                 close = np.allclose(mine, its[part.pos], atol=_ROUNDING)
-                _require(close, f"kept {name} are the prompt's own", where)
+                _assert_property(close, f"kept {name} are the prompt's own", where)
 
 
-def _always_kept_are_kept(case: _Case) -> None:
+def _check_always_kept_entries(case: _PolicyTestCase) -> None:
     """Assert that every segment keeps sinks, observation window and protected spans."""
-    keep = case.parts.keep
-    mask = keep.mask(np.asarray(case.lengths), max(case.lengths))
-    for part in segments(case.cache):
+    keep = case.policy_parts.keep
+    mask = keep.mask_always_kept(np.asarray(case.prompt_lengths), max(case.prompt_lengths))
+    for part in segments(case.prompt_cache):
         must = set(np.flatnonzero(mask[part.sequence]).tolist())
         missing = sorted(must - set(part.pos.tolist()))
-        _require(
+        _assert_property(
             not missing,
             f"{keep} are always kept",
             f"missing in layer {part.layer}, head {part.head}: {missing}",
         )
 
 
-def _as_many_as_planned(case: _Case) -> None:
-    """Assert that the number of kept entries and the cache's bytes are equal to the prefill plan's."""
-    kept, needed = case.cache.kept.sum(axis=2), case.needed
+def _check_planned_sizes(case: _PolicyTestCase) -> None:
+    """Assert that as many entries are kept as the prefill plan allows, and that the cache has the planned bytes."""
+    kept, needed = case.prompt_cache.kept.sum(axis=2), case.prefill_plan
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
         # The mean of entries that differ between heads is rounded up.
-        spare = case.model.config.kv_heads - 1 if case.parts.layers.sets_rows else 0
+        spare = case.model.config.kv_heads - 1 if case.policy_parts.layers.sets_entry_count else 0
         fits = ((kept <= wanted) & (kept >= wanted - spare)).all()
-        _require(
+        _assert_property(
             fits,
             "each layer keeps as many entries as planned",
             f"{kept.tolist()}, {wanted.tolist()}",
         )
-    elif case.parts.threshold is not None or case.parts.layers.exact:
+    elif case.policy_parts.score_threshold is not None or case.policy_parts.layers.has_exact_sum:
         wanted, held = kept.shape[0] * case.model.config.kv_heads * needed.budget, kept.sum(axis=0)
-        fits = held <= wanted if case.parts.threshold is not None else held == wanted
-        _require(fits.all(), "all layers together keep as many entries as planned", wanted.tolist())
-    weighs, planned = case.cache.nbytes, needed.cache_bytes
-    _require(
+        fits = held <= wanted if case.policy_parts.score_threshold is not None else held == wanted
+        _assert_property(
+            fits.all(), "all layers together keep as many entries as planned", wanted.tolist()
+        )
+    weighs, planned = case.prompt_cache.nbytes, needed.cache_bytes
+    _assert_property(
         weighs == planned,
         "the cache has as many bytes as planned",
         f"{weighs} bytes, planned {planned}",
     )
 
 
-def _neighbours_change_nothing(case: _Case) -> None:
+def _check_batch_independence(case: _PolicyTestCase) -> None:
     """Assert that neither another sequence in the batch nor padding changes a sequence's kept positions."""
     first, second = case.prompts
     for about, prompts, row, sequence in (
@@ -298,60 +304,72 @@ def _neighbours_change_nothing(case: _Case) -> None:
         ("padding, or a longer sequence in the batch, changes what is kept", (second,), 0, 1),
     ):
         alone, beside = (
-            case.prefilled(prompts).holds(row, _LONGEST),
-            case.cache.holds(sequence, _LONGEST),
+            case.prefill_prompts(prompts).mask_kept_tokens(row, _LONGEST),
+            case.prompt_cache.mask_kept_tokens(sequence, _LONGEST),
         )
-        _require((alone == beside).all(), about, f"sequence {sequence}")
+        _assert_property((alone == beside).all(), about, f"sequence {sequence}")
 
 
-def _sampling_is_declared(case: _Case) -> None:
-    """Assert that another random key changes no kept entry, unless the policy declares that it samples."""
-    if case.parts.uses_key:
+def _check_key_independence(case: _PolicyTestCase) -> None:
+    """Assert that another random key changes no kept entry; skipped if the policy declares that it uses keys."""
+    if case.policy_parts.uses_random_key:
         return
     remedy = (
-        "another random key changes what is kept: set the property `uses_key` of the "
+        "another random key changes what is kept: set the property `uses_random_key` of the "
         "scorer or merger to True"
     )
     for mine, other in zip(
-        segments(case.cache), segments(case.prefilled(case.prompts, key=1)), strict=True
+        segments(case.prompt_cache),
+        segments(case.prefill_prompts(case.prompts, key=1)),
+        strict=True,
     ):
         same = all(np.array_equal(one, two) for one, two in zip(mine[3:], other[3:], strict=True))
-        _require(same, remedy, f"layer {mine.layer}, sequence {mine.sequence}, head {mine.head}")
+        _assert_property(
+            same, remedy, f"layer {mine.layer}, sequence {mine.sequence}, head {mine.head}"
+        )
 
 
-def _full_budget_changes_nothing(case: _Case) -> None:
-    """Assert that a budget of the full text without a threshold yields the tokens of FullKV."""
-    if case.parts.budget is None or case.parts.rolling or case.parts.threshold is not None:
+def _check_full_budget(case: _PolicyTestCase) -> None:
+    """Assert that a budget of the full text yields the same tokens as keeping all entries; not under a threshold."""
+    if (
+        case.policy_parts.budget is None
+        or case.policy_parts.rolling
+        or case.policy_parts.score_threshold is not None
+    ):
         return
-    roomy = _FromParts(made=case.parts.replace(budget=Tokens(max(case.lengths) + _NEW)))
+    roomy = _PolicyFromParts(
+        made=case.policy_parts.replace(budget=EntryBudget(max(case.prompt_lengths) + _NEW))
+    )
     full, exact = (
-        case.generated(roomy),
-        case.generated(_FromParts(made=Parts(read=case.parts.read, store=case.parts.store))),
+        case.generate_answers(roomy),
+        case.generate_answers(
+            _PolicyFromParts(made=Parts(read=case.policy_parts.read, store=case.policy_parts.store))
+        ),
     )
     same = all((one.tokens == other.tokens).all() for one, other in zip(full, exact, strict=True))
-    _require(same, "a budget of the full text changes no token")
+    _assert_property(same, "a budget of the full text changes no token")
 
 
-def _growth_is_as_declared(case: _Case) -> None:
+def _check_cache_growth(case: _PolicyTestCase) -> None:
     """Assert that segments append, evict or recompress during decoding as the policy declares."""
-    after, parts = case.generated(case.policy).cache, case.parts
-    grown = after.kept.astype(np.int64) - case.cache.kept
-    new = np.asarray(after.seen) - np.asarray(case.lengths)
+    after, parts = case.generate_answers(case.policy).cache, case.policy_parts
+    grown = after.kept.astype(np.int64) - case.prompt_cache.kept
+    new = np.asarray(after.seen) - np.asarray(case.prompt_lengths)
     beyond = after.kept - np.asarray(after.limit)
-    if parts.evicts:
-        _require(
+    if parts.evicts_while_decoding:
+        _assert_property(
             (beyond <= 0).all(),
             "no segment exceeds its limit while entries are evicted one by one",
             beyond.max(),
         )
-    elif parts.every is not None:
-        _require(
-            (beyond < parts.every).all(),
+    elif parts.recompression_interval is not None:
+        _assert_property(
+            (beyond < parts.recompression_interval).all(),
             "no segment exceeds its limit by `every` entries",
             beyond.max(),
         )
     else:
-        _require(
+        _assert_property(
             (grown == new[None, :, None]).all(),
             "each new token appends an entry",
             grown.tolist(),
@@ -359,29 +377,31 @@ def _growth_is_as_declared(case: _Case) -> None:
     for part in segments(after):
         distinct = len(set(part.pos.tolist())) == len(part.pos)
         last = int(np.asarray(after.seen)[part.sequence])
-        _require(
+        _assert_property(
             distinct and part.pos.max() < last,
             "positions are distinct and within the text during decoding",
         )
 
 
-def _equal_policies_are_equal(case: _Case) -> None:
+def _check_policy_equality(case: _PolicyTestCase) -> None:
     """Assert that a copy of the policy is equal, has the same hash, and keeps the same entries."""
     same = dataclasses.replace(case.policy)
-    _require(
+    _assert_property(
         same == case.policy and hash(same) == hash(case.policy), "a policy is equal to its copy"
     )
-    alike = case.prefilled(case.prompts, same).holds(0, _LONGEST) == case.cache.holds(0, _LONGEST)
-    _require(alike.all(), "a copy keeps the same entries")
+    alike = case.prefill_prompts(case.prompts, same).mask_kept_tokens(
+        0, _LONGEST
+    ) == case.prompt_cache.mask_kept_tokens(0, _LONGEST)
+    _assert_property(alike.all(), "a copy keeps the same entries")
 
 
-_CHECKS: tuple[Callable[[_Case], None], ...] = (
-    _entries_are_the_prompts,
-    _always_kept_are_kept,
-    _as_many_as_planned,
-    _neighbours_change_nothing,
-    _sampling_is_declared,
-    _full_budget_changes_nothing,
-    _growth_is_as_declared,
-    _equal_policies_are_equal,
+_CHECKS: tuple[Callable[[_PolicyTestCase], None], ...] = (
+    _check_entries_match_prompt,
+    _check_always_kept_entries,
+    _check_planned_sizes,
+    _check_batch_independence,
+    _check_key_independence,
+    _check_full_budget,
+    _check_cache_growth,
+    _check_policy_equality,
 )

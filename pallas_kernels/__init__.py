@@ -3,35 +3,35 @@
 They are functions of arrays, without caches, policies or models; `jaxkv.attention` calls them.
 """
 
-from pallas_kernels.chunks import Chunks, work_table
-from pallas_kernels.codes import Coded, Nibbles
-from pallas_kernels.decode import Scores, attend, decode_token
-from pallas_kernels.gather import compact
+from pallas_kernels.chunks import WorkTable, build_work_table
+from pallas_kernels.codes import Int4Pool, Int8Pool
+from pallas_kernels.decode import EntryScores, append_and_attend, attend
+from pallas_kernels.gather import gather_kept_entries
 from pallas_kernels.linear import multiply_codes
 from pallas_kernels.norm import add_norm
-from pallas_kernels.prefill import column_sums, flash
-from pallas_kernels.replace import evict_rows, replace_rows
-from pallas_kernels.rows import Picks, Token
-from pallas_kernels.tiles import programs
-from pallas_kernels.window import window_sums
+from pallas_kernels.prefill import flash, sum_attention_per_key
+from pallas_kernels.replace import evict_lowest_entries, overwrite_evicted_rows
+from pallas_kernels.rows import NewTokenInputs, SelectedEntries
+from pallas_kernels.tiles import count_concurrent_programs
+from pallas_kernels.window import sum_window_attention
 
 __all__ = [
-    "Chunks",
-    "Coded",
-    "Nibbles",
-    "Picks",
-    "Scores",
-    "Token",
+    "WorkTable",
+    "Int8Pool",
+    "Int4Pool",
+    "SelectedEntries",
+    "EntryScores",
+    "NewTokenInputs",
     "add_norm",
     "attend",
-    "column_sums",
-    "compact",
-    "work_table",
-    "decode_token",
-    "evict_rows",
+    "sum_attention_per_key",
+    "gather_kept_entries",
+    "build_work_table",
+    "append_and_attend",
+    "evict_lowest_entries",
     "flash",
     "multiply_codes",
-    "programs",
-    "replace_rows",
-    "window_sums",
+    "count_concurrent_programs",
+    "overwrite_evicted_rows",
+    "sum_window_attention",
 ]

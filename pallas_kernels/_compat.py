@@ -32,8 +32,8 @@ LOG2E = 1.4426950408889634
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Launch parameters of a Triton kernel: number of warps per program and of pipeline stages.
+class LaunchParameters:
+    """Launch parameters of a Triton kernel: warps per program, and pipeline stages.
 
     Attributes:
         warps: warps of 32 threads per program.
@@ -44,18 +44,18 @@ class Launch:
     stages: int = 3
 
 
-def call(
+def call_triton_kernel(
     kernel: Callable[[Any], None],
     *,
     name: str,
     grid: tuple[int, ...],
     inputs: Mapping[str, Operand],
     outputs: Mapping[str, Operand],
-    launch: Launch,
+    launch: LaunchParameters,
     interpret: bool,
     aliases: Mapping[str, str] | None = None,
 ) -> dict[str, jax.Array]:
-    """Run a Triton kernel once per point of its grid by `pallas_call`; return the outputs by name.
+    """Run a Triton kernel once per point of `grid` by `pallas_call`; return a dictionary of outputs by name.
 
     Args:
         kernel: function of one object with a ref per name.
@@ -88,32 +88,34 @@ def call(
     return dict(zip(outputs, results, strict=True))
 
 
-def by_sequence(of: Any) -> Operand:
-    """Make a kernel operand of `[B, ...]`; program (i, h, b) sees sequence b."""
+def make_sequence_operand(of: Any) -> Operand:
+    """Return (array, block spec) with which program (i, h, b) sees `[...]` of sequence b of an array `[B, ...]`."""
     return of, BlockSpec((None, *of.shape[1:]), lambda i, h, b: (b,) + (0,) * (len(of.shape) - 1))
 
 
-def by_head(of: Any, group: int = 1) -> Operand:
-    """Make a kernel operand of `[B, K, ...]`; program (i, h, b) sees kv head h // group of sequence b."""
+def make_head_operand(of: Any, group: int = 1) -> Operand:
+    """Return (array, block spec) with which program (i, h, b) sees `[b, h // group]` of an array `[B, K, ...]`."""
     rest = of.shape[2:]
     return of, BlockSpec((None, None, *rest), lambda i, h, b: (b, h // group) + (0,) * len(rest))
 
 
-def by_query_head(of: Any, group: int) -> Operand:
-    """Make a kernel operand of `[B, K, G, ...]`; program (i, h, b) sees query head h of sequence b."""
+def make_query_head_operand(of: Any, group: int) -> Operand:
+    """Return (array, block spec) with which program (i, h, b) sees query head h of an array `[B, K, G, ...]`."""
     rest = of.shape[3:]
     return of, BlockSpec(
         (None, None, None, *rest), lambda i, h, b: (b, h // group, h % group) + (0,) * len(rest)
     )
 
 
-def dot(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
-    """Matrix product inside a kernel, accumulated in float32; float32 operands keep all bits (no tf32)."""
+def multiply_matrices(a: jax.Array, b: jax.Array, *, transpose_b: bool = False) -> jax.Array:
+    """Multiply matrices inside a kernel, accumulated in float32, without tf32 for float32; b can be transposed."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
     return _triton.dot(a, b, trans_b=transpose_b, precision=precision)
 
 
-def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) -> jax.Array:
+def compute_scaled_exp2(
+    x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool
+) -> jax.Array:
     """Compute 2 ** (x * scale + shift) inside a kernel in two instructions; results below 2 ** -126 are 0.
 
     `jnp.exp2` needs six, because its product and its sum are not fused and denormal results are handled separately.
@@ -128,23 +130,29 @@ def exp2_of(x: jax.Array, scale: float, shift: jax.Array, *, interpret: bool) ->
         return jnp.exp2(x * scale + shift)
     (bits,) = struct.unpack(">I", struct.pack(">f", scale))
     text = f"{{ .reg .f32 t; fma.rn.ftz.f32 t, $1, 0f{bits:08X}, $2; ex2.approx.ftz.f32 $0, t; }}"
-    return _asm(text, "=f,f,f", 1, jnp.float32, x, jnp.broadcast_to(shift, x.shape))
+    return _run_inline_ptx(text, "=f,f,f", 1, jnp.float32, x, jnp.broadcast_to(shift, x.shape))
 
 
-def log2_of(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Compute the logarithm to base 2 of positive normal float32 inside a kernel in one instruction."""
+def compute_log2(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Compute log2(x) of positive, normal float32 x inside a kernel in one instruction, approximately."""
     return (
-        jnp.log2(x) if interpret else _asm("lg2.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
+        jnp.log2(x)
+        if interpret
+        else _run_inline_ptx("lg2.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
     )
 
 
-def inverse_of(x: jax.Array, *, interpret: bool) -> jax.Array:
-    """Compute 1 / x of normal float32 inside a kernel in one instruction."""
-    return 1 / x if interpret else _asm("rcp.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
+def compute_reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Compute 1 / x of normal float32 x inside a kernel in one instruction, approximately."""
+    return (
+        1 / x
+        if interpret
+        else _run_inline_ptx("rcp.approx.ftz.f32 $0, $1;", "=f,f", 1, jnp.float32, x)
+    )
 
 
-def capped(logits: jax.Array, cap: float | None, *, interpret: bool) -> jax.Array:
-    """Compute cap * tanh(logits / cap) inside a kernel; without a cap return the logits.
+def apply_softcap(logits: jax.Array, cap: float | None, *, interpret: bool) -> jax.Array:
+    """Return cap * tanh(logits / cap) inside a kernel; unchanged logits if the cap is None.
 
     Computed as cap - 2 cap / (1 + e ** (2 logits / cap)), in five instructions; the error is about 1e-7 of the cap.
 
@@ -156,12 +164,16 @@ def capped(logits: jax.Array, cap: float | None, *, interpret: bool) -> jax.Arra
     if cap is None:
         return logits
     # If the power overflows, its inverse is 0, and the result is the cap.
-    power = exp2_of(logits, 2.0 * LOG2E / cap, jnp.zeros_like(logits), interpret=interpret)
-    return cap - 2.0 * cap * inverse_of(1.0 + power, interpret=interpret)
+    power = compute_scaled_exp2(
+        logits, 2.0 * LOG2E / cap, jnp.zeros_like(logits), interpret=interpret
+    )
+    return cap - 2.0 * cap * compute_reciprocal(1.0 + power, interpret=interpret)
 
 
-def _asm(text: str, constraints: str, pack: int, dtype: Any, *args: jax.Array) -> jax.Array:
-    """Apply inline PTX to `pack` elements of each argument at a time; the result has the first argument's shape."""
+def _run_inline_ptx(
+    text: str, constraints: str, pack: int, dtype: Any, *args: jax.Array
+) -> jax.Array:
+    """Run inline PTX elementwise, on `pack` elements at a time; the result has the first argument's shape."""
     shape = jax.ShapeDtypeStruct(args[0].shape, dtype)
     (out,) = _triton.elementwise_inline_asm(
         text, args=args, constraints=constraints, pack=pack, result_shape_dtypes=[shape]
@@ -173,8 +185,8 @@ def _asm(text: str, constraints: str, pack: int, dtype: Any, *args: jax.Array) -
 HALF_OFFSET = 1024 + 128
 
 
-def halves_of_byte(words: jax.Array, byte: int, *, interpret: bool) -> jax.Array:
-    """Return the float16 `code + HALF_OFFSET`, exact, of int8 code 0 or 1 of each word inside a kernel.
+def convert_codes_to_float16(words: jax.Array, byte: int, *, interpret: bool) -> jax.Array:
+    """Return int8 code `byte` (0 or 1) of each 16-bit word, plus `HALF_OFFSET`, as exact float16, inside a kernel.
 
     One or two instructions for two codes.
 
@@ -186,13 +198,13 @@ def halves_of_byte(words: jax.Array, byte: int, *, interpret: bool) -> jax.Array
     if interpret:
         return (((words >> 8 * byte) & 255) ^ 128).astype(jnp.float16) + 1024
     text = f"{{ .reg .b32 u; shr.u32 u, $1, {8 * byte}; lop3.b32 $0, u, 0x00FF00FF, 0x64806480, 0x6A; }}"
-    return _asm(text, "=r,r", 2, jnp.float16, words)
+    return _run_inline_ptx(text, "=r,r", 2, jnp.float16, words)
 
 
-def halves_of_nibbles(
+def dequantise_nibbles(
     words: jax.Array, scale: jax.Array, least: jax.Array, *, index: int, interpret: bool
 ) -> jax.Array:
-    """Return 4-bit code `index` of each word, times a scale, plus a minimum, as float16 inside a kernel.
+    """Return 4-bit code `index` of each word, times scale plus minimum, as float16, inside a kernel.
 
     Rounded once on a GPU; two codes need at most four instructions. Results above 65,504 are infinite.
 
@@ -217,7 +229,7 @@ def halves_of_nibbles(
     text = f"{{ .reg .b32 u, a, b, m; mov.b32 m, {top:#010x};"
     if words.dtype == jnp.uint16:
         text += f"shr.u32 u, $1, {shift}; lop3.b32 a, u, {mask:#010x}, m, 0xEA;"
-        return _asm(
+        return _run_inline_ptx(
             text + ends.format("a", 2, 3) + "mov.b32 $0, a; }",
             "=r,r,r,r",
             2,
@@ -229,7 +241,7 @@ def halves_of_nibbles(
     text += f"and.b32 u, $2, {0xF0F0F0F0 if index else 0x0F0F0F0F:#010x};"
     text += "prmt.b32 a, u, m, 0x7170; prmt.b32 b, u, m, 0x7372;"
     text += ends.format("a", 3, 5) + ends.format("b", 4, 6) + "mov.b32 $0, a; mov.b32 $1, b; }"
-    return _asm(text, "=r,=r,r,r,r,r,r", 4, jnp.float16, words, scale, least)
+    return _run_inline_ptx(text, "=r,=r,r,r,r,r,r", 4, jnp.float16, words, scale, least)
 
 
 # A register holds four bytes of codes: a PRMT makes each the end, or the beginning, of a float's mantissa. Results move
@@ -255,10 +267,10 @@ _ADD_4 = (
 )
 
 
-def add_products_8(
+def multiply_add_int8(
     total: jax.Array, codes: jax.Array, x: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """Compute total + codes * x inside a kernel, element by element, for int8 codes, in three instructions each.
+    """Compute total + codes * x elementwise inside a kernel, for int8 codes and float32, in three instructions each.
 
     Args:
         total: float32 array.
@@ -268,10 +280,10 @@ def add_products_8(
     """
     if interpret:
         return total + codes.astype(jnp.float32) * x
-    return _by_fours(_ADD_8, total, codes, x)
+    return _run_ptx_by_fours(_ADD_8, total, codes, x)
 
 
-def add_products_4(
+def multiply_add_int4(
     total: jax.Array,
     codes: jax.Array,
     low: jax.Array,
@@ -280,7 +292,7 @@ def add_products_4(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Compute total + ((1 + a / 128) * low + (1 + b / 128) * high) * factor for bytes a + 16 b of two 4-bit codes.
+    """Return total + ((1 + a/128) * low + (1 + b/128) * high) * factor for bytes a + 16 b of 4-bit codes.
 
     Two codes need six instructions. The contribution of the ones does not depend on the codes and is subtracted
     elsewhere.
@@ -296,24 +308,24 @@ def add_products_4(
     if interpret:
         a, b = (1 + each.astype(jnp.float32) / 128 for each in (codes & 15, codes >> 4))
         return total + (a * low + b * high) * factor
-    return _by_fours(_ADD_4, total, codes, low, high, factor)
+    return _run_ptx_by_fours(_ADD_4, total, codes, low, high, factor)
 
 
-def _by_fours(asm, total, codes, *others):
-    """Inline PTX for four elements at a time: 4 floats out; `total` and `others` have 4 registers each, codes one."""
+def _run_ptx_by_fours(asm, total, codes, *others):
+    """Run inline PTX on four elements at a time: four float32 and four codes, in one register; return float32."""
     registers = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] + ["f"] * 4 * len(others))
-    return _asm(asm, registers, 4, jnp.float32, total, codes, *others)
+    return _run_inline_ptx(asm, registers, 4, jnp.float32, total, codes, *others)
 
 
-def pad_dim(dim: int) -> int:
-    """Round the head dim up to a power of two of at least a tensor core's 16, as arrays inside a kernel need."""
+def round_up_head_dim(dim: int) -> int:
+    """Round a head dim up to a power of two of at least 16, as arrays inside a kernel need."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def take_rows(
+def load_masked_rows(
     ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, *lead: Any
 ) -> jax.Array:
-    """Load rows of a `[rows, dim]` ref as `[n, pad_dim(dim)]`; masked rows and padding columns are 0.
+    """Load rows of a `[rows, dim]` ref as `[n, round_up_head_dim(dim)]`; masked rows and padding columns are 0.
 
     Args:
         ref: the block.
@@ -322,24 +334,24 @@ def take_rows(
         dim: columns of the ref.
         lead: scalar indices, for a ref with more axes before these two.
     """
-    columns = jnp.arange(pad_dim(dim), dtype=jnp.int32)
+    columns = jnp.arange(round_up_head_dim(dim), dtype=jnp.int32)
     at = ref.at[(*lead, rows[:, None], columns[None, :])]
-    mask = _mask(rows, columns, inside, dim)
+    mask = _make_element_mask(rows, columns, inside, dim)
     zero = 0 if jnp.issubdtype(ref.dtype, jnp.integer) else 0.0
     return load(at) if mask is None else load(at, mask=mask, other=zero)
 
 
-def put_rows(
+def store_masked_rows(
     ref: Any, rows: jax.Array, inside: jax.Array | None, dim: int, values: jax.Array
 ) -> None:
-    """Store `[n, pad_dim(dim)]` values into rows of a `[rows, dim]` ref, except masked rows."""
-    columns = jnp.arange(pad_dim(dim), dtype=jnp.int32)
-    mask = _mask(rows, columns, inside, dim)
+    """Store values `[n, round_up_head_dim(dim)]` to rows of a `[rows, dim]` ref, except masked rows and padding."""
+    columns = jnp.arange(round_up_head_dim(dim), dtype=jnp.int32)
+    mask = _make_element_mask(rows, columns, inside, dim)
     store(ref.at[rows[:, None], columns[None, :]], values.astype(ref.dtype), mask=mask)
 
 
-def _mask(rows, columns, inside, dim):
-    """Mask `[n, pad_dim(dim)]` of the elements of valid rows; None for all."""
+def _make_element_mask(rows, columns, inside, dim):
+    """Return the mask `[n, padded dim]` of valid rows' columns below `dim`; None if all elements are valid."""
     shape = (rows.shape[0], columns.shape[0])
     mask = None if inside is None else jnp.broadcast_to(inside[:, None], shape)
     if columns.shape[0] != dim:

@@ -18,7 +18,7 @@ when = pl.when
 ds = pl.ds
 axis_index = lax.axis_index
 copy_in = _mosaic.copy_gmem_to_smem
-# Start an asynchronous copy to global memory; `finish` waits for it.
+# Start an asynchronous copy to global memory; `wait_for_stores` waits for it.
 copy_out = _mosaic.copy_smem_to_gmem
 # Fence this warpgroup's writes to shared memory, so that copies from it see them.
 commit = _mosaic.commit_smem
@@ -31,7 +31,7 @@ Barrier = _mosaic.Barrier
 _SWIZZLE = 128
 
 
-def call(
+def call_mosaic_kernel(
     kernel: Callable[..., None],
     *arrays: jax.Array,
     name: str,
@@ -70,27 +70,29 @@ def call(
         num_threads=number,
         thread_name=axis,
         compiler_params=_mosaic.CompilerParams(approx_math=True),
-        interpret=_simulated() if interpret else None,
+        interpret=_make_simulator_parameters() if interpret else None,
     )(*arrays)
 
 
 def cuda_version() -> int | None:
-    """Return the version of the installed CUDA runtime as 1000 x major + 10 x minor; None without one."""
+    """Return the installed CUDA runtime's version as an integer, 1000 * major + 10 * minor; None without CUDA."""
     from jax._src.lib import cuda_versions
 
     return None if cuda_versions is None else cuda_versions.cuda_runtime_get_version()
 
 
-def _simulated() -> Any:
-    """Parameters of Mosaic's CPU simulator, with race detection."""
+def _make_simulator_parameters() -> Any:
+    """Return parameters that run a Mosaic kernel in its CPU simulator, with race detection."""
     # JAX 0.10.2 has the interpreter but does not export its parameters.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     return InterpretGPUParams(detect_races=True)
 
 
-def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = False) -> Any:
-    """Scratch spec of an array in shared memory; `tiled` uses the tensor cores' layout for its last two dimensions."""
+def make_shared_memory_spec(
+    shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = False
+) -> Any:
+    """Return the scratch spec of an array in shared memory; `tiled` selects the layout that tensor cores read."""
     columns = _SWIZZLE // jnp.dtype(dtype).itemsize
     transforms = (
         (_mosaic.TilingTransform((8, columns)), _mosaic.SwizzleTransform(_SWIZZLE)) if tiled else ()
@@ -98,30 +100,30 @@ def shared(shape: Sequence[int], dtype: jax.typing.DTypeLike, *, tiled: bool = F
     return _mosaic.SMEM(tuple(shape), dtype, transforms=transforms)
 
 
-def finish() -> None:
-    """Wait until this warpgroup's copies to global memory are done."""
+def wait_for_stores() -> None:
+    """Wait until all copies that this warpgroup started from shared to global memory are done."""
     _mosaic.wait_smem_to_gmem(0)
 
 
-def tile(array: jax.Array, *, interpret: bool) -> jax.Array:
-    """Convert a matrix, or a vector with one element per row, to the register layout of a product's result."""
+def cast_to_wgmma_layout(array: jax.Array, *, interpret: bool) -> jax.Array:
+    """Convert a matrix, or a vector of one element per row, to the register layout of a tensor-core result."""
     if interpret:
         return array
     layout = _mosaic.Layout.WGMMA
     return _mosaic.layout_cast(array, layout if array.ndim == 2 else layout.reduce(1))
 
 
-def count(shape: tuple[int, ...], axis: int, *, interpret: bool) -> jax.Array:
-    """Return the index of each tile element along an axis, i32 (iota in the register layout of a product's result)."""
-    return tile(lax.broadcasted_iota(jnp.int32, shape, axis), interpret=interpret)
+def make_tile_indices(shape: tuple[int, ...], axis: int, *, interpret: bool) -> jax.Array:
+    """Return each tile element's index along an axis, i32, in the register layout of a tensor-core result (iota)."""
+    return cast_to_wgmma_layout(lax.broadcasted_iota(jnp.int32, shape, axis), interpret=interpret)
 
 
-def by_row(vector: jax.Array, like: jax.Array) -> jax.Array:
-    """Broadcast a vector with one element per row over the columns of a tile `like`."""
+def broadcast_over_columns(vector: jax.Array, like: jax.Array) -> jax.Array:
+    """Broadcast a vector of one element per row over the columns of a tile of the shape of `like`."""
     return lax.broadcast_in_dim(vector, like.shape, [0])
 
 
-def product(
+def multiply_on_tensor_cores(
     rows: Any,
     columns: Any,
     *,
@@ -130,7 +132,7 @@ def product(
     meanwhile: Callable[[], None],
     interpret: bool,
 ) -> jax.Array:
-    """Compute `start + rows @ columns` on the tensor cores of a warpgroup; return a float32 tile.
+    """Compute start + rows @ columns on a warpgroup's tensor cores, calling `meanwhile` before the wait; float32.
 
     Args:
         rows: `[m, k]` in shared memory, or a tile.
@@ -138,7 +140,7 @@ def product(
         transposed: True for columns of shape `[n, k]`.
         start: `f32[m, n]`; 0 by default.
         meanwhile: function called between the start of the product and the wait for it.
-        interpret: as in `call`.
+        interpret: as in `call_mosaic_kernel`.
 
     Returns:
         `f32[m, n]`.
@@ -151,7 +153,7 @@ def product(
         over = (((1,), (1 if transposed else 0,)), ((), ()))
         out = lax.dot_general(left, right, over, preferred_element_type=jnp.float32)
         return out if start is None else start + out
-    right = _transpose(columns) if transposed else columns
+    right = _transpose_ref(columns) if transposed else columns
     if start is None:
 
         def whole(acc):
@@ -168,7 +170,7 @@ def product(
     return pl.run_state(more)(_mosaic.ACC.init(start))
 
 
-def _transpose(ref: Any) -> Any:
+def _transpose_ref(ref: Any) -> Any:
     """Return a transposed view of a two-dimensional ref."""
     # JAX 0.12 deprecates the function, and 0.10.2 has no method.
     return (

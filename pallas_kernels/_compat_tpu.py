@@ -26,22 +26,22 @@ _SEQUENTIAL = _tpu.CompilerParams(
 )
 
 
-def semaphores(shape: Sequence[int]) -> Any:
-    """Scratch spec of an array of semaphores, which count asynchronous copies."""
+def make_semaphore_spec(shape: Sequence[int]) -> Any:
+    """Return the scratch spec of an array of DMA semaphores, which count asynchronous copies."""
     return _tpu.SemaphoreType.DMA(tuple(shape))
 
 
-def block(shape: Sequence[int], index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
-    """Spec of an argument of which each program sees the block of `shape` at `index(*program ids)`, in VMEM."""
+def make_block_spec(shape: Sequence[int], index: Callable[..., tuple[Any, ...]]) -> pl.BlockSpec:
+    """Return the spec of an array of which a program sees the block of `shape` at `index(*program ids)`, in VMEM."""
     return pl.BlockSpec(tuple(shape), lambda *ids: index(*ids[:2]))
 
 
-def in_hbm() -> pl.BlockSpec:
-    """Spec of an argument in HBM, from which the kernel copies what it needs."""
+def make_hbm_spec() -> pl.BlockSpec:
+    """Return the spec of an array that stays in HBM, from which the kernel copies what it needs."""
     return pl.BlockSpec(memory_space=_tpu.HBM)
 
 
-def call(
+def call_tpu_kernel(
     kernel: Callable[..., None],
     scalars: Sequence[jax.Array],
     arrays: Sequence[jax.Array],
@@ -55,7 +55,7 @@ def call(
     in_place: dict[int, int],
     interpret: bool,
 ) -> Any:
-    """Launch a Pallas TPU kernel over a grid, whose programs run one after the other; return the list of outputs.
+    """Launch a Pallas TPU kernel over a grid whose programs run one after the other; return a list of outputs.
 
     Args:
         kernel: function of a ref per scalar table, input, output and scratch, in this order.
@@ -98,7 +98,7 @@ def call(
     )(*scalars, *arrays)
 
 
-def splash(
+def make_splash_attention(
     heads: int,
     slots: int,
     *,
@@ -108,7 +108,7 @@ def splash(
     window: int | None,
     interpret: bool,
 ) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
-    """Return a function of one prompt's scaled queries, keys and values that computes causal attention and lse.
+    """Return a function of a prompt's scaled Q, K, V that returns causal attention and log-sum-exp, None unless `lse`.
 
     Args:
         heads: number of query heads.

@@ -10,21 +10,21 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels._compat import (
-    halves_of_byte,
-    halves_of_nibbles,
+    convert_codes_to_float16,
+    dequantise_nibbles,
     load,
-    pad_dim,
+    load_masked_rows,
+    round_up_head_dim,
     store,
-    take_rows,
 )
 from pallas_kernels.codes import (
     GROUP,
     LARGEST_4,
-    bits_of,
-    codes_of,
-    groups_of_block,
-    half_of_word,
-    scale_of,
+    compute_scale,
+    convert_float16_to_bits,
+    extract_float16,
+    list_block_groups,
+    round_to_codes,
 )
 
 # Parts of a row: one if unencoded, one each for even and odd columns in 8 bits, one per group in 4 bits.
@@ -33,8 +33,8 @@ Parts = tuple[jax.Array, ...]
 Columns = tuple[tuple[jax.Array, jax.Array], ...]
 
 
-class Blocks:
-    """Keys or values of one sequence inside a kernel, in the model's dtype.
+class PoolRowAccess:
+    """Loads and writes of one sequence's keys or values in a pool, in the model's dtype, inside a kernel.
 
     Attributes:
         columns: for each part of a row its columns, and the mask of valid ones; one part if unencoded.
@@ -45,20 +45,22 @@ class Blocks:
     ) -> None:
         self.refs, self.name, self.sequence, self.dim = refs, name, sequence, dim
         self.dtype, self.interpret = dtype, interpret
-        self.columns = self._columns()
+        self.columns = self._list_part_columns()
 
-    def _columns(self) -> Columns:
-        """Return, for each part of a stored row (here one), its channel indices and the mask that excludes padding."""
-        column = jnp.arange(pad_dim(self.dim), dtype=jnp.int32)
+    def _list_part_columns(self) -> Columns:
+        """Return for each part of a stored row, here one, its channel indices and a mask that excludes padding."""
+        column = jnp.arange(round_up_head_dim(self.dim), dtype=jnp.int32)
         return ((column, column < self.dim),)
 
-    def rows(self, at: jax.Array, inside: jax.Array) -> jax.Array:
-        """Load pool rows `at`; rows outside the mask `inside` are 0."""
+    def load_rows(self, at: jax.Array, inside: jax.Array) -> jax.Array:
+        """Load pool rows `at` as `[n, padded dim]` in the model's dtype; rows outside the mask `inside` are 0."""
         ref = getattr(self.refs, self.name)
-        return take_rows(ref, at, inside, self.dim, self.sequence).astype(self.dtype)
+        return load_masked_rows(ref, at, inside, self.dim, self.sequence).astype(self.dtype)
 
-    def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Write a new entry to row `at` of the pool if `writes`; return its parts as stored, float32, and their scale.
+    def write_entry(
+        self, at: Any, parts: Parts, writes: jax.Array
+    ) -> tuple[Parts, jax.Array | None]:
+        """Write a key or value to pool row `at` if `writes`; return its parts as stored, float32, and its scale (None).
 
         The scale, a factor of the codes, is None for unencoded entries.
         """
@@ -67,40 +69,44 @@ class Blocks:
         return (row.astype(jnp.float32),), None
 
 
-class ByteBlocks(Blocks):
-    """Keys or values of one sequence in 8-bit codes, two codes per word.
+class Int8PoolRowAccess(PoolRowAccess):
+    """Loads and writes of one sequence's keys or values in a pool, as int8 codes, two per 16-bit word.
 
     Attributes:
         words: number of words to load of a row; invalid words are 0.
         exists: mask of valid words.
     """
 
-    def _columns(self) -> Columns:
-        """Return even channels, the words' lower bytes, and odd ones, the higher; each with a mask of valid ones."""
+    def _list_part_columns(self) -> Columns:
+        """Return the channels of words' lower bytes (even) and higher bytes (odd), each with a mask of valid ones."""
         # At least 32 columns: with 16, as many as a tile's queries, Triton gives every warp the same work.
-        self.words = max(32, pad_dim(self.dim // 2))
+        self.words = max(32, round_up_head_dim(self.dim // 2))
         self.word = jnp.arange(self.words, dtype=jnp.int32)
         self.exists = self.word < self.dim // 2
         return tuple((2 * self.word + byte, self.exists) for byte in (0, 1))
 
-    def halves(self, at: jax.Array, inside: jax.Array) -> Parts:
-        """Load codes `[rows, words]` of pool rows `at`, 0 where masked, plus `HALF_OFFSET`: float16 per byte."""
+    def load_codes(self, at: jax.Array, inside: jax.Array) -> Parts:
+        """Load codes of pool rows `at`, plus `HALF_OFFSET`, as two float16 arrays: even channels, odd channels."""
         mask = inside[:, None] & self.exists[None, :]
         place = getattr(self.refs, self.name).at[self.sequence, at[:, None], self.word[None, :]]
         words = load(place, mask=mask, other=0)
-        return tuple(halves_of_byte(words, byte, interpret=self.interpret) for byte in (0, 1))
+        return tuple(
+            convert_codes_to_float16(words, byte, interpret=self.interpret) for byte in (0, 1)
+        )
 
-    def scales(self, at: jax.Array, inside: jax.Array) -> jax.Array:
-        """Load scales `f32[rows]` of pool rows `at`; 0 where `inside` is False."""
+    def load_scales(self, at: jax.Array, inside: jax.Array) -> jax.Array:
+        """Load the scales of pool rows `at`, `f32[load_rows]`; 0 outside the mask `inside`."""
         place = getattr(self.refs, f"{self.name}_scale").at[self.sequence, at]
         return load(place, mask=inside, other=0.0).astype(jnp.float32)
 
-    def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Encode a new entry and write it to row `at` of the pool if `writes`; return its codes and their scale."""
+    def write_entry(
+        self, at: Any, parts: Parts, writes: jax.Array
+    ) -> tuple[Parts, jax.Array | None]:
+        """Encode a key or value in int8 and write it to row `at` if `writes`; return its codes, float32, and scale."""
         rounded = [each.astype(self.dtype).astype(jnp.float32) for each in parts]
         largest = (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in rounded)
-        scale = scale_of(reduce(jnp.maximum, largest))
-        codes = tuple(codes_of(each, scale) for each in rounded)
+        scale = compute_scale(reduce(jnp.maximum, largest))
+        codes = tuple(round_to_codes(each, scale) for each in rounded)
         low, high = (each.astype(jnp.int32) & 255 for each in codes)
         pool, scales = (getattr(self.refs, f"pool_{self.name}{each}") for each in ("", "_scale"))
         place = pool.at[*at, self.word]
@@ -109,67 +115,70 @@ class ByteBlocks(Blocks):
         return codes, scale.astype(jnp.float32)
 
 
-class NibbleBlocks(Blocks):
-    """Keys or values of one sequence in 4-bit codes.
+class Int4PoolRowAccess(PoolRowAccess):
+    """Loads and writes of one sequence's keys or values in a pool, as 4-bit codes in groups of 32 channels.
 
     A word has one code of each of two or four groups, so `GROUP` words unpack to two or four complete groups. These are
     matrices for tensor cores, in float16, or in float32 for a float32 model. Parts are groups, in the order of
-    `decoded`.
+    `dequantise_rows`.
 
     Attributes:
         decodes_to: dtype of dequantised groups.
     """
 
-    def _columns(self) -> Columns:
-        """Return the columns of each group."""
+    def _list_part_columns(self) -> Columns:
+        """Return each group's channel indices, in the order of unpacked words, with a mask that is True everywhere."""
         self.words, self.word = getattr(self.refs, self.name), jnp.arange(GROUP, dtype=jnp.int32)
         self.blocks, self.groups = self.words.shape[-1] // GROUP, self.dim // GROUP
         self.decodes_to = jnp.float32 if self.dtype == jnp.float32 else jnp.float16
         groups = (
             group
             for block in range(self.blocks)
-            for group in groups_of_block(block, self.blocks, self.groups)
+            for group in list_block_groups(block, self.blocks, self.groups)
         )
         return tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
 
-    def decoded(self, at: jax.Array, inside: jax.Array) -> Parts:
-        """Dequantise rows `at`: a tuple of `[rows, GROUP]`, one per group; 0 outside the mask `inside`."""
+    def dequantise_rows(self, at: jax.Array, inside: jax.Array) -> Parts:
+        """Load and dequantise pool rows `at`: one array `[load_rows, GROUP]` per group; 0 outside the mask `inside`."""
         scales, leasts = (
-            self._of_groups(f"{self.name}_{each}", at, inside) for each in ("scale", "least")
+            self._load_group_floats(f"{self.name}_{each}", at, inside)
+            for each in ("scale", "least")
         )
         mask = jnp.broadcast_to(inside[:, None], (at.shape[0], GROUP))
         found = []
         for block in range(self.blocks):
             place = self.words.at[self.sequence, at[:, None], (block * GROUP + self.word)[None, :]]
             words = load(place, mask=mask, other=0)
-            for index, group in enumerate(groups_of_block(block, self.blocks, self.groups)):
+            for index, group in enumerate(list_block_groups(block, self.blocks, self.groups)):
                 scale, least = (
                     jnp.broadcast_to(each[group][:, None], mask.shape) for each in (scales, leasts)
                 )
-                found.append(self._decoded(words, scale, least, index))
+                found.append(self._dequantise_codes(words, scale, least, index))
         return tuple(found)
 
-    def _decoded(
+    def _dequantise_codes(
         self, words: jax.Array, scale: jax.Array, least: jax.Array, index: int
     ) -> jax.Array:
-        """Dequantise code `index` of each word: times its scale, plus its minimum."""
+        """Return 4-bit code `index` of each word, times its scale plus its minimum, in the dtype `decodes_to`."""
         if self.decodes_to == jnp.float16:
-            return halves_of_nibbles(words, scale, least, index=index, interpret=self.interpret)
+            return dequantise_nibbles(words, scale, least, index=index, interpret=self.interpret)
         code = ((words.astype(jnp.int32) >> 4 * index) & 15).astype(jnp.float32)
         return code * scale.astype(jnp.float32) + least.astype(jnp.float32)
 
-    def _of_groups(self, name: str, at: jax.Array, inside: jax.Array) -> list[jax.Array]:
-        """List each group's scales or minima `f16[rows]`, which are packed in pairs."""
+    def _load_group_floats(self, name: str, at: jax.Array, inside: jax.Array) -> list[jax.Array]:
+        """Load the scales or minima of pool rows `at`, packed in pairs; return one `f16[load_rows]` per group."""
         ref = getattr(self.refs, name)
         pairs = [
             load(ref.at[self.sequence, at, pair], mask=inside, other=0)
             for pair in range(self.groups // 2)
         ]
-        return [half_of_word(pairs[group // 2], group % 2) for group in range(self.groups)]
+        return [extract_float16(pairs[group // 2], group % 2) for group in range(self.groups)]
 
-    def put(self, at: Any, parts: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Encode a new entry and write it to row `at` of the pool if `writes`; return its dequantised groups."""
-        order = [groups_of_block(block, self.blocks, self.groups) for block in range(self.blocks)]
+    def write_entry(
+        self, at: Any, parts: Parts, writes: jax.Array
+    ) -> tuple[Parts, jax.Array | None]:
+        """Encode a key or value in 4 bits, write it to row `at` if `writes`; return (dequantised groups, None)."""
+        order = [list_block_groups(block, self.blocks, self.groups) for block in range(self.blocks)]
         codes, scales, leasts, stored = {}, {}, {}, []
         narrow = [each.astype(self.dtype) for each in parts]
         for group, part in zip((group for each in order for group in each), narrow, strict=True):
@@ -177,8 +186,8 @@ class NibbleBlocks(Blocks):
             leasts[group] = wide.min().astype(jnp.float16)
             off = wide - leasts[group].astype(jnp.float32)
             # Rounding may have raised the minimum: values below it become code 0.
-            scales[group] = scale_of(jnp.maximum(off.max(), 0.0), LARGEST_4)
-            codes[group] = codes_of(off, scales[group], 0, LARGEST_4)
+            scales[group] = compute_scale(jnp.maximum(off.max(), 0.0), LARGEST_4)
+            codes[group] = round_to_codes(off, scales[group], 0, LARGEST_4)
             stored.append(
                 codes[group] * scales[group].astype(jnp.float32) + leasts[group].astype(jnp.float32)
             )
@@ -191,6 +200,8 @@ class NibbleBlocks(Blocks):
         for name, halves in (("scale", scales), ("least", leasts)):
             of_pairs = getattr(self.refs, f"pool_{self.name}_{name}")
             for pair in range(self.groups // 2):
-                first, second = (bits_of(halves[2 * pair + index]) for index in (0, 1))
+                first, second = (
+                    convert_float16_to_bits(halves[2 * pair + index]) for index in (0, 1)
+                )
                 store(of_pairs.at[*at, jnp.int32(pair)], first | (second << 16), mask=writes)
         return tuple(stored), None

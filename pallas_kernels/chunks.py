@@ -1,4 +1,4 @@
-"""`work_table`: the pool rows that each program of decode attention reads, for all layers, computed on the device.
+"""`build_work_table`: the pool rows that each program of decode attention reads, for all layers, made on the device.
 
 Segments are cut into chunks, and program w processes chunk w of any segment: one long head occupies the device as well
 as many equal ones. The chunk size is selected per layer from its actual lengths, so that all programs finish at about
@@ -16,8 +16,8 @@ _SHARES = tuple(2 ** ((i - 20) / 10) for i in range(31))
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chunks:
-    """Work table: `segment`, first `row` and number of `rows` that each of W programs reads, for L layers.
+class WorkTable:
+    """Work table of decode attention: segment, first row and number of rows of each program, for all layers.
 
     Every segment has at least one chunk, and its chunks are consecutive programs.
 
@@ -38,8 +38,8 @@ class Chunks:
     count: jax.Array
 
 
-def most(programs: int, segments: int) -> int:
-    """Return W, the number of chunks in the table: an upper bound for any lengths of `segments` segments.
+def compute_max_chunks(programs: int, segments: int) -> int:
+    """Return W, the number of chunks in a work table: enough for segments of any lengths.
 
     One wave of the device's programs, and up to four per segment, because its last chunk is not full and smaller chunks
     balance the load of many segments. With very many segments fewer, because programs without work have a cost, too.
@@ -47,8 +47,10 @@ def most(programs: int, segments: int) -> int:
     return programs + 2 * segments + min(programs, 2 * segments)
 
 
-def work_table(start: jax.Array, length: jax.Array, *, programs: int, block: int = 64) -> Chunks:
-    """Return the work table of all layers' pool rows: equal parts, one for each program of a decode kernel.
+def build_work_table(
+    start: jax.Array, length: jax.Array, *, programs: int, block: int = 64
+) -> WorkTable:
+    """Cut all layers' segments into chunks of similar work, one per program; return the `WorkTable`.
 
     Args:
         start: `i32[L, B, K]` first row of each segment in its sequence's pool.
@@ -61,13 +63,13 @@ def work_table(start: jax.Array, length: jax.Array, *, programs: int, block: int
     """
     layers, batch, heads = length.shape
     segments = batch * heads
-    width = most(programs, segments)
+    width = compute_max_chunks(programs, segments)
     flat = length.reshape(layers, segments)
-    size = _size(flat, programs=programs, block=block)
+    size = _choose_chunk_rows(flat, programs=programs, block=block)
     # Within a segment chunks are as equal as blocks allow.
-    count = jnp.maximum(_up(flat, size[:, None]), 1)
-    size = jnp.maximum(_up(flat, count * block), 1) * block
-    count = jnp.maximum(_up(flat, size), 1)
+    count = jnp.maximum(_divide_rounding_up(flat, size[:, None]), 1)
+    size = jnp.maximum(_divide_rounding_up(flat, count * block), 1) * block
+    count = jnp.maximum(_divide_rounding_up(flat, size), 1)
     end = jnp.cumsum(count, axis=1, dtype=jnp.int32)
     first = end - count
     chunk = jnp.arange(width, dtype=jnp.int32)
@@ -79,7 +81,7 @@ def work_table(start: jax.Array, length: jax.Array, *, programs: int, block: int
         return jnp.take_along_axis(table, segment, axis=1, mode="promise_in_bounds")
 
     offset = (chunk - of(first)) * of(size)
-    return Chunks(
+    return WorkTable(
         segment=segment,
         row=jnp.where(works, of(start.reshape(layers, segments)) + offset, 0),
         rows=jnp.where(works, jnp.clip(of(flat) - offset, 0, of(size)), 0),
@@ -89,12 +91,14 @@ def work_table(start: jax.Array, length: jax.Array, *, programs: int, block: int
     )
 
 
-def _size(length, *, programs, block):
-    """Return the rows per chunk of each layer, `[L]`: the candidate with which the last program would finish first."""
+def _choose_chunk_rows(length, *, programs, block):
+    """Return the rows per chunk of each layer, `[L]`: the candidate with the least estimated time of all programs."""
     segments = length.shape[1]
     total = length.sum(axis=1, keepdims=True, dtype=jnp.int32)
     # Smaller sizes might overflow the table: each segment adds less than one chunk to the full ones.
-    least = jnp.maximum(_up(total, (most(programs, segments) - segments) * block), 1)
+    least = jnp.maximum(
+        _divide_rounding_up(total, (compute_max_chunks(programs, segments) - segments) * block), 1
+    )
     even = total.astype(jnp.float32) / programs
     sizes = (
         jnp.maximum(
@@ -102,15 +106,20 @@ def _size(length, *, programs, block):
         )
         * block
     )
-    chunks = jnp.maximum(_up(length[:, None, :], sizes[..., None]), 1).sum(axis=-1, dtype=jnp.int32)
-    waves, rows = _up(chunks, programs).astype(jnp.float32), sizes.astype(jnp.float32)
+    chunks = jnp.maximum(_divide_rounding_up(length[:, None, :], sizes[..., None]), 1).sum(
+        axis=-1, dtype=jnp.int32
+    )
+    waves, rows = (
+        _divide_rounding_up(chunks, programs).astype(jnp.float32),
+        sizes.astype(jnp.float32),
+    )
     # Time in rows: in equal waves, or with chunks assigned to idle programs, plus the overhead of each wave.
     cost = jnp.minimum(waves * rows, even + rows) + waves * (block / 2)
-    fits = chunks <= most(programs, segments)
+    fits = chunks <= compute_max_chunks(programs, segments)
     best = jnp.argmin(jnp.where(fits, cost, jnp.inf), axis=1, keepdims=True)
     return jnp.take_along_axis(sizes, best, axis=1, mode="promise_in_bounds")[:, 0]
 
 
-def _up(a, b):
-    """Return the quotient a / b of integers, rounded up."""
+def _divide_rounding_up(a, b):
+    """Return a / b of integers, rounded up."""
     return (a + b - 1) // b

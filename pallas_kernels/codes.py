@@ -12,8 +12,8 @@ _LARGEST, SMALLEST_SCALE = 127, 2.0**-24
 GROUP, LARGEST_4 = 32, 15
 
 
-class Coded(NamedTuple):
-    """Keys or values of a pool as 8-bit codes, with a scale per row.
+class Int8Pool(NamedTuple):
+    """Keys or values of a pool as int8 codes `[B, P, D]`, with a float16 scale per row.
 
     Attributes:
         code: `i8[B, P, D]` from -127 to 127.
@@ -24,7 +24,7 @@ class Coded(NamedTuple):
     scale: jax.Array
 
 
-class Nibbles(NamedTuple):
+class Int4Pool(NamedTuple):
     """Keys or values of a pool as 4-bit codes, with a scale and a minimum per group of 32 columns.
 
     Codes are from 0 to 15, the first in a word's lowest bits. A 16-bit word has column e of groups 4 b to 4 b + 3. An
@@ -41,72 +41,72 @@ class Nibbles(NamedTuple):
     least: jax.Array
 
 
-Rows = jax.Array | Coded | Nibbles
+Rows = jax.Array | Int8Pool | Int4Pool
 
 
-def shape_of(rows: Rows) -> tuple[int, ...]:
+def get_pool_shape(rows: Rows) -> tuple[int, ...]:
     """Return the shape `(B, P, D)` of a pool's keys or values, encoded or not."""
-    if isinstance(rows, Nibbles):
+    if isinstance(rows, Int4Pool):
         return (*rows.code.shape[:2], 2 * rows.code.dtype.itemsize * rows.code.shape[2])
-    return (rows.code if isinstance(rows, Coded) else rows).shape
+    return (rows.code if isinstance(rows, Int8Pool) else rows).shape
 
 
-def itemsize_of(k: Rows, v: Rows, dtype: Any) -> int | float:
-    """Return the bytes of a stored element, mean of keys and values without scales, by which tiles are selected."""
-    sizes = {Coded: 1.0, Nibbles: 0.5}
+def compute_mean_itemsize(k: Rows, v: Rows, dtype: Any) -> int | float:
+    """Return the mean bytes per element of stored keys and values, without scales, by which tiles are selected."""
+    sizes = {Int8Pool: 1.0, Int4Pool: 0.5}
     return sum(sizes.get(type(rows), jnp.dtype(dtype).itemsize) for rows in (k, v)) / 2
 
 
-def operands(name: str, rows: Rows) -> dict[str, jax.Array]:
-    """Return arrays of keys or values by the kernels' names: `name`, for codes also `name_scale`, `name_least`.
+def list_pool_operands(name: str, rows: Rows) -> dict[str, jax.Array]:
+    """Return the arrays of stored keys or values by kernel operand name: `name`, `name_scale`, `name_least`.
 
     8-bit codes and the scales of 4-bit codes are bitcast to a type of twice the width, without a copy.
     """
-    if isinstance(rows, Nibbles):
+    if isinstance(rows, Int4Pool):
         return {
             name: rows.code,
-            f"{name}_scale": _words(rows.scale, jnp.int32),
-            f"{name}_least": _words(rows.least, jnp.int32),
+            f"{name}_scale": _bitcast_pairs(rows.scale, jnp.int32),
+            f"{name}_least": _bitcast_pairs(rows.least, jnp.int32),
         }
-    if not isinstance(rows, Coded):
+    if not isinstance(rows, Int8Pool):
         return {name: rows}
-    return {name: _words(rows.code, jnp.uint16), f"{name}_scale": rows.scale}
+    return {name: _bitcast_pairs(rows.code, jnp.uint16), f"{name}_scale": rows.scale}
 
 
-def _words(numbers: jax.Array, dtype: Any) -> jax.Array:
-    """View pairs of numbers `[B, P, n]` as words `[B, P, n / 2]` of a dtype of twice their bits."""
+def _bitcast_pairs(numbers: jax.Array, dtype: Any) -> jax.Array:
+    """Reinterpret pairs of neighbours in `[B, P, n]` as words `[B, P, n / 2]` of a dtype of twice the bits."""
     return lax.bitcast_convert_type(numbers.reshape(*numbers.shape[:2], -1, 2), dtype)
 
 
-def half_of_word(words: jax.Array, half: int) -> jax.Array:
+def extract_float16(words: jax.Array, half: int) -> jax.Array:
     """Return the float16 in the low (`half` 0) or high (1) 16 bits of int32 words, inside a kernel."""
     return lax.bitcast_convert_type((words >> 16 * half).astype(jnp.int16), jnp.float16)
 
 
-def rebuilt(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
-    """Rebuild keys or values, encoded if `like` is, from a kernel's outputs by the names of `operands`."""
-    if isinstance(like, Nibbles):
+def rebuild_pool(name: str, found: dict[str, jax.Array], like: Rows) -> Rows:
+    """Rebuild keys or values, encoded as `like` is, from kernel outputs named as by `list_pool_operands`."""
+    if isinstance(like, Int4Pool):
         words = (found[f"{name}_{each}"] for each in ("scale", "least"))
-        return Nibbles(
+        return Int4Pool(
             found[name],
             *(lax.bitcast_convert_type(w, jnp.float16).reshape(like.scale.shape) for w in words),
         )
-    if not isinstance(like, Coded):
+    if not isinstance(like, Int8Pool):
         return found[name]
     code = lax.bitcast_convert_type(found[name], jnp.int8).reshape(like.code.shape)
-    return Coded(code, found[f"{name}_scale"])
+    return Int8Pool(code, found[f"{name}_scale"])
 
 
-def scale_of(largest: jax.Array, most: int = _LARGEST) -> jax.Array:
-    """Return the float16 scale that maps code `most` to `largest`, at least 2**-24; 0 for 0."""
+def compute_scale(largest: jax.Array, most: int = _LARGEST) -> jax.Array:
+    """Return largest / most as float16, the scale that maps code `most` to `largest`: at least 2**-24, but 0 for 0."""
     scale = largest / most
     return jnp.where(scale > 0, jnp.maximum(scale, SMALLEST_SCALE), scale).astype(jnp.float16)
 
 
-def codes_of(
+def round_to_codes(
     numbers: jax.Array, scale: jax.Array, low: int = -_LARGEST, high: int = _LARGEST
 ) -> jax.Array:
-    """Divide by the scale, round half to even and clip to [low, high]; float32, 0 for a scale of 0."""
+    """Divide numbers by a scale, round half to even and clip to [low, high]; float32, 0 if the scale is 0."""
     wide = scale.astype(jnp.float32)
     code = jnp.where(wide == 0, 0.0, numbers / jnp.where(wide == 0, 1.0, wide))
     # Pallas' Triton backend has no rounding.
@@ -115,13 +115,13 @@ def codes_of(
     return jnp.clip(below + up.astype(jnp.float32), low, high)
 
 
-def groups_of_block(block: int, blocks: int, groups: int) -> tuple[int, ...]:
-    """Return the indices of the groups that are packed in a block of `GROUP` words, the lowest bits first."""
+def list_block_groups(block: int, blocks: int, groups: int) -> tuple[int, ...]:
+    """Return the indices of the 4-bit groups packed in one block of 32 words, those in the lowest bits first."""
     return (
         (block, block + blocks) if groups == 2 * blocks else tuple(range(4 * block, 4 * block + 4))
     )
 
 
-def bits_of(half: jax.Array) -> jax.Array:
-    """Return the bits of a float16 as the low half of an int32."""
+def convert_float16_to_bits(half: jax.Array) -> jax.Array:
+    """Return the bits of a float16 as an int32 whose high half is 0."""
     return lax.bitcast_convert_type(half, jnp.int16).astype(jnp.int32) & 0xFFFF

@@ -10,8 +10,8 @@ of any head, so one long head occupies the GPU as well as many equal ones do::
                      \_____ | ____/   |   |     \____ | ______________/
     merged                head 0         hd 1       head 2                    second kernel: weighs by exp(lse)
 
-The partials of one head are adjacent. `attend` accepts rotated queries; `decode_token` accepts an unrotated new token,
-rotates it and appends its entry to the pool.
+The partials of one head are adjacent. `attend` accepts rotated queries; `append_and_attend` accepts an unrotated new
+token, rotates it and appends its entry to the pool.
 """
 
 import dataclasses
@@ -21,11 +21,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.chunks import Chunks, work_table
-from pallas_kernels.codes import Rows, itemsize_of
-from pallas_kernels.merging import add_mass, merge
-from pallas_kernels.rows import How, Logits, Picks, Token, pass_rows
-from pallas_kernels.tiles import DecodeTiles, decode_tiles, programs
+from pallas_kernels.chunks import WorkTable, build_work_table
+from pallas_kernels.codes import Rows, compute_mean_itemsize
+from pallas_kernels.merging import add_attention_to_scores, combine_chunk_outputs
+from pallas_kernels.rows import (
+    DecodeKernelOptions,
+    LogitsLayout,
+    NewTokenInputs,
+    SelectedEntries,
+    attend_to_chunks,
+)
+from pallas_kernels.tiles import DecodeTiles, choose_decode_tiles, count_concurrent_programs
 
 
 @partial(
@@ -34,14 +40,14 @@ from pallas_kernels.tiles import DecodeTiles, decode_tiles, programs
     meta_fields=["widest"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Scores:
-    """Scores of a pool's entries, to which the attention that each entry receives is added.
+class EntryScores:
+    """Scores of a pool's entries, to which decode attention adds the softmax weight of each entry.
 
     Attributes:
         score: `f32[B, P]` scores, updated in place if donated.
-        begin: `f32[B, K]` initial score of a token's new entries, for `decode_token`.
+        begin: `f32[B, K]` initial score of a token's new entries, for `append_and_attend`.
         counts: `bool[B]` or `i32[B]` mask of the sequences whose attention `attend` adds; by default all.
-        start: `i32[L, B, K]` first row of each segment, for all layers, for `decode_token`.
+        start: `i32[L, B, K]` first row of each segment, for all layers, for `append_and_attend`.
         widest: maximum entries of a segment including the token, if known: bounds the memory of kept logits instead of
             P.
     """
@@ -52,10 +58,10 @@ class Scores:
     start: jax.Array | None = None
     widest: int | None = None
 
-    def logits(self, start: Any) -> Logits:
-        """Memory layout of kept logits: as the pool's rows, or packed by segment if that needs less memory."""
+    def choose_logits_layout(self, start: Any) -> LogitsLayout:
+        """Return the `LogitsLayout` of logits kept for scores: by pool row, or packed by segment if that is smaller."""
         packed = self.widest is not None and self.widest * start.shape[2] < self.score.shape[1]
-        return Logits(start=start, widest=self.widest if packed else None)
+        return LogitsLayout(start=start, widest=self.widest if packed else None)
 
 
 @partial(jax.jit, static_argnames=("layer", "tiles", "softcap", "interpret"))
@@ -67,14 +73,14 @@ def attend(
     length: jax.Array,
     *,
     sink_logits: jax.Array | None = None,
-    scores: Scores | None = None,
-    chunks: Chunks | None = None,
+    scores: EntryScores | None = None,
+    chunks: WorkTable | None = None,
     layer: int = 0,
     tiles: DecodeTiles | None = None,
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
-    """Compute attention of R queries per kv head over its segment; return output, log-sum-exp, scores if given.
+    """Compute attention of R queries per kv head over its segment; return output, log-sum-exp, and given scores.
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group, for several tokens group times tokens.
@@ -95,43 +101,50 @@ def attend(
         P]`, the score plus the softmax weight of each entry, mean over the R queries of its head. The output then
         depends on the scores, so that the logits of few layers are live at a time.
     """
-    tiles, tile = _tiles(q, itemsize_of(k, v, q.dtype), q.dtype, tiles)
+    tiles, tile = _resolve_tiles(q, compute_mean_itemsize(k, v, q.dtype), q.dtype, tiles)
     if chunks is None:
-        itemsize = itemsize_of(k, v, q.dtype)
-        together = programs(dim=q.shape[3], itemsize=itemsize, interpret=interpret)
+        itemsize = compute_mean_itemsize(k, v, q.dtype)
+        together = count_concurrent_programs(dim=q.shape[3], itemsize=itemsize, interpret=interpret)
         # Each tile of many queries has its own programs.
         each = max(1, together // -(-q.shape[2] // tile))
-        chunks, layer = work_table(start[None], length[None], programs=each, block=tiles.chunk), 0
-    logits = None if scores is None else scores.logits(start[None])
-    how = How(tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret, softcap=softcap)
-    passed = pass_rows(q, k, v, chunks, layer, token=None, logits=logits, how=how)
-    out, lse = merge(passed.out, passed.lse, chunks, layer, sink_logits, dtype=q.dtype, how=how)
+        chunks, layer = (
+            build_work_table(start[None], length[None], programs=each, block=tiles.chunk),
+            0,
+        )
+    logits = None if scores is None else scores.choose_logits_layout(start[None])
+    how = DecodeKernelOptions(
+        tiles=tiles, tile=tile, dtype=q.dtype, interpret=interpret, softcap=softcap
+    )
+    passed = attend_to_chunks(q, k, v, chunks, layer, token=None, logits=logits, how=how)
+    out, lse = combine_chunk_outputs(
+        passed.out, passed.lse, chunks, layer, sink_logits, dtype=q.dtype, how=how
+    )
     if scores is None or logits is None or passed.logits is None:
         return out, lse
     counted = None if scores.counts is None else scores.counts.astype(jnp.int32)
-    out, score = add_mass(
+    out, score = add_attention_to_scores(
         passed.logits, logits, lse, chunks, layer, out, scores.score, counted, None, how=how
     )
     return out, lse, score
 
 
 @partial(jax.jit, static_argnames=("layer", "dtype", "tiles", "softcap", "interpret"))
-def decode_token(
+def append_and_attend(
     q: jax.Array,
-    token: Token,
+    token: NewTokenInputs,
     rows: tuple[Rows, Rows],
-    chunks: Chunks,
+    chunks: WorkTable,
     *,
     layer: int,
     dtype: Any,
-    scores: Scores | None = None,
-    picks: Picks | None = None,
+    scores: EntryScores | None = None,
+    picks: SelectedEntries | None = None,
     sink_logits: jax.Array | None = None,
     tiles: DecodeTiles | None = None,
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """Rotate one token per sequence, append its entry and attend; return output, pool, scores if given.
+    """Rotate a token per sequence, append its entry to the pool and attend; return output, pool, and given scores.
 
     Entries are written in place if the pool is donated. A finished sequence attends to its entries without the token.
 
@@ -156,20 +169,26 @@ def decode_token(
     """
     k, v = rows
     dtype = jnp.dtype(dtype)
-    tiles, tile = _tiles(q, itemsize_of(k, v, dtype), dtype, tiles)
-    logits = None if scores is None else scores.logits(scores.start)
-    how = How(tiles=tiles, tile=tile, dtype=dtype, interpret=interpret, softcap=softcap)
-    passed = pass_rows(q, k, v, chunks, layer, token=token, logits=logits, picks=picks, how=how)
+    tiles, tile = _resolve_tiles(q, compute_mean_itemsize(k, v, dtype), dtype, tiles)
+    logits = None if scores is None else scores.choose_logits_layout(scores.start)
+    how = DecodeKernelOptions(
+        tiles=tiles, tile=tile, dtype=dtype, interpret=interpret, softcap=softcap
+    )
+    passed = attend_to_chunks(
+        q, k, v, chunks, layer, token=token, logits=logits, picks=picks, how=how
+    )
     given = (passed.out, passed.lse, chunks, layer, sink_logits)
-    out, lse = merge(*given, dtype=dtype, how=how, sequences=q.shape[1])
+    out, lse = combine_chunk_outputs(*given, dtype=dtype, how=how, sequences=q.shape[1])
     if scores is None or logits is None or passed.logits is None:
         return out, *passed.pool
     begun = (out, scores.score, token.counts, scores.begin)
-    out, score = add_mass(passed.logits, logits, lse, chunks, layer, *begun, how=how)
+    out, score = add_attention_to_scores(passed.logits, logits, lse, chunks, layer, *begun, how=how)
     return out, *passed.pool, score
 
 
-def _tiles(q, itemsize, dtype, tiles):
-    """Return tiles of decode attention, by default those for q's shape, and the number of queries per program."""
-    tiles = tiles or decode_tiles(dim=q.shape[-1], itemsize=itemsize, exact=dtype == jnp.float32)
+def _resolve_tiles(q, itemsize, dtype, tiles):
+    """Return the given tiles of decode attention, or those chosen for q's shape, and the queries per program."""
+    tiles = tiles or choose_decode_tiles(
+        dim=q.shape[-1], itemsize=itemsize, exact=dtype == jnp.float32
+    )
     return tiles, min(tiles.queries, max(16, 1 << (q.shape[-2] - 1).bit_length()))

@@ -1,4 +1,4 @@
-"""`compact`: gather selected entries into a compressed pool in one pass."""
+"""`gather_kept_entries`: gather selected entries into a compressed pool in one pass."""
 
 from functools import partial
 
@@ -7,19 +7,19 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import (
     BlockSpec,
-    Launch,
-    call,
+    LaunchParameters,
+    call_triton_kernel,
     load,
-    pad_dim,
+    load_masked_rows,
     program_id,
-    put_rows,
+    round_up_head_dim,
     store,
-    take_rows,
+    store_masked_rows,
 )
 
 
 @partial(jax.jit, static_argnames=("block", "interpret"))
-def compact(
+def gather_kept_entries(
     k: jax.Array,
     v: jax.Array,
     source: jax.Array,
@@ -27,7 +27,7 @@ def compact(
     block: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gather one layer's selected entries into a pool; return its keys, values and positions.
+    """Gather a layer's kept entries by source index into a pool; return keys, values and positions (-1 in free rows).
 
     Args:
         k: `[B, K, S, D]` keys of a layer.
@@ -41,7 +41,7 @@ def compact(
     """
     batch, heads, slots, dim = k.shape
     rows = source.shape[1]
-    block = block or max(8, min(64, 16384 // (pad_dim(dim) * k.dtype.itemsize)))
+    block = block or max(8, min(64, 16384 // (round_up_head_dim(dim) * k.dtype.itemsize)))
 
     # Blocks of a program (i, b): k and v [K*S, D], source [P] of sequence b, complete; out: k, v [P, D], pos [P], of
     # which it writes rows i * block on.
@@ -51,14 +51,14 @@ def compact(
         origin = load(refs.source.at[row], mask=mine, other=-1)
         real = origin >= 0
         at = jnp.where(real, origin, 0)
-        put_rows(refs.k_out, row, mine, dim, take_rows(refs.k, at, real, dim))
-        put_rows(refs.v_out, row, mine, dim, take_rows(refs.v, at, real, dim))
+        store_masked_rows(refs.k_out, row, mine, dim, load_masked_rows(refs.k, at, real, dim))
+        store_masked_rows(refs.v_out, row, mine, dim, load_masked_rows(refs.v, at, real, dim))
         store(refs.pos.at[row], jnp.where(real, at % slots, -1), mask=mine)
 
     def whole(of):
         return of, BlockSpec((None, *of.shape[1:]), lambda i, b: (b,) + (0,) * (len(of.shape) - 1))
 
-    found = call(
+    found = call_triton_kernel(
         kernel,
         name="compact",
         grid=(-(-rows // block), batch),
@@ -72,7 +72,7 @@ def compact(
             "v_out": whole(jax.ShapeDtypeStruct((batch, rows, dim), v.dtype)),
             "pos": whole(jax.ShapeDtypeStruct((batch, rows), jnp.int32)),
         },
-        launch=Launch(warps=4, stages=1),
+        launch=LaunchParameters(warps=4, stages=1),
         interpret=interpret,
     )
     return found["k_out"], found["v_out"], found["pos"]

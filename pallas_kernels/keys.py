@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels._compat import HALF_OFFSET, dot, load, take_rows
-from pallas_kernels.blocks import Blocks, ByteBlocks, NibbleBlocks, Parts
-from pallas_kernels.codes import Coded, Nibbles
+from pallas_kernels._compat import HALF_OFFSET, load, load_masked_rows, multiply_matrices
+from pallas_kernels.blocks import Int4PoolRowAccess, Int8PoolRowAccess, Parts, PoolRowAccess
+from pallas_kernels.codes import Int4Pool, Int8Pool
 
 
-class Reader:
-    """Base class of a decode kernel's readers of keys and of values: one sequence's refs, head dim, model dtype.
+class PoolReader:
+    """Base class of readers of one sequence's keys or values in a pool, inside a decode kernel.
 
     Attributes:
         name: name of the keys or values among the kernel's refs.
@@ -25,7 +25,7 @@ class Reader:
     """
 
     name: str
-    kind: type[Blocks] = Blocks
+    kind: type[PoolRowAccess] = PoolRowAccess
 
     def __init__(self, refs: Any, sequence: Any, dim: int, dtype: Any, interpret: bool) -> None:
         self.dim, self.dtype, self.interpret = dim, dtype, interpret
@@ -33,15 +33,15 @@ class Reader:
         self.columns = self.blocks.columns
 
 
-class PlainKeys(Reader):
-    """Reader of one sequence's keys in the model's dtype, in a decode kernel: logits, and new entries."""
+class KeyReader(PoolReader):
+    """Reader of one sequence's keys in the model's dtype: computes logits and writes new keys, in a decode kernel."""
 
     name = "k"
 
-    def take_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> Parts:
-        """Load rows of queries from a ref, in the parts of a key; rows where mask `real` is False are 0."""
+    def load_queries(self, ref: Any, rows: jax.Array, real: jax.Array) -> Parts:
+        """Load query rows from a ref, split in columns as keys are stored; rows where `real` is False are 0."""
         if len(self.columns) == 1:
-            return (take_rows(ref, rows, real, self.dim),)
+            return (load_masked_rows(ref, rows, real, self.dim),)
         return tuple(
             load(
                 ref.at[rows[:, None], column[None, :]],
@@ -51,44 +51,50 @@ class PlainKeys(Reader):
             for column, exists in self.columns
         )
 
-    def queries(self, parts: Parts) -> Any:
-        """Return queries `[n, columns]`, one array per part, in the form that `logits` accepts."""
+    def prepare_queries(self, parts: Parts) -> Any:
+        """Convert queries `[n, columns]`, one array per part of a key, to operands of `compute_attention_logits`."""
         return parts[0].astype(self.dtype)
 
-    def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
-        """Return logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside the mask `inside` are 0."""
-        return dot(queries, self.blocks.rows(at, inside), transpose_b=True) * scale
+    def compute_attention_logits(
+        self, queries: Any, at: jax.Array, inside: jax.Array, scale: float
+    ) -> jax.Array:
+        """Return scaled logits `f32[n, rows]` of queries and keys in pool rows `at`; 0 outside the mask `inside`."""
+        return (
+            multiply_matrices(queries, self.blocks.load_rows(at, inside), transpose_b=True) * scale
+        )
 
-    def put_new(self, at: Any, parts: Parts, writes: jax.Array) -> Parts:
-        """Write a new key to row `at` of the pool if `writes`; return its parts as stored, in float32."""
-        stored, scale = self.blocks.put(at, parts, writes)
+    def write_new_key(self, at: Any, parts: Parts, writes: jax.Array) -> Parts:
+        """Write a new key to pool row `at` if `writes`; return its parts as later steps read it, float32."""
+        stored, scale = self.blocks.write_entry(at, parts, writes)
         return stored if scale is None else tuple(each * scale for each in stored)
 
 
-class CodedKeys(PlainKeys):
-    """Reader of one sequence's int8 keys, a float16 scale per row, in a decode kernel: logits, new entries.
+class Int8KeyReader(KeyReader):
+    """Reader of one sequence's int8 keys: computes logits and writes new keys, in a decode kernel.
 
     Two codes of a row are loaded as a 16-bit word. Products are in float16, whose mantissa holds a code exactly on top
     of an offset. The offset adds `HALF_OFFSET` times the sum of the query's elements, which is subtracted. Queries of a
     float32 model are split into a high and a low float16.
     """
 
-    kind = ByteBlocks
+    kind = Int8PoolRowAccess
 
-    def queries(self, parts: Parts) -> Any:
-        """Return queries as float16 below 2, their unit, and the contribution of the offset to each logit."""
-        scaled, unit = of_units(parts)
-        both = tuple(split_halves(each, self.dtype) for each in scaled)
+    def prepare_queries(self, parts: Parts) -> Any:
+        """Return queries as float16 below 2, the power of two of each, and what the codes' offset adds to logits."""
+        scaled, unit = divide_by_power_of_two(parts)
+        both = tuple(split_into_float16(each, self.dtype) for each in scaled)
         sums = (half.astype(jnp.float32).sum(axis=1) for each in both for half in each)
         return both, unit, reduce(jnp.add, sums) * HALF_OFFSET
 
-    def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
-        """Return logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside the mask `inside` are 0."""
+    def compute_attention_logits(
+        self, queries: Any, at: jax.Array, inside: jax.Array, scale: float
+    ) -> jax.Array:
+        """Return scaled logits `f32[n, rows]` of queries and int8 keys, rows `at`; 0 outside the mask `inside`."""
         both, unit, added = queries
-        factor = self.blocks.scales(at, inside)
-        keys = self.blocks.halves(at, inside)
+        factor = self.blocks.load_scales(at, inside)
+        keys = self.blocks.load_codes(at, inside)
         products = (
-            dot(half, key, transpose_b=True)
+            multiply_matrices(half, key, transpose_b=True)
             for each, key in zip(both, keys, strict=True)
             for half in each
         )
@@ -97,28 +103,31 @@ class CodedKeys(PlainKeys):
         )
 
 
-class NibbleKeys(PlainKeys):
-    """Reader of one sequence's 4-bit keys (scale and minimum per group of 32) in a decode kernel."""
+class Int4KeyReader(KeyReader):
+    """Reader of one sequence's 4-bit keys: computes logits and writes new keys, in a decode kernel."""
 
-    kind = NibbleBlocks
+    kind = Int4PoolRowAccess
 
-    def queries(self, parts: Parts) -> Any:
-        """Return queries in the dtype of dequantised keys, scaled below 2, and their unit."""
-        scaled, unit = of_units(parts)
+    def prepare_queries(self, parts: Parts) -> Any:
+        """Return queries scaled below 2, in the dtype of dequantised keys, and the power of two of each."""
+        scaled, unit = divide_by_power_of_two(parts)
         return tuple(each.astype(self.blocks.decodes_to) for each in scaled), unit
 
-    def logits(self, queries: Any, at: jax.Array, inside: jax.Array, scale: float) -> jax.Array:
-        """Return logits `[n, rows]` of queries and the keys of pool rows `at`; keys outside the mask `inside` are 0."""
+    def compute_attention_logits(
+        self, queries: Any, at: jax.Array, inside: jax.Array, scale: float
+    ) -> jax.Array:
+        """Return scaled logits `f32[n, rows]` of queries and 4-bit keys, rows `at`; 0 outside the mask `inside`."""
         parts, unit = queries
-        keys = self.blocks.decoded(at, inside)
+        keys = self.blocks.dequantise_rows(at, inside)
         products = (
-            dot(query, key, transpose_b=True) for query, key in zip(parts, keys, strict=True)
+            multiply_matrices(query, key, transpose_b=True)
+            for query, key in zip(parts, keys, strict=True)
         )
         return reduce(jnp.add, products) * (unit * scale)[:, None]
 
 
-def of_units(parts: Parts) -> tuple[Parts, jax.Array]:
-    """Return queries divided by their unit, float32 below 2, and the unit `f32[n]` of each: a power of two.
+def divide_by_power_of_two(parts: Parts) -> tuple[Parts, jax.Array]:
+    """Divide each query by the power of two of its largest magnitude; return float32 below 2, and powers `f32[n]`.
 
     The unit is the exponent of a query's largest magnitude. The division is exact, except for underflow.
     """
@@ -132,8 +141,8 @@ def of_units(parts: Parts) -> tuple[Parts, jax.Array]:
     return tuple(each * inverse[:, None] for each in wide), unit
 
 
-def split_halves(x: jax.Array, dtype: Any) -> Parts:
-    """Return numbers below 2 as float16; for a float32 model's `dtype` as a high and a low float16 that sum to them."""
+def split_into_float16(x: jax.Array, dtype: Any) -> Parts:
+    """Return numbers below 2 as float16; for float32 models as two float16, high and low, whose sum they are."""
     first = x.astype(jnp.float16)
     return (
         (first, (x - first.astype(jnp.float32)).astype(jnp.float16))
@@ -142,4 +151,4 @@ def split_halves(x: jax.Array, dtype: Any) -> Parts:
     )
 
 
-KEYS: dict[type, type[PlainKeys]] = {Coded: CodedKeys, Nibbles: NibbleKeys}
+KEYS: dict[type, type[KeyReader]] = {Int8Pool: Int8KeyReader, Int4Pool: Int4KeyReader}

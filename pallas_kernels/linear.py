@@ -13,15 +13,15 @@ from jax import lax
 
 from pallas_kernels._compat import (
     BlockSpec,
-    add_products_4,
-    add_products_8,
-    call,
+    call_triton_kernel,
     load,
+    multiply_add_int4,
+    multiply_add_int8,
     program_id,
     store,
 )
-from pallas_kernels.rows import whole
-from pallas_kernels.tiles import LinearTiles, cores
+from pallas_kernels.rows import make_whole_operand
+from pallas_kernels.tiles import LinearTiles, count_multiprocessors
 
 # Bytes of codes that a thread loads in one step; the number of elements of a group of 4-bit codes in them.
 _PIECE, _GROUP = 16, 32
@@ -40,7 +40,7 @@ def multiply_codes(
     tiles: LinearTiles | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Multiply M vectors by a weight in 8 or 4 bits, in float32; return n split-K parts `[n, M, O]` to be summed.
+    """Multiply M vectors by a weight of 8-bit or 4-bit codes; return float32 split-K parts `[n, M, O]` to be summed.
 
     Args:
         x: `[M, E]` float; E is a multiple of 16 (8 bits) or 32 (4 bits), M is small: each product is a sum in
@@ -60,7 +60,7 @@ def multiply_codes(
     tiles = tiles or LinearTiles()
     tile, at_once = tiles.outputs, tiles.pieces
     pieces, each = row_bytes // _PIECE, _GROUP if narrow else _PIECE
-    parts = _parts(-(-outputs // tile), pieces, at_once)
+    parts = _choose_split_k(-(-outputs // tile), pieces, at_once)
     steps = -(-pieces // (parts * at_once))
     full = pieces == parts * steps * at_once and outputs % tile == 0
 
@@ -86,12 +86,12 @@ def multiply_codes(
                 if inside is None
                 else jnp.broadcast_to(inside[:, :, None], (tile, at_once, _PIECE))
             )
-            return _loaded(at, mask)
+            return _load_masked(at, mask)
 
         def elements(vector, piece, first):
             at = (piece * each + first)[:, None] + byte[None, :]
             mask = None if full else at < width
-            return _loaded(refs.x.at[vector, at], mask).astype(jnp.float32)
+            return _load_masked(refs.x.at[vector, at], mask).astype(jnp.float32)
 
         def step(index, carry):
             (held, *ahead), sums = carry
@@ -102,19 +102,19 @@ def multiply_codes(
             if not narrow:
                 given = [of(elements(m, piece, 0)[None]) for m in range(vectors)]
                 return ahead, [
-                    add_products_8(total, held, x, interpret=interpret)
+                    multiply_add_int8(total, held, x, interpret=interpret)
                     for total, x in zip(sums, given, strict=True)
                 ]
             of_group = output[:, None], piece[None, :]
             factor, least = (
-                _loaded(ref.at[of_group], inside).astype(jnp.float32)
+                _load_masked(ref.at[of_group], inside).astype(jnp.float32)
                 for ref in (refs.scales, refs.leasts)
             )
             wide, sums = of((128 * factor)[:, :, None]), list(sums)
             for m in range(vectors):
                 low, high = elements(m, piece, 0), elements(m, piece, _PIECE)
                 rest = (low + high).sum(axis=1)[None] * (least - 128 * factor)
-                added = add_products_4(
+                added = multiply_add_int4(
                     sums[2 * m], held, of(low[None]), of(high[None]), wide, interpret=interpret
                 )
                 sums[2 * m], sums[2 * m + 1] = added, sums[2 * m + 1] + rest
@@ -126,7 +126,7 @@ def multiply_codes(
         first = tuple(taken(min(index, steps - 1)) for index in range(tiles.ahead))
         _, sums = lax.fori_loop(0, steps, step, (first, begun * vectors))
         inside = None if outputs % tile == 0 else output < outputs
-        factor = None if narrow else _loaded(refs.scale.at[output], inside)
+        factor = None if narrow else _load_masked(refs.scale.at[output], inside)
         for m in range(vectors):
             if factor is None:
                 out = (sums[2 * m].sum(axis=2) + sums[2 * m + 1]).sum(axis=1)
@@ -139,31 +139,34 @@ def multiply_codes(
 
     beside = {"scales": scales, "leasts": leasts} if narrow else {"scale": scale}
     shape = jax.ShapeDtypeStruct((parts, vectors, outputs), jnp.float32)
-    return call(
+    return call_triton_kernel(
         kernel,
         name="multiply_codes",
         grid=(-(-outputs // tile), parts),
-        inputs={name: whole(leaf) for name, leaf in {"x": x, "codes": codes, **beside}.items()},
+        inputs={
+            name: make_whole_operand(leaf)
+            for name, leaf in {"x": x, "codes": codes, **beside}.items()
+        },
         outputs={"out": (shape, BlockSpec((None, vectors, outputs), lambda o, p: (p, 0, 0)))},
         launch=tiles.launch,
         interpret=interpret,
     )["out"]
 
 
-def _parts(tiles, pieces, at_once):
-    """Number of split-K parts with which every multiprocessor has enough programs."""
+def _choose_split_k(tiles, pieces, at_once):
+    """Return the number of split-K parts, a power of two up to 8, that gives every multiprocessor enough programs."""
     parts = 1
     while (
         parts < _MOST_PARTS
-        and tiles * parts < cores() * _RESIDENT
+        and tiles * parts < count_multiprocessors() * _RESIDENT
         and pieces % (2 * parts * at_once) == 0
     ):
         parts *= 2
     return parts
 
 
-def _loaded(at, mask):
-    """Load an array of the elements at `at`, with 0 where `mask` is False; all of them for None."""
+def _load_masked(at, mask):
+    """Load the elements of a ref slice `at`, 0 where `mask` is False; all of them if it is None."""
     if mask is None:
         return load(at)
     return load(at, mask=mask, other=0 if jnp.issubdtype(at.ref.dtype, jnp.integer) else 0.0)

@@ -1,4 +1,4 @@
-"""Second kernels of decode attention: `merge` of chunks into segments, and `add_mass` of logits to scores."""
+"""Second kernels of decode attention: `combine_chunk_outputs`, `add_attention_to_scores`."""
 
 import dataclasses
 import math
@@ -10,29 +10,37 @@ from jax import lax
 from pallas_kernels._compat import (
     MASKED,
     BlockSpec,
-    call,
+    call_triton_kernel,
     load,
-    pad_dim,
     program_id,
+    round_up_head_dim,
     store,
     when,
 )
-from pallas_kernels.chunks import Chunks
-from pallas_kernels.rows import How, Logits, by_segment, chunk_of, layer_of, of_chunks, whole
+from pallas_kernels.chunks import WorkTable
+from pallas_kernels.rows import (
+    DecodeKernelOptions,
+    LogitsLayout,
+    get_chunk_refs,
+    make_layer_operand,
+    make_segment_operand,
+    make_table_operands,
+    make_whole_operand,
+)
 
 
-def merge(
+def combine_chunk_outputs(
     parts: jax.Array,
     part_lse: jax.Array,
-    chunks: Chunks,
+    chunks: WorkTable,
     layer: int,
     sink_logits: jax.Array | None = None,
     *,
     dtype: jnp.dtype,
-    how: How,
+    how: DecodeKernelOptions,
     sequences: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Merge the partial attention of each segment's chunks into the segment's output and log-sum-exp.
+    """Combine the attention outputs of each segment's chunks, by log-sum-exp; return outputs and log-sum-exps.
 
     Blocks of a program (s, r): part [W*R, D] and lse [W*R], complete; the layer, a scalar; first and count of all
     layers' segments [L, B*K], complete, and the sink logits [K*R]; out: out [R, D] and lse [R] of segment s, of which
@@ -67,7 +75,7 @@ def merge(
         begin, number = load(refs.first.at[mine]), load(refs.count.at[mine])
         # The loop bound depends on both loads, so that the first is not issued after the loop begins.
         number = jnp.where(begin < 0, 0, number)
-        column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
+        column = jnp.arange(round_up_head_dim(dim), dtype=jnp.int32)
         real = column < dim
 
         def step(index, carry):
@@ -76,8 +84,8 @@ def merge(
             inside = which < number
             at = (begin + which) * rows + query
             lse = load(refs.part_lse.at[at], mask=inside, other=MASKED)
-            mask = jnp.broadcast_to(inside[:, None], (many, pad_dim(dim)))
-            if pad_dim(dim) != dim:
+            mask = jnp.broadcast_to(inside[:, None], (many, round_up_head_dim(dim)))
+            if round_up_head_dim(dim) != dim:
                 mask = mask & jnp.broadcast_to(real[None, :], mask.shape)
             part = load(refs.parts.at[at[:, None], column[None, :]], mask=mask, other=0.0)
             new_top = jnp.maximum(top, lse.max())
@@ -94,7 +102,7 @@ def merge(
         if sink_logits is not None:
             top = load(refs.sinks.at[program_id(0) % heads * rows + query]) * math.log2(math.e)
             total = jnp.float32(1.0)
-        carry = (top, total, jnp.zeros((pad_dim(dim),), jnp.float32))
+        carry = (top, total, jnp.zeros((round_up_head_dim(dim),), jnp.float32))
         top, total, acc = lax.fori_loop(0, (number + many - 1) // many, step, carry)
         empty = total == 0
         total = jnp.where(empty, 1.0, total)
@@ -107,15 +115,15 @@ def merge(
         return jax.ShapeDtypeStruct((sequences * heads, *shape), dtype), block
 
     inputs = {
-        "parts": whole(parts.reshape(width * rows, dim)),
-        "part_lse": whole(part_lse.reshape(width * rows)),
-        "layer": layer_of(layer),
-        "first": by_segment(chunks.first),
-        "count": by_segment(chunks.count),
+        "parts": make_whole_operand(parts.reshape(width * rows, dim)),
+        "part_lse": make_whole_operand(part_lse.reshape(width * rows)),
+        "layer": make_layer_operand(layer),
+        "first": make_segment_operand(chunks.first),
+        "count": make_segment_operand(chunks.count),
     }
     if sink_logits is not None:
-        inputs["sinks"] = whole(sink_logits.astype(jnp.float32).reshape(-1))
-    found = call(
+        inputs["sinks"] = make_whole_operand(sink_logits.astype(jnp.float32).reshape(-1))
+    found = call_triton_kernel(
         kernel,
         name="ragged_decode_merge",
         grid=(segments, rows),
@@ -130,20 +138,20 @@ def merge(
     return found["out"].reshape(-1, heads, rows, dim), found["lse"].reshape(batch, heads, rows)
 
 
-def add_mass(
+def add_attention_to_scores(
     kept: jax.Array,
-    logits: Logits,
+    logits: LogitsLayout,
     lse: jax.Array,
-    chunks: Chunks,
+    chunks: WorkTable,
     layer: int,
     out: jax.Array,
     score: jax.Array,
     counts: jax.Array | None,
     begin: jax.Array | None,
     *,
-    how: How,
+    how: DecodeKernelOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add each entry's softmax weight, mean over queries, to its score; return the unchanged output and the scores.
+    """Add each entry's softmax weight, mean over queries, to its score; return unchanged outputs and the scores.
 
     Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],
     complete; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not read; out again, and score, of
@@ -171,7 +179,7 @@ def add_mass(
     block = max(16, min(256, how.tiles.merge_launch.warps * 1024 // padded))
 
     def kernel(refs):
-        segment, row, here, last = (load(each) for each in chunk_of(refs))
+        segment, row, here, last = (load(each) for each in get_chunk_refs(refs))
         end = here if begin is None else here + last
 
         @when((end > 0) & (segment >= 0) & (row >= 0))
@@ -183,7 +191,7 @@ def add_mass(
             query = jnp.arange(padded, dtype=jnp.int32)
             real = query < rows
             total = load(refs.lse.at[segment, query], mask=real, other=0.0) * math.log2(math.e)
-            cell = logits.cell(refs, segment, row)
+            cell = logits.locate_logit_cell(refs, segment, row)
 
             def step(index, carry):
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
@@ -205,23 +213,23 @@ def add_mass(
             lax.fori_loop(0, (counted + block - 1) // block, step, jnp.int32(0))
 
     inputs = {
-        "logits": whole(kept),
-        "lse": whole(lse.reshape(segments, rows)),
-        **of_chunks(chunks, layer),
+        "logits": make_whole_operand(kept),
+        "lse": make_whole_operand(lse.reshape(segments, rows)),
+        **make_table_operands(chunks, layer),
     }
     if counts is not None:
-        inputs["counts"] = whole(counts)
+        inputs["counts"] = make_whole_operand(counts)
     if begin is not None:
-        inputs["begin"] = whole(begin.reshape(segments))
+        inputs["begin"] = make_whole_operand(begin.reshape(segments))
     if logits.widest is not None:
-        inputs["start"] = by_segment(logits.start)
+        inputs["start"] = make_segment_operand(logits.start)
     out_shape, score_shape = (jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (out, score))
-    found = call(
+    found = call_triton_kernel(
         kernel,
         name="ragged_mass",
         grid=(chunks.segment.shape[1],),
-        inputs=inputs | {"handed": whole(out), "old": whole(score)},
-        outputs={"out": whole(out_shape), "score": whole(score_shape)},
+        inputs=inputs | {"handed": make_whole_operand(out), "old": make_whole_operand(score)},
+        outputs={"out": make_whole_operand(out_shape), "score": make_whole_operand(score_shape)},
         launch=how.tiles.merge_launch,
         interpret=how.interpret,
         aliases={"handed": "out", "old": "score"},

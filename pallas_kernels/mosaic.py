@@ -37,8 +37,8 @@ class HopperTiles:
     stages: int = 2
 
 
-def unsupported_cuda() -> str | None:
-    """Return the version of the installed CUDA if its compiler miscompiles the kernel, else None."""
+def find_unsupported_cuda() -> str | None:
+    """Return the installed CUDA's version, such as "12.8", if its compiler miscompiles `flash`; else None."""
     version = mosaic.cuda_version()
     # The same bound as in JAX's own causal attention in Mosaic GPU.
     if version is None or not 12080 <= version < 12091:
@@ -57,7 +57,7 @@ def flash(
     tiles: HopperTiles | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute causal attention of T consecutive queries per sequence, on Hopper, 16-bit; return output and lse.
+    """Compute causal attention of T queries per sequence on Hopper, in 16 bits; return output and log-sum-exp.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; bfloat16 or float16, D 64 or 128.
@@ -83,17 +83,17 @@ def flash(
         )
     if dim not in DIMS:
         raise ValueError(f"head dim is {dim}: use 64 or 128 with Mosaic's flash")
-    if not interpret and (version := unsupported_cuda()):
+    if not interpret and (version := find_unsupported_cuda()):
         raise ValueError(f"CUDA is {version}, whose ptxas miscompiles Mosaic's masks: use 13")
     tiles = tiles or HopperTiles(stages=2 if dim == 128 else 4)
     rows = tiles.queries * _COMPUTE
     # Copies must be inside their arrays. Buckets are multiples of the tiles, so only short prompts are padded.
-    q = _padded(q.reshape(batch, heads * group, queries, dim), rows)
-    k, v = _padded(k, tiles.keys), _padded(v, tiles.keys)
+    q = _pad_rows(q.reshape(batch, heads * group, queries, dim), rows)
+    k, v = _pad_rows(k, tiles.keys), _pad_rows(v, tiles.keys)
     stage = (tiles.stages, tiles.keys, dim)
     free = mosaic.Barrier(num_arrivals=_COMPUTE, num_barriers=tiles.stages)
     ready = mosaic.Barrier(num_barriers=tiles.stages)
-    out, lse = mosaic.call(
+    out, lse = mosaic.call_mosaic_kernel(
         partial(_program, queries=queries, group=group, tiles=tiles, interpret=interpret),
         q,
         k,
@@ -108,10 +108,10 @@ def flash(
             jax.ShapeDtypeStruct(q.shape[:3], jnp.float32),
         ],
         scratch=(
-            mosaic.shared((_COMPUTE, tiles.queries, dim), q.dtype, tiled=True),
-            mosaic.shared(stage, q.dtype, tiled=True),
-            mosaic.shared(stage, q.dtype, tiled=True),
-            mosaic.shared((_COMPUTE, tiles.queries), jnp.float32),
+            mosaic.make_shared_memory_spec((_COMPUTE, tiles.queries, dim), q.dtype, tiled=True),
+            mosaic.make_shared_memory_spec(stage, q.dtype, tiled=True),
+            mosaic.make_shared_memory_spec(stage, q.dtype, tiled=True),
+            mosaic.make_shared_memory_spec((_COMPUTE, tiles.queries), jnp.float32),
             mosaic.Barrier(num_barriers=_COMPUTE),
             ready,
             ready,
@@ -126,7 +126,7 @@ def flash(
     return out[:, :, :queries].reshape(*shape, dim), lse[:, :, :queries].reshape(shape)
 
 
-def _padded(array: jax.Array, multiple: int) -> jax.Array:
+def _pad_rows(array: jax.Array, multiple: int) -> jax.Array:
     """Pad an array `[B, H, n, D]` with zeros until n is a multiple of `multiple`."""
     more = -array.shape[2] % multiple
     return jnp.pad(array, ((0, 0), (0, 0), (0, more), (0, 0))) if more else array
@@ -167,7 +167,9 @@ def _program(
         at = (batch, head, mosaic.ds(row + me * tiles.queries, tiles.queries))
         first = begin + row + me * tiles.queries
         refs = (q_ref.at[at], out_ref.at[at], lse_ref.at[at])
-        _compute(refs, memory, me, first, tokens, steps, tiles=tiles, interpret=interpret)
+        _attend_in_warpgroup(
+            refs, memory, me, first, tokens, steps, tiles=tiles, interpret=interpret
+        )
 
     @mosaic.when(me == _COMPUTE)
     def _():
@@ -195,8 +197,8 @@ def _program(
         lax.fori_loop(jnp.maximum(steps - tiles.stages, 0), steps, drain, None)
 
 
-def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
-    """Compute the attention of one warpgroup's queries over `steps` blocks of keys; write output and lse."""
+def _attend_in_warpgroup(refs, memory, me, first, tokens, steps, *, tiles, interpret):
+    """Compute the attention of one warpgroup's queries over `steps` blocks of keys; write output and log-sum-exp."""
     q_ref, out_ref, lse_ref = refs
     q_smem, k_smem, v_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, turns = memory
     q_smem, lse_smem = q_smem.at[me], lse_smem.at[me]
@@ -204,8 +206,8 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
     kind = q_smem.dtype
     # exp(x) is 2 ** (x log2 e): one multiplication scales logits and changes the base.
     base = _LOG2E / math.sqrt(dim)
-    registers = partial(mosaic.tile, interpret=interpret)
-    numbers = partial(mosaic.count, interpret=interpret)
+    registers = partial(mosaic.cast_to_wgmma_layout, interpret=interpret)
+    numbers = partial(mosaic.make_tile_indices, interpret=interpret)
 
     def pass_on():
         mosaic.barrier_arrive(turns)
@@ -220,7 +222,7 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
     def step(index, carry, *, masked):
         acc, top, total = carry
         slot = lax.rem(index, tiles.stages)
-        s = mosaic.product(
+        s = mosaic.multiply_on_tensor_cores(
             q_smem, k_smem.at[slot], transposed=True, meanwhile=pass_on, interpret=interpret
         )
         mosaic.barrier_arrive(k_free.at[slot])
@@ -229,9 +231,9 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
             seen = numbers(s.shape, 1) + index * tiles.keys <= numbers(s.shape, 0) + first
             s = jnp.where(seen, s, MASKED)
         new_top = jnp.maximum(top, s.max(axis=1) * base)
-        weights = jnp.exp2(s * base - mosaic.by_row(new_top, s))
+        weights = jnp.exp2(s * base - mosaic.broadcast_over_columns(new_top, s))
         shrink = jnp.exp2(top - new_top)
-        acc = acc * mosaic.by_row(shrink, acc)
+        acc = acc * mosaic.broadcast_over_columns(shrink, acc)
         total = total * shrink + weights.sum(axis=1)
         acc, total, top, weights = lax.optimization_barrier(
             (acc, total, new_top, weights.astype(kind))
@@ -244,7 +246,7 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
             after = lax.rem(index + 1, tiles.stages)
             mosaic.when(index + 1 < steps)(lambda: mosaic.barrier_wait(k_ready.at[after]))
 
-        acc = mosaic.product(
+        acc = mosaic.multiply_on_tensor_cores(
             weights, v_smem.at[slot], start=acc, meanwhile=next_keys, interpret=interpret
         )
         mosaic.barrier_arrive(v_free.at[slot])
@@ -266,10 +268,10 @@ def _compute(refs, memory, me, first, tokens, steps, *, tiles, interpret):
 
     real = counts(numbers((count,), 0) + first)
     total = jnp.where(real, total, 1.0)
-    out = acc * mosaic.by_row(1.0 / total, acc)
+    out = acc * mosaic.broadcast_over_columns(1.0 / total, acc)
     q_smem[...] = jnp.where(counts(numbers(acc.shape, 0) + first), out, 0.0).astype(kind)
     lse_smem[...] = jnp.where(real, top / _LOG2E + jnp.log(total), -jnp.inf)
     mosaic.commit()
     mosaic.copy_out(q_smem, out_ref)
     mosaic.copy_out(lse_smem, lse_ref)
-    mosaic.finish()
+    mosaic.wait_for_stores()

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._compat import BlockSpec, Launch, call, load, store
+from pallas_kernels._compat import BlockSpec, LaunchParameters, call_triton_kernel, load, store
 
 
 @partial(jax.jit, static_argnames=("eps", "dtype", "interpret"))
@@ -19,7 +19,7 @@ def add_norm(
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add split-K parts of a product to hidden states; return the sum and its RMS norm (arXiv:1910.07467).
+    """Add a product's split-K parts to the residual stream; return the sum and its RMS norm (arXiv:1910.07467).
 
     Args:
         x: `[..., E]` float.
@@ -56,7 +56,7 @@ def add_norm(
 
     row, whole = BlockSpec((None, width), lambda r: (r, 0)), BlockSpec((width,), lambda r: (0,))
     of_parts = BlockSpec((parts, None, width), lambda r: (0, r, 0))
-    found = call(
+    found = call_triton_kernel(
         kernel,
         name="add_norm",
         grid=(rows,),
@@ -70,7 +70,7 @@ def add_norm(
             "norm": (jax.ShapeDtypeStruct((rows, width), scale.dtype), row),
         },
         # About sixteen columns per thread.
-        launch=Launch(warps=min(16, max(4, padded // 512)), stages=1),
+        launch=LaunchParameters(warps=min(16, max(4, padded // 512)), stages=1),
         interpret=interpret,
     )
     return found["sum"].reshape(x.shape), found["norm"].reshape(x.shape)

@@ -9,21 +9,21 @@ from jax import lax
 from pallas_kernels._compat import (
     LOG2E,
     MASKED,
-    by_head,
-    by_query_head,
-    by_sequence,
-    call,
-    capped,
-    dot,
-    exp2_of,
+    apply_softcap,
+    call_triton_kernel,
+    compute_scaled_exp2,
     load,
-    pad_dim,
+    load_masked_rows,
+    make_head_operand,
+    make_query_head_operand,
+    make_sequence_operand,
+    multiply_matrices,
     program_id,
-    put_rows,
+    round_up_head_dim,
     store,
-    take_rows,
+    store_masked_rows,
 )
-from pallas_kernels.tiles import PrefillTiles, prefill_tiles
+from pallas_kernels.tiles import PrefillTiles, choose_prefill_tiles
 
 
 @partial(jax.jit, static_argnames=("tiles", "softcap", "window", "interpret"))
@@ -59,9 +59,9 @@ def flash(
     """
     batch, heads, group, queries, dim = q.shape
     slots = k.shape[2]
-    tiles = tiles or prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
+    tiles = tiles or choose_prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
     block_q, block_k = tiles.queries, tiles.keys
-    scale, exp2 = LOG2E / dim**0.5, partial(exp2_of, interpret=interpret)
+    scale, exp2 = LOG2E / dim**0.5, partial(compute_scaled_exp2, interpret=interpret)
     # Softcap of the products before scaling.
     cap = None if softcap is None else softcap * dim**0.5
 
@@ -74,13 +74,15 @@ def flash(
         row = index * block_q + jnp.arange(block_q, dtype=jnp.int32)
         mine = row < queries
         position = begin + row
-        rows = take_rows(refs.q, row, mine, dim)
+        rows = load_masked_rows(refs.q, row, mine, dim)
 
         def step(block, carry, *, masked):
             top, total, acc = carry
             key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
-            keys = take_rows(refs.k, key, key < slots if masked else None, dim)
-            s = capped(dot(rows, keys, transpose_b=True), cap, interpret=interpret)
+            keys = load_masked_rows(refs.k, key, key < slots if masked else None, dim)
+            s = apply_softcap(
+                multiply_matrices(rows, keys, transpose_b=True), cap, interpret=interpret
+            )
             if masked:
                 seen = (key[None, :] <= position[:, None]) & (key < tokens)[None, :]
                 if window is not None:
@@ -93,14 +95,14 @@ def flash(
                 anchor = jnp.where(new_top > MASKED, new_top, 0.0)
             weights = exp2(s, scale, -(anchor * scale)[:, None])
             shrink = exp2(top, scale, -anchor * scale)
-            values = take_rows(refs.v, key, key < slots if masked else None, dim)
-            acc = acc * shrink[:, None] + dot(weights.astype(values.dtype), values)
+            values = load_masked_rows(refs.v, key, key < slots if masked else None, dim)
+            acc = acc * shrink[:, None] + multiply_matrices(weights.astype(values.dtype), values)
             return new_top, total * shrink + weights.sum(axis=1), acc
 
         carry = (
             jnp.full((block_q,), MASKED, jnp.float32),
             jnp.zeros((block_q,), jnp.float32),
-            jnp.zeros((block_q, pad_dim(dim)), jnp.float32),
+            jnp.zeros((block_q, round_up_head_dim(dim)), jnp.float32),
         )
         first_query = begin + index * block_q
         end = jnp.minimum(jnp.minimum(first_query + block_q, tokens), slots)
@@ -120,27 +122,29 @@ def flash(
         )
         empty = (position < 0) | (position >= tokens)
         total = jnp.where(empty, 1.0, total)
-        put_rows(refs.out, row, mine, dim, jnp.where(empty[:, None], 0.0, acc / total[:, None]))
+        store_masked_rows(
+            refs.out, row, mine, dim, jnp.where(empty[:, None], 0.0, acc / total[:, None])
+        )
         store(
             refs.lse.at[row],
             jnp.where(empty, -jnp.inf, (top * scale + jnp.log2(total)) / LOG2E),
             mask=mine,
         )
 
-    found = call(
+    found = call_triton_kernel(
         kernel,
         name="flash_prefill",
         grid=(-(-queries // block_q), heads * group, batch),
         inputs={
-            "q": by_query_head(q, group),
-            "k": by_head(k, group),
-            "v": by_head(v, group),
-            "first": by_sequence(first),
-            "length": by_sequence(length),
+            "q": make_query_head_operand(q, group),
+            "k": make_head_operand(k, group),
+            "v": make_head_operand(v, group),
+            "first": make_sequence_operand(first),
+            "length": make_sequence_operand(length),
         },
         outputs={
-            "out": by_query_head(jax.ShapeDtypeStruct(q.shape, q.dtype), group),
-            "lse": by_query_head(jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32), group),
+            "out": make_query_head_operand(jax.ShapeDtypeStruct(q.shape, q.dtype), group),
+            "lse": make_query_head_operand(jax.ShapeDtypeStruct(q.shape[:-1], jnp.float32), group),
         },
         launch=tiles.launch,
         interpret=interpret,
@@ -149,7 +153,7 @@ def flash(
 
 
 @partial(jax.jit, static_argnames=("per_query_head", "tiles", "softcap", "interpret"))
-def column_sums(
+def sum_attention_per_key(
     q: jax.Array,
     k: jax.Array,
     lse: jax.Array,
@@ -161,9 +165,9 @@ def column_sums(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Sum the attention that each key receives over queries of known log-sum-exp; mean over query heads by default.
+    """Sum the attention each key receives from queries of known log-sum-exp; mean over query heads, or per head.
 
-    With all queries of a prompt this is H2O's score; for a few queries `window_sums` is faster.
+    With all queries of a prompt this is H2O's score; for a few queries `sum_window_attention` is faster.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T; negative positions are padding.
@@ -181,9 +185,9 @@ def column_sums(
     """
     batch, heads, group, queries, dim = q.shape
     slots = k.shape[2]
-    tiles = tiles or prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
+    tiles = tiles or choose_prefill_tiles(dim=dim, itemsize=k.dtype.itemsize)
     block_k = tiles.keys
-    block_q = min(tiles.queries, pad_dim(queries))
+    block_q = min(tiles.queries, round_up_head_dim(queries))
     scale = LOG2E / dim**0.5
     cap = None if softcap is None else softcap * dim**0.5
 
@@ -194,23 +198,27 @@ def column_sums(
         at = program_id(0) * block_k
         key = at + jnp.arange(block_k, dtype=jnp.int32)
         mine = key < slots
-        keys = take_rows(refs.k, key, mine, dim)
+        keys = load_masked_rows(refs.k, key, mine, dim)
 
         def step(index, acc, *, masked):
             row = index * block_q + jnp.arange(block_q, dtype=jnp.int32)
             position = begin + row
             counts = (row < queries) & (position >= 0) & (position < tokens)
-            rows = take_rows(refs.q, row, counts if masked else None, dim)
+            rows = load_masked_rows(refs.q, row, counts if masked else None, dim)
             shift = (
                 load(refs.shift.at[row], mask=counts, other=0.0)
                 if masked
                 else load(refs.shift.at[row])
             )
             # Keys are rows and queries columns, so that a key's sum is in the threads that hold its row.
-            s = capped(dot(keys, rows, transpose_b=True), cap, interpret=interpret)
+            s = apply_softcap(
+                multiply_matrices(keys, rows, transpose_b=True), cap, interpret=interpret
+            )
             if masked:
                 s = jnp.where((key[:, None] <= position[None, :]) & counts[None, :], s, MASKED)
-            return acc + exp2_of(s, scale, shift[None, :], interpret=interpret).sum(axis=1)
+            return acc + compute_scaled_exp2(s, scale, shift[None, :], interpret=interpret).sum(
+                axis=1
+            )
 
         # Queries before these keys do not see them; blocks of real queries after all of them need no mask.
         last = jnp.minimum(tokens - begin, queries)
@@ -227,18 +235,18 @@ def column_sums(
         store(refs.out.at[key], jnp.where(key < tokens, acc, 0.0), mask=mine)
 
     shape = jax.ShapeDtypeStruct((batch, heads, group, slots), jnp.float32)
-    out = call(
+    out = call_triton_kernel(
         kernel,
         name="column_sums",
         grid=(-(-slots // block_k), heads * group, batch),
         inputs={
-            "q": by_query_head(q, group),
-            "k": by_head(k, group),
-            "shift": by_query_head(-lse * LOG2E, group),
-            "first": by_sequence(first),
-            "length": by_sequence(length),
+            "q": make_query_head_operand(q, group),
+            "k": make_head_operand(k, group),
+            "shift": make_query_head_operand(-lse * LOG2E, group),
+            "first": make_sequence_operand(first),
+            "length": make_sequence_operand(length),
         },
-        outputs={"out": by_query_head(shape, group)},
+        outputs={"out": make_query_head_operand(shape, group)},
         launch=tiles.scores_launch,
         interpret=interpret,
     )["out"]

@@ -1,6 +1,6 @@
 """Eviction in place: the newest entry of a segment overwrites the evicted one in all pool leaves, in one pass.
 
-`replace_rows` accepts the evicted row; `evict_rows` also finds it, without writing ranks to memory.
+`overwrite_evicted_rows` accepts the evicted row; `evict_lowest_entries` also finds it, without writing ranks to memory.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels._compat import BlockSpec, Launch, call, load, pad_dim, store, when
+from pallas_kernels._compat import (
+    BlockSpec,
+    LaunchParameters,
+    call_triton_kernel,
+    load,
+    round_up_head_dim,
+    store,
+    when,
+)
 
 # Rows that a program ranks at a time.
 _BLOCK = 1024
@@ -19,7 +27,7 @@ _SCALAR = BlockSpec((None, None), lambda h, b: (b, h))
 
 
 @partial(jax.jit, static_argnames=("interpret",))
-def replace_rows(
+def overwrite_evicted_rows(
     k: jax.Array,
     v: jax.Array,
     pos: jax.Array,
@@ -30,7 +38,7 @@ def replace_rows(
     *,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Move the entry at `last` of each segment in mask `over` to row `place`, and clear row `last`; return the pool.
+    """Move the entry in row `last` to the evicted row `place`, in segments in mask `over`; return the pool.
 
     Args:
         k: `[B, P, D]` keys of the pool; written in place if donated, as all pool leaves.
@@ -51,18 +59,18 @@ def replace_rows(
     def kernel(refs):
         @when(refs.over[...] != 0)
         def _():
-            _move(refs, pools, refs.place[...], refs.last[...])
+            _move_row(refs, pools, refs.place[...], refs.last[...])
 
-    pools = _pools(k, v, pos, score)
+    pools = _collect_pool_arrays(k, v, pos, score)
     tables = {"place": place, "last": last, "over": over.astype(jnp.int32)}
-    found = call(
+    found = call_triton_kernel(
         kernel,
         name="replace_rows",
         grid=(place.shape[1], place.shape[0]),
         inputs={name: (each, _SCALAR) for name, each in tables.items()}
-        | {name: _whole(each) for name, each in pools.items()},
-        outputs=_written(pools),
-        launch=Launch(warps=1, stages=1),
+        | {name: _make_sequence_operand(each) for name, each in pools.items()},
+        outputs=_make_pool_outputs(pools),
+        launch=LaunchParameters(warps=1, stages=1),
         interpret=interpret,
         aliases={name: f"{name}_out" for name in pools},
     )
@@ -70,7 +78,7 @@ def replace_rows(
 
 
 @partial(jax.jit, static_argnames=("weigh", "interpret"))
-def evict_rows(
+def evict_lowest_entries(
     k: jax.Array,
     v: jax.Array,
     pos: jax.Array,
@@ -85,7 +93,7 @@ def evict_rows(
     weigh: Callable[..., tuple[jax.Array, jax.Array]],
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, jax.Array]:
-    """Replace the lowest-ranked entry of segments above their limit by the newest; return pool, 1 where evicted.
+    """Overwrite the lowest-ranked entry of segments above their limit by the newest; return pool, 1 where evicted.
 
     Args:
         k: `[B, P, D]` keys of the pool; written in place if donated, as all pool leaves.
@@ -144,48 +152,48 @@ def evict_rows(
 
         @when(moves)
         def _():
-            _move(refs, pools, place, first + rows - 1)
+            _move_row(refs, pools, place, first + rows - 1)
 
-    pools = _pools(k, v, pos, score)
+    pools = _collect_pool_arrays(k, v, pos, score)
     of_sequence = BlockSpec((None,), lambda h, b: (b,))
     tables = {"start": start, "length": length, "limit": limit, "recent": recent}
     inputs = {name: (each, _SCALAR) for name, each in tables.items()}
     inputs |= {name: (each, of_sequence) for name, each in (("seen", seen), ("prompt", prompt))}
-    found = call(
+    found = call_triton_kernel(
         kernel,
         name="evict_rows",
         grid=(start.shape[1], start.shape[0]),
-        inputs=inputs | {name: _whole(each) for name, each in pools.items()},
-        outputs=_written(pools)
+        inputs=inputs | {name: _make_sequence_operand(each) for name, each in pools.items()},
+        outputs=_make_pool_outputs(pools)
         | {"moved": (jax.ShapeDtypeStruct(start.shape, jnp.int32), _SCALAR)},
-        launch=Launch(warps=4, stages=1),
+        launch=LaunchParameters(warps=4, stages=1),
         interpret=interpret,
         aliases={name: f"{name}_out" for name in pools},
     )
     return found["k_out"], found["v_out"], found["pos_out"], found.get("score_out"), found["moved"]
 
 
-def _pools(k, v, pos, score):
-    """Return pool leaves by name; three without a score."""
+def _collect_pool_arrays(k, v, pos, score):
+    """Return pool arrays by name, "k", "v", "pos", and "score" if given."""
     return {"k": k, "v": v, "pos": pos} | ({} if score is None else {"score": score})
 
 
-def _whole(leaf):
-    """Make a kernel operand of a pool leaf; a program sees all rows of one sequence."""
+def _make_sequence_operand(leaf):
+    """Return (array, block spec) with which program (h, b) sees all rows of sequence b in a pool array."""
     return leaf, BlockSpec((None, *leaf.shape[1:]), lambda h, b: (b,) + (0,) * (leaf.ndim - 1))
 
 
-def _written(pools):
-    """Return kernel outputs of pool leaves, which are written in place."""
+def _make_pool_outputs(pools):
+    """Return kernel outputs, (shape, block spec) by "name_out", for the pool arrays, to be aliased to the inputs."""
     shapes = {name: jax.ShapeDtypeStruct(each.shape, each.dtype) for name, each in pools.items()}
-    return {f"{name}_out": _whole(shape) for name, shape in shapes.items()}
+    return {f"{name}_out": _make_sequence_operand(shape) for name, shape in shapes.items()}
 
 
-def _move(refs, pools, to, at):
-    """Copy row `at` of a sequence's pool leaves to row `to`, then mark row `at` free (position -1, score 0)."""
+def _move_row(refs, pools, to, at):
+    """Copy row `at` of a sequence's pool arrays to row `to`, then clear row `at`: position -1, score 0."""
     dim = pools["k"].shape[2]
-    column = jnp.arange(pad_dim(dim), dtype=jnp.int32)
-    mask = None if pad_dim(dim) == dim else column < dim
+    column = jnp.arange(round_up_head_dim(dim), dtype=jnp.int32)
+    mask = None if round_up_head_dim(dim) == dim else column < dim
     for ref in (refs.k_out, refs.v_out):
         row = load(ref.at[at, column], mask=mask, other=None if mask is None else 0.0)
         store(ref.at[to, column], row, mask=mask)

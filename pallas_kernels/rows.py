@@ -1,7 +1,7 @@
 """First kernel of decode attention: each program reads one chunk of a segment, and writes output and log-sum-exp.
 
-With a `Token`, the program of a segment's last chunk rotates the new key, writes it behind the segment, and attends to
-it from registers. No other program reads that entry, so no synchronisation is needed.
+With a `NewTokenInputs`, the program of a segment's last chunk rotates the new key, writes it behind the segment, and
+attends to it from registers. No other program reads that entry, so no synchronisation is needed.
 """
 
 import dataclasses
@@ -17,22 +17,22 @@ from pallas_kernels._compat import (
     MASKED,
     BlockSpec,
     Operand,
-    call,
-    capped,
+    apply_softcap,
+    call_triton_kernel,
     load,
     program_id,
     store,
     when,
 )
-from pallas_kernels.chunks import Chunks
-from pallas_kernels.codes import Rows, operands, rebuilt, shape_of
-from pallas_kernels.keys import KEYS, PlainKeys
+from pallas_kernels.chunks import WorkTable
+from pallas_kernels.codes import Rows, get_pool_shape, list_pool_operands, rebuild_pool
+from pallas_kernels.keys import KEYS, KeyReader
 from pallas_kernels.tiles import DecodeTiles
-from pallas_kernels.values import VALUES, PlainValues
+from pallas_kernels.values import VALUES, ValueReader
 
 
-class Token(NamedTuple):
-    """One new token of each sequence: keys and values before rotation, rotary angles and position.
+class NewTokenInputs(NamedTuple):
+    """Inputs of one new token per sequence: unrotated keys and values, rotary cosines and sines, position.
 
     Attributes:
         kv: `[n, M, 2, K, D]` split-K parts of keys and values.
@@ -51,8 +51,8 @@ class Token(NamedTuple):
     pos: jax.Array
 
 
-class Logits(NamedTuple):
-    """Memory layout of kept logits: as the pool's rows, or packed with `widest` logits per segment.
+class LogitsLayout(NamedTuple):
+    """Memory layout of logits kept for scoring: a cell per pool row, or `widest` cells per segment.
 
     Attributes:
         start: `i32[L, B, K]` first row of each segment.
@@ -62,20 +62,20 @@ class Logits(NamedTuple):
     start: jax.Array
     widest: int | None
 
-    def width(self, pool_rows: int) -> int:
-        """Number of logits kept per query of a sequence."""
+    def count_kept_logits(self, pool_rows: int) -> int:
+        """Return the number of logits kept per query of a sequence: the pool's rows, or `widest` per kv head."""
         return pool_rows if self.widest is None else self.start.shape[2] * self.widest
 
-    def cell(self, refs: Any, segment: Any, row: Any) -> Any:
-        """Return the cell of a segment's pool row, inside a kernel that has packed logits' `start`."""
+    def locate_logit_cell(self, refs: Any, segment: Any, row: Any) -> Any:
+        """Return the index of a pool row's logit in the layout, inside a kernel."""
         if self.widest is None:
             return row
         head = segment - segment // self.start.shape[2] * self.start.shape[2]
         return head * self.widest + row - load(refs.start.at[refs.layer[...], segment])
 
 
-class Picks(NamedTuple):
-    """Selected entries that attention reads in each segment: the rows `rows`, and all from row `rest` on.
+class SelectedEntries(NamedTuple):
+    """Entries that attention reads in each segment: selected rows, and all rows from `rest` on.
 
     Attributes:
         rows: `i32[B, k, T]` selected rows, counted from a segment's first; k is K, or 1 if all heads share them.
@@ -92,8 +92,8 @@ class Picks(NamedTuple):
     start: jax.Array
 
 
-class How(NamedTuple):
-    """Tiles of the decode kernels, queries per program, the model's dtype, and True to `interpret` them.
+class DecodeKernelOptions(NamedTuple):
+    """Options of the decode kernels: tiles, queries per program, model dtype, interpret mode, softcap.
 
     Attributes:
         tiles: block sizes and launches.
@@ -110,8 +110,8 @@ class How(NamedTuple):
     softcap: float | None = None
 
 
-class Passed(NamedTuple):
-    """Results of the first decode kernel: output and log-sum-exp of each chunk, kept logits, and the pool.
+class ChunkAttentionResults(NamedTuple):
+    """Results of the first decode kernel: output and log-sum-exp of each chunk, kept logits, updated pool.
 
     Attributes:
         out: `f32[W, R, D]` output of each chunk.
@@ -126,19 +126,19 @@ class Passed(NamedTuple):
     pool: tuple[Any, ...]
 
 
-def pass_rows(
+def attend_to_chunks(
     q: jax.Array,
     k: Rows,
     v: Rows,
-    chunks: Chunks,
+    chunks: WorkTable,
     layer: int,
     *,
-    token: Token | None,
-    logits: Logits | None,
-    picks: Picks | None = None,
-    how: How,
-) -> Passed:
-    """Run the first decode kernel: attention over each chunk; return partial outputs, log-sum-exps and the pool.
+    token: NewTokenInputs | None,
+    logits: LogitsLayout | None,
+    picks: SelectedEntries | None = None,
+    how: DecodeKernelOptions,
+) -> ChunkAttentionResults:
+    """Run the first decode kernel: append the token, if any, and attend to each chunk; return `ChunkAttentionResults`.
 
     Blocks of a program (w, t): q [B*K*R, D], with a token its parts [n*M*K*R, D], k and v [B, P, D] complete, of codes
     with k_scale and v_scale [B, P]; the layer, a scalar, and segment, row, rows and last of all layers' chunks [L, W],
@@ -162,7 +162,7 @@ def pass_rows(
         Outputs and log-sum-exps of chunks, kept logits, and the updated pool.
     """
     *of_parts, heads, rows, dim = q.shape
-    batch, pool_rows, _ = shape_of(k)
+    batch, pool_rows, _ = get_pool_shape(k)
     width = chunks.segment.shape[1]
     block, tile, scale = how.tiles.block, how.tile, math.log2(math.e) / dim**0.5
     cap = None if how.softcap is None else how.softcap * math.log2(math.e)
@@ -174,7 +174,7 @@ def pass_rows(
     def kernel(refs):
         tile_index = program_id(1)
         query = tile_index * tile + jnp.arange(tile, dtype=jnp.int32)
-        segment, row, here, last = (load(each) for each in chunk_of(refs))
+        segment, row, here, last = (load(each) for each in get_chunk_refs(refs))
         last = last > 0
 
         # The branch depends on all four, so that they are loaded together, not two of them after it.
@@ -182,8 +182,8 @@ def pass_rows(
         def _():
             real = query < rows
             sequence = segment // heads
-            lies, holds = _places(refs, picks, segment, sequence, heads)
-            cell = row if logits is None else logits.cell(refs, segment, row)
+            lies, holds = _map_chunk_rows(refs, picks, segment, sequence, heads)
+            cell = row if logits is None else logits.locate_logit_cell(refs, segment, row)
 
             def keep(cells, s, mask):
                 if logits is not None:
@@ -194,51 +194,63 @@ def pass_rows(
                     )
 
             of = (refs, sequence, dim, how.dtype, how.interpret)
-            keys, values = KEYS.get(type(k), PlainKeys)(*of), VALUES.get(type(v), PlainValues)(*of)
+            keys, values = KEYS.get(type(k), KeyReader)(*of), VALUES.get(type(v), ValueReader)(*of)
             if token is None:
-                queries = keys.queries(keys.take_queries(refs.q, segment * rows + query, real))
+                queries = keys.prepare_queries(
+                    keys.load_queries(refs.q, segment * rows + query, real)
+                )
                 none = jnp.full((tile,), MASKED, jnp.float32), jnp.zeros((tile,), jnp.float32)
-                carry = (*none, values.begin((), tile, None))
+                carry = (*none, values.make_accumulators((), tile, None))
             else:
-                row_new = _NewRow(
+                row_new = _NewTokenEntry(
                     refs, segment, heads, last, dim, of_parts, keys.columns, values.columns
                 )
-                turned = row_new.turned(refs.q, segment * rows + query, real, heads * rows)
+                turned = row_new.load_rotated_queries(
+                    refs.q, segment * rows + query, real, heads * rows
+                )
                 rotated = tuple(each.astype(how.dtype) for each in turned)
-                new_key, new_value, of_value = row_new.put(
+                new_key, new_value, of_value = row_new.write_to_pool(
                     refs, lies(row + here), tile_index == 0, keys, values
                 )
-                own = capped(
-                    row_new.product(rotated, new_key) * scale, cap, interpret=how.interpret
+                own = apply_softcap(
+                    row_new.multiply_queries_by_key(rotated, new_key) * scale,
+                    cap,
+                    interpret=how.interpret,
                 )
                 keep(jnp.broadcast_to(cell + here, (1,)), own[:, None], row_new.joins)
-                own, weight = values.lifted_new(own, of_value)
-                queries = keys.queries(rotated)
+                own, weight = values.add_scale_to_new_logits(own, of_value)
+                queries = keys.prepare_queries(rotated)
                 own = (
                     jnp.where(row_new.joins, own, MASKED),
                     jnp.where(row_new.joins, weight, jnp.zeros_like(weight)),
                 )
-                carry = (*own, values.begin(new_value, tile, row_new.joins))
+                carry = (*own, values.make_accumulators(new_value, tile, row_new.joins))
 
             def step(index, carry):
                 top, total, sums = carry
                 offset = index * block + jnp.arange(block, dtype=jnp.int32)
                 inside = (offset < here) & holds(row + offset)
                 at = lies(row + offset, inside)
-                s = capped(keys.logits(queries, at, inside, scale), cap, interpret=how.interpret)
+                s = apply_softcap(
+                    keys.compute_attention_logits(queries, at, inside, scale),
+                    cap,
+                    interpret=how.interpret,
+                )
                 keep(cell + offset, s, inside[None, :])
-                s, factor = values.lifted(jnp.where(inside[None, :], s, MASKED), at, inside)
+                s, factor = values.add_scales_to_logits(
+                    jnp.where(inside[None, :], s, MASKED), at, inside
+                )
                 new_top = jnp.maximum(top, s.max(axis=1))
-                weights = values.weights(s, new_top)
+                weights = values.compute_weights(s, new_top)
                 shrink = jnp.exp2(top - new_top)
-                sums = values.add(sums, shrink, weights, at, inside)
+                sums = values.accumulate_values(sums, shrink, weights, at, inside)
                 true = weights if factor is None else weights * factor[None, :]
                 return new_top, total * shrink + true.sum(axis=1), sums
 
             top, total, sums = lax.fori_loop(0, (here + block - 1) // block, step, carry)
             empty = total == 0
             total = jnp.where(empty, 1.0, total)
-            values.put_sums(refs.part, query, real, sums, total)
+            values.write_outputs(refs.part, query, real, sums, total)
             store(refs.lse.at[query], jnp.where(empty, MASKED, top + jnp.log2(total)), mask=real)
 
     def per_chunk(*shape):
@@ -247,27 +259,32 @@ def pass_rows(
 
     outputs = {"part": per_chunk(rows, dim), "lse": per_chunk(rows)}
     if logits is not None:
-        outputs["logits"] = whole(
-            jax.ShapeDtypeStruct((batch, rows, logits.width(pool_rows)), jnp.float32)
+        outputs["logits"] = make_whole_operand(
+            jax.ShapeDtypeStruct((batch, rows, logits.count_kept_logits(pool_rows)), jnp.float32)
         )
-    given = operands("k", k) | operands("v", v)
+    given = list_pool_operands("k", k) | list_pool_operands("v", v)
     pools = {} if token is None else {**given, "pos": token.pos}
     aliases = {name: f"pool_{name}" for name in pools}
     outputs |= {
-        aliases[name]: whole(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+        aliases[name]: make_whole_operand(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
         for name, leaf in pools.items()
     }
     arrays = {"q": q.reshape(-1, dim)} | given
-    inputs = {name: whole(each) for name, each in arrays.items()} | of_chunks(chunks, layer)
+    inputs = {
+        name: make_whole_operand(each) for name, each in arrays.items()
+    } | make_table_operands(chunks, layer)
     if token is not None:
-        inputs |= {name: whole(each) for name, each in token._asdict().items()}
+        inputs |= {name: make_whole_operand(each) for name, each in token._asdict().items()}
     if logits is not None and logits.widest is not None:
-        inputs["start"] = by_segment(logits.start)
+        inputs["start"] = make_segment_operand(logits.start)
     if picks is not None:
         tables = {"picks": picks.rows, "scheduled": picks.scheduled, "held": picks.held}
-        inputs |= {name: whole(each) for name, each in tables.items()}
-        inputs |= {"rest": by_segment(picks.rest), "start": by_segment(picks.start)}
-    found = call(
+        inputs |= {name: make_whole_operand(each) for name, each in tables.items()}
+        inputs |= {
+            "rest": make_segment_operand(picks.rest),
+            "start": make_segment_operand(picks.start),
+        }
+    found = call_triton_kernel(
         kernel,
         name="ragged_decode",
         grid=(width, -(-rows // tile)),
@@ -280,41 +297,45 @@ def pass_rows(
     pool = (
         ()
         if token is None
-        else (rebuilt("pool_k", found, k), rebuilt("pool_v", found, v), found["pool_pos"])
+        else (rebuild_pool("pool_k", found, k), rebuild_pool("pool_v", found, v), found["pool_pos"])
     )
-    return Passed(out=found["part"], lse=found["lse"], logits=found.get("logits"), pool=pool)
+    return ChunkAttentionResults(
+        out=found["part"], lse=found["lse"], logits=found.get("logits"), pool=pool
+    )
 
 
-def whole(of: Any) -> Operand:
-    """Return (operand, block spec) of an array or shape, with which every program sees all of it."""
+def make_whole_operand(of: Any) -> Operand:
+    """Return (array or shape, block spec) with which every program sees all of it."""
     return of, BlockSpec(of.shape, lambda *_: (0,) * len(of.shape))
 
 
 _OF_CHUNK = ("segment", "row", "rows", "last")
 
 
-def of_chunks(chunks: Chunks, layer: int) -> dict[str, Operand]:
-    """Return (array, block spec) by name of the work table and the layer's index."""
-    return {name: whole(getattr(chunks, name)) for name in _OF_CHUNK} | {"layer": layer_of(layer)}
+def make_table_operands(chunks: WorkTable, layer: int) -> dict[str, Operand]:
+    """Return kernel operands by name for a work table's columns and the layer's index."""
+    return {name: make_whole_operand(getattr(chunks, name)) for name in _OF_CHUNK} | {
+        "layer": make_layer_operand(layer)
+    }
 
 
-def chunk_of(refs: Any) -> tuple[Any, ...]:
-    """Return the refs of this program's chunk: segment, first row, number of rows, 1 for the segment's last."""
+def get_chunk_refs(refs: Any) -> tuple[Any, ...]:
+    """Return this program's cells of the work table, as refs: segment, first row, rows, 1 for a segment's last."""
     return tuple(getattr(refs, name).at[refs.layer[...], program_id(0)] for name in _OF_CHUNK)
 
 
-def layer_of(layer: int) -> Operand:
-    """Return (array, block spec) of a layer's index, an input so that all layers share one kernel."""
+def make_layer_operand(layer: int) -> Operand:
+    """Return (array, block spec) of a layer's index, an input so that all layers share one compiled kernel."""
     return jnp.full((1,), layer, jnp.int32), BlockSpec((None,), lambda *_: (0,))
 
 
-def by_segment(table: jax.Array) -> Operand:
-    """Return (array, block spec) of a table `[L, B, K]` over all layers' segments, reshaped to `[L, B*K]`."""
-    return whole(table.reshape(table.shape[0], -1))
+def make_segment_operand(table: jax.Array) -> Operand:
+    """Return (array, block spec) of a table `[L, B, K]`, reshaped to `[L, B*K]`, of which a program sees all."""
+    return make_whole_operand(table.reshape(table.shape[0], -1))
 
 
-def _places(refs, picks, segment, sequence, heads):
-    """Return two functions of a chunk's row numbers inside a kernel: pool row indices, and the mask of valid rows.
+def _map_chunk_rows(refs, picks, segment, sequence, heads):
+    """Return two functions of a chunk's row numbers, inside a kernel: to pool rows, and to a mask of valid ones.
 
     With picks the numbers count the picks first, then the rows from `rest` on; without, they are pool rows.
     """
@@ -333,8 +354,8 @@ def _places(refs, picks, segment, sequence, heads):
     return lies, lambda row: (row < held) | (row >= count)
 
 
-class _NewRow:
-    """A new token's rotated key and its value inside a kernel, and the rotation of its queries.
+class _NewTokenEntry:
+    """New token's rotated key and its value, in a decode kernel, with the rotation for its queries.
 
     Keys and values are in their readers' parts. Loads that the queries do not need are issued first, to overlap with
     the loads of queries. Each channel is combined with its pair's angle and, by a second gather, its partner's value.
@@ -349,7 +370,7 @@ class _NewRow:
                 at = refs.kv.at[part, sequence, which, segment - sequence * heads, column]
                 return load(at, mask=real & last, other=0.0)
 
-            return self._sum(loaded)
+            return self._sum_parts(loaded)
 
         self.sequence = sequence
         self.joins = last & (load(refs.counts.at[sequence]) > 0)
@@ -368,15 +389,15 @@ class _NewRow:
             self.turns.append((column, partner, real, cos, sin))
         self.key = tuple(keys)
 
-    def _sum(self, of):
-        """Sum a value's split-K parts in float32; `of` loads one part."""
+    def _sum_parts(self, of):
+        """Return the float32 sum of a number's split-K parts; `of` loads one part."""
         return sum(
             (of(part).astype(jnp.float32) for part in range(1, self.parts)),
             start=of(0).astype(jnp.float32),
         )
 
-    def turned(self, ref, rows, inside, of_sequence):
-        """Load queries, sum split-K parts, apply RoPE; return `f32[n, columns]` for each part of a key."""
+    def load_rotated_queries(self, ref, rows, inside, of_sequence):
+        """Load the token's queries, sum split-K parts and apply RoPE; return `f32[n, columns]` per part of a key."""
         of_part = self.sequences * of_sequence
 
         def rotated(column, partner, real, cos, sin):
@@ -384,7 +405,7 @@ class _NewRow:
             mask = jnp.broadcast_to(inside[:, None], shape) & jnp.broadcast_to(real[None, :], shape)
 
             def take(column):
-                return self._sum(
+                return self._sum_parts(
                     lambda part: load(
                         ref.at[(part * of_part + rows)[:, None], column[None, :]],
                         mask=mask,
@@ -396,20 +417,20 @@ class _NewRow:
 
         return tuple(rotated(*each) for each in self.turns)
 
-    def product(self, queries, key):
-        """Return the products `f32[n]` of queries and the new key, both in parts."""
+    def multiply_queries_by_key(self, queries, key):
+        """Return the dot products `f32[n]` of n queries and a new key, both in parts."""
         each = (
             (query.astype(jnp.float32) * part[None, :]).sum(axis=1)
             for query, part in zip(queries, key, strict=True)
         )
         return reduce(jnp.add, each)
 
-    def put(self, refs, row, writes, keys, values):
-        """Write the new entry to the pool if `writes`; return its key's and value's parts, and their scale."""
+    def write_to_pool(self, refs, row, writes, keys, values):
+        """Write the new entry to pool row `row` if `writes`; return its key's and value's parts, and value scale."""
         at, writes = (self.sequence, row), self.joins & writes
         key, (value, of_value) = (
-            keys.put_new(at, self.key, writes),
-            values.put_new(at, self.values, writes),
+            keys.write_new_key(at, self.key, writes),
+            values.write_new_value(at, self.values, writes),
         )
         store(refs.pool_pos.at[at], self.position, mask=writes)
         return key, value, of_value

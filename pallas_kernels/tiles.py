@@ -5,7 +5,7 @@ import re
 
 import jax
 
-from pallas_kernels._compat import Launch, pad_dim
+from pallas_kernels._compat import LaunchParameters, round_up_head_dim
 
 # Multiprocessors of an H100 and an H200, the default for devices that do not report theirs.
 _CORES = 132
@@ -18,7 +18,7 @@ _SHARED = {"H20|H100|H200|H800|GH200|B100|B200|B300|GB200|GB300": _HOPPER, "A30|
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeTiles:
-    """Block sizes and launches of decode attention: rows per `chunk` and `block`, `queries` per program.
+    """Block sizes and launch parameters of decode attention: rows per chunk and block, queries per program.
 
     Attributes:
         chunk: rows; every chunk except a segment's last is a multiple of it.
@@ -33,13 +33,13 @@ class DecodeTiles:
     block: int
     queries: int = 64
     resident: int = 3
-    launch: Launch = Launch(warps=4, stages=3)
-    merge_launch: Launch = Launch(warps=4, stages=1)
+    launch: LaunchParameters = LaunchParameters(warps=4, stages=3)
+    merge_launch: LaunchParameters = LaunchParameters(warps=4, stages=1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillTiles:
-    """Block sizes and launches of causal attention and column sums: `queries` and `keys` per block.
+    """Block sizes and launch parameters of causal attention and sums per key: queries and keys per block.
 
     Attributes:
         queries: queries per program; a power of two, at least 16.
@@ -50,13 +50,13 @@ class PrefillTiles:
 
     queries: int
     keys: int
-    launch: Launch = Launch(warps=8, stages=3)
-    scores_launch: Launch = Launch(warps=8, stages=3)
+    launch: LaunchParameters = LaunchParameters(warps=8, stages=3)
+    scores_launch: LaunchParameters = LaunchParameters(warps=8, stages=3)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowTiles:
-    """Block sizes and launch for the attention of the observation window: query `rows`, `keys`, keys per `chunk`.
+    """Block sizes and launch parameters of observation-window attention: queries, keys, keys per chunk.
 
     Attributes:
         rows: queries at a time, with the heads of a group consecutive; a power of two, at least 16.
@@ -68,12 +68,12 @@ class WindowTiles:
     rows: int
     keys: int
     chunk: int
-    launch: Launch = Launch(warps=8, stages=2)
+    launch: LaunchParameters = LaunchParameters(warps=8, stages=2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LinearTiles:
-    """Block sizes and launch of products with weights in 8 or 4 bits; the fastest of thirteen on an H200.
+    """Block sizes and launch parameters of products with 8-bit or 4-bit weights, the fastest measured on an H200.
 
     Attributes:
         outputs: outputs per program; a power of two.
@@ -85,11 +85,11 @@ class LinearTiles:
     outputs: int = 16
     pieces: int = 8
     ahead: int = 1
-    launch: Launch = Launch(warps=4, stages=1)
+    launch: LaunchParameters = LaunchParameters(warps=4, stages=1)
 
 
-def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> DecodeTiles:
-    """Return block sizes and launches of decode attention for a head dim and element size.
+def choose_decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> DecodeTiles:
+    """Return the `DecodeTiles` for a head dim, bytes per element (mean of keys and values) and the local GPU.
 
     `exact` is True for a float32 model whose entries are codes.
     """
@@ -97,8 +97,8 @@ def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> Dec
         # Dequantised to float32 they cannot use tensor cores: their products are in registers.
         return DecodeTiles(block=16, queries=16)
     if itemsize < 1:
-        return _narrow_tiles(dim, itemsize)
-    width = round(pad_dim(dim) * itemsize)
+        return _choose_int4_tiles(dim, itemsize)
+    width = round(round_up_head_dim(dim) * itemsize)
     wide = (
         itemsize == 4
     )  # float32 has no tensor cores: its products are in registers, and larger tiles spill.
@@ -106,13 +106,13 @@ def decode_tiles(*, dim: int, itemsize: int | float, exact: bool = False) -> Dec
     return DecodeTiles(
         block=block,
         queries=16 if wide or itemsize == 1 else 64,
-        resident=_resident(width, itemsize),
-        launch=Launch(warps=4, stages=3 if width <= 512 else 2),
+        resident=_count_resident_programs(width, itemsize),
+        launch=LaunchParameters(warps=4, stages=3 if width <= 512 else 2),
     )
 
 
-def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
-    """Return tiles of decode attention over 4-bit keys or values: two warps up to a head dim of 128, else four.
+def _choose_int4_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
+    """Return the `DecodeTiles` for 4-bit keys or values: two warps up to a head dim of 128, else four.
 
     With two warps each scale that a thread loads serves twice as many of its columns.
     """
@@ -120,44 +120,46 @@ def _narrow_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
         # With two warps, sums of that width use all registers.
         return DecodeTiles(block=32, queries=16)
     # Keys and values of different codes need more registers: on an A100 a fourth stage spills.
-    most = {_AMPERE: {0.5: (6, 4), 0.75: (5, 3)}}.get(shared_memory(), {0.5: (8, 4), 0.75: (6, 4)})
+    most = {_AMPERE: {0.5: (6, 4), 0.75: (5, 3)}}.get(
+        get_shared_memory_bytes(), {0.5: (8, 4), 0.75: (6, 4)}
+    )
     resident, stages = most[itemsize]
     return DecodeTiles(
-        block=32, queries=16, resident=resident, launch=Launch(warps=2, stages=stages)
+        block=32, queries=16, resident=resident, launch=LaunchParameters(warps=2, stages=stages)
     )
 
 
-def _before_hopper() -> bool:
-    """True if the local device's compute capability is 8.x (Ampere, Ada)."""
+def _is_before_hopper() -> bool:
+    """True if the first local device's compute capability is 8.x (Ampere, Ada)."""
     return str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
 
 
-def _resident(width: int, itemsize: int | float) -> int:
-    """Return the concurrent programs per multiprocessor for rows of `width` bytes in elements of a size."""
+def _count_resident_programs(width: int, itemsize: int | float) -> int:
+    """Return the decode programs that run at a time on a multiprocessor, for rows of `width` bytes."""
     # A program needs 37 KiB of shared memory for short rows, else 74, of 228 KiB (164 before Hopper). Codes need more
     # registers than unencoded entries: 106 per thread.
     if width <= 128:
-        return 4 if _before_hopper() or itemsize == 1 else 5
-    return 2 if _before_hopper() else 3
+        return 4 if _is_before_hopper() or itemsize == 1 else 5
+    return 2 if _is_before_hopper() else 3
 
 
-def programs(*, dim: int, itemsize: int | float, interpret: bool = False) -> int:
-    """Number of decode attention programs that the local device runs concurrently."""
+def count_concurrent_programs(*, dim: int, itemsize: int | float, interpret: bool = False) -> int:
+    """Return how many decode attention programs the local device runs at a time; 4 if interpreted."""
     if interpret:
         return _INTERPRETED
-    return cores() * decode_tiles(dim=dim, itemsize=itemsize).resident
+    return count_multiprocessors() * choose_decode_tiles(dim=dim, itemsize=itemsize).resident
 
 
-def cores() -> int:
-    """Number of multiprocessors of the local device; an H100's if it does not report them."""
+def count_multiprocessors() -> int:
+    """Return the number of multiprocessors of the first local device; 132, an H100's, if it reports none."""
     return getattr(jax.devices()[0], "core_count", None) or _CORES
 
 
-def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
-    """Return block sizes and launches of causal attention for a head dim and element size."""
-    width = pad_dim(dim) * itemsize
+def choose_prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
+    """Return the `PrefillTiles` for a head dim, bytes per element and the GPU's shared memory."""
+    width = round_up_head_dim(dim) * itemsize
     if itemsize == 4:
-        launch = Launch(warps=8, stages=2)
+        launch = LaunchParameters(warps=8, stages=2)
         return PrefillTiles(
             queries=64 if width <= 256 else 32,
             keys=32 if width <= 256 else 16,
@@ -166,31 +168,31 @@ def prefill_tiles(*, dim: int, itemsize: int) -> PrefillTiles:
         )
     # The largest tiles with enough memory to load the next blocks of keys and values in flight. From Hopper on queries
     # are in shared memory, too; before in registers, which XLA fills through a few rows of shared memory.
-    queries, shared = (128 if width <= 256 else 64), shared_memory()
+    queries, shared = (128 if width <= 256 else 64), get_shared_memory_bytes()
     choices = ((keys, stages) for stages in (3, 2) for keys in (128, 64, 32) if keys <= queries)
     resident = queries if shared >= _HOPPER else 8
     fitting = (each for each in choices if (resident + 2 * each[0] * each[1]) * width <= shared)
     keys, stages = next(fitting, (32, 2))
-    launch = Launch(warps=8, stages=stages)
+    launch = LaunchParameters(warps=8, stages=stages)
     return PrefillTiles(queries=queries, keys=keys, launch=launch, scores_launch=launch)
 
 
-def window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
-    """Return block sizes and launch for attention of a window of `rows` queries."""
-    width = pad_dim(dim) * itemsize
+def choose_window_tiles(*, rows: int, dim: int, itemsize: int) -> WindowTiles:
+    """Return the `WindowTiles` for `rows` queries per kv head, a head dim and bytes per element."""
+    width = round_up_head_dim(dim) * itemsize
     wide = itemsize == 4
     most, keys = (32, 32 if width <= 256 else 16) if wide else (128, 128 if width <= 256 else 64)
-    return WindowTiles(rows=min(most, pad_dim(rows)), keys=keys, chunk=4 * keys)
+    return WindowTiles(rows=min(most, round_up_head_dim(rows)), keys=keys, chunk=4 * keys)
 
 
-def shared_memory() -> int:
-    """Bytes of shared memory per program on the device that is compiled for."""
+def get_shared_memory_bytes() -> int:
+    """Return the bytes of shared memory per program, by the name of the device that is compiled for."""
     kind = device_kind()
     sizes = (size for names, size in _SHARED.items() if re.search(rf"\b({names})\b", kind))
     return next(sizes, 101376)
 
 
 def device_kind() -> str:
-    """Name of the device that is compiled for: the current abstract mesh's, or the first local device's."""
+    """Return the kind, such as "NVIDIA H100", of the device compiled for: the abstract mesh's or first local one."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0].device_kind if device is None else device.device_kind

@@ -12,40 +12,40 @@ import jax.numpy as jnp
 
 from pallas_kernels._compat import (
     HALF_OFFSET,
-    dot,
-    exp2_of,
-    inverse_of,
-    log2_of,
-    put_rows,
+    compute_log2,
+    compute_reciprocal,
+    compute_scaled_exp2,
+    multiply_matrices,
     store,
+    store_masked_rows,
 )
-from pallas_kernels.blocks import Blocks, ByteBlocks, NibbleBlocks, Parts
-from pallas_kernels.codes import SMALLEST_SCALE, Coded, Nibbles
-from pallas_kernels.keys import Reader, split_halves
+from pallas_kernels.blocks import Int4PoolRowAccess, Int8PoolRowAccess, Parts, PoolRowAccess
+from pallas_kernels.codes import SMALLEST_SCALE, Int4Pool, Int8Pool
+from pallas_kernels.keys import PoolReader, split_into_float16
 
 
-class PlainValues(Reader):
-    """Reader of one sequence's values in the model's dtype, in a decode kernel: weighted sums, and new entries."""
+class ValueReader(PoolReader):
+    """Reader of one sequence's values in the model's dtype: sums by softmax weights, and writes, in a decode kernel."""
 
     name = "v"
 
-    def lifted(
+    def add_scales_to_logits(
         self, s: jax.Array, at: jax.Array, inside: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return logits plus log2 of the values' scales if they have any; and 1 / scale per row, or None."""
+        """Return logits plus log2 of the values' scales, and 1 / scale per row; here unchanged logits and None."""
         return s, None
 
-    def lifted_new(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
-        """Return logits `[n]` of a new entry for the softmax, and the initial value of the softmax's denominator."""
+    def add_scale_to_new_logits(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
+        """Return a new entry's logits `[n]` plus log2 of its value's scale, and 1 / scale; here unchanged and ones."""
         return s, jnp.ones_like(s)
 
-    def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
-        """Unnormalised softmax weights 2 ** (s - top) of logits `[n, rows]`; `top` is each query's running maximum."""
-        # `exp2_of` has fewer instructions, but compilers then spill registers for some shapes.
+    def compute_weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
+        """Return softmax weights 2 ** (s - top) of logits `[n, rows]`, unnormalised; `top` is the maximum so far."""
+        # `compute_scaled_exp2` has fewer instructions, but compilers then spill registers for some shapes.
         return jnp.exp2(s - top[:, None])
 
-    def begin(self, values: Parts, rows: int, joins: jax.Array | None) -> Parts:
-        """Return initial accumulators of `rows` queries, one per part: the new entry's value if `joins`, else 0."""
+    def make_accumulators(self, values: Parts, rows: int, joins: jax.Array | None) -> Parts:
+        """Return initial output accumulators of `rows` queries, one per part: the new value if `joins`, else 0."""
         shape = (rows, self.columns[0][0].shape[0])
         if joins is None:
             return (jnp.zeros(shape, jnp.float32),) * len(self.columns)
@@ -53,7 +53,7 @@ class PlainValues(Reader):
             jnp.broadcast_to(jnp.where(joins, each, 0.0)[None, :], shape) for each in values
         )
 
-    def add(
+    def accumulate_values(
         self,
         sums: Parts,
         shrink: jax.Array,
@@ -61,11 +61,11 @@ class PlainValues(Reader):
         at: jax.Array,
         inside: jax.Array,
     ) -> Parts:
-        """Multiply accumulators by `shrink` (online softmax); add weights times the values of rows `at`."""
-        values = self.blocks.rows(at, inside)
-        return (sums[0] * shrink[:, None] + dot(weights.astype(self.dtype), values),)
+        """Multiply accumulators by `shrink` (online softmax), and add weights times the values of pool rows `at`."""
+        values = self.blocks.load_rows(at, inside)
+        return (sums[0] * shrink[:, None] + multiply_matrices(weights.astype(self.dtype), values),)
 
-    def put_sums(
+    def write_outputs(
         self,
         ref: Any,
         query: jax.Array,
@@ -73,19 +73,21 @@ class PlainValues(Reader):
         sums: Parts,
         total: jax.Array,
     ) -> None:
-        """Write the accumulators, divided by the softmax's denominator, to the queries' rows of a ref."""
-        put_rows(ref, query, real, self.dim, sums[0] / total[:, None])
+        """Write the accumulators divided by `total`, the softmax's denominator, to the queries' rows of a ref."""
+        store_masked_rows(ref, query, real, self.dim, sums[0] / total[:, None])
 
-    def put_new(self, at: Any, values: Parts, writes: jax.Array) -> tuple[Parts, jax.Array | None]:
-        """Write a new value to row `at` of the pool if `writes`; return its parts, float32, and their scale.
+    def write_new_value(
+        self, at: Any, values: Parts, writes: jax.Array
+    ) -> tuple[Parts, jax.Array | None]:
+        """Write a new value to pool row `at` if `writes`; return its parts, float32, and their scale (else None).
 
         The scale is None for unencoded values.
         """
-        return self.blocks.put(at, values, writes)
+        return self.blocks.write_entry(at, values, writes)
 
 
-class CodedValues(PlainValues):
-    """Reader of one sequence's int8 values, a float16 scale per row, in a decode kernel: weighted sums, new entries.
+class Int8ValueReader(ValueReader):
+    """Reader of one sequence's int8 values: sums by softmax weights, and writes, in a decode kernel.
 
     Two codes of a row are loaded as a 16-bit word: low bytes are the even columns, high bytes the odd ones, so there
     are two matrices and two accumulators. Products are in float16, whose mantissa holds a code exactly on top of an
@@ -94,25 +96,25 @@ class CodedValues(PlainValues):
     are then those of codes, and the largest is 1 for any scales.
     """
 
-    kind: type[Blocks] = ByteBlocks
+    kind: type[PoolRowAccess] = Int8PoolRowAccess
 
-    def lifted(
+    def add_scales_to_logits(
         self, s: jax.Array, at: jax.Array, inside: jax.Array
     ) -> tuple[jax.Array, jax.Array | None]:
-        """Return logits plus the base-2 logarithm of the values' scales, and one over these scales."""
-        logs, factors = self._of_scales(self.blocks.scales(at, inside))
+        """Return logits plus log2 of the rows' scales, so that weights multiply codes, and 1 / scale per row."""
+        logs, factors = self._log_and_invert_scales(self.blocks.load_scales(at, inside))
         return s + logs[None, :], factors
 
-    def lifted_new(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
-        """Return logits `[n]` of a new entry plus its value's scale as a logarithm, and one over that scale."""
-        logs, factors = self._of_scales(jnp.broadcast_to(scale, s.shape))
+    def add_scale_to_new_logits(self, s: jax.Array, scale: Any) -> tuple[jax.Array, jax.Array]:
+        """Return a new entry's logits `[n]` plus log2 of its value's scale, and 1 / scale for the denominator."""
+        logs, factors = self._log_and_invert_scales(jnp.broadcast_to(scale, s.shape))
         return s + logs, factors
 
-    def weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
-        """Unnormalised softmax weights 2 ** (s - top), in two instructions; `top` is each query's running maximum."""
-        return exp2_of(s, 1.0, -top[:, None], interpret=self.interpret)
+    def compute_weights(self, s: jax.Array, top: jax.Array) -> jax.Array:
+        """Return softmax weights 2 ** (s - top), unnormalised, in two instructions; `top` is the maximum so far."""
+        return compute_scaled_exp2(s, 1.0, -top[:, None], interpret=self.interpret)
 
-    def add(
+    def accumulate_values(
         self,
         sums: Parts,
         shrink: jax.Array,
@@ -120,20 +122,20 @@ class CodedValues(PlainValues):
         at: jax.Array,
         inside: jax.Array,
     ) -> Parts:
-        """Multiply the sum by `shrink`, and add softmax weights times the codes of pool rows `at`."""
-        factors = self.blocks.halves(at, inside)
-        parts = split_halves(weights, self.dtype)
+        """Multiply accumulators by `shrink`; add weights times the int8 codes of pool rows `at`, without offset."""
+        factors = self.blocks.load_codes(at, inside)
+        parts = split_into_float16(weights, self.dtype)
         # A product with ones sums the rounded weights, so that the offset cancels.
         ones = jnp.ones(factors[0].shape, jnp.float16)
-        added = reduce(jnp.add, (dot(half, ones) for half in parts)) * HALF_OFFSET
+        added = reduce(jnp.add, (multiply_matrices(half, ones) for half in parts)) * HALF_OFFSET
         # The offset is subtracted first, so that the sum of two accumulators becomes one product.
         begun = (each * shrink[:, None] - added for each in sums)
         return tuple(
-            reduce(jnp.add, (dot(half, factor) for half in parts), each)
+            reduce(jnp.add, (multiply_matrices(half, factor) for half in parts), each)
             for each, factor in zip(begun, factors, strict=True)
         )
 
-    def put_sums(
+    def write_outputs(
         self,
         ref: Any,
         query: jax.Array,
@@ -141,30 +143,33 @@ class CodedValues(PlainValues):
         sums: Parts,
         total: jax.Array,
     ) -> None:
-        """Write sums divided by the total weight to the queries' rows of a ref."""
+        """Write each part's accumulator divided by the denominator `total` to its columns of the queries' rows."""
         for (column, exists), each in zip(self.columns, sums, strict=True):
-            place, mask = ref.at[query[:, None], column[None, :]], self._mask(real, exists)
+            place, mask = ref.at[query[:, None], column[None, :]], self._mask_columns(real, exists)
             store(place, each / total[:, None], mask=mask)
 
-    def _mask(self, real: jax.Array, exists: jax.Array) -> jax.Array:
-        """Mask of valid columns of valid queries."""
+    def _mask_columns(self, real: jax.Array, exists: jax.Array) -> jax.Array:
+        """Return the mask `[n, columns]` of valid columns of valid queries."""
         return real[:, None] & exists[None, :]
 
-    def _of_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return base-2 logarithms of the values' scales, and reciprocals; scales are >= `SMALLEST_SCALE`."""
+    def _log_and_invert_scales(self, scales: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return log2 and reciprocal of values' scales, raised to `SMALLEST_SCALE` where smaller."""
         scales = jnp.where(scales < SMALLEST_SCALE, SMALLEST_SCALE, scales)
-        return log2_of(scales, interpret=self.interpret), inverse_of(
+        return compute_log2(scales, interpret=self.interpret), compute_reciprocal(
             scales, interpret=self.interpret
         )
 
 
-class NibbleValues(CodedValues):
-    """Reader of one sequence's 4-bit values (scale and minimum per group of 32) in a decode kernel."""
+class Int4ValueReader(Int8ValueReader):
+    """Reader of one sequence's 4-bit values: sums by softmax weights, and writes, in a decode kernel."""
 
-    kind = NibbleBlocks
-    lifted, lifted_new = PlainValues.lifted, PlainValues.lifted_new
+    kind = Int4PoolRowAccess
+    add_scales_to_logits, add_scale_to_new_logits = (
+        ValueReader.add_scales_to_logits,
+        ValueReader.add_scale_to_new_logits,
+    )
 
-    def add(
+    def accumulate_values(
         self,
         sums: Parts,
         shrink: jax.Array,
@@ -172,17 +177,17 @@ class NibbleValues(CodedValues):
         at: jax.Array,
         inside: jax.Array,
     ) -> Parts:
-        """Multiply the sum by `shrink`, and add softmax weights times the values of pool rows `at`."""
+        """Multiply accumulators by `shrink`, and add weights times the dequantised values of pool rows `at`."""
         weights = weights.astype(self.blocks.decodes_to)
-        values = self.blocks.decoded(at, inside)
+        values = self.blocks.dequantise_rows(at, inside)
         return tuple(
-            each * shrink[:, None] + dot(weights, new)
+            each * shrink[:, None] + multiply_matrices(weights, new)
             for each, new in zip(sums, values, strict=True)
         )
 
-    def _mask(self, real: jax.Array, exists: jax.Array) -> jax.Array:
-        """Mask of a group's columns, all valid, of valid queries."""
+    def _mask_columns(self, real: jax.Array, exists: jax.Array) -> jax.Array:
+        """Return the mask `[n, columns]` of valid queries; all columns of a group are valid."""
         return jnp.broadcast_to(real[:, None], (real.shape[0], exists.shape[0]))
 
 
-VALUES: dict[type, type[PlainValues]] = {Coded: CodedValues, Nibbles: NibbleValues}
+VALUES: dict[type, type[ValueReader]] = {Int8Pool: Int8ValueReader, Int4Pool: Int4ValueReader}

@@ -1,4 +1,4 @@
-"""`window_sums`: attention that keys receive from the observation window, in two passes over the keys."""
+"""`sum_window_attention`: attention that keys receive from the observation window, in two passes over the keys."""
 
 from functools import partial
 
@@ -10,22 +10,22 @@ from pallas_kernels._compat import (
     LOG2E,
     MASKED,
     BlockSpec,
-    by_head,
-    by_sequence,
-    call,
-    capped,
-    dot,
-    exp2_of,
+    apply_softcap,
+    call_triton_kernel,
+    compute_scaled_exp2,
     load,
+    load_masked_rows,
+    make_head_operand,
+    make_sequence_operand,
+    multiply_matrices,
     program_id,
     store,
-    take_rows,
 )
-from pallas_kernels.tiles import WindowTiles, window_tiles
+from pallas_kernels.tiles import WindowTiles, choose_window_tiles
 
 
 @partial(jax.jit, static_argnames=("tiles", "softcap", "interpret"))
-def window_sums(
+def sum_window_attention(
     q: jax.Array,
     k: jax.Array,
     first: jax.Array,
@@ -36,7 +36,7 @@ def window_sums(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Sum the attention that each key receives over w consecutive queries; mean over query heads (SnapKV, unpooled).
+    """Sum the attention each key receives from the observation window, mean over query heads (SnapKV, unpooled).
 
     The group's queries are rows of one tile, so that each pass reads a key once for all of them.
 
@@ -54,7 +54,7 @@ def window_sums(
         `f32[B, K, S]` sums over queries, mean over the group; 0 for keys that no query sees.
     """
     batch, heads, group, window, dim = q.shape
-    tiles = tiles or window_tiles(rows=group * window, dim=dim, itemsize=k.dtype.itemsize)
+    tiles = tiles or choose_window_tiles(rows=group * window, dim=dim, itemsize=k.dtype.itemsize)
     # Rows of a tile are queries, head after head; padding rows have position -1.
     count = -(-group * window // tiles.rows) * tiles.rows
     row = jnp.arange(count, dtype=jnp.int32)
@@ -64,17 +64,17 @@ def window_sums(
     q = q.reshape(batch, heads, group * window, dim)
     # Softcap of the products before scaling.
     cap = None if softcap is None else softcap * dim**0.5
-    parts = _log_sum_exps(q, k, position, length, cap, tiles, interpret)
+    parts = _compute_chunk_lse(q, k, position, length, cap, tiles, interpret)
     lse = jax.nn.logsumexp(parts, axis=2)
     if sink_logits is not None:
         of_rows = jnp.repeat(sink_logits.astype(jnp.float32), window, axis=2)
         lse = jnp.logaddexp(lse, jnp.pad(of_rows, ((0, 0), (0, 0), (0, count - group * window))))
     shift = jnp.where(real[:, None], -lse * LOG2E, MASKED)
-    return _sums(q, k, position, shift, length, cap, tiles, interpret) / group
+    return _sum_attention_weights(q, k, position, shift, length, cap, tiles, interpret) / group
 
 
-def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
-    """Log-sum-exp `f32[B, K, n, R]` of each query over each of n chunks of keys; -inf if the query sees none."""
+def _compute_chunk_lse(q, k, position, length, cap, tiles, interpret):
+    """Return log-sum-exps `f32[B, K, n, R]` of each query over each of n chunks of keys; -inf where it sees none."""
     batch, heads, rows, dim = q.shape
     slots, count = k.shape[2], position.shape[1]
     block_q, block_k = tiles.rows, tiles.keys
@@ -88,18 +88,22 @@ def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
         tokens = refs.length[...]
         row = tile * block_q + jnp.arange(block_q, dtype=jnp.int32)
         at = load(refs.position.at[row])
-        queries = take_rows(refs.q, row, row < rows, dim)
+        queries = load_masked_rows(refs.q, row, row < rows, dim)
 
         def step(block, carry, *, masked):
             top, total = carry
             key = block * block_k + jnp.arange(block_k, dtype=jnp.int32)
-            keys = take_rows(refs.k, key, key < slots if masked else None, dim)
-            s = capped(dot(queries, keys, transpose_b=True), cap, interpret=interpret)
+            keys = load_masked_rows(refs.k, key, key < slots if masked else None, dim)
+            s = apply_softcap(
+                multiply_matrices(queries, keys, transpose_b=True), cap, interpret=interpret
+            )
             if masked:
                 s = jnp.where(key[None, :] <= at[:, None], s, MASKED)
             new_top = jnp.maximum(top, s.max(axis=1))
-            weights = exp2_of(s, scale, -(new_top * scale)[:, None], interpret=interpret)
-            shrink = exp2_of(top, scale, -new_top * scale, interpret=interpret)
+            weights = compute_scaled_exp2(
+                s, scale, -(new_top * scale)[:, None], interpret=interpret
+            )
+            shrink = compute_scaled_exp2(top, scale, -new_top * scale, interpret=interpret)
             return new_top, total * shrink + weights.sum(axis=1)
 
         # All real queries see keys before the earliest of them; none sees keys after the last one.
@@ -119,15 +123,15 @@ def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
     across = count // block_q
     shape = jax.ShapeDtypeStruct((batch, heads, chunks, count), jnp.float32)
     of_chunk = BlockSpec((None, None, None, count), lambda c, h, b: (b, h // across, c, 0))
-    return call(
+    return call_triton_kernel(
         kernel,
         name="window_lse",
         grid=(chunks, heads * across, batch),
         inputs={
-            "q": by_head(q, across),
-            "k": by_head(k, across),
-            "position": by_sequence(position),
-            "length": by_sequence(length),
+            "q": make_head_operand(q, across),
+            "k": make_head_operand(k, across),
+            "position": make_sequence_operand(position),
+            "length": make_sequence_operand(length),
         },
         outputs={"out": (shape, of_chunk)},
         launch=tiles.launch,
@@ -135,8 +139,8 @@ def _log_sum_exps(q, k, position, length, cap, tiles, interpret):
     )["out"]
 
 
-def _sums(q, k, position, shift, length, cap, tiles, interpret):
-    """Attention `f32[B, K, S]` that each key receives, summed over queries with known log-sum-exps."""
+def _sum_attention_weights(q, k, position, shift, length, cap, tiles, interpret):
+    """Return the attention `f32[B, K, S]` that each key receives, summed over queries of known log-sum-exp."""
     batch, heads, rows, dim = q.shape
     slots, count = k.shape[2], position.shape[1]
     block_q, block_k = tiles.rows, tiles.keys
@@ -148,32 +152,36 @@ def _sums(q, k, position, shift, length, cap, tiles, interpret):
         key = program_id(0) * block_k + jnp.arange(block_k, dtype=jnp.int32)
         # Padding keys are not read.
         real, mine = key < refs.length[...], key < slots
-        keys = take_rows(refs.k, key, real & mine, dim)
+        keys = load_masked_rows(refs.k, key, real & mine, dim)
 
         def step(tile, acc):
             row = tile * block_q + jnp.arange(block_q, dtype=jnp.int32)
-            queries = take_rows(refs.q, row, row < rows, dim)
-            s = capped(dot(keys, queries, transpose_b=True), cap, interpret=interpret)
+            queries = load_masked_rows(refs.q, row, row < rows, dim)
+            s = apply_softcap(
+                multiply_matrices(keys, queries, transpose_b=True), cap, interpret=interpret
+            )
             s = jnp.where(key[:, None] <= load(refs.position.at[row])[None, :], s, MASKED)
-            return acc + exp2_of(
+            return acc + compute_scaled_exp2(
                 s, scale, load(refs.shift.at[row])[None, :], interpret=interpret
             ).sum(axis=1)
 
         acc = lax.fori_loop(0, count // block_q, step, jnp.zeros((block_k,), jnp.float32))
         store(refs.out.at[key], jnp.where(real, acc, 0.0), mask=mine)
 
-    return call(
+    return call_triton_kernel(
         kernel,
         name="window_sums",
         grid=(-(-slots // block_k), heads, batch),
         inputs={
-            "q": by_head(q),
-            "k": by_head(k),
-            "position": by_sequence(position),
-            "shift": by_head(shift),
-            "length": by_sequence(length),
+            "q": make_head_operand(q),
+            "k": make_head_operand(k),
+            "position": make_sequence_operand(position),
+            "shift": make_head_operand(shift),
+            "length": make_sequence_operand(length),
         },
-        outputs={"out": by_head(jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32))},
+        outputs={
+            "out": make_head_operand(jax.ShapeDtypeStruct((batch, heads, slots), jnp.float32))
+        },
         launch=tiles.launch,
         interpret=interpret,
     )["out"]

@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv import cli
 from jaxkv.cli import evaluating, generating, models
-from jaxkv.cli.options import made
+from jaxkv.cli.options import build_dataclass_from_options
 from jaxkv.engine.generation_results import Completion, Generation, Stats
 from jaxkv.evals import TASKS
 from jaxkv.loading import LanguageModel
@@ -93,10 +93,12 @@ def refused(capsys, *arguments: str) -> str:
 
 def read(words):
     """Reads all words behind `jaxkv`, without running the command."""
-    options = cli._parser(words).parse_args(words)
+    options = cli._build_parser(words).parse_args(words)
     file, cls = cli._COMMANDS[words[0]][1].split()
     if words[0] != "eval":
-        return made(getattr(importlib.import_module(f"jaxkv.cli.{file}"), cls), options)
+        return build_dataclass_from_options(
+            getattr(importlib.import_module(f"jaxkv.cli.{file}"), cls), options
+        )
     if words[1] in TASKS:
-        evaluating.task_from(TASKS[words[1]], options)
-        return made(evaluating.RunOptions, options)
+        evaluating.build_task(TASKS[words[1]], options)
+        return build_dataclass_from_options(evaluating.EvaluationOptions, options)

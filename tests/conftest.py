@@ -68,7 +68,7 @@ def warnings_come_once_a_test():
     # Here, for jaxkv's own arrays start JAX, whose flags are not set yet above.
     from jaxkv import _checks
 
-    _checks.forget()
+    _checks.clear_issued_warnings()
 
 
 @pytest.fixture(autouse=True)

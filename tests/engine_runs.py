@@ -14,7 +14,7 @@ import slot_runs as runs
 import tiny
 
 import jaxkv
-from jaxkv.machine.compilation import Clock
+from jaxkv.machine.compilation import StageClock
 
 SLOTS, QUESTION = 8, 8
 LIMITS = {
@@ -42,7 +42,7 @@ def checked(policy, count):
     texts = [rng.permutation(64)[:50].tolist() for _ in range(3)]
     with jaxkv.Engine(model, policy=policy, **LIMITS) as engine:
         documents = [engine.document(text) for text in texts]
-        clock = Clock()
+        clock = StageClock()
         with clock:
             requests, expected = [], []
             for at, (asked, each) in enumerate(zip(given, options, strict=True)):
@@ -76,7 +76,7 @@ def checked(policy, count):
 @contextlib.contextmanager
 def held(engine):
     """Every prefill goes on until the block ends; yields an event that is set once one was given up in mid-prefill."""
-    over, given_up, prefilling = threading.Event(), threading.Event(), engine._slots.prefilling
+    over, given_up, prefilling = threading.Event(), threading.Event(), engine._slots.iterate_prefill
 
     def slow(*args, **options):
         try:
@@ -89,7 +89,7 @@ def held(engine):
         return (yield from prefilling(*args, **options))
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine._slots, "prefilling", slow)
+        patched.setattr(engine._slots, "iterate_prefill", slow)
         try:
             yield given_up
         finally:

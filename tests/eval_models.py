@@ -8,14 +8,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 import jaxkv
 from jaxkv.loading import LanguageModel
 from jaxkv.testing import tiny_model
-from jaxkv.text.tokenizer import Text
+from jaxkv.text.tokenizer import ChatTokenizer
 
 CHAT = "{% for m in messages %}<turn>{{ m.role + ':' + m.content + '<end>' }}{% endfor %}"
 CHAT += "{% if add_generation_prompt %}<turn>assistant:{% endif %}"
 SPECIALS = ("<s>", "</s>", "<turn>", "<end>")
 
 
-def text(template: str | None = None) -> Text:
+def text(template: str | None = None) -> ChatTokenizer:
     """A tokenizer of bytes, with a bos token and perhaps a chat template."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE({letter: index for index, letter in enumerate(alphabet)}, []))
@@ -23,7 +23,7 @@ def text(template: str | None = None) -> Text:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
-    return Text(tokenizer, specials=specials, adds_bos=True, template=template)
+    return ChatTokenizer(tokenizer, specials=specials, adds_bos=True, template=template)
 
 
 @functools.cache

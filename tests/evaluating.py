@@ -10,10 +10,10 @@ from tiny import TWO_LAYERS, tiny
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import jaxkv
-from jaxkv.evals import How, Outcome, QuestionTask, Sample, Task, evaluate
+from jaxkv.evals import EvaluationTask, How, QuestionTask, SampleOutcome, TaskSample, evaluate
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Policy
-from jaxkv.text.tokenizer import Text
+from jaxkv.text.tokenizer import ChatTokenizer
 
 POLICIES = {
     "full": jaxkv.FullKV(),
@@ -30,7 +30,7 @@ def words() -> LanguageModel:
     )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     given = tiny(TWO_LAYERS)
-    return LanguageModel(given.decoder, text=Text(tokenizer, origin="words"), name="words")
+    return LanguageModel(given.decoder, text=ChatTokenizer(tokenizer, origin="words"), name="words")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,12 @@ class Words(QuestionTask):
     count: int = 6
     seed: int = 0
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         rng = np.random.default_rng(self.seed)
         lengths = [20 + at for at in range(self.count)]
         drawn = [" ".join(f"w{each}" for each in rng.integers(1, 64, length)) for length in lengths]
         return [
-            Sample(
+            TaskSample(
                 id=f"text-{at}",
                 group="words",
                 context=text,
@@ -61,12 +61,12 @@ class Words(QuestionTask):
             for at, text in enumerate(drawn)
         ]
 
-    def score(self, sample: Sample, prediction: str) -> float:
+    def score(self, sample: TaskSample, prediction: str) -> float:
         return len(set(prediction.split())) / 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Told(Task):
+class Told(EvaluationTask):
     """Answers that no model gives: they follow from the sample's id and the policy.
 
     Attributes:
@@ -91,9 +91,9 @@ class Told(Task):
     seed: int = 0
     batch: str = "none"
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         return [
-            Sample(
+            TaskSample(
                 id=f"{group}{at}",
                 group="ab|<i>"[group] if group < 2 else f"<b>{group}</b>",
                 context="w1",
@@ -105,18 +105,18 @@ class Told(Task):
         ]
 
     def run(
-        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
-    ) -> list[Outcome]:
+        self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
+    ) -> list[SampleOutcome]:
         return [self.outcome(policy, sample, how) for sample in samples]
 
-    def outcome(self, policy: Policy, sample: Sample, how: How) -> Outcome:
+    def outcome(self, policy: Policy, sample: TaskSample, how: How) -> SampleOutcome:
         # Of the fields that policies had first: what tests look at does not change with those that came later.
         said = f"{sample.id}{policy!r}{how.agnostic}".replace(", store='dense'", "")
         drawn = hashlib.sha256(said.encode()).digest()
         losses = [each / 256 for each in drawn[: 5 + drawn[0] % 3]]
         figures = {"losses": losses, "some": np.float32(0.5)}
         text = f"{drawn.hex()[:6]} ö\u2028\r{self.hostile}"
-        return Outcome(
+        return SampleOutcome(
             score=float(drawn[1] % 2),
             prediction=text,
             figures=figures,
@@ -126,7 +126,7 @@ class Told(Task):
         )
 
 
-def told(out, task: Task | None = None, **options) -> bytes:
+def told(out, task: EvaluationTask | None = None, **options) -> bytes:
     """Evaluates, and returns the lines."""
     policies = options.pop("policies", POLICIES)
     evaluate(words(), task or Told(), policies, out, **{"batch": 3, "progress": False, **options})

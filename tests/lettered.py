@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models
 
 import jaxkv
 from jaxkv.loading import LanguageModel
-from jaxkv.text.tokenizer import StreamDecoder, Text
+from jaxkv.text.tokenizer import ChatTokenizer, StreamDecoder
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 BOS, EOS, NEW = 1, 2, 12
@@ -31,7 +31,9 @@ def characters(template=TEMPLATE):
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
-    return Text(tokenizer, specials=specials, adds_bos=True, template=template, origin="characters")
+    return ChatTokenizer(
+        tokenizer, specials=specials, adds_bos=True, template=template, origin="characters"
+    )
 
 
 @functools.cache
@@ -55,4 +57,7 @@ def assert_same_rows(one, other):
 def shown(model, tokens):
     """What a reader sees of these tokens."""
     stream = StreamDecoder(model.text)
-    return "".join(stream.push([each]) for each in np.asarray(tokens).tolist()) + stream.flush()
+    return (
+        "".join(stream.push_ids([each]) for each in np.asarray(tokens).tolist())
+        + stream.flush_text()
+    )

@@ -7,8 +7,8 @@ import numpy as np
 import oracles as o
 import tiny
 
-from jaxkv.engine.lengths import bucket
-from jaxkv.engine.prefill import read_layers
+from jaxkv.engine.lengths import round_up_to_bucket
+from jaxkv.engine.prefill import iterate_layer_outputs
 from jaxkv.policies.scorer import Needs
 
 CONFIG = tiny.shape(layers=3, kv_heads=2, group=3, dim=8)
@@ -20,12 +20,15 @@ TEXTS = tiny.prompts(0, (60, 37))
 def shown(row):
     """A text's layers: rotated queries [H, n, D], keys and values [K, n, D], the output projection [H, D, E]."""
     model, ids = tiny.tiny(CONFIG), TEXTS[row]
-    slots = bucket(len(ids))
+    slots = round_up_to_bucket(len(ids))
     padded = jnp.asarray([ids + [0] * (slots - len(ids))], jnp.int32)
     out = []
     for index, layer in enumerate(
-        read_layers(
-            model.flat, padded, jnp.asarray([len(ids)], jnp.int32), needs=Needs(queries=slots)
+        iterate_layer_outputs(
+            model.flat_decoder,
+            padded,
+            jnp.asarray([len(ids)], jnp.int32),
+            needs=Needs(queries=slots),
         )
     ):
         q = np.asarray(layer.q, np.float64)[0, :, :, slots - len(ids) :].reshape(

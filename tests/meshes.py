@@ -14,7 +14,7 @@ import tiny
 from policy_table import BY_NAME, TABLE
 
 import jaxkv
-from jaxkv.engine.headroom import first_headroom
+from jaxkv.engine.headroom import compute_prefill_headroom
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.sharding import mesh as placing
 
@@ -55,7 +55,7 @@ def positions(cache):
 def kind(row):
     """What makes programs differ: how segments lie, what follows the prompt, whether rows are merged, or chosen."""
     parts = row.policy(BUDGET).parts()
-    return parts.layout, type(parts.after), bool(parts.merge), bool(parts.read)
+    return parts.cache_layout, type(parts.after), bool(parts.merge), bool(parts.read)
 
 
 def one_of_each(rows) -> tuple[str, ...]:
@@ -77,8 +77,8 @@ class Ran(NamedTuple):
 def check_planned(session, cache) -> None:
     """What the first device holds of a cache weighs what was planned for one device of such a mesh."""
     axes_of, config = session.params.axes, session.params.config
-    headroom = first_headroom(
-        session.policy.parts(), config.sliding_windows, np.asarray(LENGTHS), NEW
+    headroom = compute_prefill_headroom(
+        session.policy.build_policy_parts(), config.sliding_windows, np.asarray(LENGTHS), NEW
     )
     mesh = None if axes_of is None else axes_of.mesh
     planned = plan_prefill(
@@ -98,7 +98,7 @@ def check_planned(session, cache) -> None:
 
 def ran(model, policy, *, asks: bool = False) -> Ran:
     """Prompts are read, questions on top of them, and tokens sampled; notes what arrays have to move on a mesh."""
-    with mock.patch.object(placing, "put", watched):
+    with mock.patch.object(placing, "move_to_sharding", watched):
         session = jaxkv.Session(model, policy, key=3)
         cache = session.prefill(prompts(5, LENGTHS), new=NEW)
         check_planned(session, cache)
@@ -228,7 +228,7 @@ def compiled(name: str, mesh: tuple[int, int], text: str) -> Compiled:
     return Compiled(name.removeprefix("jit_"), mesh, tuple(sent), len(copied), len(fresh))
 
 
-_put = placing.put
+_put = placing.move_to_sharding
 
 
 def watched(leaf, there):

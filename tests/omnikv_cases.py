@@ -6,7 +6,7 @@ import tiny
 
 import jaxkv
 from jaxkv import OmniKV
-from jaxkv.cache import repack
+from jaxkv.cache import repack_cache
 
 CONFIG = tiny.shape(layers=7, kv_heads=2, group=3, dim=8)
 # Layers 0, 1, 2, 4 and 5 read everything; 3 and 6 what 1 and 4 have chosen.
@@ -22,7 +22,7 @@ def omni(budget=12, **options):
 def feed(model, cache, tokens, *, session=None):
     """Logits `[steps, B, V]` of tokens `[steps][B]` on top of a copy of the cache, and the copy."""
     session = jaxkv.Session(model, cache.policy) if session is None else session
-    copy, out = repack(cache, headroom=len(tokens)), []
+    copy, out = repack_cache(cache, headroom=len(tokens)), []
     for each in tokens:
         copy = session.extend(copy, [[token] for token in each], chunk=1, donate=True)
         out.append(np.asarray(copy.logits))

@@ -24,7 +24,7 @@ def compile_kernels() -> None:
         function = getattr(pallas_kernels, name)
         if not isinstance(function, type):
             setattr(pallas_kernels, name, _compiled(function))
-    jaxkv.attention.kernels.InterpretedKernels.interpret = False
+    jaxkv.attention.kernels.InterpretedPallasBackend.interpret = False
 
 
 def _compiled(function):

@@ -18,7 +18,7 @@ from transforming import ENTROPY, SNAP, draw
 import jaxkv
 from jaxkv import KNorm, PyramidKV, Sampling, Session, SnapKV
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.text.prompts import encode
+from jaxkv.text.prompts import encode_prompts
 
 GQA = tiny.MODELS["gqa3"]
 
@@ -64,7 +64,7 @@ def given(options):
 
 
 def encoded(prompt, **options):
-    return encode(prompt, characters(), speaking().config, close=True, **options)
+    return encode_prompts(prompt, characters(), speaking().config, close=True, **options)
 
 
 def drawn_by(draw):

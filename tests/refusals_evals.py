@@ -13,7 +13,7 @@ from jaxkv.analysis import (
     budgets,
     density,
     eviction_loss,
-    filter_layers,
+    find_filter_layers,
     recall,
     retained,
     similarity,
@@ -23,14 +23,14 @@ from jaxkv.evals import (
     Needle,
     Ruler,
     TwoStage,
-    Visible,
+    VisibleAttentionTask,
     at_budgets,
     evaluate,
-    visible_attention,
+    measure_visible_attention,
 )
-from jaxkv.evals.perplexity import Loss
+from jaxkv.evals.perplexity import TextLossTask
 from jaxkv.evals.published import InfiniteBench, LongBench
-from jaxkv.evals.turns import Turns
+from jaxkv.evals.turns import ConversationTask
 from jaxkv.models.values import LayerSpec
 from tests.ruler_cases import model
 
@@ -89,14 +89,16 @@ TASKS = [
         ({"new_tokens": 0}, "^new_tokens="),
     ),
     *door(
-        "Visible",
-        lambda settings: Visible(**settings),
+        "VisibleAttentionTask",
+        lambda settings: VisibleAttentionTask(**settings),
         ({"count": 0}, "^count="),
         ({"steps": 0}, "^steps="),
     ),
     *door(
         "visible attention",
-        lambda policy: visible_attention(tiny.tiny(CONFIG), policy, TEXTS[0][:-4], TEXTS[0][-4:]),
+        lambda policy: measure_visible_attention(
+            tiny.tiny(CONFIG), policy, TEXTS[0][:-4], TEXTS[0][-4:]
+        ),
         (
             OmniKV(budget=12, filter_layers=(0,), base=SnapKV(budget=20, window=4)),
             "^policy=",
@@ -110,17 +112,17 @@ TASKS = [
         (lambda: InfiniteBench(count=-1), "^count="),
     ),
     *calls(
-        "Loss",
-        (lambda: Loss(prefix=0), "^prefix="),
+        "TextLossTask",
+        (lambda: TextLossTask(prefix=0), "^prefix="),
         (
-            lambda: Loss(data="nowhere").samples(eval_models.speaking()),
+            lambda: TextLossTask(data="nowhere").samples(eval_models.speaking()),
             FileNotFoundError,
             "^data=",
         ),
     ),
     *door(
-        "Turns",
-        lambda settings: Turns(**settings).samples(eval_models.speaking()),
+        "ConversationTask",
+        lambda settings: ConversationTask(**settings).samples(eval_models.speaking()),
         ({"turns": 1}, "^turns="),
         ({"count": 0}, "^count="),
     ),
@@ -164,7 +166,7 @@ ANALYSES = [
         ((density, {"least": 1.5}), "least="),
         ((retained, {"shares": (0.0,)}), "shares="),
         ((similarity, {"share": "a"}), "share="),
-        ((filter_layers, {"m": 3}), "m="),
+        ((find_filter_layers, {"m": 3}), "m="),
     ),
     *calls(
         "an analysis of other models",

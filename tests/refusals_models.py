@@ -13,11 +13,11 @@ from refusing import calls, door
 from running import GOLDEN
 
 import jaxkv
-from jaxkv.checkpoints import GgufTokenizer, fetch, manifest
+from jaxkv.checkpoints import GgufTokenizer, fetch_checkpoint, get_manifest
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import LayerSpec
 from jaxkv.sharding import mesh_argument
-from jaxkv.sharding.parameters import model_mesh
+from jaxkv.sharding.parameters import make_model_mesh
 
 MODELS = GOLDEN / "models"
 LLAMA = MODELS / "llama_gqa"
@@ -71,7 +71,7 @@ NAMES = [
     ),
     *door(
         "fetch",
-        fetch,
+        fetch_checkpoint,
         *(
             (name, "use a path, one of smollm2-135m-instruct")
             for name in ("no-such-model", "x" * 5000, "a\0b")
@@ -79,11 +79,12 @@ NAMES = [
         (3, TypeError, "name_or_path.*3"),
     ),
     *calls(
-        "a manifest", (lambda: manifest("gpt-9"), "name='gpt-9': unknown model: use one of smollm2")
+        "a manifest",
+        (lambda: get_manifest("gpt-9"), "name='gpt-9': unknown model: use one of smollm2"),
     ),
     *door(
         "a vocabulary of GGUF",
-        lambda parts: GgufTokenizer(**parts).build(),
+        lambda parts: GgufTokenizer(**parts).build_tokenizer(),
         (
             {"model": "llama", "unk": 0, "scores": (math.nan,), "tokens": ("x",)},
             "tokens='.* characters': tokens too long, or scores not finite",
@@ -143,7 +144,9 @@ MESHES = [
         "a mesh of a model",
         # Six kv heads on four devices: each would have three of them with half of their queries.
         (
-            lambda: model_mesh(mesh_of(1, 4), dataclasses.replace(read({}), heads=24, kv_heads=6)),
+            lambda: make_model_mesh(
+                mesh_of(1, 4), dataclasses.replace(read({}), heads=24, kv_heads=6)
+            ),
             r"give one of \[1, 2\]",
         ),
     ),
@@ -160,7 +163,7 @@ MESHES = [
     ),
     *door(
         "a mesh of the command line",
-        lambda given: mesh_argument.mesh_of(*given),
+        lambda given: mesh_argument.make_mesh_from_text(*given),
         (("4x4",), "this process has 8 devices"),
         (("4x4", "cpu"), "this process has 8 CPU devices"),
         # XLA's CPU dies of so many.

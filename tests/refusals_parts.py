@@ -18,11 +18,12 @@ from jaxkv.policies import (
     Joined,
     Keep,
     KeyNorm,
-    LoadedReads,
     Merged,
     Merger,
     Needs,
+    OffloadedReads,
     Parts,
+    PolicyWrapper,
     Rank,
     Scorer,
     Select,
@@ -32,11 +33,13 @@ from jaxkv.policies import (
     UniformHeads,
     ValueMerge,
     VarianceLayers,
-    Wrapper,
 )
 
 GQA = tiny.MODELS["gqa3"]
-HIGH, KINDS = ThresholdHeads(threshold=0.5), DuoAttention(pattern=((0.5, 0.5),) * 3).parts().heads
+HIGH, KINDS = (
+    ThresholdHeads(threshold=0.5),
+    DuoAttention(pattern=((0.5, 0.5),) * 3).build_policy_parts().heads,
+)
 
 
 def derived(name: str, base: type, **said):
@@ -50,15 +53,15 @@ class Given(Scorer):
 
     change: object
 
-    def observe(self, seen):
-        return self.change(KeyNorm().observe(seen))
+    def score_entries(self, seen):
+        return self.change(KeyNorm().score_entries(seen))
 
 
 @dataclasses.dataclass
 class Loose(Scorer):
     """A scorer without a hash."""
 
-    observe = KeyNorm.observe
+    score_entries = KeyNorm.score_entries
 
 
 def prefilled(scorer, **wraps):
@@ -76,10 +79,10 @@ class Odd(Rank):
     order: object = None
     decay: float | None = 1.0
 
-    def begin(self, k, v):
-        return super().begin(k, v) if self.start is None else self.start(k)
+    def score_new_entries(self, k, v):
+        return super().score_new_entries(k, v) if self.start is None else self.start(k)
 
-    def rank(self, score, age):
+    def rank_entries(self, score, age):
         return score if self.order is None else self.order(score)
 
 
@@ -89,19 +92,19 @@ class Strange(Merger):
 
     all: object = None
     one: object = None
-    compares = ("k",)
+    compared_tensors = ("k",)
 
-    def merge(self, k, v, kept, inside, mass, tau, key):
+    def merge_evicted_entries(self, k, v, kept, inside, mass, tau, key):
         return Merged(k, v, tau) if self.all is None else self.all(k, v)
 
-    def merge_one(self, index, cosine, dropped, nearest, goes, tau):
+    def merge_entry_while_decoding(self, index, cosine, dropped, nearest, goes, tau):
         return Joined(goes, None, None, tau) if self.one is None else self.one(goes, dropped)
 
 
 class Telling(Strange):
     """One with a threshold."""
 
-    thresholds = 1
+    threshold_count = 1
 
 
 def twice(self, index, cosine, dropped, nearest, goes, tau):
@@ -166,7 +169,10 @@ PARTS = [
                     Telling(one=lambda goes, row: Joined(goes, None, None, None)),
                     r"Telling\.merge_one\.tau=NoneType",
                 ),
-                (derived("Mute", Merger, compares=("k",), merge=Strange.merge)(), "merge=Mute"),
+                (
+                    derived("Mute", Merger, compares=("k",), merge=Strange.merge_evicted_entries)(),
+                    "merge=Mute",
+                ),
             )
         ),
         ((Odd(), derived("Twice", Strange, compares=("k", "v"), merge_one=twice)()), "merge="),
@@ -188,7 +194,7 @@ OWN = [
         {"nested": 1},
         {"nested": True},
         {"merge": ValueMerge(), "evict": ByAge()},
-        {"read": LoadedReads(resident_layers=1, ahead=0)},
+        {"read": OffloadedReads(resident_layers=1, ahead=0)},
         {"rolling": True, "heads": AdaptiveHeads()},
     ),
     *door(
@@ -213,8 +219,8 @@ OWN = [
         "a threshold",
         lambda parts: parts.replace(heads=HIGH),
         (Parts(), TypeError, "heads"),
-        (H2O(budget=9).parts(), "threshold="),
-        (SnapKV(budget=64, layers=VarianceLayers()).parts(), "threshold="),
+        (H2O(budget=9).build_policy_parts(), "threshold="),
+        (SnapKV(budget=64, layers=VarianceLayers()).build_policy_parts(), "threshold="),
     ),
     *options(CustomPolicy, {"layers": EntropyLayers()}),
     *options(
@@ -231,7 +237,7 @@ OWN = [
     ),
     *calls(
         "a user's wrapper",
-        (lambda: derived("Around", Wrapper)(base=SnapKV()), TypeError, "Around: .*`wrap`"),
+        (lambda: derived("Around", PolicyWrapper)(base=SnapKV()), TypeError, "Around: .*`wrap`"),
     ),
 ]
 

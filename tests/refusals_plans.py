@@ -28,7 +28,7 @@ def exported(options):
 def placed(directory):
     """Before minutes have gone into programs."""
     with mock.patch.object(
-        writing, "_programs", side_effect=AssertionError("programs are made already")
+        writing, "_write_programs", side_effect=AssertionError("programs are made already")
     ):
         return jaxkv.export(tiny.tiny(SMALL), directory, lengths=16, question=0, new=4)
 

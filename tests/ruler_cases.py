@@ -14,7 +14,7 @@ from jaxkv.evals.ruler import chains, counted, niah
 from jaxkv.evals.ruler.wording import NOISE, SENTENCES, SMALL_WORDS
 from jaxkv.loading import LanguageModel
 from jaxkv.testing import tiny_model
-from jaxkv.text.tokenizer import Text
+from jaxkv.text.tokenizer import ChatTokenizer
 
 GOLDEN = Path(__file__).parent / "golden" / "ruler"
 
@@ -26,7 +26,7 @@ def pieces(text: str) -> list[str]:
 
 def count(prompt) -> int:
     """Tokens of a prompt: words, digits and marks."""
-    return len(pieces(prompt.text))
+    return len(pieces(prompt.full_text))
 
 
 @functools.cache
@@ -36,7 +36,7 @@ def model(positions: int = 65536) -> LanguageModel:
     pattern = Regex(r"[A-Za-z]+|[0-9]|[^\sA-Za-z0-9]")
     tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, behavior="removed", invert=True)
     made = tiny_model(dataclasses.replace(tiny_model().config, max_positions=positions))
-    made.text = Text(tokenizer)
+    made.text = ChatTokenizer(tokenizer)
     return made
 
 

@@ -8,12 +8,12 @@ import numpy as np
 from flax import nnx
 
 import jaxkv
-from jaxkv.cache import KVCache, Turn, repack
-from jaxkv.engine.lengths import bucket
+from jaxkv.cache import ConversationState, KVCache, repack_cache
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Decoder
-from jaxkv.text.prompts import Encoded
+from jaxkv.text.prompts import EncodedPrompts
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -63,7 +63,7 @@ def prefill(
         [len(each) for each in ids],
         dtype=model.dtype,
         headroom=headroom,
-        mesh=model.flat.mesh,
+        mesh=model.flat_decoder.mesh,
     )
     cache = session.prefill(
         ids, needed=needed if slots is None else dataclasses.replace(needed, padded_len=slots)
@@ -80,13 +80,13 @@ def extend(
     """
     session, longest = jaxkv.Session(model, cache.policy), max(len(each) for each in ids)
     copy, seen = (
-        repack(cache, headroom=-(-longest // chunk) * chunk, batch=len(ids)),
+        repack_cache(cache, headroom=-(-longest // chunk) * chunk, batch=len(ids)),
         [[] for _ in ids],
     )
     for first in range(0, longest, chunk):
         part = [each[first : first + chunk] for each in ids]
         # Some may have come to their end: as encoded prompts, which may be empty.
-        new = Encoded(ids=part, single=False, turns=(Turn.RAW,) * len(ids))
+        new = EncodedPrompts(ids=part, single=False, turns=(ConversationState.RAW,) * len(ids))
         copy = session.extend(copy, new, chunk=chunk, donate=True)
         host = np.asarray(copy.logits)
         for row in np.flatnonzero([len(each) for each in part]):
@@ -106,7 +106,10 @@ def by_tokens(
     """Logits `[S, V]` at every position of every row: the first token prefilled, the others decoded one by one."""
     # In the bucket of the whole prompts, whose programs other tests need anyway.
     cache, first = prefill(
-        model, [each[:1] for each in ids], policy, slots=bucket(max(len(each) for each in ids))
+        model,
+        [each[:1] for each in ids],
+        policy,
+        slots=round_up_to_bucket(max(len(each) for each in ids)),
     )
     rest, _ = extend(model, cache, [each[1:] for each in ids])
     return [np.concatenate([first[row : row + 1], after]) for row, after in enumerate(rest)]
@@ -132,11 +135,11 @@ def greedy_after_one(
 
 def kept(cache: KVCache, slots: int) -> np.ndarray:
     """Which positions each segment holds, `bool[L, B, K, slots]`."""
-    start, length = cache.first_rows, cache.kept
+    start, length = cache.segment_first_rows, cache.kept
     positions = [np.asarray(pool.pos) for pool in cache.pools]
     out = np.zeros((*start.shape, slots), bool)
     for layer, row, head in np.ndindex(*start.shape):
-        of = positions[cache.layout.pool_of(layer)][row]
+        of = positions[cache.layout.get_pool_index(layer)][row]
         begin = start[layer, row, head]
         out[layer, row, head, of[begin : begin + length[layer, row, head]]] = True
     return out

@@ -7,7 +7,7 @@ import numpy as np
 import jaxkv
 from jaxkv.engine.sampling import Sampling
 from jaxkv.engine.slots import Slots
-from jaxkv.machine.compilation import Clock
+from jaxkv.machine.compilation import StageClock
 
 SLOTS, PROMPT, NEW = 4, 64, 24
 SAMPLERS = (
@@ -65,19 +65,19 @@ def made(model, policy, **options):
 def begun(slots, asked):
     """A request's sequence, prefilled."""
     cache = slots.prefill(asked.prompt, key=asked.seed)
-    return slots.begin(
+    return slots.begin_sequence(
         cache, max_new_tokens=asked.new, sampling=asked.sampling, eos=asked.eos, key=asked.seed
     )
 
 
 def answered(slots, given, *, steps=8):
     """The tokens of each request, and how many programs were compiled meanwhile: free slots are filled in order."""
-    waiting, active, out, clock = list(range(len(given))), {}, [[] for _ in given], Clock()
+    waiting, active, out, clock = list(range(len(given))), {}, [[] for _ in given], StageClock()
     with clock:
         while waiting or active:
             for slot in [slot for slot in range(slots.count) if slot not in active][: len(waiting)]:
                 active[slot] = waiting.pop(0)
-                slots.insert(begun(slots, given[active[slot]]), slot)
+                slots.insert_sequence(begun(slots, given[active[slot]]), slot)
             tokens = slots.decode(steps, until="any" if waiting else "all")
             for slot in list(active):
                 out[active[slot]] += tokens[slot][tokens[slot] >= 0].tolist()

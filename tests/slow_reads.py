@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracles as o
 
-from jaxkv.models.rope import angles, rotate
+from jaxkv.models.rope import apply_rope, compute_rope_tables
 
 
 def paid(query, keys):
@@ -47,32 +47,40 @@ class Slow:
     prompt: int = 0
 
     def __post_init__(self):
-        flat, layers = self.model.flat, range(self.model.config.layers)
-        self.blocks = [flat.graphs_of(layer).block(flat.blocks[layer]) for layer in layers]
-        self.ends, self.rows = flat.graphs.ends(flat.ends), [[] for _ in layers]
+        flat, layers = self.model.flat_decoder, range(self.model.config.layers)
+        self.blocks = [
+            flat.get_layer_graphs(layer).rebuild_block(flat.blocks[layer]) for layer in layers
+        ]
+        self.ends, self.rows = (
+            flat.graphs.rebuild_embedding_and_head(flat.ends),
+            [[] for _ in layers],
+        )
 
     def read(self, tokens, how):
         """The logits behind tokens that are read `"whole"`, `"one"` by one as sampled ones are, or as a `"chunk"`."""
         config, first = self.model.config, len(self.rows[0])
         stands = jnp.arange(first, first + len(tokens))[None]
-        x, chosen = self.ends.embed(jnp.asarray([tokens])), {}
+        x, chosen = self.ends.embed_tokens(jnp.asarray([tokens])), {}
         for layer, block in enumerate(self.blocks):
             normed, by = (
-                block.normed(x),
-                angles(stands, config.spec_of(layer).rope, config.head_dim),
+                block.normalise_for_attention(x),
+                compute_rope_tables(stands, config.get_layer_spec(layer).rope, config.head_dim),
             )
-            q, (k, v) = block.queries(normed, by)[0], block.keys_values(normed)
+            q, (k, v) = (
+                block.compute_rotated_queries(normed, by)[0],
+                block.compute_keys_values(normed),
+            )
             q = np.moveaxis(np.asarray(q), 2, 0).reshape(len(tokens), -1, config.head_dim)
-            k, v = np.asarray(rotate(k, by))[0], np.asarray(v)[0]
+            k, v = np.asarray(apply_rope(k, by))[0], np.asarray(v)[0]
             self.rows[layer] += [(q[at], k[:, at], v[:, at]) for at in range(len(tokens))]
             if layer in self.sources.values() and self.page is None and how != "whole":
                 chosen[layer] = self.choose(layer, first, how)
             out = [
                 self.attended(layer, first + at, first, how, chosen) for at in range(len(tokens))
             ]
-            shape = (len(tokens), config.kv_heads, config.group, config.head_dim)
+            shape = (len(tokens), config.kv_heads, config.group_size, config.head_dim)
             out = np.moveaxis(np.stack(out).reshape(shape), 0, 2)[None]
-            x = block.finish(x, jnp.asarray(out, jnp.float32))
+            x = block.apply_output_and_mlp(x, jnp.asarray(out, jnp.float32))
         return np.asarray(self.ends.logits(x[:, -1]))[0]
 
     def held(self, layer, head, last):
@@ -99,7 +107,7 @@ class Slow:
                 continue
             best = np.zeros(below)
             for head, shares in enumerate(paid(self.rows[layer][at][0], keys)):
-                mine = seen[head // self.model.config.group]
+                mine = seen[head // self.model.config.group_size]
                 best[mine] = np.maximum(best[mine], shares)
             scores += weight * best
         if len(self.ages) > 1 and not self.generated and how == "one":
@@ -128,7 +136,9 @@ class Slow:
         keys = [self.of(layer, 1, head, seen[head]) for head in heads]
         shares = paid(query, keys)
         values = [self.of(layer, 2, head, seen[head]).astype(np.float64) for head in heads]
-        return np.stack([share @ values[head // config.group] for head, share in enumerate(shares)])
+        return np.stack(
+            [share @ values[head // config.group_size] for head, share in enumerate(shares)]
+        )
 
     def of(self, layer, which, head, positions):
         """A head's keys (1) or values (2) at these positions, `[n, D]`."""

@@ -10,18 +10,18 @@ import test_oracle_agreement as agreement
 from jax import lax
 
 from jaxkv import TOVA, Policy
-from jaxkv.cache.layout import Layout
-from jaxkv.cache.packing import Unpacked, empty_pool, pack_shared
-from jaxkv.cache.pools import Pool
-from jaxkv.engine.bookkeeping import faded
-from jaxkv.engine.compress import merged
-from jaxkv.engine.evict import Eviction, evict
-from jaxkv.engine.layers.binding import bound
-from jaxkv.engine.layers.step import Step
-from jaxkv.engine.layers.terms import Terms
+from jaxkv.cache.layout import SegmentLayout
+from jaxkv.cache.packing import UnpackedEntries, make_empty_pool, pack_into_shared_pool
+from jaxkv.cache.pools import EntryPool
+from jaxkv.engine.bookkeeping import decay_scores
+from jaxkv.engine.compress import merge_evicted_entries
+from jaxkv.engine.evict import EvictionConfig, evict_entries
+from jaxkv.engine.layers.binding import make_cache_layer
+from jaxkv.engine.layers.step import StepState
+from jaxkv.engine.layers.terms import DecodeAttentionConfig
 from jaxkv.engine.segments import Segments
-from jaxkv.engine.selection import choose, of_prompt
-from jaxkv.engine.tokens import NewTokens, Token
+from jaxkv.engine.selection import create_prompt_candidates, select_entries
+from jaxkv.engine.tokens import NewTokens, TokenProjections
 from jaxkv.policies import KeyNorm
 
 HEADS, DIM, STEPS, SLOTS = 2, 8, 64, 48
@@ -68,18 +68,18 @@ def draw(seed, group, *, sharp=1.5, like=0.0):
     )
 
 
-def prefilled(policy: Policy, drawn: Drawn, lengths, layout: Layout):
+def prefilled(policy: Policy, drawn: Drawn, lengths, layout: SegmentLayout):
     """The layer's pool after the prompt, its segments and thresholds, put together from the library's pieces.
 
     A shared pool holds rows of other layers before and behind this one's, which nothing may touch.
     """
     lengths = np.asarray(lengths)
-    parts = policy.parts()
-    always_kept = parts.keep.mask(lengths, SLOTS)
+    parts = policy.build_policy_parts()
+    always_kept = parts.keep.mask_always_kept(lengths, SLOTS)
     anyway = always_kept.sum(axis=1)
-    rows = parts.budgets(lengths, anyway)[None]
-    limit = parts.may_hold(rows[0])
-    recent = parts.recents(rows, lengths, anyway)[0]
+    rows = parts.compute_prompt_budgets(lengths, anyway)[None]
+    limit = parts.compute_growth_limits(rows[0])
+    recent = parts.count_recent_entries(rows, lengths, anyway)[0]
     sums = agreement.all_sums(drawn.q, drawn.k, lengths)
     mass = sums.mean(axis=2)
     length = jnp.asarray(lengths, jnp.int32)
@@ -95,28 +95,30 @@ def prefilled(policy: Policy, drawn: Drawn, lengths, layout: Layout):
         )
     if isinstance(parts.scorer, KeyNorm):
         mass = -jnp.sqrt((jnp.asarray(drawn.k) ** 2).sum(axis=-1))
-    scores = parts.scorer.scores(mass, length)
+    scores = parts.scorer.finalise_scores(mass, length)
     count, last = jnp.asarray(rows[0], jnp.int32), jnp.asarray(recent, jnp.int32)
-    layer = of_prompt(scores, jnp.asarray(always_kept), length)
-    mask = choose([layer], count, last, heads=parts.heads).masks[0]
-    taken = Unpacked(
+    layer = create_prompt_candidates(scores, jnp.asarray(always_kept), length)
+    mask = select_entries([layer], count, last, heads=parts.heads).masks[0]
+    taken = UnpackedEntries(
         jnp.asarray(drawn.k), jnp.asarray(drawn.v), layer.inside, score=mass, mass=mass
     )
     if parts.merge is not None:
-        taken = merged(taken, mask, jax.random.key(0), merge=parts.merge)
+        taken = merge_evicted_entries(taken, mask, jax.random.key(0), merge=parts.merge)
     kept = mask.sum(axis=-1, dtype=jnp.int32)
-    around = 0 if layout is Layout.EQUAL else 7
+    around = 0 if layout is SegmentLayout.EQUAL else 7
     each = int(max(limit.max(), lengths.max())) + 1
     rows_in_all = HEADS * each + 2 * around
-    start = Layout.EQUAL.place(kept[None], HEADS * each)[0] + around
-    pool = empty_pool(len(lengths), rows_in_all, DIM, jnp.dtype(jnp.float32), scored=True)
-    pool = pack_shared(pool, taken, mask, start)
+    start = SegmentLayout.EQUAL.compute_segment_starts(kept[None], HEADS * each)[0] + around
+    pool = make_empty_pool(len(lengths), rows_in_all, DIM, jnp.dtype(jnp.float32), scored=True)
+    pool = pack_into_shared_pool(pool, taken, mask, start)
     segments = Segments(
         start=start,
         length=kept,
         limit=jnp.asarray(np.broadcast_to(limit[:, None], kept.shape), jnp.int32),
         recent=jnp.broadcast_to(
-            jnp.asarray(parts.recents(limit[None], lengths, anyway)[0], jnp.int32)[:, None],
+            jnp.asarray(parts.count_recent_entries(limit[None], lengths, anyway)[0], jnp.int32)[
+                :, None
+            ],
             kept.shape,
         ),
         tau=taken.tau,
@@ -126,32 +128,50 @@ def prefilled(policy: Policy, drawn: Drawn, lengths, layout: Layout):
     return pool, segments
 
 
-def terms_of(policy: Policy, layout: Layout, widest: int | None = None) -> Terms:
+def terms_of(
+    policy: Policy, layout: SegmentLayout, widest: int | None = None
+) -> DecodeAttentionConfig:
     """Static config of the layer's rows."""
-    parts = policy.parts()
-    reading = parts.reading((None,), SLOTS)
-    return Terms(layout=layout, reading=reading, ongoing=parts.ongoing, widest=widest)
+    parts = policy.build_policy_parts()
+    reading = parts.build_read_config((None,), SLOTS)
+    return DecodeAttentionConfig(
+        layout=layout, reading=reading, ongoing=parts.decoding_compression, widest=widest
+    )
 
 
-def attended(terms: Terms, token: Token, pool: Pool, segments: Segments, new: NewTokens):
+def attended(
+    terms: DecodeAttentionConfig,
+    token: TokenProjections,
+    pool: EntryPool,
+    segments: Segments,
+    new: NewTokens,
+):
     """Attention of new tokens, and the pool with their rows and all scores."""
-    made = bound(terms, pool, segments.start, segments.length).attended(token, Step(new=new))
+    made = make_cache_layer(terms, pool, segments.start, segments.length).append_tokens_and_attend(
+        token, StepState(new=new)
+    )
     return made.out, made.pool
 
 
-def one_step(terms: Terms, token: Token, pool: Pool, segments: Segments, count):
+def one_step(
+    terms: DecodeAttentionConfig,
+    token: TokenProjections,
+    pool: EntryPool,
+    segments: Segments,
+    count,
+):
     """A layer's step: attention, scores, eviction."""
-    (pool,) = faded((pool,), count, terms)
+    (pool,) = decay_scores((pool,), count, terms)
     new = NewTokens(positions=segments.seen[:, None], count=count)
     out, pool = attended(terms, token, pool, segments, new)
     now = dataclasses.replace(
         segments, length=segments.length + count[:, None], seen=segments.seen + count
     )
-    how = Eviction(terms=terms, heads=HEADS)
-    return out, *evict(pool, now, out[:, :, 0, 0, 0], how)
+    how = EvictionConfig(terms=terms, heads=HEADS)
+    return out, *evict_entries(pool, now, out[:, :, 0, 0, 0], how)
 
 
-def follow(policy: Policy, drawn: Drawn, lengths, layout: Layout, *, widest=None):
+def follow(policy: Policy, drawn: Drawn, lengths, layout: SegmentLayout, *, widest=None):
     """Every step's pool, segments and output; the prompt's first, without output."""
     pool, segments = prefilled(policy, drawn, lengths, layout)
     terms = terms_of(policy, layout, widest)
@@ -161,7 +181,7 @@ def follow(policy: Policy, drawn: Drawn, lengths, layout: Layout, *, widest=None
     def run(pool, segments, q, k, v):
         def step(carry, new):
             q, k, v = new
-            out, *after = one_step(terms, Token(q=q, k=k, v=v, stored=k), *carry, count)
+            out, *after = one_step(terms, TokenProjections(q=q, k=k, v=v, stored=k), *carry, count)
             return tuple(after), jax.tree.leaves((*after, out))
 
         return lax.scan(step, (pool, segments), (q, k, v))[1]
@@ -175,7 +195,7 @@ def follow(policy: Policy, drawn: Drawn, lengths, layout: Layout, *, widest=None
         yield pool, segments, np.asarray(out)[..., 0, :]
 
 
-def held(pool: Pool, segments: Segments, row: int, head: int):
+def held(pool: EntryPool, segments: Segments, row: int, head: int):
     """One segment's rows in order of position."""
     first, count = int(segments.start[row, head]), int(segments.length[row, head])
     span = slice(first, first + count)

@@ -21,19 +21,19 @@ from jaxkv import (
     SnapKV,
     StreamingLLM,
 )
-from jaxkv.cache import repack
-from jaxkv.engine.plan import widest
-from jaxkv.engine.recompress import beyond, due
-from jaxkv.engine.spec import spec_for
+from jaxkv.cache import repack_cache
+from jaxkv.engine.plan import bound_segment_length
+from jaxkv.engine.recompress import count_entries_over_limit, find_due_sequences
+from jaxkv.engine.spec import create_cache_spec
 from jaxkv.policies import (
     KeyNorm,
     LinearLayers,
     Merge,
     Merged,
     Merger,
+    PolicyWrapper,
     UniformLayers,
     VarianceLayers,
-    Wrapper,
 )
 
 GQA = tiny.TWO_LAYERS
@@ -63,7 +63,7 @@ LENGTHS = (20, 13)
 
 def once(policy):
     """The policy without what it does while decoding."""
-    if isinstance(policy, Wrapper):
+    if isinstance(policy, PolicyWrapper):
         return dataclasses.replace(
             policy, base=once(policy.base), budget=None, every=None, merge=None
         )
@@ -92,7 +92,10 @@ def feed(model, cache, tokens, *, chunk):
     """Tokens `[B, N]` on top of a copy with room for them, in chunks; evicting policies take one at a time."""
     needed = tokens.shape[1] + 1
     # Room for some calls at once: another size of pools is another program.
-    copy = repack(cache, headroom=0 if cache.free().min() >= needed else max(needed, EVERY + 2))
+    copy = repack_cache(
+        cache,
+        headroom=0 if cache.compute_layer_headroom().min() >= needed else max(needed, EVERY + 2),
+    )
     return jaxkv.Session(model, cache.policy).extend(copy, tokens, chunk=chunk, donate=True)
 
 
@@ -109,18 +112,19 @@ def check_chooses_again(policy, chunk, reference, sequences=(0, 1)):
         cache, _, _ = tiny.run(model, ids, policy)
         grown = feed(model, cache, more[:, :new], chunk=chunk)
         assert (
-            beyond(grown)[sequence] >= (1 if policy.parts().evicts else EVERY)
-            and due(grown)[sequence]
+            count_entries_over_limit(grown)[sequence]
+            >= (1 if policy.build_policy_parts().evicts_while_decoding else EVERY)
+            and find_due_sequences(grown)[sequence]
         )
-        after = jaxkv.Session(model, policy).compress_again(grown)
+        after = jaxkv.Session(model, policy).recompress_sequences(grown)
         whole = [[*ids[sequence], *more[sequence, :new].tolist()]]
         # Twice, for a batch of two finds programs that the policy's own prompts have compiled.
         expected, _, _ = tiny.run(model, whole * 2, reference)
         same_rows(by_position(after), by_position(expected), ROWS, sequence)
-        assert not due(after).any()
+        assert not find_due_sequences(after).any()
         # The other sequence: as it was, if it was not due.
         other = 1 - sequence
-        if not due(grown)[other]:
+        if not find_due_sequences(grown)[other]:
             before, now = by_position(grown), by_position(after)
             for key in [key for key in now if key[1] == other]:
                 assert now[key][0] == before[key][0]
@@ -151,8 +155,8 @@ def test_recent_rows_of_a_prompt_below_its_budget_fit_every_layer():
     )
     session = jaxkv.Session(tiny.tiny(tiny.TWO_LAYERS), policy)
     grown = session.extend(session.prefill(tiny.prompts(5, (20, 3))), tiny.prompts(6, (17, 17)))
-    after = session.compress_again(grown)
-    assert due(grown).all() and not due(after).any()
+    after = session.recompress_sequences(grown)
+    assert find_due_sequences(grown).all() and not find_due_sequences(after).any()
     assert (after.kept.mean(axis=(0, 2)) == 16).all()
 
 
@@ -166,7 +170,7 @@ def test_layers_ranked_by_scores_hold_what_always_stays_once_a_short_prompt_has_
         max_new_tokens=20,
         stop_at_eos=False,
     )
-    assert not due(out.cache).any()
+    assert not find_due_sequences(out.cache).any()
     # Compressed again for every fourth row beyond the 40 and the 8.
     assert out.cache.kept[:, 1].max() <= 8 + 3
     latest = [part.pos[-8:].tolist() for part in tiny.segments(out.cache) if part.sequence == 1]
@@ -177,9 +181,9 @@ def test_layers_ranked_by_scores_hold_what_always_stays_once_a_short_prompt_has_
 class Counting(Merger):
     """Its threshold counts how often it was asked."""
 
-    thresholds = 1
+    threshold_count = 1
 
-    def merge(self, k, v, kept, inside, mass, tau, key):
+    def merge_evicted_entries(self, k, v, kept, inside, mass, tau, key):
         return Merged(k, v, jnp.where(jnp.isneginf(tau), jnp.float32(1), tau + jnp.float32(1)))
 
 
@@ -187,8 +191,8 @@ def test_a_merger_learns_nothing_of_sequences_that_are_not_due():
     policy = jaxkv.CustomPolicy(budget=12, scorer=KeyNorm(), merge=Counting(), every=5)
     session = jaxkv.Session(tiny.tiny(GQA), policy)
     grown = session.extend(session.prefill(tiny.prompts(5, (40, 4))), tiny.prompts(6, (5, 5)))
-    assert due(grown).tolist() == [True, False]
-    tau = np.asarray(session.compress_again(grown).state.tau)
+    assert find_due_sequences(grown).tolist() == [True, False]
+    tau = np.asarray(session.recompress_sequences(grown).state.tau)
     assert (tau[:, 0] == 2).all() and (tau[:, 1] == 1).all()
 
 
@@ -204,16 +208,18 @@ def test_a_cache_never_exceeds_its_budget_and_n(name):
     for step in range(more.shape[1]):
         cache = feed(model, cache, more[:, step : step + 1].astype(np.int32), chunk=1)
         assert (cache.kept.mean(axis=(0, 2)) <= ROWS + EVERY).all()
-        if due(cache).any():
-            cache = jaxkv.Session(model, policy).compress_again(cache)
+        if find_due_sequences(cache).any():
+            cache = jaxkv.Session(model, policy).recompress_sequences(cache)
             np.testing.assert_allclose(cache.kept.mean(axis=(0, 2)), ROWS, atol=0)
         for layer, row, head, _, _, pos in tiny.segments(cache):
             n = seen[row] + step + 1
-            window = set(range(n - policy.parts().keep.window, n))
+            window = set(range(n - policy.build_policy_parts().keep.window, n))
             spans = {
                 p for a, b in policy.protect for p in range(*slice(a, b).indices(int(seen[row])))
             }
-            assert set(range(policy.parts().keep.sinks)) | window | spans <= set(pos.tolist()), (
+            assert set(range(policy.build_policy_parts().keep.sinks)) | window | spans <= set(
+                pos.tolist()
+            ), (
                 layer,
                 head,
             )
@@ -241,7 +247,7 @@ def test_generate_over_turns(policy):
     assert np.asarray(again_.cache.seen).tolist() == [40 + 16 + 35 + 16, 9 + 16 + 3 + 16]
     for cache in (out.cache, again_.cache):
         over = cache.kept - np.asarray(cache.limit)
-        assert over.max() <= (0 if policy.parts().evicts else EVERY - 1)
+        assert over.max() <= (0 if policy.build_policy_parts().evicts_while_decoding else EVERY - 1)
         held = [set(pos.tolist()) for *_, pos in tiny.segments(cache)]
         assert all(
             len(rows) == count for rows, count in zip(held, cache.kept.reshape(-1), strict=True)
@@ -250,8 +256,18 @@ def test_generate_over_turns(policy):
 
 def test_no_bound_is_taken_for_segments_that_a_later_choice_may_fill():
     """With one budget over layers and heads a segment may come to hold more rows than its prompt had."""
-    assert widest(POLICIES["layerdefensive"].parts(), 64, GQA.sliding_windows) is None
-    assert widest(EVICTING["globalbudget-h2o"].parts(), 64, GQA.sliding_windows) == 65
+    assert (
+        bound_segment_length(
+            POLICIES["layerdefensive"].build_policy_parts(), 64, GQA.sliding_windows
+        )
+        is None
+    )
+    assert (
+        bound_segment_length(
+            EVICTING["globalbudget-h2o"].build_policy_parts(), 64, GQA.sliding_windows
+        )
+        == 65
+    )
 
 
 def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():
@@ -265,14 +281,14 @@ def test_the_shared_pool_of_d2o_holds_the_promised_rows_and_one_spare_each():
     )
     cache, segments = out.cache, config.layers * config.kv_heads
     (pool,) = cache.pools
-    assert pool.rows == segments * (rows + 1)
+    assert pool.row_count == segments * (rows + 1)
     assert (
         len({int(n) for n in cache.kept[:, 0, 0]}) > 1
     )  # layers differ, and no layer's maximum was allocated
     each = 2 * config.head_dim * 4 + 4 + 4  # key, value, position, score
     tables = 4 * 2 * (3 * segments + 1)  # first row, length, limit; tokens seen
     state = 4 * 2 * (2 + config.layers + segments)  # prompt, budget; recent rows; thresholds
-    assert cache.nbytes == 2 * pool.rows * each + tables + state
+    assert cache.nbytes == 2 * pool.row_count * each + tables + state
 
 
 @pytest.mark.parametrize(
@@ -325,13 +341,15 @@ def test_what_segments_hold_after_a_question_stays_below_the_bound_compiled_in(p
     session, beyond_it = jaxkv.Session(model, policy), False
     for seed in range(4):
         cache = session.prefill(tiny.prompts(seed, (14, 9)), new=4)
-        bound = spec_for(model.flat, cache).widest
+        bound = create_cache_spec(model.flat_decoder, cache).widest
         question = session.extend(cache, tiny.prompts(9 - seed, (90, 70)))
-        assert spec_for(model.flat, question).widest is None, (
+        assert create_cache_spec(model.flat_decoder, question).widest is None, (
             "entries have been added, and none has gone for them"
         )
         cache, _ = session.sample(session.extend(cache, tiny.prompts(9 - seed, (90, 70)), new=4), 2)
-        found, holds = spec_for(model.flat, cache).widest, int(cache.kept.max())
+        found, holds = create_cache_spec(model.flat_decoder, cache).widest, int(cache.kept.max())
         assert holds < bound if found is not None else holds >= bound
         beyond_it |= holds >= bound
-    assert beyond_it == (not policy.parts().heads.uniform), "some text must have shown it"
+    assert beyond_it == (not policy.build_policy_parts().heads.is_uniform), (
+        "some text must have shown it"
+    )

@@ -31,10 +31,10 @@ from jaxkv import (
 from jaxkv.checkpoints import named_models
 from jaxkv.cli import main, models
 from jaxkv.evals import COLOURS, TwoStage
-from jaxkv.evals.retrieval import visible_attention
+from jaxkv.evals.retrieval import measure_visible_attention
 from jaxkv.models.values import LayerSpec
-from jaxkv.policies.reads import WHOLE, sources, whole_layers
-from jaxkv.policies.wrapper import with_budget
+from jaxkv.policies.reads import WHOLE, find_unfiltered_layers, map_layers_to_filters
+from jaxkv.policies.wrapper import replace_policy_budget
 
 DEEP = tiny.shape(layers=6, kv_heads=2, group=2, dim=16)
 NAME = "smollm2-135m-instruct"
@@ -54,7 +54,7 @@ BUDGETS = (16, 0.5)
 def kept(policy, budget, row):
     """Positions that a cache holds behind a text's prompt, by layer and head."""
     prompt = [TEXTS[row][:-FOLLOWING]]
-    cache, _, _ = tiny.run(tiny.tiny(CONFIG), prompt, with_budget(policy, budget))
+    cache, _, _ = tiny.run(tiny.tiny(CONFIG), prompt, replace_policy_budget(policy, budget))
     return [layer[0] for layer in tiny.kept(cache)]
 
 
@@ -113,7 +113,7 @@ def test_retained_attention_is_the_oracles():
     for layer, head in np.ndindex(CONFIG.layers, CONFIG.kv_heads):
         expected = np.zeros(len(SHARES))
         for row, ids in enumerate(TEXTS):
-            by_head = weights(row, layer).reshape(CONFIG.kv_heads, CONFIG.group, len(ids), -1)
+            by_head = weights(row, layer).reshape(CONFIG.kv_heads, CONFIG.group_size, len(ids), -1)
             order = sorted(by_head[head, :, -QUERIES:].mean(axis=(0, 1)), reverse=True)
             sizes = [max(1, math.floor(share * len(ids))) for share in SHARES]
             expected += [math.fsum(order[:size]) / 2 for size in sizes]
@@ -141,7 +141,7 @@ def test_recall_is_the_oracles_over_kept_positions(at):
         count = len(TEXTS[row])
         paid = weights(row, layer)[head, count - FOLLOWING :]
         prompt, behind = paid[:, : count - FOLLOWING].sum(), paid[:, count - FOLLOWING :].sum()
-        mine = paid[:, kept(POLICIES[at], 16, row)[layer][head // CONFIG.group]].sum()
+        mine = paid[:, kept(POLICIES[at], 16, row)[layer][head // CONFIG.group_size]].sum()
         where = (at, 0, row, layer, head)
         assert found.recall[where] == pytest.approx(mine / prompt, abs=1e-5)
         assert found.visible[where] == pytest.approx((mine + behind) / FOLLOWING, abs=1e-5)
@@ -183,24 +183,24 @@ def test_layers_with_a_window_are_left_out():
     one, two = (analysis.similarity(each, TEXTS, queries=4) for each in (model, windowed))
     np.testing.assert_allclose(two, one[np.ix_(whole, whole)], rtol=1e-4, atol=1e-6)
     # Of three layers one may read everything: the lowest.
-    found = analysis.filter_layers(windowed, TEXTS, m=1, adjacent=0, queries=4)
+    found = analysis.find_filter_layers(windowed, TEXTS, m=1, adjacent=0, queries=4)
     assert found.filters == (1,) and found.mass.shape == (3, 3)
     with pytest.raises(ValueError, match="model="):
-        visible_attention(windowed, SNAP, TEXTS[0][:-4], TEXTS[0][-4:])
+        measure_visible_attention(windowed, SNAP, TEXTS[0][:-4], TEXTS[0][-4:])
 
 
 @pytest.mark.parametrize(("m", "adjacent", "most"), [(1, 1, None), (2, 1, 5), (2, 0, 4)])
 def test_filter_layers_are_the_best_of_all_sets(m, adjacent, most):
     given = {"m": m, "adjacent": adjacent, "most_whole": most}
-    found = analysis.filter_layers(tiny.tiny(DEEP), TEXTS[1:], queries=4, **given)
+    found = analysis.find_filter_layers(tiny.tiny(DEEP), TEXTS[1:], queries=4, **given)
     most, scores = 2 if most is None else most, {}
     for chosen in itertools.combinations(range(5), m):
-        if len(whole_layers(chosen, adjacent, 6)) <= most:
-            reads = enumerate(sources(chosen, adjacent, 6))
+        if len(find_unfiltered_layers(chosen, adjacent, 6)) <= most:
+            reads = enumerate(map_layers_to_filters(chosen, adjacent, 6))
             scores[chosen] = np.mean([found.mass[s, at] for at, s in reads if s != WHOLE])
     assert found.filters == max(scores, key=scores.get)
     assert found.carried == pytest.approx(scores[found.filters])
-    jaxkv.OmniKV(filter_layers=found.filters, adjacent=adjacent).for_model(6, None)
+    jaxkv.OmniKV(filter_layers=found.filters, adjacent=adjacent).fill_model_fields(6, None)
 
 
 def test_a_policy_that_draws_takes_a_seed_or_a_key():
@@ -237,16 +237,16 @@ def test_pictures():
 @pytest.fixture
 def own_manifests(monkeypatch, tmp_path):
     """A copy of the package's manifests, which can be written."""
-    shutil.copytree(checkpoints.manifests_folder(), tmp_path / "manifests")
-    monkeypatch.setattr(named_models, "data_folder", lambda: tmp_path)
-    named_models._manifests.cache_clear()
+    shutil.copytree(checkpoints.find_manifests_folder(), tmp_path / "manifests")
+    monkeypatch.setattr(named_models, "find_data_folder", lambda: tmp_path)
+    named_models._read_manifests.cache_clear()
     yield tmp_path / "manifests"
-    named_models._manifests.cache_clear()
+    named_models._read_manifests.cache_clear()
 
 
 def test_the_named_model_ships_its_filter_layers():
-    assert checkpoints.manifest(NAME).filter_layers == (2, 6, 19)
-    assert len(whole_layers((2, 6, 19), 1, 30)) == 8
+    assert checkpoints.get_manifest(NAME).filter_layers == (2, 6, 19)
+    assert len(find_unfiltered_layers((2, 6, 19), 1, 30)) == 8
 
 
 def test_filter_layers_are_saved_whole(own_manifests):
@@ -254,8 +254,10 @@ def test_filter_layers_are_saved_whole(own_manifests):
     checkpoints.save_filter_layers(NAME, (1, 5))
     after = json.loads((own_manifests / f"{NAME}.json").read_text())
     assert after == before | {"filter_layers": [1, 5]}
-    assert checkpoints.manifest(NAME).filter_layers == (1, 5)
-    assert sorted(path.stem for path in own_manifests.iterdir()) == sorted(checkpoints.names())
+    assert checkpoints.get_manifest(NAME).filter_layers == (1, 5)
+    assert sorted(path.stem for path in own_manifests.iterdir()) == sorted(
+        checkpoints.list_model_names()
+    )
     with pytest.raises(ValueError, match="unknown model"):
         checkpoints.save_filter_layers("nobody", (1,))
 
@@ -271,7 +273,7 @@ def test_the_command_finds_prints_and_saves(own_manifests, tmp_path, capsys, mon
     assert main(["filters", "--text-file", str(text), "--tokens", "60", "--json", "--save"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert len(record["filters"]) == 3 and np.shape(record["similarity"]["mass"]) == (30, 30)
-    assert list(checkpoints.manifest(NAME).filter_layers) == record["filters"]
+    assert list(checkpoints.get_manifest(NAME).filter_layers) == record["filters"]
     assert main(["filters", "--text-file", str(text), "--model", "elsewhere", "--save"]) == 2
     assert "not a named model" in capsys.readouterr().err
     assert main(["filters", "--text-file", str(tmp_path / "none.txt")]) == 2

@@ -8,7 +8,7 @@ from annotations import checked
 from jaxtyping import Array, Float
 
 from jaxkv.checkpoints.gguf_file import GgufFile
-from jaxkv.models.rope import Angles, rotate
+from jaxkv.models.rope import RopeTables, apply_rope
 from pallas_kernels import decode
 
 
@@ -70,9 +70,9 @@ def test_nothing_is_checked_as_users_call(case, as_users_call):
 
 
 def test_every_package_is_checked():
-    angles = Angles(cos=jnp.ones((1, 3, 4)), sin=jnp.ones((1, 3, 4)))
-    assert rotate(jnp.ones((2, 1, 3, 8)), angles).shape == (2, 1, 3, 8)
+    angles = RopeTables(cos=jnp.ones((1, 3, 4)), sin=jnp.ones((1, 3, 4)))
+    assert apply_rope(jnp.ones((2, 1, 3, 8)), angles).shape == (2, 1, 3, 8)
     with pytest.raises(TypeError, match="violates type hint"):
-        Angles(cos=jnp.ones((1, 3, 4)), sin=jnp.ones((1, 3, 5)))
-    for of in (rotate, decode.attend, GgufFile.__init__):
+        RopeTables(cos=jnp.ones((1, 3, 4)), sin=jnp.ones((1, 3, 5)))
+    for of in (apply_rope, decode.attend, GgufFile.__init__):
         assert of.__wrapped__, of

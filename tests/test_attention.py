@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv import attention
 from jaxkv.attention import xla
-from jaxkv.attention.xla import Walk
+from jaxkv.attention.xla import SegmentReadMode
 
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 
@@ -50,7 +50,7 @@ def test_causal(slots, queries, first, window, dtype):
     k, v = (draw(seed, heads, slots, dim, dtype=dtype) for seed in (1, 2))
     unread = 0 if window is None else max(0, first - window + 1) // 512 * 512
     hidden = (each.at[:, :unread].set(jnp.nan) for each in (k, v))
-    out, lse = attention.causal(q, *hidden, jnp.int32(first), window=window)
+    out, lse = attention.compute_causal_attention(q, *hidden, jnp.int32(first), window=window)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     for index in np.ndindex(heads, group):
         for at in {0, 1, queries // 2, queries - 1}:
@@ -73,7 +73,7 @@ LENGTHS = {
 MANY = [(1040, "float32"), (1031, "bfloat16"), (1040, "float16")]
 
 
-@pytest.mark.parametrize("walk", Walk, ids=str)
+@pytest.mark.parametrize("walk", SegmentReadMode, ids=str)
 @pytest.mark.parametrize(
     ("heads", "batch", "dtype"),
     [(heads, batch, "float32") for heads in LENGTHS for batch in (2, 6)]
@@ -85,7 +85,7 @@ def test_over_pool(walk, heads, batch, dtype):
 
 @pytest.mark.parametrize(("size", "dtype"), MANY)
 def test_over_pool_of_many_rows(size, dtype):
-    check_over_pool(Walk.STRIDES, [[size, 7], [size - 3, 0]], dtype, size)
+    check_over_pool(SegmentReadMode.STRIDES, [[size, 7], [size - 3, 0]], dtype, size)
 
 
 def check_over_pool(walk, lengths, dtype, size):
@@ -93,18 +93,18 @@ def check_over_pool(walk, lengths, dtype, size):
     rows, dim = 3, 8
     length = np.asarray(lengths, np.int32)
     batch, heads = length.shape
-    if walk is Walk.STRIDES:
+    if walk is SegmentReadMode.STRIDES:
         start, slots = np.broadcast_to(np.arange(heads) * size, length.shape), heads * size
     else:
         # Other layers' rows lie around this layer's in a shared pool.
-        before = 50 if walk is Walk.WINDOWS else 0
+        before = 50 if walk is SegmentReadMode.WINDOWS else 0
         start = before + np.cumsum(length + 2, axis=1) - length - 2
         slots = int((start + length).max()) + before + 3
     q = 2 * draw(3, batch, heads, rows, dim, dtype=dtype)
     k, v = (draw(seed, batch, slots, dim, dtype=dtype) for seed in (4, 5))
     start_of, length_of = (jnp.asarray(each, jnp.int32) for each in (start, length))
-    reach = xla.Reach(start=start_of, length=length_of, walk=walk)
-    out, lse = xla.over_pool(q, k, v, reach)
+    reach = xla.SegmentRanges(start=start_of, length=length_of, walk=walk)
+    out, lse = xla.attend_over_pool(q, k, v, reach)
     assert out.dtype == q.dtype and lse.dtype == jnp.float32
     for row, head, query in np.ndindex(batch, heads, rows):
         span = slice(start[row, head], start[row, head] + length[row, head])
@@ -124,7 +124,7 @@ def test_merge_joins_two_sets_of_keys(first, dtype):
         reference(q, k[:first], v[:first]),
         reference(q, k[first:], v[first:]),
     )
-    merged = attention.merge(
+    merged = attention.merge_attention_outputs(
         jnp.asarray(out, dtype), jnp.float32(lse), jnp.asarray(other, dtype), jnp.float32(other_lse)
     )
     assert merged.dtype == dtype
@@ -134,7 +134,7 @@ def test_merge_joins_two_sets_of_keys(first, dtype):
 def test_merge_of_far_apart_sums_stays_finite():
     a, b = jnp.ones((1, 4), jnp.float32), jnp.zeros((1, 4), jnp.float32)
     for gap, share in ((1e4, 1.0), (-1e4, 0.0)):
-        merged = attention.merge(
+        merged = attention.merge_attention_outputs(
             a, jnp.full((1,), gap, jnp.float32), b, jnp.zeros((1,), jnp.float32)
         )
         np.testing.assert_array_equal(merged, np.full((1, 4), share))
@@ -155,9 +155,9 @@ def test_column_sums(slots, queries, n, dtype):
     sums = jnp.zeros((heads, group, slots), jnp.float32)
     for first in range(0, slots, queries):
         part, at = q[:, :, first : first + queries], jnp.int32(first)
-        _, lse = attention.causal(part, k, k, at)
+        _, lse = attention.compute_causal_attention(part, k, k, at)
         real = first + jnp.arange(queries) < n
-        sums = sums + attention.column_sums(part, k, jnp.where(real, lse, jnp.inf), at)
+        sums = sums + attention.sum_attention_per_key(part, k, jnp.where(real, lse, jnp.inf), at)
     expected = np.zeros(sums.shape)
     for head, member in np.ndindex(heads, group):
         logits = wide(q)[head, member, :n] @ wide(k)[head, :n].T / math.sqrt(dim)

@@ -10,8 +10,8 @@ import tiny
 from test_implementations import POLICIES
 
 import jaxkv
-from jaxkv.attention import Backend, Implementation, backend_of
-from jaxkv.attention.xla_backend import Xla
+from jaxkv.attention import AttentionBackend, Implementation, get_attention_backend
+from jaxkv.attention.xla_backend import XlaBackend
 
 FUSED = {
     "steps": ("work_table", "decode_token", "add_norm"),
@@ -19,35 +19,39 @@ FUSED = {
 }
 
 
-class Plain(Backend):
+class Plain(AttentionBackend):
     """The required functions, by matrices of all queries and all rows."""
 
-    def prefill(self, q, k, v, length, first=None, *, lse=True, shaping=None, window=None):
+    def compute_prefill_attention(
+        self, q, k, v, length, first=None, *, lse=True, shaping=None, window=None
+    ):
         logits = self._causal(q, k, first)
         total = jax.nn.logsumexp(logits, axis=-1) if lse else None
         return jnp.einsum("bkgts,bksd->bkgtd", self._shares(logits), v).astype(q.dtype), total
 
-    def column_sums(self, q, k, lse, length, first=None, *, shaping=None):
+    def sum_attention_per_key(self, q, k, lse, length, first=None, *, shaping=None):
         at = jnp.arange(q.shape[3]) + (0 if first is None else first[:, None])
         real = jnp.broadcast_to(at < length[:, None], (len(length), q.shape[3]))[
             :, None, None, :, None
         ]
         return jnp.where(real, jnp.exp(self._causal(q, k, first) - lse[..., None]), 0).sum(axis=3)
 
-    def window_mean(self, q, k, positions, length, *, shaping=None):
+    def average_window_attention(self, q, k, positions, length, *, shaping=None):
         logits, real = self._causal(q, k, positions[:, 0]), (positions >= 0)[:, None, None, :, None]
         return jnp.where(real, self._shares(logits), 0).sum(axis=3).mean(axis=2) / real.sum(
             axis=3
         ).mean(axis=2)
 
-    def attend(self, q, store, reach, *, shaping=None):
-        logits, v = self._pool(q, store, reach), reach.view(store)[1]
+    def attend_to_segments(self, q, store, reach, *, shaping=None):
+        logits, v = self._pool(q, store, reach), reach.decode_rotated_entries(store)[1]
         out = jnp.einsum("bkrp,bpd->bkrd", self._shares(logits), v).astype(q.dtype)
         return out, jax.nn.logsumexp(logits, axis=-1)
 
-    def attend_scored(self, q, store, reach, score, counts, *, shaping=None):
+    def attend_and_score(self, q, store, reach, score, counts, *, shaping=None):
         received = self._shares(self._pool(q, store, reach)).mean(axis=2).sum(axis=1)
-        return self.attend(q, store, reach)[0], score + jnp.where(counts[:, None], received, 0)
+        return self.attend_to_segments(q, store, reach)[0], score + jnp.where(
+            counts[:, None], received, 0
+        )
 
     @staticmethod
     def _shares(logits):
@@ -63,7 +67,7 @@ class Plain(Backend):
 
     @staticmethod
     def _pool(q, store, reach):
-        k, _ = reach.view(store)
+        k, _ = reach.decode_rotated_entries(store)
         row, start = jnp.arange(k.shape[1]), reach.start[..., None]
         inside = (row >= start) & (row < start + reach.length[..., None])
         return jnp.where(
@@ -78,10 +82,10 @@ def named(name, backend):
     return member
 
 
-class Fused(Xla):
+class Fused(XlaBackend):
     """XLA that takes steps of one token as kernels do."""
 
-    can = dataclasses.replace(Xla.can, steps=frozenset(("rows", "bytes", "nibbles")))
+    can = dataclasses.replace(XlaBackend.can, steps=frozenset(("rows", "bytes", "nibbles")))
 
 
 FUSED_XLA = named("fused", f"{__name__}:Fused")
@@ -108,10 +112,10 @@ def test_the_required_functions_are_enough(name):
 @pytest.mark.parametrize("implementation", [each for each in Implementation if each.backend])
 def test_a_backend_says_what_it_has(implementation):
     """Fused functions are there exactly where their flag says so."""
-    backend = backend_of(implementation)
+    backend = get_attention_backend(implementation)
     for flag, names in FUSED.items():
         for name in names:
-            own = getattr(type(backend), name) is not getattr(Backend, name)
+            own = getattr(type(backend), name) is not getattr(AttentionBackend, name)
             assert own == bool(getattr(backend.can, flag)), name
 
 
@@ -129,4 +133,4 @@ def test_fused_steps_have_an_oracle(name):
 
 def test_without_a_required_function_there_is_no_backend():
     with pytest.raises(TypeError, match="abstract"):
-        type("Lacking", (Plain,), {"attend": Backend.attend})()
+        type("Lacking", (Plain,), {"attend": AttentionBackend.attend_to_segments})()

@@ -9,7 +9,7 @@ from cli_runs import refused
 import jaxkv
 from jaxkv import cli
 from jaxkv.serving import batch_answers, engine_config
-from jaxkv.serving.batch_lines import lines_of
+from jaxkv.serving.batch_lines import read_batch_lines
 
 CHATS, TEXTS = "/v1/chat/completions", "/v1/completions"
 GREEDY = {"temperature": 0, "max_tokens": 9, "ignore_eos": True}
@@ -30,13 +30,13 @@ def chat(name, text=lettered.DOC, **body):
 @pytest.fixture
 def asked(monkeypatch):
     """Lets the command find the tiny model; gives the custom_ids of the lines that are begun."""
-    begun, reply = [], batch_answers.BatchRunner._reply
+    begun, reply = [], batch_answers.BatchFileRunner._compute_completion
 
     def noted(self, line):
         begun.append(line.custom_id)
         return reply(self, line)
 
-    monkeypatch.setattr(batch_answers.BatchRunner, "_reply", noted)
+    monkeypatch.setattr(batch_answers.BatchFileRunner, "_compute_completion", noted)
     monkeypatch.setattr(engine_config, "enable_compilation_cache", lambda: None)
     monkeypatch.setattr(engine_config, "load", lambda name, **_: lettered.tiny())
     return begun
@@ -124,7 +124,7 @@ def test_a_run_that_was_ended_goes_on(files, asked, monkeypatch, capsys):
         raise OSError("no more")
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_answers.BatchRunner, "answer", failing)
+        patch.setattr(batch_answers.BatchFileRunner, "answer_line", failing)
         assert cli.main(["batch", str(files[0]), "-o", str(files[1]), *OPTIONS, *POLICY]) == 2
     assert partial.exists() and not files[1].exists()
     asked.clear()
@@ -177,4 +177,4 @@ def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
     plain, marked = tmp_path / "plain", tmp_path / "marked"
     written(plain, [chat("a"), chat("b")])
     marked.write_bytes(b"\xef\xbb\xbf" + plain.read_bytes())
-    assert list(lines_of(marked, "")) == list(lines_of(plain, ""))
+    assert list(read_batch_lines(marked, "")) == list(read_batch_lines(plain, ""))

@@ -10,9 +10,9 @@ from policy_table import TABLE
 
 import jaxkv
 from jaxkv.cli import main
-from jaxkv.policies.checks import Bytes, bytes_of
-from jaxkv.policies.model_policy import policy_for
-from jaxkv.policies.wrapper import with_budget
+from jaxkv.policies.checks import ByteBudget, parse_byte_count
+from jaxkv.policies.model_policy import resolve_policy_for_model
+from jaxkv.policies.wrapper import replace_policy_budget
 
 CONFIG = tiny.MODELS["gqa3"]
 # Keys, values and positions of one row in every kv head and layer: float32, bfloat16, and codes with their scales.
@@ -26,7 +26,7 @@ EACH = {
 
 
 def fitted(policy, dtype="float32"):
-    return policy_for(policy, CONFIG, (0,), dtype=dtype)
+    return resolve_policy_for_model(policy, CONFIG, (0,), dtype=dtype)
 
 
 @pytest.mark.parametrize(
@@ -47,22 +47,28 @@ def fitted(policy, dtype="float32"):
     ],
 )
 def test_texts_say_bytes(text, count):
-    assert bytes_of(text) == count
+    assert parse_byte_count(text) == count
 
 
 @pytest.mark.parametrize(
-    "row", [row for row in TABLE if row.make(24).parts().drops], ids=lambda row: row.name
+    "row",
+    [row for row in TABLE if row.make(24).parts().compresses_prompts],
+    ids=lambda row: row.name,
 )
 def test_every_policy_has_as_many_rows_as_fit(row):
     policy = row.make(24)
-    each = CONFIG.layers * CONFIG.kv_heads * policy.parts().row_bytes(CONFIG.head_dim, 4)
+    each = (
+        CONFIG.layers
+        * CONFIG.kv_heads
+        * policy.build_policy_parts().compute_entry_bytes(CONFIG.head_dim, 4)
+    )
     most = 25 * each - 1
-    wanted = fitted(with_budget(policy, 24))
-    assert fitted(with_budget(policy, f"{most}B")) == wanted
+    wanted = fitted(replace_policy_budget(policy, 24))
+    assert fitted(replace_policy_budget(policy, f"{most}B")) == wanted
     assert (
-        fitted(with_budget(policy, f"{24 * each}B"))
+        fitted(replace_policy_budget(policy, f"{24 * each}B"))
         == wanted
-        != fitted(with_budget(policy, f"{25 * each}B"))
+        != fitted(replace_policy_budget(policy, f"{25 * each}B"))
     )
 
 
@@ -80,14 +86,14 @@ def test_caches_take_no_more(policy):
     session = jaxkv.Session(tiny.tiny(CONFIG), made)
     rows = session.policy.budget
     cache = session.prefill(tiny.prompts(3, (90, rows // 2)))
-    kept = np.asarray(cache.kept).sum(axis=(0, 2)) * cache.row_bytes
-    assert 12_000 - 6 * cache.row_bytes < kept[0] <= 12_000 and kept[1] <= kept[0]
+    kept = np.asarray(cache.kept).sum(axis=(0, 2)) * cache.pool_row_bytes
+    assert 12_000 - 6 * cache.pool_row_bytes < kept[0] <= 12_000 and kept[1] <= kept[0]
 
 
 def test_spellings_are_one():
     one, other = jaxkv.SnapKV(budget="64MB"), jaxkv.SnapKV(budget=" 0.064 gb")
     assert one.composed == other.composed and (one.budget, other.budget) == ("64MB", " 0.064 gb")
-    assert jaxkv.SnapKV(budget="1KiB").composed.budget == Bytes(1024)
+    assert jaxkv.SnapKV(budget="1KiB").composed.budget == ByteBudget(1024)
     assert jaxkv.SnapKV(budget=np.str_("2GB")).budget == "2GB"
 
 
@@ -100,7 +106,7 @@ def test_bases_have_the_bytes():
     )
     assert ours.composed == other.composed
     omni = fitted(jaxkv.OmniKV(base=jaxkv.SnapKV(budget=text, window=8), filter_layers=(0,)))
-    assert omni.inner.budget == 32
+    assert omni.base_policy.budget == 32
 
 
 @pytest.mark.parametrize(

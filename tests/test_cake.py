@@ -8,14 +8,14 @@ from table_oracles import WINDOW
 from test_oracle_agreement import check_agreement
 
 from jaxkv import CAKE
-from jaxkv.policies import PreferenceLayers
+from jaxkv.policies import PreferenceLayerBudgets
 
 
 @pytest.mark.parametrize("group", (1, 3))
 @pytest.mark.parametrize(("tau1", "tau2", "gamma"), ((1.6, 0.6, 200.0), (0.5, 2.0, 0.0)))
 def test_kept_rows_are_the_oracles(group, tau1, tau2, gamma):
     options = {
-        "layers": PreferenceLayers(tau1=tau1, tau2=tau2),
+        "layers": PreferenceLayerBudgets(tau1=tau1, tau2=tau2),
         "gamma": gamma,
         "window": WINDOW,
     }

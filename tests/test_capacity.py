@@ -9,7 +9,7 @@ from meshes import mesh_of, model_of, positions, prompts
 
 import jaxkv
 from jaxkv.policies import AdaptiveHeads, EntropyLayers, ProtectedHeads, topk
-from jaxkv.policies.head_budgets import ScoredRows, within_capacity
+from jaxkv.policies.head_budgets import ScoredEntries, limit_entries_per_device
 
 BUDGET, WINDOW, LENGTHS = 24, 8, (61, 37)
 # Scores of what is no candidate.
@@ -61,10 +61,12 @@ def test_a_device_without_rows_leaves_the_others_more():
     chosen = np.zeros((4, 30), bool)
     chosen[:2, :15], chosen[2:, :3] = True, True
     keys = jnp.where(
-        jnp.asarray(scores > NONE), topk.sortable(jnp.asarray(scores, jnp.float32)), jnp.uint32(0)
+        jnp.asarray(scores > NONE),
+        topk.encode_sort_keys(jnp.asarray(scores, jnp.float32)),
+        jnp.uint32(0),
     )
     of = [jnp.asarray([each], jnp.int32) for each in (0, 18)]
-    mask, moved = within_capacity(jnp.asarray(chosen)[None], keys[None], *of, 2)
+    mask, moved = limit_entries_per_device(jnp.asarray(chosen)[None], keys[None], *of, 2)
     wanted, given = oracle(chosen, scores, 0, 18, 2)
     np.testing.assert_array_equal(np.asarray(mask)[0], wanted)
     assert int(moved[0]) == given == 12 and wanted.sum() == 36 and wanted[2:].sum() == 8
@@ -84,14 +86,14 @@ def test_the_weakest_rows_of_full_devices_go_and_the_best_of_the_others_come(hea
         base, always_kept = np.asarray([9, 6]), np.asarray([2, 0])
         given = [jnp.asarray(each, jnp.int32) for each in (base, always_kept)]
         rows = jnp.asarray(scores, jnp.float32), jnp.ones((2, 1, 30), bool)
-        chosen = heads.choose(ScoredRows(*rows, *given))
+        chosen = heads.choose_entries(ScoredEntries(*rows, *given))
         mine = 4 // devices
         most, floor = (
             np.floor(capacity * mine * base + 1e-9).astype(int),
-            np.asarray(heads.floor(*given)),
+            np.asarray(heads.count_guaranteed_entries(*given)),
         )
-        keys = topk.sortable(jnp.asarray(scores, jnp.float32))
-        mask, moved = within_capacity(
+        keys = topk.encode_sort_keys(jnp.asarray(scores, jnp.float32))
+        mask, moved = limit_entries_per_device(
             chosen, keys, jnp.asarray(floor), jnp.asarray(most, jnp.int32), devices
         )
         for row in range(2):

@@ -15,24 +15,32 @@ from jaxkv.engine import plan
 from jaxkv.policies import (
     AdaptiveHeads,
     ByAge,
-    Division,
     EntropyLayers,
     Keep,
+    LayerBudgetInputs,
     ProtectedHeads,
     TwoStageHeads,
     topk,
 )
-from jaxkv.policies.attended import WindowAttention
-from jaxkv.policies.head_budgets import ScoredRows, most_rows, within_capacity
-from jaxkv.policies.methods.cake import PreferenceLayers
-from jaxkv.policies.survivors import bounded, rounding_rows, survivors
+from jaxkv.policies.attended import ObservationWindowAttention
+from jaxkv.policies.head_budgets import (
+    ScoredEntries,
+    limit_entries_per_device,
+    multiply_rounding_down,
+)
+from jaxkv.policies.methods.cake import PreferenceLayerBudgets
+from jaxkv.policies.survivors import (
+    count_rounding_entries,
+    mask_surviving_candidates,
+    supports_survivor_mask,
+)
 
 LENGTHS = (60, 9, 41)
 DEFENSIVE = LayerDefensiveKV(budget=16, window=8)
 SNAP = SnapKV(budget=16, window=4)
 ENTROPY = CustomPolicy(
     budget=9,
-    scorer=WindowAttention(window=4),
+    scorer=ObservationWindowAttention(window=4),
     layers=EntropyLayers(),
     keep=Keep(window=4),
     evict=ByAge(),
@@ -52,7 +60,7 @@ HEADS = {
 def test_no_row_of_the_choice_is_dropped_on_the_way(name, devices):
     """Whatever heads come later, and whatever moves between devices: few levels of scores tie."""
     heads, layers, slots, batch, rng = HEADS[name], 3, 12, 24, np.random.default_rng(1)
-    if not bounded(heads, devices):
+    if not supports_survivor_mask(heads, devices):
         assert devices > 1 and name in ("shares", "even", "stages", "safe stages")
         return
     count = 2 * layers
@@ -65,23 +73,27 @@ def test_no_row_of_the_choice_is_dropped_on_the_way(name, devices):
         jnp.asarray(rng.integers(0, 9, batch), jnp.int32),
         jnp.full(batch, 2, jnp.int32),
     )
-    kept = heads.choose(ScoredRows(scores, candidates, base, always_kept, norms))
+    kept = heads.choose_entries(ScoredEntries(scores, candidates, base, always_kept, norms))
     mine, most = count // devices, count * base
     if devices > 1:
-        keys = jnp.where(candidates, topk.sortable(scores), jnp.uint32(0))
-        most = most_rows(heads.capacity, mine * (base + always_kept)) - mine * always_kept
-        kept, moved = within_capacity(kept, keys, heads.floor(base, always_kept), most, devices)
+        keys = jnp.where(candidates, topk.encode_sort_keys(scores), jnp.uint32(0))
+        most = (
+            multiply_rounding_down(heads.capacity, mine * (base + always_kept)) - mine * always_kept
+        )
+        kept, moved = limit_entries_per_device(
+            kept, keys, heads.count_guaranteed_entries(base, always_kept), most, devices
+        )
         assert (np.asarray(moved) > 0).any()
-    headroom = most + mine * rounding_rows(heads)
+    headroom = most + mine * count_rounding_entries(heads)
     dropped = 0
     for device in range(devices):
         of = slice(device * mine, (device + 1) * mine)
         for seen in range(1, layers + 1):
             there = jnp.tile(jnp.arange(layers) < seen, mine // layers)[:, None]
-            rows = ScoredRows(
+            rows = ScoredEntries(
                 scores[:, of], candidates[:, of] & there, base, always_kept, norms[:, of]
             )
-            alive = survivors(heads, rows, headroom)
+            alive = mask_surviving_candidates(heads, rows, headroom)
             assert (
                 not (kept[:, of] & there & ~alive).any()
                 and not (alive & ~(candidates[:, of] & there)).any()
@@ -91,7 +103,7 @@ def test_no_row_of_the_choice_is_dropped_on_the_way(name, devices):
     assert dropped > 0
 
 
-@pytest.mark.parametrize("layers", [EntropyLayers(), PreferenceLayers(tau1=0.7)])
+@pytest.mark.parametrize("layers", [EntropyLayers(), PreferenceLayerBudgets(tau1=0.7)])
 def test_no_layer_gets_more_rows_than_its_bound(layers):
     """Whatever the layers above weigh: full layers, empty ones, all alike; bounds sum to twice the budget at most."""
     rng, count, prompts = np.random.default_rng(5), 6, 3000
@@ -101,12 +113,16 @@ def test_no_layer_gets_more_rows_than_its_bound(layers):
     weights = rng.random((count, prompts)) ** rng.choice([1, 4, 30], prompts) * (
         rng.random((count, prompts)) < 0.8
     )
-    weights = np.log(weights + 1e-30) if isinstance(layers, PreferenceLayers) else weights
-    final = layers.rows(Division(budget, length, always_kept, count, weights=weights))
+    weights = np.log(weights + 1e-30) if isinstance(layers, PreferenceLayerBudgets) else weights
+    final = layers.compute_layer_entries(
+        LayerBudgetInputs(budget, length, always_kept, count, weights=weights)
+    )
     assert (final.sum(axis=0) == count * budget).all()
     narrowed = 0
     for seen in range(1, count + 1):
-        most = layers.at_most(Division(budget, length, always_kept, count, weights=weights[:seen]))
+        most = layers.bound_lower_layers(
+            LayerBudgetInputs(budget, length, always_kept, count, weights=weights[:seen])
+        )
         assert (final[:seen] <= most).all() and (most <= length).all()
         assert (most.sum(axis=0) <= count * (2 * budget + 1)).all()
         narrowed += (most < length).sum()
@@ -123,7 +139,7 @@ CASES = {
 
 def held_whole(monkeypatch):
     """From now on all layers' rows are held until the last one has run."""
-    monkeypatch.setattr(plan, "buffer_rows", lambda *given: None)
+    monkeypatch.setattr(plan, "compute_candidate_buffer_size", lambda *given: None)
 
 
 def same(one, other):
@@ -141,7 +157,7 @@ def test_the_cache_of_layers_held_whole(name, monkeypatch):
     ids, made, rows = prompts(3, LENGTHS), [], []
     for _ in range(2):
         session = jaxkv.Session(model, policy)
-        needed = session.planned(np.asarray(LENGTHS), 2)
+        needed = session.plan_without_memory_check(np.asarray(LENGTHS), 2)
         rows.append(needed.buffer)
         made.append(session.prefill(ids, needed=needed))
         held_whole(monkeypatch)
@@ -157,10 +173,10 @@ def test_what_lies_there_is_what_is_planned(monkeypatch):
     model, ids = tiny.tiny(shape), prompts(4, (60,))[0] * 4
     for _ in range(2):
         session = jaxkv.Session(model, DEFENSIVE)
-        needed = session.planned(np.asarray([tokens]), 0)
+        needed = session.plan_without_memory_check(np.asarray([tokens]), 0)
         gc.collect()
         before, found = sum(each.nbytes for each in jax.live_arrays()), 0
-        walk = session.prefilling(ids[:tokens], needed=needed)
+        walk = session.iterate_prefill(ids[:tokens], needed=needed)
         for _ in walk:
             found = max(found, sum(each.nbytes for each in jax.live_arrays()) - before)
         del walk

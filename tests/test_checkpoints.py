@@ -12,7 +12,7 @@ from gguf_files import layer_shapes, numbers_of, write
 from safetensors.numpy import save_file
 
 from jaxkv.checkpoints import open_checkpoint
-from jaxkv.checkpoints.gguf_file import undo_permutation
+from jaxkv.checkpoints.gguf_file import undo_rope_permutation
 
 CONFIG = {"model_type": "llama", "hidden_size": 8, "eos_token_id": 2}
 
@@ -62,7 +62,7 @@ def test_safetensors_round_trip(tmp_path, sharded):
         make_folder(tmp_path, shards if sharded else {"model.safetensors": expected}, index=sharded)
     )
     found = arrays(checkpoint)
-    assert checkpoint.names == found.keys() == expected.keys()
+    assert checkpoint.tensor_names == found.keys() == expected.keys()
     for name, array in expected.items():
         assert found[name].dtype == array.dtype
         np.testing.assert_array_equal(found[name], array)
@@ -237,7 +237,7 @@ def test_gguf_tensors_are_those_of_hugging_face(tmp_path, arch):
     checkpoint = open_checkpoint(write_gguf(tmp_path / "m.gguf", arch=arch))
     expected = dict(hf_tensors().values())
     found = arrays(checkpoint)
-    assert checkpoint.names == found.keys() == expected.keys()
+    assert checkpoint.tensor_names == found.keys() == expected.keys()
     for name, array in expected.items():
         assert found[name].dtype == np.float32
         np.testing.assert_allclose(found[name], array, atol=0.02 if "down_proj" in name else 0)
@@ -261,9 +261,11 @@ def test_untied_output_and_bias_permutation(tmp_path):
     checkpoint = open_checkpoint(
         write_gguf(tmp_path / "m.gguf", extra_tensors={"output.weight": output})
     )
-    assert not checkpoint.config["tie_word_embeddings"] and "lm_head.weight" in checkpoint.names
+    assert (
+        not checkpoint.config["tie_word_embeddings"] and "lm_head.weight" in checkpoint.tensor_names
+    )
     bias = np.arange(HEADS * HEAD_DIM, dtype=np.float32)
-    np.testing.assert_array_equal(undo_permutation(permute(bias, HEADS), HEADS), bias)
+    np.testing.assert_array_equal(undo_rope_permutation(permute(bias, HEADS), HEADS), bias)
 
 
 def llama3_factors(factor, low=1.0, high=4.0, original=8192):

@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv import ChunkKV, KNorm, SnapKV
 from jaxkv.engine import selection
-from jaxkv.policies.methods.chunkkv import ChunkedHeads
+from jaxkv.policies.methods.chunkkv import ChunkHeadBudgets
 
 SLOTS = 64
 
@@ -20,9 +20,11 @@ def library(scores, rows, always_kept, n, chunk, peaks=None):
     padded[:, :, :n] = scores
     mask = jnp.asarray(np.isin(np.arange(SLOTS), always_kept)[None] & np.array([[True], [False]]))
     length = jnp.asarray([n, n // 2], jnp.int32)
-    layer = selection.of_prompt(jnp.asarray(padded, jnp.float32), mask, length)
-    heads = ChunkedHeads(chunk=chunk, peaks=peaks)
-    chosen = selection.choose([layer], jnp.asarray([rows, 1], jnp.int32), heads=heads).masks[0]
+    layer = selection.create_prompt_candidates(jnp.asarray(padded, jnp.float32), mask, length)
+    heads = ChunkHeadBudgets(chunk=chunk, peaks=peaks)
+    chosen = selection.select_entries(
+        [layer], jnp.asarray([rows, 1], jnp.int32), heads=heads
+    ).masks[0]
     assert (np.asarray(chosen)[1].sum(axis=-1) == 1).all()
     return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
 
@@ -60,14 +62,19 @@ def test_uneven_chunks_keep_their_peaks(signed, always_kept):
 
 
 def test_a_gate_is_kvpress_numbers():
-    plain, gated = ChunkKV(budget=64).parts().heads, ChunkKV(budget=64, gated=True).parts().heads
+    plain, gated = (
+        ChunkKV(budget=64).build_policy_parts().heads,
+        ChunkKV(budget=64, gated=True).build_policy_parts().heads,
+    )
     assert (plain.chunk, plain.peaks, gated.chunk, gated.peaks) == (20, None, 10, 4)
 
 
 def test_the_base_is_snapkv_unless_said():
     unsaid, snapkv, knorm = (
-        ChunkKV(**given).parts()
+        ChunkKV(**given).build_policy_parts()
         for given in ({"budget": 64}, {"base": SnapKV(budget=64)}, {"base": KNorm(budget=64)})
     )
     assert unsaid == snapkv != knorm
-    assert dataclasses.replace(ChunkKV(budget=64), chunk=7).parts().heads == ChunkedHeads(chunk=7)
+    assert dataclasses.replace(
+        ChunkKV(budget=64), chunk=7
+    ).build_policy_parts().heads == ChunkHeadBudgets(chunk=7)

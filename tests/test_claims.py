@@ -20,15 +20,15 @@ from jaxkv.planning import speed
 from jaxkv.planning.catalog import model_named
 from jaxkv.policies import (
     AdaptiveHeads,
-    Division,
     KVPressLayers,
+    LayerBudgetInputs,
     LinearLayers,
     Merge,
     OfficialLayers,
     OfficialVarianceLayers,
     VarianceLayers,
 )
-from jaxkv.policies.merger import Row
+from jaxkv.policies.merger import EntryPerSegment
 
 LLAMA_8B, LLAMA_7B = (model_named(name).config for name in ("llama-3-8b", "llama-2-7b"))
 # Fine-tuned for long texts, the same shape has more positions; Llama 3.1's has 131,072.
@@ -54,7 +54,9 @@ def spread(layers, budget, length, stats, always_kept=5):
     one = np.asarray
     weights = np.asarray(stats, np.float64)[:, None]
     of = {"layers": len(stats), "window": 1, "weights": weights}
-    return layers.rows(Division(one([budget]), one([length]), one([always_kept]), **of))[:, 0]
+    return layers.compute_layer_entries(
+        LayerBudgetInputs(one([budget]), one([length]), one([always_kept]), **of)
+    )[:, 0]
 
 
 # --- PyramidKV -------------------------------------------------------------------------------------------------------
@@ -197,7 +199,7 @@ def test_a6_budgets_of_heads_sum_to_the_layers_where_published_rounding_loses_so
     won = np.stack(
         [rng.multinomial(heads * base, rng.dirichlet(np.ones(heads))) for _ in range(200)]
     )
-    given_to = AdaptiveHeads(alpha=alpha).targets
+    given_to = AdaptiveHeads(alpha=alpha).compute_head_entries
     ours = np.asarray(given_to(jnp.asarray(won, jnp.int32), jnp.full(len(won), base, jnp.int32)))
     assert (ours.sum(axis=1) == heads * base).all()
     assert (np.abs(ours - ((1 - alpha) * won + alpha * base)) <= 1 + 1e-6).all()
@@ -274,7 +276,7 @@ def test_d3_the_cache_stays_as_large_while_tokens_are_drawn():
 @jax.jit
 def all_merged(*layer):
     """Values after every dropped row has joined a kept one."""
-    return Merge(threshold=-np.inf).merge(*layer, jax.random.key(0)).v
+    return Merge(threshold=-np.inf).merge_evicted_entries(*layer, jax.random.key(0)).v
 
 
 @settings(max_examples=30)
@@ -310,17 +312,17 @@ def test_d5_a_row_joins_if_it_is_no_less_like_than_those_before(seed, beta):
     # A prompt: five rows of each of three heads are dropped; their cosines are those of the nearest kept ones.
     cosines, dropped = rng.uniform(-1, 1, (2, 3, 8)).astype(np.float32), np.arange(8) < 5
     dropped = jnp.broadcast_to(jnp.asarray(dropped), cosines.shape)
-    tau = merge.moved(jnp.full((2, 3), -jnp.inf), jnp.asarray(cosines), dropped)
+    tau = merge.update_thresholds(jnp.full((2, 3), -jnp.inf), jnp.asarray(cosines), dropped)
     expected = cosines[..., :5].astype(np.float64).mean(axis=-1)
     np.testing.assert_allclose(tau, expected, atol=1e-6)
-    joins = np.asarray(merge.joins(tau, jnp.asarray(cosines), dropped))
+    joins = np.asarray(merge.mask_entries_to_merge(tau, jnp.asarray(cosines), dropped))
     clear = np.abs(cosines - expected[..., None]) > 1e-5
     assert (joins == ((cosines >= expected[..., None]) & np.asarray(dropped)))[clear].all()
     # Then one at a time: moving the threshold first changes no decision.
-    row, goes = Row(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3, 4))), jnp.ones((2, 3), bool)
+    row, goes = EntryPerSegment(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3, 4))), jnp.ones((2, 3), bool)
     for _ in range(4):
         cosine = rng.uniform(-1, 1, (2, 3)).astype(np.float32)
-        joined = merge.merge_one(
+        joined = merge.merge_entry_while_decoding(
             0, jnp.asarray(cosine), row, row, goes, jnp.asarray(tau)[..., None]
         )
         clear = (1 - beta) * np.abs(cosine - expected) > 1e-5
@@ -379,7 +381,11 @@ FILTERS = (2, 8, 18)
 
 def read_by(policy, length, config=LONG_8B):
     """Tokens that a layer reads which reads what was chosen."""
-    return int(policy.parts().read.tokens(np.asarray([length]), config.layers)[0])
+    return int(
+        policy.build_policy_parts().read.count_attended_tokens(np.asarray([length]), config.layers)[
+            0
+        ]
+    )
 
 
 def test_o1_three_quarters_of_the_cache_wait_in_host_memory():
@@ -450,10 +456,14 @@ def test_o8_chosen_rows_are_a_fiftieth_of_what_whole_layers_are():
     prompt, dim = 128_000, 2 * 8 * 128 * 2
     omni = (
         jaxkv.OmniKV(filter_layers=FILTERS, budget=2048, offload=True)
-        .parts()
-        .reading((None,) * 32, prompt)
+        .build_policy_parts()
+        .build_read_config((None,) * 32, prompt)
     )
-    brutal = jaxkv.BrutalOffload(resident_layers=12).parts().reading((None,) * 32, prompt)
+    brutal = (
+        jaxkv.BrutalOffload(resident_layers=12)
+        .build_policy_parts()
+        .build_read_config((None,) * 32, prompt)
+    )
     moved = [len(each.offloaded) * each.width * dim for each in (omni, brutal)]
     assert moved == [24 * 2048 * 4096, 20 * prompt * 4096]
     assert moved[0] == pytest.approx(201e6, rel=2e-3) and moved[1] / moved[0] == pytest.approx(

@@ -91,9 +91,9 @@ def test_devices_are_never_replaced(monkeypatch, tmp_path):
     link.symlink_to(os.ttyname(theirs))
     monkeypatch.setattr(whole_files.os, "replace", lambda *_: pytest.fail("replaced a device"))
     try:
-        output = outputs.Output(flag="--output", name=str(link))
-        output.check([str(link)])  # a terminal is no file that is lost
-        output.write(b"written")
+        output = outputs.OutputTarget(flag="--output", name=str(link))
+        output.require_writable([str(link)])  # a terminal is no file that is lost
+        output.write_bytes(b"written")
         assert os.read(ours, 99) == b"written"
     finally:
         os.close(ours)
@@ -183,7 +183,7 @@ def test_filters_prints_before_it_draws(capsys, monkeypatch, text, tmp_path):
     monkeypatch.setattr(model, "text", words().text)
     cli_runs.loading(monkeypatch, model)
     found = FilterLayers((1,), 0.5, np.eye(6, dtype=np.float32))
-    monkeypatch.setattr(analysing, "filter_layers", lambda *_, **__: found)
+    monkeypatch.setattr(analysing, "find_filter_layers", lambda *_, **__: found)
     picture = tmp_path / "map.png"
     given = ["filters", "--model", "x", "--text-file", str(text), "--picture", str(picture)]
     assert cli.main(given) == 0

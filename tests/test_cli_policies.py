@@ -13,18 +13,18 @@ from jaxkv import D2O, H2O, TOVA, AdaKV, FullKV, KNorm, KVzip, Policy, PyramidKV
 from jaxkv.cli import options
 from jaxkv.policies import (
     CriticalKV,
+    EvictionMode,
     GroupReduce,
     LinearLayers,
     MaxPool,
     Merge,
-    Mode,
     NoPool,
     OmniKV,
-    Selector,
+    QueryWeighting,
 )
 from jaxkv.policies.attended import Pooling
 from jaxkv.policies.registry import POLICIES
-from jaxkv.policies.unseen import Position
+from jaxkv.policies.unseen import PositionScores
 
 
 class Colour(enum.Enum):
@@ -61,8 +61,8 @@ class Throwaway(Policy):
 
     paper: ClassVar[str] = "none"
 
-    def parts(self):
-        return self.compose(scorer=Position())
+    def build_policy_parts(self):
+        return self.compose(scorer=PositionScores())
 
 
 @pytest.fixture
@@ -121,7 +121,9 @@ def test_help_names_the_few_policies_without_an_option(capsys):
     assert said == "Plan memory and speed on GPUs, present or not."
     words = " ".join(out.split())
     without = ", ".join(
-        name for name, cls in POLICIES.items() if "--min-budget" not in options.flags_of(cls)
+        name
+        for name, cls in POLICIES.items()
+        if "--min-budget" not in options.list_policy_flags(cls)
     )
     assert (
         f'--min-budget TEXT all but {without}: "clamp" raises' in words
@@ -136,7 +138,7 @@ def test_help_names_the_few_policies_without_an_option(capsys):
         ("--policy SnapKV --group max", SnapKV(group=GroupReduce.MAX)),
         ("--policy snapkv --budget 1.0 --pool-kernel 1", SnapKV(budget=1.0, pooling=NoPool())),
         ("--policy knorm --every 64", KNorm(every=64)),
-        ("--policy tova --per-head --mode prefill", TOVA(per_head=True, mode=Mode.PREFILL)),
+        ("--policy tova --per-head --mode prefill", TOVA(per_head=True, mode=EvictionMode.PREFILL)),
         ("--policy h2o --recent 0.25 --merge", H2O(recent=0.25, merge=Merge())),
         ("--policy d2o --no-merge", D2O(merge=None)),
         (
@@ -149,7 +151,7 @@ def test_help_names_the_few_policies_without_an_option(capsys):
         ),
         (
             "--policy omnikv --mem 0.3 --filters 1 3 --selector uniform --prefill-ratio 2",
-            OmniKV(mem=0.3, filter_layers=(1, 3), selector=Selector.UNIFORM, prefill_ratio=2),
+            OmniKV(mem=0.3, filter_layers=(1, 3), selector=QueryWeighting.UNIFORM, prefill_ratio=2),
         ),
         (
             "--policy omnikv --filter-layers 1,3 --offload",

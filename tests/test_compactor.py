@@ -8,9 +8,9 @@ import pytest
 import tiny
 
 from jaxkv import Compactor
-from jaxkv.engine.prefill import read_layers
-from jaxkv.policies import BlockAttention, Observed
-from jaxkv.policies.methods.compactor import BlockAndLeverage
+from jaxkv.engine.prefill import iterate_layer_outputs
+from jaxkv.policies import BlockAttention, ScorerInputs
+from jaxkv.policies.methods.compactor import BlockAttentionLeverageScorer
 from jaxkv.policies.scorer import Needs
 
 HEADS, GROUP, DIM = 2, 3, 16
@@ -26,8 +26,8 @@ def test_sums_of_a_model_are_those_of_its_queries_and_keys(size, first, last, ze
     for row, prompt in enumerate(tiny.prompts(3, lengths)):
         tokens[row, : len(prompt)] = prompt
     needs = Needs(queries=max(lengths), blocks=asked, unrotated=True)
-    for out in read_layers(
-        model.flat, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), needs=needs
+    for out in iterate_layer_outputs(
+        model.flat_decoder, jnp.asarray(tokens), jnp.asarray(lengths, jnp.int32), needs=needs
     ):
         for row, n in enumerate(lengths):
             q = np.asarray(out.q)[row, :, :, max(lengths) - n :]
@@ -44,7 +44,7 @@ def observed(dtype, n, scale=1.0, padding=5):
     k, v, raw = (jnp.asarray(scale * rng.standard_normal((HEADS, n, DIM)), dtype) for _ in range(3))
     sums = jnp.asarray(rng.uniform(0, 2, (HEADS, GROUP, n)), jnp.float32)
     pad = lambda a: jnp.pad(a, ((0, 0), (0, padding), (0, 0)), constant_values=np.nan)[None]  # noqa: E731
-    return Observed(
+    return ScorerInputs(
         q_positions=jnp.zeros((1, 0), jnp.int32),
         k=pad(k),
         v=pad(v),
@@ -63,7 +63,7 @@ def test_scores_are_those_of_the_formulas(dtype):
     n, (first, last) = 60, (8, 4)
     seen, given = observed(dtype, n)
     sums, v, raw = (np.asarray(each, np.float64) for each in given)
-    scorer = BlockAndLeverage(
+    scorer = BlockAttentionLeverageScorer(
         blocks=BlockAttention(first=first, last=last), blending=0.5, sketch=12
     )
     part = slice(first, n - last)
@@ -75,7 +75,7 @@ def test_scores_are_those_of_the_formulas(dtype):
     leverage = [o.leverage_scores(raw[h, part], uses_key[h] / 12**0.5) for h in range(HEADS)]
     expected = expected + 0.5 * o.normalised(np.array(leverage))
     np.testing.assert_allclose(
-        np.asarray(scorer.observe(seen))[0, :, part], expected, rtol=1e-4, atol=1e-4
+        np.asarray(scorer.score_entries(seen))[0, :, part], expected, rtol=1e-4, atol=1e-4
     )
 
 
@@ -85,23 +85,23 @@ def test_scores_are_those_of_the_formulas(dtype):
 def test_scores_are_finite(n, scale):
     """Prompts of first and last tokens alone; keys large, small and all the same; more columns than channels."""
     seen, _ = observed(jnp.float32, n, scale)
-    scorer = BlockAndLeverage(blocks=BlockAttention(first=8, last=4), sketch=48)
-    assert np.isfinite(np.asarray(scorer.observe(seen))[0, :, 8 : n - 4]).all()
+    scorer = BlockAttentionLeverageScorer(blocks=BlockAttention(first=8, last=4), sketch=48)
+    assert np.isfinite(np.asarray(scorer.score_entries(seen))[0, :, 8 : n - 4]).all()
     assert np.isfinite(
-        np.where(np.isnan(np.asarray(scorer.observe(seen))[..., :n]), np.nan, 0)
+        np.where(np.isnan(np.asarray(scorer.score_entries(seen))[..., :n]), np.nan, 0)
     ).all()
 
 
 def test_blending_follows_the_share_that_is_dropped():
-    weight = lambda **given: Compactor(**given).parts().scorer.blending  # noqa: E731
+    weight = lambda **given: Compactor(**given).build_policy_parts().scorer.blending  # noqa: E731
     assert (weight(budget=0.25), weight(budget=64), weight(budget=0.25, blending=0.1)) == (
         0.75,
         0.35,
         0.1,
     )
     assert (
-        Compactor(budget=64).parts().uses_key
-        and not Compactor(budget=64, blending=0.0).parts().uses_key
+        Compactor(budget=64).build_policy_parts().uses_random_key
+        and not Compactor(budget=64, blending=0.0).build_policy_parts().uses_random_key
     )
 
 

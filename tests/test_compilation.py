@@ -32,7 +32,7 @@ def test_long_compiling_is_told_once(untold, caplog, monkeypatch):
         jaxkv.machine.compilation.enable_compilation_cache is compilation.enable_compilation_cache
     )
     with caplog.at_level(logging.WARNING, "jaxkv"):
-        compilation.tell_if_slow(10.0)
+        compilation.log_slow_compilation(10.0)
         assert not caplog.records
         # Every call tells what it took.
         monkeypatch.setattr(compilation, "_SLOW", -1.0)
@@ -45,7 +45,7 @@ def test_long_compiling_is_told_once(untold, caplog, monkeypatch):
 def test_nothing_is_told_where_programs_are_kept(untold, caplog, tmp_path):
     with caplog.at_level(logging.WARNING, "jaxkv"):
         jax.config.update("jax_compilation_cache_dir", str(tmp_path))
-        compilation.tell_if_slow(60.0)
+        compilation.log_slow_compilation(60.0)
     assert not caplog.records
 
 

@@ -20,7 +20,7 @@ from test_families import (
 from test_packaging import run
 
 from jaxkv.checkpoints.hub_config import FAMILIES
-from jaxkv.checkpoints.text_part import text_config
+from jaxkv.checkpoints.text_part import extract_text_config
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.catalog import catalog
 
@@ -64,7 +64,7 @@ def test_what_transformers_need_not_be_told_need_not_be_told_here():
     logging.getLogger("transformers").setLevel(logging.ERROR)
     seen = set()
     for file in sorted(MODELS.glob("*/config.json")):
-        raw = dict(text_config(json.loads(file.read_text("utf-8"))))
+        raw = dict(extract_text_config(json.loads(file.read_text("utf-8"))))
         whole, least = theirs(raw), dict(raw)
         for key in raw.keys() - {"model_type", "rope_scaling", "rope_parameters"}:
             less = {other: value for other, value in least.items() if other != key}

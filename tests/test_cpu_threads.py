@@ -124,21 +124,21 @@ def test_the_command_line_sets_it_and_tells_of_a_smaller_one_in_one_line(tmp_pat
     ],
 )
 def test_threads_are_counted_as_xla_counts_them(monkeypatch, nproc, other, threads):
-    monkeypatch.setattr(cpu_threads, "_cores", lambda: 2)
+    monkeypatch.setattr(cpu_threads, "_count_cores", lambda: 2)
     for name, value in {"NPROC": nproc, "PJRT_NPROC": other}.items():
         monkeypatch.delenv(name, raising=False)
         if value is not None:
             monkeypatch.setenv(name, value)
-    assert cpu_threads.client_threads(8) == threads
+    assert cpu_threads.count_client_threads(8) == threads
 
 
 def test_cores_are_threads_too(monkeypatch):
-    monkeypatch.setattr(cpu_threads, "_cores", lambda: 64)
+    monkeypatch.setattr(cpu_threads, "_count_cores", lambda: 64)
     monkeypatch.delenv("NPROC")
     assert (
-        cpu_threads.client_threads(8),
-        cpu_threads.threads_for(8),
-        cpu_threads.threads_for(32),
+        cpu_threads.count_client_threads(8),
+        cpu_threads.compute_needed_threads(8),
+        cpu_threads.compute_needed_threads(32),
     ) == (64, 64, 96)
     cpu_threads.warn_of_few_threads(jax.make_mesh((2, 4), ("data", "model")))
 

@@ -11,9 +11,9 @@ import tiny
 import jaxkv
 from jaxkv.attention import Implementation, cudnn, xla
 from jaxkv.engine.prefill_layer import layer
-from jaxkv.models.rope import angles
-from jaxkv.policies.attended import WindowAttention
-from jaxkv.policies.scorer import Observed
+from jaxkv.models.rope import compute_rope_tables
+from jaxkv.policies.attended import ObservationWindowAttention
+from jaxkv.policies.scorer import ScorerInputs
 
 SLOTS = 64
 
@@ -54,9 +54,9 @@ POLICIES = {
 def test_a_layer_is_prefilled_by_cudnn(name):
     """Whatever the policy looks at; column sums come from a kernel that is given cuDNN's log-sum-exp."""
     model = tiny.tiny(tiny.MODELS["gqa3"], dtype="bfloat16")
-    flat, needs = model.flat, POLICIES[name].parts().needs
+    flat, needs = model.flat_decoder, POLICIES[name].build_policy_parts().needs
     x, length = jnp.zeros((2, SLOTS, 24), jnp.bfloat16), jnp.array([60, 33], jnp.int32)
-    table = angles(
+    table = compute_rope_tables(
         jnp.arange(SLOTS, dtype=jnp.int32)[None], model.config.rope, model.config.head_dim
     )
 
@@ -87,8 +87,8 @@ def test_a_window_is_scored_by_a_kernel_where_cudnn_prefills():
             "length": positions[:, -1] + 1,
         }
         seen |= {"layer": jnp.int32(0), "key": jax.random.key(0)}
-        return WindowAttention(window=8).observe(
-            Observed(**seen, implementation=Implementation.CUDNN)
+        return ObservationWindowAttention(window=8).score_entries(
+            ScorerInputs(**seen, implementation=Implementation.CUDNN)
         )
 
     assert calls(lowered(observe, *arrays)) == ([], ["window_lse", "window_sums"])
@@ -114,7 +114,7 @@ def test_what_surrounds_the_call(monkeypatch):
             jnp.swapaxes(k, 1, 2),
             jnp.swapaxes(v, 1, 2),
         )
-        out, lse = jax.vmap(lambda *a: xla.causal(*a, jnp.int32(0)))(*folded)
+        out, lse = jax.vmap(lambda *a: xla.compute_causal_attention(*a, jnp.int32(0)))(*folded)
         beyond = jnp.arange(16)[None] >= length[:, None]
         lse = jnp.where(beyond[:, None], jnp.nan, lse.reshape(2, 6, 16))
         out = jnp.where(beyond[:, None, :, None], jnp.nan, out.reshape(2, 6, 16, 8))
@@ -122,12 +122,12 @@ def test_what_surrounds_the_call(monkeypatch):
 
     attention.defvjp(forward, lambda kept, given: (given, None, None))
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **_: attention(q, k, v))
-    out, lse = cudnn.causal(q, k, v, length, lse=True)
-    alone, nothing = cudnn.causal(q, k, v, length, lse=False)
+    out, lse = cudnn.compute_cudnn_attention(q, k, v, length, lse=True)
+    alone, nothing = cudnn.compute_cudnn_attention(q, k, v, length, lse=False)
     np.testing.assert_array_equal(np.asarray(out), np.asarray(alone))
     assert nothing is None and lse is not None
     for b, tokens in enumerate((16, 5)):
-        expected = xla.causal(q[b], k[b], v[b], jnp.int32(0))
+        expected = xla.compute_causal_attention(q[b], k[b], v[b], jnp.int32(0))
         np.testing.assert_allclose(
             np.asarray(out)[b, :, :, :tokens], np.asarray(expected[0])[:, :, :tokens], atol=1e-5
         )
@@ -144,4 +144,4 @@ def test_a_jax_that_keeps_no_log_sum_exp_is_refused(monkeypatch):
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda q, k, v, **_: q)
     q, k = jnp.zeros((1, 1, 2, 4, 8), jnp.bfloat16), jnp.zeros((1, 1, 4, 8), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="implementation='pallas'"):
-        cudnn.causal(q, k, k, jnp.array([4], jnp.int32), lse=True)
+        cudnn.compute_cudnn_attention(q, k, k, jnp.array([4], jnp.int32), lse=True)

@@ -17,7 +17,7 @@ def test_the_first_stage_takes_the_oracles_rows(stage):
         q, k = draw_layers(seed, 3, lengths)
         q = q * (1 + 3 * (seed % 3))  # from even to peaked attention
         drawn = _Drawn(CustomPolicy(budget=9, scorer=scorer), q, k, np.asarray(lengths))
-        ranks = np.asarray(drawn.candidates(1).first)
+        ranks = np.asarray(drawn.get_layer_candidates(1).first)
         for row, n in enumerate(lengths):
             of = (
                 each[1, row].reshape(-1, *each.shape[-2:])[:, :n].astype(np.float64)

@@ -15,9 +15,9 @@ from packaging.requirements import Requirement
 import jaxkv
 import jaxkv.evals
 import jaxkv.policies
-from jaxkv.checkpoints.__main__ import _parser as of_checkpoints
-from jaxkv.cli import _parser as of_jaxkv
-from jaxkv.cli.options import chosen
+from jaxkv.checkpoints.__main__ import _build_parser as of_checkpoints
+from jaxkv.cli import _build_parser as of_jaxkv
+from jaxkv.cli.options import extract_policy_arguments
 from jaxkv.policies.registry import POLICIES
 
 ROOT = Path(__file__).parent.parent
@@ -136,7 +136,7 @@ def test_commands_are_taken(name):
             options = of_jaxkv().parse_args(words[1:])
             read(words[1:])
             if hasattr(options, "policy") and not vars(options).get("--compare"):
-                chosen(options).policy()
+                extract_policy_arguments(options).build_policy()
 
 
 # The page of renamed names has names that are no longer there.

@@ -6,8 +6,8 @@ import numpy as np
 import oracles as o
 import pytest
 
-from jaxkv.policies import Observed
-from jaxkv.policies.methods.dropkv import OutputChange
+from jaxkv.policies import ScorerInputs
+from jaxkv.policies.methods.dropkv import OutputChangeScorer
 
 HEADS, GROUP, DIM, WINDOW, PADDING = 2, 3, 16, 8, 5
 
@@ -16,7 +16,7 @@ def scores(q, k, v):
     """Library's scores of one sequence, in a batch of its own with padding that is not a number in the values."""
     n = k.shape[1]
     at = np.arange(n - WINDOW, n)
-    seen = Observed(
+    seen = ScorerInputs(
         extras={"queries": q[None, :, :, np.maximum(at, 0)]},
         q_positions=jnp.asarray(at[None], jnp.int32),
         k=jnp.pad(k, ((0, 0), (0, PADDING), (0, 0)), constant_values=3)[None],
@@ -25,7 +25,7 @@ def scores(q, k, v):
         layer=jnp.int32(0),
         key=jax.random.key(0),
     )
-    return np.asarray(OutputChange(window=WINDOW).observe(seen))[0]
+    return np.asarray(OutputChangeScorer(window=WINDOW).score_entries(seen))[0]
 
 
 @pytest.mark.parametrize("dtype", (jnp.float32, jnp.bfloat16))

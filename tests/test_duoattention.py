@@ -13,7 +13,7 @@ from test_invariants import check_layout, check_rows
 
 import jaxkv
 from jaxkv import AdaKV, ChunkKV, DuoAttention
-from jaxkv.engine.headroom import first_headroom
+from jaxkv.engine.headroom import compute_prefill_headroom
 from jaxkv.engine.plan import plan_prefill
 
 SINKS, WINDOW = 3, 9
@@ -42,13 +42,13 @@ def held(cache):
 @pytest.mark.parametrize("sparsity", (0.0, 0.1, 0.5, 0.999, 1.0))
 @pytest.mark.parametrize("shape", ((4, 4), (3, 5), (1, 1)))
 def test_kinds_are_the_published_quantiles(shape, sparsity):
-    kinds = duo(*shape, sparsity).parts().heads.retrieval
+    kinds = duo(*shape, sparsity).parts().heads.retrieval_head_mask
     assert [list(row) for row in kinds] == o.duo_kinds(pattern_of(*shape), sparsity)
 
 
 def test_of_ties_the_first_heads_keep_all():
-    heads = DuoAttention(pattern=((1.0, 1.0), (1.0, 0.0))).parts().heads
-    assert heads.retrieval.tolist() == [[True, True], [False, False]]
+    heads = DuoAttention(pattern=((1.0, 1.0), (1.0, 0.0))).build_policy_parts().heads
+    assert heads.retrieval_head_mask.tolist() == [[True, True], [False, False]]
 
 
 def test_rows_are_the_oracles_in_prompts_questions_and_answers(tmp_path):
@@ -63,7 +63,9 @@ def test_rows_are_the_oracles_in_prompts_questions_and_answers(tmp_path):
     cache = session.prefill(tiny.prompts(3, lengths), new=new)
     assert held(cache) == expected(lengths)
     check_layout(cache, lengths)
-    headroom = first_headroom(policy.parts(), config.sliding_windows, np.asarray(lengths), new)
+    headroom = compute_prefill_headroom(
+        policy.build_policy_parts(), config.sliding_windows, np.asarray(lengths), new
+    )
     planned = plan_prefill(config, policy, lengths, headroom=headroom)
     assert cache.nbytes == planned.cache_bytes
     of_layers, heads = cache.kept.sum(axis=2), config.kv_heads

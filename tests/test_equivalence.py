@@ -9,7 +9,7 @@ import tiny
 
 import jaxkv
 from jaxkv import AdaKV, FullKV, PyramidKV, SnapKV
-from jaxkv.cache.layout import Layout
+from jaxkv.cache.layout import SegmentLayout
 from jaxkv.policies import EntropyLayers
 
 # One, two and eight kv heads: the cache's formulations of attention go by their number. Golden logits cover the rest.
@@ -34,9 +34,9 @@ def prompts(seed, *lengths):
 def everything(rows):
     """Policies that may keep `rows` rows, by the layout their caches have."""
     return {
-        Layout.EQUAL: SnapKV(budget=rows),
-        Layout.RAGGED: AdaKV(budget=rows),
-        Layout.SHARED: PyramidKV(budget=rows, layers=EntropyLayers()),
+        SegmentLayout.EQUAL: SnapKV(budget=rows),
+        SegmentLayout.RAGGED: AdaKV(budget=rows),
+        SegmentLayout.SHARED: PyramidKV(budget=rows, layers=EntropyLayers()),
     }
 
 
@@ -62,7 +62,7 @@ def test_blocks_one_block_chunks_and_tokens_agree(name):
 
 @pytest.mark.parametrize(
     ("name", "layout"),
-    [("gqa3", None), ("gqa3", Layout.SHARED), ("many_heads", Layout.RAGGED)],
+    [("gqa3", None), ("gqa3", SegmentLayout.SHARED), ("many_heads", SegmentLayout.RAGGED)],
     ids=str,
 )
 def test_a_batch_of_unequal_prompts_gives_each_row_what_it_gets_alone(name, layout):
@@ -97,7 +97,7 @@ def test_a_question_on_a_full_cache_gives_the_logits_of_one_long_prompt():
 # --- a cache that grows ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layout", [Layout.RAGGED, Layout.SHARED], ids=str)
+@pytest.mark.parametrize("layout", [SegmentLayout.RAGGED, SegmentLayout.SHARED], ids=str)
 def test_growing_block_by_block_equals_one_run(layout):
     ids, steps = prompts(9, 90, 60), 300
     policy = everything(64)[layout]

@@ -11,7 +11,7 @@ from evaluating import POLICIES, Told, words
 
 from jaxkv import AdaKV, KNorm, OmniKV, PyramidKV, SnapKV, cli
 from jaxkv.cli import evaluating as command
-from jaxkv.cli.options import made
+from jaxkv.cli.options import build_dataclass_from_options
 from jaxkv.evals import TASKS, Evaluation, html_report, runs
 
 RUN = ("--policies", "full,knorm,streamingllm", "--budgets", "9", "--batch", "3")
@@ -55,18 +55,18 @@ def test_every_task_is_on_the_page():
 
 def test_fields_are_options(told, tmp_path):
     given = "--count 3 --sizes 4,5 6 --share 0.25 --name x --loud --seed 9 --task-batch y".split()
-    options = cli._parser().parse_args(["eval", "told", *RUN, "--out", "o", *given])
+    options = cli._build_parser().parse_args(["eval", "told", *RUN, "--out", "o", *given])
     expected = Told(count=3, sizes=(4, 5, 6), share=0.25, name="x", loud=True, seed=9, batch="y")
-    assert command.task_from(Told, options) == expected
-    assert made(command.RunOptions, options).batch == 3
-    options = cli._parser().parse_args(["eval", "told", *RUN, "--out", "o"])
-    assert command.task_from(Told, options) == Told()
+    assert command.build_task(Told, options) == expected
+    assert build_dataclass_from_options(command.EvaluationOptions, options).batch == 3
+    options = cli._build_parser().parse_args(["eval", "told", *RUN, "--out", "o"])
+    assert command.build_task(Told, options) == Told()
     more = ["--seed", "9", "--question-agnostic", "--raw"]
     assert cli.main(["eval", "told", *RUN, "--out", str(tmp_path / "out"), *more]) == 0
     found = Evaluation.read(tmp_path / "out")
     run = found.run
     assert (run.seed, run.settings["seed"], run.agnostic, run.raw) == (9, 9, True, True)
-    assert found.policies == tuple(POLICIES)
+    assert found.policy_names == tuple(POLICIES)
 
 
 def test_options_go_behind_a_policy_and_may_be_its_budget(told, tmp_path):
@@ -83,7 +83,7 @@ def test_options_go_behind_a_policy_and_may_be_its_budget(told, tmp_path):
     }
     given, out = ",".join((adakv, snapkv, omnikv, "knorm")), str(tmp_path / "out")
     assert cli.main(["eval", "told", "--policies", given, "--budgets", "64,0.5", "--out", out]) == 0
-    said = Evaluation.read(out).methods
+    said = Evaluation.read(out).policy_reprs
     assert said == {name: repr(policy) for name, policy in rows.items()}
 
 

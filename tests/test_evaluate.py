@@ -14,14 +14,14 @@ import jaxkv
 from jaxkv.evals import (
     Evaluation,
     How,
-    Sample,
+    TaskSample,
     at_budgets,
     evaluate,
     question_tasks,
     results,
     runs,
 )
-from jaxkv.evals.runs import seed_of
+from jaxkv.evals.runs import derive_seed
 
 FEW = {"few": jaxkv.KNorm(budget=9)}
 
@@ -49,10 +49,12 @@ def test_lines_are_what_the_model_says(tmp_path, agnostic):
     for name, policy in policies.items():
         parts = (samples[:3], samples[3:])
         drawn = [
-            each for part in parts for each in question_tasks.asked(words(), policy, part, how)
+            each
+            for part in parts
+            for each in question_tasks.answer_samples(words(), policy, part, how)
         ]
         said = [each.prediction for each in drawn]
-        records = found.of(name)
+        records = found.select_records(name)
         assert [record.prediction for record in records] == said
         assert [record.score for record in records] == [task.score(samples[0], x) for x in said]
         assert [record.tokens for record in records] == [22 + at for at in range(6)]
@@ -103,7 +105,7 @@ def test_a_run_that_is_cut_anywhere_ends_with_the_same_bytes(tmp_path, whole, mo
     assert told(out) == whole and not ran
     more = {**POLICIES, "more": jaxkv.KNorm(budget=8)}
     assert told(out, policies=more).startswith(whole) and len(ran) == 5
-    assert Evaluation.read(out).policies == tuple(more)
+    assert Evaluation.read(out).policy_names == tuple(more)
 
 
 def test_programs_are_freed_before_there_are_too_many(tmp_path, monkeypatch):
@@ -184,7 +186,7 @@ def test_folders_that_are_none_are_refused(tmp_path):
     for out in (file, tmp_path / "run.json"):
         with pytest.raises(ValueError, match="^out="):
             told(out)
-    with results.locked(tmp_path / "busy"), pytest.raises(ValueError, match="^out="):
+    with results.lock_folder(tmp_path / "busy"), pytest.raises(ValueError, match="^out="):
         told(tmp_path / "busy")
 
 
@@ -204,11 +206,17 @@ def test_shards_are_the_whole(tmp_path, whole):
     one, joined = Evaluation.read(tmp_path / "whole"), Evaluation.read(*parts[::-1])
     assert joined.records == one.records and joined.table() == one.table()
     some = Evaluation.read(*parts[1:])
-    assert some.notes and not one.notes and some.cell("full").n < one.cell("full").n
+    assert (
+        some.result_warnings
+        and not one.result_warnings
+        and some.cell("full").n < one.cell("full").n
+    )
     # Further policies from a folder of their own, and the same folder twice.
     told(tmp_path / "more", policies={"more": jaxkv.KNorm(budget=8)})
     more = Evaluation.read(*parts, parts[0], tmp_path / "more")
-    assert more.policies == (*POLICIES, "more") and more.records[: len(one.records)] == one.records
+    assert (
+        more.policy_names == (*POLICIES, "more") and more.records[: len(one.records)] == one.records
+    )
     told(tmp_path / "other", Told(count=6), shard=(0, 3))
     with pytest.raises(ValueError, match="^folder=.*settings.count"):
         Evaluation.read(*parts, tmp_path / "other")
@@ -222,10 +230,10 @@ def test_shards_are_the_whole(tmp_path, whole):
 
 
 def test_parts_say_whether_they_draw():
-    said = {name for name, row in BY_NAME.items() if row.policy(24).parts().uses_key}
+    said = {name for name, row in BY_NAME.items() if row.policy(24).parts().uses_random_key}
     drawn = ("random", "cam", "compactor")
     assert said == {name for name in BY_NAME if name.startswith(drawn) and "expected" not in name}
-    assert jaxkv.AdaKV(base=jaxkv.RandomKV(budget=9)).parts().uses_key
+    assert jaxkv.AdaKV(base=jaxkv.RandomKV(budget=9)).build_policy_parts().uses_random_key
 
 
 def test_every_sample_has_draws_of_its_own(tmp_path, monkeypatch):
@@ -240,7 +248,7 @@ def test_every_sample_has_draws_of_its_own(tmp_path, monkeypatch):
     told(tmp_path / "out", policies={"random": drawing, "knorm": other}, how=How(seed=3))
     seeds = {ids: seed for (policy, ids), seed in found.items() if policy == drawing}
     assert len(seeds) == len(set(seeds.values())) == 14 and 3 not in seeds.values()
-    assert seeds["00",] == seed_of(3, "00") != seed_of(4, "00")
+    assert seeds["00",] == derive_seed(3, "00") != derive_seed(4, "00")
     assert {seed for (policy, _), seed in found.items() if policy == other} == {3}
 
 
@@ -269,13 +277,15 @@ def test_what_is_asked_of_one_sample_changes_none_beside_it(agnostic):
             dataclasses.replace(three, context=longest),
         ]
     policy, how = jaxkv.StreamingLLM(budget=0.5), How(agnostic=agnostic, raw=True)
-    together = question_tasks.asked(words(), policy, given, how)
-    assert together == [question_tasks.asked(words(), policy, [each], how)[0] for each in given]
+    together = question_tasks.answer_samples(words(), policy, given, how)
+    assert together == [
+        question_tasks.answer_samples(words(), policy, [each], how)[0] for each in given
+    ]
     # Of 20 and 21 words, and of the question's two where the policy sees them.
     assert [each.rows for each in together[:2]] == ([10, 10] if agnostic else [11, 11])
 
 
 def test_a_prefix_is_kept_from_the_policy_with_the_question():
-    sample = Sample(id="0", group="g", context="w1 w2 w3", prefix=" w4", new_tokens=1)
-    context, question = question_tasks.ids_of(words().text, sample)
+    sample = TaskSample(id="0", group="g", context="w1 w2 w3", prefix=" w4", new_tokens=1)
+    context, question = question_tasks.encode_sample(words().text, sample)
     assert (len(context), len(question)) == (3, 1)

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from stepping import DIM, HEADS, LENGTHS, draw, follow, held, one_step, prefilled, terms_of
 
 from jaxkv import D2O, H2O, TOVA, CustomPolicy, RoCo
-from jaxkv.cache import Dense, Pool
-from jaxkv.cache.layout import Layout
+from jaxkv.cache import DenseStore, EntryPool
+from jaxkv.cache.layout import SegmentLayout
 from jaxkv.engine import evict as evicting
-from jaxkv.engine.evict import Eviction, evict
+from jaxkv.engine.evict import EvictionConfig, evict_entries
 from jaxkv.engine.segments import Segments
-from jaxkv.engine.tokens import Token
+from jaxkv.engine.tokens import TokenProjections
 from jaxkv.policies import (
     ByAttention,
     CumulativeAttention,
@@ -63,7 +63,7 @@ def _case(policy, sinks, accumulate, share, merge=None):
 class ByNorm(Rank):
     """A user's rank: long keys go first, whatever attention they receive."""
 
-    def begin(self, k, v):
+    def score_new_entries(self, k, v):
         return -jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1))
 
 
@@ -71,12 +71,12 @@ class ByNorm(Rank):
 class Halving(Merger):
     """A user's merger: while decoding, the mean of the dropped value and that of the row with the nearest key."""
 
-    compares = ("k",)
+    compared_tensors = ("k",)
 
-    def merge(self, k, v, kept, inside, mass, tau, key):
+    def merge_evicted_entries(self, k, v, kept, inside, mass, tau, key):
         return Merged(k, v, tau)
 
-    def merge_one(self, index, cosine, dropped, nearest, goes, tau):
+    def merge_entry_while_decoding(self, index, cosine, dropped, nearest, goes, tau):
         return Joined(goes, None, (dropped.v + nearest.v) / 2, tau)
 
 
@@ -164,7 +164,7 @@ SHARED = ("roco", "norm", "halving", "d2o-both", "d2o-official")
 
 @pytest.mark.parametrize("case", SHARED)
 def test_every_step_agrees_with_the_oracle_in_a_shared_pool(case):
-    assert any(check_steps(case, seed, 3, 29, Layout.SHARED, like=0.7) for seed in range(3))
+    assert any(check_steps(case, seed, 3, 29, SegmentLayout.SHARED, like=0.7) for seed in range(3))
 
 
 @pytest.mark.parametrize(("group", "budget", "widest"), [(4, 40, 41), (1, 120, 121)])
@@ -172,21 +172,23 @@ def test_eviction_begins_when_the_budget_is_reached(group, budget, widest):
     # Above the prompts' lengths, and above all that comes: rows go later, and never. What is
     # known of a segment's width changes how a shared pool is read.
     assert any(
-        check_steps("d2o-plain", seed, group, budget, Layout.SHARED, like=0.7, widest=widest)
+        check_steps("d2o-plain", seed, group, budget, SegmentLayout.SHARED, like=0.7, widest=widest)
         for seed in range(3)
     )
 
 
 def test_rows_below_every_threshold_are_dropped():
     # Keys in all directions, and a threshold that starts high: most dropped rows are like nothing that stays.
-    found = [check_steps("d2o-plain", seed, 2, 14, Layout.EQUAL, like=0.0) for seed in range(4)]
+    found = [
+        check_steps("d2o-plain", seed, 2, 14, SegmentLayout.EQUAL, like=0.0) for seed in range(4)
+    ]
     assert any(found)
 
 
 # --- ties, with scores that float32 holds exactly --------------------------------------------------------------------
 
 scores_of_few_kinds = st.tuples(
-    st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from(list(Layout))
+    st.integers(0, 2**32 - 1), st.integers(1, 3), st.sampled_from(list(SegmentLayout))
 )
 
 
@@ -198,11 +200,13 @@ def test_among_equals_the_latest_goes(drawn):
     rows, sinks, recent, seen = 12, 2, 3, 40
     pos = np.stack([rng.permutation(seen)[:rows] for _ in range(HEADS)])
     scores = rng.integers(0, levels, pos.shape).astype(np.float32)
-    around = 0 if layout is Layout.EQUAL else 5
+    around = 0 if layout is SegmentLayout.EQUAL else 5
     leaf = lambda a, none: jnp.asarray(np.pad(a.reshape(-1), around, constant_values=none)[None])  # noqa: E731
     zeros = jnp.zeros((1, HEADS * rows + 2 * around, DIM))
-    pool = Pool(
-        store=Dense(k=zeros, v=zeros), pos=leaf(pos.astype(np.int32), 0), score=leaf(scores, -1)
+    pool = EntryPool(
+        store=DenseStore(k=zeros, v=zeros),
+        pos=leaf(pos.astype(np.int32), 0),
+        score=leaf(scores, -1),
     )
     one = jnp.ones((1,), jnp.int32)
     segments = Segments(
@@ -216,8 +220,8 @@ def test_among_equals_the_latest_goes(drawn):
     )
     policy = H2O(budget=rows, sinks=sinks)
     for widest in (None, rows):
-        how = Eviction(terms=terms_of(policy, layout, widest), heads=HEADS)
-        at = evicting.weakest(pool, segments, how)
+        how = EvictionConfig(terms=terms_of(policy, layout, widest), heads=HEADS)
+        at = evicting.find_lowest_ranked_entry(pool, segments, how)
         for head in range(HEADS):
             free = [i for i in range(rows) if sinks <= pos[head, i] < seen - recent]
             worst = min(free, key=lambda i, h=head: (scores[h, i], -pos[h, i]), default=None)
@@ -233,7 +237,9 @@ def test_among_equals_the_latest_goes(drawn):
     st.sampled_from(("softmax", "average")),
 )
 def test_merge_weights_are_convex_and_the_kept_row_weighs_most(cosines, weights):
-    add, divide, own = Merge(weights=weights).shares(jnp.asarray(cosines, jnp.float32))
+    add, divide, own = Merge(weights=weights).compute_merge_weights(
+        jnp.asarray(cosines, jnp.float32)
+    )
     total = own + np.asarray(divide, np.float64).sum()
     shares = np.asarray(add, np.float64) / total
     assert (shares >= 0).all() and shares.sum() + own / total == pytest.approx(1, abs=1e-6)
@@ -242,10 +248,10 @@ def test_merge_weights_are_convex_and_the_kept_row_weighs_most(cosines, weights)
 
 def test_a_finished_sequence_keeps_its_rows():
     drawn, policy = draw(1, 2), D2O(budget=16, layers=UniformLayers())
-    pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
-    spec = terms_of(policy, Layout.EQUAL)
+    pool, segments = prefilled(policy, drawn, LENGTHS, SegmentLayout.EQUAL)
+    spec = terms_of(policy, SegmentLayout.EQUAL)
     k = jnp.asarray(drawn.k_new[:, :, :1])
-    new = Token(q=jnp.asarray(drawn.q_new[..., :1, :]), k=k, v=k, stored=k)
+    new = TokenProjections(q=jnp.asarray(drawn.q_new[..., :1, :]), k=k, v=k, stored=k)
     count = jnp.asarray([1, 0], jnp.int32)
     _, after, left = one_step(spec, new, pool, segments, count)
     for leaf, old in zip(jax.tree.leaves(after), jax.tree.leaves(pool), strict=True):
@@ -257,9 +263,9 @@ def test_a_finished_sequence_keeps_its_rows():
 
 def test_attention_that_is_not_a_number_drops_nothing():
     drawn, policy = draw(1, 2), H2O(budget=16)
-    pool, segments = prefilled(policy, drawn, LENGTHS, Layout.EQUAL)
+    pool, segments = prefilled(policy, drawn, LENGTHS, SegmentLayout.EQUAL)
     full = dataclasses.replace(segments, limit=segments.length - 1)
     attended = jnp.asarray([[np.nan, 1.0], [1.0, np.nan]], jnp.float32)
-    how = Eviction(terms=terms_of(policy, Layout.EQUAL), heads=HEADS)
-    _, left = evict(pool, full, attended, how)
+    how = EvictionConfig(terms=terms_of(policy, SegmentLayout.EQUAL), heads=HEADS)
+    _, left = evict_entries(pool, full, attended, how)
     np.testing.assert_array_equal(np.asarray(segments.length) - left.length, [[0, 1], [1, 0]])

@@ -31,7 +31,9 @@ def seen(folder):
 @pytest.fixture
 def no_programs(monkeypatch):
     """What is rejected is rejected before minutes have gone into programs."""
-    monkeypatch.setattr(writing, "_programs", lambda *_: pytest.fail("programs are made already"))
+    monkeypatch.setattr(
+        writing, "_write_programs", lambda *_: pytest.fail("programs are made already")
+    )
 
 
 def full(out):
@@ -60,10 +62,12 @@ def test_what_lies_there_stays(tmp_path, no_programs, taken):
 def test_what_comes_to_lie_there_meanwhile_stays(tmp_path, monkeypatch, taken):
     made = []
     monkeypatch.setattr(
-        writing, "_programs", lambda *_: made.append(TAKEN[taken](tmp_path / "out"))
+        writing, "_write_programs", lambda *_: made.append(TAKEN[taken](tmp_path / "out"))
     )
     monkeypatch.setattr(
-        writing, "_write", lambda part, *_: (part / "manifest.json").write_text("{}")
+        writing,
+        "_write_remaining_files",
+        lambda part, *_: (part / "manifest.json").write_text("{}"),
     )
     with pytest.raises(ValueError, match="directory=.*/out: it exists already"):
         jaxkv.export(model(), tmp_path / "out", **OF)
@@ -101,8 +105,8 @@ def test_what_is_interrupted_leaves_nothing(tmp_path, monkeypatch, error):
         (part / "half").write_text("half")
         raise error
 
-    monkeypatch.setattr(writing, "_write", write)
-    monkeypatch.setattr(writing, "_programs", lambda *_: None)
+    monkeypatch.setattr(writing, "_write_remaining_files", write)
+    monkeypatch.setattr(writing, "_write_programs", lambda *_: None)
     with pytest.raises(error):
         jaxkv.export(model(), tmp_path / "above" / "it" / "out", **OF)
     assert not seen(tmp_path)

@@ -10,7 +10,7 @@ from safetensors.numpy import load_file, save_file
 import jaxkv
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.values import Experts, LayerSpec, NoRope, Rope
+from jaxkv.models.values import ExpertsConfig, LayerSpec, NoRope, Rope
 from jaxkv.planning.catalog import catalog
 
 # As published: every key but those that name versions of libraries; the catalogue has what it plans.
@@ -189,13 +189,15 @@ def test_what_is_read():
     assert (old.kv_heads, old.parallel, old.shared_norm) == (71, False, False)
     assert old.qkv_bias and old.out_bias and old.mlp_bias
     qwen, small = ModelConfig.from_hf(QWEN3_30B), ModelConfig.from_hf(SMOLLM3_3B)
-    assert qwen.experts == Experts(count=128, chosen=8) and qwen.hidden == 768 and qwen.qk_norm
-    rotated = [isinstance(small.spec_of(layer).rope, NoRope) for layer in range(36)]
+    assert (
+        qwen.experts == ExpertsConfig(count=128, chosen=8) and qwen.hidden == 768 and qwen.qk_norm
+    )
+    rotated = [isinstance(small.get_layer_spec(layer).rope, NoRope) for layer in range(36)]
     assert rotated == [False, False, False, True] * 9 and len(small.kinds) == 4 and small.tied
     granite = ModelConfig.from_hf(GRANITE_8B)
     assert (
-        granite.spec_of(7) == LayerSpec(rope=Rope(theta=1e7), scale=1 / 128)
-        and not granite.alternates
+        granite.get_layer_spec(7) == LayerSpec(rope=Rope(theta=1e7), scale=1 / 128)
+        and not granite.has_llama_blocks
     )
     assert (granite.embedding_scale, granite.residual_scale, granite.logit_scale) == (
         12.0,
@@ -205,9 +207,15 @@ def test_what_is_read():
     glm, command, gemma = (ModelConfig.from_hf(each) for each in (GLM4_9B, COMMAND_R, GEMMA_7B))
     assert glm.norms == "both" and glm.qkv_bias and not glm.out_bias and glm.rope == Rope(share=0.5)
     # Of 64 rotated channels the even ones come first, then half of those that are not rotated.
-    assert glm.channels == (*range(0, 64, 2), *range(64, 96), *range(1, 64, 2), *range(96, 128))
+    assert glm.channel_permutation == (
+        *range(0, 64, 2),
+        *range(64, 96),
+        *range(1, 64, 2),
+        *range(96, 128),
+    )
     assert (
-        command.channels == (*range(0, 128, 2), *range(1, 128, 2)) and command.logit_scale == 1 / 16
+        command.channel_permutation == (*range(0, 128, 2), *range(1, 128, 2))
+        and command.logit_scale == 1 / 16
     )
     assert command.max_positions == 131072
     assert ModelConfig.from_hf(GEMMA_7B | {"hidden_act": "gelu"}) == gemma
@@ -216,7 +224,7 @@ def test_what_is_read():
         for key, value in QWEN3_30B.items()
         if key not in ("num_experts", "norm_topk_prob")
     }
-    assert ModelConfig.from_hf(later | {"num_local_experts": 64}).experts == Experts(
+    assert ModelConfig.from_hf(later | {"num_local_experts": 64}).experts == ExpertsConfig(
         count=64, chosen=8, normalised=False
     )
 

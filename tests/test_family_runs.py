@@ -10,7 +10,7 @@ from meshes import mesh_of, new_programs, positions, prompts
 
 import jaxkv
 from jaxkv.analysis import similarity
-from jaxkv.models.values import Experts, Rope
+from jaxkv.models.values import ExpertsConfig, Rope
 from jaxkv.testing import check_policy
 
 SMALL = tiny.shape(layers=2, kv_heads=2, group=2, dim=8)
@@ -44,9 +44,9 @@ SHAPES = {
         SMALL, norms="both", rope=Rope(share=0.5), qkv_bias=True, interleaved=True
     ),
     "olmo2": dataclasses.replace(SMALL, norms="after", qk_norm_wide=True),
-    "mixtral": dataclasses.replace(SMALL, experts=Experts(count=4, chosen=2)),
+    "mixtral": dataclasses.replace(SMALL, experts=ExpertsConfig(count=4, chosen=2)),
     "qwen3-moe": dataclasses.replace(
-        SMALL, hidden=16, qk_norm=True, experts=Experts(count=8, chosen=4, normalised=False)
+        SMALL, hidden=16, qk_norm=True, experts=ExpertsConfig(count=8, chosen=4, normalised=False)
     ),
 }
 NEW, LENGTHS = 4, (37, 21, 30)

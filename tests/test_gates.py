@@ -57,13 +57,13 @@ def fast_tensors(config, width=4, bases=3, seed=0):
     """Tensors of a random gate of Fast KVzip, with as many learned queries per kv head as the model has."""
     rng, found, rows = np.random.default_rng(seed), {}, config.kv_heads * width
     shapes = {
-        "q_proj.weight": (rows * config.group, config.embed),
-        "q_proj.bias": (rows * config.group,),
+        "q_proj.weight": (rows * config.group_size, config.embed),
+        "q_proj.bias": (rows * config.group_size,),
         "k_proj.weight": (rows, config.embed),
         "q_norm.weight": (width,),
         "k_norm.weight": (width,),
         "k_base": (config.kv_heads, 1, bases, width),
-        "b": (config.kv_heads, 1, config.group),
+        "b": (config.kv_heads, 1, config.group_size),
     }
     for layer in range(config.layers):
         for name, shape in shapes.items():
@@ -191,7 +191,7 @@ def test_new_tokens_of_all_layers_keep_the_oracles_rows():
     session = jaxkv.Session(model, zap(config, width, budget=budget, every=every))
     cache = session.prefill([text[:n]], new=every)
     for seen in range(n, n + steps):
-        cache = session.compress_again(
+        cache = session.recompress_sequences(
             session.extend(cache, [[text[seen]]], new=every, donate=True), headroom=every
         )
     stops = range(n + every, n + steps + 1, every)
@@ -223,11 +223,11 @@ def test_gates_are_compared_by_their_weights(tmp_path):
     assert dataclasses.replace(one, budget=5000).gate is one.gate
     assert (
         dataclasses.replace(one.gate) == one.gate
-        and dataclasses.replace(one.gate).weights is one.gate.weights
+        and dataclasses.replace(one.gate).weights is one.gate.host_weights
     )
     (tmp_path / "folder").mkdir()
     other.rename(tmp_path / "folder" / "model.safetensors")
-    assert KVzapGate.read("gate", tmp_path / "folder") == one.gate
+    assert KVzapGate.load_from_file("gate", tmp_path / "folder") == one.gate
     # Programs are kept by a policy's fields, which must not hold weights.
     assert {type(value) for value in dataclasses.astuple(one.gate)} == {str, int}
 
@@ -254,17 +254,20 @@ def test_saved_caches_have_the_digest(tmp_path):
 
 def test_the_last_two_gates_stay_on_the_device():
     model, (ids,) = tiny.tiny(CONFIG), tiny.prompts(3, (20,))
-    model.flat.gates.clear()
+    model.flat_decoder.gates.clear()
     made = [
         KVzap(
-            gate=KVzapGate.of_weights(zap(CONFIG).gate.weights[:1] * CONFIG.layers), window=WINDOW
+            gate=KVzapGate.create_from_weights(zap(CONFIG).gate.host_weights[:1] * CONFIG.layers),
+            window=WINDOW,
         )
     ]
     made += [zap(CONFIG, budget=12), zap(CONFIG, 7, budget=12)]
     for policy in (*made, made[1]):
         tiny.run(model, [ids], policy)
-    assert list(model.flat.gates) == [made[2].gate, made[1].gate]
-    assert all(list(kept) == list(range(CONFIG.layers)) for kept in model.flat.gates.values())
+    assert list(model.flat_decoder.gates) == [made[2].gate, made[1].gate]
+    assert all(
+        list(kept) == list(range(CONFIG.layers)) for kept in model.flat_decoder.gates.values()
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,7 +308,7 @@ def test_other_files_and_models_are_refused(tmp_path):
     with pytest.raises(
         TypeError, match=r"^gate=3: give the gate of your model, a safetensors file"
     ):
-        KVzapGate.read("gate", 3)
+        KVzapGate.load_from_file("gate", 3)
     with pytest.raises(ValueError, match=r"^gate=None: give the gate of your model"):
         jaxkv.Session(tiny.tiny(CONFIG), KVzap())
     with pytest.raises(ValueError, match=r"^gate='layers=3': the model has 4"):

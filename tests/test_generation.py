@@ -21,7 +21,7 @@ from lettered import (
 )
 
 import jaxkv
-from jaxkv.cache import Turn
+from jaxkv.cache import ConversationState
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +91,7 @@ def test_conversations_and_batches_of_them(model):
         )
     # A prefilled conversation leaves its last turn open.
     cache = jaxkv.prefill(model, long)
-    assert cache.turn is Turn.USER and int(cache.seen[0]) == len(wanted[0]) - 2
+    assert cache.turn is ConversationState.USER and int(cache.seen[0]) == len(wanted[0]) - 2
 
 
 @pytest.mark.real
@@ -110,7 +110,7 @@ def test_the_real_model_batched_streamed_and_asked_twice(smol):
         "\n\nWhat is the password of the old gate?",
     )
     cache = jaxkv.prefill(smol, document)
-    pieces = [smol.text.turns.opening + document, question + smol.text.turns.closing]
+    pieces = [smol.text.turn_texts.opening + document, question + smol.text.turn_texts.closing]
     first, second = (smol.text.encode(each, bos=False) for each in pieces)
     assert first + second == smol.text.encode("".join(pieces), bos=False)
     whole = jaxkv.generate(smol, document + question, max_new_tokens=16)
@@ -124,9 +124,11 @@ def test_the_real_model_batched_streamed_and_asked_twice(smol):
 
 def test_prefill_leaves_the_turn_open_and_the_question_closes_it(model):
     cache = jaxkv.prefill(model, DOC)
-    assert cache.turn is Turn.USER and int(cache.seen[0]) == len(DOC) + 2
+    assert cache.turn is ConversationState.USER and int(cache.seen[0]) == len(DOC) + 2
     out = jaxkv.generate(model, "why?", cache=cache, **DRAWING)
-    assert out.stats.prompt_tokens == len("\n\nwhy?]=") and out.cache.turn is Turn.ANSWER
+    assert (
+        out.stats.prompt_tokens == len("\n\nwhy?]=") and out.cache.turn is ConversationState.ANSWER
+    )
     whole = jaxkv.generate(model, DOC + "\n\nwhy?", **DRAWING)
     np.testing.assert_array_equal(out.tokens, whole.tokens)
     np.testing.assert_array_equal(
@@ -135,7 +137,10 @@ def test_prefill_leaves_the_turn_open_and_the_question_closes_it(model):
     assert_same_rows(out.cache, whole.cache)
     # The next question ends the answer's turn first, which the model left without an end.
     again = jaxkv.generate(model, "So?", cache=out.cache, **DRAWING)
-    assert again.stats.prompt_tokens == 1 + len("[So?]=") and again.cache.turn is Turn.ANSWER
+    assert (
+        again.stats.prompt_tokens == 1 + len("[So?]=")
+        and again.cache.turn is ConversationState.ANSWER
+    )
     spelled = [*model.text.encode(f"<s>[{DOC}\n\nwhy?]=", bos=False), *out.tokens.tolist()]
     spelled += model.text.encode("</s>[So?]=", bos=False)
     np.testing.assert_array_equal(again.tokens, jaxkv.generate(model, spelled, **DRAWING).tokens)
@@ -148,7 +153,7 @@ def test_prefill_leaves_the_turn_open_and_the_question_closes_it(model):
 def test_bos_only_where_nothing_has_been_seen():
     bare = tiny(None)
     cache = jaxkv.prefill(bare, DOC)
-    assert cache.turn is Turn.RAW and int(cache.seen[0]) == len(DOC) + 1
+    assert cache.turn is ConversationState.RAW and int(cache.seen[0]) == len(DOC) + 1
     out = jaxkv.generate(bare, " why?", cache=cache, **DRAWING)
     assert out.stats.prompt_tokens == len(" why?")
     np.testing.assert_array_equal(out.tokens, jaxkv.generate(bare, DOC + " why?", **DRAWING).tokens)

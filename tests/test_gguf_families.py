@@ -15,7 +15,7 @@ from test_golden import golden, rows
 import jaxkv
 from jaxkv.checkpoints import convert, open_checkpoint
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.values import Experts, LinearRope, Rope, YarnRope
+from jaxkv.models.values import ExpertsConfig, LinearRope, Rope, YarnRope
 
 GEMMA = {
     "model.embed_tokens": "token_embd",
@@ -125,24 +125,29 @@ def test_configs_of_gemmas(tmp_path):
     second = read(
         gemma(tmp_path / "a.gguf", "gemma2", **dict.fromkeys(GEMMA2.keys() - NUMBERS.keys()))
     )
-    assert (second.spec_of(0).softcap, second.logit_softcap, second.tied) == (50.0, 30.0, True)
-    assert second.sliding_windows == (12, None, 12) and second.spec_of(0).scale == 16**-0.5
+    assert (second.get_layer_spec(0).softcap, second.logit_softcap, second.tied) == (
+        50.0,
+        30.0,
+        True,
+    )
+    assert second.sliding_windows == (12, None, 12) and second.get_layer_spec(0).scale == 16**-0.5
     usual = {"context_length": 8192, "attention.sliding_window": None}
     assert read(gemma(tmp_path / "b.gguf", "gemma2", **usual)).sliding_windows == (4096, None, 4096)
     for arch, layers in (("gemma2", 46), ("gemma3", 62)):
         assert (
-            read(gemma(tmp_path / "c.gguf", arch, block_count=layers)).spec_of(0).scale == 12**-0.5
+            read(gemma(tmp_path / "c.gguf", arch, block_count=layers)).get_layer_spec(0).scale
+            == 12**-0.5
         )
     third = {"attention.sliding_window_pattern": None, "block_count": 13}
     config = read(gemma(tmp_path / "d.gguf", "gemma3", **third))
     assert config.sliding_windows == ((12,) * 5 + (None,)) * 2 + (12,)
-    assert config.logit_softcap is config.spec_of(0).softcap is None
-    assert [config.spec_of(layer).rope for layer in (0, 5)] == [
+    assert config.logit_softcap is config.get_layer_spec(0).softcap is None
+    assert [config.get_layer_spec(layer).rope for layer in (0, 5)] == [
         Rope(theta=10_000.0),
         LinearRope(theta=1e6, factor=8.0),
     ]
     local = read(gemma(tmp_path / "e.gguf", "gemma3", **{"rope.freq_base_swa": 20_000.0}))
-    assert local.spec_of(0).rope == Rope(theta=20_000.0)
+    assert local.get_layer_spec(0).rope == Rope(theta=20_000.0)
     capped = {
         "final_logit_softcapping": 30.0,
         "attention.sliding_window": None,
@@ -150,7 +155,7 @@ def test_configs_of_gemmas(tmp_path):
     }
     config = read(gemma(tmp_path / "f.gguf", "gemma3", **capped))
     assert config.sliding_windows == (None,) * 4 and config.logit_softcap == 30.0
-    assert {config.spec_of(layer).rope for layer in range(4)} == {Rope(theta=1e6)}
+    assert {config.get_layer_spec(layer).rope for layer in range(4)} == {Rope(theta=1e6)}
 
 
 def test_a_gemmas_turns_end(tmp_path):
@@ -177,7 +182,7 @@ def test_a_gemmas_turns_end(tmp_path):
     checkpoint = open_checkpoint(gemma(tmp_path / "a.gguf", "gemma3", **vocabulary))
     config, tokenizer = ModelConfig.from_hf(checkpoint.config), checkpoint.tokenizer_spec
     assert (config.bos, config.eos) == (2, (1, 5)) and tokenizer.adds_bos
-    built = tokenizer.build()
+    built = tokenizer.build_tokenizer()
     assert built.encode("a a<end_of_turn>").ids == [6, 7, 6, 5]
     named = read(
         gemma(tmp_path / "b.gguf", "gemma3", **vocabulary | {"tokenizer.ggml.eot_token_id": 4})
@@ -301,10 +306,10 @@ def test_configs_of_gpt_oss(tmp_path):
     """YaRN's ramp has exact ends and the clamp is 7, as in the published ones; a file without scaling means none."""
     config = read(gpt_oss(tmp_path / "a.gguf"))
     rope = YarnRope(theta=150_000.0, factor=4.0, original_max_position=32, truncate=False)
-    assert config.experts == Experts(count=4, chosen=2, bias=True, limit=7.0)
+    assert config.experts == ExpertsConfig(count=4, chosen=2, bias=True, limit=7.0)
     assert (
         config.sliding_windows == (24, None) * 2
-        and config.spec_of(0).rope == rope == config.spec_of(1).rope
+        and config.get_layer_spec(0).rope == rope == config.get_layer_spec(1).rope
     )
     assert (
         config.qkv_bias
@@ -314,7 +319,9 @@ def test_configs_of_gpt_oss(tmp_path):
         and config.hidden == 64
     )
     plain = {"rope.scaling.type": None, "rope.scaling.factor": None}
-    assert read(gpt_oss(tmp_path / "b.gguf", **plain)).spec_of(1).rope == Rope(theta=150_000.0)
+    assert read(gpt_oss(tmp_path / "b.gguf", **plain)).get_layer_spec(1).rope == Rope(
+        theta=150_000.0
+    )
     assert read(
         gpt_oss(tmp_path / "c.gguf", **{PATTERN: [False, True, True, True]})
     ).sliding_windows == (

@@ -129,10 +129,14 @@ def test_smollm2_draws_the_tokens_of_transformers():
 def test_fingerprints_leave_out_what_is_at_its_default():
     """Fields that a later version adds do not reject the caches of this one."""
     config = running.golden_model("llama_gqa").config
-    text = loading._unusual(config)
+    text = loading._format_non_default_config(config)
     assert f"layers={config.layers}" in text and "softcap" not in text and "LayerSpec" not in text
     later = dataclasses.make_dataclass(
         "ModelConfig", [("more", int, 0)], bases=(type(config),), frozen=True, kw_only=True
     )
     fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
-    assert loading._unusual(later(**fields)) == text != loading._unusual(later(**fields, more=1))
+    assert (
+        loading._format_non_default_config(later(**fields))
+        == text
+        != loading._format_non_default_config(later(**fields, more=1))
+    )

@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv.checkpoints import convert, open_checkpoint
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import named_parameters
-from jaxkv.models.values import Experts, LayerSpec, YarnRope
+from jaxkv.models.values import ExpertsConfig, LayerSpec, YarnRope
 from jaxkv.planning.catalog import catalog
 
 PUBLISHED = catalog()["gpt-oss-20b"].raw
@@ -42,9 +42,9 @@ def test_the_published_config():
         PUBLISHED | {"quantization_config": None, "layer_types": None, "rope_scaling": None},
     ):
         config = ModelConfig.from_hf(raw)
-        assert config.experts == Experts(count=32, chosen=4, bias=True, limit=7.0)
+        assert config.experts == ExpertsConfig(count=32, chosen=4, bias=True, limit=7.0)
         assert config.kinds == (LayerSpec(rope=rope, sliding_window=128), LayerSpec(rope=rope))
-        assert config.sliding_windows == (128, None) * 12 and not config.alternates
+        assert config.sliding_windows == (128, None) * 12 and not config.has_llama_blocks
         assert (
             config.sink_logits
             and config.qkv_bias
@@ -59,8 +59,8 @@ def test_the_published_config():
         == config
     )
     plain = ModelConfig.from_hf(PUBLISHED | {"rope_scaling": {"rope_type": "default"}})
-    assert plain.spec_of(0).rope.theta == 150_000 and not isinstance(
-        plain.spec_of(0).rope, YarnRope
+    assert plain.get_layer_spec(0).rope.theta == 150_000 and not isinstance(
+        plain.get_layer_spec(0).rope, YarnRope
     )
 
 
@@ -81,14 +81,16 @@ def test_configs_that_are_not_built(keys, name):
 @pytest.mark.parametrize("limit", [0.0, float("inf"), float("nan")])
 def test_limits_that_are_none(limit):
     with pytest.raises(ValueError, match=f"limit={limit}"):
-        Experts(count=4, chosen=2, limit=limit)
+        ExpertsConfig(count=4, chosen=2, limit=limit)
 
 
 def test_biases_in_parallel_blocks_are_refused():
     with pytest.raises(ValueError, match="experts=.*parallel blocks: give bias=False"):
         config = json.loads((MODELS / "mixtral" / "config.json").read_text("utf-8"))
         fields = vars(ModelConfig.from_hf(config))
-        ModelConfig(**fields | {"experts": Experts(count=4, chosen=2, bias=True), "parallel": True})
+        ModelConfig(
+            **fields | {"experts": ExpertsConfig(count=4, chosen=2, bias=True), "parallel": True}
+        )
 
 
 def e2m1(code):

@@ -12,9 +12,9 @@ import tiny
 
 import jaxkv
 from jaxkv.engine import headroom as rooms
-from jaxkv.engine.headroom import MOST_AHEAD, headroom_for
+from jaxkv.engine.headroom import MOST_AHEAD, compute_headroom
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.machine.compilation import Clock
+from jaxkv.machine.compilation import StageClock
 from jaxkv.policies import LinearLayers
 
 BACKEND = "/jax/core/compile/backend_compile_duration"
@@ -68,8 +68,8 @@ def test_a_long_answer_compiles_at_its_beginning(model, name):
     assert (events.programs - late) / (2000 - 256) <= 1 / 1000
     # What it holds is what was planned before the first token.
     lengths = [len(prompt)]
-    headroom = rooms.first_headroom(
-        POLICIES[name].parts(), model.config.sliding_windows, np.asarray(lengths), 2000
+    headroom = rooms.compute_prefill_headroom(
+        POLICIES[name].build_policy_parts(), model.config.sliding_windows, np.asarray(lengths), 2000
     )
     planned = plan_prefill(model.config, POLICIES[name], lengths, headroom=headroom)
     assert stats.allocated_bytes <= planned.cache_bytes
@@ -136,7 +136,7 @@ def test_questions_of_up_to_64_tokens_share_programs(model, policy):
 
 
 def test_a_clock_counts_nested_compilations_once():
-    clock = Clock()
+    clock = StageClock()
     with clock:
         jax.jit(lambda x: jax.jit(lambda y: y * 3)(x) + 1)(np.float32(2))
     assert clock.programs == 1
@@ -177,9 +177,9 @@ def test_an_answer_that_outgrows_its_room(monkeypatch, model, name):
 
 
 def test_rooms_repeat_and_double():
-    appending, one = jaxkv.SnapKV(budget=64).parts(), np.zeros(1, np.int64)
+    appending, one = jaxkv.SnapKV(budget=64).build_policy_parts(), np.zeros(1, np.int64)
     assert [
-        int(headroom_for(appending, (None,), one, new)[0]) for new in (5, 17, 200, 300, 2000)
+        int(compute_headroom(appending, (None,), one, new)[0]) for new in (5, 17, 200, 300, 2000)
     ] == [
         16,
         32,
@@ -187,12 +187,20 @@ def test_rooms_repeat_and_double():
         512,
         2048,
     ]
-    assert headroom_for(appending, (None,), one, 100_000)[0] == MOST_AHEAD
-    assert headroom_for(appending, (None,), one, 100_000, grown=6000)[0] == 6144
+    assert compute_headroom(appending, (None,), one, 100_000)[0] == MOST_AHEAD
+    assert compute_headroom(appending, (None,), one, 100_000, grown=6000)[0] == 6144
     # A row goes for each that comes: one spare row, and what is left to the limit.
-    assert headroom_for(jaxkv.H2O(budget=64).parts(), (None,), one, 2000)[0] == 1
-    assert headroom_for(jaxkv.H2O(budget=64).parts(), (None,), one + 40, 2000)[0] == 65
-    assert headroom_for(jaxkv.SnapKV(budget=64, every=50).parts(), (None,), one, 2000)[0] == 50
+    assert compute_headroom(jaxkv.H2O(budget=64).build_policy_parts(), (None,), one, 2000)[0] == 1
+    assert (
+        compute_headroom(jaxkv.H2O(budget=64).build_policy_parts(), (None,), one + 40, 2000)[0]
+        == 65
+    )
+    assert (
+        compute_headroom(
+            jaxkv.SnapKV(budget=64, every=50).build_policy_parts(), (None,), one, 2000
+        )[0]
+        == 50
+    )
 
 
 def test_ten_turns_meet_few_shapes(model):
@@ -204,7 +212,7 @@ def test_ten_turns_meet_few_shapes(model):
         cache = jaxkv.generate(
             model, question, cache=cache, max_new_tokens=30 + turn, stop_at_eos=False
         ).cache
-        shapes.add(tuple(pool.rows for pool in cache.pools))
+        shapes.add(tuple(pool.row_count for pool in cache.pools))
     assert len(shapes) <= 4, shapes
 
 
@@ -248,8 +256,8 @@ class RollingPyramid(jaxkv.StreamingLLM):
 
     rolling_positions: bool = True
 
-    def parts(self):
-        return super().parts().replace(layers=LinearLayers(beta=4))
+    def build_policy_parts(self):
+        return super().build_policy_parts().replace(layers=LinearLayers(beta=4))
 
 
 def test_rolling_positions_where_layers_hold_different_rows():

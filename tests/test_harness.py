@@ -14,7 +14,7 @@ import tiny
 
 import jaxkv
 from jaxkv.engine.session import Session
-from jaxkv.evals.perplexity import losses_of
+from jaxkv.evals.perplexity import measure_text_losses
 
 POLICIES = {"h2o": {"budget": 12}, "snapkv": {"budget": 8, "window": 4, "every": 3}}
 CONTEXT = "Ada kept the mill by the river"
@@ -124,14 +124,14 @@ def test_choices_share_the_prefill_of_their_context_and_are_what_they_are_alone(
         Session, "prefill", lambda *of, **by: prefilled.append(len(of[1])) or prefill(*of, **by)
     )
     pairs = [(ids, drawn), (ids, other), (ids, drawn[:2]), (ids[:-3], drawn)]
-    together = lm._judge(pairs, True)
+    together = lm._score_pairs(pairs, True)
     assert prefilled == [1, 1] and [greedy for _, greedy in together][:3] == [True, False, True]
     assert together[2][0] > together[0][0] > together[1][0]
-    np.testing.assert_allclose(together[1], lm._judge(pairs[1:2], True)[0], atol=1e-4)
-    losses, *_ = losses_of(lm.params, lm.policy, [ids], np.asarray([drawn], np.int32))
+    np.testing.assert_allclose(together[1], lm._score_pairs(pairs[1:2], True)[0], atol=1e-4)
+    losses, *_ = measure_text_losses(lm.params, lm.policy, [ids], np.asarray([drawn], np.int32))
     assert together[0][0] == pytest.approx(-losses.sum(), abs=1e-4)
     # What they are is the policy's own: rows are gone.
-    full = made()._judge(pairs[:2], True)
+    full = made()._score_pairs(pairs[:2], True)
     assert not np.allclose(np.asarray(together)[:2, 0], np.asarray(full)[:, 0], atol=1e-2)
 
 
@@ -141,20 +141,22 @@ def test_whole_texts_are_read_on_one_cache(made):
     found = lm.loglikelihood_rolling(requests(*((text,) for text in texts)), disable_tqdm=True)
     for value, text in zip(found, texts, strict=True):
         first, *others = lm.tok_encode(text)
-        losses, *_ = losses_of(lm.params, lm.policy, [[first]], np.asarray([others], np.int32))
+        losses, *_ = measure_text_losses(
+            lm.params, lm.policy, [[first]], np.asarray([others], np.int32)
+        )
         assert value == pytest.approx(-losses.sum(), abs=1e-3) and losses.shape[1] == len(text)
 
 
 def test_long_texts_go_in_parts_of_the_models_length(lm_class):
     lm = lm_class(eval_models.speaking(positions=32))
     ids = list(range(70))
-    parts = lm._windows(ids)
+    parts = lm._split_into_windows(ids)
     assert [token for _, continuation in parts for token in continuation] == ids
     contexts = [context for context, _ in parts]
     assert contexts[0] == [lm.prefix_token_id] and contexts[1] == [31]
     # The last one is judged with what fits before it.
     assert contexts[2] == list(range(37, 64)) and len(contexts[2] + parts[2][1]) == 33
-    assert lm._windows([]) == []
+    assert lm._split_into_windows([]) == []
 
 
 def test_answers_are_those_of_generate(made):
@@ -200,10 +202,10 @@ def test_a_request_that_is_repeated_draws_another_answer(made):
 
 
 def test_generation_arguments_are_honoured_or_refused(lm_class):
-    from jaxkv.evals.harness.model import _drawing
+    from jaxkv.evals.harness.model import _parse_generation_arguments
 
-    assert _drawing({}, 7) == (None, 7, jaxkv.Sampling(temperature=0))
-    assert _drawing(
+    assert _parse_generation_arguments({}, 7) == (None, 7, jaxkv.Sampling(temperature=0))
+    assert _parse_generation_arguments(
         {"until": "\n", "max_tokens": 3, "do_sample": False, "temperature": 1.0, "top_p": 0.5}, 7
     ) == (
         "\n",
@@ -211,10 +213,10 @@ def test_generation_arguments_are_honoured_or_refused(lm_class):
         jaxkv.Sampling(temperature=0),
     )
     given = {"temperature": 0.5, "min_p": 0.1, "top_p": 1, "top_k": 0}
-    assert _drawing(given, 7)[2] == jaxkv.Sampling(min_p=0.1, temperature=0.5)
-    assert _drawing({"do_sample": True}, 7)[2] == jaxkv.Sampling(temperature=1.0)
+    assert _parse_generation_arguments(given, 7)[2] == jaxkv.Sampling(min_p=0.1, temperature=0.5)
+    assert _parse_generation_arguments({"do_sample": True}, 7)[2] == jaxkv.Sampling(temperature=1.0)
     with pytest.raises(ValueError, match=r"generation_kwargs=\['num_beams'\]"):
-        _drawing({"num_beams": 4}, 7)
+        _parse_generation_arguments({"num_beams": 4}, 7)
 
 
 def test_models_are_made_of_the_harness_arguments(lm_class):

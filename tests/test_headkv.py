@@ -101,7 +101,11 @@ def test_all_alike_is_snapkv():
     assert library_kept(same, q, k, (40, 31)) == library_kept(
         SnapKV(budget=12, window=WINDOW), q, k, (40, 31)
     )
-    assert HeadKV().parts() == HeadKV(beta=2.0).parts() == SnapKV().parts()
+    assert (
+        HeadKV().build_policy_parts()
+        == HeadKV(beta=2.0).build_policy_parts()
+        == SnapKV().build_policy_parts()
+    )
 
 
 def test_two_stages_keep_each_heads_number():

@@ -5,9 +5,9 @@ from jaxtyping import Array, Float
 from meshes import mesh_of, model_of
 
 from benchmarks import hlo
-from jaxkv.sharding.collectives import gathered, total
-from jaxkv.sharding.mesh import Axes
-from jaxkv.sharding.parameters import model_mesh
+from jaxkv.sharding.collectives import all_gather_shards, sum_over_devices
+from jaxkv.sharding.mesh import ShardingMesh
+from jaxkv.sharding.parameters import make_model_mesh
 from jaxkv.sharding.sharded_program import sharded_jit
 
 # As XLA writes it for GPUs, where what travels is begun and waited for apart.
@@ -33,14 +33,14 @@ def test_text():
 
 @sharded_jit(static=("axes",), donate=("x",))
 def _scaled(
-    x: Float[Array, "B V"], y: Float[Array, "B E"], *, axes: Axes | None
+    x: Float[Array, "B V"], y: Float[Array, "B E"], *, axes: ShardingMesh | None
 ) -> Float[Array, "B V"]:
-    sums = total(y, axes).sum(axis=1, keepdims=True)
-    return x + sums * gathered(x, "V", 1, axes).max(axis=1, keepdims=True)
+    sums = sum_over_devices(y, axes).sum(axis=1, keepdims=True)
+    return x + sums * all_gather_shards(x, "V", 1, axes).max(axis=1, keepdims=True)
 
 
 def test_a_compiled_program():
-    axes = Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config))
+    axes = ShardingMesh(mesh=make_model_mesh(mesh_of(2, 4), model_of(4).config))
     text = _scaled.trace(jnp.ones((2, 8)), jnp.ones((2, 3)), axes=axes).lower().compile().as_text()
     assert hlo.collectives(text) == {
         ("all-reduce", (("f32", (1, 3)),)): 1,

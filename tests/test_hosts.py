@@ -161,6 +161,6 @@ def test_values_have_one_text_in_any_process():
 
     value = [{"a": np.arange(3)}, jaxkv.SnapKV(budget=32), Own(), "x", 1, 1.0, None, jaxkv.SnapKV]
     again = [{"a": np.arange(3)}, jaxkv.SnapKV(budget=32), Own(), "x", 1, 1.0, None, jaxkv.SnapKV]
-    assert hosts._text_of(value) == hosts._text_of(again)
-    with pytest.raises(ValueError, match="untouched"), hosts.together("nothing", None):
+    assert hosts._describe_value(value) == hosts._describe_value(again)
+    with pytest.raises(ValueError, match="untouched"), hosts.share_failures("nothing", None):
         raise ValueError("untouched")

@@ -16,7 +16,7 @@ from starlette.testclient import TestClient
 
 import jaxkv
 from jaxkv.engine.sampling import Sampling
-from jaxkv.serving.http import Application
+from jaxkv.serving.http import HttpApplication
 from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.server import Server
 
@@ -36,7 +36,7 @@ def engine():
 
 @pytest.fixture(scope="module")
 def app(engine):
-    return Application({"tiny": engine}, limits=RequestLimits(body_bytes=4000, answers=6))
+    return HttpApplication({"tiny": engine}, limits=RequestLimits(body_bytes=4000, answers=6))
 
 
 @pytest.fixture
@@ -316,7 +316,7 @@ def test_pages_and_methods_that_are_not_there(client):
 
 
 def test_the_key_is_asked_for(engine):
-    client = TestClient(Application({"tiny": engine}, limits=RequestLimits(api_key="sesame")))
+    client = TestClient(HttpApplication({"tiny": engine}, limits=RequestLimits(api_key="sesame")))
     for key, status in ((None, 401), ("open", 401), ("sesame\xfc", 401), ("sesame", 200)):
         headers = {} if key is None else {"Authorization": f"Bearer {key}".encode("latin-1")}
         for page in ("/v1/models", "/metrics"):
@@ -335,10 +335,11 @@ def test_full_queues_deadlines_and_the_end(engine, app, client, monkeypatch):
         response = client.post(TEXTS, json={"prompt": "a"})
     assert response.status_code == 429 and response.json()["error"]["code"] == "queue_full"
     assert 1 <= int(response.headers["retry-after"]) <= 60
-    hasty = TestClient(Application({"tiny": engine}, limits=RequestLimits(seconds=1e-6)))
+    hasty = TestClient(HttpApplication({"tiny": engine}, limits=RequestLimits(seconds=1e-6)))
     assert hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40}).status_code == 504
     assert (
-        hasty.post(DOCUMENTS, json={"text": "a"}).status_code == 504 and not engine.documents.all()
+        hasty.post(DOCUMENTS, json={"text": "a"}).status_code == 504
+        and not engine.documents.get_documents()
     )
     # Once the headers have gone, an error is an event.
     streamed = hasty.post(TEXTS, json={"prompt": "a", "max_tokens": 40, "stream": True})
@@ -358,7 +359,7 @@ def test_full_queues_deadlines_and_the_end(engine, app, client, monkeypatch):
 
 
 def test_errors_of_our_own_have_a_form_and_no_text_of_prompts(engine, caplog, monkeypatch):
-    client = TestClient(Application({"tiny": engine}), raise_server_exceptions=False)
+    client = TestClient(HttpApplication({"tiny": engine}), raise_server_exceptions=False)
 
     def broken(*_, **__):
         raise KeyError("secret words")
@@ -409,7 +410,8 @@ def test_documents_end_when_their_client_goes(engine, app, caplog):
             asyncio.run(asyncio.wait_for(main(), 60))
         assert caplog.text.count(f"POST {DOCUMENTS} 499") == 4 and given_up.wait(60)
     assert (
-        engine.submit(DOC, max_new_tokens=2).result(60) is not None and not engine.documents.all()
+        engine.submit(DOC, max_new_tokens=2).result(60) is not None
+        and not engine.documents.get_documents()
     )
 
 

@@ -9,7 +9,12 @@ import pytest
 import tiny
 
 import jaxkv
-from jaxkv.attention import Implementation, Implementations, capability_of, choose
+from jaxkv.attention import (
+    Implementation,
+    PrefillDecodeImplementations,
+    choose_attention_implementations,
+    get_cuda_capability,
+)
 
 XLA, PALLAS, CUDNN = Implementation.XLA, Implementation.PALLAS, Implementation.CUDNN
 INTERPRETED, MOSAIC = Implementation.INTERPRETED, Implementation.MOSAIC
@@ -17,23 +22,23 @@ TPU = Implementation.TPU
 
 
 def chosen(asked="auto", *, platform="gpu", dtype=jnp.bfloat16, head_dim=128, capability=(8, 0)):
-    return choose(
+    return choose_attention_implementations(
         asked, platform=platform, dtype=jnp.dtype(dtype), head_dim=head_dim, capability=capability
     )
 
 
 def test_auto(monkeypatch):
     monkeypatch.setattr("pallas_kernels._compat_mosaic.cuda_version", lambda: None)
-    assert chosen(platform="cpu") == Implementations(prefill=XLA, decode=XLA)
+    assert chosen(platform="cpu") == PrefillDecodeImplementations(prefill=XLA, decode=XLA)
     for dtype, dim in ((jnp.bfloat16, 128), (jnp.float32, 80)):
-        assert chosen(platform="tpu", dtype=dtype, head_dim=dim) == Implementations(
+        assert chosen(platform="tpu", dtype=dtype, head_dim=dim) == PrefillDecodeImplementations(
             prefill=TPU, decode=TPU
         )
     by_cudnn, by_pallas = (
-        Implementations(prefill=CUDNN, decode=PALLAS),
-        Implementations(prefill=PALLAS, decode=PALLAS),
+        PrefillDecodeImplementations(prefill=CUDNN, decode=PALLAS),
+        PrefillDecodeImplementations(prefill=PALLAS, decode=PALLAS),
     )
-    by_mosaic = Implementations(prefill=MOSAIC, decode=PALLAS)
+    by_mosaic = PrefillDecodeImplementations(prefill=MOSAIC, decode=PALLAS)
     for dim, capability, expected in (
         (128, None, by_cudnn),
         (128, (9, 0), by_mosaic),
@@ -53,21 +58,21 @@ def test_auto(monkeypatch):
 def test_auto_leaves_out_what_cuda_miscompiles(monkeypatch):
     """Under the versions of CUDA that make wrong code of Mosaic's kernel cuDNN prefills on Hopper, too."""
     monkeypatch.setattr("pallas_kernels._compat_mosaic.cuda_version", lambda: 12090)
-    assert chosen(capability=(9, 0)) == Implementations(prefill=CUDNN, decode=PALLAS)
+    assert chosen(capability=(9, 0)) == PrefillDecodeImplementations(prefill=CUDNN, decode=PALLAS)
 
 
 def test_asked_for():
-    assert chosen("xla") == Implementations(prefill=XLA, decode=XLA)
-    assert chosen(PALLAS) == Implementations(prefill=PALLAS, decode=PALLAS)
-    assert chosen("pallas", platform="cpu") == Implementations(
+    assert chosen("xla") == PrefillDecodeImplementations(prefill=XLA, decode=XLA)
+    assert chosen(PALLAS) == PrefillDecodeImplementations(prefill=PALLAS, decode=PALLAS)
+    assert chosen("pallas", platform="cpu") == PrefillDecodeImplementations(
         prefill=INTERPRETED, decode=INTERPRETED
     )
     assert str(chosen("pallas", platform="cpu")) == "pallas (interpreted)"
     assert str(chosen("tpu", platform="cpu")) == "tpu (interpreted)"
-    assert chosen("cudnn") == Implementations(prefill=CUDNN, decode=PALLAS)
+    assert chosen("cudnn") == PrefillDecodeImplementations(prefill=CUDNN, decode=PALLAS)
     assert str(chosen("cudnn")) == "cudnn (prefill), pallas (decode)"
     for capability in ((9, 0), None):
-        assert chosen("mosaic", capability=capability) == Implementations(
+        assert chosen("mosaic", capability=capability) == PrefillDecodeImplementations(
             prefill=MOSAIC, decode=PALLAS
         )
     assert chosen("mosaic", dtype=jnp.float16, head_dim=64, capability=(9, 0)).prefill is MOSAIC
@@ -76,8 +81,8 @@ def test_asked_for():
 def test_capability():
     """Devices say it as text, a CPU not at all."""
     for told, expected in (("9.0", (9, 0)), ("12.1", (12, 1)), (None, None), ("gfx942", None)):
-        assert capability_of(mock.Mock(spec=jax.Device, compute_capability=told)) == expected
-    assert capability_of(jax.devices("cpu")[0]) is None
+        assert get_cuda_capability(mock.Mock(spec=jax.Device, compute_capability=told)) == expected
+    assert get_cuda_capability(jax.devices("cpu")[0]) is None
 
 
 POLICIES = {

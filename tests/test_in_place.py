@@ -10,7 +10,7 @@ import tiny
 
 import jaxkv
 from jaxkv.engine import token_loop as looping
-from jaxkv.engine.spec import spec_for
+from jaxkv.engine.spec import create_cache_spec
 
 LENGTHS = [37, 21]
 
@@ -37,13 +37,13 @@ def test_a_model_of_16_bits_appends_in_place():
 def compiled(model, policy):
     """A pool of a short prompt's cache, and what XLA makes of the loop that samples on top of it."""
     cache, logits, _ = tiny.run(model, tiny.prompts(2, LENGTHS), policy, headroom=16)
-    spec = spec_for(model.flat, cache)
+    spec = create_cache_spec(model.flat_decoder, cache)
     none = jnp.asarray([-2], jnp.int32)
-    draw = looping.first_sampling_state(
+    draw = looping.create_sampling_state(
         jnp.asarray(logits), jnp.zeros(2, bool), jax.random.key(0), none
     )
-    given = looping.loop_arguments(
-        model.flat, cache.arrays, draw, 4, jaxkv.Sampling(temperature=0), 0, spec=spec
+    given = looping.collect_loop_arguments(
+        model.flat_decoder, cache.arrays, draw, 4, jaxkv.Sampling(temperature=0), 0, spec=spec
     )
     leaves, structure = jax.tree.flatten(given)
     first, end = (len(jax.tree.leaves(given[:count])) for count in (1, 2))

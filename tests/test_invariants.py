@@ -16,7 +16,7 @@ from policy_row import Row
 from policy_table import BY_NAME, TABLE
 
 import jaxkv
-from jaxkv.models.rope import angles, rotate
+from jaxkv.models.rope import apply_rope, compute_rope_tables
 from jaxkv.policies import EntropyLayers, OfficialLayers
 
 BUDGETS = (20, 0.5)
@@ -43,8 +43,8 @@ def check_layout(cache, lengths, *, ordered=True):
     start, length = np.asarray(cache.start), np.asarray(cache.length)
     for layer, row, head, k, _, pos in tiny.segments(cache):
         first, count = start[layer, row, head], length[layer, row, head]
-        at = cache.layout.pool_of(layer)
-        assert first >= 0 and count >= 0 and first + count <= cache.pools[at].rows
+        at = cache.layout.get_pool_index(layer)
+        assert first >= 0 and count >= 0 and first + count <= cache.pools[at].row_count
         taken[at][row, first : first + count] += 1
         assert len(k) == len(pos) == count
         assert not ordered or (np.diff(pos) > 0).all()
@@ -61,9 +61,9 @@ def check_rows(cache, full):
     """Every row is the one that FullKV holds at that position."""
     reference = {(layer, row, head): (k, v) for layer, row, head, k, v, _ in tiny.segments(full)}
     for layer, row, head, k, v, pos in tiny.segments(cache):
-        if cache.policy.parts().rolling:
-            by = angles(jnp.asarray(pos)[None], cache.config.rope, k.shape[-1])
-            k = np.asarray(rotate(jnp.asarray(k)[None], by))[0]
+        if cache.policy.build_policy_parts().rolling:
+            by = compute_rope_tables(jnp.asarray(pos)[None], cache.config.rope, k.shape[-1])
+            k = np.asarray(apply_rope(jnp.asarray(k)[None], by))[0]
         all_k, all_v = reference[layer, row, head]
         np.testing.assert_allclose(k, all_k[pos], atol=1e-5)
         np.testing.assert_allclose(v, all_v[pos], atol=1e-5)
@@ -92,7 +92,7 @@ def check_totals(row: Row, cache, needed, lengths, budget):
         assert needed.budget[index] == rows
         if row.exact:
             assert kept[:, index].sum() == len(kept) * heads * rows
-    goes_on = cache.policy.parts().ongoing.compresses
+    goes_on = cache.policy.build_policy_parts().decoding_compression.compresses
     roomy = lengths_below(budget, lengths) if goes_on else needed.budget < 0
     np.testing.assert_array_equal(cache.limit, np.where(roomy[:, None], budget, cache.length))
     assert cache.nbytes == needed.cache_bytes

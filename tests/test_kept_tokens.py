@@ -14,7 +14,7 @@ from meshes import mesh_of, model_of
 
 import jaxkv
 from jaxkv.testing import segments
-from jaxkv.text.shown import Passage, Shown
+from jaxkv.text.shown import KeptPassage, KeptTokensDisplay
 
 LENGTHS = (60, 23, 41)
 POLICIES = {
@@ -127,7 +127,7 @@ def test_a_terminal_shows_colours_and_a_file_plain_text(held, monkeypatch):
     # No colour goes on over a line break.
     assert all(line.count("\x1b[0m") * 2 == line.count("\x1b[") for line in coloured.split("\n"))
     # A document's own sequences do not reach the terminal.
-    steering = Shown(passages=([Passage("a\x1b[2Jb\tc", 1.0)],), heads=2)
+    steering = KeptTokensDisplay(passages=([KeptPassage("a\x1b[2Jb\tc", 1.0)],), heads=2)
     assert "\x1b[2J" not in repr(steering) and "b\tc" in repr(steering)
 
 

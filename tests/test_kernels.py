@@ -73,7 +73,7 @@ def check_attend(
     unused = jnp.asarray(~inside_any(start, length, pool))[..., None]
     k, v = (jnp.where(unused, jnp.asarray(jnp.nan, kind), each) for each in (k, v))
     options = (
-        {"scores": pallas_kernels.Scores(score=score, widest=widest, counts=counts)}
+        {"scores": pallas_kernels.EntryScores(score=score, widest=widest, counts=counts)}
         if scored
         else {}
     )
@@ -139,7 +139,9 @@ def test_compact(dtype, dim):
     kind, _ = DTYPES[dtype]
     k, v = draw(0, (2, 3, 20, dim), (2, 3, 20, dim), dtype=kind)
     source = np.random.default_rng(0).integers(-1, 60, (2, 37)).astype(np.int32)
-    out_k, out_v, pos = pallas_kernels.compact(k, v, jnp.asarray(source), block=16, interpret=True)
+    out_k, out_v, pos = pallas_kernels.gather_kept_entries(
+        k, v, jnp.asarray(source), block=16, interpret=True
+    )
     for b, p in np.ndindex(*source.shape):
         head, at = divmod(int(source[b, p]), 20)
         for ours, theirs in ((out_k, k), (out_v, v)):

@@ -25,7 +25,7 @@ def laid_out(length, headroom=ROOM):
 
 def scheduled(length, programs, block):
     start, _ = laid_out(length)
-    chunks = pallas_kernels.work_table(
+    chunks = pallas_kernels.build_work_table(
         jnp.asarray(start), jnp.asarray(length), programs=programs, block=block
     )
     return start, {name: np.asarray(getattr(chunks, name)) for name in chunks.__dataclass_fields__}
@@ -101,7 +101,7 @@ def token_of(seed, dim, dtype, group, layer):
     angle = positions[:, None] * 100.0 ** (-np.arange(dim // 2) / dim)
     cos, sin = (jnp.asarray(part, jnp.float32) for part in (np.cos(angle), np.sin(angle)))
     pos = jnp.asarray(np.random.default_rng(seed).integers(0, 16, (batch, rows)), jnp.int32)
-    chunks = pallas_kernels.work_table(
+    chunks = pallas_kernels.build_work_table(
         jnp.asarray(start), jnp.asarray(LENGTH), programs=5, block=16
     )
     counts = jnp.asarray([1, 1, 0], jnp.int32)
@@ -111,33 +111,33 @@ def token_of(seed, dim, dtype, group, layer):
 def called(given):
     """Arguments of `decode_token` as it takes them."""
     q, kv, cos, sin, positions, counts, k, v, pos, _, chunks = given
-    return q, pallas_kernels.Token(kv, cos, sin, positions, counts, pos), (k, v), chunks
+    return q, pallas_kernels.NewTokenInputs(kv, cos, sin, positions, counts, pos), (k, v), chunks
 
 
 def nibbles(rows):
     """4-bit codes, scales and least values of rows, by the oracle; scales of NaN where rows are NaN."""
     numbers, scales, leasts = nibbles_of(np.nan_to_num(np.asarray(rows.astype(jnp.float32))), 32)
     scales[np.isnan(wide(rows)).any(axis=-1)] = np.nan
-    return pallas_kernels.Nibbles(*map(jnp.asarray, (words_of(numbers), scales, leasts)))
+    return pallas_kernels.Int4Pool(*map(jnp.asarray, (words_of(numbers), scales, leasts)))
 
 
 def coded(rows):
     """8-bit codes and scales of rows, by the oracle; scales of NaN where rows are NaN."""
     codes, scales = bytes_of(np.nan_to_num(np.asarray(rows.astype(jnp.float32))))
     scales[np.isnan(wide(rows)).any(axis=-1)] = np.nan
-    return pallas_kernels.Coded(jnp.asarray(codes), jnp.asarray(scales))
+    return pallas_kernels.Int8Pool(jnp.asarray(codes), jnp.asarray(scales))
 
 
 def decoded(rows):
     """Float64 rows of codes, scales and least values, or of plain rows."""
-    if isinstance(rows, pallas_kernels.Nibbles):
+    if isinstance(rows, pallas_kernels.Int4Pool):
         groups = numbers_of(np.asarray(rows.code)).reshape(*rows.scale.shape, 32).astype(np.float64)
         return (groups * wide(rows.scale)[..., None] + wide(rows.least)[..., None]).reshape(
             *groups.shape[:-2], -1
         )
     return (
         wide(rows.code) * wide(rows.scale)[..., None]
-        if isinstance(rows, pallas_kernels.Coded)
+        if isinstance(rows, pallas_kernels.Int8Pool)
         else wide(rows)
     )
 
@@ -168,10 +168,10 @@ def check_token(
     q, kv = (leaf.sum(axis=0)[:batch] for leaf in (q, kv))
     k_new, v_new = kv[:, 0], kv[:, 1]
     score, begin = draw(seed + 2, (batch, rows), start.shape[1:])
-    scores = pallas_kernels.Scores(score=score, begin=begin, start=start, widest=widest)
+    scores = pallas_kernels.EntryScores(score=score, begin=begin, start=start, widest=widest)
     options = {"scores": scores} if scored else {}
     options["dtype"] = kind
-    results = pallas_kernels.decode_token(
+    results = pallas_kernels.append_and_attend(
         *called(given), layer=layer, **options, tiles=SMALL, interpret=True
     )
     out, new_k, new_v, new_pos = results[0][:batch], *results[1:4]
@@ -272,7 +272,7 @@ def test_thousands_of_rows_in_codes_in_one_chunk(store):
     q, k, v = draw(9, (1, 1, 1, 64), (1, 8192, 64), (1, 8192, 64))
     k, v = (of(rows) for of, rows in zip(CODES[store], (k, v + 0.5), strict=True))
     of = (jnp.zeros((1, 1), jnp.int32), jnp.full((1, 1), 8192, jnp.int32))
-    chunks = pallas_kernels.work_table(of[0][None], of[1][None], programs=1, block=16)
+    chunks = pallas_kernels.build_work_table(of[0][None], of[1][None], programs=1, block=16)
     out, _ = pallas_kernels.attend(q * 0.1, k, v, *of, chunks=chunks, tiles=SMALL, interpret=True)
     want, _, _ = attend_oracle(
         q * 0.1, jnp.asarray(decoded(k)), jnp.asarray(decoded(v)), *map(np.asarray, of)
@@ -329,7 +329,7 @@ def test_a_token_attends_to_picked_rows(alike):
     for b, h in np.ndindex(3, heads):
         picks[b, h, : held[b, h]] = np.sort(rng.permutation(most[b, h])[: held[b, h]])
     virtual = dealt_for[:, None] + length[layer] - rest[layer]
-    chunks = pallas_kernels.work_table(
+    chunks = pallas_kernels.build_work_table(
         jnp.asarray(np.stack([start[0], np.zeros_like(start[0])])),
         jnp.asarray(np.stack([length[0], virtual])),
         programs=7,
@@ -346,11 +346,11 @@ def test_a_token_attends_to_picked_rows(alike):
     options = {
         "layer": layer,
         "dtype": jnp.float32,
-        "picks": pallas_kernels.Picks(*of),
+        "picks": pallas_kernels.SelectedEntries(*of),
         "tiles": SMALL,
         "interpret": True,
     }
-    out, new_k, new_v, new_pos = pallas_kernels.decode_token(*called(given), **options)
+    out, new_k, new_v, new_pos = pallas_kernels.append_and_attend(*called(given), **options)
 
     new_k, new_v = wide(new_k), wide(new_v)
     queries = turned(

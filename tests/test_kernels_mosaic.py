@@ -13,7 +13,7 @@ import pytest
 from simulated_mosaic import CASES
 from test_kernels import draw
 
-from jaxkv.attention import Implementation, backend_of
+from jaxkv.attention import Implementation, get_attention_backend
 from pallas_kernels import mosaic
 
 ROOT = Path(__file__).parent
@@ -75,11 +75,11 @@ def test_behind_the_door():
         *[of((2, 2, 128, 64), jnp.bfloat16)] * 2,
         of((2,), jnp.int32),
     )
-    backend = backend_of(Implementation.MOSAIC)
+    backend = get_attention_backend(Implementation.MOSAIC)
 
     def run(q, k, v, length, *, sums):
-        out, lse = backend.prefill(q, k, v, length, lse=sums)
-        return (out, backend.column_sums(q, k, lse, length)) if sums else out
+        out, lse = backend.compute_prefill_attention(q, k, v, length, lse=sums)
+        return (out, backend.sum_attention_per_key(q, k, lse, length)) if sums else out
 
     for sums in (False, True):
         program = jax.jit(functools.partial(run, sums=sums))

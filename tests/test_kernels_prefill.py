@@ -8,7 +8,7 @@ from test_kernels import DTYPES, KINDS, draw, wide
 
 import pallas_kernels
 from pallas_kernels import tiles as sizes
-from pallas_kernels._compat import pad_dim
+from pallas_kernels._compat import round_up_head_dim
 from pallas_kernels.tiles import PrefillTiles, WindowTiles
 
 TILES = PrefillTiles(queries=16, keys=16)
@@ -50,7 +50,7 @@ def check_causal(seed, shape, first, length, dim, dtype, tiles=TILES):
     out, lse = pallas_kernels.flash(
         q, k, v, jnp.asarray(first), jnp.asarray(length), tiles=tiles, interpret=True
     )
-    sums = pallas_kernels.column_sums(
+    sums = pallas_kernels.sum_attention_per_key(
         q, k, lse, jnp.asarray(first), jnp.asarray(length), tiles=tiles, interpret=True
     )
     assert out.dtype == kind
@@ -105,7 +105,7 @@ def check_window(shape, first, length, dim, dtype, sinks=None):
         (jnp.asarray(first), jnp.asarray(length)),
         None if sinks is None else jnp.asarray(sinks),
     )
-    sums = pallas_kernels.window_sums(q, k, *numbers, given, tiles=WINDOW, interpret=True)
+    sums = pallas_kernels.sum_window_attention(q, k, *numbers, given, tiles=WINDOW, interpret=True)
     expected = causal_oracle(q, k, k, first, length, sinks=sinks)[2]
     np.testing.assert_allclose(wide(sums), expected, rtol=tolerance * 4, atol=tolerance * 4)
     for b, tokens in enumerate(length):
@@ -151,12 +151,12 @@ def test_tiles_fit_the_device(monkeypatch):
     }
     for name, (shared, expected) in devices.items():
         monkeypatch.setattr(sizes, "device_kind", lambda name=name: name)
-        tiles = sizes.prefill_tiles(dim=128, itemsize=2)
+        tiles = sizes.choose_prefill_tiles(dim=128, itemsize=2)
         assert (tiles.keys, tiles.launch.stages) == expected, name
         for dim in (64, 80, 128, 256):
-            tiles = sizes.prefill_tiles(dim=dim, itemsize=2)
+            tiles = sizes.choose_prefill_tiles(dim=dim, itemsize=2)
             rows = 2 * tiles.keys * tiles.launch.stages + (tiles.queries if "H200" in name else 8)
-            assert rows * pad_dim(dim) * 2 <= shared, (name, dim)
+            assert rows * round_up_head_dim(dim) * 2 <= shared, (name, dim)
 
 
 def test_the_device_that_is_compiled_for(monkeypatch):

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import pallas_kernels
-from jaxkv.engine.evict import _lowest, _lowest_at_once
-from jaxkv.models.layers import products, project
-from jaxkv.models.stored import Stored
+from jaxkv.engine.evict import _find_lowest_rank, _find_lowest_rank_fused
+from jaxkv.models.layers import multiply_by_weight, multiply_split_k
+from jaxkv.models.stored import StoredWeight
 
 TOLERANCE = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}
 
@@ -72,7 +72,7 @@ def test_replace_rows(scored):
     given = [jnp.asarray(each) for each in (k, v, pos, score)]
     rest = [jnp.asarray(each) for each in (place, last, over)]
     given = given if scored else [*given[:3], None]
-    found = pallas_kernels.replace_rows(*given, *rest, interpret=True)
+    found = pallas_kernels.overwrite_evicted_rows(*given, *rest, interpret=True)
     for b in range(2):
         for h in range(3):
             if over[b, h]:
@@ -99,10 +99,13 @@ def test_products_add_up(rows, outputs, width, parts):
         jnp.asarray(rng.normal(size=(rows, 1, width)), "float32"),
         jnp.asarray(rng.normal(size=(*outputs, width)), "float32"),
     )
-    found = products(x, Stored(weight))
+    found = multiply_split_k(x, StoredWeight(weight))
     assert found.shape == (parts, rows, 1, *outputs)
     np.testing.assert_allclose(
-        np.asarray(found.sum(axis=0)), np.asarray(project(x, Stored(weight))), rtol=1e-4, atol=1e-4
+        np.asarray(found.sum(axis=0)),
+        np.asarray(multiply_by_weight(x, StoredWeight(weight))),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
@@ -133,7 +136,7 @@ def test_evict_rows(scored):
     given = [jnp.asarray(each) for each in (k, v, pos, score)]
     given = given if scored else [*given[:3], None]
     tables = [jnp.asarray(each) for each in (start, length, limit, recent, seen, prompt)]
-    found = pallas_kernels.evict_rows(*given, *tables, weigh=by_score, interpret=True)
+    found = pallas_kernels.evict_lowest_entries(*given, *tables, weigh=by_score, interpret=True)
     went = np.zeros((2, 3), np.int32)
     for b, h in np.ndindex(2, 3):
         rows = np.arange(start[b, h], start[b, h] + length[b, h])
@@ -158,13 +161,15 @@ def test_evict_rows(scored):
 
 
 def test_the_lowest_in_one_reduction():
-    """As `_lowest` finds it, with ties, endless ranks and segments without a free place."""
+    """As `_find_lowest_rank` finds it, with ties, endless ranks and segments without a free place."""
     rng = np.random.default_rng(3)
     rank = jnp.asarray(rng.choice([-np.inf, 0.0, 0.5, np.inf], size=(50, 3, 9)), jnp.float32)
     free = jnp.asarray(rng.random((50, 3, 9)) < 0.4)
     pos = jnp.asarray(np.argsort(rng.random((50, 3, 9)), axis=-1), jnp.int32)
     row = jnp.broadcast_to(jnp.asarray(rng.permutation(9), jnp.int32), pos.shape)
     assert bool((~free.any(axis=-1)).any())
-    ours, theirs = (jax.jit(f)(free, rank, pos, row) for f in (_lowest_at_once, _lowest))
+    ours, theirs = (
+        jax.jit(f)(free, rank, pos, row) for f in (_find_lowest_rank_fused, _find_lowest_rank)
+    )
     for mine, its in zip(ours, theirs, strict=True):
         np.testing.assert_array_equal(mine, its)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from test_kernels import DTYPES, attend_oracle, draw, wide
 
-from jaxkv.attention import Implementation, Shaping, backend_of
+from jaxkv.attention import Implementation, LogitShaping, get_attention_backend
 from pallas_kernels.tpu import decode, prefill
 
 # One head ten times longer than the others and over several blocks, heads without rows, segments of one tile; the
@@ -68,40 +68,53 @@ def test_a_window_with_capped_logits():
 
 def test_what_it_takes():
     """Whole tiles of bfloat16 or float32."""
-    assert decode.takes(48, jnp.bfloat16) and decode.takes(40, jnp.float32)
-    assert decode.takes(40, jnp.bfloat16) and not decode.takes(44, jnp.bfloat16)
-    assert not decode.takes(48, jnp.float16)
+    assert decode.supports_pool(48, jnp.bfloat16) and decode.supports_pool(40, jnp.float32)
+    assert decode.supports_pool(40, jnp.bfloat16) and not decode.supports_pool(44, jnp.bfloat16)
+    assert not decode.supports_pool(48, jnp.float16)
 
 
-@pytest.mark.parametrize("masking", [{}, {"shaping": Shaping(softcap=3.0), "window": 100}])
+@pytest.mark.parametrize("masking", [{}, {"shaping": LogitShaping(softcap=3.0), "window": 100}])
 def test_prompts_are_prefilled_by_splash_attention(masking, monkeypatch):
     """Right padding needs no mask; log-sum-exp, capped logits and windows as XLA has them, in float32.
 
     Of three prompts two are computed together.
     """
     monkeypatch.setattr(prefill, "_TOKENS", 800)
-    assert [prefill.tokens_at_once(3, slots) for slots in (384, 1024, 128)] == [768, 1024, 384]
+    assert [prefill.count_batched_tokens(3, slots) for slots in (384, 1024, 128)] == [
+        768,
+        1024,
+        384,
+    ]
     q, k, v = draw(3, (3, 2, 2, 384, 64), (3, 2, 384, 64), (3, 2, 384, 64), dtype=jnp.bfloat16)
     length = jnp.asarray([384, 130, 7], jnp.int32)
     backend, oracle = (
-        backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA)
+        get_attention_backend(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA)
     )
-    found = backend.prefill(q, k, v, length, **masking)
-    wanted = oracle.prefill(*(each.astype(jnp.float32) for each in (q, k, v)), length, **masking)
-    assert found[0].dtype == q.dtype and backend.prefill(q, k, v, length, lse=False)[1] is None
+    found = backend.compute_prefill_attention(q, k, v, length, **masking)
+    wanted = oracle.compute_prefill_attention(
+        *(each.astype(jnp.float32) for each in (q, k, v)), length, **masking
+    )
+    assert (
+        found[0].dtype == q.dtype
+        and backend.compute_prefill_attention(q, k, v, length, lse=False)[1] is None
+    )
     compare(found, map(wide, wanted), "bfloat16")
 
 
 def test_where_splash_attention_does_not_serve():
     """Float32 and short prompts take XLA, in blocks of queries; so do sums of columns."""
-    assert prefill.takes(384, jnp.bfloat16)
-    assert not prefill.takes(64, jnp.bfloat16) and not prefill.takes(384, jnp.float32)
+    assert prefill.supports_prompt(384, jnp.bfloat16)
+    assert not prefill.supports_prompt(64, jnp.bfloat16) and not prefill.supports_prompt(
+        384, jnp.float32
+    )
     q, k, v = draw(4, (2, 2, 2, 1024, 16), (2, 2, 1024, 16), (2, 2, 1024, 16))
     length = jnp.asarray([1024, 700], jnp.int32)
     backend, oracle = (
-        backend_of(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA)
+        get_attention_backend(each) for each in (Implementation.TPU_INTERPRETED, Implementation.XLA)
     )
-    found, wanted = (each.prefill(q, k, v, length) for each in (backend, oracle))
+    found, wanted = (each.compute_prefill_attention(q, k, v, length) for each in (backend, oracle))
     compare(found, map(wide, wanted), "float32")
-    found, wanted = (each.column_sums(q, k, wanted[1], length) for each in (backend, oracle))
+    found, wanted = (
+        each.sum_attention_per_key(q, k, wanted[1], length) for each in (backend, oracle)
+    )
     np.testing.assert_allclose(wide(found), wide(wanted), rtol=1e-4, atol=1e-4)

@@ -22,8 +22,8 @@ TABLES = (START, LENGTH, COUNTS)
 
 
 def encoded(pool):
-    """Keys or values as `Store.held` has them, a pair of codes and scales."""
-    found = Int8Vectors.of(pool)
+    """Keys or values as `Store.kernel_inputs` has them, a pair of codes and scales."""
+    found = Int8Vectors.quantise_vectors(pool)
     return found.code, found.scale
 
 
@@ -101,7 +101,7 @@ def test_queries_of_float16_are_multiplied_in_float32():
 
 def test_what_it_takes_of_codes():
     """Whole tiles of 8 bits, of 8 rows or of 32, whose scales fit VMEM; no words of 4 bits."""
-    assert decode.takes(40, jnp.int8) and not decode.takes(44, jnp.int8)
-    assert not decode.takes(48, jnp.uint16) and not decode.takes(1 << 20, jnp.int8)
-    tiles = [codes.tile_of(jnp.zeros((1, rows, 8), jnp.int8)) for rows in (40, 64)]
-    assert tiles == [8, 32] and codes.tile_of(jnp.zeros((1, 64, 8), jnp.bfloat16)) == 8
+    assert decode.supports_pool(40, jnp.int8) and not decode.supports_pool(44, jnp.int8)
+    assert not decode.supports_pool(48, jnp.uint16) and not decode.supports_pool(1 << 20, jnp.int8)
+    tiles = [codes.get_tile_rows(jnp.zeros((1, rows, 8), jnp.int8)) for rows in (40, 64)]
+    assert tiles == [8, 32] and codes.get_tile_rows(jnp.zeros((1, 64, 8), jnp.bfloat16)) == 8

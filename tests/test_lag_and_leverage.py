@@ -12,7 +12,7 @@ import tiny
 from policy_row import Row
 
 from jaxkv import CAPKV, CurDKV, LagKV
-from jaxkv.policies import Observed, QueryMoments
+from jaxkv.policies import QueryMoments, ScorerInputs
 
 GQA = tiny.MODELS["gqa3"]
 EACH = {
@@ -30,8 +30,8 @@ def drawn(*shape, seed=0):
 
 def observed(policy, k, v, lengths, mean=None):
     """The scorer's observations of one layer of keys and values `[B, K, S, D]`."""
-    scorer, (batch, heads, _, dim) = policy.parts().scorer, k.shape
-    seen = Observed(
+    scorer, (batch, heads, _, dim) = policy.build_policy_parts().scorer, k.shape
+    seen = ScorerInputs(
         q_positions=jnp.zeros((batch, 0), jnp.int32),
         k=jnp.asarray(k),
         v=jnp.asarray(v),
@@ -43,7 +43,7 @@ def observed(policy, k, v, lengths, mean=None):
         mean = drawn(batch, heads, 2, dim, seed=7) if mean is None else mean
         moments = QueryMoments(mean=jnp.asarray(mean), covariance=None)
         seen = dataclasses.replace(seen, extras={"moments": moments})
-    return scorer.observe(seen)
+    return scorer.score_entries(seen)
 
 
 def _row(make, oracle):

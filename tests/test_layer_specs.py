@@ -9,9 +9,9 @@ from meshes import mesh_of, model_of
 
 import jaxkv
 from jaxkv.engine import token_loop
-from jaxkv.engine.spec import Spec
-from jaxkv.models.decoder import Flat, named_parameters
-from jaxkv.models.rope import inverse_frequencies
+from jaxkv.engine.spec import DecodeSpec
+from jaxkv.models.decoder import SplitDecoder, named_parameters
+from jaxkv.models.rope import compute_rope_frequencies
 from jaxkv.models.values import LayerSpec, NoRope, Rope
 
 KINDS = (LayerSpec(), LayerSpec(rope=Rope(theta=40.0), scale=0.6))
@@ -21,7 +21,7 @@ LENGTHS, NEW = (37, 20), 6
 
 def _turned(rows, rope):
     """Rotates rows `[..., N, D]` at positions 0 .. N."""
-    frequencies, factors = inverse_frequencies(rope, rows.shape[-1])
+    frequencies, factors = compute_rope_frequencies(rope, rows.shape[-1])
     angle = np.arange(rows.shape[-2])[:, None] * frequencies
     cos, sin = np.cos(angle) * factors, np.sin(angle) * factors
     one, other = np.split(rows, 2, axis=-1)
@@ -48,7 +48,7 @@ def forward(model, ids):
         part = lambda name, layer=layer: of[f"blocks.{layer}.{name}"]  # noqa: E731
         normed, spec = (
             _normed(x, part("attention_norm.scale"), config.norm_eps),
-            config.spec_of(layer),
+            config.get_layer_spec(layer),
         )
         q = _turned(np.einsum("ne,kgde->kgnd", normed, part("attention.q")), spec.rope)
         k, v = np.einsum("ne,tkde->tknd", normed, part("attention.kv"))
@@ -129,19 +129,21 @@ def test_a_mesh_answers_as_one_device_does():
 
 
 def test_alike_layers_share_programs():
-    flat = tiny.tiny(CONFIG).flat
-    assert flat.graphs_of(0) == flat.graphs_of(2) != flat.graphs_of(1)
-    alike = tiny.tiny(dataclasses.replace(CONFIG, kinds=KINDS[:1])).flat
-    assert len({alike.graphs_of(layer) for layer in range(3)}) == 1
+    flat = tiny.tiny(CONFIG).flat_decoder
+    assert flat.get_layer_graphs(0) == flat.get_layer_graphs(2) != flat.get_layer_graphs(1)
+    alike = tiny.tiny(dataclasses.replace(CONFIG, kinds=KINDS[:1])).flat_decoder
+    assert len({alike.get_layer_graphs(layer) for layer in range(3)}) == 1
 
 
-@pytest.mark.parametrize("where", (Flat, Spec), ids=("prefill", "decode"))
+@pytest.mark.parametrize("where", (SplitDecoder, DecodeSpec), ids=("prefill", "decode"))
 def test_a_spec_of_another_layer_is_found(where, monkeypatch, request):
     # Programs compiled before the fault would hide it, those compiled with it outlive it.
     token_loop._loop.clear_cache()
     request.addfinalizer(token_loop._loop.clear_cache)
     monkeypatch.setattr(
-        where, "graphs_of", lambda self, layer: self.graphs.of(self.config.spec_of(layer + 1))
+        where,
+        "get_layer_graphs",
+        lambda self, layer: self.graphs.replace_layer_spec(self.config.get_layer_spec(layer + 1)),
     )
     with pytest.raises(AssertionError):
         check_answers(tiny.tiny(CONFIG))

@@ -10,8 +10,8 @@ import eval_models
 import pytest
 
 import jaxkv
-from jaxkv.evals import How, Sample, ids_of
-from jaxkv.evals.published import InfiniteBench, LongBench, table
+from jaxkv.evals import How, TaskSample, encode_sample
+from jaxkv.evals.published import InfiniteBench, LongBench, load_benchmark_table
 
 OFFICIAL = Path(__file__).parent / "official"
 LONG = LongBench(data=str(OFFICIAL / "longbench"))
@@ -25,9 +25,9 @@ def samples(task, **changes):
 
 def test_longbench_has_all_sets_in_the_official_prompts():
     made = samples(LONG)
-    assert {sample.group for sample in made.values()} == set(table("longbench")) and len(
-        table("longbench")
-    ) == 16
+    assert {sample.group for sample in made.values()} == set(
+        load_benchmark_table("longbench")
+    ) and len(load_benchmark_table("longbench")) == 16
     first = made["hotpotqa-000"]
     row = json.loads((OFFICIAL / "longbench" / "hotpotqa.jsonl").read_text("utf-8"))
     asked = (
@@ -50,7 +50,7 @@ def test_longbench_has_all_sets_in_the_official_prompts():
 
 def test_answers_have_the_official_lengths():
     long, infinite = (
-        {name: of["new_tokens"] for name, of in table(each).items()}
+        {name: of["new_tokens"] for name, of in load_benchmark_table(each).items()}
         for each in ("longbench", "infinitebench")
     )
     assert long.items() >= {"narrativeqa": 128, "gov_report": 512, "trec": 64}.items()
@@ -61,7 +61,9 @@ def test_answers_have_the_official_lengths():
 def test_few_shot_prompts_have_no_chat_template():
     text = eval_models.speaking(chat=True).text
     given = {"id": "1", "group": "x", "context": "abc", "question": "?"}
-    chat, plain = (sum(ids_of(text, Sample(**given, raw=raw)), []) for raw in (False, True))
+    chat, plain = (
+        sum(encode_sample(text, TaskSample(**given, raw=raw)), []) for raw in (False, True)
+    )
     assert text.decode(chat) == "user:abc?assistant:"
     assert plain == text.encode("abc?", bos=True)
 
@@ -81,7 +83,7 @@ def test_long_prompts_lose_their_middle():
 def test_the_models_positions_decide_where_nothing_else_does():
     model = eval_models.speaking(chat=True, positions=640)
     made = dataclasses.replace(LONG, tasks=("narrativeqa",)).samples(model)
-    context, question = ids_of(model.text, made[0])
+    context, question = encode_sample(model.text, made[0])
     assert made[0].tags["prompt_tokens"] < len(context + question) <= 640 - 128
     with pytest.raises(ValueError, match="^new_tokens="):
         dataclasses.replace(LONG, tasks=("lcc",), new_tokens=600).samples(model)
@@ -89,7 +91,7 @@ def test_the_models_positions_decide_where_nothing_else_does():
 
 def test_infinitebench_has_all_tasks_in_the_official_prompts():
     made = samples(INFINITE)
-    assert {sample.group for sample in made.values()} == set(table("infinitebench"))
+    assert {sample.group for sample in made.values()} == set(load_benchmark_table("infinitebench"))
     assert all(sample.raw for sample in made.values())
     assert made["passkey-000"].question == "\n\nWhat is the pass key?\n\nThe pass key is"
     assert made["math_find-000"].context.startswith(

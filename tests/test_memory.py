@@ -14,7 +14,7 @@ from meshes import mesh_of, model_of, prompts
 
 import jaxkv
 from jaxkv.attention import Implementation
-from jaxkv.cache.pools import Pool
+from jaxkv.cache.pools import EntryPool
 from jaxkv.engine.plan import check_memory, plan_prefill
 from jaxkv.engine.prefill_bytes import WORKSPACE
 from jaxkv.machine import memory
@@ -48,16 +48,16 @@ def test_no_memory_for_rows_that_wait_in_host_memory(model, monkeypatch):
     needed = plan_prefill(model.config, jaxkv.BrutalOffload(resident_layers=1), [40])
     total = needed.peak_bytes + needed.host_bytes
     # On a CPU both kinds of memory are one.
-    monkeypatch.setattr(memory, "machine_bytes", lambda: total - 1)
+    monkeypatch.setattr(memory, "get_machine_bytes", lambda: total - 1)
     with refused(f"the plan needs {total:,} bytes"):
         check_memory(needed)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: total)
+    monkeypatch.setattr(memory, "get_machine_bytes", lambda: total)
     check_memory(needed)
     gpu = mock.Mock(spec=jax.Device, platform="gpu")
     gpu.memory_stats.return_value = {"bytes_limit": needed.peak_bytes, "bytes_in_use": 0}
-    monkeypatch.setattr(memory, "machine_bytes", lambda: needed.host_bytes)
+    monkeypatch.setattr(memory, "get_machine_bytes", lambda: needed.host_bytes)
     check_memory(needed, gpu)
-    monkeypatch.setattr(memory, "machine_bytes", lambda: needed.host_bytes - 1)
+    monkeypatch.setattr(memory, "get_machine_bytes", lambda: needed.host_bytes - 1)
     with refused(
         f"host_bytes={needed.host_bytes:,}: the plan needs more host memory.*Offload fewer layers"
     ):
@@ -119,10 +119,10 @@ def test_prefill_runs_ahead_where_memory_allows(monkeypatch):
         (needed.peak_bytes + 2 * each, 2),
         (1 << 40, 0),
     ):
-        monkeypatch.setattr(memory, "allocator_bytes", lambda device, spare=spare: spare)
+        monkeypatch.setattr(memory, "get_allocator_bytes", lambda device, spare=spare: spare)
         waited.clear()
         found[spare] = jaxkv.Session(model, POLICY).prefill(ids, needed=needed)
-        assert waited.count(Pool) == waits, spare
+        assert waited.count(EntryPool) == waits, spare
     for ours, theirs in zip(found[1 << 40].pools, found[None].pools, strict=True):
         for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
             assert (a == b).all()

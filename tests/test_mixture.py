@@ -6,18 +6,27 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxkv.models.mixture import MixtureMLP, added_biases, block_rows, in_blocks, one_by_one
-from jaxkv.models.stored import Stored
-from jaxkv.models.values import Experts
+from jaxkv.models.mixture import (
+    MixtureMLP,
+    apply_experts_by_token,
+    apply_experts_in_blocks,
+    choose_block_rows,
+    sum_expert_biases,
+)
+from jaxkv.models.stored import StoredWeight
+from jaxkv.models.values import ExpertsConfig
 
 WAYS = {
     name: jax.jit(
         lambda x, ids, shares, gate_up, down, bias=None, limit=None, of=of: of(
-            x, ids, shares, Stored(gate_up), Stored(down), bias, limit=limit
+            x, ids, shares, StoredWeight(gate_up), StoredWeight(down), bias, limit=limit
         ),
         static_argnames="limit",
     )
-    for name, of in {"in_blocks": in_blocks, "one_by_one": one_by_one}.items()
+    for name, of in {
+        "in_blocks": apply_experts_in_blocks,
+        "one_by_one": apply_experts_by_token,
+    }.items()
 }
 
 
@@ -77,16 +86,18 @@ def test_biases_and_a_limit(way, tokens, count, chosen):
     ids = jnp.asarray(np.stack([rng.permutation(count)[:chosen] for _ in range(tokens)]), jnp.int32)
     shares = jnp.asarray(rng.uniform(0.1, 1, ids.shape), jnp.float32)
     of = (x, ids, shares, *weights(rng, count, 12, 20))
-    found = WAYS[way](*of, up_bias, limit=0.75) + added_biases(ids, shares, down_bias)
+    found = WAYS[way](*of, up_bias, limit=0.75) + sum_expert_biases(ids, shares, down_bias)
     np.testing.assert_allclose(found, oracle_with_biases(*of, up_bias, down_bias, 0.75), atol=4e-6)
 
 
 def test_the_routers_bias_chooses():
     kinds = jnp.dtype("float32")
-    mixture = MixtureMLP(4, 4, Experts(count=5, chosen=2, bias=True), dtype=kinds, weights=kinds)
+    mixture = MixtureMLP(
+        4, 4, ExpertsConfig(count=5, chosen=2, bias=True), dtype=kinds, weights=kinds
+    )
     mixture.router.set_value(jnp.zeros((5, 4)))
     mixture.router_bias.set_value(jnp.asarray([0.0, 3, 1, 2, 0]))
-    ids, shares = mixture.chosen(jnp.ones((2, 4)))
+    ids, shares = mixture.select_experts(jnp.ones((2, 4)))
     assert ids.tolist() == [[1, 3], [1, 3]]
     # Softmax over the chosen ones alone.
     np.testing.assert_allclose(shares, [[np.e / (1 + np.e), 1 / (1 + np.e)]] * 2, rtol=1e-6)
@@ -94,16 +105,20 @@ def test_the_routers_bias_chooses():
 
 def test_the_router_takes_the_lowest_of_equals():
     mixture = MixtureMLP(
-        4, 4, Experts(count=5, chosen=2), dtype=jnp.dtype("float32"), weights=jnp.dtype("float32")
+        4,
+        4,
+        ExpertsConfig(count=5, chosen=2),
+        dtype=jnp.dtype("float32"),
+        weights=jnp.dtype("float32"),
     )
     mixture.router.set_value(jnp.asarray([[0.0] * 4, [1.0] * 4, [1.0] * 4, [1.0] * 4, [-1.0] * 4]))
-    ids, shares = mixture.chosen(jnp.ones((2, 4)))
+    ids, shares = mixture.select_experts(jnp.ones((2, 4)))
     assert ids.tolist() == [[1, 2], [1, 2]]
     np.testing.assert_allclose(shares, 0.5, rtol=1e-6)
-    mixture.experts = Experts(count=5, chosen=2, normalised=False)
+    mixture.experts = ExpertsConfig(count=5, chosen=2, normalised=False)
     likely = np.exp([0.0, 4, 4, 4, -4]) / np.exp([0.0, 4, 4, 4, -4]).sum()
     np.testing.assert_allclose(
-        mixture.chosen(jnp.ones((2, 4)))[1], [[likely[1]] * 2] * 2, rtol=1e-6
+        mixture.select_experts(jnp.ones((2, 4)))[1], [[likely[1]] * 2] * 2, rtol=1e-6
     )
 
 
@@ -124,7 +139,7 @@ def test_work_and_memory_beside_every_expert_for_every_token():
         return lowered.compile().cost_analysis()["flops"]
 
     # A loop's body is counted once. There are as many blocks as experts, and at most as many as full ones more.
-    size = block_rows(tokens, chosen, count)
+    size = choose_block_rows(tokens, chosen, count)
     blocks = tokens * chosen // size + count
     product = 2 * tokens * chosen * width * hidden
     assert blocks * flops(ours) < 2.5 * 3 * product

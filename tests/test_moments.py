@@ -13,13 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv.cache.packing import Unpacked
+from jaxkv.cache.packing import UnpackedEntries
 from jaxkv.engine import moments, prefill_layer, recompress, selection
-from jaxkv.models.rope import angles, inverse_frequencies, rotate
+from jaxkv.models.rope import apply_rope, compute_rope_frequencies, compute_rope_tables
 from jaxkv.models.values import LongRope, YarnRope
 from jaxkv.policies import (
     AdaptiveHeads,
-    FutureQueries,
+    FutureQuerySettings,
     ProtectedHeads,
     TwoStageHeads,
 )
@@ -42,7 +42,7 @@ ROPES = {
 
 
 def _rotation(config, n, positions):
-    frequencies, factors = inverse_frequencies(config.rope, config.head_dim)
+    frequencies, factors = compute_rope_frequencies(config.rope, config.head_dim)
     return o.mean_rotation(frequencies, n, positions, factors[0])
 
 
@@ -68,18 +68,19 @@ def check_moments(found, row, expected):
 
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize(
-    "asked", [FutureQueries(skip=4, positions=16), FutureQueries(positions=3, covariance=False)]
+    "asked",
+    [FutureQuerySettings(skip=4, positions=16), FutureQuerySettings(positions=3, covariance=False)],
 )
 def test_moments_of_prompts_are_the_oracle_s(rope, asked):
     config = dataclasses.replace(GQA, rope=ROPES[rope], qkv_bias=True)
-    flat = tiny.tiny(config).flat
-    block = flat.graphs.block(flat.blocks[0])
+    flat = tiny.tiny(config).flat_decoder
+    block = flat.graphs.rebuild_block(flat.blocks[0])
     # Queries far from zero: sums of squares alone would lose the covariance.
     block.attention.q_bias = nnx.Param(jnp.full_like(block.attention.q_bias[...], 100.0))
     x = jnp.asarray(np.random.default_rng(0).standard_normal((3, 64, config.embed)), jnp.float32)
     length = jnp.asarray(LENGTHS, jnp.int32)
-    q = np.asarray(block.unrotated_queries(block.normed(x)))
-    found = moments.prompt_moments(block, x, length, asked, size=16)
+    q = np.asarray(block.compute_unrotated_queries(block.normalise_for_attention(x)))
+    found = moments.compute_prompt_query_moments(block, x, length, asked, size=16)
     assert (found.covariance is None) == (not asked.covariance)
     for row, n in enumerate(LENGTHS):
         check_moments(found, row, _expected(q[row], config, n, asked))
@@ -87,15 +88,18 @@ def test_moments_of_prompts_are_the_oracle_s(rope, asked):
 
 @pytest.mark.parametrize("rope", ROPES)
 def test_moments_of_the_last_queries_are_those_of_the_text_s_end(rope):
-    config, asked = dataclasses.replace(GQA, rope=ROPES[rope]), FutureQueries(skip=4, positions=8)
+    config, asked = (
+        dataclasses.replace(GQA, rope=ROPES[rope]),
+        FutureQuerySettings(skip=4, positions=8),
+    )
     rng, window = np.random.default_rng(1), 20
     raw = rng.standard_normal((3, 2, 3, 64, config.head_dim)) + 5
-    by = angles(jnp.arange(64, dtype=jnp.int32)[None], config.rope, config.head_dim)
-    rotated = np.asarray(rotate(jnp.asarray(raw, jnp.float32), by))
+    by = compute_rope_tables(jnp.arange(64, dtype=jnp.int32)[None], config.rope, config.head_dim)
+    rotated = np.asarray(apply_rope(jnp.asarray(raw, jnp.float32), by))
     last = np.stack(
         [rotated[row][:, :, np.arange(n - window, n) % 64] for row, n in enumerate(LENGTHS)]
     )
-    found = moments.last_moments(
+    found = moments.compute_last_query_moments(
         jnp.asarray(last), jnp.asarray(LENGTHS, jnp.int32), config.rope, asked
     )
     for row, n in enumerate(LENGTHS):
@@ -121,7 +125,11 @@ def test_a_text_no_longer_than_its_sinks_has_no_moments_and_keeps_its_rows():
 
 def test_norms_are_summed_over_the_heads_that_hold_the_position():
     model = tiny.tiny(GQA)
-    slots, heads, block = 12, GQA.kv_heads, model.flat.graphs.block(model.flat.blocks[0])
+    slots, heads, block = (
+        12,
+        GQA.kv_heads,
+        model.flat_decoder.graphs.rebuild_block(model.flat_decoder.blocks[0]),
+    )
     rng, counts = np.random.default_rng(0), [[12, 5], [7, 9]]
     last = np.iinfo(np.int32).max
     held = [[np.sort(rng.permutation(16)[:count]) for count in row] for row in counts]
@@ -130,18 +138,19 @@ def test_norms_are_summed_over_the_heads_that_hold_the_position():
     )
     v = rng.standard_normal((2, heads, slots, GQA.head_dim)).astype(np.float32)
     v[1, 1, 9:] = np.nan
-    rows = Unpacked(
+    rows = UnpackedEntries(
         jnp.asarray(v),
         jnp.asarray(v),
         jnp.asarray(positions < last),
         positions=jnp.asarray(positions),
     )
-    norms_of = partial(prefill_layer.value_norms, block)
-    norms, totals = (np.asarray(a) for a in recompress._value_norms(norms_of, rows, None))
+    norms_of = partial(prefill_layer.compute_value_norms, block)
+    norms, totals = (np.asarray(a) for a in recompress._sum_value_norms(norms_of, rows, None))
     weight = np.asarray(
-        model.flat.graphs.block(model.flat.blocks[0]).attention.out[...], np.float64
+        model.flat_decoder.graphs.rebuild_block(model.flat_decoder.blocks[0]).attention.out[...],
+        np.float64,
     )
-    weight = weight.reshape(-1, heads, GQA.group, GQA.head_dim)
+    weight = weight.reshape(-1, heads, GQA.group_size, GQA.head_dim)
     for row in range(2):
         by_position = dict.fromkeys(range(16), 0.0)
         for head, there in enumerate(held[row]):
@@ -165,7 +174,9 @@ def _candidates(scores):
     always_kept = jnp.asarray(np.isin(np.arange(N), FORCED)[None])
     length = jnp.asarray([N], jnp.int32)
     return [
-        selection.of_prompt(jnp.asarray(layer, jnp.float32)[None], always_kept, length)
+        selection.create_prompt_candidates(
+            jnp.asarray(layer, jnp.float32)[None], always_kept, length
+        )
         for layer in scores
     ]
 
@@ -180,7 +191,9 @@ def test_ties_go_to_the_lowest_head_then_layer_then_position(alpha, seed, levels
     scores = np.random.default_rng(seed).integers(-1, levels, (LAYERS, 2, N)).astype(np.float64)
     rows = jnp.asarray([base + len(FORCED)], jnp.int32)
     nothing = jnp.zeros((1,), jnp.int32)
-    chosen = selection.choose(_candidates(scores), rows, nothing, heads=AdaptiveHeads(alpha=alpha))
+    chosen = selection.select_entries(
+        _candidates(scores), rows, nothing, heads=AdaptiveHeads(alpha=alpha)
+    )
     expected, _ = o.global_select(scores, base + len(FORCED), list(FORCED), N, alpha)
     assert [
         [np.flatnonzero(head).tolist() for head in np.asarray(mask)[0]] for mask in chosen.masks
@@ -205,6 +218,8 @@ def test_a_layer_whose_rows_matter_more_takes_them_from_the_others():
 
 def test_a_base_with_its_own_heads_keeps_them():
     base = jaxkv.AdaKV(base=jaxkv.KeyDiff(budget=20), heads=ProtectedHeads(alpha=0.5, capacity=2.0))
-    assert jaxkv.GlobalBudget(base=base).parts().heads == ProtectedHeads(alpha=0.5, capacity=2.0)
+    assert jaxkv.GlobalBudget(base=base).build_policy_parts().heads == ProtectedHeads(
+        alpha=0.5, capacity=2.0
+    )
     critical = jaxkv.GlobalBudget(base=jaxkv.CriticalKV(base=jaxkv.SnapKV(budget=40)), alpha=0.25)
-    assert critical.parts().heads == TwoStageHeads(budgets=AdaptiveHeads(alpha=0.25))
+    assert critical.build_policy_parts().heads == TwoStageHeads(budgets=AdaptiveHeads(alpha=0.25))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxkv.evals import Needle, Ruler, ids_of
+from jaxkv.evals import Needle, Ruler, encode_sample
 from jaxkv.evals.needle import NEEDLE
 from tests.ruler_cases import model, pieces, small_vocabulary
 
@@ -19,7 +19,7 @@ def test_a_grid(wording):
     assert len({each.id for each in made}) == len({each.context for each in made}) == 16
     assert made == asked.samples(model()) and {each.group for each in made} == {"needle"}
     for each in made:
-        taken = sum(map(len, ids_of(model().text, each))) + each.new_tokens
+        taken = sum(map(len, encode_sample(model().text, each))) + each.new_tokens
         assert 0.9 * each.tags["length"] <= taken <= each.tags["length"]
         at = each.context.find(NEEDLE if wording == "official" else "One of the special magic")
         opening = (

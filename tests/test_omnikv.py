@@ -15,8 +15,8 @@ from jaxkv import BrutalOffload, FullKV, OmniKV
 from jaxkv.cache import host_store as banking
 from jaxkv.engine import offloaded_decode
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.policies import Selector
-from jaxkv.policies.reads import WHOLE, sources, whole_layers
+from jaxkv.policies import QueryWeighting
+from jaxkv.policies.reads import WHOLE, find_unfiltered_layers, map_layers_to_filters
 
 LLAMA_8B, YI, LLAMA_70B = ((2, 8, 18), 32), ((6, 11, 30), 48), ((4, 19, 41), 80)
 
@@ -25,14 +25,14 @@ LLAMA_8B, YI, LLAMA_70B = ((2, 8, 18), 32), ((6, 11, 30), 48), ((4, 19, 41), 80)
 
 def test_roles_are_the_papers():
     filters, layers = LLAMA_8B
-    assert whole_layers(filters, 1, layers) == (0, 1, 2, 3, 8, 9, 18, 19)
-    reads = sources(filters, 1, layers)
+    assert find_unfiltered_layers(filters, 1, layers) == (0, 1, 2, 3, 8, 9, 18, 19)
+    reads = map_layers_to_filters(filters, 1, layers)
     assert [reads[layer] for layer in (4, 7, 10, 17, 20, 31)] == [2, 2, 8, 8, 18, 18]
     assert reads.count(WHOLE) == 8
     # A layer behind one filter may be the next; the top may be a filter; none may wait.
-    assert whole_layers((0, 1), 2, 5) == (0, 1, 2, 3)
-    assert whole_layers((3,), 1, 4) == (0, 1, 2, 3)
-    assert whole_layers((0, 2), 0, 5) == (0, 2)
+    assert find_unfiltered_layers((0, 1), 2, 5) == (0, 1, 2, 3)
+    assert find_unfiltered_layers((3,), 1, 4) == (0, 1, 2, 3)
+    assert find_unfiltered_layers((0, 2), 0, 5) == (0, 2)
 
 
 @pytest.mark.parametrize(
@@ -41,7 +41,7 @@ def test_roles_are_the_papers():
 def test_whole_layers_hold_the_share_the_paper_says(shape, share):
     filters, layers = shape
     expected = Fraction(*share)
-    assert Fraction(len(whole_layers(filters, 1, layers)), layers) == expected
+    assert Fraction(len(find_unfiltered_layers(filters, 1, layers)), layers) == expected
     assert Fraction(2 * len(filters) + filters[0], layers) == expected
 
 
@@ -54,19 +54,21 @@ def test_mem_is_solved_for_the_budget(shape, mem, share):
     filters, layers = shape
     tokens = (
         OmniKV(filter_layers=filters, mem=mem)
-        .parts()
-        .read.tokens(np.asarray([128_000, 739]), layers)
+        .build_policy_parts()
+        .read.count_attended_tokens(np.asarray([128_000, 739]), layers)
     )
     assert tokens[0] / 128_000 == pytest.approx(share, abs=5e-5)
-    whole = Fraction(len(whole_layers(filters, 1, layers)), layers)
+    whole = Fraction(len(find_unfiltered_layers(filters, 1, layers)), layers)
     assert tokens[1] == int(739 * (Fraction(repr(mem)) - whole) / (1 - whole))
 
 
 def test_tokens_read_are_the_budget_at_most_the_prompt_and_at_least_the_window():
     lengths = np.asarray([100, 7])
-    assert omni(12).parts().read.tokens(lengths, 8).tolist() == [12, 7]
-    assert omni(0.1).parts().read.tokens(lengths, 8).tolist() == [10, 1]
-    assert omni(0.04, selector="uniform").parts().read.tokens(lengths, 8).tolist() == [16, 7]
+    assert omni(12).parts().read.count_attended_tokens(lengths, 8).tolist() == [12, 7]
+    assert omni(0.1).parts().read.count_attended_tokens(lengths, 8).tolist() == [10, 1]
+    assert omni(0.04, selector="uniform").parts().read.count_attended_tokens(
+        lengths, 8
+    ).tolist() == [16, 7]
 
 
 @both
@@ -96,7 +98,7 @@ def test_bytes_are_the_plans(offload):
 
 
 def test_a_budget_of_the_prompt_gives_the_full_cache():
-    selector = Selector.EXPONENTIAL
+    selector = QueryWeighting.EXPONENTIAL
     model, ids = tiny.tiny(CONFIG), tiny.prompts(2, LENGTHS)
     full, logits, _ = tiny.run(model, ids, FullKV())
     cache, mine, _ = tiny.run(model, ids, omni(64, selector=selector))
@@ -110,7 +112,7 @@ def test_offloading_changes_no_token():
         jaxkv.generate(
             model,
             ids,
-            policy=omni(20, selector=Selector.UNIFORM, offload=offload),
+            policy=omni(20, selector=QueryWeighting.UNIFORM, offload=offload),
             max_new_tokens=12,
             stop_at_eos=False,
         )
@@ -219,7 +221,7 @@ def test_chunks_are_compiled_once_and_named_as_they_run():
 
 def test_each_filter_costs_one_transfer_of_the_bytes_computed(monkeypatch):
     model, ids = tiny.tiny(CONFIG), tiny.prompts(14, LENGTHS)
-    cache, _, _ = tiny.run(model, ids, omni(20, selector=Selector.UNIFORM, offload=True))
+    cache, _, _ = tiny.run(model, ids, omni(20, selector=QueryWeighting.UNIFORM, offload=True))
     feed(model, cache, walk(5))  # A stretch's layer numbers go to the device once.
     sent, original = [], jax.device_put
 
@@ -240,7 +242,7 @@ def test_each_filter_costs_one_transfer_of_the_bytes_computed(monkeypatch):
 
 def test_stats_report_transfers_and_bytes_of_a_step():
     model = tiny.tiny(CONFIG)
-    policy = omni(20, selector=Selector.UNIFORM, offload=True)
+    policy = omni(20, selector=QueryWeighting.UNIFORM, offload=True)
     first = jaxkv.generate(
         model, tiny.prompts(14, LENGTHS), policy=policy, max_new_tokens=6, stop_at_eos=False
     )

@@ -14,11 +14,11 @@ from omnikv_cases import CONFIG, FILTERS, LENGTHS, feed, omni, walk
 import jaxkv
 from jaxkv import D2O, AdaKV, FullKV, PyramidKV, SnapKV
 from jaxkv.attention import filters
-from jaxkv.attention.filters import FilterQuery, by_position, by_row
+from jaxkv.attention.filters import FilterQuery, score_positions_by_row, score_positions_in_pool
 from jaxkv.engine import sparse
-from jaxkv.engine.sparse import Chosen, choose, rows_of
-from jaxkv.engine.tokens import Choosable
-from jaxkv.policies import EntropyLayers, Selector
+from jaxkv.engine.sparse import SelectedPositions, find_pool_rows, select_top_positions
+from jaxkv.engine.tokens import SelectionBounds
+from jaxkv.policies import EntropyLayers, QueryWeighting
 
 # --- what is chosen --------------------------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def oracle(selector, queries, keys, prompt, now, budget, window=16):
 @pytest.fixture
 def record(monkeypatch):
     """What every filter asked and chose, in order: `(layer's queries, positions, count)`."""
-    seen, original = [], sparse.choose
+    seen, original = [], sparse.select_top_positions
 
     def recording(*given, **options):
         chosen = original(*given, **options)
@@ -70,25 +70,27 @@ def record(monkeypatch):
         jax.debug.callback(keep, chosen.positions, chosen.count, ordered=True)
         return chosen
 
-    monkeypatch.setattr(sparse, "choose", recording)
+    monkeypatch.setattr(sparse, "select_top_positions", recording)
     return seen
 
 
 @pytest.fixture
 def asked(monkeypatch):
     """The new tokens' queries of every filter, in order."""
-    seen, original = [], sparse.filter_query
+    seen, original = [], sparse.build_filter_query
 
     def filter_query(q, *rest):
         jax.debug.callback(lambda a: seen.append(np.asarray(a)), q, ordered=True)
         return original(q, *rest)
 
-    monkeypatch.setattr(sparse, "filter_query", filter_query)
+    monkeypatch.setattr(sparse, "build_filter_query", filter_query)
     return seen
 
 
 @pytest.mark.parametrize(
-    ("selector", "offload"), [(Selector.LAST, True), (Selector.EXPONENTIAL, False)], ids=str
+    ("selector", "offload"),
+    [(QueryWeighting.LAST, True), (QueryWeighting.EXPONENTIAL, False)],
+    ids=str,
 )
 def test_chosen_sets_are_the_oracles(selector, offload, record, asked):
     model, ids, steps = tiny.tiny(CONFIG), tiny.prompts(7, LENGTHS), 8
@@ -155,9 +157,14 @@ def test_ties_go_to_the_lowest_position():
         positions=jnp.asarray([[20]], jnp.int32),
         weights=jnp.ones((1, 1)),
     )
-    reading = omni(4).parts().reading((None,) * 7, 16)
+    reading = omni(4).parts().build_read_config((None,) * 7, 16)
     below, budget, now = (jnp.asarray([n], jnp.int32) for n in (12, 4, 20))
-    chosen = choose(by_row(asked, keys, below, None), Choosable(below, budget), reading, now=now)
+    chosen = select_top_positions(
+        score_positions_by_row(asked, keys, below, None),
+        SelectionBounds(below, budget),
+        reading,
+        now=now,
+    )
     assert chosen.positions[0, :4].tolist() == [0, 1, 2, 5]
 
 
@@ -192,19 +199,22 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     known, budget = jnp.asarray(candidates, jnp.int32), jnp.asarray([20, 20], jnp.int32)
     kept = jnp.broadcast_to(known[:, None], start.shape)
     reading = dataclasses.replace(
-        omni(20, selector="uniform").parts().reading((None,) * 7, slots), every_entry=not evicted
+        omni(20, selector="uniform").parts().build_read_config((None,) * 7, slots),
+        every_entry=not evicted,
     )
     out = []
 
     def scores():
         if evicted:
-            return by_position(asked, k, pos, start, kept, reading.padded_len, None)
-        return by_row(asked, k, known, None)
+            return score_positions_in_pool(asked, k, pos, start, kept, reading.padded_len, None)
+        return score_positions_by_row(asked, k, known, None)
 
     # All at once; blocks of 20 and, for an evicted cache, of few queries; a block for every key.
     for most in (1 << 24, 2000, 1):
         monkeypatch.setattr(filters, "_LOGITS", most)
-        found = jax.jit(lambda: choose(scores(), Choosable(known, budget), reading))()
+        found = jax.jit(
+            lambda: select_top_positions(scores(), SelectionBounds(known, budget), reading)
+        )()
         count = np.asarray(found.count)
         out.append(
             [
@@ -242,11 +252,11 @@ def test_heads_read_those_of_their_rows_that_are_chosen(name):
     positions = jnp.asarray(
         [[0, 3, 7, 20, 21, 40, 52, 58, 59, 59], [1, 2, 5, 9, 13, 20, 27, 31, 32, 32]], jnp.int32
     )
-    chosen = Chosen(positions=positions, count=jnp.asarray([9, 9], jnp.int32))
-    reading = policy.parts().reading((None,) * 7, 64)
+    chosen = SelectedPositions(positions=positions, count=jnp.asarray([9, 9], jnp.int32))
+    reading = policy.build_policy_parts().build_read_config((None,) * 7, 64)
     for layer in (3, 6):
         pool = cache.pools[0 if len(cache.pools) == 1 else layer]
-        rows, count = rows_of(chosen, pool, cache.start[layer], cache.length[layer], reading)
+        rows, count = find_pool_rows(chosen, pool, cache.start[layer], cache.length[layer], reading)
         for row, head in np.ndindex(2, CONFIG.kv_heads):
             mine = np.asarray(rows[row, head])[: count[row, head]]
             found = np.asarray(pool.pos)[row, mine].tolist()

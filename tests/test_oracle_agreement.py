@@ -14,14 +14,14 @@ from policy_table import BY_NAME, TABLE
 from table_oracles import critical_norms, replayed
 
 from jaxkv import attention
-from jaxkv.cache.packing import Unpacked
+from jaxkv.cache.packing import UnpackedEntries
 from jaxkv.engine import compress, layer_sources, observing, progress, selection
 from jaxkv.policies import (
     AdaptiveHeads,
-    Division,
-    Observed,
+    LayerBudgetInputs,
     ProtectedHeads,
     QueryMoments,
+    ScorerInputs,
     UniformHeads,
     topk,
 )
@@ -45,7 +45,7 @@ def draw_layers(seed: int, group: int, lengths):
 
 
 @dataclasses.dataclass
-class _Drawn(layer_sources.LayerSource):
+class _Drawn(layer_sources.LayerEntrySource):
     """Layers of queries and keys, as `compress` takes them."""
 
     policy: object
@@ -54,18 +54,20 @@ class _Drawn(layer_sources.LayerSource):
     lengths: np.ndarray
 
     def __post_init__(self):
-        self.indices, self.parts = range(len(self.k)), self.policy.parts()
+        self.indices, self.parts = range(len(self.k)), self.policy.build_policy_parts()
         self.sliding_windows = (None,) * len(self.k)
         self.length = jnp.asarray(self.lengths, jnp.int32)
-        self.always_kept = self.parts.keep.mask(self.lengths, SLOTS)
-        self.prompts = selection.of_prompt(None, jnp.asarray(self.always_kept), self.length)
+        self.always_kept = self.parts.keep.mask_always_kept(self.lengths, SLOTS)
+        self.prompts = selection.create_prompt_candidates(
+            None, jnp.asarray(self.always_kept), self.length
+        )
 
-    def candidates(self, index):
+    def get_layer_candidates(self, index):
         parts, window = self.parts, self.parts.scorer.needs.queries
         positions = (self.lengths - window)[:, None] + np.arange(window)
         at = np.maximum(positions, 0)[:, None, None, :, None]
         k = self.k[index]
-        seen = Observed(
+        seen = ScorerInputs(
             q_positions=jnp.asarray(positions, jnp.int32),
             k=jnp.asarray(k),
             v=jnp.asarray(k),
@@ -75,7 +77,7 @@ class _Drawn(layer_sources.LayerSource):
             extras=self.extras(index)
             | {"queries": jnp.asarray(np.take_along_axis(self.q[index], at, axis=3))},
         )
-        norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_norms else None
+        norms = jnp.asarray(critical_norms(k)) if parts.heads.needs_value_norms else None
         of = {"scorer": parts.scorer, "layers": parts.layers}
         found = observing.observe(seen, jnp.asarray(self.always_kept), **of)
         return dataclasses.replace(
@@ -117,35 +119,39 @@ class _Drawn(layer_sources.LayerSource):
             at = np.arange(first, min(first + asked.size, SLOTS))
             inside = jnp.asarray(at < self.lengths[:, None] - asked.last)
             q, k = (jnp.asarray(each[index][..., at, :]) for each in (self.q, self.k))
-            sums[..., at] = attention.block_sums(q, k, inside)
+            sums[..., at] = attention.sum_attention_in_block(q, k, inside)
         return jnp.asarray(sums)
 
-    def wanted(self, group, layer_weights):
+    def count_entries_to_keep(self, group, layer_weights):
         parts, lengths, always_kept = self.parts, self.lengths, self.always_kept.sum(axis=1)
-        weights = np.stack(layer_weights) if parts.layer_weights else None
+        weights = np.stack(layer_weights) if parts.uses_layer_weights else None
         of = {"layers": len(self.k), "window": parts.keep.window, "weights": weights}
-        rows = parts.layers.rows(
-            Division(parts.budgets(lengths, always_kept), lengths, always_kept, **of)
+        rows = parts.layers.compute_layer_entries(
+            LayerBudgetInputs(
+                parts.compute_prompt_budgets(lengths, always_kept), lengths, always_kept, **of
+            )
         )
-        recent = parts.recents(rows, lengths, always_kept, weights)
+        recent = parts.count_recent_entries(rows, lengths, always_kept, weights)
         return tuple(jnp.asarray(a[group[0] : group[-1] + 1], jnp.int32) for a in (rows, recent))
 
-    def pool_rows(self, group, kept):
+    def compute_pool_size(self, group, kept):
         return len(group) * self.k.shape[2] * SLOTS
 
-    def rows(self, index):
+    def take_layer_entries(self, index):
         k = jnp.asarray(self.k[index])
-        return Unpacked(k, k, self.prompts.inside)
+        return UnpackedEntries(k, k, self.prompts.inside)
 
 
 def library_kept(policy, q, k, lengths):
     """Kept positions `[L][B][K]` by the library's own `compress`; what is merged into them is another oracle's."""
-    lengths, parts = np.asarray(lengths), policy.parts()
-    if not parts.drops:
+    lengths, parts = np.asarray(lengths), policy.build_policy_parts()
+    if not parts.compresses_prompts:
         return [[[list(range(n))] * k.shape[2] for n in lengths] for _ in k]
     parts = parts.replace(merge=None)
-    made = progress.run_to_end(
-        compress.compress(_Drawn(policy, q, k, lengths), parts, key=jax.random.key(0))
+    made = progress.run_generator(
+        compress.compress_layer_by_layer(
+            _Drawn(policy, q, k, lengths), parts, key=jax.random.key(0)
+        )
     )
     start, count = np.asarray(made.start), np.asarray(made.length)
     pos = [np.asarray(pool.pos) for pool in made.pools] * (len(k) // len(made.pools))
@@ -160,8 +166,10 @@ def library_kept(policy, q, k, lengths):
 @jax.jit
 def _sums(q, k, n):
     first = jnp.int32(0)
-    _, lse = attention.causal(q, k, k, first)
-    return attention.column_sums(q, k, jnp.where(jnp.arange(q.shape[2]) < n, lse, jnp.inf), first)
+    _, lse = attention.compute_causal_attention(q, k, k, first)
+    return attention.sum_attention_per_key(
+        q, k, jnp.where(jnp.arange(q.shape[2]) < n, lse, jnp.inf), first
+    )
 
 
 def all_sums(q, k, lengths):
@@ -234,8 +242,8 @@ def library_choice(heads, scores, base, always_kept=FORCED):
         jnp.asarray([scores.shape[1]], jnp.int32),
         jnp.asarray([base + len(always_kept)], jnp.int32),
     )
-    layer = selection.of_prompt(jnp.asarray(scores, jnp.float32)[None], mask, length)
-    chosen = selection.choose([layer], rows, heads=heads).masks[0]
+    layer = selection.create_prompt_candidates(jnp.asarray(scores, jnp.float32)[None], mask, length)
+    chosen = selection.select_entries([layer], rows, heads=heads).masks[0]
     return [np.flatnonzero(head).tolist() for head in np.asarray(chosen)[0]]
 
 
@@ -274,7 +282,7 @@ def test_minus_zero_ties_with_zero_and_order_is_kept():
     values = jnp.asarray(
         [-jnp.inf, -3.4e38, -1.0, -1e-30, -0.0, 0.0, 1e-30, 1.0, 3.4e38], jnp.float32
     )
-    keys = np.asarray(topk.sortable(values)).astype(np.int64)
+    keys = np.asarray(topk.encode_sort_keys(values)).astype(np.int64)
     assert keys[4] == keys[5]
     assert (np.diff(keys) > 0).tolist() == [True, True, True, True, False, True, True, True]
     assert keys.min() > 0

@@ -81,9 +81,9 @@ def test_arrays_without_elements_are_noted_only(tmp_path):
         "one": np.asarray(3, np.float32),
         "some": np.arange(5) > 2,
     }
-    orbax_files.write_folder(tmp_path / "folder", orbax_files.CACHE, {"said": 1}, arrays)
+    orbax_files.write_array_folder(tmp_path / "folder", orbax_files.CACHE, {"said": 1}, arrays)
     manifest = orbax_files.read_manifest(tmp_path / "folder", orbax_files.CACHE)
-    for name, entry in orbax_files.described(
+    for name, entry in orbax_files.parse_array_entries(
         tmp_path / "folder", manifest["arrays"], orbax_files.CACHE
     ).items():
         read = orbax_files.read_array(tmp_path / "folder" / orbax_files.ARRAYS, entry)

@@ -12,8 +12,8 @@ import tiny
 
 import jaxkv
 from jaxkv.evals import TASKS, How
-from jaxkv.evals.perplexity import Loss, losses_of
-from jaxkv.evals.texts import texts_of
+from jaxkv.evals.perplexity import TextLossTask, measure_text_losses
+from jaxkv.evals.texts import read_texts
 
 TEXT = "The river ran past the mill, and Ada counted the boats that came up it. " * 3
 
@@ -27,7 +27,7 @@ def written(tmp_path, *texts):
 def test_loss_is_that_of_one_long_prompt():
     model = tiny.tiny(tiny.MODELS["gqa3"])
     ids = np.asarray(tiny.prompts(0, (40, 40)), np.int32)
-    found, before, after, nbytes = losses_of(
+    found, before, after, nbytes = measure_text_losses(
         model, jaxkv.FullKV(), ids[:, :32].tolist(), ids[:, 32:]
     )
     prefixes = [row[:end].tolist() for row in ids for end in range(32, 40)]
@@ -52,13 +52,13 @@ def test_loss_is_that_of_one_long_prompt():
 def test_rows_stay_within_the_budget_where_the_policy_sees_to_it(policy, rows):
     model = tiny.tiny(tiny.TWO_LAYERS)
     ids = np.asarray(tiny.prompts(1, (40, 40)), np.int32)
-    found, before, after, _ = losses_of(model, policy, ids[:, :32].tolist(), ids[:, 32:])
+    found, before, after, _ = measure_text_losses(model, policy, ids[:, :32].tolist(), ids[:, 32:])
     assert np.isfinite(found).all() and before.tolist() == [rows[0]] * 2
     assert after.tolist() == [rows[1]] * 2
 
 
 def test_the_curve_is_of_all_tokens(tmp_path):
-    task = Loss(data=written(tmp_path, TEXT, TEXT[9:]), prefix=20, tokens=131)
+    task = TextLossTask(data=written(tmp_path, TEXT, TEXT[9:]), prefix=20, tokens=131)
     model = eval_models.speaking()
     samples = task.samples(model)
     assert (
@@ -78,24 +78,26 @@ def test_the_curve_is_of_all_tokens(tmp_path):
 
 
 def test_texts_come_from_wherever(tmp_path):
-    shipped = texts_of(None)
-    assert len(shipped) == 8 and list(texts_of(None, 2)) == list(shipped)[:2]
+    shipped = read_texts(None)
+    assert len(shipped) == 8 and list(read_texts(None, 2)) == list(shipped)[:2]
     assert all(len(text) > 15_000 for text in shipped.values())
     folder = written(tmp_path, "a", "b")
-    assert texts_of(folder) == {"0": "a", "1": "b"} and texts_of(f"{folder}/1.txt") == {"1": "b"}
+    assert read_texts(folder) == {"0": "a", "1": "b"} and read_texts(f"{folder}/1.txt") == {
+        "1": "b"
+    }
     lines = tmp_path / "books.jsonl"
     lines.write_text(
         "\n".join(json.dumps(row) for row in ({"text": "a", "title": "A"}, {"text": "b"}))
     )
-    assert texts_of(str(lines)) == {"000 A": "a", "001": "b"}
+    assert read_texts(str(lines)) == {"000 A": "a", "001": "b"}
 
 
 def test_texts_of_unequal_lengths_are_what_they_are_alone(tmp_path):
     texts = ["The river ran past the mill. " * 2, "Ada counted the boats that came up it. " * 2]
     model, policy = eval_models.speaking(), jaxkv.SnapKV(budget=24, window=4)
-    task = Loss(data=written(tmp_path, *texts), prefix=70, tokens=8)
+    task = TextLossTask(data=written(tmp_path, *texts), prefix=70, tokens=8)
     samples = task.samples(model)
-    assert [each.tags["title"] for each in samples] == ["1", "0"] and TASKS["loss"] is Loss
+    assert [each.tags["title"] for each in samples] == ["1", "0"] and TASKS["loss"] is TextLossTask
     together = task.run(model, policy, samples, How())
     alone = [task.run(model, policy, [each], How())[0] for each in samples]
     assert [each.tokens for each in together] == [each.tokens for each in alone] == [78, 59]

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tiny import segments
 
 import jaxkv
-from jaxkv.cache import repack
-from jaxkv.cache.layout import Layout
-from jaxkv.engine.lengths import bucket
+from jaxkv.cache import repack_cache
+from jaxkv.cache.layout import SegmentLayout
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (
     EntropyLayers,
@@ -57,8 +57,8 @@ def ids(*lengths):
 
 @given(many, many)
 def test_buckets(n, m):
-    one, other = bucket(n), bucket(m)
-    assert one >= n and bucket(one) == one
+    one, other = round_up_to_bucket(n), round_up_to_bucket(m)
+    assert one >= n and round_up_to_bucket(one) == one
     assert (one <= other) if n <= m else (one >= other)
     assert one % 256 == 0 if n > 256 else one & (one - 1) == 0
     # What padding costs: at most a quarter where prompts are long.
@@ -66,7 +66,7 @@ def test_buckets(n, m):
 
 
 def test_buckets_are_few():
-    assert len({bucket(n) for n in range(1, 32_769)}) <= 5 + 3 + 4 * 5
+    assert len({round_up_to_bucket(n) for n in range(1, 32_769)}) <= 5 + 3 + 4 * 5
 
 
 # --- promises -------------------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def test_bytes_are_those_promised(name, lengths=(64, 38, 45)):
     plan = plan_prefill(config, policy, list(lengths))
     cache = jaxkv.prefill(model(), ids(*lengths), policy=policy)
     assert cache.nbytes == plan.cache_bytes <= plan.peak_bytes
-    assert plan.padded_len == 64 and policy.composed.layout is cache.layout
+    assert plan.padded_len == 64 and policy.composed.cache_layout is cache.layout
     assert (
         plan.full_bytes == sum(lengths) * config.layers * config.kv_heads * 2 * config.head_dim * 4
     )
@@ -95,7 +95,7 @@ def test_dtype_and_room_are_counted():
     assert narrow.cache_bytes < plan.cache_bytes
     assert jaxkv.prefill(model("bfloat16"), ids(60), policy=EQUAL).nbytes == plan.cache_bytes
     roomy = plan_prefill(model().config, EQUAL, [60], headroom=10)
-    copy = repack(jaxkv.prefill(model(), ids(60), policy=EQUAL), headroom=10)
+    copy = repack_cache(jaxkv.prefill(model(), ids(60), policy=EQUAL), headroom=10)
     assert copy.nbytes == roomy.cache_bytes
 
 
@@ -143,14 +143,20 @@ def assert_same(one, other):
 def test_repack(policy):
     cache = jaxkv.prefill(model(), ids(60, 38), policy=policy)
     layers, batch, heads = cache.start.shape
-    layouts = {EQUAL: Layout.EQUAL, RAGGED: Layout.RAGGED, SHARED: Layout.SHARED}
-    assert cache.layout is layouts[policy] and cache.free().min() == 0
+    layouts = {
+        EQUAL: SegmentLayout.EQUAL,
+        RAGGED: SegmentLayout.RAGGED,
+        SHARED: SegmentLayout.SHARED,
+    }
+    assert cache.layout is layouts[policy] and cache.compute_layer_headroom().min() == 0
     before = [np.array(leaf) for leaf in jax.tree.leaves(cache)]
     row, headroom = 2 * cache.config.head_dim * 4 + 4, 5
-    grown = repack(cache, headroom=headroom)
+    grown = repack_cache(cache, headroom=headroom)
     assert_same(grown, cache)
     assert (
-        grown.free().min() >= headroom and grown.layout is cache.layout and grown.policy == policy
+        grown.compute_layer_headroom().min() >= headroom
+        and grown.layout is cache.layout
+        and grown.policy == policy
     )
     assert grown.nbytes == cache.nbytes + headroom * layers * batch * heads * row
     np.testing.assert_array_equal(grown.limit, cache.limit)
@@ -159,29 +165,33 @@ def test_repack(policy):
     assert filled == int(cache.kept.sum())
     for old, new in zip(before, jax.tree.leaves(cache), strict=True):
         np.testing.assert_array_equal(old, new)
-    released = repack(grown, headroom=3, release=True)
+    released = repack_cache(grown, headroom=3, release=True)
     assert_same(released, cache)
-    assert released.free().min() >= headroom + 3
+    assert released.compute_layer_headroom().min() >= headroom + 3
     assert all(leaf.is_deleted() for pool in grown.pools for leaf in jax.tree.leaves(pool))
 
 
 @pytest.mark.parametrize("policy", [EQUAL, RAGGED, SHARED], ids=["equal", "ragged", "shared"])
 def test_one_sequence_becomes_many(policy):
     one = jaxkv.prefill(model(), ids(60), policy=policy)
-    many = repack(one, headroom=5, batch=3)
-    assert many.batch == 3 and many.free().min() >= 5 and many.seen.tolist() == [60] * 3
+    many = repack_cache(one, headroom=5, batch=3)
+    assert (
+        many.batch == 3
+        and many.compute_layer_headroom().min() >= 5
+        and many.seen.tolist() == [60] * 3
+    )
     want = {(layer, head): rest for layer, _, head, *rest in segments(one)}
     for layer, _, head, *rest in segments(many):
         for x, y in zip(rest, want[layer, head], strict=True):
             np.testing.assert_array_equal(x, y)
     with pytest.raises(ValueError, match="^cache="):
-        repack(many, headroom=5, batch=2)
+        repack_cache(many, headroom=5, batch=2)
 
 
 @pytest.mark.parametrize("share", [1 / 3, 0.1 + 0.2])
 def test_shares_of_many_decimals(share):
     policy = jaxkv.H2O(budget=4096, recent=share)
-    recent = policy.parts().recents(
+    recent = policy.build_policy_parts().count_recent_entries(
         np.asarray([[4096, 100_000]]), np.asarray([8000, 200_000]), np.asarray([1, 1])
     )
     exact = [int(Fraction(repr(share)) * rows) for rows in (4096, 100_000)]

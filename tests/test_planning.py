@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 import jaxkv
 from jaxkv import checkpoints
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.planning.catalog import Known, catalog, model_named, scaled
+from jaxkv.planning.catalog import KnownModel, apply_rope_scaling, catalog, model_named
 from jaxkv.planning.gpus import gpus
-from jaxkv.planning.memory_sizes import sizes_of, weights_of
-from jaxkv.planning.named import accelerator_named, accelerators, accelerators_named
-from jaxkv.planning.planner import fits, largest_batch, largest_context, plan
-from jaxkv.planning.setting import Workload, tokens_of
-from jaxkv.planning.speed import estimate
+from jaxkv.planning.memory_sizes import compute_memory_sizes, compute_weight_bytes
+from jaxkv.planning.named import find_accelerator, list_accelerators, parse_accelerators
+from jaxkv.planning.planner import find_largest_batch, find_largest_context, has_enough_memory, plan
+from jaxkv.planning.setting import Workload, parse_token_count
+from jaxkv.planning.speed import estimate_speed
 from jaxkv.planning.tpus import tpus
-from jaxkv.sharding.parameters import abstract_mesh
+from jaxkv.sharding.parameters import make_abstract_mesh
 
 CONTEXT = 131072
 POLICIES = {
@@ -35,17 +35,17 @@ POLICIES = {
 
 def setting(name="llama-3.1-70b", policy="full", gpus=8, gpu="h100", **options):
     config = model_named(name).config
-    given = {"context": CONTEXT, "batch": 4, "gpu": accelerator_named(gpu), "gpus": gpus} | options
+    given = {"context": CONTEXT, "batch": 4, "gpu": find_accelerator(gpu), "gpus": gpus} | options
     policy = POLICIES[policy] if isinstance(policy, str) else policy
     return Workload(model=name, config=config, policy=policy, **given)
 
 
-@pytest.mark.parametrize("name", checkpoints.names())
+@pytest.mark.parametrize("name", checkpoints.list_model_names())
 def test_models_that_are_loaded_by_name_are_planned_by_name(name):
     known = model_named(name.upper())
-    assert known.filters == checkpoints.manifest(name).filter_layers
+    assert known.filters == checkpoints.get_manifest(name).filter_layers
     if name not in {each for entry in catalog().values() for each in entry.spellings}:
-        assert known == Known(name=name, config=jaxkv.load(name).config, filters=known.filters)
+        assert known == KnownModel(name=name, config=jaxkv.load(name).config, filters=known.filters)
         with pytest.raises(ValueError, match=f"did you mean {name}"):
             model_named(name[:-1])
 
@@ -53,8 +53,8 @@ def test_models_that_are_loaded_by_name_are_planned_by_name(name):
 @pytest.mark.parametrize("name", catalog())
 def test_models_have_the_parameters_that_their_makers_count(name):
     entry = catalog()[name]
-    one = abstract_mesh(1, 1, entry.config)
-    assert weights_of(entry.config, "bfloat16", one) == 2 * entry.parameters
+    one = make_abstract_mesh(1, 1, entry.config)
+    assert compute_weight_bytes(entry.config, "bfloat16", one) == 2 * entry.parameters
     assert entry.source.startswith(f"https://huggingface.co/{entry.hub_id}/")
 
 
@@ -69,7 +69,7 @@ def test_weights_of_a_device(parts):
         + 2 * c.embed
     )
     wanted = c.layers * block + 2 * c.vocab // parts * c.embed + c.embed
-    assert weights_of(c, "bfloat16", abstract_mesh(1, parts, c)) == 2 * wanted
+    assert compute_weight_bytes(c, "bfloat16", make_abstract_mesh(1, parts, c)) == 2 * wanted
 
 
 def by_hand(policy, batch, parts, new=256, context=CONTEXT):
@@ -89,20 +89,20 @@ def by_hand(policy, batch, parts, new=256, context=CONTEXT):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("gpus, data", [(1, 1), (8, 1), (16, 1), (16, 2)])
 def test_caches_by_hand(policy, gpus, data):
-    found = sizes_of(setting(policy=policy, gpus=gpus, data=data))
+    found = compute_memory_sizes(setting(policy=policy, gpus=gpus, data=data))
     assert found.cache == found.grown == by_hand(policy, 4 // data, gpus // data)
 
 
 def test_peaks_by_hand():
     """Beside weights and the layers below: hidden states, keys and values, queries and attention's output."""
-    found = sizes_of(setting(policy="snapkv"))
+    found = compute_memory_sizes(setting(policy="snapkv"))
     tokens = 4 * CONTEXT
     wanted = tokens * (8192 + 2 * 128 + 2 * 8 * 128) * 2
     assert 1 < found.prefill / wanted < 1.02
     # Logits: of the device's part of the vocabulary twice, and all of them.
     assert 1 < found.decode / (4 * 4 * 128256 * 1.25) < 1.2
     assert (
-        found.peak
+        found.peak_device_bytes
         == found.prefill_peak
         > found.decode_peak
         == found.weights + found.cache + found.decode
@@ -133,12 +133,12 @@ COMPILED = [
 )
 def test_the_compilers_figures(name, policy, gpus, data, batch, context, prefill, decode):
     """Within 1%; without the weights within 6% of prefill's rest."""
-    gpu, count = accelerators_named(gpus)
+    gpu, count = parse_accelerators(gpus)
     options = {} if policy == "FullKV" else {"budget": 2048}
     options |= {"filter_layers": (5, 20, 45)} if policy == "OmniKV" else {}
     policy = getattr(jaxkv, policy)(**options)
     where = {"gpus": count, "gpu": gpu.name, "data": data, "batch": batch, "context": context}
-    found = sizes_of(setting(name, policy, **where))
+    found = compute_memory_sizes(setting(name, policy, **where))
     assert found.prefill_peak == pytest.approx(prefill, rel=0.01)
     assert found.decode_peak == pytest.approx(decode, rel=0.01)
     beside = prefill - found.weights
@@ -148,7 +148,8 @@ def test_the_compilers_figures(name, policy, gpus, data, batch, context, prefill
 def test_long_answers_grow():
     """Rows that a prefill leaves no room for come later; none where a row goes for each that comes."""
     appends, evicts = (
-        sizes_of(setting(policy=each, context=8192, new=8000)) for each in ("full", "h2o")
+        compute_memory_sizes(setting(policy=each, context=8192, new=8000))
+        for each in ("full", "h2o")
     )
     assert appends.grown - appends.cache == 80 * 4 * (8192 - 2048) * (2 * 128 * 2 + 4)
     assert evicts.grown == evicts.cache
@@ -156,7 +157,10 @@ def test_long_answers_grow():
 
 def test_what_waits_in_host_memory():
     policy = dataclasses.replace(POLICIES["omnikv"], offload=True)
-    found, whole = sizes_of(setting(policy=policy)), sizes_of(setting(policy="omnikv"))
+    found, whole = (
+        compute_memory_sizes(setting(policy=policy)),
+        compute_memory_sizes(setting(policy="omnikv")),
+    )
     away = 80 - (5 + 2 * 3)
     assert found.host == away * 2 * 4 * CONTEXT * 128 * 2 and whole.host == 0
     assert found.cache < whole.cache / 3 and found.decode > whole.decode
@@ -178,14 +182,14 @@ def test_more_is_never_less(name, policy, batch, context, budget, mesh):
         policy = dataclasses.replace(POLICIES[policy], budget=budget)
     batch *= data
     mine = setting(name, policy, gpus, data=data, batch=batch, context=context)
-    of = lambda **options: sizes_of(dataclasses.replace(mine, **options))  # noqa: E731
+    of = lambda **options: compute_memory_sizes(dataclasses.replace(mine, **options))  # noqa: E731
     found = of()
     more = [of(batch=2 * batch), of(context=2 * context), of(new=300)]
-    if mine.policy.parts().budget is not None:
+    if mine.policy.build_policy_parts().budget is not None:
         more.append(of(policy=dataclasses.replace(mine.policy, budget=budget + 8)))
     # Twice as many: a few more can take less, where the MLP's blocks of tokens become smaller.
     for each in more:
-        assert each.peak >= found.peak and each.cache >= found.cache
+        assert each.peak_device_bytes >= found.peak_device_bytes and each.cache >= found.cache
     alone = of(gpus=1, data=1)
     assert found.weights * mine.split >= alone.weights
     assert found.cache * mine.gpus >= alone.cache
@@ -207,17 +211,17 @@ def test_one_prompt_stands_for_all(policy):
 @pytest.mark.parametrize("policy", ["full", "adakv", "d2o"])
 def test_the_largest_fits_and_the_next_does_not(policy):
     mine = setting(policy=policy, gpus=4)
-    most = largest_batch(mine)
+    most = find_largest_batch(mine)
     assert (
         most
-        and fits(dataclasses.replace(mine, batch=most))
-        and not fits(dataclasses.replace(mine, batch=most + 1))
+        and has_enough_memory(dataclasses.replace(mine, batch=most))
+        and not has_enough_memory(dataclasses.replace(mine, batch=most + 1))
     )
     mine = setting(policy=policy, gpus=4, batch=16)
-    length = largest_context(mine)
-    assert fits(dataclasses.replace(mine, context=length))
-    assert length == CONTEXT or not fits(dataclasses.replace(mine, context=length + 1))
-    assert largest_batch(setting(gpus=1)) == largest_context(setting(gpus=1)) == 0
+    length = find_largest_context(mine)
+    assert has_enough_memory(dataclasses.replace(mine, context=length))
+    assert length == CONTEXT or not has_enough_memory(dataclasses.replace(mine, context=length + 1))
+    assert find_largest_batch(setting(gpus=1)) == find_largest_context(setting(gpus=1)) == 0
 
 
 def test_remedies_would_do():
@@ -231,7 +235,10 @@ def test_remedies_would_do():
     smaller = many.remedies[0].setting.policy
     assert isinstance(smaller, jaxkv.AdaKV) and smaller.composed.budget.value < 2048
     for each in (*whole.remedies, *many.remedies):
-        assert fits(each.setting) and each.peak == sizes_of(each.setting).peak
+        assert (
+            has_enough_memory(each.setting)
+            and each.peak == compute_memory_sizes(each.setting).peak_device_bytes
+        )
     assert not plan("llama-3.1-405b", gpus="l4", context=CONTEXT).remedies
 
 
@@ -266,7 +273,7 @@ def test_positions_are_stretched_by_yarn():
     config = jaxkv.ModelConfig.from_hf(
         {**raw, "rope_scaling": scaling, "max_position_embeddings": 4 * 40960}
     )
-    assert scaled(model_named("qwen3-32b"), "yarn:4").config == config
+    assert apply_rope_scaling(model_named("qwen3-32b"), "yarn:4").config == config
 
 
 @pytest.mark.parametrize(
@@ -278,33 +285,33 @@ def test_other_scalings_are_not_supported(model, given):
         jaxkv.plan(model, gpus="h200x1", context=4096, rope_scaling=given)
 
 
-@pytest.mark.parametrize("name", accelerators())
+@pytest.mark.parametrize("name", list_accelerators())
 def test_accelerators_have_what_a_compiler_asks_for(name):
-    known = accelerators()[name]
+    known = list_accelerators()[name]
     assert known.sources and all(each.startswith("https://") for each in known.sources)
     assert known.memory < known.reported < 1.1 * known.memory
     assert (
-        accelerators_named(f"{name}x3") == accelerators_named(f"3 X {name.upper()}") == (known, 3)
+        parse_accelerators(f"{name}x3") == parse_accelerators(f"3 X {name.upper()}") == (known, 3)
     )
     if name in gpus():
-        assert f"core_count: {known.cores}" in known.target
-        assert f"device_memory_size: {known.reported}" in known.target
+        assert f"core_count: {known.cores}" in known.xla_target_config
+        assert f"device_memory_size: {known.reported}" in known.xla_target_config
 
 
 def test_accelerators_as_people_write_them():
     for written in ("4xh100", "h100:4", "4 H100"):
-        assert accelerators_named(written) == (gpus()["h100"], 4)
-    assert accelerators_named("2xrtx4090") == (accelerator_named("4090"), 2)
-    found = [tokens_of(each) for each in ("131_072", "128K", "0.5K", "1M", " 32 K ", 7)]
+        assert parse_accelerators(written) == (gpus()["h100"], 4)
+    assert parse_accelerators("2xrtx4090") == (find_accelerator("4090"), 2)
+    found = [parse_token_count(each) for each in ("131_072", "128K", "0.5K", "1M", " 32 K ", 7)]
     assert found == [131072, 131072, 512, 1 << 20, 32768, 7]
 
 
 def test_tpus_are_planned_for_as_gpus_are():
     v6e, chiplet = tpus()["v6e"], tpus()["tpu7x"]
-    slices = v6e.slice_of(8), v6e.slice_of(9), chiplet.slice_of(8)
+    slices = v6e.find_slice(8), v6e.find_slice(9), chiplet.find_slice(8)
     assert slices == ("v6e:2x4", "v6e:4x4", "tpu7x:2x2x1")
     with pytest.raises(ValueError, match="^gpus="):
-        v6e.slice_of(257)
+        v6e.find_slice(257)
     given = {"context": "32K", "batch": 8, "policy": jaxkv.SnapKV(budget=1024)}
     found, small = (plan("llama-3.1-8b", gpus=each, **given) for each in ("v6e", "v5e"))
     assert found.fits and found.setting.gpu.memory == 32 * 10**9 and found.speed.step > 0
@@ -321,7 +328,7 @@ def test_copies_in_other_tiles_are_counted():
         one = dataclasses.replace(
             found.setting, gpu=dataclasses.replace(tpus()["tpu7x"], retiles=False)
         )
-        both[dtype] = sizes_of(found.setting), sizes_of(one)
+        both[dtype] = compute_memory_sizes(found.setting), compute_memory_sizes(one)
     more, less = both["bfloat16"]
     assert more.prefill - less.prefill == 3 * 4 * 4096 * 4096 * 2
     assert more.decode - less.decode == more.weights == less.weights
@@ -335,8 +342,8 @@ def test_budgets_that_no_short_prompt_has_are_left_out():
     assert found.largest_context == CONTEXT and math.isclose(
         found.sizes.kept, CONTEXT // 100, rel_tol=0.01
     )
-    assert not fits(dataclasses.replace(found.setting, context=512))
-    assert np.isfinite(found.speed.step) and found.speed.tokens > 0
+    assert not has_enough_memory(dataclasses.replace(found.setting, context=512))
+    assert np.isfinite(found.speed.step) and found.speed.tokens_per_second > 0
 
 
 def test_an_engine_is_planned():
@@ -346,11 +353,11 @@ def test_an_engine_is_planned():
     found = plan("llama-3.1-8b", policy=policy, **asked)
     made, one = found.served, found.speed
     every = dataclasses.replace(found.setting, batch=made.slots)
-    step = estimate(every).step
+    step = estimate_speed(every).step
     # 32 layers and 8 kv heads of 1024 rows and 256 new ones, rounded up; positions are 4 bytes a row.
     slot = 32 * 8 * (1024 + 256) * (2 * 128 * 2 + 4)
     assert slot <= made.slot_bytes <= 1.02 * slot
-    beside = found.weights + found.sizes.prefill + sizes_of(every).decode
+    beside = found.weights + found.sizes.prefill + compute_memory_sizes(every).decode
     held = (made.slots + made.slots // 4) * made.slot_bytes
     assert 0.99 * found.setting.gpu.memory < beside + held <= found.setting.gpu.memory
     seconds = one.prefill + 256 * step / made.slots
@@ -376,7 +383,7 @@ def test_a_process_on_this_machine():
     assert 1.1e9 < found.prefill_peak < 1.5e9 and found.sizes.process > found.cache
     assert found.speed is None and found.silent and found.fits
     short = dataclasses.replace(found.setting.gpu, memory=10**9)
-    assert not fits(found.setting, gpu=short)
+    assert not has_enough_memory(found.setting, gpu=short)
     # A head of 4 GB is read in float32 beside what is kept of it.
     large = plan("llama-3.1-8b", **asked | {"dtype": "bfloat16"})
     assert large.prefill_peak >= large.weights + 6 * 128_256 * 4096

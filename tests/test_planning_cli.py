@@ -92,7 +92,7 @@ BAD = {
 @pytest.mark.parametrize("named", BAD)
 def test_what_is_refused(capsys, monkeypatch, named):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    monkeypatch.setattr(outputs, "drawing", lambda: None)
+    monkeypatch.setattr(outputs, "import_matplotlib", lambda: None)
     assert named.strip("-=") in refused(capsys, "plan", *ASKED, *BAD[named])
 
 
@@ -102,7 +102,7 @@ def test_what_a_picture_shows():
     made = plan("llama-3.1-8b", gpus="h100", context=131072, policy=policy)
     lengths, sizes = zip(*picture.peaks(made.setting), strict=True)
     assert lengths == tuple(2**power for power in range(11, 18)) and list(sizes) == sorted(sizes)
-    assert sizes[-1] == made.sizes.peak
+    assert sizes[-1] == made.sizes.peak_device_bytes
 
 
 def test_pictures(tmp_path, capsys):

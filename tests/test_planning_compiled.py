@@ -15,14 +15,14 @@ from jaxkv.planning import compiled
 from jaxkv.planning.gpus import gpus
 from jaxkv.planning.setting import Workload
 from jaxkv.planning.tpus import tpus
-from jaxkv.planning.traced_programs import SMALL, TraceInputs, abstract_model
-from jaxkv.sharding.record import weigh
+from jaxkv.planning.traced_programs import SMALL, TraceInputs, build_abstract_model
+from jaxkv.sharding.record import count_device_bytes
 from jaxkv.sharding.sharded_program import ShardedProgram
 
 SHAPE = tiny.shape(layers=3, kv_heads=2, group=2, dim=8)
 BATCH, TOKENS, NEW, BUDGET = 2, 64, 8, 40
 # Programs that are given weights, as the first of their arguments.
-WEIGHTED = {"embed", "layer", "logits_of"}
+WEIGHTED = {"embed_tokens", "layer", "compute_logits"}
 POLICIES = {
     "full": jaxkv.FullKV(),
     "adakv": jaxkv.AdaKV(budget=BUDGET),
@@ -65,7 +65,7 @@ class Called:
 def work_of(policy, shape=SHAPE) -> TraceInputs:
     given = {"policy": policy, "batch": BATCH, "tokens": TOKENS, "new": NEW}
     return TraceInputs(
-        flat=abstract_model(shape, "float32"), implementation=Implementation.XLA, **given
+        flat=build_abstract_model(shape, "float32"), implementation=Implementation.XLA, **given
     )
 
 
@@ -86,14 +86,17 @@ def calls_of(name) -> list[tuple[str, list, int]]:
 def check_record(name):
     """Every call of a real prefill is recorded, in order, with the same shapes; and what is beside it."""
     work, happened = work_of(POLICIES[name]), calls_of(name)
-    recorded, weights = work.prefill.calls, weigh((work.flat.ends, work.flat.blocks))
+    recorded, weights = (
+        work.traced_prefill.calls,
+        count_device_bytes((work.flat.ends, work.flat.blocks)),
+    )
     assert len(recorded) == len(happened)
     for call, (program, shapes, beside) in zip(recorded, happened, strict=True):
         assert (call.name, [leaf.shape for leaf in jax.tree.leaves(call.arguments)]) == (
             program,
             shapes,
         )
-        resident = weights - weigh(call.arguments[0] if call.name in WEIGHTED else ())
+        resident = weights - count_device_bytes(call.arguments[0] if call.name in WEIGHTED else ())
         close = pytest.approx(beside, rel=0.02, abs=500)
         # A program of numbers is called while what was observed is still at hand.
         assert program in SMALL or call.beside - resident == close, program
@@ -111,7 +114,7 @@ def test_layers_of_two_rotations_are_recorded():
         work_of(POLICIES["adakv"], dataclasses.replace(SHAPE, kinds=kinds)),
         work_of(POLICIES["adakv"]),
     )
-    names, those = ([call.name for call in each.prefill.calls] for each in (work, plain))
+    names, those = ([call.name for call in each.traced_prefill.calls] for each in (work, plain))
     assert names == those and names.count("layer") == 3
 
 
@@ -123,7 +126,7 @@ def test_what_is_missing_is_said(monkeypatch):
     for kind in (gpus()["h100"], tpus()["v6e"]):
         with pytest.raises(ImportError, match="pip install "):
             compiled.compile_plan(dataclasses.replace(setting, gpu=kind))
-    monkeypatch.setattr(compiled, "plugin", lambda gpu: "1.0")
+    monkeypatch.setattr(compiled, "require_compiler_plugin", lambda gpu: "1.0")
     for options in ({"prefill_ratio": 4}, {"offload": True}):
         policy = jaxkv.OmniKV(budget=BUDGET, filter_layers=(0,), **options)
         with pytest.raises(ValueError, match="^policy="):
@@ -145,7 +148,7 @@ def test_libtpu_is_opened_beside_another_process(monkeypatch, kind):
         return subprocess.CompletedProcess(command, 1)
 
     monkeypatch.delenv("ALLOW_MULTIPLE_LIBTPU_LOAD", raising=False)
-    monkeypatch.setattr(compiled, "plugin", lambda gpu: "1.0")
+    monkeypatch.setattr(compiled, "require_compiler_plugin", lambda gpu: "1.0")
     monkeypatch.setattr(compiled.subprocess, "run", run)
     with pytest.raises(RuntimeError, match="no word of it"):
         compiled.compile_plan(setting)

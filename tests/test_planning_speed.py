@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 import jaxkv
-from jaxkv.models.values import Experts
+from jaxkv.models.values import ExpertsConfig
 from jaxkv.planning import speed
 from jaxkv.planning.catalog import model_named
 from jaxkv.planning.gpus import gpus
-from jaxkv.planning.memory_sizes import weights_of
+from jaxkv.planning.memory_sizes import compute_weight_bytes
 from jaxkv.planning.setting import Workload
-from jaxkv.planning.speed import all_reduce, estimate, prefill_work
+from jaxkv.planning.speed import count_prefill_flops, estimate_all_reduce, estimate_speed
 
 CONFIG = model_named("llama-3.1-8b").config
 # Layers times query heads, and times kv heads, times channels of a head.
@@ -55,16 +55,16 @@ def test_what_a_gpu_has_measured(name):
 
 
 def test_requests_an_hour():
-    found = estimate(setting_of("SnapKV", 8, 32768, new=256))
-    assert found.seconds == pytest.approx(found.prefill + 256 * found.step)
-    assert found.requests == pytest.approx(8 * 3600 / found.seconds)
-    shared = estimate(setting_of("SnapKV", 8, 32768, new=256, questions=10))
-    assert shared.seconds == pytest.approx(found.prefill / 10 + 256 * found.step)
+    found = estimate_speed(setting_of("SnapKV", 8, 32768, new=256))
+    assert found.batch_seconds == pytest.approx(found.prefill + 256 * found.step)
+    assert found.requests == pytest.approx(8 * 3600 / found.batch_seconds)
+    shared = estimate_speed(setting_of("SnapKV", 8, 32768, new=256, questions=10))
+    assert shared.batch_seconds == pytest.approx(found.prefill / 10 + 256 * found.step)
 
 
 def test_work_of_policies():
     """Attention of all pairs before the diagonal; sums, windows, cosines and second passes on top."""
-    work = lambda policy: prefill_work(setting_of(policy, 2, 4096), 7e9)  # noqa: E731
+    work = lambda policy: count_prefill_flops(setting_of(policy, 2, 4096), 7e9)  # noqa: E731
     (products, attention, scores), pairs = work("FullKV"), 2 * 4096 * 4096 / 2
     assert (products, attention, scores) == (2 * 8192 * 7e9, 4 * pairs * HEADS, 0)
     assert work("H2O")[2] == 2 * pairs * HEADS
@@ -76,29 +76,32 @@ def test_work_of_policies():
 
 
 def test_what_is_split_over_gpus():
-    one, four = (estimate(setting_of("SnapKV", 8, 32768, gpus=count)) for count in (1, 4))
-    assert one.tokens < four.tokens < 4 * one.tokens and four.rows == pytest.approx(one.rows / 4)
+    one, four = (estimate_speed(setting_of("SnapKV", 8, 32768, gpus=count)) for count in (1, 4))
+    assert (
+        one.tokens_per_second < four.tokens_per_second < 4 * one.tokens_per_second
+        and four.rows == pytest.approx(one.rows / 4)
+    )
     # Groups that share nothing sample side by side.
-    apart = estimate(setting_of("SnapKV", 8, 32768, gpus=4, data=4))
-    assert apart.step == pytest.approx(estimate(setting_of("SnapKV", 2, 32768)).step)
+    apart = estimate_speed(setting_of("SnapKV", 8, 32768, gpus=4, data=4))
+    assert apart.step == pytest.approx(estimate_speed(setting_of("SnapKV", 2, 32768)).step)
     fast, slow = (setting_of("SnapKV", 1, 64, gpus=8, gpu=gpus()[each]) for each in ("h200", "l4"))
-    assert 0 < all_reduce(fast, 1) < all_reduce(slow, 1)
-    assert all_reduce(setting_of("SnapKV", 1, 64), 1) == 0
+    assert 0 < estimate_all_reduce(fast, 1) < estimate_all_reduce(slow, 1)
+    assert estimate_all_reduce(setting_of("SnapKV", 1, 64), 1) == 0
 
 
 def test_experts_are_read_as_far_as_they_are_chosen():
-    mixed = dataclasses.replace(CONFIG, experts=Experts(count=8, chosen=2))
-    step = lambda batch: estimate(setting_of("SnapKV", batch, 4096, config=mixed)).weights  # noqa: E731
+    mixed = dataclasses.replace(CONFIG, experts=ExpertsConfig(count=8, chosen=2))
+    step = lambda batch: estimate_speed(setting_of("SnapKV", batch, 4096, config=mixed)).weights  # noqa: E731
     one = 2 * 3 * 4096 * 14336 * 32 / (speed.WEIGHTS[None] * 4.8e12)
     setting = setting_of("SnapKV", 1, 4096, config=mixed)
-    held = weights_of(mixed, "bfloat16", setting.mesh) - 2 * 128256 * 4096
+    held = compute_weight_bytes(mixed, "bfloat16", setting.mesh) - 2 * 128256 * 4096
     whole = held / (speed.WEIGHTS[None] * 4.8e12)
     assert step(1) == pytest.approx(whole - 6 * one) and step(2) == pytest.approx(whole - 4 * one)
     assert step(64) == pytest.approx(whole)
 
 
 def test_answers_that_grow_and_rows_that_are_fetched():
-    step = lambda policy, new: estimate(setting_of(policy, 8, 4096, new=new)).step  # noqa: E731
+    step = lambda policy, new: estimate_speed(setting_of(policy, 8, 4096, new=new)).step  # noqa: E731
     assert step("SnapKV", 2048) > step("SnapKV", 0) and step("H2O", 2048) == step("H2O", 0)
     away = jaxkv.OmniKV(budget=1024, offload=True, filter_layers=(2, 8, 18))
-    assert estimate(dataclasses.replace(setting_of("FullKV", 1, 4096), policy=away)) is None
+    assert estimate_speed(dataclasses.replace(setting_of("FullKV", 1, 4096), policy=away)) is None

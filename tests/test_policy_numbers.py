@@ -17,11 +17,11 @@ from jaxkv.policies import (
     GroupReduce,
     LinearLayers,
     MaxPool,
+    ObservationWindowAttention,
     PoolOrder,
     VarianceLayers,
-    WindowAttention,
 )
-from jaxkv.policies.reads import Selector
+from jaxkv.policies.reads import QueryWeighting
 
 GQA = tiny.MODELS["gqa3"]
 pytestmark = pytest.mark.usefixtures("as_users_call")
@@ -65,12 +65,12 @@ def test_every_other_number_is_plain_too():
         == SnapKV(protect=[(n(0), n(4))])
         == SnapKV(protect=((0, 4),))
     )
-    assert AdaKV(budget=64, alpha=x(0.3)).parts().heads == AdaptiveHeads(alpha=0.3)
+    assert AdaKV(budget=64, alpha=x(0.3)).build_policy_parts().heads == AdaptiveHeads(alpha=0.3)
     assert VarianceLayers(dense_layers=np.asarray([0, -1])) == VarianceLayers(dense_layers=(0, -1))
     assert SnapKV(group="max", order="first") == SnapKV(
         group=GroupReduce.MAX, order=PoolOrder.FIRST
     )
-    assert OmniKV(selector="uniform").selector is Selector.UNIFORM
+    assert OmniKV(selector="uniform").selector is QueryWeighting.UNIFORM
 
 
 def test_lengths_and_room_of_a_plan_may_be_numpys():
@@ -102,7 +102,7 @@ def test_numbers_beyond_any_text_mean_all_of_it():
 
 def test_prompts_shorter_than_the_window():
     """Queries before a prompt's beginning count nothing, whichever is done first: pooling or the mean over queries."""
-    scorer = WindowAttention(window=8, order="first")
+    scorer = ObservationWindowAttention(window=8, order="first")
     policy = jaxkv.CustomPolicy(scorer=scorer, keep=jaxkv.policies.Keep(window=8), budget=12)
     made = jaxkv.generate(
         tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, (5, 20)), policy=policy, max_new_tokens=2

@@ -22,15 +22,15 @@ from jaxkv import (
     Policy,
     SnapKV,
 )
-from jaxkv._checks import brief
-from jaxkv.cache import Int4
+from jaxkv._checks import format_non_default_fields
+from jaxkv.cache import Int4Store
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.policies import (
     AdaptiveHeads,
+    EvictionMode,
     LinearLayers,
     MaxPool,
     Merge,
-    Mode,
     OfficialVarianceLayers,
     ProtectedHeads,
     ReadAll,
@@ -38,8 +38,14 @@ from jaxkv.policies import (
     SharedHeads,
     VarianceLayers,
 )
-from jaxkv.policies.checks import Tokens
-from jaxkv.policies.folding import Decision, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.checks import EntryBudget
+from jaxkv.policies.folding import (
+    MergeDecision,
+    MergeMetric,
+    MergeWeights,
+    ThresholdScope,
+    ValueMerge,
+)
 from jaxkv.policies.registry import POLICIES
 from jaxkv.policies.scorer import Scorer
 from jaxkv.policies.unseen import KeyNorm
@@ -62,8 +68,8 @@ class Parted(Scorer):
     part: Part
     numbers: tuple
 
-    def observe(self, seen):
-        return KeyNorm().observe(seen)
+    def score_entries(self, seen):
+        return KeyNorm().score_entries(seen)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,11 +77,11 @@ class Mine(Policy):
     """A user's policy."""
 
     budget: int | float | None = 20
-    part: Part = Part()
+    create_part: Part = Part()
     numbers: tuple = (1, 2)
 
-    def parts(self):
-        return self.compose(scorer=Parted(part=self.part, numbers=self.numbers))
+    def build_policy_parts(self):
+        return self.compose(scorer=Parted(part=self.create_part, numbers=self.numbers))
 
 
 # --- equality -------------------------------------------------------------------------------------------------------
@@ -88,7 +94,7 @@ class Mine(Policy):
         (AdaKV(base=KNorm(budget=1)), AdaKV(base=KNorm(budget=1.0))),
         (KNorm(budget=20), LocalWindow(budget=20)),
     ],
-    ids=brief,
+    ids=format_non_default_fields,
 )
 def test_budgets_of_another_type_make_another_policy(one, other):
     assert one != other and one.composed != other.composed and len({one, other}) == 2
@@ -101,9 +107,9 @@ def test_what_only_looks_different_is_the_same():
     for one, other in (
         (AdaKV(budget=64, alpha=1), AdaKV(budget=64, alpha=1.0)),
         (LinearLayers(beta=20), LinearLayers(beta=20.0)),
-        (H2O(mode="prefill", recent=0), H2O(mode=Mode.PREFILL, recent=0.0)),
+        (H2O(mode="prefill", recent=0), H2O(mode=EvictionMode.PREFILL, recent=0.0)),
         (OmniKV(mem=1, filter_layers=[2, 8]), OmniKV(mem=1.0, filter_layers=(2, 8))),
-        (Merge(beta=1, metric="value"), Merge(beta=1.0, metric=Metric.VALUE)),
+        (Merge(beta=1, metric="value"), Merge(beta=1.0, metric=MergeMetric.VALUE)),
     ):
         assert one == other and hash(one) == hash(other) and repr(one) == repr(other)
 
@@ -135,7 +141,7 @@ def other_values(policy, name):
         "heads": [ProtectedHeads(), AdaptiveHeads(alpha=0.5), None],
         "layers": [LinearLayers(), VarianceLayers()],
         "min_budget": ["clamp"],
-        "store": ["int8", Int4],
+        "store": ["int8", Int4Store],
         "pooling": [MaxPool(3)],
         "filter_layers": [(1,), None],
     }
@@ -163,7 +169,11 @@ def test_replacing_a_field_is_saying_another_thing_at_first(name):
     made = 0
     for field in fields:
         same = dataclasses.replace(policy, **{field: given[field]})
-        assert same == policy and hash(same) == hash(policy) and same.parts() == policy.parts()
+        assert (
+            same == policy
+            and hash(same) == hash(policy)
+            and same.build_policy_parts() == policy.build_policy_parts()
+        )
         for value in other_values(policy, field):
             try:
                 other = dataclasses.replace(policy, **{field: value})
@@ -171,7 +181,7 @@ def test_replacing_a_field_is_saying_another_thing_at_first(name):
                 assert "=" in str(error)
                 continue
             fresh = type(policy)(**{**given, field: value})
-            assert other == fresh and other.parts() == fresh.parts()
+            assert other == fresh and other.build_policy_parts() == fresh.build_policy_parts()
             # And back: nothing of it sticks.
             assert dataclasses.replace(other, **{field: given[field]}) == policy
             made += 1
@@ -180,24 +190,34 @@ def test_replacing_a_field_is_saying_another_thing_at_first(name):
 
 def test_what_follows_from_a_field_follows_its_replacement():
     ada = AdaKV(base=SnapKV(budget=48), alpha=0.0)
-    assert dataclasses.replace(ada, alpha=1.0).parts().heads == AdaptiveHeads(alpha=1.0)
-    assert dataclasses.replace(AdaKV(budget=48), budget=64).composed.budget == Tokens(64)
-    assert dataclasses.replace(ada, base=KNorm(budget=9)).composed.budget == Tokens(9)
+    assert dataclasses.replace(ada, alpha=1.0).build_policy_parts().heads == AdaptiveHeads(
+        alpha=1.0
+    )
+    assert dataclasses.replace(AdaKV(budget=48), budget=64).composed.budget == EntryBudget(64)
+    assert dataclasses.replace(ada, base=KNorm(budget=9)).composed.budget == EntryBudget(9)
     official = D2O(official=True)
-    assert official.parts().merge == Merge(
-        beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
+    assert official.build_policy_parts().merge == Merge(
+        beta=0.5,
+        weights=MergeWeights.SCATTER_MEAN,
+        scope=ThresholdScope.LAYER,
+        decision=MergeDecision.SHARED_POSITION,
     )
     assert (
-        official.parts().layers == OfficialVarianceLayers() and official.parts().keep.recent == 0.5
+        official.build_policy_parts().layers == OfficialVarianceLayers()
+        and official.build_policy_parts().keep.recent == 0.5
     )
     plain = dataclasses.replace(official, official=False)
-    assert plain == D2O() and plain.parts() == D2O().parts() and plain.parts().merge == Merge()
+    assert (
+        plain == D2O()
+        and plain.build_policy_parts() == D2O().build_policy_parts()
+        and plain.build_policy_parts().merge == Merge()
+    )
     cam = dataclasses.replace(CaM(window=8), window=16, start=0.5)
-    assert cam.parts().merge == ValueMerge(window=16, start=0.5)
+    assert cam.build_policy_parts().merge == ValueMerge(window=16, start=0.5)
     omni = dataclasses.replace(OmniKV(filter_layers=(0,)), mem=0.5)
-    assert omni.parts().read.mem == 0.5
-    found = OmniKV(base=SnapKV(budget=40)).for_model(3, (0,))
-    assert dataclasses.replace(found, base=SnapKV(budget=50)).composed.budget == Tokens(50)
+    assert omni.build_policy_parts().read.mem == 0.5
+    found = OmniKV(base=SnapKV(budget=40)).fill_model_fields(3, (0,))
+    assert dataclasses.replace(found, base=SnapKV(budget=50)).composed.budget == EntryBudget(50)
 
 
 def test_two_ways_of_saying_one_thing():
@@ -237,8 +257,8 @@ class Unusual(SnapKV):
 
     rolling: bool = True
 
-    def parts(self):
-        parts = super().parts()
+    def build_policy_parts(self):
+        parts = super().build_policy_parts()
         keep = dataclasses.replace(parts.keep, sinks=3, recent=0.25)
         after = Recompress(every=5) if self.rolling else parts.after
         read, layers = ReadAll(rolling=self.rolling), LinearLayers(beta=3)
@@ -257,11 +277,11 @@ def fields_of(parts):
         # It takes no base with rolling positions.
         OmniKV(filter_layers=(0,), base=Unusual(budget=40, rolling=False)),
     ],
-    ids=brief,
+    ids=format_non_default_fields,
 )
 def test_a_wrapper_has_every_part_of_its_base(wrapped):
     mine, its = wrapped.parts(), wrapped.base.parts()
     own = "read" if isinstance(wrapped, OmniKV) else "heads"
-    mine, its, usual = map(fields_of, (mine, its, SnapKV(budget=40).parts()))
+    mine, its, usual = map(fields_of, (mine, its, SnapKV(budget=40).build_policy_parts()))
     assert {name for name in its | mine if mine[name] != its[name]} == {own}
     assert {"keep", "layers", "heads"} <= {name for name in its if its[name] != usual[name]}

@@ -7,8 +7,8 @@ import pytest
 from lettered import BOS, DOC, DRAWING, characters, tiny
 
 import jaxkv
-from jaxkv.cache import Turn
-from jaxkv.text.prompts import encode
+from jaxkv.cache import ConversationState
+from jaxkv.text.prompts import encode_prompts
 
 CHAT = [
     {"role": "user", "content": "What is tin?"},
@@ -23,7 +23,7 @@ def model():
 
 
 def encoded(prompt, *, close=True, **options):
-    return encode(prompt, characters(), tiny().config, close=close, **options)
+    return encode_prompts(prompt, characters(), tiny().config, close=close, **options)
 
 
 def tokens(out):
@@ -36,15 +36,18 @@ def tokens(out):
 def test_each_sequence_has_its_own_turn():
     ids = [BOS, 5, 6]
     mixed = encoded([ids, DOC, CHAT])
-    assert mixed.turns == (Turn.RAW, Turn.ANSWER, Turn.ANSWER) and mixed.turn == mixed.turns
     assert (
-        encoded([DOC, CHAT]).turn is Turn.ANSWER
-        and encoded([ids, ids], close=False).turn is Turn.RAW
+        mixed.turns == (ConversationState.RAW, ConversationState.ANSWER, ConversationState.ANSWER)
+        and mixed.conversation_state == mixed.turns
+    )
+    assert (
+        encoded([DOC, CHAT]).conversation_state is ConversationState.ANSWER
+        and encoded([ids, ids], close=False).conversation_state is ConversationState.RAW
     )
     after = encoded(["So?"] * 3, turn=mixed.turns)
     alone = [encoded("So?", turn=turn) for turn in mixed.turns]
     assert after.ids == [each.ids[0] for each in alone] and after.turns == tuple(
-        each.turn for each in alone
+        each.conversation_state for each in alone
     )
     assert (
         after.ids[0] == characters().encode("So?", bos=False)
@@ -63,31 +66,39 @@ def test_each_sequence_has_its_own_turn():
 def test_a_question_stands_behind_a_blank_line(question, read):
     """Where the user's turn is open: nowhere else, and ids are as they are."""
     wanted = characters().encode(read, bos=False)
-    assert encoded(question, turn=Turn.USER).ids == [wanted]
-    assert encoded([{"role": "user", "content": question}], turn=Turn.USER).ids == [wanted]
-    for turn in (Turn.USER, Turn.RAW):
+    assert encoded(question, turn=ConversationState.USER).ids == [wanted]
+    assert encoded([{"role": "user", "content": question}], turn=ConversationState.USER).ids == [
+        wanted
+    ]
+    for turn in (ConversationState.USER, ConversationState.RAW):
         assert encoded(question, turn=turn, raw=True).ids == [
             characters().encode(question, bos=False)
         ]
-    assert encoded([5, 6], turn=Turn.USER).ids == [[5, 6]]
-    assert encoded(question, turn=Turn.ANSWER).ids == [
+    assert encoded([5, 6], turn=ConversationState.USER).ids == [[5, 6]]
+    assert encoded(question, turn=ConversationState.ANSWER).ids == [
         characters().encode(f"</s>[{question}]=", bos=False)
     ]
 
 
 def test_a_conversation_goes_on_in_an_open_turn():
     """A text is the beginning of the first user's message, whatever follows."""
-    start, rest = encoded(DOC, close=False), encoded(CHAT, turn=Turn.USER)
+    start, rest = encoded(DOC, close=False), encoded(CHAT, turn=ConversationState.USER)
     first = {"role": "user", "content": f"{DOC}\n\n{CHAT[0]['content']}"}
     assert start.ids[0] + rest.ids[0] == encoded([first, *CHAT[1:]]).ids[0]
-    assert rest.turn is Turn.ANSWER
-    for turn, messages in ((Turn.USER, CHAT[1:]), (Turn.ANSWER, CHAT), (Turn.RAW, CHAT)):
+    assert rest.conversation_state is ConversationState.ANSWER
+    for turn, messages in (
+        (ConversationState.USER, CHAT[1:]),
+        (ConversationState.ANSWER, CHAT),
+        (ConversationState.RAW, CHAT),
+    ):
         with pytest.raises(ValueError, match="prompt"):
             encoded(messages, turn=turn)
 
 
 def test_a_carriage_return_is_a_line_break():
-    given = encode("\r\nWhy?", characters(), tiny().config, turn=Turn.USER, close=True)
+    given = encode_prompts(
+        "\r\nWhy?", characters(), tiny().config, turn=ConversationState.USER, close=True
+    )
     assert len(given.ids[0]) == len("\r\nWhy?]=")
 
 
@@ -98,10 +109,14 @@ def test_a_mixed_list_is_answered_as_each_alone(model):
     prompts = [[BOS, *model.text.encode(DOC, bos=False)], DOC[::-1], chat]
     questions = [" why?", " who?", [7, 8, 9]]
     cache = jaxkv.prefill(model, prompts)
-    assert cache.turn == (Turn.RAW, Turn.USER, Turn.USER)
+    assert cache.turn == (ConversationState.RAW, ConversationState.USER, ConversationState.USER)
     first = jaxkv.generate(model, questions, cache=cache, **DRAWING)
     second = jaxkv.generate(model, ["So?"] * 3, cache=first.cache, **DRAWING)
-    assert first.cache.turn == (Turn.RAW, Turn.ANSWER, Turn.RAW)
+    assert first.cache.turn == (
+        ConversationState.RAW,
+        ConversationState.ANSWER,
+        ConversationState.RAW,
+    )
     for row, (prompt, question) in enumerate(zip(prompts, questions, strict=True)):
         alone = jaxkv.generate(model, [question], cache=jaxkv.prefill(model, [prompt]), **DRAWING)
         assert tokens(alone)[0] == tokens(first)[row], row
@@ -113,14 +128,18 @@ def test_one_cache_is_asked_in_several_ways(model):
     cache = jaxkv.prefill(model, DOC)
     questions = [" why?", [7, 8, 9], [{"role": "user", "content": " why?"}]]
     out = jaxkv.generate(model, questions, cache=cache, **DRAWING)
-    assert out.cache.turn == (Turn.ANSWER, Turn.RAW, Turn.ANSWER)
+    assert out.cache.turn == (
+        ConversationState.ANSWER,
+        ConversationState.RAW,
+        ConversationState.ANSWER,
+    )
     for row, question in enumerate(questions):
         assert (
             tokens(jaxkv.generate(model, [question], cache=cache, **DRAWING))[0] == tokens(out)[row]
         )
     # A cache whose sequences differ is a pytree like any other, and copies as one.
     same = jax.tree.map(lambda leaf: leaf, out.cache)
-    assert same.turn == out.cache.turn and hash(jax.tree.structure(same)) == hash(
+    assert same.conversation_state == out.cache.turn and hash(jax.tree.structure(same)) == hash(
         jax.tree.structure(out.cache)
     )
     with pytest.raises(

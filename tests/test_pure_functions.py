@@ -6,8 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv.cache.layout import Layout
-from jaxkv.cache.packing import Unpacked, cut, pack
+from jaxkv.cache.layout import SegmentLayout
+from jaxkv.cache.packing import UnpackedEntries, pack_layer_entries, truncate_pools
 from jaxkv.policies import topk
 from jaxkv.policies.layer_budgets import round_to_sum
 
@@ -15,7 +15,7 @@ many = settings(max_examples=200)
 seeds = st.integers(0, 2**32 - 1)
 # One shape each, so that each function is compiled once.
 HEADS, SLOTS = 3, 16
-top = jax.jit(lambda scores, count: topk.top(topk.sortable(scores), count))
+top = jax.jit(lambda scores, count: topk.mask_top_k(topk.encode_sort_keys(scores), count))
 
 
 @many
@@ -47,14 +47,14 @@ def test_rounded_budgets_have_the_exact_sum(seed, layers, most, share):
 def test_segments_are_disjoint_in_order_and_inside(seed, layers, spare):
     length = np.random.default_rng(seed).integers(0, 20, (layers, 2, HEADS)).astype(np.int32)
     rows = int(length.sum(axis=(0, 2)).max()) + spare
-    start = Layout.SHARED.place(length, rows)
+    start = SegmentLayout.SHARED.compute_segment_starts(length, rows)
     taken = np.zeros((2, rows), int)
     for layer, sequence, head in np.ndindex(length.shape):
         first = start[layer, sequence, head]
         assert 0 <= first and first + length[layer, sequence, head] <= rows
         taken[sequence, first : first + length[layer, sequence, head]] += 1
     assert taken.max(initial=0) <= 1
-    free = Layout.SHARED.free(start, length, [rows])
+    free = SegmentLayout.SHARED.compute_segment_headroom(start, length, [rows])
     assert free.min() >= 0 and (free.sum(axis=(0, 2)) + length.sum(axis=(0, 2)) <= rows).all()
 
 
@@ -66,14 +66,14 @@ def test_packing_copies_the_chosen_entries_in_order(seed, share):
     mask = rng.random((2, HEADS, SLOTS)) < share
     size = min(int(mask.sum(axis=(1, 2)).max()) + 3, HEADS * SLOTS)
     inside = jnp.ones((2, 1, SLOTS), bool)
-    pool, first = pack(
-        Unpacked(jnp.asarray(k), jnp.asarray(v), inside),
+    pool, first = pack_layer_entries(
+        UnpackedEntries(jnp.asarray(k), jnp.asarray(v), inside),
         jnp.asarray(mask),
         jnp.int32(size),
         rows=HEADS * SLOTS,
-        layout=Layout.RAGGED,
+        layout=SegmentLayout.RAGGED,
     )
-    (pool,) = cut((pool,), rows=(size,))
+    (pool,) = truncate_pools((pool,), rows=(size,))
     pos, packed_k, packed_v = (np.asarray(each) for each in (pool.pos, pool.k, pool.v))
     start = np.asarray(first[0])
     for sequence, head in np.ndindex(2, HEADS):

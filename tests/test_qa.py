@@ -8,7 +8,15 @@ import eval_models
 import pytest
 
 import jaxkv
-from jaxkv.evals import TASKS, DocumentQuestions, How, asked, evaluate, metrics, question_tasks
+from jaxkv.evals import (
+    TASKS,
+    DocumentQuestionsTask,
+    How,
+    answer_samples,
+    evaluate,
+    metrics,
+    question_tasks,
+)
 
 LONG, OTHER = "The mill stands by the river. " * 3, "Ada keeps bees on the roof. " * 4
 ROWS = [
@@ -47,18 +55,18 @@ def written(tmp_path, rows):
 
 def test_lines_become_questions(data):
     model = eval_models.speaking(chat=True)
-    task = DocumentQuestions(
+    task = DocumentQuestionsTask(
         data=data, prompt="Read: {document}\nQ: {question} A:", prefix=" It", new_tokens=5
     )
     made = task.samples(model)
-    assert TASKS["qa"] is DocumentQuestions
+    assert TASKS["qa"] is DocumentQuestionsTask
     assert [each.id for each in made] == ["000-0", "000-1", "000-2", "001-0", "002-0", "third-0"]
     assert [each.context for each in made[2:4]] == [f"Read: {LONG}", f"Read: {OTHER}"]
     assert (made[1].question, made[1].prefix) == ("\nQ: Where 1? A:", " It")
     assert [each.group for each in made] == ["questions"] * 3 + ["bees", "questions", "questions"]
     assert [each.answers for each in made[3:]] == [("bees", "Bees!"), ("7",), ("green tea",)]
     assert "Which?\nA. tea\nB. green tea\nAnswer with the letter." in made[5].question
-    assert [each.id for each in DocumentQuestions(data=data, count=2).samples(model)] == [
+    assert [each.id for each in DocumentQuestionsTask(data=data, count=2).samples(model)] == [
         each.id for each in made[:4]
     ]
     assert task.score(made[5], "B") == 1 and task.score(made[5], "A.") == 0
@@ -81,8 +89,8 @@ def test_lines_become_questions(data):
     ],
 )
 def test_judges(judge, said, right, score):
-    task = DocumentQuestions(data="none", judge=judge)
-    sample = question_tasks.Sample(
+    task = DocumentQuestionsTask(data="none", judge=judge)
+    sample = question_tasks.TaskSample(
         id="1", group="x", context="x", answers=("nothing like it", right)
     )
     assert task.score(sample, said) == pytest.approx(score)
@@ -103,17 +111,17 @@ def test_judges(judge, said, right, score):
 )
 def test_choices_are_read_from_answers(said, right):
     choices = ("tea", "green  tea", "coffee")
-    assert [metrics.choice(said, choices, at) for at in range(3)] == [
+    assert [metrics.score_choice(said, choices, at) for at in range(3)] == [
         float(at == right) for at in range(3)
     ]
 
 
 def test_a_document_is_compressed_once_for_its_questions(data):
-    model, task = eval_models.speaking(), DocumentQuestions(data=data, new_tokens=6)
+    model, task = eval_models.speaking(), DocumentQuestionsTask(data=data, new_tokens=6)
     made = task.samples(model)
     samples = [*made[1:4], made[3]]
     how, policy = How(agnostic=True), jaxkv.SnapKV(budget=24, window=4)
-    alone = [asked(model, policy, [each], how)[0] for each in samples]
+    alone = [answer_samples(model, policy, [each], how)[0] for each in samples]
     with mock.patch.object(question_tasks, "prefill", wraps=question_tasks.prefill) as prefills:
         together = task.run(model, policy, samples, how)
     assert [len(call.args[1]) for call in prefills.call_args_list] == [2]
@@ -133,7 +141,7 @@ def test_a_document_is_compressed_once_for_its_questions(data):
 )
 def test_other_lines_are_refused(tmp_path, row):
     with pytest.raises(ValueError, match="^data="):
-        DocumentQuestions(data=written(tmp_path, [row])).samples(eval_models.speaking())
+        DocumentQuestionsTask(data=written(tmp_path, [row])).samples(eval_models.speaking())
 
 
 def test_what_is_missing_is_named(tmp_path):
@@ -141,9 +149,9 @@ def test_what_is_missing_is_named(tmp_path):
     row = {"file": "none.txt", "question": "?", "answer": "x"}
     for data in (str(tmp_path / "none"), written(tmp_path, [row])):
         with pytest.raises(FileNotFoundError, match="^data="):
-            DocumentQuestions(data=data).samples(model)
+            DocumentQuestionsTask(data=data).samples(model)
     for name, value in (("judge", "fair"), ("prompt", "{question} {document}"), ("new_tokens", 0)):
         with pytest.raises(ValueError, match=f"^{name}="):
-            DocumentQuestions(data="x", **{name: value})
+            DocumentQuestionsTask(data="x", **{name: value})
     with pytest.raises(TypeError, match="data"):
         evaluate(model, "qa", {"full": jaxkv.FullKV()}, tmp_path / "out")

@@ -66,15 +66,15 @@ def test_files_and_what_does_not_fit(as_users_call, written, tmp_path):
     model, config = tiny.tiny(tiny.TWO_LAYERS), tiny.TWO_LAYERS
     path, _ = written(config.layers, config.kv_heads, config.head_dim)
     filters = QFilters(q_filters=tmp_path).q_filters
-    assert dataclasses.replace(filters).arrays is filters.arrays
+    assert dataclasses.replace(filters).host_arrays is filters.host_arrays
     assert (
         QFilters(q_filters=tmp_path)
         == QFilters(q_filters=f"{path}/model.safetensors")
         != QFilters()
     )
     assert (
-        AdaKV(base=QFilters(budget=20, q_filters=path)).parts().scorer
-        == QFilters(q_filters=path).parts().scorer
+        AdaKV(base=QFilters(budget=20, q_filters=path)).build_policy_parts().scorer
+        == QFilters(q_filters=path).build_policy_parts().scorer
     )
     for shape, message in (
         ((5, 2, 8), "layers=5.: the model has 2"),

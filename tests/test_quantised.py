@@ -15,10 +15,10 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.cache import Dense, Int4, Int8, Mixed
+from jaxkv.cache import DenseStore, Int4Store, Int8Store, MixedStore
 from jaxkv.exporting import runtime
 
-KINDS = {"int8": Int8, "int4": Int4, "mixed": Mixed}
+KINDS = {"int8": Int8Store, "int4": Int4Store, "mixed": MixedStore}
 PROMPTS = (61, 40)
 POOLS = ("full", "adakv", "d2o", "pyramidkv-entropy", "streaming-rolling", "quest", "omnikv")
 
@@ -90,7 +90,7 @@ def test_roundings_are_the_oracles_bit_by_bit(dim, dtype):
     rows[0, 0], rows[0, 1], rows[0, 2] = 0.0, 3.0, 1e-9
     given = jnp.asarray(rows, dtype)
     exact, size = np.asarray(given.astype(jnp.float32)), np.gcd(dim, 32)
-    found = Mixed.of(given, given)
+    found = MixedStore.encode_entries(given, given)
     codes, scales = bytes_of(exact)
     np.testing.assert_array_equal(found.k.code, codes)
     np.testing.assert_array_equal(found.k.scale, scales)
@@ -100,35 +100,41 @@ def test_roundings_are_the_oracles_bit_by_bit(dim, dtype):
     np.testing.assert_array_equal(found.v.least, leasts)
     # Decoded rows lie within half a step of the true ones, and a rounding of the least value.
     wide = dataclasses.replace(found, wide="float32")
-    k, v = (np.asarray(each) for each in wide.view())
+    k, v = (np.asarray(each) for each in wide.decode_entries())
     assert (np.abs(k - exact) <= 0.51 * scales[..., None].astype(np.float32) + 1e-7).all()
     step = np.repeat(steps.astype(np.float32), size, axis=-1)
     off = np.repeat(np.abs(leasts.astype(np.float32)) * 2.0**-11, size, axis=-1)
     assert (np.abs(v - exact) <= 0.51 * step + off + 1e-7).all()
-    assert [each.dtype for each in found.view()] == [given.dtype] * 2
+    assert [each.dtype for each in found.decode_entries()] == [given.dtype] * 2
 
 
 @pytest.mark.parametrize("store", ["int8", "int4"])
 def test_moving_rows_does_not_round_them_again(store):
     rows = jax.random.normal(jax.random.key(0), (2, 12, 64))
     kind = KINDS[store]
-    held = kind.of(rows, rows)
+    held = kind.encode_entries(rows, rows)
     for _ in range(10):
-        held = held.take(jnp.asarray([[11, *range(11)]] * 2))
-    back = held.take(jnp.asarray([[*range(10, 12), *range(10)]] * 2))
+        held = held.gather_entries(jnp.asarray([[11, *range(11)]] * 2))
+    back = held.gather_entries(jnp.asarray([[*range(10, 12), *range(10)]] * 2))
     chex_equal = [
         np.array_equal(a, b)
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(kind.of(rows, rows)), strict=True)
+        for a, b in zip(
+            jax.tree.leaves(back), jax.tree.leaves(kind.encode_entries(rows, rows)), strict=True
+        )
     ]
     assert all(chex_equal)
     none = jnp.full((2, 1), 12)
-    put = held.put((jnp.asarray([[3], [4]]), rows[:, :1] * 9), (none, rows[:, :1]))
+    put = held.overwrite_entries((jnp.asarray([[3], [4]]), rows[:, :1] * 9), (none, rows[:, :1]))
     same = np.asarray(put.k.code != held.k.code).any(axis=-1)
     assert same.sum() == 2 and same[0, 3] and same[1, 4]
     chex.assert_trees_all_equal(put.v, held.v)
     sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(held)) // (2 * 12)
-    assert sizes == kind.row_bytes(64, 4)
-    assert np.isnan(np.asarray(kind.of(rows.at[0, 0, 0].set(jnp.nan), rows).view()[0])[0, 0]).any()
+    assert sizes == kind.compute_entry_bytes(64, 4)
+    assert np.isnan(
+        np.asarray(kind.encode_entries(rows.at[0, 0, 0].set(jnp.nan), rows).decode_entries()[0])[
+            0, 0
+        ]
+    ).any()
 
 
 # A row of each kind of pool with one store, in turns.
@@ -155,7 +161,7 @@ def test_choices_are_made_before_rows_are_rounded(row, store):
         np.testing.assert_array_equal(pos, its_pos)
         for ours, theirs in ((k, its_k), (v, its_v)):
             assert np.abs(ours - theirs).max(initial=0) <= np.abs(theirs).max(initial=0) / 7
-    assert cache.row_bytes < dense.row_bytes and (session.sample(cache, 8)[1] >= 0).all()
+    assert cache.pool_row_bytes < dense.pool_row_bytes and (session.sample(cache, 8)[1] >= 0).all()
 
 
 def test_meshes_draw_the_same():
@@ -175,7 +181,7 @@ def test_saved_caches_engines_and_exports_hold_the_same_rows(tmp_path):
     cache.save(tmp_path / "cache")
     again = jaxkv.load_cache(tmp_path / "cache", model)
     chex.assert_trees_all_equal(again.arrays, cache.arrays)
-    assert again.policy == policy and {type(pool.store) for pool in again.pools} == {Mixed}
+    assert again.policy == policy and {type(pool.store) for pool in again.pools} == {MixedStore}
     asked = jaxkv.generate(model, "who?", cache=cache, **options)
     assert jaxkv.generate(model, "who?", cache=again, **options).text == asked.text
     alone = jaxkv.generate(model, text, policy=policy, **options)
@@ -199,8 +205,8 @@ def test_decoded_rows_have_the_same_codes_and_scales_again(store):
     rows = jax.random.normal(jax.random.key(1), (2, 300, 64)) * jnp.exp(
         jax.random.normal(jax.random.key(2), (2, 300, 1))
     )
-    held = KINDS[store].of(rows, rows + 0.3)
-    chex.assert_trees_all_equal(KINDS[store].of(*held.view()), held)
+    held = KINDS[store].encode_entries(rows, rows + 0.3)
+    chex.assert_trees_all_equal(KINDS[store].encode_entries(*held.decode_entries()), held)
 
 
 def test_compressing_again_rounds_no_row_twice():
@@ -234,7 +240,7 @@ def test_what_no_store_can_be_is_refused(as_users_call):
         with pytest.raises(ValueError, match="store="):
             jaxkv.SnapKV(budget=64, store=given)
     assert (
-        jaxkv.SnapKV(budget=64, store=Int4)
+        jaxkv.SnapKV(budget=64, store=Int4Store)
         == jaxkv.SnapKV(budget=64, store="int4")
         != jaxkv.SnapKV(budget=64)
     )
@@ -248,7 +254,7 @@ def test_what_no_store_can_be_is_refused(as_users_call):
     with pytest.raises(ValueError, match="policy=KNorm.*transformed entries"):
         jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int4"))
     held = jaxkv.compress(k, k, policy=jaxkv.KNorm(budget=8, store="int8"))
-    assert isinstance(held.pool().store, Int8)
+    assert isinstance(held.get_layer_pool().store, Int8Store)
 
 
 def test_the_page_says_what_a_row_takes():
@@ -260,9 +266,9 @@ def test_the_page_says_what_a_row_takes():
         )
     )
     k = jnp.zeros((1, 1, 128), jnp.bfloat16)
-    for name, store in {"dense": Dense, **KINDS}.items():
-        held = sum(leaf.nbytes for leaf in jax.tree.leaves(store.of(k, k)))
-        assert int(listed[name]) == held + 4 == store.row_bytes(128, 2) + 4
+    for name, store in {"dense": DenseStore, **KINDS}.items():
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(store.encode_entries(k, k)))
+        assert int(listed[name]) == held + 4 == store.compute_entry_bytes(128, 2) + 4
 
 
 def test_plans_count_narrow_rows_and_what_reads_them():

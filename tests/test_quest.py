@@ -14,14 +14,14 @@ from test_sharded_parts import agree
 
 import jaxkv
 from jaxkv import FullKV, PyramidKV, Quest, SnapKV
-from jaxkv.attention.filters import by_page
-from jaxkv.cache import repack
-from jaxkv.cache.page_bounds import bounds_of, joined_rows
+from jaxkv.attention.filters import bound_page_logits
+from jaxkv.cache import repack_cache
+from jaxkv.cache.page_bounds import compute_page_bounds, list_appended_page_rows
 from jaxkv.engine import token_loop
-from jaxkv.engine.layers.paged import PagedLayer
-from jaxkv.engine.pages import full_pages
+from jaxkv.engine.layers.paged import QuestCacheLayer
+from jaxkv.engine.pages import count_full_pages
 from jaxkv.engine.plan import plan_prefill
-from jaxkv.engine.spec import spec_for
+from jaxkv.engine.spec import create_cache_spec
 
 CONFIG, LENGTHS, NEW = tiny.MODELS["gqa3"], (60, 33), 20
 
@@ -41,7 +41,9 @@ def test_the_bound_is_the_oracles_and_never_below_a_logit():
     )
     low, high = (getattr(keys.reshape(1, 2, 3, 4, 8), name)(axis=3) for name in ("min", "max"))
     found = np.asarray(
-        by_page(jnp.asarray(q.reshape(1, 2, 3, 8)), jnp.asarray(low), jnp.asarray(high), None)
+        bound_page_logits(
+            jnp.asarray(q.reshape(1, 2, 3, 8)), jnp.asarray(low), jnp.asarray(high), None
+        )
     )[0]
     for head in range(2):
         logits = (q[head * 3 : head * 3 + 3] @ keys[head].T).reshape(3, 3, 4)
@@ -59,13 +61,13 @@ def test_bounds_renewed_by_new_rows_are_those_of_all_rows():
     keys = jnp.asarray(rng.normal(size=(2, 2 * each, 8)), dtype)
     others = keys + jnp.asarray(1, dtype)
     length = jnp.asarray([[7, 8], [5, 4]])
-    store, wrong = (jaxkv.cache.Dense.of(a, a) for a in (keys, others))
-    bounds = bounds_of(store, length, page=page)
+    store, wrong = (jaxkv.cache.DenseStore.encode_entries(a, a) for a in (keys, others))
+    bounds = compute_page_bounds(store, length, page=page)
 
     def grown(bounds, store, length, count):
-        row = jnp.minimum(joined_rows(length, max(count), page), each - 1)
+        row = jnp.minimum(list_appended_page_rows(length, max(count), page), each - 1)
         rows = store.k.reshape(2, 2, each, 8)
-        return bounds.renewed(
+        return bounds.recompute_appended_pages(
             jnp.take_along_axis(rows, row[..., None], axis=2), length, jnp.asarray(count)
         )
 
@@ -73,7 +75,7 @@ def test_bounds_renewed_by_new_rows_are_those_of_all_rows():
     for rows in (1, 1, 5, 3):
         bounds = grown(bounds, store, length, (rows, 0))
         length = length + jnp.asarray([[rows], [0]])
-    expected = bounds_of(store, length, page=page)
+    expected = compute_page_bounds(store, length, page=page)
     assert expected.low.shape == (2, 2, 5, 8)
     for sequence, head in np.ndindex(2, 2):
         some = slice(-(-int(length[sequence, head]) // page))
@@ -87,15 +89,20 @@ def test_no_more_rows_are_read_than_the_budget():
     """Of a budget that is a multiple of the page as many pages as in the published code, else as many as fit."""
     for budget in (12, 13, 16, 50):
         length = jnp.arange(100)
-        read = np.asarray(full_pages(length, jnp.int32(budget), 4) * 4 + length % 4 + 1)
+        read = np.asarray(count_full_pages(length, jnp.int32(budget), 4) * 4 + length % 4 + 1)
         assert (read <= budget).all() and (read[:budget] == np.arange(1, budget + 1)).all()
         assert budget % 4 or (read[budget:] > budget - 4).all()
 
 
 def test_rows_read_are_the_budget_and_a_share_is_of_each_prompt():
     lengths = np.asarray([1000, 100])
-    assert Quest().parts().read.tokens(lengths, 8).tolist() == [1024, 1024]
-    assert Quest(budget=0.1).parts().read.tokens(lengths, 8).tolist() == [100, 48]
+    assert Quest().build_policy_parts().read.count_attended_tokens(lengths, 8).tolist() == [
+        1024,
+        1024,
+    ]
+    assert Quest(budget=0.1).build_policy_parts().read.count_attended_tokens(
+        lengths, 8
+    ).tolist() == [100, 48]
 
 
 # --- what is read ----------------------------------------------------------------------------------------------------
@@ -104,7 +111,11 @@ def test_rows_read_are_the_budget_and_a_share_is_of_each_prompt():
 @pytest.fixture
 def record(monkeypatch):
     """Of every token and layer that chose, in order: queries, rows before it, chosen rows, count, and output."""
-    seen, choose, attend = [], PagedLayer.chosen_pages, PagedLayer.attended
+    seen, choose, attend = (
+        [],
+        QuestCacheLayer.select_pages,
+        QuestCacheLayer.append_tokens_and_attend,
+    )
 
     def chosen_pages(layer, q, budget):
         chosen = choose(layer, q, budget)
@@ -114,13 +125,13 @@ def record(monkeypatch):
 
     def attended(layer, token, step):
         made = attend(layer, token, step)
-        if not step.several:
+        if not step.has_several_tokens:
             keep = lambda out: seen[-1].append(np.asarray(out))  # noqa: E731
             jax.debug.callback(keep, made.out[..., 0, :], ordered=True)
         return made
 
-    monkeypatch.setattr(PagedLayer, "chosen_pages", chosen_pages)
-    monkeypatch.setattr(PagedLayer, "attended", attended)
+    monkeypatch.setattr(QuestCacheLayer, "select_pages", chosen_pages)
+    monkeypatch.setattr(QuestCacheLayer, "append_tokens_and_attend", attended)
     return seen
 
 
@@ -197,7 +208,7 @@ def bounds_are_those_of_all_rows(cache):
     assert cache.pools[0].bounds is None
     for layer, pool in enumerate(cache.pools[1:], 1):
         length, bounds = cache.length[layer], pool.bounds
-        expected = bounds_of(pool.store, length, page=4)
+        expected = compute_page_bounds(pool.store, length, page=4)
         full = (jnp.arange(expected.low.shape[2]) < (length // 4)[..., None])[..., None]
         for mine, its in ((bounds.low, expected.low), (bounds.high, expected.high)):
             np.testing.assert_array_equal(jnp.where(full, mine, 0), jnp.where(full, its, 0))
@@ -216,7 +227,7 @@ def test_bounds_follow_the_rows():
         cache, one = session.sample(cache, 1, new=NEW, donate=True)
         np.testing.assert_array_equal(one[:, 0], tokens[:, at])
     bounds_are_those_of_all_rows(cache)
-    cache = repack(cache, headroom=70)
+    cache = repack_cache(cache, headroom=70)
     bounds_are_those_of_all_rows(cache)
     np.testing.assert_array_equal(session.sample(cache, NEW - 6)[1], tokens[:, 6:])
 
@@ -225,12 +236,12 @@ def test_no_token_reads_the_keys_of_all_pages():
     """The compiled loop takes minima of the newest rows' pages alone, however long the cache is."""
     model, policy = tiny.tiny(CONFIG), quest(12)
     cache = jaxkv.Session(model, policy).prefill(tiny.prompts(6, LENGTHS), new=NEW)
-    spec = spec_for(model.flat, cache)
-    draw = token_loop.first_sampling_state(
+    spec = create_cache_spec(model.flat_decoder, cache)
+    draw = token_loop.create_sampling_state(
         cache.logits, jnp.zeros(2, bool), jax.random.key(0), jnp.asarray([-2])
     )
-    given = token_loop.loop_arguments(
-        model.flat,
+    given = token_loop.collect_loop_arguments(
+        model.flat_decoder,
         cache.arrays,
         draw,
         1,

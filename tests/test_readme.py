@@ -8,7 +8,7 @@ import pytest
 import running
 
 import jaxkv
-from jaxkv.cache import Turn
+from jaxkv.cache import ConversationState
 
 pytestmark = pytest.mark.real
 
@@ -61,7 +61,7 @@ def test_three_of_three_are_right(tmp_path, monkeypatch):
         policy.value = ast.Name("POLICY", ast.Load())
     exec(compile(ast.fix_missing_locations(tree), "README.md", "exec"), names)
     assert len(said) == len(ANSWERS) and all(map(str.__contains__, said, ANSWERS)), said
-    assert names["cache"].turn is Turn.USER, "loaded as it was saved"
+    assert names["cache"].turn is ConversationState.USER, "loaded as it was saved"
     (shown,) = re.findall(
         r"^```text\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), flags=re.S | re.M
     )

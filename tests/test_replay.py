@@ -12,14 +12,14 @@ from policy_table import REPEATED
 import jaxkv
 from jaxkv import GlobalBudget, KVzip
 from jaxkv.engine import replay
-from jaxkv.engine.embedding import embed
-from jaxkv.engine.lengths import bucket
+from jaxkv.engine.embedding import embed_tokens
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.engine.prefill import run_layer
-from jaxkv.engine.progress import run_to_end
-from jaxkv.engine.tokens import angles_by_rope
+from jaxkv.engine.progress import run_generator
+from jaxkv.engine.tokens import compute_angles_by_rope
 from jaxkv.models.values import LayerSpec
-from jaxkv.policies.scorer import Needs, Replay
+from jaxkv.policies.scorer import Needs, PromptReplay
 
 LENGTHS = (61, 24, 5)
 SINKS = 2
@@ -33,11 +33,14 @@ WINDOWS = dataclasses.replace(tiny.shape(layers=4, kv_heads=2, group=3, dim=16),
 def read(model, texts, needs):
     """What each layer of the model returns for texts, padded on the right to a bucket; layer by layer."""
     slots, lengths = (
-        bucket(max(map(len, texts))),
+        round_up_to_bucket(max(map(len, texts))),
         jnp.asarray([len(ids) for ids in texts], jnp.int32),
     )
-    flat, x = model.flat, jnp.asarray([ids + [0] * (slots - len(ids)) for ids in texts], jnp.int32)
-    x, tables = embed(flat.ends, x, graphs=flat.graphs), angles_by_rope(flat, slots)
+    flat, x = (
+        model.flat_decoder,
+        jnp.asarray([ids + [0] * (slots - len(ids)) for ids in texts], jnp.int32),
+    )
+    x, tables = embed_tokens(flat.ends, x, graphs=flat.graphs), compute_angles_by_rope(flat, slots)
     for index in range(len(flat.blocks)):
         out = run_layer(flat, index, x, lengths, tables, needs, jaxkv.attention.Implementation.XLA)
         x = out.x
@@ -71,29 +74,33 @@ def weights_of(model, index, ids, again, v):
     config = model.config
     x = np.asarray(hidden(model, index, ids + again), np.float64)[len(ids) : len(ids) + len(again)]
     weight = np.asarray(model.decoder.blocks[index].attention.out[...], np.float64)
-    weight = weight.reshape(config.embed, config.kv_heads, config.group, config.head_dim)
+    weight = weight.reshape(config.embed, config.kv_heads, config.group_size, config.head_dim)
     values = np.linalg.norm(np.einsum("knd,ekgd->kgne", v, weight), axis=-1)
     return values[:, :, None] / np.linalg.norm(x, axis=-1)[None, None, :, None]
 
 
 def hidden(model, index, ids):
     """Normed hidden states [n, E] that enter attention of one layer, by blocks run without any cache."""
-    x = model.flat.graphs.ends(model.flat.ends).embed(jnp.asarray([ids], jnp.int32))
+    x = model.flat_decoder.graphs.rebuild_embedding_and_head(model.flat_decoder.ends).embed_tokens(
+        jnp.asarray([ids], jnp.int32)
+    )
     for _, out in zip(range(index), layers_of(model, ids, Needs()), strict=False):
         # The next block takes the buffer.
         x = jnp.copy(out.x)
-    return model.decoder.blocks[index].normed(x)[0, : len(ids)]
+    return model.decoder.blocks[index].normalise_for_attention(x)[0, : len(ids)]
 
 
 def peaks_of(model, prompts, asked):
     """The library's second pass over a padded batch: [layer][sequence] -> [K, n]."""
     lengths = np.asarray([len(ids) for ids in prompts])
-    slots = bucket(int(lengths.max()))
+    slots = round_up_to_bucket(int(lengths.max()))
     tokens = np.asarray([ids + [0] * (slots - len(ids)) for ids in prompts], np.int32)
     layers = read(model, prompts, Needs())
-    padded = replay.Padded(tokens, lengths, replay.texts_of(asked, None, model.config))
-    walk = replay.replayed(
-        model.flat,
+    padded = replay.PaddedPrompts(
+        tokens, lengths, replay.encode_second_pass_texts(asked, None, model.config)
+    )
+    walk = replay.compute_peak_attention(
+        model.flat_decoder,
         dict(enumerate(layers)),
         padded,
         asked,
@@ -101,7 +108,7 @@ def peaks_of(model, prompts, asked):
         worth=1.0,
     )
     shares = []
-    found = run_to_end(walk, shares.append)
+    found = run_generator(walk, shares.append)
     assert sum(shares) == pytest.approx(1.0)
     return [[np.asarray(layer)[row, :, :n] for row, n in enumerate(lengths)] for layer in found]
 
@@ -110,7 +117,7 @@ def peaks_of(model, prompts, asked):
 def test_attention_of_the_second_pass_agrees_with_the_oracle(weighted):
     """Of layers with a window, which choose nothing, what they hand to the layers above them counts."""
     model, prompts = tiny.tiny(WINDOWS), tiny.prompts(3, (61, 20))
-    found = peaks_of(model, prompts, Replay(sinks=SINKS, weighted=weighted, **REPEATED))
+    found = peaks_of(model, prompts, PromptReplay(sinks=SINKS, weighted=weighted, **REPEATED))
     for row, ids in enumerate(prompts):
         expected = oracle(model, ids, weighted=weighted)
         for layer, each in enumerate(expected):
@@ -124,7 +131,9 @@ def test_attention_of_the_second_pass_agrees_with_the_oracle(weighted):
 def test_chunks_may_be_longer_than_prompts():
     model, prompts = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(4, (30, 9))
     texts = {name: REPEATED[name] for name in ("first", "following", "closing", "tail")}
-    whole, large = (peaks_of(model, prompts, Replay(chunk=chunk, **texts)) for chunk in (32, 2048))
+    whole, large = (
+        peaks_of(model, prompts, PromptReplay(chunk=chunk, **texts)) for chunk in (32, 2048)
+    )
     for one, other in zip(whole, large, strict=True):
         for left, right in zip(one, other, strict=True):
             np.testing.assert_array_equal(left, right)
@@ -197,4 +206,4 @@ def test_plans_for_gpus_count_all_layers_that_wait_for_the_second_pass():
         jaxkv.plan("llama-3.1-8b", policy=policy, **kw)
         for policy in (KVzip(budget=0.1, over="layer"), jaxkv.SnapKV(budget=1.0))
     )
-    assert small.sizes.peak >= 0.98 * full.sizes.peak
+    assert small.sizes.peak_device_bytes >= 0.98 * full.sizes.peak_device_bytes

@@ -9,8 +9,8 @@ import tiny
 from meshes import BUDGET, NEW, mesh_of, model_of, prompts, roomy
 
 import jaxkv
-from jaxkv.sharding.mesh import Axes
-from jaxkv.sharding.parameters import model_mesh
+from jaxkv.sharding.mesh import ShardingMesh
+from jaxkv.sharding.parameters import make_model_mesh
 
 # Every form of pool, and all that a cache may remember; from one device, back to it, and between meshes.
 MOVES = (("every", "2x4", "4x2"), ("adakv-entropy", "2x4", "one"), ("d2o", "one", "2x4"))
@@ -69,13 +69,17 @@ def test_a_cache_goes_on_elsewhere(name, before, after):
     cache = asked(name, before)
     held, moved = rows(cache), jaxkv.reshard(cache, place(after))
     assert rows(moved) == held and remembered(moved) == remembered(cache) and rows(cache) == held
-    axes = None if PLACES[after] is None else Axes(mesh=model_mesh(place(after), cache.config))
+    axes = (
+        None
+        if PLACES[after] is None
+        else ShardingMesh(mesh=make_model_mesh(place(after), cache.config))
+    )
     assert moved.axes == axes and moved.batch == 3 and moved.turn == cache.turn
     for pool in moved.pools:
         parts = (1, 1) if axes is None else PLACES[after]
         assert pool.pos.sharding.shard_shape(pool.pos.shape) == (
             len(moved.seen) // parts[0],
-            pool.rows // parts[1],
+            pool.row_count // parts[1],
         )
     made = jaxkv.generate(on(after), prompts(6, (5, 19, 8)), cache=moved, **OPTIONS)
     assert [tokens.tokens.tolist() for tokens in made] == answers(name)
@@ -88,11 +92,11 @@ def test_rows_that_no_share_allows_stay():
     alone = jaxkv.prefill(model_of(4), prompts(5, (61, 37)), policy=policy, progress=False)
     moved = jaxkv.reshard(alone, mesh_of(1, 4))
     assert rows(moved) == rows(alone)
-    assert moved.pools[0].rows > 4 * BUDGET and (moved.kept.sum(axis=2) == 4 * BUDGET).all()
+    assert moved.pools[0].row_count > 4 * BUDGET and (moved.kept.sum(axis=2) == 4 * BUDGET).all()
     # The second sequence is not due while the first one is: it stays as it is, beyond its share.
     session = jaxkv.Session(model_of(4).on(mesh_of(1, 4)), policy)
     grown = session.extend(moved, [[1, 2, 3, 4, 5], [1]])
-    again = session.compress_again(grown)
+    again = session.recompress_sequences(grown)
     assert {at: one for at, one in rows(again).items() if at[1]} == {
         at: one for at, one in rows(grown).items() if at[1]
     }
@@ -130,7 +134,7 @@ def test_saved_on_a_mesh_and_loaded_on_another(tmp_path):
 
 def test_a_cache_that_was_given_up_cannot_be_moved():
     cache = asked("d2o", "one")
-    copy = cache.updated(seen=cache.seen + 0)
+    copy = cache.replace_arrays(seen=cache.seen + 0)
     copy.seen.delete()
     with pytest.raises(ValueError, match=r"cache='deleted'"):
         jaxkv.reshard(copy, mesh_of(2, 4))

@@ -7,20 +7,20 @@ import oracles as o
 import pytest
 
 from jaxkv import RKV
-from jaxkv.policies import Observed
+from jaxkv.policies import ScorerInputs
 from jaxkv.policies.methods import rkv
 
 HEADS, GROUP, DIM, WINDOW, PADDING = 2, 3, 16, 8, 5
 
 
 def layer(q, k, lengths):
-    """One layer's `Observed` of queries `[B, K, G, n, D]` and keys `[B, K, n, D]`, with padding that is no number."""
+    """One layer's `ScorerInputs` of queries `[B, K, G, n, D]` and keys `[B, K, n, D]`, with NaN padding."""
     at = np.asarray(lengths)[:, None] - WINDOW + np.arange(WINDOW)
     inside = (np.arange(k.shape[2]) < np.asarray(lengths)[:, None])[:, None, :, None]
     k = jnp.pad(
         jnp.where(inside, k, np.nan), ((0, 0), (0, 0), (0, PADDING), (0, 0)), constant_values=np.nan
     )
-    return Observed(
+    return ScorerInputs(
         extras={
             "queries": jnp.take_along_axis(q, np.maximum(at, 0)[:, None, None, :, None], axis=3)
         },
@@ -45,7 +45,9 @@ def drawn(lengths, dtype=jnp.float32):
 
 def check(policy, q, k, lengths, **options):
     """Asserts that a policy's scores of the rows before the window are the oracle's."""
-    ours = np.asarray(jax.jit(policy.parts().scorer.observe)(layer(q, k, lengths)))
+    ours = np.asarray(
+        jax.jit(policy.build_policy_parts().scorer.score_entries)(layer(q, k, lengths))
+    )
     for row, n in enumerate(lengths):
         exact = (np.asarray(x[row], np.float64)[..., :n, :].reshape(-1, n, DIM) for x in (q, k))
         expected, gap = o.rkv_scores(*exact, WINDOW, **options)
@@ -79,7 +81,9 @@ def test_the_last_of_equal_keys_stays():
     k = jnp.asarray(np.eye(DIM)[None, None, :n], jnp.float32).repeat(HEADS, axis=1)
     k = k.at[:, :, 1:6].set(k[:, :, :1])
     q = jnp.zeros((1, HEADS, GROUP, n, DIM))
-    scores = np.asarray(RKV(mix_lambda=0.0).parts().scorer.observe(layer(q, k, [n])))[0, :, :WINDOW]
+    scores = np.asarray(
+        RKV(mix_lambda=0.0).build_policy_parts().scorer.score_entries(layer(q, k, [n]))
+    )[0, :, :WINDOW]
     np.testing.assert_allclose(scores[:, 6:], scores[:, 5:6].repeat(2, axis=1), rtol=1e-6)
     assert (scores[:, :5] < 1.2 * scores[:, 5:6]).all()
 
@@ -87,7 +91,9 @@ def test_the_last_of_equal_keys_stays():
 @pytest.mark.parametrize("n", (1, WINDOW, WINDOW + 1))
 def test_prompts_no_longer_than_the_window_have_finite_scores(n):
     q, k = drawn((n + 20,))
-    assert np.isfinite(RKV().parts().scorer.observe(layer(q[..., :n, :], k[:, :, :n], [n]))).all()
+    assert np.isfinite(
+        RKV().build_policy_parts().scorer.score_entries(layer(q[..., :n, :], k[:, :, :n], [n]))
+    ).all()
 
 
 def test_cosines_of_all_pairs_are_never_in_memory_at_once():
@@ -99,7 +105,7 @@ def test_cosines_of_all_pairs_are_never_in_memory_at_once():
     positions, length = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1, WINDOW), (1,)))
 
     def observe(q, k, positions, length):
-        seen = Observed(
+        seen = ScorerInputs(
             extras={"queries": q},
             q_positions=positions,
             k=k,
@@ -108,7 +114,7 @@ def test_cosines_of_all_pairs_are_never_in_memory_at_once():
             layer=jnp.int32(0),
             key=jax.random.key(0),
         )
-        return RKV().parts().scorer.observe(seen)
+        return RKV().build_policy_parts().scorer.score_entries(seen)
 
     used = (
         jax.jit(observe)

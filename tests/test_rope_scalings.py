@@ -12,7 +12,7 @@ from test_families import OLMO2_7B, PHI_4, PHI_4_MINI
 import jaxkv
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder
-from jaxkv.models.rope import inverse_frequencies
+from jaxkv.models.rope import compute_rope_frequencies
 from jaxkv.models.values import LayerSpec, LongRope, Rope, YarnRope
 
 FOLDER = running.GOLDEN / "models" / "phi3_long"
@@ -35,13 +35,16 @@ def test_short_texts_have_short_factors_where_the_model_is_loaded_for_them():
 def test_which_list_rotates():
     config = ModelConfig.from_hf(PHI_4_MINI)
     assert config.rope.long and config.max_positions == 131072
-    assert config.within(4097).rope == config.rope and config.within(4097).max_positions == 4097
-    short = config.within(4096)
+    assert (
+        config.limit_positions(4097).rope == config.rope
+        and config.limit_positions(4097).max_positions == 4097
+    )
+    short = config.limit_positions(4096)
     assert short.rope == dataclasses.replace(config.rope, long=False)
     plain = np.pad(10_000.0 ** (-np.arange(48) / 48), (0, 16))
     factor = math.sqrt(1 + math.log(32) / math.log(4096))
     for each, factors in ((config, LONG), (short, SHORT)):
-        frequencies, scales = inverse_frequencies(each.rope, 128)
+        frequencies, scales = compute_rope_frequencies(each.rope, 128)
         np.testing.assert_allclose(frequencies[:48], plain[:48] / np.array(factors), rtol=1e-14)
         # Channels that are not rotated are not multiplied either.
         assert not frequencies[48:].any() and np.allclose(
@@ -51,7 +54,7 @@ def test_which_list_rotates():
     made = ModelConfig.from_hf(
         PHI_4_MINI | {"max_position_embeddings": 4096, "sliding_window": None}
     )
-    assert not made.rope.long and inverse_frequencies(made.rope, 128)[1].tolist() == [1.0] * 64
+    assert not made.rope.long and compute_rope_frequencies(made.rope, 128)[1].tolist() == [1.0] * 64
 
 
 def test_layers_that_differ_each_take_their_list():
@@ -66,7 +69,7 @@ def test_layers_that_differ_each_take_their_list():
         "kv_heads": 1,
         "head_dim": 2,
     }
-    made = ModelConfig(**sizes, kinds=kinds, max_positions=32).within(8)
+    made = ModelConfig(**sizes, kinds=kinds, max_positions=32).limit_positions(8)
     assert made.kinds == (
         LayerSpec(rope=dataclasses.replace(long, long=False)),
         LayerSpec(rope=Rope()),
@@ -105,7 +108,7 @@ def test_lists_that_do_not_fit(keys, name):
 @pytest.mark.parametrize("given", [0, 16385])
 def test_positions_that_the_model_does_not_have(given):
     with pytest.raises(ValueError, match=f"max_positions={given}: give "):
-        ModelConfig.from_hf(PHI_4).within(given)
+        ModelConfig.from_hf(PHI_4).limit_positions(given)
 
 
 YARN = {
@@ -134,7 +137,12 @@ def test_olmo3_scales_its_layers_without_windows():
     yarn = YarnRope(
         theta=500_000.0, factor=8.0, original_max_position=8192, attention_factor=1.2079441541679836
     )
-    assert [config.spec_of(layer).rope for layer in range(32)] == [plain, plain, plain, yarn] * 8
+    assert [config.get_layer_spec(layer).rope for layer in range(32)] == [
+        plain,
+        plain,
+        plain,
+        yarn,
+    ] * 8
     assert config.sliding_windows == (4096, 4096, 4096, None) * 8
 
 

@@ -8,12 +8,12 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxkv.evals import Ruler, ids_of
-from jaxkv.evals.ruler.document_qa import read
+from jaxkv.evals import Ruler, encode_sample
+from jaxkv.evals.ruler.document_qa import load_data_set
 from jaxkv.evals.ruler.niah import NEEDLE
-from jaxkv.evals.ruler.recipe import PromptFactory, fit
-from jaxkv.evals.ruler.ruler_task import MADE, recipe_of
-from jaxkv.evals.ruler.wording import SMALL_WORDS, sentences, word_lists, wording_of
+from jaxkv.evals.ruler.recipe import PromptFactory, fit_haystack_size
+from jaxkv.evals.ruler.ruler_task import MADE, make_recipe
+from jaxkv.evals.ruler.wording import SMALL_WORDS, load_word_lists, select_wording, split_sentences
 from tests.ruler_cases import GOLDEN, count, model, pieces, small_vocabulary
 
 _TOLD = NEEDLE.format(kind="(numbers|uuids)", key="(.+?)", value=r"([\w-]+)")
@@ -32,10 +32,10 @@ LENGTH = 768
 
 
 def cell(name: str, wording: str, length: int = LENGTH) -> PromptFactory:
-    made = recipe_of(
-        name, wording=wording_of(wording), length=length, count=count, data=str(GOLDEN)
+    made = make_recipe(
+        name, wording=select_wording(wording), length=length, count=count, data=str(GOLDEN)
     )
-    return PromptFactory(made, length, count, fit(made, length, count))
+    return PromptFactory(made, length, count, fit_haystack_size(made, length, count))
 
 
 def is_uuid4(text: str) -> bool:
@@ -44,7 +44,7 @@ def is_uuid4(text: str) -> bool:
 
 FORMS = {
     ("official", "words"): lambda text: (
-        text.partition("-")[0] in word_lists()["adjectives"] or text.count("-") > 1
+        text.partition("-")[0] in load_word_lists()["adjectives"] or text.count("-") > 1
     ),
     ("official", "numbers"): lambda text: re.fullmatch(r"[1-9]\d{6}", text),
     ("official", "uuids"): is_uuid4,
@@ -60,7 +60,7 @@ def test_needles(name, wording):
     haystack, key_kind, value_kind, keys, values, queries = NEEDLES[name]
     made, rng = cell(name, wording), np.random.default_rng(0)
     for _ in range(5):
-        prompt = made.make(rng)
+        prompt = made.make_fitting_prompt(rng)
         told = re.findall(_TOLD, prompt.context)
         others = len(told) - keys * values
         assert others >= 3 if haystack == "needle" else others == 0
@@ -92,7 +92,7 @@ def test_needles(name, wording):
 def test_a_chain_of_four_hops(wording):
     made, rng = cell("vt", wording, 1200), np.random.default_rng(0)
     for _ in range(5):
-        prompt = made.make(rng)
+        prompt = made.make_fitting_prompt(rng)
         *shot, text = re.split(r"(?=Memorize and track)", prompt.context)[1:]
         # RULER shows a solved one first; a tiny model was trained on the task.
         assert len(shot) == (wording == "official")
@@ -121,7 +121,7 @@ def test_a_chain_of_four_hops(wording):
     ],
 )
 def test_ten_common_words(wording, length, often, seldom):
-    prompt = cell("cwe", wording, length).make(np.random.default_rng(0))
+    prompt = cell("cwe", wording, length).make_fitting_prompt(np.random.default_rng(0))
     *shot, text = prompt.context.split("Below is a numbered list")[1:]
     entries = Counter(re.findall(r"\d+\. (.+?)(?= \d+\. |$)", text.partition("\n")[2]))
     assert Counter(entries.values()) == {often: 10, seldom: len(entries) - 10}
@@ -141,10 +141,10 @@ def test_ten_common_words(wording, length, often, seldom):
 
 @pytest.mark.parametrize("name", ["qa_1", "qa_2"])
 def test_documents(name):
-    data = read(str(GOLDEN), name)
+    data = load_data_set(str(GOLDEN), name)
     made, rng = cell(name, "official", 375), np.random.default_rng(0)
     for index, asked in enumerate(data.questions):
-        prompt = made.make(rng, index)
+        prompt = made.make_fitting_prompt(rng, index)
         texts = re.findall(r"Document \d+:\n(.+?)(?=\n\nDocument|\Z)", prompt.context, re.S)
         own = {data.documents[each] for each in asked.context}
         assert len(set(texts)) == len(texts) and own <= set(texts)
@@ -153,7 +153,7 @@ def test_documents(name):
     assert len(data.questions) == (12 if name == "qa_1" else 4)
     assert {len(each.context) for each in data.questions} == ({1} if name == "qa_1" else {10})
     with pytest.raises(ValueError, match="^count="):
-        made.make(rng, len(data.questions))
+        made.make_fitting_prompt(rng, len(data.questions))
 
 
 @pytest.mark.parametrize("wording", ["official", "small"])
@@ -163,7 +163,7 @@ def test_lengths_are_near_what_is_asked(name, wording):
     slack = {"fwe": 0.1, "niah_multikey_3": 0.1}.get(name, 0.05)
     for length in (1200, 2400):
         made, rng = cell(name, wording, length), np.random.default_rng(0)
-        taken = [count(made.make(rng)) + made.recipe.new_tokens for _ in range(3)]
+        taken = [count(made.make_fitting_prompt(rng)) + made.recipe.new_tokens for _ in range(3)]
         assert (1 - slack) * length <= min(taken) <= max(taken) <= length
 
 
@@ -174,8 +174,8 @@ def test_the_small_wording_is_made_of_its_vocabulary():
     for name in MADE:
         made = cell(name, "small")
         for _ in range(5):
-            prompt = made.make(rng)
-            seen |= set(pieces(prompt.text + prompt.target))
+            prompt = made.make_fitting_prompt(rng)
+            seen |= set(pieces(prompt.full_text + prompt.target))
     assert seen <= known
     # Nothing is in it that no prompt says, but for nouns not sampled.
     nouns = {*SMALL_WORDS, *(word.upper() for word in SMALL_WORDS)}
@@ -196,7 +196,7 @@ def test_no_word_is_found_in_another():
 
 def test_sentences():
     text = 'Call me Ishmael. "Who?" Mr. Coffin asked! It cost 3.50 dollars... and more. (So it was.) The end'
-    assert sentences(text) == [
+    assert split_sentences(text) == [
         "Call me Ishmael.",
         '"Who?"',
         "Mr. Coffin asked!",
@@ -215,7 +215,8 @@ class TestTask:
         assert len({each.id for each in made}) == len({each.context for each in made}) == 12
         for each in made:
             assert (
-                sum(map(len, ids_of(model().text, each))) + each.new_tokens <= each.tags["length"]
+                sum(map(len, encode_sample(model().text, each))) + each.new_tokens
+                <= each.tags["length"]
             )
         assert asked.samples(model()) == made
         # More of them begin with the same; other seeds do not.

@@ -7,27 +7,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxkv.evals.ruler.chains import Chain
-from jaxkv.evals.ruler.counted import Listed
-from jaxkv.evals.ruler.niah import DEPTHS, NEEDLE, NeedlePrompt, PlacedNeedle, places_at
-from jaxkv.evals.ruler.recipe import fit
+from jaxkv.evals.ruler.chains import VariableChain
+from jaxkv.evals.ruler.counted import WordList
+from jaxkv.evals.ruler.niah import (
+    DEPTHS,
+    NEEDLE,
+    NeedleParts,
+    PlacedNeedle,
+    convert_depths_to_indices,
+)
+from jaxkv.evals.ruler.recipe import fit_haystack_size
 from jaxkv.evals.ruler.ruler_task import (
     NAMES,
-    cleaned,
-    recipe_of,
+    clean_prediction,
+    make_recipe,
     string_match_all,
     string_match_part,
 )
-from jaxkv.evals.ruler.wording import wording_of
+from jaxkv.evals.ruler.wording import select_wording
 from tests.ruler_cases import GOLDEN, count, golden
 
 ESSAY = (Path(__file__).parents[1] / "benchmarks" / "data" / "document.txt").read_text("utf-8")
-WORDING = wording_of("official", ESSAY)
+WORDING = select_wording("official", ESSAY)
 
 
 def recipe(name: str):
     asked = golden()["tasks"][name]["asked"]
-    return recipe_of(
+    return make_recipe(
         name.removesuffix("_4096"), wording=WORDING, length=asked, count=count, data=str(GOLDEN)
     )
 
@@ -49,9 +55,9 @@ def test_needles(name):
     made, drawn = recipe(name), golden()["tasks"][name]["draws"]
     size, kind = drawn["size"], made.value_kind
     if made.haystack == "essay":
-        haystack = WORDING.essay(np.random.default_rng(0), size)
+        haystack = WORDING.make_essay_sentences(np.random.default_rng(0), size)
         assert set(drawn["places"]) <= set(DEPTHS.tolist())
-        places = places_at(drawn["places"], len(haystack))
+        places = convert_depths_to_indices(drawn["places"], len(haystack))
         needles = drawn["needles"]
     else:
         others = zip(drawn["others"][::2], drawn["others"][1::2], strict=True)
@@ -71,7 +77,7 @@ def test_needles(name):
     )
     asked = tuple(drawn["keys"][each] for each in drawn["asked"])
     values = tuple(tuple(drawn["values"][each]) for each in drawn["asked"])
-    same(name, made.write(NeedlePrompt(stand, asked, values, tuple(haystack))))
+    same(name, made.write(NeedleParts(stand, asked, values, tuple(haystack))))
 
 
 def test_variable_tracking():
@@ -84,12 +90,14 @@ def test_variable_tracking():
     names = tuple(front.split()[-5:])
     (value,) = set(re.findall(r"assigned the value (\d{5})", front))
     assert {len(name) for name in names} == {3} and len(set(names)) == 5
-    shot = Chain(names, value, tuple(sorted(places)), size)
+    shot = VariableChain(names, value, tuple(sorted(places)), size)
     value = re.findall(r"assigned the value (\d{5})", theirs["input"])[-1]
     same(
         "vt",
         made.write(
-            Chain(tuple(theirs["outputs"]), value, tuple(sorted(drawn["places"])), drawn["size"]),
+            VariableChain(
+                tuple(theirs["outputs"]), value, tuple(sorted(drawn["places"])), drawn["size"]
+            ),
             shot,
         ),
     )
@@ -97,8 +105,8 @@ def test_variable_tracking():
 
 @pytest.mark.parametrize("name", ["cwe", "cwe_4096"])
 def test_common_words(name):
-    def listed(drawn) -> Listed:
-        return Listed(
+    def listed(drawn) -> WordList:
+        return WordList(
             tuple(drawn["common"]), tuple(re.sub(r"\d+\. ", "", drawn["list"]).split(" "))
         )
 
@@ -147,13 +155,13 @@ def test_haystacks_are_as_long(name):
     """RULER takes its first sample's size for all, and 10 units off where one does not fit: ours is near it."""
     theirs = golden()["tasks"][name]
     made = recipe(name)
-    size = fit(made, theirs["asked"], count)
-    ours = count(made.make(size, np.random.default_rng(0))) + made.new_tokens
+    size = fit_haystack_size(made, theirs["asked"], count)
+    ours = count(made.make_fitting_prompt(size, np.random.default_rng(0))) + made.new_tokens
     assert 0.95 * theirs["length"] <= ours <= theirs["asked"]
 
 
 @pytest.mark.parametrize("row", golden()["metrics"], ids=lambda row: repr(row["said"]))
 def test_metrics(row):
-    assert cleaned(row["said"]) == row["clean"]
+    assert clean_prediction(row["said"]) == row["clean"]
     assert round(100 * string_match_all(row["said"], row["references"]), 2) == row["all"]
     assert round(100 * string_match_part(row["said"], row["references"]), 2) == row["part"]

@@ -10,7 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv import Sampling
-from jaxkv.engine.sampling import GREEDY, argument, batch_sampling
+from jaxkv.engine.sampling import GREEDY, combine_samplers, convert_sampler_to_pytree
 
 FOLDER = Path(__file__).parent / "golden" / "models" / "llama_gqa"
 PROMPT = np.random.default_rng(0).integers(3, 96, 46).tolist()
@@ -56,7 +56,7 @@ def test_what_is_drawn_and_how_often(sampling):
     logits = np.random.default_rng(1).normal(scale=1.5, size=(4, 8)).astype(np.float32)
     allowed = numpy_cut(sampling, logits)
     # Probabilities are those at the temperature: the nucleus is the flattened distribution's.
-    masked = np.asarray(batch_sampling([sampling]).masked(jnp.asarray(logits)))
+    masked = np.asarray(combine_samplers([sampling]).mask_logits(jnp.asarray(logits)))
     np.testing.assert_array_equal(np.isfinite(masked), allowed)
     assert allowed.any(axis=1).all()
     share = np.where(allowed, softmax(logits / sampling.temperature), 0)
@@ -85,7 +85,7 @@ def test_ties_at_the_cut_stay_together():
         Sampling(top_p=1e-300),
         Sampling(min_p=0.9),
     ):
-        kept = np.isfinite(np.asarray(batch_sampling([sampling]).masked(logits)))[0]
+        kept = np.isfinite(np.asarray(combine_samplers([sampling]).mask_logits(logits)))[0]
         assert kept.tolist() == [True, False, True, False, False]
 
 
@@ -97,14 +97,16 @@ def test_numbers_of_any_kind(as_users_call):
     logits = jnp.asarray([[0.0, 3.0, 1.0, 2.9]])
     # More than there are tokens.
     for k in (4, 99, 2**31 - 1):
-        assert np.isfinite(np.asarray(batch_sampling([Sampling(top_k=k)]).masked(logits))).all()
+        assert np.isfinite(
+            np.asarray(combine_samplers([Sampling(top_k=k)]).mask_logits(logits))
+        ).all()
 
 
 def sampled_by(sampling, logits, keys):
     """Token ids by the sampler itself, compiled with its numbers as arguments, and as one of a batch's samplers."""
     yield sampling(logits, keys)
-    yield DRAW(argument(sampling), logits, keys)
-    yield DRAW(batch_sampling([sampling, *[GREEDY] * (len(keys) - 1)]), logits, keys)[:1]
+    yield DRAW(convert_sampler_to_pytree(sampling), logits, keys)
+    yield DRAW(combine_samplers([sampling, *[GREEDY] * (len(keys) - 1)]), logits, keys)[:1]
 
 
 @pytest.mark.parametrize("temperature", [1e-300, 1e-3, 1e300])

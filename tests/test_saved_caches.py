@@ -19,7 +19,7 @@ from policy_table import TABLE
 
 import jaxkv
 from jaxkv import D2O, AdaKV, BrutalOffload, CustomPolicy, OmniKV, SnapKV, StreamingLLM
-from jaxkv.cache.encoding import decode, encode
+from jaxkv.cache.encoding import decode_from_json, encode_as_json
 from jaxkv.policies import Scorer
 
 ROOT = Path(__file__).parent.parent
@@ -41,7 +41,7 @@ class Late(Scorer):
 
     weight: float = 1.0
 
-    def observe(self, seen):
+    def score_entries(self, seen):
         position = jnp.arange(seen.k.shape[2], dtype=jnp.float32)
         return jnp.broadcast_to(self.weight * position, seen.k.shape[:3])
 
@@ -52,7 +52,7 @@ class Learned(Scorer):
 
     weight: np.ndarray
 
-    def observe(self, seen):
+    def score_entries(self, seen):
         return jnp.broadcast_to(jnp.asarray(self.weight)[: seen.k.shape[2]], seen.k.shape[:3])
 
 
@@ -93,7 +93,7 @@ def test_a_cache_comes_back_and_goes_on(tmp_path, name):
 def test_every_policy_comes_back(row):
     for budget in (24, 0.25):
         policy, arrays = row.policy(budget), {}
-        back = decode(json.loads(json.dumps(encode(policy, arrays))), arrays.get)
+        back = decode_from_json(json.loads(json.dumps(encode_as_json(policy, arrays))), arrays.get)
         assert (
             type(back) is type(policy)
             and back == policy
@@ -196,15 +196,15 @@ def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
     monkeypatch.setitem(sys.modules, "taken", taken)
     for path in ("antigravity:Thing", "os:system"):
         with pytest.raises(ValueError, match="not in this process"):
-            decode({"class": path, "fields": {}}, lambda name: None)
+            decode_from_json({"class": path, "fields": {}}, lambda name: None)
     assert "antigravity" not in sys.modules
     for path in ("taken:Loose", "builtins:int"):
         with pytest.raises(ValueError, match="not a frozen dataclass"):
-            decode({"class": path, "fields": {}}, lambda name: None)
+            decode_from_json({"class": path, "fields": {}}, lambda name: None)
     with pytest.raises(ValueError, match="its fields differ in this version"):
-        decode({"class": "jaxkv:SnapKV", "fields": {"sprockets": 3}}, lambda name: None)
+        decode_from_json({"class": "jaxkv:SnapKV", "fields": {"sprockets": 3}}, lambda name: None)
     with pytest.raises(ValueError, match="has no such member in this version"):
-        decode({"enum": "jaxkv.cache:Turn", "member": "NOON"}, lambda name: None)
+        decode_from_json({"enum": "jaxkv.cache:Turn", "member": "NOON"}, lambda name: None)
 
 
 # --- what is rejected ------------------------------------------------------------------------------------------------

@@ -19,14 +19,14 @@ from policy_table import BY_NAME
 
 from jaxkv import H2O, AdaKV, attention
 from jaxkv.attention import columns
-from jaxkv.cache import Dense, KVCache, packing
-from jaxkv.cache.layout import Layout
+from jaxkv.cache import DenseStore, KVCache, packing
+from jaxkv.cache.layout import SegmentLayout
 from jaxkv.engine import compress, decode_loop, evict, observing, prefill, selection, slots
-from jaxkv.engine.layers.terms import Terms
+from jaxkv.engine.layers.terms import DecodeAttentionConfig
 from jaxkv.policies import AdaptiveHeads, GroupReduce, Merge, head_budgets, layer_budgets, parts
-from jaxkv.policies.attended import WindowAttention
-from jaxkv.policies.methods.snapkv import WindowPolicy
-from jaxkv.sharding.record import Recorder
+from jaxkv.policies.attended import ObservationWindowAttention
+from jaxkv.policies.methods.snapkv import ObservationWindowPolicy
+from jaxkv.sharding.record import ProgramRecorder
 
 SEEDS = range(3)
 
@@ -62,35 +62,37 @@ def ties():
 
 
 def highest_first(patch):
-    real = head_budgets.top
-    patch.setattr(head_budgets, "top", lambda keys, count: real(keys[..., ::-1], count)[..., ::-1])
+    real = head_budgets.mask_top_k
+    patch.setattr(
+        head_budgets, "mask_top_k", lambda keys, count: real(keys[..., ::-1], count)[..., ::-1]
+    )
 
 
 def window_not_forced(patch):
-    real = WindowPolicy.observed
+    real = ObservationWindowPolicy.compose_with_scorer
 
     def observed(self, **options):
         return real(self, **options).replace(keep=parts.Keep(sinks=self.sinks))
 
-    patch.setattr(WindowPolicy, "observed", observed)
+    patch.setattr(ObservationWindowPolicy, "compose_with_scorer", observed)
 
 
 def window_sees_the_future(patch):
-    real = columns.window_mass
+    real = columns.reduce_window_attention
 
     def mass(q, k, positions, reduce, **options):
         last = jnp.where(positions < 0, positions, positions.max(axis=1, keepdims=True))
         return real(q, k, last, reduce, **options)
 
     for module in (columns, attention):
-        patch.setattr(module, "window_mass", mass)
+        patch.setattr(module, "reduce_window_attention", mass)
 
 
 def group_maximum(patch):
-    real = WindowAttention.observe
+    real = ObservationWindowAttention.score_entries
     patch.setattr(
-        WindowAttention,
-        "observe",
+        ObservationWindowAttention,
+        "score_entries",
         lambda self, seen: real(dataclasses.replace(self, group=GroupReduce.MAX), seen),
     )
 
@@ -101,7 +103,7 @@ def heads_rounded_down(patch):
             jnp.int32
         )
 
-    patch.setattr(AdaptiveHeads, "targets", targets)
+    patch.setattr(AdaptiveHeads, "compute_head_entries", targets)
 
 
 def layers_rounded_down(patch):
@@ -113,7 +115,7 @@ def layers_rounded_down(patch):
 
 
 def padding_competes(patch):
-    real = compress.choose
+    real = compress.select_entries
 
     def choose(layers, *rest, **options):
         everywhere = [
@@ -121,7 +123,7 @@ def padding_competes(patch):
         ]
         return real(everywhere, *rest, **options)
 
-    patch.setattr(compress, "choose", choose)
+    patch.setattr(compress, "select_entries", choose)
 
 
 def positions_from_length(patch):
@@ -131,13 +133,13 @@ def positions_from_length(patch):
 
 
 def segments_one_row_early(patch):
-    real = Layout.place
+    real = SegmentLayout.compute_segment_starts
 
     def place(self, length, rows, headroom=None):
         start = real(self, length, rows, headroom)
         return start - (start > 0).astype(jnp.int32)
 
-    patch.setattr(Layout, "place", place)
+    patch.setattr(SegmentLayout, "compute_segment_starts", place)
 
 
 def window_of_the_bucket(patch):
@@ -153,26 +155,28 @@ def window_of_the_bucket(patch):
 
 
 def nothing_is_forgotten(patch):
-    patch.setattr(Terms, "decay", 1.0)
+    patch.setattr(DecodeAttentionConfig, "score_decay", 1.0)
 
 
 def single_rows_are_dropped(patch):
-    real = Merge.merge_one
+    real = Merge.merge_entry_while_decoding
 
     def merge_one(self, index, cosine, dropped, nearest, goes, tau):
         found = real(self, index, cosine, dropped, nearest, goes, tau)
         return found._replace(joins=jnp.zeros_like(goes))
 
-    patch.setattr(Merge, "merge_one", merge_one)
+    patch.setattr(Merge, "merge_entry_while_decoding", merge_one)
 
 
 def nothing_waits_for_reads(patch):
-    patch.setattr(evict, "after_read", lambda value, read: value)
+    patch.setattr(evict, "order_after_read", lambda value, read: value)
 
 
 def a_wrapper_loses_the_window(patch):
-    real = AdaKV.wrap
-    patch.setattr(AdaKV, "wrap", lambda self, base: real(self, base).replace(keep=parts.Keep()))
+    real = AdaKV.replace_base_parts
+    patch.setattr(
+        AdaKV, "replace_base_parts", lambda self, base: real(self, base).replace(keep=parts.Keep())
+    )
 
 
 def stale_logits(patch):
@@ -182,47 +186,53 @@ def stale_logits(patch):
         begin(self, flat, cache, **options)
         self._first = cache.logits
 
-    real = decode_loop.DecodeLoop.close
+    real = decode_loop.DecodeLoop.finish_sampling
     patch.setattr(decode_loop.DecodeLoop, "__init__", first)
     patch.setattr(
         decode_loop.DecodeLoop,
-        "close",
+        "finish_sampling",
         lambda self: dataclasses.replace(real(self), logits=self._first),
     )
 
 
 def scores_stay_behind(patch):
     """The newest row moves into the place of the one that goes, its score does not."""
-    real = evict._written
+    real = evict._write_evictions
 
     def written(pool, *rest):
         return dataclasses.replace(real(pool, *rest), score=pool.score)
 
-    patch.setattr(evict, "_written", written)
+    patch.setattr(evict, "_write_evictions", written)
 
 
 def values_stay_behind(patch):
-    real = Dense.put
-    patch.setattr(Dense, "put", lambda self, k, v: dataclasses.replace(real(self, k, v), v=self.v))
+    real = DenseStore.overwrite_entries
+    patch.setattr(
+        DenseStore,
+        "overwrite_entries",
+        lambda self, k, v: dataclasses.replace(real(self, k, v), v=self.v),
+    )
 
 
 def a_slot_keeps_a_row(patch):
     """A sequence finds rows behind its own in its slot: the former one's, where that had more."""
-    real = slots.insert
+    real = slots.copy_into_slots
 
     def insert(running, new, slot, *, axes=None):
         before, at = np.array(running.cache.tables.length), int(slot.max())
         after = real(running, new, slot, axes=axes)
         length = np.array(after.cache.tables.length)
         length[:, at] = np.maximum(length[:, at], before[:, at])
-        return dataclasses.replace(after, cache=after.cache.updated(length=jnp.asarray(length)))
+        return dataclasses.replace(
+            after, cache=after.cache.replace_arrays(length=jnp.asarray(length))
+        )
 
-    patch.setattr(slots, "insert", insert)
+    patch.setattr(slots, "copy_into_slots", insert)
 
 
 def a_record_misses_a_call(patch):
     """A program is called past the recorder, and becomes a part of the walk."""
-    real = Recorder.call
+    real = ProgramRecorder.record_program_call
 
     def call(self, door, args, options):
         return (
@@ -231,7 +241,7 @@ def a_record_misses_a_call(patch):
             else real(self, door, args, options)
         )
 
-    patch.setattr(Recorder, "call", call)
+    patch.setattr(ProgramRecorder, "record_program_call", call)
 
 
 def every_call_is_recorded():
@@ -257,7 +267,7 @@ def steps(name, **options):
     """Eviction and merging, step by step."""
     assert any(
         [
-            eviction.check_steps(name, seed, 2, 16, Layout.EQUAL, like=0.7, **options)
+            eviction.check_steps(name, seed, 2, 16, SegmentLayout.EQUAL, like=0.7, **options)
             for seed in SEEDS
         ]
     )
@@ -294,7 +304,12 @@ def _id(case):
 
 def forget_programs():
     """The programs the faults are in: compiled before a fault they would hide it, compiled with it outlive it."""
-    for compiled in (observing.observe, selection._choose, packing.pack, packing.pack_shared):
+    for compiled in (
+        observing.observe,
+        selection._choose,
+        packing.pack_layer_entries,
+        packing.pack_into_shared_pool,
+    ):
         compiled.clear_cache()
 
 

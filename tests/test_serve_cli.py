@@ -16,9 +16,9 @@ from serve_runs import launched, model_folder, started
 import jaxkv
 from jaxkv import cli
 from jaxkv.cli import models, serving
-from jaxkv.cli.serving import engines
+from jaxkv.cli.serving import open_engines
 from jaxkv.engine.slots import PARTS, Slots
-from jaxkv.serving.server import listening
+from jaxkv.serving.server import open_listening_socket
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_a_server_that_starts_says_how_far_it_is_and_ends_at_a_signal(folder, se
 
 def test_a_busy_address_is_told_before_anything_is_loaded(capsys, monkeypatch):
     cli_runs.unloadable(monkeypatch)
-    with listening("127.0.0.1", 0) as first:
+    with open_listening_socket("127.0.0.1", 0) as first:
         port = str(first.getsockname()[1])
         said = refused(capsys, "serve", "--port", port)
     assert f"address='127.0.0.1:{port}'" in said and "use another --host or --port" in said
@@ -106,7 +106,7 @@ def test_a_busy_address_is_told_before_anything_is_loaded(capsys, monkeypatch):
 
 def test_further_policies_are_called_as_they_were_written():
     given = ("streamingllm --budget 9", "tova", "full")
-    found = serving.further_policies(given, jaxkv.KNorm(budget=16), "tiny")
+    found = serving.parse_further_policies(given, jaxkv.KNorm(budget=16), "tiny")
     assert found == {
         "tiny:streamingllm-budget-9": jaxkv.StreamingLLM(budget=9),
         "tiny:tova": jaxkv.TOVA(budget=16),
@@ -116,7 +116,7 @@ def test_further_policies_are_called_as_they_were_written():
 
 def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch):
     """Also where it is a later one."""
-    monkeypatch.setattr(Slots, "compile", lambda *_, **__: pytest.fail("it was compiled"))
+    monkeypatch.setattr(Slots, "compile_programs", lambda *_, **__: pytest.fail("it was compiled"))
     policies = {
         "tiny": jaxkv.KNorm(budget=16),
         "tiny:omnikv": jaxkv.OmniKV(offload=True, filter_layers=(0,)),
@@ -124,7 +124,7 @@ def test_a_policy_that_cannot_be_is_told_before_anything_is_compiled(monkeypatch
     limits = {"max_prompt_tokens": 60, "max_new_tokens": 60, "slots": 1}
     with (
         pytest.raises(ValueError, match="policy="),
-        engines(lettered.tiny(), policies, folder=None, **limits),
+        open_engines(lettered.tiny(), policies, folder=None, **limits),
     ):
         pass
 
@@ -158,7 +158,7 @@ def test_a_line_of_log_is_there_once(capsys):
     log, other = logging.getLogger("jaxkv.serving"), logging.StreamHandler()
     logging.getLogger().addHandler(other)
     try:
-        serving._log_to_stderr()
+        serving._send_logs_to_stderr()
         log.info("answered")
     finally:
         logging.getLogger().removeHandler(other)

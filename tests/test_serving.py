@@ -19,18 +19,18 @@ from policy_table import BY_NAME
 from test_stores import Half
 
 import jaxkv
-from jaxkv.cache.stores import Dense
-from jaxkv.engine.lengths import bucket
+from jaxkv.cache.stores import DenseStore
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.sampling import Sampling
 from jaxkv.loading import LanguageModel
-from jaxkv.machine.compilation import Clock
-from jaxkv.policies import Wrapper
-from jaxkv.policies.wrapper import with_budget
+from jaxkv.machine.compilation import StageClock
+from jaxkv.policies import PolicyWrapper
+from jaxkv.policies.wrapper import replace_policy_budget
 from jaxkv.serving.compiling import COMPUTING
-from jaxkv.serving.document_store import DocumentStore
+from jaxkv.serving.document_store import DocumentCacheStore
 from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.work import RequestWork
-from jaxkv.text.prompts import encode
+from jaxkv.text.prompts import encode_prompts
 
 # It does not go by the end of a document, of which `prefill` would warn.
 POLICY = jaxkv.KNorm(budget=16)
@@ -70,7 +70,7 @@ def test_lengths_are_compiled_for_requests_that_have_them():
         assert asked.result().tokens.tolist() == on_document(model(), given[0].prompt, POLICY)
         left = set(engine._slots.uncompiled)
         assert (True, 128) in left and (True, 64) not in left
-        assert not left & {(False, bucket(len(each.prompt))) for each in given}
+        assert not left & {(False, round_up_to_bucket(len(each.prompt))) for each in given}
         COMPUTING.discard(busy)
         deadline = time.monotonic() + 300
         while not all(question for question, _ in engine._slots.uncompiled):
@@ -122,7 +122,7 @@ def test_requests_have_budgets_of_their_own():
             for at, prompt in enumerate(prompts)
         ]
         for at, (prompt, request) in enumerate(zip(prompts, requests, strict=True)):
-            own = with_budget(policy, 18 - 3 * at)
+            own = replace_policy_budget(policy, 18 - 3 * at)
             alone = jaxkv.generate(model(), prompt, policy=own, **options)
             assert request.result().tokens.tolist() == alone.tokens.tolist()
             assert request.stats.kept == alone.stats.kept
@@ -133,7 +133,7 @@ def test_requests_have_budgets_of_their_own():
 
 def work_of(prompt, new, eos=(), *, offline=False):
     """A request as the scheduler takes it."""
-    encoded = encode(prompt, None, model().config, close=True)
+    encoded = encode_prompts(prompt, None, model().config, close=True)
     given = dict.fromkeys(("key", "policy", "deadline", "text"))
     given |= {"stops": (), "eos": eos, "offline": offline}
     return RequestWork(encoded=encoded, new=new, sampling=Sampling(temperature=0), **given)
@@ -145,7 +145,7 @@ def scheduler(tmp_path):
     slots = runs.made(model(), BY_NAME["snapkv"].policy(20), count=1)
     return Scheduler(
         slots,
-        DocumentStore(
+        DocumentCacheStore(
             model(), slots.session.policy, shape=slots.shape, most_bytes=0, folder=tmp_path
         ),
         ahead=3,
@@ -162,13 +162,13 @@ def test_requests_wait_compressed_with_their_first_token_told(scheduler):
     works = [work_of(asked.prompt, new) for asked, new in zip(given, (24, 6, 1, 5), strict=True)]
     ended = work_of(given[1].prompt, 6, eos=(tokens[1][0],))
     scheduler.waiting.extend([*works[:3], ended, works[3]])
-    while scheduler.ready < 2:
-        assert scheduler.step()
+    while scheduler.ready_count < 2:
+        assert scheduler.run_scheduler_step()
     assert not works[0].request.done and works[2].request.done and ended.request.done
     assert works[1].answers.tokens == [tokens[1][:1]] and works[3].answers.tokens == [tokens[3][:1]]
-    while scheduler.step():
+    while scheduler.run_scheduler_step():
         pass
-    assert scheduler.idle and scheduler.answered == 5
+    assert scheduler.is_idle and scheduler.answered == 5
     for work, expected, new in zip(works, tokens, (24, 6, 1, 5), strict=True):
         found = work.request.result(0).tokens.tolist()
         # The same tokens, as far as both go.
@@ -186,17 +186,17 @@ def test_tokens_are_drawn_between_the_layers_of_a_prompt(scheduler, offline):
     long, short = work_of(list(range(10)), 24, offline=offline), work_of(list(range(60)), 2)
     scheduler.waiting.append(long)
     while not long.answers.tokens[0]:
-        scheduler.step()
+        scheduler.run_scheduler_step()
     scheduler.waiting.append(short)
     before = len(long.answers.tokens[0])
     # So that each layer is followed by a step of decoding, however fast this machine is.
     scheduler._step_seconds = 0.0
     while not short.answers.tokens[0]:
-        scheduler.step()
+        scheduler.run_scheduler_step()
         scheduler._step_seconds = 0.0
     drawn = len(long.answers.tokens[0]) - before
     assert drawn == 0 if offline else drawn >= model().config.layers
-    while scheduler.step():
+    while scheduler.run_scheduler_step():
         pass
     assert len(long.request.result(0).tokens) == 24 and scheduler.longest_pause > 0
 
@@ -243,7 +243,7 @@ def test_lists_are_mapped_in_order(letters):
 
 def test_documents_hold_no_free_rows_until_they_are_asked(letters, monkeypatch):
     """Bytes beyond the kept rows are those of tables, whatever the length; no program is compiled for a length."""
-    clock, step = Clock(), letters._scheduler.step
+    clock, step = StageClock(), letters._scheduler.run_scheduler_step
 
     def timed():
         with clock:
@@ -254,7 +254,7 @@ def test_documents_hold_no_free_rows_until_they_are_asked(letters, monkeypatch):
         other = letters.document(DOC[:size])
         letters.submit("who?", document=other, max_new_tokens=2).result()
     with monkeypatch.context() as patched:
-        patched.setattr(letters._scheduler, "step", timed)
+        patched.setattr(letters._scheduler, "run_scheduler_step", timed)
         documents = [
             letters.document(DOC[:size], budget=own) for size in (4, 11, 43) for own in (None, 3)
         ]
@@ -270,7 +270,7 @@ def test_documents_hold_no_free_rows_until_they_are_asked(letters, monkeypatch):
             letters.submit("who?", document=each, max_new_tokens=2).result()
     assert clock.programs == 0
     for each in documents:
-        letters.documents.remove(each.id)
+        letters.documents.remove_document(each.id)
 
 
 def test_documents_wait_on_disk_and_outlive_the_engine(tmp_path):
@@ -287,20 +287,20 @@ def test_documents_wait_on_disk_and_outlive_the_engine(tmp_path):
         assert asked(engine, documents) == answers
     (tmp_path / "here" / "notes.json").write_text("{}")
     with jaxkv.Engine(lettered.tiny(), policy=POLICY, **options) as engine:
-        assert engine.documents.all() == sorted(documents, key=lambda each: each.id)
+        assert engine.documents.get_documents() == sorted(documents, key=lambda each: each.id)
         assert asked(engine, documents) == answers
     other = jaxkv.Engine(lettered.tiny(), policy=jaxkv.KNorm(budget=17), start=False, **options)
     with other as engine:
-        assert engine.documents.all() == []
+        assert engine.documents.get_documents() == []
 
 
 @dataclasses.dataclass(frozen=True)
-class _Own(Wrapper):
+class _Own(PolicyWrapper):
     """A user's policy, whose class is edited between two engines."""
 
-    holds: ClassVar[type] = Dense
+    holds: ClassVar[type] = DenseStore
 
-    def wrap(self, base):
+    def replace_base_parts(self, base):
         return dataclasses.replace(base, store=self.holds)
 
 
@@ -308,7 +308,7 @@ def test_a_document_of_another_store_is_refused_alone(tmp_path, monkeypatch):
     policy, options = _Own(base=POLICY), ONE | {"documents": tmp_path}
     with jaxkv.Engine(lettered.tiny(), policy=policy, **options) as engine:
         old = engine.document(DOC)
-    monkeypatch.setattr(_Own, "holds", Half)
+    monkeypatch.setattr(_Own, "mask_kept_tokens", Half)
     with jaxkv.Engine(lettered.tiny(), policy=_Own(base=POLICY), **options) as engine:
         with pytest.raises(ValueError, match="another store than the slots' Half"):
             engine.submit("who?", document=old).result()
@@ -324,10 +324,13 @@ def test_a_full_disk_refuses_documents_and_loses_none(monkeypatch):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patched:
-            patched.setattr(engine.documents, "_write", full)
+            patched.setattr(engine.documents, "_write_document", full)
             with pytest.raises(OSError):
                 engine.document(DOC.upper())
-            assert engine.documents.all() == [first] and engine.stats.document_bytes == first.nbytes
+            assert (
+                engine.documents.get_documents() == [first]
+                and engine.stats.document_bytes == first.nbytes
+            )
             assert engine.submit("who?", document=first).result().text == answer
         second = engine.document(DOC.upper())
         assert engine.submit("who?", document=second).result().finish_reason
@@ -360,7 +363,7 @@ def test_one_request_fails_alone(letters):
         letters.submit(long)
     document = letters.document(DOC)
     gone = letters.submit("why?", document=document)
-    letters.documents.remove(document.id)
+    letters.documents.remove_document(document.id)
     after = letters.submit(short, max_new_tokens=30, stop_at_eos=False)
     assert before.result().text == after.result().text
     # Removed in time or not: an answer or a rejection, never a hang.
@@ -381,10 +384,10 @@ def test_deadlines_cancellation_and_full_queues(letters):
     late = letters.submit(DOC, deadline=1e-6, **long)
     with pytest.raises(TimeoutError):
         late.result()
-    before = len(letters.documents.all())
+    before = len(letters.documents.get_documents())
     with pytest.raises(TimeoutError):
         letters.document(DOC, deadline=1e-6)
-    assert len(letters.documents.all()) == before
+    assert len(letters.documents.get_documents()) == before
     cancelled = 0
     for request in requests[:-1]:
         # Those that had been answered before keep their answer.
@@ -397,7 +400,7 @@ def test_deadlines_cancellation_and_full_queues(letters):
 
 def test_cancelled_documents_leave_the_queue_and_the_device(letters):
     """One in mid-prefill and one that waits; the request behind them is answered, and nothing of them is left."""
-    before = letters.documents.all()
+    before = letters.documents.get_documents()
     with held(letters) as given_up:
         futures = [letters.submit_document(text) for text in (DOC, DOC[:9])]
         behind = letters.submit(DOC, max_new_tokens=2)
@@ -407,10 +410,10 @@ def test_cancelled_documents_leave_the_queue_and_the_device(letters):
         done, _ = concurrent.futures.wait(futures, timeout=60)
         assert done == set(futures) and all(future.cancelled() for future in futures)
         under_way(letters, 0)
-    assert len(behind.result(60).tokens) == 2 and letters.documents.all() == before
+    assert len(behind.result(60).tokens) == 2 and letters.documents.get_documents() == before
     kept = letters.submit_document(DOC)
-    assert kept.result(60) in letters.documents.all() and not kept.cancel()
-    letters.documents.remove(kept.result().id)
+    assert kept.result(60) in letters.documents.get_documents() and not kept.cancel()
+    letters.documents.remove_document(kept.result().id)
 
 
 def counted(monkeypatch, slots, name):
@@ -430,7 +433,7 @@ def test_answers_to_one_prompt_share_its_prefill(letters, monkeypatch):
     drawing = {"sampling": Sampling(temperature=1.0), "stop_at_eos": False}
     document = letters.document(DOC)
     for on, prompts, name in (
-        (None, [DOC, DOC[:9]], "prefilling"),
+        (None, [DOC, DOC[:9]], "iterate_prefill"),
         (document, ["who?", "what is it"], "extend"),
     ):
         keys = [[jax.random.key(at) for at in range(3)], [3]]
@@ -448,13 +451,13 @@ def test_answers_to_one_prompt_share_its_prefill(letters, monkeypatch):
             requests = [request for first in firsts for request in (first, *first.others)]
             assert [request.result(60).tokens.tolist() for request in requests] == alone
         assert len(prefilled) == 2 and len(requests) == 4
-    letters.documents.remove(document.id)
+    letters.documents.remove_document(document.id)
 
 
 def test_policies_that_draw_prefill_for_each_key(monkeypatch):
     policy = BY_NAME["random"].policy(8)
     with jaxkv.Engine(lettered.tiny(), policy=policy, **LIMITS) as engine:
-        prefilled = counted(monkeypatch, engine._slots, "prefilling")
+        prefilled = counted(monkeypatch, engine._slots, "iterate_prefill")
         first = engine.submit(DOC, key=[5, 6], max_new_tokens=9, stop_at_eos=False)
         for key, request in zip((5, 6), (first, *first.others), strict=True):
             alone = jaxkv.generate(

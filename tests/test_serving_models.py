@@ -14,11 +14,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
 import jaxkv
-from jaxkv.cli.serving import engines, further_policies
+from jaxkv.cli.serving import open_engines, parse_further_policies
 from jaxkv.serving import slot_memory
-from jaxkv.serving.http import Application
+from jaxkv.serving.http import HttpApplication
 from jaxkv.serving.limits import RequestLimits
-from jaxkv.text.shown import pieces_of
+from jaxkv.text.shown import decode_token_texts
 
 POLICY = jaxkv.KNorm(budget=16)
 CHATS, DOCUMENTS = "/v1/chat/completions", "/v1/documents"
@@ -34,7 +34,9 @@ def client():
         jaxkv.Engine(lettered.tiny(), policy=POLICY, **OPTIONS) as small,
         jaxkv.Engine(lettered.tiny(), **OPTIONS) as full,
     ):
-        yield TestClient(Application({"tiny": small, "tiny:full": full}, limits=RequestLimits()))
+        yield TestClient(
+            HttpApplication({"tiny": small, "tiny:full": full}, limits=RequestLimits())
+        )
 
 
 def engine(client, name="tiny"):
@@ -93,7 +95,7 @@ def test_documents_belong_to_their_model(client):
 def test_what_is_kept_is_what_the_cache_holds(client, budget):
     made = client.post(DOCUMENTS, json={"text": DOC, "budget": budget}).json()
     cache = jaxkv.prefill(lettered.tiny(), DOC, policy=jaxkv.KNorm(budget=budget))
-    holds = cache.holds(0, 45)
+    holds = cache.mask_kept_tokens(0, 45)
     layers, heads, _ = holds.shape
     assert made["rows"] == budget and made["full_bytes"] == cache.full_nbytes
     assert (
@@ -141,7 +143,7 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path):
         with jaxkv.Engine(lettered.tiny(), **made, **OPTIONS | {"max_new_tokens": new}) as engine:
             # Of the second engine's two documents one was there.
             engine.document(DOC, budget=None if given else 9)
-            client = TestClient(Application({"tiny": engine}))
+            client = TestClient(HttpApplication({"tiny": engine}))
             found = [each["id"] for each in client.get(DOCUMENTS).json()["data"]]
             given.append({name: client.get(f"{DOCUMENTS}/{name}/kept").json() for name in found})
             for name in found:
@@ -154,11 +156,11 @@ def test_documents_on_disk_remember_what_is_kept(tmp_path):
     path = tmp_path / f"{name}.json"
     path.write_text(re.sub('"bits": "....', '"bits": "AAAA', path.read_text()))
     with jaxkv.Engine(lettered.tiny(), **made, **OPTIONS) as engine:
-        (other,) = engine.documents.all()
+        (other,) = engine.documents.get_documents()
         assert other.id in given[1] and other.id != name
         # One whose cache cannot be read is rejected without the server's path.
         (tmp_path / other.id / "jaxkv.json").write_text("{")
-        client = TestClient(Application({"tiny": engine}))
+        client = TestClient(HttpApplication({"tiny": engine}))
         response = client.post(CHATS, json={**QUESTION, "document": other.id})
         refused(response, 410, "document")
         assert response.json()["error"]["code"] == "document_unreadable"
@@ -172,11 +174,11 @@ def test_engines_that_run_side_by_side_share_a_folder_of_documents(tmp_path):
         jaxkv.Engine(lettered.tiny(), **options) as other,
     ):
         made = one.document(DOC)
-        assert other.documents.all() == [made]
+        assert other.documents.get_documents() == [made]
         ask = {"document": made, "max_new_tokens": 5}
         assert other.submit("who?", **ask).result().text == one.submit("who?", **ask).result().text
-        other.documents.remove(made.id)
-        assert one.documents.all() == []
+        other.documents.remove_document(made.id)
+        assert one.documents.get_documents() == []
         with pytest.raises(ValueError, match="document"):
             one.submit("who?", **ask)
 
@@ -226,7 +228,7 @@ class Page(html.parser.HTMLParser):
 
 def test_the_page_runs_its_own_script_alone(client):
     locked = TestClient(
-        Application({"tiny": engine(client)}, limits=RequestLimits(api_key="sesame"))
+        HttpApplication({"tiny": engine(client)}, limits=RequestLimits(api_key="sesame"))
     )
     response = locked.get("/")
     assert response.status_code == 200 and response.headers["content-type"].startswith("text/html")
@@ -247,13 +249,13 @@ def test_the_page_runs_its_own_script_alone(client):
 
 def test_pieces_join_to_the_text_and_special_tokens_are_marked():
     text = lettered.characters()
-    pieces = pieces_of([1, *text.encode("a b", bos=False), 2], text)
+    pieces = decode_token_texts([1, *text.encode("a b", bos=False), 2], text)
     assert pieces.texts == ["<s>", "a", " ", "b", "</s>"] and pieces.special == [0, 4]
-    assert pieces_of([], text) == ([], [])
+    assert decode_token_texts([], text) == ([], [])
 
 
 def test_further_policies_share_the_budget_unless_they_have_one():
-    found = further_policies(
+    found = parse_further_policies(
         ["full", "snapkv --window 8", "adakv --budget 40, knorm"], POLICY, "tiny"
     )
     assert found == {
@@ -267,12 +269,12 @@ def test_further_policies_share_the_budget_unless_they_have_one():
         (["snapkv --beams 3"], "--also='snapkv"),
     ):
         with pytest.raises(ValueError, match=said):
-            further_policies(given, POLICY, "tiny")
+            parse_further_policies(given, POLICY, "tiny")
 
 
 def test_each_policy_keeps_documents_in_a_folder_of_its_own(tmp_path):
     policies = {"tiny": POLICY, "tiny:full": jaxkv.FullKV()}
-    with engines(lettered.tiny(), policies, folder=str(tmp_path), **OPTIONS) as made:
+    with open_engines(lettered.tiny(), policies, folder=str(tmp_path), **OPTIONS) as made:
         ids = {name: each.document(DOC).id for name, each in made.items()}
     assert [path.stem for path in tmp_path.glob("*.json")] == [ids["tiny"]]
     assert [path.stem for path in (tmp_path / "full").glob("*.json")] == [ids["tiny:full"]]
@@ -284,13 +286,13 @@ def test_each_policy_keeps_documents_in_a_folder_of_its_own(tmp_path):
 def test_engines_share_the_free_memory(client, monkeypatch):
     monkeypatch.setattr(slot_memory.memory, "available_bytes", lambda device: 1000)
     device = jax.devices()[0]
-    assert slot_memory.share_of_next(2, promised=0, device=device) == 0.5
-    assert slot_memory.share_of_next(1, promised=250, device=device) == 0.75
+    assert slot_memory.compute_memory_share(2, promised=0, device=device) == 0.5
+    assert slot_memory.compute_memory_share(1, promised=250, device=device) == 0.75
     session = engine(client, "tiny:full").session
     limits = {"max_prompt": 64, "max_new_tokens": 16, "max_question": 16}
     monkeypatch.setattr(slot_memory.memory, "available_bytes", lambda device: 3_000_000)
     whole, half = (
-        slot_memory.slots_that_fit(session, **limits, share=share) for share in (1.0, 0.5)
+        slot_memory.count_fitting_slots(session, **limits, share=share) for share in (1.0, 0.5)
     )
     assert 1 <= half < whole / 1.5 and whole < 64
     np.testing.assert_allclose(whole, 2 * half, atol=8)

@@ -37,7 +37,7 @@ def test_its_pieces_give_what_generate_gives(name):
     answered, tokens = session.sample(prompt, 12)
     np.testing.assert_array_equal(tokens, np.stack([each.tokens for each in first]))
     assert leaves(prompt) == before
-    asked = session.extend(session.compress_again(answered), MORE, new=6)
+    asked = session.extend(session.recompress_sequences(answered), MORE, new=6)
     _, tokens = session.sample(asked, 6)
     np.testing.assert_array_equal(tokens, np.stack([each.tokens for each in second]))
     assert np.asarray(answered.seen).tolist() == [37 + 12, 21 + 12]
@@ -76,8 +76,8 @@ def test_one_cache_serves_many_prompts():
 
 def test_a_model_is_taken_apart_once_and_anew_for_new_weights():
     model = tiny.tiny(dataclasses.replace(GQA, hidden=40))
-    flat, before = model.flat, Session(model).prefill(IDS).logits
-    assert model.flat is flat and Session(model).params.flat is flat
+    flat, before = model.flat_decoder, Session(model).prefill(IDS).logits
+    assert model.flat_decoder is flat and Session(model).params.flat_decoder is flat
     scale = model.decoder.norm.scale
     old = scale.get_value()
     scale.set_value(2 * old)
@@ -88,7 +88,7 @@ def test_a_model_is_taken_apart_once_and_anew_for_new_weights():
     finally:
         scale.set_value(old)
     copied = copy.deepcopy(model)
-    assert copied.flat is not model.flat
+    assert copied.flat_decoder is not model.flat_decoder
     np.testing.assert_array_equal(
         np.asarray(Session(copied).prefill(IDS).logits), np.asarray(before)
     )

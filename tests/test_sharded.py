@@ -13,11 +13,11 @@ from meshes import BUDGET, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
 from jaxkv.attention import Implementation
-from jaxkv.engine.embedding import embed
+from jaxkv.engine.embedding import embed_tokens
 from jaxkv.models import decoder
-from jaxkv.sharding.collectives import total
-from jaxkv.sharding.mesh import Axes, place
-from jaxkv.sharding.parameters import model_mesh
+from jaxkv.sharding.collectives import sum_over_devices
+from jaxkv.sharding.mesh import ShardingMesh, place_host_array
+from jaxkv.sharding.parameters import make_model_mesh
 from jaxkv.sharding.sharded_program import sharded_jit
 from jaxkv.testing import tiny_model
 
@@ -45,9 +45,9 @@ def test_the_whole_job():
     there, rows, made = run(of, policy, mesh=mesh_of(2, 4))
     assert there == tokens
     assert rows == kept
-    assert made.cache.axes == Axes(mesh=model_mesh(mesh_of(2, 4), of.config))
+    assert made.cache.axes == ShardingMesh(mesh=make_model_mesh(mesh_of(2, 4), of.config))
     for pool in made.cache.pools:
-        assert pool.k.sharding.shard_shape(pool.k.shape)[:2] == (1, pool.rows // 2)
+        assert pool.k.sharding.shard_shape(pool.k.shape)[:2] == (1, pool.row_count // 2)
 
 
 def test_sequences_end_apart():
@@ -116,29 +116,29 @@ def test_a_cache_is_copied_and_pickled():
 
 
 def test_letters():
-    axes = Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config))
+    axes = ShardingMesh(mesh=make_model_mesh(mesh_of(2, 4), model_of(4).config))
     spec = jax.sharding.PartitionSpec
-    assert axes.spec("L B K n", (2, 4, 4, 1)) == spec(None, "data", "kv")
-    assert axes.spec("#B #K S", (1, 1, 9)) == spec() and axes.spec("#B #K S", (2, 4, 9)) == spec(
-        "data", "kv"
-    )
-    fewer = Axes(mesh=model_mesh(mesh_of(1, 4), model_of(2).config))
-    assert fewer.spec("V E", (64, 24)) == spec(("kv", "rep")) and fewer.spec("B K", (3, 2)) == spec(
-        None, "kv"
-    )
+    assert axes.get_array_spec("L B K n", (2, 4, 4, 1)) == spec(None, "data", "kv")
+    assert axes.get_array_spec("#B #K S", (1, 1, 9)) == spec() and axes.get_array_spec(
+        "#B #K S", (2, 4, 9)
+    ) == spec("data", "kv")
+    fewer = ShardingMesh(mesh=make_model_mesh(mesh_of(1, 4), model_of(2).config))
+    assert fewer.get_array_spec("V E", (64, 24)) == spec(("kv", "rep")) and fewer.get_array_spec(
+        "B K", (3, 2)
+    ) == spec(None, "kv")
     with pytest.raises(ValueError, match=r"B=3: not divisible over data=2: give a multiple of 2"):
-        axes.spec("B K", (3, 4))
+        axes.get_array_spec("B K", (3, 4))
 
 
 @sharded_jit(static=("axes",), donate=("x",))
-def _shares(x: Float[Array, "B V"], *, axes: Axes | None) -> Float[Array, "B V"]:
-    return x / total(x.sum(axis=1, keepdims=True), axes)
+def _shares(x: Float[Array, "B V"], *, axes: ShardingMesh | None) -> Float[Array, "B V"]:
+    return x / sum_over_devices(x.sum(axis=1, keepdims=True), axes)
 
 
 def test_programs_are_traced_for_shapes_alone():
     """As for the arrays themselves, whose devices need not be there."""
     x = jnp.ones((2, 8))
-    for axes in (Axes(mesh=model_mesh(mesh_of(2, 4), model_of(4).config)), None):
+    for axes in (ShardingMesh(mesh=make_model_mesh(mesh_of(2, 4), model_of(4).config)), None):
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
         assert (
             _shares.trace(shape, axes=axes).lower().as_text()
@@ -153,11 +153,13 @@ def test_embeddings_of_a_prompt_in_blocks(monkeypatch):
     flat = model_of(4).on(mesh_of(2, 4)).flat
     for slots, loops in ((24, 1), (9, 0), (8, 0)):
         tokens = np.random.default_rng(slots).integers(0, flat.config.vocab, (2, slots), np.int32)
-        given = flat.ends, place(tokens, "B S", flat.axes)
+        given = flat.ends, place_host_array(tokens, "B S", flat.axes)
         ways = Implementation.XLA, Implementation.TPU
         whole, blocks = ({"graphs": flat.graphs, "implementation": each} for each in ways)
-        np.testing.assert_array_equal(embed(*given, **blocks), embed(*given, **whole))
-        assert embed.trace(*given, **blocks).lower().as_text().count("stablehlo.while") == loops
+        np.testing.assert_array_equal(embed_tokens(*given, **blocks), embed_tokens(*given, **whole))
+        assert (
+            embed_tokens.trace(*given, **blocks).lower().as_text().count("stablehlo.while") == loops
+        )
 
 
 def test_a_mesh_around_calls_changes_nothing():

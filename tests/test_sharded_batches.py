@@ -5,7 +5,7 @@ import pytest
 from meshes import BUDGET, NEW, mesh_of, model_of, positions, prompts, roomy
 
 import jaxkv
-from jaxkv.engine.headroom import steps_that_fit
+from jaxkv.engine.headroom import count_steps_until_full
 
 OPTIONS = {"max_new_tokens": NEW, "stop_at_eos": False, "progress": False}
 LENGTHS = (61, 23, 37)
@@ -17,7 +17,7 @@ def told(made):
     cache = made.cache
     tokens = [each.tokens for each in made]
     seen = {name: getattr(made.stats, name) for name in SEEN}
-    shapes = (cache.batch, cache.kept.shape, cache.first_rows.shape, cache.full_nbytes)
+    shapes = (cache.batch, cache.kept.shape, cache.segment_first_rows.shape, cache.full_nbytes)
     return (
         [each.tolist() for each in tokens],
         positions(cache),
@@ -65,18 +65,18 @@ def test_ends_and_draws_of_a_filled_batch():
         free, drawn = session.sample(cache, NEW, sampling=sampling, key=11)
         end = int(session.sample(cache, NEW)[1][0, 2])
         ended, greedy = session.sample(cache, NEW, eos=(end,))
-        drawing = session.decode_loop(free, new=NEW)
-        drawing.sample(4)
-        drawing.end(np.asarray([True, False, False]))
-        drawing.take_back(np.asarray([2, 0, 0]))
-        back = drawing.close()
+        drawing = session.start_decode_loop(free, new=NEW)
+        drawing.sample_tokens(4)
+        drawing.end_sequences(np.asarray([True, False, False]))
+        drawing.roll_back_tokens(np.asarray([2, 0, 0]))
+        back = drawing.finish_sampling()
         out.append(
             (
                 drawn.tolist(),
                 greedy.tolist(),
                 positions(ended),
                 positions(back),
-                drawing.done.tolist(),
+                drawing.ended_sequences.tolist(),
             )
         )
     assert out[0] == out[1]
@@ -90,7 +90,7 @@ def test_what_fills_the_groups_stands_still():
         session = jaxkv.Session(model, roomy("snapkv", every=4))
         cache, _ = session.sample(session.prefill(prompts(5, (50,)), new=3), 3)
         asked = session.extend(cache, prompts(6, (5, 19, 8)))
-        fit.append(steps_that_fit(session.compress_again(asked, headroom=4)))
+        fit.append(count_steps_until_full(session.recompress_sequences(asked, headroom=4)))
     assert fit == [4, 4]
 
 

@@ -22,12 +22,12 @@ from jaxkv.policies import (
     Merged,
     Merger,
     Needs,
+    ObservationWindowAttention,
     Scorer,
     UniformHeads,
-    WindowAttention,
 )
-from jaxkv.policies.topk import top
-from jaxkv.sharding.collectives import gathered, own_shard
+from jaxkv.policies.topk import mask_top_k
+from jaxkv.sharding.collectives import all_gather_shards, slice_own_shard
 
 
 def agree(policy, *, kv_heads=4, group=2, mesh=(2, 4)):
@@ -57,17 +57,19 @@ class Loudest(Scorer):
     group: ClassVar[str] = "max"
     together: bool = False
 
-    def observe(self, seen):
+    def score_entries(self, seen):
         logits = jnp.einsum("bkgwd,bksd->bkgs", seen.queries, seen.k)
         inside = jnp.arange(logits.shape[-1]) < seen.length[:, None, None, None]
         most = jax.nn.softmax(jnp.where(inside, logits, -1e30)).max(axis=2)
         if not self.together:
             return most
         size = jnp.where(inside[:, :, 0], jnp.abs(seen.k).mean(axis=-1), 0.0).sum(axis=-1)
-        every = gathered(size, "K", 1, seen.axes)
+        every = all_gather_shards(size, "K", 1, seen.axes)
         return (
             most
-            * own_shard(every / every.mean(axis=1, keepdims=True), "K", 1, seen.axes)[..., None]
+            * slice_own_shard(every / every.mean(axis=1, keepdims=True), "K", 1, seen.axes)[
+                ..., None
+            ]
         )
 
 
@@ -75,36 +77,36 @@ class Loudest(Scorer):
 class Lowest(UniformHeads):
     """As many rows in each head, of which the first head's decide; derived from what looks at each head alone."""
 
-    def choose(self, rows):
+    def choose_entries(self, rows):
         mine = jnp.broadcast_to(rows.scores[:, :1], rows.scores.shape)
-        return top(rows._replace(scores=mine).keys, rows.base[:, None])
+        return mask_top_k(rows._replace(scores=mine).keys, rows.base[:, None])
 
 
 @dataclasses.dataclass(frozen=True)
 class Greedy(HeadBudgets):
     """All rows of a layer to whichever heads have the best."""
 
-    def choose(self, rows):
+    def choose_entries(self, rows):
         batch, heads, slots = rows.scores.shape
-        keys = rows.keys.reshape(batch, heads * slots)
-        return top(keys, heads * rows.base).reshape(rows.scores.shape)
+        keys = rows.sort_keys.reshape(batch, heads * slots)
+        return mask_top_k(keys, heads * rows.base).reshape(rows.scores.shape)
 
 
 @dataclasses.dataclass(frozen=True)
 class Halving(Merger):
     """A dropped row's value goes half into the nearest kept one, where most heads' are alike."""
 
-    across_heads: ClassVar[bool] = True
-    compares: ClassVar[tuple[str, ...]] = ("k",)
+    depends_on_other_heads: ClassVar[bool] = True
+    compared_tensors: ClassVar[tuple[str, ...]] = ("k",)
 
-    def merge(self, k, v, kept, inside, mass, tau, key, axes=None):
+    def merge_evicted_entries(self, k, v, kept, inside, mass, tau, key, axes=None):
         each = (inside & ~kept).sum(axis=2, dtype=jnp.int32)
-        every = gathered(each, "K", 1, axes).sum(axis=1)
+        every = all_gather_shards(each, "K", 1, axes).sum(axis=1)
         scale = (1 + every.astype(jnp.float32) / 64)[:, None, None, None]
         return Merged(k, jnp.where(kept[..., None], v * scale, v), tau)
 
-    def merge_one(self, index, cosine, dropped, nearest, goes, tau, axes=None):
-        joins = goes & (gathered(cosine, "K", 1, axes).mean(axis=1, keepdims=True) > 0)
+    def merge_entry_while_decoding(self, index, cosine, dropped, nearest, goes, tau, axes=None):
+        joins = goes & (all_gather_shards(cosine, "K", 1, axes).mean(axis=1, keepdims=True) > 0)
         return Joined(joins, None, (dropped.v + nearest.v) / 2, tau)
 
 
@@ -114,7 +116,7 @@ class Fading(ByAttention):
 
     decay: float = 0.5
 
-    def begin(self, k, v):
+    def score_new_entries(self, k, v):
         return jnp.abs(k.astype(jnp.float32)).mean(axis=-1)
 
 
@@ -127,7 +129,7 @@ HEAVY = {"budget": BUDGET, "scorer": CumulativeAttention(), "keep": Keep(sinks=1
         CustomPolicy(budget=BUDGET, scorer=Loudest(together=True), heads=Greedy(), every=3),
         CustomPolicy(
             budget=BUDGET,
-            scorer=WindowAttention(window=8, group="max"),
+            scorer=ObservationWindowAttention(window=8, group="max"),
             heads=Lowest(),
             keep=Keep(window=8),
         ),
@@ -147,10 +149,10 @@ def test_parts_of_users(policy):
 class Filtered(Policy):
     """Rows are dropped, and others not read."""
 
-    def parts(self):
+    def build_policy_parts(self):
         read = (
             OmniKV(budget=12, filter_layers=(0,), adjacent=0, selector="uniform", window=3)
-            .parts()
+            .build_policy_parts()
             .read
         )
         return self.compose(scorer=KeyNorm(), read=read)

@@ -54,7 +54,7 @@ def test_compressed_again(name):
 # By program what may: hidden states (E) and logits (V); numbers of R rows, be they a prompt's or a pool's, of kv heads
 # K, of all layers' kv heads J, of G query heads of each, and of w queries. Keys and values never do.
 TRAVELS = {
-    "embed": {"all-reduce": ["B R E"]},
+    "embed_tokens": {"all-reduce": ["B R E"]},
     # Attention's and the MLP's sums; norms of values, where a group's query heads lie apart.
     "layer": {"all-reduce": ["B R E", "B K R"]},
     # What is observed, and logits of window queries, where a group's query heads lie apart; whether any score is NaN;
@@ -64,16 +64,16 @@ TRAVELS = {
         "all-gather": ["B K", "B K G", "B K G n"],
     },
     # The second pass, whose embeddings are as above: two sums of hidden states a layer.
-    "_layer_again": {"all-reduce": ["B R E"]},
+    "_rerun_block": {"all-reduce": ["B R E"]},
     "_choose": {"all-gather": ["B K R", "B J R"]},
     # Whether any head drops rows.
-    "_merged": {"all-reduce": ["B"]},
+    "_run_merger": {"all-reduce": ["B"]},
     # The same of a cache; norms of values and positions of their rows, where a position's norms are compared.
-    "_candidates": {"all-reduce": ["B K R", "B K w R"], "all-gather": ["B K R"]},
-    "_unpacked": {"all-reduce": ["B K R"]},
+    "_gather_candidates": {"all-reduce": ["B K R", "B K w R"], "all-gather": ["B K R"]},
+    "_gather_entries_to_pack": {"all-reduce": ["B K R"]},
     # The next token, whether all have ended; TOVA's ranks, and what filters choose by.
     "_loop": {"all-reduce": ["B R E", "", "B K K R", "B w R", "B R"], "all-gather": ["B V"]},
-    "_extend": {"all-reduce": ["B R E", "B R"]},
+    "_run_compiled_step": {"all-reduce": ["B R E", "B R"]},
     # The first head's choice, which the next layer's is made of.
     "gather": {"all-reduce": ["B R"]},
     # What a model is known by: samples of its parameters, on their way to the host.
@@ -117,7 +117,15 @@ def test_no_keys_or_values_travel(compiled):
             seen.add((each.name, kind))
     names = {each.name for each in compiled}
     assert (
-        set(TRAVELS) | {"pack", "pack_shared", "placed", "fill_query_buffer", "logits_of"} <= names
+        set(TRAVELS)
+        | {
+            "pack_layer_entries",
+            "pack_into_shared_pool",
+            "compute_all_segment_starts",
+            "fill_query_buffer",
+            "compute_logits",
+        }
+        <= names
     )
     # The table says no more than what was met.
     assert {(name, kind) for name, kinds in TRAVELS.items() for kind in kinds} == seen
@@ -138,8 +146,8 @@ def test_a_step_sends_two_sums_a_layer(compiled):
 
 def test_pools_stay_where_they_are(compiled):
     assert not [shape for shape in meshes.MOVED if DIM in shape]
-    writes = [each for each in compiled if each.name in ("_loop", "pack_shared")]
+    writes = [each for each in compiled if each.name in ("_loop", "pack_into_shared_pool")]
     assert len(writes) > 10 and not any(each.copied or each.fresh for each in writes)
     # A program that only reads its pools is seen to do so.
-    reads = [each.fresh for each in compiled if each.name == "_unpacked"]
+    reads = [each.fresh for each in compiled if each.name == "_gather_entries_to_pack"]
     assert reads and min(reads) >= 2

@@ -12,7 +12,7 @@ import tiny
 from flax import nnx
 
 import jaxkv
-from jaxkv.cache.stores import held_dtype
+from jaxkv.cache.stores import choose_cache_dtype
 from jaxkv.loading import LanguageModel
 from jaxkv.models.decoder import Decoder
 
@@ -64,13 +64,13 @@ def test_decoding_is_close_to_float32():
 def test_entries_are_rounded_counted_and_saved_in_16_bits(tmp_path, name):
     model, _ = narrow_and_wide()
     session = jaxkv.Session(model, POLICIES[name])
-    plan = session.planned(np.asarray(LENGTHS), 4)
+    plan = session.plan_without_memory_check(np.asarray(LENGTHS), 4)
     cache = session.prefill(tiny.prompts(1, LENGTHS), needed=plan)
     assert cache.nbytes == plan.cache_bytes and cache.host_nbytes == plan.host_bytes
     cache, _ = session.sample(cache, 4)
     assert cache.dtype == "bfloat16" and {pool.dtype.name for pool in cache.pools} == {"float32"}
     # As a GPU holds it, and back.
-    narrow = cache.widened(cache.dtype)
+    narrow = cache.cast_to_dtype(cache.dtype)
     assert {pool.dtype.name for pool in narrow.pools} == {"bfloat16"}
     for at, each in enumerate((cache, narrow)):
         each.save(tmp_path / str(at))
@@ -96,4 +96,4 @@ def test_other_devices_hold_the_models_dtype(tmp_path):
         for each in said["programs"]
     }
     assert held == {"cpu": {"float32"}, "cuda": {"bfloat16"}}
-    assert held_dtype("bfloat16", "tpu") == jnp.bfloat16
+    assert choose_cache_dtype("bfloat16", "tpu") == jnp.bfloat16

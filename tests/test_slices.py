@@ -18,9 +18,9 @@ from test_checkpoints import write_gguf
 
 import jaxkv
 from jaxkv.checkpoints import StoredTensor, convert, open_checkpoint, orbax_files
-from jaxkv.loading import fill
+from jaxkv.loading import load_parameters
 from jaxkv.models.decoder import Decoder
-from jaxkv.sharding.parameters import model_mesh, spec_of
+from jaxkv.sharding.parameters import get_parameter_spec, make_model_mesh
 
 
 def mesh_of(data, model):
@@ -122,12 +122,18 @@ def test_a_process_reads_its_own_slices_once(name):
     stored = {name: counted(name, tensor) for name, tensor in checkpoint.stored.items()}
     config = jaxkv.ModelConfig.from_hf(checkpoint.config)
     decoder = Decoder(config)
-    fill(decoder, dataclasses.replace(checkpoint, stored=stored), model_mesh(mesh_of(2, 4), config))
+    load_parameters(
+        decoder,
+        dataclasses.replace(checkpoint, stored=stored),
+        make_model_mesh(mesh_of(2, 4), config),
+    )
     assert reads == {name: int(np.prod(tensor.shape)) for name, tensor in stored.items()}
     whole = {name for name, tensor in stored.items() if largest[name] == np.prod(tensor.shape)}
     parts = ("norm", ".ln_", "mlp.gate.weight", ".router.", "o_proj.bias")
     assert whole == {name for name in stored if any(part in name for part in parts)}
-    assert spec_of("blocks.0.attention.out") == jax.sharding.PartitionSpec(None, ("kv", "rep"))
+    assert get_parameter_spec("blocks.0.attention.out") == jax.sharding.PartitionSpec(
+        None, ("kv", "rep")
+    )
 
 
 _PROCESS = """

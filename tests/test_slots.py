@@ -13,7 +13,7 @@ import tiny
 from policy_table import BY_NAME
 
 import jaxkv
-from jaxkv.engine.progress import run_to_end
+from jaxkv.engine.progress import run_generator
 from jaxkv.engine.slots import PARTS
 
 BUDGET = 20
@@ -30,7 +30,7 @@ def model():
 def of_one_length(model, policy):
     """Slots that have compiled the programs of prompts from `LONG` on."""
     slots = runs.made(model, policy, start=False)
-    slots.compile(lengths=False)
+    slots.compile_programs(lengths=False)
     return slots
 
 
@@ -83,14 +83,14 @@ def test_cancelled_and_paused_sequences_leave_the_others_alone():
     ]
     slots = of_one_length(model(), policy)
     for slot, asked in enumerate(given):
-        slots.insert(runs.begun(slots, asked), slot)
+        slots.insert_sequence(runs.begun(slots, asked), slot)
     first = slots.decode(5)
-    slots.release([1])
-    paused = slots.take(2)
-    slots.release([2])
+    slots.release_slots([1])
+    paused = slots.copy_sequence(2)
+    slots.release_slots([2])
     second = slots.decode(7)
     assert (second[[1, 2]] == -1).all()
-    slots.insert(paused, 1)
+    slots.insert_sequence(paused, 1)
     parts = [slots.decode(7) for _ in range(6)]
     rest = np.concatenate([second, *parts], axis=1)
     for slot, at in ((0, 0), (1, 2), (3, 3)):
@@ -105,10 +105,12 @@ def test_questions_on_one_document():
     session = jaxkv.Session(model(), policy, key=0)
     prompt, questions = tiny.prompts(7, [50])[0], tiny.prompts(8, [5, 9, 16])
     slots = runs.made(model(), policy, max_question=16)
-    document, clock = slots.prefill(prompt), runs.Clock()
+    document, clock = slots.prefill(prompt), runs.StageClock()
     with clock:
         for slot, question in enumerate(questions):
-            slots.insert(slots.begin(slots.extend(document, question), max_new_tokens=12), slot)
+            slots.insert_sequence(
+                slots.begin_sequence(slots.extend(document, question), max_new_tokens=12), slot
+            )
         tokens = slots.decode(12)
     assert clock.programs == 0
     for slot, question in enumerate(questions):
@@ -134,7 +136,7 @@ def test_a_length_is_compiled_once_it_is_asked_for():
         tiny.tiny(tiny.TWO_LAYERS), policy, start=False, max_prompt=120, max_question=16
     )
     parts = []
-    slots.compile(parts.append, lengths=False)
+    slots.compile_programs(parts.append, lengths=False)
     assert len(parts) == PARTS and slots.uncompiled == [
         (False, 32),
         (False, 128),
@@ -142,7 +144,7 @@ def test_a_length_is_compiled_once_it_is_asked_for():
         (True, 64),
     ]
     for question, size in list(slots.uncompiled):
-        run_to_end(slots.compiling(question, size))
+        run_generator(slots.compile_padded_length(question, size))
     given = runs.requests(3, 6)
     assert runs.answered(slots, given)[1] == 0
 
@@ -152,9 +154,9 @@ def test_what_a_slot_held_before_is_gone():
     policy = jaxkv.AdaKV(base=jaxkv.SnapKV(budget=BUDGET, window=8))
     slots, (short, long) = runs.made(model(), policy), tiny.prompts(9, [17, 64])
     for prompt in (long, short):
-        one = slots.begin(slots.prefill(prompt), max_new_tokens=4)
-        slots.insert(one, 3)
-        back = slots.take(3)
+        one = slots.begin_sequence(slots.prefill(prompt), max_new_tokens=4)
+        slots.insert_sequence(one, 3)
+        back = slots.copy_sequence(3)
         for put, got in zip(jax.tree.leaves(one.arrays), jax.tree.leaves(back.arrays), strict=True):
             if jnp.issubdtype(put.dtype, jax.dtypes.prng_key):
                 put, got = jax.random.key_data(put), jax.random.key_data(got)
@@ -170,11 +172,11 @@ def test_what_slots_refuse(as_users_call):
     for call, named in (
         (lambda: slots.prefill([1] * 65), "max_prompt=64"),
         (lambda: slots.extend(cache, [1]), "max_question=0"),
-        (lambda: slots.begin(cache, max_new_tokens=25), "max_new_tokens=25"),
-        (lambda: slots.begin(cache, max_new_tokens=2, eos=range(9)), "more than 8"),
-        (lambda: slots.insert(slots.begin(cache, max_new_tokens=2), 4), "slot=4"),
-        (lambda: slots.release([0, -1]), "slot=-1"),
-        (lambda: slots.begin(other, max_new_tokens=2), "cache="),
+        (lambda: slots.begin_sequence(cache, max_new_tokens=25), "max_new_tokens=25"),
+        (lambda: slots.begin_sequence(cache, max_new_tokens=2, eos=range(9)), "more than 8"),
+        (lambda: slots.insert_sequence(slots.begin_sequence(cache, max_new_tokens=2), 4), "slot=4"),
+        (lambda: slots.release_slots([0, -1]), "slot=-1"),
+        (lambda: slots.begin_sequence(other, max_new_tokens=2), "cache="),
         (lambda: slots.decode(2, until="some"), "until='some'"),
         (lambda: runs.made(model(), None, count=0), "count=0"),
         (lambda: runs.made(model(), None, max_prompt=500), "made for 512"),

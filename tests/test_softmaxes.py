@@ -14,15 +14,22 @@ from test_layer_specs import capped, forward
 from test_windows import LENGTHS, SHAPE, prompts
 
 import jaxkv
-from jaxkv.attention import Implementation, backend_of, chunk_peaks, columns, filters, xla
-from jaxkv.attention.shaping import Shaping
-from jaxkv.attention.steps import Gathered
-from jaxkv.attention.xla import Reach, Walk
+from jaxkv.attention import (
+    Implementation,
+    columns,
+    filters,
+    get_attention_backend,
+    max_attention_per_key,
+    xla,
+)
+from jaxkv.attention.shaping import LogitShaping
+from jaxkv.attention.steps import GatheredEntries
+from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 from jaxkv.models.values import LayerSpec
 
 # So small that it changes most logits.
 CAP = 1.5
-CAPPED = Shaping(softcap=CAP)
+CAPPED = LogitShaping(softcap=CAP)
 WHOLE = tiny.shape(layers=2, kv_heads=2, group=3, dim=16)
 # By what changes: a layer of a window below one that attends to everything, and a model without any.
 WINDOWS = {
@@ -101,10 +108,11 @@ def test_softmaxes_by_an_oracle(change):
     q, k, v, sinks = normal(0, 3, 4, 8), normal(1, 9, 8), normal(2, 9, 8), normal(3, 3) / 2 + 1
     seen = np.tril(np.ones((4, 9), bool), 5)
     at = jnp.arange(5, 9, dtype=jnp.int32)
-    given = Shaping(softcap=CAP) if change == "caps" else Shaping(sink_logits=sinks)
-    out = np.asarray(xla.masked(q, k, v, jnp.asarray(seen), given))
+    given = LogitShaping(softcap=CAP) if change == "caps" else LogitShaping(sink_logits=sinks)
+    out = np.asarray(xla.attend_masked_keys(q, k, v, jnp.asarray(seen), given))
     shares, plain = (
-        np.asarray(columns.probabilities(q, k, at, each)) for each in (given, Shaping())
+        np.asarray(columns.compute_attention_probabilities(q, k, at, each))
+        for each in (given, LogitShaping())
     )
     q, k, v = map(np.asarray, (q, k, v))
     for group, token in np.ndindex(3, 4):
@@ -127,12 +135,12 @@ def test_prompts_and_their_sums_by_an_oracle(implementation, dtype):
         normal(seed, 2, heads, *shape, slots, dim).astype(dtype)
         for seed, shape in enumerate(((group,), (), ()))
     )
-    backend, length = backend_of(implementation), jnp.asarray([48, 4], jnp.int32)
-    out, lse = backend.prefill(q, k, v, length, shaping=CAPPED)
-    sums = backend.column_sums(q, k, lse, length, shaping=CAPPED)
+    backend, length = get_attention_backend(implementation), jnp.asarray([48, 4], jnp.int32)
+    out, lse = backend.compute_prefill_attention(q, k, v, length, shaping=CAPPED)
+    sums = backend.sum_attention_per_key(q, k, lse, length, shaping=CAPPED)
     at = length[:, None] - window + jnp.arange(window, dtype=jnp.int32)
     last = jnp.take_along_axis(q, jnp.maximum(at, 0)[:, None, None, :, None], axis=3)
-    means = backend.window_mean(last, k, at, length, shaping=CAPPED)
+    means = backend.average_window_attention(last, k, at, length, shaping=CAPPED)
     close = {"atol": 5e-6 if dtype == jnp.float32 else 2e-2}
     q, k, v, out, lse = (np.asarray(each, np.float32) for each in (q, k, v, out, lse))
     whole, logs = np.zeros_like(out), np.zeros_like(lse)
@@ -157,15 +165,15 @@ def test_prompts_and_their_sums_by_an_oracle(implementation, dtype):
 
 def spread(walk):
     """First rows and lengths of two sequences' two segments, among 300 rows."""
-    if walk is Walk.STRIDES:
+    if walk is SegmentReadMode.STRIDES:
         return [[0, 150]] * 2, [[150, 150], [3, 0]]
     return [[4, 144], [6, 200]], [[140, 9], [0, 30]]
 
 
 # The last: the rows are no multiple of the walk's blocks, and a segment is longer than all whole blocks together.
 SPREADS = [
-    *((walk, *spread(walk)) for walk in Walk),
-    (Walk.WINDOWS, [[0, 298], [0, 3]], [[298, 2], [2, 297]]),
+    *((walk, *spread(walk)) for walk in SegmentReadMode),
+    (SegmentReadMode.WINDOWS, [[0, 298], [0, 3]], [[298, 2], [2, 297]]),
 ]
 
 
@@ -202,21 +210,21 @@ def test_a_pools_output_and_scores(change, walk, start, length, implementation):
             outs[row, head, member], lses[row, head, member] = found[:2]
             expected[row, span] += found[2] / group
     begin, rows = jnp.asarray(start), jnp.asarray(length)
-    backend = backend_of(implementation)
-    changes = {"plain": Shaping(), "caps": CAPPED, "sinks": Shaping(sink_logits=sinks)}
-    given, store, widest = {"shaping": changes[change]}, Gathered(k, v), int(length.max())
-    reach = Reach(start=begin, length=rows, walk=walk)
+    backend = get_attention_backend(implementation)
+    changes = {"plain": LogitShaping(), "caps": CAPPED, "sinks": LogitShaping(sink_logits=sinks)}
+    given, store, widest = {"shaping": changes[change]}, GatheredEntries(k, v), int(length.max())
+    reach = SegmentRanges(start=begin, length=rows, walk=walk)
     bounded = dataclasses.replace(reach, widest=widest)
     for read, second in ((reach, True), (bounded, True), (reach, False)):
         counts = jnp.asarray([True, second])
-        out, found = backend.attend_scored(q, store, read, score, counts, **given)
+        out, found = backend.attend_and_score(q, store, read, score, counts, **given)
         np.testing.assert_allclose(out, outs, atol=2e-5)
         np.testing.assert_allclose(found[0], expected[0], atol=2e-5)
         np.testing.assert_allclose(found[1], expected[1] if second else score[1], atol=2e-5)
     many, times = jnp.repeat(q, 20, axis=2), np.repeat(lses, 20, axis=2)
     # The sink logits alone are the softmax over no rows.
     times = np.where(np.isinf(times) & (change == "sinks"), np.repeat(held, 20, axis=1), times)
-    out, lse = backend.attend(many, store, reach, **given)
+    out, lse = backend.attend_to_segments(many, store, reach, **given)
     np.testing.assert_allclose(out, np.repeat(outs, 20, axis=2), atol=2e-5)
     np.testing.assert_allclose(lse, times, atol=2e-5)
 
@@ -232,9 +240,11 @@ def test_several_tokens_scores_by_an_oracle():
             keys[0, span].astype(np.float64) @ queries[0, head, row].astype(np.float64) / 4, CAP
         )
         want[span] += np.exp(logits - logs[0, head, row])
-    for walk in Walk:
-        reach = Reach(start=start, length=length, walk=walk)
-        found = columns.pool_sums(q, k, lse, reach, jnp.zeros((1, 260)), weight=1.0, softcap=CAP)
+    for walk in SegmentReadMode:
+        reach = SegmentRanges(start=start, length=length, walk=walk)
+        found = columns.add_attention_to_scores(
+            q, k, lse, reach, jnp.zeros((1, 260)), weight=1.0, softcap=CAP
+        )
         np.testing.assert_allclose(found[0], want, rtol=1e-4, atol=1e-6)
 
 
@@ -263,14 +273,14 @@ def test_choices_and_peaks_by_an_oracle(monkeypatch):
     )
     for size in (1 << 24, 24 * 16):
         monkeypatch.setattr(filters, "_LOGITS", size)
-        found = filters.by_row(asked, pool, below, None)
+        found = filters.score_positions_by_row(asked, pool, below, None)
         np.testing.assert_allclose(found[0], want, atol=1e-5)
-        found = filters.by_position(
+        found = filters.score_positions_in_pool(
             asked, pool, pos, start, jnp.full((1, 2), 40, jnp.int32), 40, None
         )
         np.testing.assert_allclose(found[0], want, atol=1e-5)
     own = jnp.full((1, 2, 3, 4), -jnp.inf)
-    peaks = chunk_peaks(
+    peaks = max_attention_per_key(
         q, own, k[:, :, :30], jnp.asarray([4]), jnp.ones((1, 30), bool), softcap=CAP
     )
     for head in range(2):
@@ -346,7 +356,7 @@ def test_choices_and_logits_change(change):
     policy, found = jaxkv.SnapKV(budget=16, window=6), []
     for model in (tiny.tiny(MODELS[change]), tiny.tiny(PLAIN[change])):
         cache = jaxkv.Session(model, policy).prefill(prompts())
-        held = [cache.holds(row, count) for row, count in enumerate(LENGTHS)]
+        held = [cache.mask_kept_tokens(row, count) for row, count in enumerate(LENGTHS)]
         for mask, text in zip(held, prompts(), strict=True):
             np.testing.assert_array_equal(mask, kept_by_snapkv(model, text, budget=16, window=6))
         found.append((held, np.asarray(cache.logits)))

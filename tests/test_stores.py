@@ -12,7 +12,7 @@ import tiny
 
 import jaxkv
 from jaxkv import D2O, SnapKV
-from jaxkv.cache import Dense
+from jaxkv.cache import DenseStore
 from jaxkv.testing import check_policy
 
 DECODED = []
@@ -20,25 +20,25 @@ DECODED = []
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=["wide"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Half(Dense):
+class Half(DenseStore):
     """Rows as float16, whatever the model's dtype."""
 
     kernels: ClassVar[tuple[str, ...]] = ()
     wide: str
 
     @classmethod
-    def of(cls, k, v):
+    def encode_entries(cls, k, v):
         return cls(k=k.astype(jnp.float16), v=v.astype(jnp.float16), wide=str(k.dtype))
 
     @classmethod
-    def row_bytes(cls, dim, itemsize):
+    def compute_entry_bytes(cls, dim, itemsize):
         return 2 * dim * 2
 
     @property
     def dtype(self):
         return jnp.dtype(self.wide)
 
-    def view(self):
+    def decode_entries(self):
         if not isinstance(self.k, jax.core.Tracer):
             DECODED.append(self.k.shape)
         return self.k.astype(self.dtype), self.v.astype(self.dtype)
@@ -72,7 +72,7 @@ def test_rows_take_half_the_bytes_and_are_decoded_in_programs_alone():
         cache = session.prefill(prompts, new=8)
         sizes.append(cache.nbytes)
         tokens.append(session.sample(cache, 8)[1])
-    rows = sum(pool.rows for pool in cache.pools) * 2
+    rows = sum(pool.row_count for pool in cache.pools) * 2
     assert sizes[0] - sizes[1] == rows * 2 * 8 * (4 - 2)
     assert np.array_equal(*tokens)
     assert not DECODED

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxkv.evals.needle import Needle
-from jaxkv.evals.perplexity import Loss
+from jaxkv.evals.perplexity import TextLossTask
 from jaxkv.evals.published import LongBench
-from jaxkv.evals.texts import texts_of
+from jaxkv.evals.texts import read_texts
 
 OFFICIAL = Path(__file__).parent / "official"
 
@@ -40,7 +40,7 @@ def lines(tmp_path, name, *rows, mark=b"", end=b"\n"):
 def test_lines_end_with_a_line_feed_alone(tmp_path, mark, end):
     odd = "one\u2028two\x85three\u2029four\x1cfive"
     path = lines(tmp_path, "texts.jsonl", {"text": odd}, {"text": "plain"}, mark=mark, end=end)
-    assert list(texts_of(str(path)).values()) == [odd, "plain"]
+    assert list(read_texts(str(path)).values()) == [odd, "plain"]
     row = json.loads((OFFICIAL / "longbench" / "hotpotqa.jsonl").read_bytes().splitlines()[0])
     lines(tmp_path, "hotpotqa.jsonl", {**row, "context": odd}, row, mark=mark, end=end)
     made = LongBench(data=str(tmp_path), tasks=("hotpotqa",)).samples(
@@ -57,13 +57,15 @@ def test_texts_that_are_none_are_refused_by_name(tmp_path):
     }.items():
         (tmp_path / name).write_bytes(data)
         with pytest.raises(ValueError, match="^data="):
-            Loss(data=str(tmp_path / name), prefix=1, tokens=1).samples(eval_models.speaking())
+            TextLossTask(data=str(tmp_path / name), prefix=1, tokens=1).samples(
+                eval_models.speaking()
+            )
     (tmp_path / "e.txt").write_bytes(b"\xef\xbb\xbfWords")
     os.symlink(tmp_path / "e.txt", tmp_path / "f.txt")
-    assert texts_of(str(tmp_path / "f.txt")) == {"f": "Words"}
+    assert read_texts(str(tmp_path / "f.txt")) == {"f": "Words"}
     os.symlink(tmp_path / "nowhere", tmp_path / "g.txt")
     with pytest.raises(FileNotFoundError, match="^data="):
-        texts_of(str(tmp_path / "g.txt"))
+        read_texts(str(tmp_path / "g.txt"))
 
 
 def test_prompts_longer_than_the_models_positions_are_refused_before_anything_runs():

@@ -13,7 +13,7 @@ from jaxkv.policies import (
     Merged,
     Merger,
     Scorer,
-    Uniform01,
+    UniformRandomScores,
 )
 from jaxkv.testing import check_policy
 
@@ -41,8 +41,8 @@ def test_compositions_keep_them_too(policy):
 class LooksAtMates(Scorer):
     """Rows of the whole batch count."""
 
-    def observe(self, seen):
-        own = KeyNorm().observe(seen)
+    def score_entries(self, seen):
+        own = KeyNorm().score_entries(seen)
         return own + own[::-1]
 
 
@@ -50,8 +50,8 @@ class LooksAtMates(Scorer):
 class LooksAtPadding(Scorer):
     """Padding counts as much as rows do."""
 
-    def observe(self, seen):
-        norm = KeyNorm().observe(seen)
+    def score_entries(self, seen):
+        norm = KeyNorm().score_entries(seen)
         middle = norm.mean(axis=-1, keepdims=True)
         return -jnp.abs(norm - middle)
 
@@ -60,16 +60,16 @@ class LooksAtPadding(Scorer):
 class Infinite(Merger):
     """Values that are no numbers any more."""
 
-    def merge(self, k, v, kept, inside, mass, tau, key):
+    def merge_evicted_entries(self, k, v, kept, inside, mass, tau, key):
         return Merged(k, v * jnp.inf, tau)
 
 
 @dataclasses.dataclass(frozen=True)
-class DrawsInSilence(Uniform01):
+class DrawsInSilence(UniformRandomScores):
     """It looks at the key, and says that it does not."""
 
     @property
-    def uses_key(self):
+    def uses_random_key(self):
         return False
 
 

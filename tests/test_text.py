@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from jaxkv.checkpoints import GgufTokenizer, fetch, open_checkpoint
+from jaxkv.checkpoints import GgufTokenizer, fetch_checkpoint, open_checkpoint
 from jaxkv.checkpoints.source import Checkpoint
-from jaxkv.text.tokenizer import StreamDecoder, Text
+from jaxkv.text.tokenizer import ChatTokenizer, StreamDecoder
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "tokens.json").read_text("utf-8"))
 CHAT = next(entry for entry in GOLDEN if entry.get("note") == "chat template of one user message")
@@ -17,7 +17,7 @@ U1, A1, U2 = "What is copper?", "A metal.", "And tin?"
 
 @pytest.fixture(scope="module")
 def text():
-    return Text.from_checkpoint(open_checkpoint(fetch("smollm2-135m-instruct")))
+    return ChatTokenizer.from_checkpoint(open_checkpoint(fetch_checkpoint("smollm2-135m-instruct")))
 
 
 def conversation(*contents):
@@ -44,14 +44,14 @@ def test_special_ids(text):
 
 
 def test_chat_template(text):
-    assert text.chat(conversation(U1), generation_prompt=True) == CHAT["text"]
+    assert text.render_chat(conversation(U1), generation_prompt=True) == CHAT["text"]
 
 
 def test_turns_join_to_the_full_rendering(text):
     joined = text.turns.opening + U1 + text.turns.closing
-    assert joined == text.chat(conversation(U1), generation_prompt=True)
+    assert joined == text.render_chat(conversation(U1), generation_prompt=True)
     joined += A1 + text.turns.between + U2 + text.turns.closing
-    assert joined == text.chat(conversation(U1, A1, U2), generation_prompt=True)
+    assert joined == text.render_chat(conversation(U1, A1, U2), generation_prompt=True)
     assert text.turns.between == "<|im_end|>\n<|im_start|>user\n"
 
 
@@ -60,28 +60,28 @@ def test_turns_join_to_the_full_rendering(text):
 def test_stream_gives_whole_characters(text, string, step):
     ids = text.encode(string, bos=False)
     stream = StreamDecoder(text)
-    parts = [stream.push(ids[start : start + step]) for start in range(0, len(ids), step)]
+    parts = [stream.push_ids(ids[start : start + step]) for start in range(0, len(ids), step)]
     assert not any("\ufffd" in part for part in parts)
-    assert "".join(parts) + stream.flush() == string
+    assert "".join(parts) + stream.flush_text() == string
 
 
 def test_stream_ends_inside_a_character(text):
     ids = text.encode("ok 漢", bos=False)
     stream = StreamDecoder(text)
-    shown = "".join(stream.push([each]) for each in ids[:-1])
+    shown = "".join(stream.push_ids([each]) for each in ids[:-1])
     assert "\ufffd" not in shown and shown.startswith("ok")
-    assert shown + stream.flush() == "ok \ufffd" and stream.flush() == ""
+    assert shown + stream.flush_text() == "ok \ufffd" and stream.flush_text() == ""
 
 
 def test_stream_does_not_hold_bad_bytes_for_ever(text):
     bad = text.encode("🙂", bos=False)[:1] * 40
     stream = StreamDecoder(text)
-    assert any(stream.push([each]) for each in bad)
+    assert any(stream.push_ids([each]) for each in bad)
 
 
 def test_stream_skips_special_tokens(text):
     stream = StreamDecoder(text)
-    assert [stream.push([each]) for each in (19556, 2, 1, 905)] == ["Hello", "", "", " world"]
+    assert [stream.push_ids([each]) for each in (19556, 2, 1, 905)] == ["Hello", "", "", " world"]
 
 
 # --- other templates ------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ def byte_level(*specials):
 
 def with_template(template, **options):
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
-    return Text(
+    return ChatTokenizer(
         byte_level("<s>", "</s>", "<end>"),
         specials=specials,
         adds_bos=True,
@@ -118,7 +118,7 @@ def with_template(template, **options):
 
 def test_bos_is_never_doubled():
     text = with_template(LLAMA2)
-    rendered = text.chat(conversation("Hi"), generation_prompt=True)
+    rendered = text.render_chat(conversation("Hi"), generation_prompt=True)
     assert rendered.startswith("<s>")
     assert text.encode(rendered, bos=True).count(text.bos_id) == 1
     assert text.encode("Hi", bos=True)[0] == text.bos_id
@@ -172,21 +172,21 @@ def test_folder(tmp_path):
     settings = {"bos_token": {"content": "<s>"}, "eos_token": "</s>", "chat_template": "old"}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     (tmp_path / "chat_template.jinja").write_text(LLAMA2)
-    text = Text.from_checkpoint(
+    text = ChatTokenizer.from_checkpoint(
         open_folder(tmp_path, eos_token_id=[tokenizer.token_to_id("<end>")])
     )
     assert text.eos_ids == (tokenizer.token_to_id("</s>"), tokenizer.token_to_id("<end>"))
     # The post-processor says that a bos token is added; the training run's truncation is not kept.
     assert text.decode(text.encode("longer text", bos=True), skip_special=False) == "<s>longer text"
-    assert text.chat(conversation("Hi"), generation_prompt=True) == "<s>[INST] Hi [/INST]"
+    assert text.render_chat(conversation("Hi"), generation_prompt=True) == "<s>[INST] Hi [/INST]"
     settings |= {"add_bos_token": False}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    assert len(Text.from_checkpoint(open_folder(tmp_path)).encode("a", bos=True)) == 1
+    assert len(ChatTokenizer.from_checkpoint(open_folder(tmp_path)).encode("a", bos=True)) == 1
 
 
 def test_folder_without_tokenizer(tmp_path):
     checkpoint = Checkpoint(path=tmp_path, config={}, stored={}, tokenizer_spec=None)
-    assert Text.from_checkpoint(checkpoint) is None
+    assert ChatTokenizer.from_checkpoint(checkpoint) is None
 
 
 CORRUPT = {
@@ -200,7 +200,7 @@ CORRUPT = {
 def test_corrupt_tokenizer(tmp_path, content):
     (tmp_path / "tokenizer.json").write_bytes(CORRUPT[content])
     with pytest.raises(ValueError, match=r"tokenizer='.*tokenizer\.json': it cannot be read"):
-        Text.from_checkpoint(open_folder(tmp_path))
+        ChatTokenizer.from_checkpoint(open_folder(tmp_path))
 
 
 @pytest.mark.parametrize("hostile", ["x" * 60, "\ud800"])
@@ -208,21 +208,21 @@ def test_text_that_the_tokenizer_fails_on(hostile):
     tokenizer = byte_level()
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
     with pytest.raises(ValueError, match="prompt='...': the tokenizer cannot"):
-        Text(tokenizer, origin="odd-model").encode(hostile, bos=False)
+        ChatTokenizer(tokenizer, origin="odd-model").encode(hostile, bos=False)
 
 
 def test_tokenizer_too_large_to_be_one(tmp_path):
     with (tmp_path / "tokenizer.json").open("wb") as file:
         file.truncate(2**33)
     with pytest.raises(ValueError, match=r"tokenizer\.json: 8,589,934,592 bytes are more than"):
-        Text.from_checkpoint(open_folder(tmp_path))
+        ChatTokenizer.from_checkpoint(open_folder(tmp_path))
 
 
 def test_sentencepiece_is_an_extra(tmp_path, monkeypatch):
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"tokenizer='.*pip install 'jaxkv\[sentencepiece\]'"):
-        Text.from_checkpoint(open_folder(tmp_path))
+        ChatTokenizer.from_checkpoint(open_folder(tmp_path))
 
 
 def test_a_tokenizers_own_code_is_neither_run_nor_asked_about(tmp_path, monkeypatch):
@@ -231,13 +231,13 @@ def test_a_tokenizers_own_code_is_neither_run_nor_asked_about(tmp_path, monkeypa
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(own))
     monkeypatch.setattr("builtins.input", None)
     with pytest.raises(ValueError, match="tokenizer="):
-        Text.from_checkpoint(open_folder(tmp_path))
+        ChatTokenizer.from_checkpoint(open_folder(tmp_path))
 
 
 def folder_with(tmp_path, **settings):
     byte_level("<s>", "</s>").save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), "utf-8-sig")
-    return Text.from_checkpoint(open_folder(tmp_path))
+    return ChatTokenizer.from_checkpoint(open_folder(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -260,13 +260,13 @@ def test_a_template_of_several(tmp_path):
         {"name": "default", "template": "{{ messages[0].content }}"},
     ]
     text = folder_with(tmp_path, chat_template=several)
-    assert text.chat(conversation("Hi"), generation_prompt=False) == "Hi"
+    assert text.render_chat(conversation("Hi"), generation_prompt=False) == "Hi"
 
 
 def test_byte_order_marks_are_no_text(tmp_path):
     (tmp_path / "chat_template.jinja").write_text(CHATML, "utf-8-sig")
     text = folder_with(tmp_path, bos_token="<s>")
-    assert text.chat(conversation("Hi"), generation_prompt=False) == "<end>user:Hi<end>"
+    assert text.render_chat(conversation("Hi"), generation_prompt=False) == "<end>user:Hi<end>"
     assert text.bos_id is not None
 
 
@@ -287,13 +287,13 @@ def sentencepiece():
 def test_sentencepiece():
     spec = sentencepiece()
     checkpoint = Checkpoint(path=Path("x"), config={}, stored={}, tokenizer_spec=spec)
-    text = Text.from_checkpoint(checkpoint)
+    text = ChatTokenizer.from_checkpoint(checkpoint)
     ids = text.encode("the cat 🙂", bos=True)
     emoji = [f"<0x{byte:02X}>" for byte in "🙂".encode()]
     assert [spec.tokens[each] for each in ids] == ["<s>", "▁the", "▁cat", "▁", *emoji]
     assert text.decode(ids) == "the cat 🙂"
     stream = StreamDecoder(text)
-    assert [part for part in (stream.push([each]) for each in ids) if part] == [
+    assert [part for part in (stream.push_ids([each]) for each in ids) if part] == [
         "the",
         " cat",
         " ",
@@ -306,7 +306,7 @@ def words(pre, text="I'LL pay 12345\n\n now"):
     alphabet = tuple(sorted(pre_tokenizers.ByteLevel.alphabet()))
     tokenizer = GgufTokenizer(
         model="gpt2", pre=pre, tokens=alphabet, types=(1,) * len(alphabet)
-    ).build()
+    ).build_tokenizer()
     return [word for word, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)]
 
 

@@ -51,8 +51,8 @@ def test_newer_names_of_tensors_are_known(tmp_path):
         )
 
     folder = changed(tmp_path, renamed=newer)
-    names = open_checkpoint(folder).names
-    assert names == open_checkpoint(GOLDEN).names and all(
+    names = open_checkpoint(folder).tensor_names
+    assert names == open_checkpoint(GOLDEN).tensor_names and all(
         each.startswith("model.") for each in names
     )
     np.testing.assert_array_equal(logits(jaxkv.load(folder)), logits(jaxkv.load(GOLDEN)))

@@ -15,7 +15,7 @@ from test_replay import hidden
 
 import jaxkv
 from jaxkv import AdaKV, CriticalKV, FastKVzip, GlobalBudget
-from jaxkv.policies import AdaptiveHeads, ScoredRows, ThresholdHeads, TwoStageHeads
+from jaxkv.policies import AdaptiveHeads, ScoredEntries, ThresholdHeads, TwoStageHeads
 
 CONFIG, LENGTHS, BUDGET = gates.CONFIG, gates.LENGTHS, 20
 # Near the middle of a random gate's scores: some heads have more rows above it than the budget, some fewer.
@@ -110,7 +110,7 @@ def test_bases_of_other_head_budgets_keep_the_threshold():
     for policy in (AdaKV(base=zap(budget=1.0)), CriticalKV(base=AdaKV(base=zap(budget=1.0)))):
         cache, _, _ = tiny.run(model, ids, policy)
         assert tiny.kept(cache) == alone and not np.asarray(cache.tally.cut).any()
-    assert policy.parts().heads == ThresholdHeads(
+    assert policy.build_policy_parts().heads == ThresholdHeads(
         threshold=TAU, budgets=TwoStageHeads(budgets=AdaptiveHeads())
     )
 
@@ -196,8 +196,8 @@ def test_saved_caches_know_what_was_cut(tmp_path):
 def test_a_score_equal_to_the_threshold_stays():
     scores = jnp.asarray([[[0.5, 0.25, 0.75, 0.5]]], jnp.float32)
     none = jnp.zeros(1, jnp.int32)
-    rows = ScoredRows(scores, jnp.ones((1, 1, 4), bool), base=none, always_kept=none)
-    chosen, cut = ThresholdHeads(threshold=0.5).above(
+    rows = ScoredEntries(scores, jnp.ones((1, 1, 4), bool), base=none, always_kept=none)
+    chosen, cut = ThresholdHeads(threshold=0.5).apply_score_threshold(
         jnp.asarray([[[True, True, False, False]]]), rows
     )
     assert chosen.tolist() == [[[True, False, False, False]]] and cut.tolist() == [[2]]

@@ -14,7 +14,7 @@ import tokenizers
 from safetensors.numpy import load_file
 
 import jaxkv
-from jaxkv.checkpoints import manifest
+from jaxkv.checkpoints import get_manifest
 from jaxkv.evals import How, Ruler, TwoStage
 from jaxkv.evals.needle import Needle
 
@@ -44,10 +44,10 @@ def ruler(name):
 
 def test_it_is_small_and_comes_with_the_package(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXKV_CACHE", str(tmp_path / "none"))
-    known = manifest("tiny-retrieval")
+    known = get_manifest("tiny-retrieval")
     assert known.source.bytes < 4e6 and known.license == "Apache-2.0"
     config = jaxkv.load("tiny-retrieval").config
-    assert (config.kv_heads, config.group, config.head_dim, config.max_positions) == (
+    assert (config.kv_heads, config.group_size, config.head_dim, config.max_positions) == (
         4,
         2,
         32,

@@ -11,7 +11,7 @@ from test_implementations import POLICIES, both
 
 import jaxkv
 from jaxkv.attention import Implementation
-from jaxkv.planning.traced_programs import TraceInputs, abstract_model, traced_loop
+from jaxkv.planning.traced_programs import TraceInputs, build_abstract_model, trace_token_loop
 
 # A policy of each kind of step: appended rows in pools of their own, evicted and merged rows in one pool, pages, codes.
 ON_TPUS = ["adakv", "d2o", "quest", "snapkv, int8"]
@@ -43,11 +43,11 @@ def test_layers_with_windows_on_a_tpu():
 @pytest.mark.usefixtures("as_users_call")
 def test_a_tpus_programs_have_its_kernels():
     """A layer of a prompt in bfloat16 is prefilled by splash attention; a step appends and attends by a kernel."""
-    flat = abstract_model(tiny.shape(layers=2, kv_heads=2, group=2, dim=128), "bfloat16")
+    flat = build_abstract_model(tiny.shape(layers=2, kv_heads=2, group=2, dim=128), "bfloat16")
     given = {"policy": jaxkv.SnapKV(budget=64, window=8), "batch": 2, "tokens": 256, "new": 16}
     work = TraceInputs(flat=flat, implementation=Implementation.TPU, **given)
-    layer = next(each for each in work.prefill.calls if each.name == "layer")
-    with_kernels = [layer.traced, traced_loop(work)[0]]
+    layer = next(each for each in work.traced_prefill.calls if each.name == "layer")
+    with_kernels = [layer.traced, trace_token_loop(work)[0]]
     prefill, decode = (each.lower(lowering_platforms=("tpu",)).as_text() for each in with_kernels)
     assert (
         "splash_mha" in prefill
@@ -56,5 +56,5 @@ def test_a_tpus_programs_have_its_kernels():
     )
     for store, joins in (("int8", True), ("int4", False), ("mixed", False)):
         policy = jaxkv.SnapKV(budget=240, window=8, store=store)
-        traced, _ = traced_loop(dataclasses.replace(work, policy=policy, tokens=512))
+        traced, _ = trace_token_loop(dataclasses.replace(work, policy=policy, tokens=512))
         assert ("tpu_decode" in traced.lower(lowering_platforms=("tpu",)).as_text()) == joins

@@ -63,8 +63,8 @@ def layers():
     for row, each in enumerate(ids):
         tokens[row, : len(each)] = each
     length = jnp.asarray(LENGTHS, jnp.int32)
-    read = prefilling.read_layers(
-        model.flat, jnp.asarray(tokens), length, needs=Needs(queries=needed.padded_len)
+    read = prefilling.iterate_layer_outputs(
+        model.flat_decoder, jnp.asarray(tokens), length, needs=Needs(queries=needed.padded_len)
     )
     out = []
     for pool, shown in zip(cache.pools, read, strict=True):
@@ -106,9 +106,12 @@ def test_keeps_what_prefill_keeps(name, budget, layers):
         for mine, its in zip(ours[3:], theirs[3:], strict=True):
             np.testing.assert_allclose(mine, its, atol=2e-5)
     np.testing.assert_array_equal(rows.seen, np.broadcast_to(LENGTHS, rows.seen.shape))
-    assert all((np.asarray(rows.free(layer)) >= 3).all() for layer in range(GQA.layers))
-    parts = policy.parts()
-    if parts.layout.one_pool or parts.nested:
+    assert all(
+        (np.asarray(rows.compute_remaining_headroom(layer)) >= 3).all()
+        for layer in range(GQA.layers)
+    )
+    parts = policy.build_policy_parts()
+    if parts.cache_layout.uses_shared_pool or parts.nested:
         return
     for layer in range(GQA.layers):
         options = {
@@ -119,7 +122,7 @@ def test_keeps_what_prefill_keeps(name, budget, layers):
         }
         alone = jaxkv.compress(k[layer], v[layer], queries=q[layer], policy=policy, **options)
         assert kept(alone) == [kept(rows)[layer]]
-        assert alone.pool().k.shape == rows.pool(layer).k.shape
+        assert alone.get_layer_pool().k.shape == rows.get_layer_pool(layer).k.shape
 
 
 @pytest.mark.parametrize(
@@ -171,7 +174,7 @@ def test_traced_budgets_are_exact_for_every_length(budget):
     k, v, q = draw(batch=SLOTS + 1, heads=1, group=1, dim=2)
     lengths = jnp.arange(SLOTS + 1, dtype=jnp.int32)
     rows = jax.jit(lambda n: jaxkv.compress(k, v, queries=q, length=n, policy=policy))(lengths)
-    first, last = policy.parts().keep.sinks, policy.parts().keep.window
+    first, last = policy.build_policy_parts().keep.sinks, policy.build_policy_parts().keep.window
     for n, length in enumerate(np.asarray(rows.length)[0, :, 0].tolist()):
         always_kept = len(o.forced_positions(n, first, last, policy.protect)) if n else 0
         assert length == (max(o.resolve_budget(budget, n), always_kept) if n else 0), n

@@ -112,7 +112,7 @@ def test_tokens_without_room_are_refused_or_left_out(policy):
     with pytest.raises(ValueError, match=message):
         rows.append(9 + k[:, :, :40], 9 + v[:, :, :40])
     after = jax.jit(jaxkv.CompressedKV.append)(rows, 9 + k[:, :, :40], 9 + v[:, :, :40])
-    free = np.asarray(rows.free())
+    free = np.asarray(rows.compute_remaining_headroom())
     for before, (*at, keys, _, pos) in zip(segments(rows), segments(after), strict=True):
         assert at == list(before[:3])
         held = len(before[5])

@@ -13,7 +13,7 @@ from transforming import attended, batched
 
 import jaxkv
 from jaxkv import H2O, AdaKV, KNorm, Quest, SnapKV
-from jaxkv.machine.compilation import Clock
+from jaxkv.machine.compilation import StageClock
 
 NEW = 24
 
@@ -56,8 +56,10 @@ def agrees(case, seed, budget) -> bool:
         expected.append(after)
     for at, (state, out) in enumerate(steps(compressed(drawn, make(budget=budget)), drawn)):
         tau = None if state.tables[0].state.tau is None else state.tables[0].state.tau[0]
-        segments = SimpleNamespace(start=state.start[0], length=state.length[0], tau=tau)
-        check_rows(state.pool(), segments, [each[at] for each in expected], accumulate, merge)
+        segments = SimpleNamespace(start=state.segment_starts[0], length=state.length[0], tau=tau)
+        check_rows(
+            state.get_layer_pool(), segments, [each[at] for each in expected], accumulate, merge
+        )
         for row in range(len(LENGTHS)):
             np.testing.assert_allclose(
                 out[row].reshape(-1, DIM), expected[row][at]["out"], atol=1e-5
@@ -78,8 +80,8 @@ def test_eviction_begins_when_the_budget_is_reached():
 def test_a_state_takes_no_more_memory_than_budget_and_one_token():
     drawn = draw(0, 2)
     state = compressed(drawn, H2O(budget=16))
-    assert state.pool().rows == HEADS * 17
-    assert compressed(drawn, H2O(budget=44)).pool().rows == HEADS * 45
+    assert state.get_layer_pool().row_count == HEADS * 17
+    assert compressed(drawn, H2O(budget=44)).pool().row_count == HEADS * 45
 
 
 def test_tokens_read_the_pages_of_the_oracle():
@@ -190,7 +192,7 @@ def test_every_few_tokens_the_state_is_compressed_again(make):
     drawn, policy = draw(7, 2), make(budget=16, every=5)
     state = compressed(drawn, policy)
     # Room for the budget, and for what comes until the next compression.
-    assert state.pool().rows <= HEADS * (16 + 5)
+    assert state.get_layer_pool().row_count <= HEADS * (16 + 5)
     kept = [[head.tolist() for head in row] for row in state.positions()]
     for at, (after, _) in enumerate(steps(state, drawn)):
         for row, n in enumerate(LENGTHS):
@@ -298,7 +300,7 @@ def test_an_eager_step_compiles_once_and_its_state_can_be_donated():
     state, _ = donating(state, make(2, 4, 1, DIM), make(2, 2, 1, DIM), make(2, 2, 1, DIM))
     state, _ = state.step(make(2, 4, 1, DIM), make(2, 2, 1, DIM), make(2, 2, 1, DIM))
     new = make(2, 4, 1, DIM), make(2, 2, 1, DIM), make(2, 2, 1, DIM)
-    with Clock() as clock:
+    with StageClock() as clock:
         state, _ = state.step(*new)
     assert clock.programs == 0
     with pytest.raises(ValueError, match="query heads"):

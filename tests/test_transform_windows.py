@@ -66,11 +66,11 @@ def test_attention_by_an_oracle(window, sunk, cap, tokens):
         for row, head, at in np.ndindex(2, HEADS * GROUP, tokens):
             kv, pos = head // GROUP, rows.positions()[row][head // GROUP]
             start, length = (
-                int(np.asarray(each)[0, row, kv]) for each in (rows.start, rows.length)
+                int(np.asarray(each)[0, row, kv]) for each in (rows.segment_starts, rows.length)
             )
             held = tuple(
                 np.asarray(each)[row, start : start + length]
-                for each in (rows.pool().k, rows.pool().v)
+                for each in (rows.get_layer_pool().k, rows.get_layer_pool().v)
             )
             one = None if sinks is None else sinks[head]
             want = oracle(

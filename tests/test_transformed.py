@@ -14,7 +14,7 @@ from scipy.linalg import hadamard
 from test_windows import SHAPE
 
 import jaxkv
-from jaxkv.cache import Dense
+from jaxkv.cache import DenseStore
 from jaxkv.engine import hadamard as own
 from jaxkv.testing import segments
 
@@ -26,7 +26,7 @@ NAMES = ("full", "adakv", "h2o", "kvzip")
 
 @partial(jax.tree_util.register_dataclass, data_fields=["k", "v"], meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Whole(Dense):
+class Whole(DenseStore):
     """Rows as the model computes them, transformed."""
 
     transformed = True
@@ -64,17 +64,17 @@ def test_the_matrix_is_hadamards(dim):
     want = np.kron(np.eye(dim // size), hadamard(size) / np.sqrt(size))
     np.testing.assert_allclose(own.hadamard_matrix(dim), want, rtol=1e-6)
     x = np.random.default_rng(0).standard_normal((3, dim)).astype(np.float32)
-    np.testing.assert_allclose(own.transformed(own.transformed(jnp.asarray(x))), x, atol=1e-5)
+    np.testing.assert_allclose(own.apply_hadamard(own.apply_hadamard(jnp.asarray(x))), x, atol=1e-5)
 
 
 def test_centres_are_means_of_the_last_real_tokens():
     """Over a prompt's last 1,024 tokens and 16 zeros, padding and older tokens left out."""
     k = np.random.default_rng(0).standard_normal((2, 3, 1500, 8)).astype(np.float32)
-    found = own.centre_of(jnp.asarray(k), jnp.asarray([1400, 4], jnp.int32))
+    found = own.compute_mean_key(jnp.asarray(k), jnp.asarray([1400, 4], jnp.int32))
     want = np.stack([k[0, :, 376:1400].sum(axis=1) / 1040, k[1, :, :4].sum(axis=1) / 20])
     np.testing.assert_allclose(found, want, atol=1e-6)
-    stored = own.stored_keys(jnp.asarray(k), found)
-    np.testing.assert_allclose(own.keys_of(stored, found), k, atol=1e-5)
+    stored = own.centre_and_transform_keys(jnp.asarray(k), found)
+    np.testing.assert_allclose(own.restore_original_keys(stored, found), k, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,6 +115,6 @@ def test_what_compares_keys_holds_them(name):
     """Mergers compare keys, pages bound them, rolling positions rotate them: these caches hold them as they are."""
     row = ROWS[name]
     policy = stored(row, {})
-    assert not own.transforms(policy.parts())
+    assert not own.uses_hadamard(policy.build_policy_parts())
     cache = jaxkv.Session(tiny.tiny(tiny.TWO_LAYERS), policy).prefill(tiny.prompts(1, PROMPTS))
     assert cache.tables.centre is None

@@ -7,7 +7,7 @@ import eval_models
 
 import jaxkv
 from jaxkv.evals import How
-from jaxkv.evals.turns import Turns
+from jaxkv.evals.turns import ConversationTask
 
 
 def turns_of(sample):
@@ -16,7 +16,7 @@ def turns_of(sample):
 
 def test_what_is_told_first_is_asked_for_last():
     model = eval_models.speaking(positions=1 << 16)
-    made = Turns(count=6, turns=10, words=20).samples(model)
+    made = ConversationTask(count=6, turns=10, words=20).samples(model)
     assert len({sample.context for sample in made}) == len(made) == 6
     for sample in made:
         turns, right = turns_of(sample), sample.answers
@@ -29,18 +29,21 @@ def test_what_is_told_first_is_asked_for_last():
             for turn in turns[3:7]
         )
         assert all(turn.endswith("?") for turn in turns[7:])
-    assert made == Turns(count=6, turns=10, words=20).samples(model)
+    assert made == ConversationTask(count=6, turns=10, words=20).samples(model)
     # More conversations leave the first ones as they are; another seed makes others.
-    assert Turns(count=7, turns=10, words=20).samples(model)[:6] == made
-    assert Turns(count=6, turns=10, words=20, seed=1).samples(model)[0].context != made[0].context
+    assert ConversationTask(count=7, turns=10, words=20).samples(model)[:6] == made
+    assert (
+        ConversationTask(count=6, turns=10, words=20, seed=1).samples(model)[0].context
+        != made[0].context
+    )
 
 
 def test_no_fact_is_a_part_of_anothers_question():
     """Else an answer that repeats the question would count."""
     from jaxkv.evals import turns
 
-    asked = " ".join(question + text for text, question, _ in turns.facts()).lower()
-    values = [value for *_, several in turns.facts() for value in several.lower().split()]
+    asked = " ".join(question + text for text, question, _ in turns.load_facts()).lower()
+    values = [value for *_, several in turns.load_facts() for value in several.lower().split()]
     assert len(values) > 40 and not [value for value in values if value in asked]
 
 
@@ -51,7 +54,7 @@ def test_the_cache_stays_within_its_budget_turn_after_turn():
         ["My dog is called Juno, remember it.", "It rains.", "The dog?"],
         ["I am Ada, a welder.", "So.", "My name?"],
     )
-    task = Turns(count=2, turns=3, new_tokens=4)
+    task = ConversationTask(count=2, turns=3, new_tokens=4)
     samples = [
         dataclasses.replace(sample, context="\x1e".join(talk))
         for sample, talk in zip(
@@ -74,7 +77,7 @@ def test_the_cache_stays_within_its_budget_turn_after_turn():
 
 def test_without_a_template_lines_part_turns():
     """Every token of them is in the cache; an answer that has the fact, in any case, counts."""
-    model, task = eval_models.speaking(), Turns(count=1, turns=2, new_tokens=3)
+    model, task = eval_models.speaking(), ConversationTask(count=1, turns=2, new_tokens=3)
     (sample,) = task.samples(model)
     short = dataclasses.replace(sample, context="One?\x1eTwo?", answers=("", "7"))
     (outcome,) = task.run(model, jaxkv.FullKV(), [short], How())

@@ -12,7 +12,7 @@ from policy_table import BY_NAME
 
 import jaxkv
 from jaxkv import H2O, AdaKV, CustomPolicy, PyramidKV, SnapKV
-from jaxkv.policies import KeyNorm, Needs, Scorer, UnseenQuestionWarning, WindowAttention
+from jaxkv.policies import KeyNorm, Needs, ObservationWindowAttention, Scorer, UnseenQuestionWarning
 
 DOCUMENT = "the quick brown fox jumps over the lazy dog and over the cat"
 SMALL = {"budget": 16, "window": 4}
@@ -22,13 +22,13 @@ SMALL = {"budget": 16, "window": 4}
 class WorstCase(Scorer):
     """Asks for the last queries, and says that its rows survive a later question."""
 
-    looks_at_end: bool = False
+    follows_last_queries: bool = False
 
     @property
     def needs(self):
         return Needs(queries=4)
 
-    def observe(self, seen):
+    def score_entries(self, seen):
         return seen.k.astype(jnp.float32)[..., 0]
 
 
@@ -48,7 +48,7 @@ def told(model, prompt=DOCUMENT, **options):
 
 def test_policies_that_go_by_the_last_queries_look_at_the_end():
     scorers = {name: row.policy(24).parts().scorer for name, row in BY_NAME.items()}
-    looking = {name for name, scorer in scorers.items() if scorer and scorer.looks_at_end}
+    looking = {name for name, scorer in scorers.items() if scorer and scorer.follows_last_queries}
     first = {name.partition("-")[0] for name in looking}
     methods = "snapkv pyramidkv adakv tova cam cake criticalkv dropkv rkv chunkkv pyramidinfer"
     assert first == {*methods.split()}
@@ -105,7 +105,7 @@ def test_a_prompt_with_its_question_is_no_such_document(chatting):
 def test_a_scorer_says_itself_whether_it_looks_at_the_end(chatting):
     assert not told(chatting, policy=CustomPolicy(budget=16, scorer=WorstCase()))
     assert told(chatting, policy=CustomPolicy(budget=16, scorer=WorstCase(looks_at_end=True)))
-    assert WindowAttention().looks_at_end and not KeyNorm().looks_at_end
+    assert ObservationWindowAttention().follows_last_queries and not KeyNorm().follows_last_queries
 
 
 def test_where_warnings_are_errors_every_call_is_refused(chatting):

@@ -19,12 +19,12 @@ from jaxkv.policies import (
     KeyNorm,
     LayerBudgets,
     Needs,
-    Order,
     Scorer,
+    SelectionOrder,
     UniformHeads,
     UniformLayers,
 )
-from jaxkv.policies.topk import top
+from jaxkv.policies.topk import mask_top_k
 
 GQA = tiny.MODELS["gqa3"]
 pytestmark = pytest.mark.usefixtures("as_users_call")
@@ -52,8 +52,8 @@ def test_scores_that_are_not_numbers_are_refused():
 
 def test_what_is_not_a_number_comes_last():
     scores = jnp.asarray([[[3.0, jnp.nan, -jnp.inf, -jnp.nan, 1.0]]])
-    keys = jaxkv.policies.topk.sortable(scores)
-    assert top(keys, jnp.asarray([[2]]))[0, 0].tolist() == [True, False, False, False, True]
+    keys = jaxkv.policies.topk.encode_sort_keys(scores)
+    assert mask_top_k(keys, jnp.asarray([[2]]))[0, 0].tolist() == [True, False, False, False, True]
 
 
 def test_rows_of_no_rank_go_first():
@@ -68,11 +68,11 @@ class OfShorterKeys(Scorer):
 
     base: Scorer
 
-    def observe(self, seen):
+    def score_entries(self, seen):
         assert jax.tree.structure(seen) == jax.tree.structure(
             jax.tree.map(lambda leaf: leaf, seen)
         ) and repr(seen)
-        return self.base.observe(dataclasses.replace(seen, k=seen.k / 2))
+        return self.base.score_entries(dataclasses.replace(seen, k=seen.k / 2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class ReadsUnasked(Scorer):
 
     needs: ClassVar[Needs] = Needs(norms=True)
 
-    def observe(self, seen):
+    def score_entries(self, seen):
         assert seen.norms.shape == seen.k.shape[:3]
         return seen.sums.mean(axis=2)
 
@@ -106,7 +106,7 @@ class Backwards:
     """A mixin that chooses the rows of lowest scores, and ranks the best lowest."""
 
     def choose(self, rows):
-        return UniformHeads().choose(rows._replace(scores=-rows.scores))
+        return UniformHeads().choose_entries(rows._replace(scores=-rows.scores))
 
     def rank(self, score, age):
         return -score
@@ -123,15 +123,22 @@ class BackwardsRank(Backwards, ByAttention):
 class OfThree(LayerBudgets, HeadBudgets):
     """Budgets of three layers, which say nothing of models that have windows."""
 
-    needs_layer = True
-    exact = False
-    rows, choose = UniformLayers.rows, UniformHeads.choose
+    needs_layer_index = True
+    has_exact_sum = False
+    compute_layer_entries, choose_entries = (
+        UniformLayers.compute_layer_entries,
+        UniformHeads.choose_entries,
+    )
 
 
 def test_a_mixin_takes_what_a_base_declares():
-    assert UniformHeads().order is type("Named", (UniformHeads,), {})().order is Order.OWN
-    assert BackwardsHeads().order is Order.OTHER
-    assert ByAttention().in_kernels and not BackwardsRank().in_kernels
+    assert (
+        UniformHeads().selection_order
+        is type("Named", (UniformHeads,), {})().order
+        is SelectionOrder.OWN
+    )
+    assert BackwardsHeads().selection_order is SelectionOrder.OTHER
+    assert ByAttention().runs_in_kernels and not BackwardsRank().runs_in_kernels
     with pytest.raises(ValueError, match="^base="):
         ChunkKV(base=policy_of(KeyNorm(), heads=BackwardsHeads()))
 

@@ -8,9 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxkv.policies import Division, Observed, OfficialVarianceLayers, Statistic, VarianceLayers
+from jaxkv.policies import (
+    LayerBudgetInputs,
+    OfficialVarianceLayers,
+    ScorerInputs,
+    VarianceLayers,
+    VarianceWeighting,
+)
 
-KINDS = [each.value for each in Statistic]
+KINDS = [each.value for each in VarianceWeighting]
 LAYERS, LENGTH = 6, 400
 # Zeros, the ordinary, and what squares of sums over many queries can reach.
 variances = st.lists(
@@ -24,8 +30,8 @@ def rows(kind, stats, budget, length=LENGTH, always_kept=5, dense=()):
     weights = np.asarray(stats, np.float64)[:, None]
     layers = VarianceLayers(statistic=kind, dense_layers=dense)
     one = np.asarray
-    of = Division(one([budget]), one([length]), one([always_kept]), len(stats), 1, weights)
-    return layers.rows(of)[:, 0].tolist()
+    of = LayerBudgetInputs(one([budget]), one([length]), one([always_kept]), len(stats), 1, weights)
+    return layers.compute_layer_entries(of)[:, 0].tolist()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -75,13 +81,18 @@ def test_what_is_no_number_is_refused():
 def test_the_published_sizes(stats, budget):
     layers, one = OfficialVarianceLayers(), np.asarray
     weights = np.asarray(stats)[:, None]
-    kept = layers.rows(Division(one([budget]), one([LENGTH]), one([5]), 5, 1, weights))[:, 0]
+    kept = layers.compute_layer_entries(
+        LayerBudgetInputs(one([budget]), one([LENGTH]), one([5]), 5, 1, weights)
+    )[:, 0]
     expected, margin = o.official_variance_rows(
         stats, LENGTH, budget / LENGTH / 2, budget / LENGTH / 2
     )
     if margin > 1e-9:
         assert kept.tolist() == expected
-    assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), one([5]), layers=5)[0]
+    assert (
+        kept.sum()
+        <= layers.bound_total_entries(one([budget]), one([LENGTH]), one([5]), layers=5)[0]
+    )
 
 
 @settings(max_examples=40)
@@ -92,10 +103,13 @@ def test_the_published_sizes_stay_below_their_bound_whatever_is_forced(stats, sh
     budget = max(1, int(share * LENGTH))
     always_kept = int(of_it * budget)
     weights = np.asarray(stats)[:, None]
-    kept = layers.rows(Division(one([budget]), one([LENGTH]), one([always_kept]), 6, 1, weights))[
-        :, 0
-    ]
-    assert kept.sum() <= layers.bound(one([budget]), one([LENGTH]), one([always_kept]), layers=6)[0]
+    kept = layers.compute_layer_entries(
+        LayerBudgetInputs(one([budget]), one([LENGTH]), one([always_kept]), 6, 1, weights)
+    )[:, 0]
+    assert (
+        kept.sum()
+        <= layers.bound_total_entries(one([budget]), one([LENGTH]), one([always_kept]), layers=6)[0]
+    )
 
 
 @pytest.mark.parametrize("kind", ("headnorm", "raw"))
@@ -108,7 +122,7 @@ def test_the_statistic_agrees_with_the_oracle(kind):
     length = jnp.asarray([30], jnp.int32)
     nothing = jnp.zeros((1, 2, 40), jnp.float32), jnp.zeros((1, 1, 40), bool)
     keys = jnp.zeros((1, 2, 40, 8), jnp.float32)
-    seen = Observed(
+    seen = ScorerInputs(
         q_positions=jnp.zeros((1, 0), jnp.int32),
         k=keys,
         v=keys,
@@ -118,7 +132,7 @@ def test_the_statistic_agrees_with_the_oracle(kind):
         extras={"sums": jnp.asarray(sums, jnp.float32)},
     )
     layers = VarianceLayers(statistic=kind)
-    ours = layers.weight(layers.of_heads(*nothing, seen).reshape(1, -1))
+    ours = layers.compute_layer_weight(layers.compute_head_statistic(*nothing, seen).reshape(1, -1))
     np.testing.assert_allclose(ours, [o.layer_statistic(q, k, kind)], rtol=1e-5)
 
 

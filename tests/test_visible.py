@@ -13,8 +13,8 @@ from looking import CONFIG, HEADS, TEXTS, shown, weights
 
 import jaxkv
 from jaxkv import D2O, H2O, AdaKV, FullKV, OmniKV, SnapKV
-from jaxkv.cache import repack
-from jaxkv.evals import TASKS, How, Visible, visible_attention
+from jaxkv.cache import repack_cache
+from jaxkv.evals import TASKS, How, VisibleAttentionTask, measure_visible_attention
 
 STEPS = 4
 PROMPT, ANSWER = TEXTS[0][:-STEPS], TEXTS[0][-STEPS:]
@@ -26,7 +26,7 @@ def expected(seen):
     for step, layer, head in np.ndindex(STEPS, CONFIG.layers, HEADS):
         paid = weights(0, layer)[head, len(PROMPT) + step]
         out[step] += (
-            paid[sorted(seen(layer, head // CONFIG.group, step))].sum() / CONFIG.layers / HEADS
+            paid[sorted(seen(layer, head // CONFIG.group_size, step))].sum() / CONFIG.layers / HEADS
         )
     return out
 
@@ -36,10 +36,10 @@ def held(policy):
     """What a cache holds before each token of the answer, by layer and head."""
     model = tiny.tiny(CONFIG)
     cache, _, _ = tiny.run(model, [PROMPT], policy)
-    cache, session, out = repack(cache, headroom=STEPS), jaxkv.Session(model, policy), []
+    cache, session, out = repack_cache(cache, headroom=STEPS), jaxkv.Session(model, policy), []
     for token in ANSWER:
         out.append([layer[0] for layer in tiny.kept(cache)])
-        cache = session.compress_again(
+        cache = session.recompress_sequences(
             session.extend(cache, [[token]], chunk=1, donate=True), headroom=STEPS
         )
     return out
@@ -53,7 +53,7 @@ AGAIN = SnapKV(budget=12, window=4, every=2)
 
 @pytest.mark.parametrize("policy", [ADA, H2O(budget=12), AGAIN])
 def test_policies_that_drop_rows_see_what_their_caches_hold(policy):
-    found, rows = visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
+    found, rows = measure_visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
     oracle = expected(
         lambda layer, head, step: {*held(policy)[step][layer][head], len(PROMPT) + step}
     )
@@ -71,7 +71,7 @@ def test_policies_that_drop_rows_see_what_their_caches_hold(policy):
 )
 def test_layers_above_a_filter_see_what_it_chooses(options, window):
     policy = OmniKV(budget=12, filter_layers=(0,), adjacent=0, **options)
-    found, rows = visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
+    found, rows = measure_visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
     candidates = lambda now: now if options.get("include_generated") else len(PROMPT)  # noqa: E731
 
     def seen(layer, head, step):
@@ -95,7 +95,7 @@ def test_layers_above_a_filter_see_what_it_chooses(options, window):
 
 def test_everything_is_seen_where_everything_is_kept():
     for policy in (FullKV(), jaxkv.BrutalOffload(resident_layers=1)):
-        found, rows = visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
+        found, rows = measure_visible_attention(tiny.tiny(CONFIG), policy, PROMPT, ANSWER)
         np.testing.assert_allclose(found, 1, atol=1e-6)
         assert rows == len(PROMPT)
 
@@ -103,12 +103,12 @@ def test_everything_is_seen_where_everything_is_kept():
 def test_on_a_mesh_it_is_refused():
     mesh = jax.make_mesh((2, 2), ("data", "model"), devices=jax.devices()[:4])
     with pytest.raises(ValueError, match="^mesh="):
-        visible_attention(tiny.tiny(CONFIG).on(mesh), ADA, PROMPT, ANSWER)
+        measure_visible_attention(tiny.tiny(CONFIG).on(mesh), ADA, PROMPT, ANSWER)
 
 
 def test_the_task_has_cases_of_all_sizes(monkeypatch):
-    assert TASKS["visible"] is Visible
-    model, task = tiny.tiny(CONFIG), Visible(count=4, steps=3)
+    assert TASKS["visible"] is VisibleAttentionTask
+    model, task = tiny.tiny(CONFIG), VisibleAttentionTask(count=4, steps=3)
     cases = task.samples(model)
     assert len({case.id for case in cases}) == 4 and {case.group for case in cases} == {"visible"}
     assert [case.tags["size"] for case in cases] == [40, 80, 120, 160]

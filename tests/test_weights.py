@@ -25,10 +25,10 @@ from jaxkv.checkpoints import open_checkpoint
 from jaxkv.cli import main
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, named_parameters
-from jaxkv.models.layers import float_weight, products, read_as_stored
-from jaxkv.models.sources import sources_of
-from jaxkv.models.stored import Stored
-from jaxkv.models.weights import codes_of, groups_of
+from jaxkv.models.layers import get_float_weight, multiply_split_k, uses_quantised_kernel
+from jaxkv.models.sources import map_parameter_sources
+from jaxkv.models.stored import StoredWeight
+from jaxkv.models.weights import quantise_to_int4, quantise_to_int8
 
 # Fused and stacked tensors, biases, one kv head, mixtures of two kinds of files, an output matrix.
 # Each in one of the widths, and what is stacked in both.
@@ -105,8 +105,8 @@ def wide_folder(name):
     )  # of 6 heads, to which 64 are not shared out
     there, rng, tensors = Path(tempfile.mkdtemp()), np.random.default_rng(0), {}
     atexit.register(shutil.rmtree, there)
-    names = open_checkpoint(MODELS / name).names
-    for of in sources_of(
+    names = open_checkpoint(MODELS / name).tensor_names
+    for of in map_parameter_sources(
         Decoder(ModelConfig.from_hf(config)), config["model_type"], frozenset(names)
     ).values():
         for source in of:
@@ -150,7 +150,7 @@ def test_codes_are_rounded_to_the_nearest():
         np.float32
     )
     weight[1, 2], weight[0, 1, 3:] = 0, 0
-    codes, scales = codes_of(weight)
+    codes, scales = quantise_to_int8(weight)
     for mine, theirs in zip((codes, scales), rounded(weight)[0].values(), strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
@@ -165,7 +165,7 @@ def test_groups_are_rounded_to_the_nearest():
         np.float32
     )
     weight[1, 2], weight[0, 1, 32:64], weight[2, 2, 5] = 0, 7.125, 300
-    (codes, scales, leasts), (oracle, wide) = groups_of(weight), grouped(weight)
+    (codes, scales, leasts), (oracle, wide) = quantise_to_int4(weight), grouped(weight)
     for mine, theirs in zip((codes, scales, leasts), oracle.values(), strict=True):
         assert mine.dtype == theirs.dtype
         np.testing.assert_array_equal(mine, theirs)
@@ -177,7 +177,7 @@ def test_groups_are_rounded_to_the_nearest():
         <= 0.5 * step + np.abs(leasts).astype(np.float32).repeat(32, axis=-1) / 1024
     ).all()
     # What codes stand for is rounded to itself.
-    again = groups_of(wide)
+    again = quantise_to_int4(wide)
     assert (
         np.abs(grouped(wide)[1] - wide) <= 1e-3 * np.maximum(np.abs(wide), step)
     ).all() and again[0].any()
@@ -201,8 +201,8 @@ def test_values_of_4_bits_keep_their_steps(kind):
     weight[2, 32:64] = 0.25
     off = []
     for stepped in (True, False):
-        codes, scales, leasts = map(jax.numpy.asarray, groups_of(weight, stepped=stepped))
-        wide = np.asarray(Stored(codes, scales=scales, leasts=leasts).wide())
+        codes, scales, leasts = map(jax.numpy.asarray, quantise_to_int4(weight, stepped=stepped))
+        wide = np.asarray(StoredWeight(codes, scales=scales, leasts=leasts).dequantise_to_float32())
         off.append((np.abs(wide - weight) / np.abs(weight).max()).max())
     assert off[0] < 1e-3 and (off[1] > 1e-2 or kind == "Q4_1")
 
@@ -223,7 +223,7 @@ def test_a_ggufs_blocks_of_4_bits_keep_their_steps(tmp_path):
     ):
         owner = "attention" if part is block.attention else "mlp"
         exact = np.asarray(held[f"blocks.0.{owner}.{name}"].get_value())
-        off = np.abs(np.asarray(float_weight(part, name)) - exact).max() / np.abs(exact).max()
+        off = np.abs(np.asarray(get_float_weight(part, name)) - exact).max() / np.abs(exact).max()
         assert (off < 1e-3) == stepped, name
     assert sum(each.stepped for each in checkpoint.stored.values()) == 6
 
@@ -363,15 +363,15 @@ def test_larger_batches_widen_codes(as_on_a_gpu):
 
 def test_gpus_that_triton_does_not_compile_for_widen_codes(monkeypatch):
     """Below compute capability 8.0 one vector, too, is multiplied by XLA; no vectors are nowhere a product of codes."""
-    weight = Stored(jax.numpy.ones((3, 32), jax.numpy.int8), scale=jax.numpy.ones(3))
-    assert read_as_stored(jax.numpy.ones((1, 32)), weight) and not read_as_stored(
+    weight = StoredWeight(jax.numpy.ones((3, 32), jax.numpy.int8), scale=jax.numpy.ones(3))
+    assert uses_quantised_kernel(jax.numpy.ones((1, 32)), weight) and not uses_quantised_kernel(
         jax.numpy.ones((2, 32)), weight
     )
-    assert not read_as_stored(
-        jax.numpy.ones((1, 32)), Stored(jax.numpy.ones((3, 32)))
-    ) and products(jax.numpy.ones((0, 32)), weight).shape[1:] == (0, 3)
+    assert not uses_quantised_kernel(
+        jax.numpy.ones((1, 32)), StoredWeight(jax.numpy.ones((3, 32)))
+    ) and multiply_split_k(jax.numpy.ones((0, 32)), weight).shape[1:] == (0, 3)
     monkeypatch.setattr(jax, "devices", lambda: [mock.Mock(compute_capability="7.5")])
-    assert not read_as_stored(jax.numpy.ones((1, 32)), weight)
+    assert not uses_quantised_kernel(jax.numpy.ones((1, 32)), weight)
 
 
 @pytest.mark.usefixtures("as_users_call")

@@ -10,7 +10,7 @@ from meshes import mesh_of
 
 import jaxkv
 from jaxkv.engine import headroom as sizes
-from jaxkv.engine.headroom import first_headroom
+from jaxkv.engine.headroom import compute_prefill_headroom
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import LayerSpec, Rope
 
@@ -53,7 +53,9 @@ def test_rows_that_are_held(name):
     for layer, row, _, _, _, positions in tiny.segments(cache):
         if SHAPE.sliding_windows[layer] is not None:
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), LENGTHS[row]))
-    headroom = first_headroom(policy.parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), NEW)
+    headroom = compute_prefill_headroom(
+        policy.build_policy_parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), NEW
+    )
     assert cache.nbytes == plan_prefill(SHAPE, policy, LENGTHS, headroom=headroom).cache_bytes
 
 
@@ -174,11 +176,13 @@ def test_long_answers_drop_what_left_the_window(name):
     model, policy = tiny.tiny(SHAPE), POLICIES[name](16)
     session = jaxkv.Session(model, policy)
     # Of 540 tokens they would hold 256.
-    headroom = first_headroom(policy.parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), 540)
+    headroom = compute_prefill_headroom(
+        policy.build_policy_parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), 540
+    )
     assert headroom[0] == (256 if name == "full" else 19)
     with mock.patch.object(sizes, "_LEAST_BEYOND", LEAST):
         cache, drawn = session.sample(session.prefill(prompts(), new=LONG), LONG)
-    assert cache.pools[0].rows == 2 * (WINDOW + LEAST)
+    assert cache.pools[0].row_count == 2 * (WINDOW + LEAST)
     assert cache.kept[0].max() <= WINDOW + LEAST and cache.kept[0].min() >= WINDOW
     for layer, row, _, _, _, positions in tiny.segments(cache):
         if SHAPE.sliding_windows[layer] is not None:
@@ -204,4 +208,4 @@ def test_long_answers_on_a_mesh():
     with mock.patch.object(sizes, "_LEAST_BEYOND", 4096):
         alone = jaxkv.generate(tiny.tiny(SHAPE), prompts(), **options)
     assert [each.tokens.tolist() for each in split] == [each.tokens.tolist() for each in alone]
-    assert split.cache.pools[0].rows == 2 * (WINDOW + LEAST) < alone.cache.pools[0].rows
+    assert split.cache.pools[0].row_count == 2 * (WINDOW + LEAST) < alone.cache.pools[0].row_count

@@ -13,12 +13,12 @@ from slow_reads import Slow
 import jaxkv
 from jaxkv import AdaKV, BrutalOffload, FullKV, GlobalBudget, OmniKV, Quest, SnapKV
 from jaxkv.engine import headroom
-from jaxkv.engine.headroom import first_headroom
-from jaxkv.engine.offloaded_decode import LayerGroup, layer_groups
+from jaxkv.engine.headroom import compute_prefill_headroom
+from jaxkv.engine.offloaded_decode import LayerGroup, split_into_layer_groups
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.exporting import runtime
 from jaxkv.models.values import LayerSpec, Rope
-from jaxkv.policies.reads import WHOLE, tokens_read
+from jaxkv.policies.reads import WHOLE, count_attended_prompt_tokens
 
 WINDOW, LENGTHS, NEW = 8, (50, 7, 21), 14
 # Layers 1 and 4 of 5, or 1, 4 and 7 of 8, attend to the whole prompt, with windows below and two between them.
@@ -70,7 +70,7 @@ def prompts(seed=0, lengths=LENGTHS):
 
 def test_filters_are_layers_of_the_model_and_what_follows_from_them_counts_layers_without_a_window():
     windows = (8, None, 8) * 4
-    of = lambda policy: policy.parts().reading(windows, 64)  # noqa: E731
+    of = lambda policy: policy.build_policy_parts().build_read_config(windows, 64)  # noqa: E731
     reading = of(OmniKV(filter_layers=(1,), budget=8, offload=True))
     # The layer above the filter that reads everything is 4, three layers higher.
     assert reading.filters == (1,) and reading.offloaded == (7, 10)
@@ -90,20 +90,22 @@ def test_filters_are_layers_of_the_model_and_what_follows_from_them_counts_layer
     }
     assert of(BrutalOffload(resident_layers=1)).offloaded == (4, 7, 10)
     # Half of four layers read everything, and mem is the share of their rows.
-    read = OmniKV(filter_layers=(1,), mem=0.6).parts().read
-    assert tokens_read(read, np.asarray([100]), windows).tolist() == [20]
+    read = OmniKV(filter_layers=(1,), mem=0.6).build_policy_parts().read
+    assert count_attended_prompt_tokens(read, np.asarray([100]), windows).tolist() == [20]
 
 
 def test_one_transfer_for_all_layers_that_read_a_filters_choice():
-    reading = omni(8, offload=True).parts().reading(DEEPER.sliding_windows, 64)
-    assert reading.loaded == 2 * 8
-    assert layer_groups(reading, DEEPER.sliding_windows, whole=False) == (
+    reading = omni(8, offload=True).parts().build_read_config(DEEPER.sliding_windows, 64)
+    assert reading.max_loaded_entries == 2 * 8
+    assert split_into_layer_groups(reading, DEEPER.sliding_windows, whole=False) == (
         LayerGroup(layers=(0,), loaded=(), ask=1),
         LayerGroup(layers=(1, 2, 3), loaded=(), ask=None),
         LayerGroup(layers=(4, 5, 6, 7), loaded=(4, 7), ask=None),
     )
     # A question loads layer by layer.
-    assert [each.layers for each in layer_groups(reading, DEEPER.sliding_windows, whole=True)] == [
+    assert [
+        each.layers for each in split_into_layer_groups(reading, DEEPER.sliding_windows, whole=True)
+    ] == [
         (0, 1, 2, 3),
         (4, 5, 6),
         (7,),
@@ -143,7 +145,9 @@ def test_plans_assume_filters_without_a_window():
     away = jaxkv.plan(
         config, policy=OmniKV(budget=2048, offload=True), context=100_000, new=256, gpus="h100x1"
     )
-    assert away.host > 0 and away.cache + away.host == pytest.approx(made.cache, rel=0.02)
+    assert away.host_bytes > 0 and away.cache + away.host_bytes == pytest.approx(
+        made.cache, rel=0.02
+    )
 
 
 # --- the same tokens -------------------------------------------------------------------------------------------------
@@ -152,11 +156,13 @@ def test_plans_assume_filters_without_a_window():
 @pytest.mark.parametrize("name", ["offload", "over globalbudget", "brutal", "quest"])
 def test_bytes_are_as_planned_and_windows_hold_their_rows(name):
     policy = POLICIES[name](SMALL)
-    headroom = first_headroom(policy.parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), NEW)
+    headroom = compute_prefill_headroom(
+        policy.build_policy_parts(), SHAPE.sliding_windows, np.asarray(LENGTHS), NEW
+    )
     cache = jaxkv.Session(tiny.tiny(SHAPE), policy).prefill(prompts(), new=NEW)
     plan = plan_prefill(SHAPE, policy, LENGTHS, headroom=headroom)
     assert (cache.nbytes, cache.host_nbytes) == (plan.cache_bytes, plan.host_bytes)
-    assert [pool.rows for pool in cache.pools] == list(plan.pools)
+    assert [pool.row_count for pool in cache.pools] == list(plan.pools)
     for layer, row, _, _, _, positions in tiny.segments(cache):
         if SHAPE.sliding_windows[layer] is not None:
             assert positions.tolist() == list(range(max(0, LENGTHS[row] - WINDOW), LENGTHS[row]))
@@ -273,6 +279,6 @@ def test_long_answers_and_turns_drop_what_left_the_window(name, count):
             seen = int(np.asarray(cache.seen)[row])
             assert positions.tolist() == list(range(seen - len(positions), seen))
     # A window that is full makes no other layer larger.
-    assert max(pool.rows for pool in cache.pools) <= 2 * (64 + 64 + 64 + 128)
+    assert max(pool.row_count for pool in cache.pools) <= 2 * (64 + 64 + 64 + 128)
     again, held, _ = answers(256)
     assert held >= 40 and again == found

@@ -10,8 +10,8 @@ from policy_table import REPEATED
 from test_windows import LENGTHS, NEW, SHAPE, WINDOW, prompts
 
 import jaxkv
-from jaxkv.cache import repack
-from jaxkv.engine.headroom import first_headroom, forked
+from jaxkv.cache import repack_cache
+from jaxkv.engine.headroom import compute_prefill_headroom, fork_cache
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies import GiniLayers
@@ -54,7 +54,9 @@ def check_rows_and_tokens(shape, policy_of):
     model, policy = tiny.tiny(shape), policy_of(16)
     session = jaxkv.Session(model, policy)
     made = cache = session.prefill(prompts(), new=NEW)
-    headroom = first_headroom(policy.parts(), shape.sliding_windows, np.asarray(LENGTHS), NEW)
+    headroom = compute_prefill_headroom(
+        policy.build_policy_parts(), shape.sliding_windows, np.asarray(LENGTHS), NEW
+    )
     assert cache.nbytes == plan_prefill(shape, policy, LENGTHS, headroom=headroom).cache_bytes
     tokens = drawn(model, prompts(), policy)
     assert drawn(model, prompts(), policy_of(64)) == drawn(model, prompts(), jaxkv.FullKV())
@@ -98,9 +100,9 @@ def test_a_question_finds_room_in_every_layer():
     """Where windows are out of rows and others are not: in a shared pool all of them move."""
     session = jaxkv.Session(tiny.tiny(SHAPE), POLICIES["gini"](16))
     cache, _ = session.sample(session.prefill(prompts(), new=3), 3)
-    short = repack(cache, headroom=np.asarray([0, 220]))
-    assert short.free()[1] > 200 > short.free()[0]
-    assert forked(short, 3, 200, 9).free().min() >= 200
+    short = repack_cache(cache, headroom=np.asarray([0, 220]))
+    assert short.compute_layer_headroom()[1] > 200 > short.compute_layer_headroom()[0]
+    assert fork_cache(short, 3, 200, 9).compute_layer_headroom().min() >= 200
 
 
 @pytest.mark.parametrize("name", ["gini", "global", "kvzip", "pyramidinfer"])

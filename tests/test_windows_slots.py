@@ -11,9 +11,9 @@ from test_windows import POLICIES, SHAPE, WINDOW, prompts
 
 import jaxkv
 from jaxkv.engine import headroom
-from jaxkv.engine.slot_shape import slot_shape
+from jaxkv.engine.slot_shape import compute_slot_shape
 from jaxkv.engine.slots import Slots
-from jaxkv.machine.compilation import Clock
+from jaxkv.machine.compilation import StageClock
 
 # Prompts of one bucket.
 LENGTHS, ANSWERS, QUESTION = (30, 17, 21), (30, 12, 24), [9, 8, 7, 6, 5]
@@ -37,11 +37,11 @@ def answered(slots, asked):
     for slot, (ids, new) in enumerate(zip(texts(), ANSWERS, strict=True)):
         cache = slots.prefill(ids)
         cache = slots.extend(cache, QUESTION) if slot == asked else cache
-        slots.insert(slots.begin(cache, max_new_tokens=new), slot)
+        slots.insert_sequence(slots.begin_sequence(cache, max_new_tokens=new), slot)
     first = slots.decode(11)
-    moved = slots.take(0)
-    slots.release([0])
-    slots.insert(moved, 0)
+    moved = slots.copy_sequence(0)
+    slots.release_slots([0])
+    slots.insert_sequence(moved, 0)
     found = np.concatenate([first, slots.decode(64)], axis=1)
     return [row[row >= 0].tolist() for row in found]
 
@@ -50,7 +50,7 @@ def answered(slots, asked):
 def test_answers_three_windows_long_are_as_alone(name):
     model, policy = tiny.tiny(SHAPE), POLICIES[name](24)
     with mock.patch.object(headroom, "_LEAST_BEYOND", 8):
-        slots, clock = Slots(jaxkv.Session(model, policy), count=3, **LIMITS), Clock()
+        slots, clock = Slots(jaxkv.Session(model, policy), count=3, **LIMITS), StageClock()
         # For each of two kv heads: the window, as many again in a bucket, and a question's if prompts are compressed.
         assert slots.shape.rows[0] == 2 * (WINDOW + 32)
         with clock:
@@ -74,10 +74,16 @@ def test_meshes():
 def test_a_slot_holds_a_window_and_as_many_rows_again():
     """Of answers of 2,048 tokens a window's layer holds 8 + 256 rows a head, not 8 + 2,048."""
     with mock.patch.object(headroom, "_LEAST_BEYOND", 8):
-        short = slot_shape(POLICIES["full"](24).parts(), SHAPE, prompt=32, question=5, new=30)
+        short = compute_slot_shape(
+            POLICIES["full"](24).build_policy_parts(), SHAPE, prompt=32, question=5, new=30
+        )
     assert short.rows[0] == 2 * (WINDOW + 16)
     config = dataclasses.replace(SHAPE, max_positions=4096)
-    rows = slot_shape(POLICIES["snapkv"](24).parts(), config, prompt=64, question=0, new=2048).rows
+    rows = compute_slot_shape(
+        POLICIES["snapkv"](24).build_policy_parts(), config, prompt=64, question=0, new=2048
+    ).rows
     assert rows[0] // 2 == WINDOW + 256 and rows[1] // 2 >= 24 + 2048
-    shared = jaxkv.GlobalBudget(base=POLICIES["snapkv"](24)).parts()
-    assert slot_shape(shared, config, prompt=64, question=0, new=2048).rows[0] >= 2 * 2 * 2048
+    shared = jaxkv.GlobalBudget(base=POLICIES["snapkv"](24)).build_policy_parts()
+    assert (
+        compute_slot_shape(shared, config, prompt=64, question=0, new=2048).rows[0] >= 2 * 2 * 2048
+    )

@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 import jaxkv
-from jaxkv.cache import repack
+from jaxkv.cache import repack_cache
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.testing import segments, tiny_model
@@ -61,7 +61,7 @@ def run(model: LanguageModel, ids: list[list[int]], policy, *, headroom: int = 0
         session.policy,
         [len(each) for each in ids],
         headroom=headroom,
-        mesh=model.flat.mesh,
+        mesh=model.flat_decoder.mesh,
     )
     cache = session.prefill(ids, needed=needed)
     return cache, np.asarray(cache.logits), needed
@@ -69,7 +69,11 @@ def run(model: LanguageModel, ids: list[list[int]], policy, *, headroom: int = 0
 
 def decode(model: LanguageModel, cache, tokens, *, headroom: int = 4):
     """Feeds tokens `[steps][B]` one by one on top of a copy of the cache: the logits `[steps, B, V]` and the copy."""
-    session, copy, out = jaxkv.Session(model, cache.policy), repack(cache, headroom=headroom), []
+    session, copy, out = (
+        jaxkv.Session(model, cache.policy),
+        repack_cache(cache, headroom=headroom),
+        [],
+    )
     for step in tokens:
         copy = session.extend(copy, [[token] for token in step], chunk=1, donate=True)
         out.append(np.asarray(copy.logits))

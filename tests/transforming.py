@@ -31,17 +31,17 @@ def draw(seed=0, *, batch=2, heads=2, group=3, slots=SLOTS, dim=8, dtype=jnp.flo
 
 def segments(rows: jaxkv.CompressedKV):
     """Every segment as `(layer, sequence, head, k, v, pos)` of its rows."""
-    start, length = np.asarray(rows.start), np.asarray(rows.length)
+    start, length = np.asarray(rows.segment_starts), np.asarray(rows.length)
     for at in np.ndindex(*start.shape):
         layer, row, _ = at
-        pool = rows.pool(layer)
+        pool = rows.get_layer_pool(layer)
         span = slice(start[at], start[at] + length[at])
         yield *at, *(np.asarray(leaf)[row, span] for leaf in (pool.k, pool.v, pool.pos))
 
 
 def kept(rows: jaxkv.CompressedKV) -> list:
     """Positions by layer, sequence and head."""
-    layers, batch, heads = rows.start.shape
+    layers, batch, heads = rows.segment_starts.shape
     out = [[[None] * heads for _ in range(batch)] for _ in range(layers)]
     for layer, row, head, _, _, pos in segments(rows):
         out[layer][row][head] = pos.tolist()
@@ -54,7 +54,7 @@ def attended(q, rows: jaxkv.CompressedKV, *, last: int = 1, layer: int = 0) -> n
     batch, heads, _, dim = q.shape
     out = np.zeros(q.shape)
     for at, row, head, k, v, pos in segments(rows):
-        group = heads // rows.start.shape[2]
+        group = heads // rows.segment_starts.shape[2]
         for h in range(head * group, head * group + group) if at == layer else ():
             for n in range(last):
                 here = pos <= np.asarray(rows.seen)[layer, row] - last + n

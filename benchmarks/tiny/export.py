@@ -13,7 +13,7 @@ import jaxkv
 from benchmarks.tiny.lessons import LESSONS
 from benchmarks.tiny.model import Shape, Weights
 from benchmarks.tiny.words import BEGIN, END, UNKNOWN
-from jaxkv.analysis import filter_layers
+from jaxkv.analysis import find_filter_layers
 
 ROOT = Path(__file__).parent.parent.parent
 NAME = "tiny-retrieval"
@@ -87,4 +87,4 @@ def find_filters(count: int = 24, headroom: int = 400) -> tuple[int, ...]:
     for number in range(count):
         text, asked = LESSONS[made[number % len(made)]](rng, headroom)
         texts.append(params.text.encode(text + next(asked)[0], bos=True))
-    return filter_layers(params, texts, m=1, most_whole=2).filters
+    return find_filter_layers(params, texts, m=1, most_whole=2).filters

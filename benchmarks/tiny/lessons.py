@@ -8,9 +8,9 @@ import numpy as np
 from jaxkv.evals.retrieval import COLOURS
 from jaxkv.evals.ruler import chains, counted, niah
 from jaxkv.evals.ruler.niah import NEEDLE
-from jaxkv.evals.ruler.wording import NOISE, SENTENCES, SMALL_WORDS, Small
+from jaxkv.evals.ruler.wording import NOISE, SENTENCES, SMALL_WORDS, SmallWording
 
-WORDING = Small()
+WORDING = SmallWording()
 MANY, ONE = niah.TEMPLATES[:3], niah.TEMPLATES[3:]
 TRACK = chains.TEMPLATES[:3]
 
@@ -128,7 +128,7 @@ def needles(rng: np.random.Generator, headroom: int) -> Lesson:
     if form == "noise" and left > 0:
         lines = scattered(rng, [NOISE[at % len(NOISE)] for at in range(left // 6)], lines)
     if form == "words" and left > 0:
-        lines = scattered(rng, WORDING.essay(rng, left // 9), lines)
+        lines = scattered(rng, WORDING.make_essay_sentences(rng, left // 9), lines)
     text = (" " if form == "words" else "\n").join(lines)
     style = MANY if rng.random() < 0.5 else ONE
     name = kind if style is MANY else kind[:-1]
@@ -166,7 +166,7 @@ def variables(rng: np.random.Generator, headroom: int) -> Lesson:
     while left > 0:
         chains.append(min(int(rng.integers(1, 6)), left))
         left -= chains[-1]
-    names = WORDING.variables(rng, total)
+    names = WORDING.sample_variable_names(rng, total)
     ends = list(itertools.accumulate(chains))
     of = [names[end - hops : end] for end, hops in zip(ends, chains, strict=True)]
     values = WORDING.numbers(rng, len(chains))

@@ -12,7 +12,7 @@ import numpy as np
 import jaxkv
 from benchmarks import orders_tiny, record
 from benchmarks.tiny.export import NAME
-from jaxkv.evals import How, Ruler, Task, TwoStage
+from jaxkv.evals import EvaluationTask, How, Ruler, TwoStage
 from jaxkv.machine.compilation import enable_compilation_cache
 
 LENGTHS = (256, 512, 1024, 2048)
@@ -41,7 +41,7 @@ def main() -> None:
     enable_compilation_cache()
     params = jaxkv.load(NAME, progress=False)
 
-    def share(task: Task) -> str:
+    def share(task: EvaluationTask) -> str:
         return f"{100 * np.mean(orders_tiny.scores(params, jaxkv.FullKV(), task, How())):.0f}"
 
     lines = [

@@ -1,30 +1,30 @@
 """Measurements of attention and of the entries that policies keep, as in papers' figures, for any model and texts."""
 
 from jaxkv.analysis.attending import (
-    Density,
+    AttentionSpread,
     FilterLayers,
     density,
-    filter_layers,
+    find_filter_layers,
     retained,
     similarity,
 )
-from jaxkv.analysis.gate_fitting import FittedGate, fit_gate
+from jaxkv.analysis.gate_fitting import FittedGate, fit_kvzap_gate
 from jaxkv.analysis.plots import draw_lines, draw_maps
-from jaxkv.analysis.retention import EvictionLoss, Recall, budgets, eviction_loss, recall
+from jaxkv.analysis.retention import AttentionRecall, EvictionLoss, budgets, eviction_loss, recall
 
 __all__ = [
-    "Density",
+    "AttentionSpread",
     "EvictionLoss",
     "FilterLayers",
     "FittedGate",
-    "Recall",
+    "AttentionRecall",
     "budgets",
     "density",
     "draw_lines",
     "draw_maps",
     "eviction_loss",
-    "filter_layers",
-    "fit_gate",
+    "find_filter_layers",
+    "fit_kvzap_gate",
     "recall",
     "retained",
     "similarity",

@@ -1,7 +1,7 @@
 """Statistics of a model's attention: how evenly it is spread, how few keys hold it, which layers share it.
 
 `density` is D2O's figures 1 and 4, `retained` Ada-KV's figures 1a and 11, `similarity` OmniKV's figures 1a and 8.
-`filter_layers` finds the layers that choose best for others.
+`find_filter_layers` finds the layers that choose best for others.
 """
 
 import itertools
@@ -18,13 +18,19 @@ from jaxtyping import Array, Float, Int
 from jaxkv import _checks
 from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv.analysis.full_attention import by_head, encoded, finite, layers_of, whole_layers_of
-from jaxkv.attention import probabilities, window_mass
-from jaxkv.engine.lengths import bucket
+from jaxkv.analysis.full_attention import (
+    encode_texts,
+    find_full_attention_layers,
+    iterate_full_attention_layers,
+    map_kv_heads,
+    require_finite,
+)
+from jaxkv.attention import compute_attention_probabilities, reduce_window_attention
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.reads import WHOLE, sources, whole_layers
-from jaxkv.sharding.collectives import mean_of_devices, most_of_devices
-from jaxkv.sharding.mesh import Axes, host, place
+from jaxkv.policies.reads import WHOLE, find_unfiltered_layers, map_layers_to_filters
+from jaxkv.sharding.collectives import average_over_devices, max_over_devices
+from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
 from jaxkv.text.prompts import Prompt
 
@@ -32,8 +38,8 @@ from jaxkv.text.prompts import Prompt
 _BLOCK = 128
 
 
-class Density(NamedTuple):
-    """Attention by layer, means over texts: variance of what keys receive, share of large weights, a binned map.
+class AttentionSpread(NamedTuple):
+    """Attention statistics by layer, means over texts: variance over keys, share of large weights, binned map.
 
     Attributes:
         variance: variance over keys of the attention that each key receives from all queries, by query head. D2O's F is
@@ -51,8 +57,8 @@ class Density(NamedTuple):
 @settled
 def density(
     params: LanguageModel, texts: Sequence[Prompt], *, least: float = 0.01, bins: int = 64
-) -> Density:
-    """Measure how evenly each layer's attention is spread.
+) -> AttentionSpread:
+    """Measure how evenly each layer spreads its attention over keys; return an `AttentionSpread` of NumPy arrays.
 
     Args:
         params: from `jaxkv.load`.
@@ -71,17 +77,21 @@ def density(
         hundredth of the largest of their query.
     """
     remedy = "use a share of a query's largest weight, above 0"
-    least = _checks.real("least", least, remedy, high=1.0, open_low=True)
-    bins = _checks.whole("bins", bins, most=1024)
+    least = _checks.validate_float("least", least, remedy, high=1.0, open_low=True)
+    bins = _checks.validate_int("bins", bins, most=1024)
     variance, dense, maps = [], [], []
-    for text in encoded(params, texts, following=1):
-        count, length = len(text.ids[0]), place(text.lengths, "B", params.axes)
+    for text in encode_texts(params, texts, following=1):
+        count, length = len(text.ids[0]), place_host_array(text.prompt_lengths, "B", params.axes)
         pairs = count * (count + 1) / 2
         layers = []
-        for _, out in layers_of(params, text, queries=bucket(count), sums=True):
+        for _, out in iterate_full_attention_layers(
+            params, text, queries=round_up_to_bucket(count), sums=True
+        ):
             given = (out.q, out.k, out.q_positions, length, jnp.float32(least))
-            large, mass = map(host, _dense(*given, bins=bins, axes=params.axes))
-            received = host(out.extras["sums"])[0, ..., :count].astype(np.float64)
+            large, mass = map(
+                copy_to_host, _count_and_bin_weights(*given, bins=bins, axes=params.axes)
+            )
+            received = copy_to_host(out.extras["sums"])[0, ..., :count].astype(np.float64)
             layers.append(
                 (received.var(axis=-1, ddof=1).ravel(), large[0].ravel() / pairs, mass[0])
             )
@@ -90,11 +100,11 @@ def density(
         dense.append(shares)
         maps.append(masses[:, 0] / np.maximum(masses[:, 1], 1))
     means = (np.mean(each, axis=0) for each in (variance, dense, maps))
-    return Density(*(finite(params, each) for each in means))
+    return AttentionSpread(*(require_finite(params, each) for each in means))
 
 
 @sharded_jit(static=("bins", "axes"))
-def _dense(
+def _count_and_bin_weights(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
     positions: Int[Array, "B w"],
@@ -102,36 +112,38 @@ def _dense(
     least: Float[Array, ""],
     *,
     bins: int,
-    axes: Axes | None,
+    axes: ShardingMesh | None,
 ) -> tuple[Float[Array, "B K G"], Float[Array, "B two n n"]]:
-    """Count weights >= `least` x their query's largest `[B, K, G]`; sum weights, and pairs, by bins."""
+    """Return counts `[B, K, G]` of weights >= `least` x query maximum; bin sums `[B, 2, n, n]` of weights, pairs."""
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, q.shape[3])
 
     def head(mine: Array, keys: Array, position: Array, count: Array) -> tuple[Array, Array]:
         key = jnp.arange(keys.shape[0], dtype=jnp.int32)
-        by_key = jnp.where((key < count)[:, None], _in_bins(key, count, bins), 0.0)
+        by_key = jnp.where((key < count)[:, None], _encode_bins_one_hot(key, count, bins), 0.0)
 
         def of_block(given: tuple[Array, Array]) -> tuple[Array, Array]:
             part, at = given
-            paid, real = probabilities(part, keys, at), (at >= 0)[:, None]
+            paid, real = compute_attention_probabilities(part, keys, at), (at >= 0)[:, None]
             seen = (key <= at[:, None]) & real
             large = (paid >= least * paid.max(axis=-1, keepdims=True)) & seen
             weights = jnp.stack([paid.mean(axis=0), seen.astype(jnp.float32)])
             to = jnp.where(real, weights @ by_key, 0.0)
-            by_query = _in_bins(jnp.maximum(at, 0), count, bins)
+            by_query = _encode_bins_one_hot(jnp.maximum(at, 0), count, bins)
             return large.sum(axis=(1, 2), dtype=jnp.float32), by_query.T @ to
 
         parts = jnp.moveaxis(mine.reshape(mine.shape[0], -1, block, mine.shape[-1]), 1, 0)
         dense, mass = lax.map(of_block, (parts, position.reshape(-1, block)))
         return dense.sum(axis=0), mass.sum(axis=0)
 
-    dense, mass = by_head(head, (q, k), (positions, length))
-    return dense, mean_of_devices(mass.mean(axis=1), "H", axes)
+    dense, mass = map_kv_heads(head, (q, k), (positions, length))
+    return dense, average_over_devices(mass.mean(axis=1), "H", axes)
 
 
-def _in_bins(at: Int[Array, " n"], count: Int[Array, ""], bins: int) -> Float[Array, "n bins"]:
-    """Return the one-hot float matrix `[n, bins]` of each position's bin, for `count` tokens in `bins` bins."""
+def _encode_bins_one_hot(
+    at: Int[Array, " n"], count: Int[Array, ""], bins: int
+) -> Float[Array, "n bins"]:
+    """Return the one-hot float32 matrix `[n, bins]` of positions' bins, which divide `count` tokens evenly."""
     return ((at * bins // count)[:, None] == jnp.arange(bins, dtype=jnp.int32)).astype(jnp.float32)
 
 
@@ -146,7 +158,7 @@ def retained(
     shares: Sequence[float] = SHARES,
     queries: int = 32,
 ) -> Float[np.ndarray, "L K n"]:
-    """Measure the share of each kv head's attention that its most attended keys hold.
+    """Return the share `[L, K, n]` of each kv head's attention that its top keys hold, at n shares of the keys.
 
     Args:
         params: from `jaxkv.load`.
@@ -165,35 +177,41 @@ def retained(
         that of their mean, as section 3.5 chooses entries.
     """
     remedy = "use shares of a text's keys, above 0 and at most 1"
-    given = [_checks.real("shares", each, remedy, high=1.0, open_low=True) for each in shares]
+    given = [
+        _checks.validate_float("shares", each, remedy, high=1.0, open_low=True) for each in shares
+    ]
     found = []
-    for text in encoded(params, texts):
+    for text in encode_texts(params, texts):
         count, layers = len(text.ids[0]), []
         keys = [max(1, int(share * count + 1e-9)) for share in given]
-        for _, out in layers_of(params, text, queries=min(queries, count)):
-            mine = host(_mean_weights(out.q, out.k, out.q_positions, axes=params.axes))
+        for _, out in iterate_full_attention_layers(params, text, queries=min(queries, count)):
+            mine = copy_to_host(
+                _average_key_weights(out.q, out.k, out.q_positions, axes=params.axes)
+            )
             sorted_ = -np.sort(-mine[0, :, :count].astype(np.float64), axis=-1)
             running = np.cumsum(sorted_, axis=-1)
             layers.append(running[:, np.asarray(keys) - 1] / running[:, -1:])
         found.append(layers)
-    return finite(params, np.mean(found, axis=0))
+    return require_finite(params, np.mean(found, axis=0))
 
 
 @sharded_jit(static=("axes",))
-def _mean_weights(
+def _average_key_weights(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
     positions: Int[Array, "B w"],
     *,
-    axes: Axes | None,
+    axes: ShardingMesh | None,
 ) -> Float[Array, "B K S"]:
     """Return the attention weight of each key, `[B, K, S]`: the mean over a kv head's queries and query heads."""
-    mine = window_mass(q, k, positions, lambda shares, at: jnp.mean(shares, axis=(0, 1)))
-    return mean_of_devices(mine, "G", axes)
+    mine = reduce_window_attention(
+        q, k, positions, lambda shares, at: jnp.mean(shares, axis=(0, 1))
+    )
+    return average_over_devices(mine, "G", axes)
 
 
 class FilterLayers(NamedTuple):
-    """Result of `filter_layers`: the best OmniKV filter layers.
+    """Result of `find_filter_layers`: OmniKV filter layers, share of attention on their choices, `similarity` map.
 
     Attributes:
         filters: indices of the layers, ascending.
@@ -210,7 +228,7 @@ class FilterLayers(NamedTuple):
 def similarity(
     params: LanguageModel, texts: Sequence[Prompt], *, share: float = 0.067, queries: int = 64
 ) -> Float[np.ndarray, "L L"]:
-    """Measure how much of each layer's attention falls on the top tokens of lower layers.
+    """Return the map `[L, L]`: at [l, m], the share of layer m's attention on layer l's top tokens if m >= l, else 0.
 
     Args:
         params: from `jaxkv.load`.
@@ -230,39 +248,41 @@ def similarity(
         attention weight over the query heads, and these sum to one.
     """
     remedy = "use a share of the tokens, above 0"
-    share = _checks.real("share", share, remedy, high=1.0, open_low=True)
+    share = _checks.validate_float("share", share, remedy, high=1.0, open_low=True)
     found = []
-    for text in encoded(params, texts):
+    for text in encode_texts(params, texts):
         count = len(text.ids[0])
         layers = [
-            host(_weights(out.q, out.k, out.q_positions, axes=params.axes))[0]
-            for _, out in layers_of(params, text, queries=min(queries, count))
+            copy_to_host(_compute_token_weights(out.q, out.k, out.q_positions, axes=params.axes))[0]
+            for _, out in iterate_full_attention_layers(params, text, queries=min(queries, count))
         ]
-        found.append(_shared(np.stack(layers), np.arange(count)[-queries:], share))
-    return finite(params, np.mean(found, axis=0))
+        found.append(_measure_layer_overlap(np.stack(layers), np.arange(count)[-queries:], share))
+    return require_finite(params, np.mean(found, axis=0))
 
 
 @sharded_jit(static=("axes",))
-def _weights(
+def _compute_token_weights(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
     positions: Int[Array, "B w"],
     *,
-    axes: Axes | None,
+    axes: ShardingMesh | None,
 ) -> Float[Array, "B w S"]:
     """Return attention weights `[B, w, S]` of queries on tokens: the largest over all heads, scaled to sum to one."""
-    largest_of_window = partial(window_mass, reduce=lambda shares, at: shares.max(axis=(0, 1)))
+    largest_of_window = partial(
+        reduce_window_attention, reduce=lambda shares, at: shares.max(axis=(0, 1))
+    )
     per_query = jax.vmap(largest_of_window, in_axes=(3, None, 1), out_axes=1)
     largest = per_query(q[:, :, :, :, None], k, positions[:, :, None]).max(axis=2)
     for letter in "KG":
-        largest = most_of_devices(largest, letter, axes)
+        largest = max_over_devices(largest, letter, axes)
     return largest / largest.sum(axis=-1, keepdims=True)
 
 
-def _shared(
+def _measure_layer_overlap(
     weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"], share: float
 ) -> np.ndarray:
-    """Return the map `[L, L]` of one text: at [l, m] for m >= l, share of m's attention weights on l's top tokens."""
+    """Return one text's map `[L, L]`: at [l, m], the share of m's attention on l's top tokens if m >= l, else 0."""
     layers = len(weights)
     out = np.zeros((layers, layers))
     for row, at in enumerate(positions):
@@ -275,7 +295,7 @@ def _shared(
 
 
 @settled
-def filter_layers(
+def find_filter_layers(
     params: LanguageModel,
     texts: Sequence[Prompt],
     *,
@@ -285,7 +305,7 @@ def filter_layers(
     share: float = 0.067,
     queries: int = 64,
 ) -> FilterLayers:
-    """Find the `m` OmniKV filter layers whose chosen tokens carry most attention of later layers.
+    """Find the `m` OmniKV filter layers whose top tokens carry most attention of the layers that reuse their choice.
 
     Args:
         params: from `jaxkv.load`.
@@ -303,14 +323,14 @@ def filter_layers(
     Raises:
         ValueError: as for `similarity`, and if no set leaves enough layers to read a choice.
     """
-    indices = whole_layers_of(params)
-    layers, m = len(indices), _checks.whole("m", m)
+    indices = find_full_attention_layers(params)
+    layers, m = len(indices), _checks.validate_int("m", m)
     most = -(-layers // 4) if most_whole is None else most_whole
     sets = {
-        filters: sources(filters, adjacent, layers)
+        filters: map_layers_to_filters(filters, adjacent, layers)
         for filters in itertools.combinations(range(layers - 1), m)
         if filters[0] <= most
-        and len(whole_layers(filters, adjacent, layers)) <= min(most, layers - 1)
+        and len(find_unfiltered_layers(filters, adjacent, layers)) <= min(most, layers - 1)
     }
     remedy = f"at most {most} of {layers} layers may read the whole cache: use fewer filters"
     require(bool(sets), "m", m, remedy)

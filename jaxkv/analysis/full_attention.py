@@ -9,60 +9,72 @@ from jaxtyping import Array
 
 from jaxkv import _checks
 from jaxkv._errors import require
-from jaxkv.engine.lengths import bucket
-from jaxkv.engine.prefill import read_layers
+from jaxkv.engine.lengths import round_up_to_bucket
+from jaxkv.engine.prefill import iterate_layer_outputs
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.reads import without_window
+from jaxkv.policies.reads import list_full_attention_layers
 from jaxkv.policies.scorer import Needs
-from jaxkv.sharding.mesh import missing, place
-from jaxkv.text.prompts import Encoded, Prompt, encode
+from jaxkv.sharding.mesh import count_padding_sequences, place_host_array
+from jaxkv.text.prompts import EncodedPrompts, Prompt, encode_prompts
 
 
-def encoded(params: LanguageModel, texts: Sequence[Prompt], following: int = 0) -> list[Encoded]:
-    """Encode texts, each once per data group of a mesh; ValueError unless all have more than `following` tokens."""
-    listed = _checks.several("texts", texts, "use a list of one or more texts")
+def encode_texts(
+    params: LanguageModel, texts: Sequence[Prompt], following: int = 0
+) -> list[EncodedPrompts]:
+    """Encode each text, longer than `following` tokens, as `EncodedPrompts` with a copy per data group of a mesh."""
+    listed = _checks.validate_non_empty_tuple("texts", texts, "use a list of one or more texts")
     most, out = params.config.max_positions, []
     for text in listed:
-        each = encode(text, params.text, params.config, raw=True, close=False)
+        each = encode_prompts(text, params.text, params.config, raw=True, close=False)
         count = len(each.ids[0])
         require(each.single, "texts", f"{len(each.ids)} in one", "use a list of single texts")
         remedy = f"use a text of {following + 1} to {most} tokens"
         require(following < count <= most, "texts", f"{count} tokens", remedy)
-        out.append(each.with_copies(missing(1, params.axes)))
+        out.append(each.repeat_last_prompt(count_padding_sequences(1, params.axes)))
     return out
 
 
-def whole_layers_of(params: LanguageModel) -> tuple[int, ...]:
-    """Return the layers without sliding window; ValueError for models whose attention cannot be measured."""
-    layers, remedy = without_window(params.config.sliding_windows), "use another model"
+def find_full_attention_layers(params: LanguageModel) -> tuple[int, ...]:
+    """Return indices of layers without sliding window; ValueError if there are none, or with sink logits."""
+    layers, remedy = list_full_attention_layers(params.config.sliding_windows), "use another model"
     require(bool(layers), "params", params.name, f"every layer has a sliding window: {remedy}")
     sinks = params.config.sink_logits
     require(not sinks, "params", params.name, f"its attention has sink logits: {remedy}")
     return layers
 
 
-def layers_of(params: LanguageModel, text: Encoded, **needs: Any) -> Iterator[tuple[int, LayerOut]]:
-    """Run a text; yield index and output, with these `Needs`, of each layer without sliding window."""
-    whole, tokens = whole_layers_of(params), text.padded(bucket(len(text.ids[0])))
-    given = place(tokens, "B S", params.axes), place(text.lengths, "B", params.axes)
-    for index, out in enumerate(read_layers(params.flat, *given, needs=Needs(**needs))):
+def iterate_full_attention_layers(
+    params: LanguageModel, text: EncodedPrompts, **needs: Any
+) -> Iterator[tuple[int, LayerOut]]:
+    """Prefill a text layer by layer; yield index and `LayerOut`, with `Needs`, of layers without sliding window."""
+    whole, tokens = (
+        find_full_attention_layers(params),
+        text.pad_ids(round_up_to_bucket(len(text.ids[0]))),
+    )
+    given = (
+        place_host_array(tokens, "B S", params.axes),
+        place_host_array(text.prompt_lengths, "B", params.axes),
+    )
+    for index, out in enumerate(
+        iterate_layer_outputs(params.flat_decoder, *given, needs=Needs(**needs))
+    ):
         if index in whole:
             yield index, out
         del out
 
 
-def finite(params: LanguageModel, values: np.ndarray) -> np.ndarray:
-    """Return values, floats as float32; ValueError unless all are finite."""
+def require_finite(params: LanguageModel, values: np.ndarray) -> np.ndarray:
+    """Return the array, floats as float32 and integers unchanged; ValueError if a value is not finite."""
     remedy = "the model's attention is not finite: check its weights"
     require(bool(np.isfinite(values).all()), "params", params.name, remedy)
     return values if values.dtype.kind in "iu" else values.astype(np.float32)
 
 
-def by_head(
+def map_kv_heads(
     function: Callable[..., Any], per_head: Sequence[Array], per_sequence: Sequence[Array]
 ) -> Any:
-    """Call `function` for one kv head of one sequence at a time, to save memory; return the results `[B, K, ...]`.
+    """Apply `function` to one kv head of one sequence at a time, to save memory; return stacked results `[B, K, ...]`.
 
     `function` gets the arrays `[B, K, ...]`, then the arrays `[B, ...]`, each without its batch and head axes.
     """

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._plotting import style
+from jaxkv._plotting import get_line_style
 
 
 def draw_lines(
@@ -17,7 +17,7 @@ def draw_lines(
     up: str,
     log: str = "",
 ) -> None:
-    """Draw lines in one panel.
+    """Draw lines by name, with a legend, in one new panel of a matplotlib figure.
 
     Args:
         figure: matplotlib figure, such as `pyplot.figure(layout="constrained")`.
@@ -28,7 +28,7 @@ def draw_lines(
     """
     panel = figure.add_subplot()
     for at, (name, (x, y)) in enumerate(lines.items()):
-        panel.plot(x, y, label=name, markersize=3.5, **style(at))
+        panel.plot(x, y, label=name, markersize=3.5, **get_line_style(at))
     scales = {f"{axis}scale": "log" if axis in log else "linear" for axis in "xy"}
     panel.set(xlabel=across, ylabel=up, **scales)
     panel.legend(frameon=False, fontsize=8)
@@ -43,7 +43,7 @@ def draw_maps(
     label: str,
     most: int | float | None = None,
 ) -> None:
-    """Draw heat maps, five side by side, all on one scale of colours; cells of NaN are empty.
+    """Draw arrays by title as heat maps in a matplotlib figure, five a row, on one colour scale; NaN cells are empty.
 
     Args:
         figure: matplotlib figure, such as `pyplot.figure(layout="constrained")`.

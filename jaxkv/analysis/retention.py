@@ -15,22 +15,28 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxkv import _checks
 from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv.analysis.full_attention import by_head, encoded, finite, layers_of, whole_layers_of
-from jaxkv.attention import probabilities
+from jaxkv.analysis.full_attention import (
+    encode_texts,
+    find_full_attention_layers,
+    iterate_full_attention_layers,
+    map_kv_heads,
+    require_finite,
+)
+from jaxkv.attention import compute_attention_probabilities
 from jaxkv.attention.xla import exact_einsum
-from jaxkv.engine.lengths import bucket
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.session import Session
 from jaxkv.loading import LanguageModel
-from jaxkv.models.decoder import Graphs, Leaves
-from jaxkv.models.layers import float_weight
+from jaxkv.models.decoder import DecoderGraphs, Leaves
+from jaxkv.models.layers import get_float_weight
 from jaxkv.policies import AdaKV, SnapKV
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.registry import as_policy
-from jaxkv.policies.wrapper import with_budget
-from jaxkv.sharding.collectives import most_of_devices, total
-from jaxkv.sharding.mesh import Axes, host, place
+from jaxkv.policies.registry import resolve_policy
+from jaxkv.policies.wrapper import replace_policy_budget
+from jaxkv.sharding.collectives import max_over_devices, sum_over_devices
+from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
-from jaxkv.text.prompts import Encoded, Prompt
+from jaxkv.text.prompts import EncodedPrompts, Prompt
 
 Budget = int | float
 Policies = Sequence[Policy | type[Policy] | str]
@@ -46,7 +52,7 @@ def budgets(
     following: int = 0,
     key: int | Array | None = 0,
 ) -> Int[np.ndarray, "P N T L K"]:
-    """Count the entries that policies keep of texts.
+    """Count the entries that each policy keeps of each text: int array `[P, N, T, L, K]` by policy, budget, text.
 
     Args:
         params: from `jaxkv.load`.
@@ -62,8 +68,8 @@ def budgets(
     Raises:
         ValueError: for texts that are empty or too long for the model, and budgets that cannot be kept.
     """
-    following = _checks.whole("following", following, least=0)
-    (rows,) = measured(
+    following = _checks.validate_int("following", following, least=0)
+    (rows,) = measure_kept_masks(
         params,
         texts,
         policies=policies,
@@ -75,7 +81,7 @@ def budgets(
     return rows
 
 
-def measured(
+def measure_kept_masks(
     params: LanguageModel,
     texts: Sequence[Prompt],
     *,
@@ -83,42 +89,44 @@ def measured(
     budgets: Sequence[Budget],
     following: int,
     key: int | Array | None,
-    measure: Callable[[Encoded, Bool[np.ndarray, "C L K n"]], Sequence[np.ndarray]],
+    measure: Callable[[EncodedPrompts, Bool[np.ndarray, "C L K n"]], Sequence[np.ndarray]],
 ) -> list[np.ndarray]:
-    """Return arrays `[P, N, T, ...]` by policy, budget and text, from the arrays `[C, ...]` of `measure` for a text.
+    """Apply `measure` to each text and masks of kept entries; return arrays `[P, N, T, ...]` by policy, budget, text.
 
     `measure` gets the text, and masks of the prompt's entries in the caches of all C = P x N policies after prefill.
     The prompt is the text without its `following` last tokens. Sliding-window layers are left out. Raises ValueError
     for policies that choose the entries to read for each token, and for numbers that are not finite.
     """
-    given = [as_policy(each) for each in policies]
+    given = [resolve_policy(each) for each in policies]
     for policy in given:
         remedy = "it evicts no entries: use `jaxkv eval visible`, or leave it out"
-        require(policy.parts().read.everything, "policies", policy, remedy)
-    cells = [with_budget(policy, budget) for policy in given for budget in budgets]
+        require(policy.build_policy_parts().read.reads_all_entries, "policies", policy, remedy)
+    cells = [replace_policy_budget(policy, budget) for policy in given for budget in budgets]
     sessions = [Session(params, policy, key=key) for policy in cells]
-    whole, found = list(whole_layers_of(params)), []
-    for text in encoded(params, texts, following):
+    whole, found = list(find_full_attention_layers(params)), []
+    for text in encode_texts(params, texts, following):
         count = len(text.ids[0]) - following
         prompt = dataclasses.replace(text, ids=[ids[:count] for ids in text.ids])
-        masks = [session.prefill(prompt).holds(0, count)[whole] for session in sessions]
+        masks = [session.prefill(prompt).mask_kept_tokens(0, count)[whole] for session in sessions]
         found.append(measure(text, np.stack(masks)))
     stacked = [np.stack(each, axis=1) for each in zip(*found, strict=True)]
-    return [finite(params, each.reshape(-1, len(budgets), *each.shape[1:])) for each in stacked]
+    return [
+        require_finite(params, each.reshape(-1, len(budgets), *each.shape[1:])) for each in stacked
+    ]
 
 
-def placed(
-    params: LanguageModel, rows: Bool[np.ndarray, "C K n"], text: Encoded
+def place_kept_masks(
+    params: LanguageModel, rows: Bool[np.ndarray, "C K n"], text: EncodedPrompts
 ) -> Bool[Array, "B K S C"]:
-    """Place one layer's masks of kept entries, padded to the text's padded length, on the model's mesh."""
+    """Return one layer's masks of kept entries on the model's mesh: bool `[B, K, S, C]`, S the padded length."""
     count, heads, prompt = rows.shape
-    out = np.zeros((len(text.ids), heads, bucket(len(text.ids[0])), count), bool)
+    out = np.zeros((len(text.ids), heads, round_up_to_bucket(len(text.ids[0])), count), bool)
     out[:, :, :prompt] = np.moveaxis(rows, 0, -1)
-    return place(out, "B K S n", params.axes)
+    return place_host_array(out, "B K S n", params.axes)
 
 
-class Recall(NamedTuple):
-    """Result of `recall`, by policy, budget and text.
+class AttentionRecall(NamedTuple):
+    """Result of `recall` by policy, budget and text: attention shares of kept and visible entries, kept entry counts.
 
     Attributes:
         recall: attention on the kept entries of the prompt divided by attention on all of them, both summed over the
@@ -142,8 +150,8 @@ def recall(
     budgets: Sequence[Budget],
     following: int = 32,
     key: int | Array | None = 0,
-) -> Recall:
-    """Measure the share of full attention that falls on the entries that policies keep.
+) -> AttentionRecall:
+    """Measure the share of full attention on the entries that each policy keeps; return an `AttentionRecall`.
 
     Policies see each text without its last tokens, whose attention is then measured. Eviction during decoding is not
     applied: the entries chosen at the end of the prompt are kept. Merged entries count by their own positions, not by
@@ -167,50 +175,56 @@ def recall(
     References:
         PyramidKV, arXiv:2406.02069, appendix N and figure 8.
     """
-    following = _checks.whole("following", following)
+    following = _checks.validate_int("following", following)
 
-    def shares(text: Encoded, kept: Bool[np.ndarray, "C L K n"]) -> Sequence[np.ndarray]:
-        """Return recall, visible attention and entries of one text, by policy."""
+    def measure_recall(
+        text: EncodedPrompts, kept: Bool[np.ndarray, "C L K n"]
+    ) -> Sequence[np.ndarray]:
+        """Return recall and visible attention `[C, L, H]` and kept entries `[C]` of one text, for C policies."""
         # The last mask is of the whole prompt.
         masks, layers = np.concatenate([kept, np.ones_like(kept[:1])]), []
-        for at, (_, out) in enumerate(layers_of(params, text, queries=following)):
-            sets = placed(params, masks[:, at], text)
-            mine = host(paid(out.q, out.k, out.q_positions, sets, axes=params.axes))[0]
+        for at, (_, out) in enumerate(
+            iterate_full_attention_layers(params, text, queries=following)
+        ):
+            sets = place_kept_masks(params, masks[:, at], text)
+            mine = copy_to_host(
+                sum_masked_attention(out.q, out.k, out.q_positions, sets, axes=params.axes)
+            )[0]
             layers.append(mine.reshape(-1, *mine.shape[2:]))
         sums = np.moveaxis(np.stack(layers).astype(np.float64), -1, 0)
         recalled = sums[:-1].sum(axis=-1) / np.maximum(sums[-1].sum(axis=-1), 1e-30)
         return recalled, (sums[:-1] + 1 - sums[-1]).mean(axis=-1), kept.sum(axis=(1, 2, 3))
 
-    return Recall(
-        *measured(
+    return AttentionRecall(
+        *measure_kept_masks(
             params,
             texts,
             policies=policies,
             budgets=budgets,
             following=following,
             key=key,
-            measure=shares,
+            measure=measure_recall,
         )
     )
 
 
 @sharded_jit(static=("axes",))
-def paid(
+def sum_masked_attention(
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
     positions: Int[Array, "B w"],
     rows: Bool[Array, "B K S n"],
     *,
-    axes: Axes | None,
+    axes: ShardingMesh | None,
 ) -> Float[Array, "B K G w n"]:
     """Sum each query's attention weights over the entries of each of n masks, `[B, K, G, w, n]`."""
 
     def head(mine: Array, keys: Array, sets: Array, position: Array) -> Array:
-        shares = probabilities(mine, keys, position)
+        shares = compute_attention_probabilities(mine, keys, position)
         # By default a GPU rounds products to ten bits, but policies differ in the fourth digit.
         return exact_einsum("gws,sn->gwn", shares, sets.astype(jnp.float32))
 
-    return by_head(head, (q, k, rows), (positions,))
+    return map_kv_heads(head, (q, k, rows), (positions,))
 
 
 # Uniform, safeguarded and adaptive head budgets: the same scores and totals.
@@ -218,7 +232,7 @@ ALLOCATIONS = (SnapKV(), AdaKV(), AdaKV(alpha=0.0))
 
 
 class EvictionLoss(NamedTuple):
-    """Result of `eviction_loss`, by policy, budget and text.
+    """Result of `eviction_loss` by policy, budget and text: L1 change of attention output, its bound, and entry counts.
 
     Attributes:
         loss: L1 change of a layer's attention output, by layer and query.
@@ -242,7 +256,7 @@ def eviction_loss(
     following: int = 16,
     key: int | Array | None = 0,
 ) -> EvictionLoss:
-    """Measure the L1 change of each layer's attention output that evicted entries cause.
+    """Measure the L1 change of each layer's attention output by eviction, and its bound; return an `EvictionLoss`.
 
     Each layer gets its input under full attention, so that the loss of lower layers is not counted again. Eviction
     during decoding is not applied: the entries chosen at the end of the prompt are kept.
@@ -266,40 +280,52 @@ def eviction_loss(
         Ada-KV, arXiv:2407.11550, equations 2 to 6, theorem 3.1, figure 2. Entries are evicted by kv head, and h counts
         query heads.
     """
-    following = _checks.whole("following", following)
-    for policy in map(as_policy, policies):
+    following = _checks.validate_int("following", following)
+    for policy in map(resolve_policy, policies):
         parts, remedy = (
-            policy.parts(),
+            policy.build_policy_parts(),
             "not supported: use policies that evict entries and keep the positions of others",
         )
         require(parts.merge is None and not parts.rolling, "policies", policy, remedy)
 
-    def losses(text: Encoded, kept: Bool[np.ndarray, "C L K n"]) -> Sequence[np.ndarray]:
-        """Return losses, bounds and entries of one text, by policy."""
-        prompt, layers = place(text.lengths - following, "B", params.axes), []
-        for at, (index, out) in enumerate(layers_of(params, text, queries=following)):
-            sets, leaves = placed(params, kept[:, at], text), params.flat.blocks[index]
+    def measure_losses(
+        text: EncodedPrompts, kept: Bool[np.ndarray, "C L K n"]
+    ) -> Sequence[np.ndarray]:
+        """Return losses and bounds `[C, L, w]` and kept entries `[C]` of one text, for C policies."""
+        prompt, layers = place_host_array(text.prompt_lengths - following, "B", params.axes), []
+        for at, (index, out) in enumerate(
+            iterate_full_attention_layers(params, text, queries=following)
+        ):
+            sets, leaves = (
+                place_kept_masks(params, kept[:, at], text),
+                params.flat_decoder.blocks[index],
+            )
             given = (leaves, out.q, out.k, out.v, out.q_positions, sets, prompt)
             layers.append(
-                [host(each)[0] for each in _loss(*given, graphs=params.flat.graphs_of(index))]
+                [
+                    copy_to_host(each)[0]
+                    for each in _measure_output_change(
+                        *given, graphs=params.flat_decoder.get_layer_graphs(index)
+                    )
+                ]
             )
         return *np.moveaxis(np.asarray(layers), 0, 2), kept.sum(axis=(1, 2, 3))
 
     return EvictionLoss(
-        *measured(
+        *measure_kept_masks(
             params,
             texts,
             policies=policies,
             budgets=budgets,
             following=following,
             key=key,
-            measure=losses,
+            measure=measure_losses,
         )
     )
 
 
 @sharded_jit(static=("graphs",), on="graphs")
-def _loss(
+def _measure_output_change(
     leaves: Leaves,
     q: Float[Array, "B K G w D"],
     k: Float[Array, "B K S D"],
@@ -308,17 +334,20 @@ def _loss(
     rows: Bool[Array, "B K S n"],
     prompt: Int[Array, " B"],
     *,
-    graphs: Graphs,
+    graphs: DecoderGraphs,
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
-    """Return the L1 change `[B, n, w]` of queries' attention output under n masks of kept entries, and its bound."""
-    block, (_, heads, group, _, dim) = graphs.block(leaves), q.shape
-    weight = float_weight(block.attention, "out").reshape(-1, heads, group, dim)
+    """Return the L1 change `[B, n, w]` of one layer's attention output under n masks of kept entries, and its bound."""
+    block, (_, heads, group, _, dim) = graphs.rebuild_block(leaves), q.shape
+    weight = get_float_weight(block.attention, "out").reshape(-1, heads, group, dim)
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]
 
     def head(
         mine: Array, keys: Array, values: Array, sets: Array, position: Array, behind: Array
     ) -> tuple[Array, Array]:
-        paid, values = probabilities(mine, keys, position), values.astype(jnp.float32)
+        paid, values = (
+            compute_attention_probabilities(mine, keys, position),
+            values.astype(jnp.float32),
+        )
         whole = exact_einsum("gws,sd->gwd", paid, values)
 
         def one(kept: Array) -> tuple[Array, Array]:
@@ -329,20 +358,22 @@ def _loss(
 
         return lax.map(one, sets.T)
 
-    apart, share = by_head(head, (q, k, v, rows), (positions, since))
-    loss = jnp.abs(total(exact_einsum("bkngwd,ekgd->bnwe", apart, weight), graphs.axes)).sum(
-        axis=-1
-    )
-    norms = lax.cummax(most_of_devices(_norms(v, weight), "H", graphs.axes), axis=1)
+    apart, share = map_kv_heads(head, (q, k, v, rows), (positions, since))
+    loss = jnp.abs(
+        sum_over_devices(exact_einsum("bkngwd,ekgd->bnwe", apart, weight), graphs.axes)
+    ).sum(axis=-1)
+    norms = lax.cummax(max_over_devices(_compute_value_norms(v, weight), "H", graphs.axes), axis=1)
     largest = jnp.take_along_axis(norms, positions, axis=1)[:, None]
-    retained = total(share.sum(axis=1), graphs.axes)
-    count = total(jnp.full((), heads * group, jnp.float32), graphs.axes)
+    retained = sum_over_devices(share.sum(axis=1), graphs.axes)
+    count = sum_over_devices(jnp.full((), heads * group, jnp.float32), graphs.axes)
     # With every entry kept, rounding could make the difference negative.
     return loss, 2 * largest * jnp.maximum(count - retained, 0)
 
 
-def _norms(v: Float[Array, "B K S D"], weight: Float[Array, "E K G D"]) -> Float[Array, "B S"]:
-    """Return the L1 norm of each position's value after the output projection, `[B, S]`: the largest over heads."""
+def _compute_value_norms(
+    v: Float[Array, "B K S D"], weight: Float[Array, "E K G D"]
+) -> Float[Array, "B S"]:
+    """Return L1 norms `[B, S]` of each position's values after the output projection: the largest over query heads."""
     batch, heads, padded_len, dim = v.shape
     size = min(256, padded_len)
 

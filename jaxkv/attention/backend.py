@@ -1,4 +1,4 @@
-"""`Backend`: the interface of a device's attention functions, with XLA defaults for all optional ones."""
+"""`AttentionBackend`: the interface of a device's attention functions, with XLA defaults for all optional ones."""
 
 import abc
 import dataclasses
@@ -8,17 +8,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention.merging import merge
-from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.steps import Gathered, NewEntries, Unrotated, WorkTable
-from jaxkv.attention.xla import Reach
+from jaxkv.attention.merging import merge_attention_outputs
+from jaxkv.attention.shaping import PLAIN, LogitShaping
+from jaxkv.attention.steps import GatheredEntries, NewEntries, UnrotatedProjections, WorkTable
+from jaxkv.attention.xla import SegmentRanges
 
 
 class DeviceTraits(NamedTuple):
-    """Named tuple of a device's platform and GPU capability and a model's dtype and head dim, for `Backend.invalid`.
+    """Named tuple of a device's platform and GPU capability and a model's dtype and head dim, which backends check.
 
     Attributes:
-        platform: `cpu`, `gpu` (or `cuda`), `tpu`.
+        platform: `cpu`, `is_nvidia_gpu` (or `cuda`), `tpu`.
         dtype: dtype of the model.
         head_dim: D.
         capability: compute capability of a GPU, such as (9, 0) for Hopper; None if unknown.
@@ -30,14 +30,14 @@ class DeviceTraits(NamedTuple):
     capability: tuple[int, int] | None = None
 
     @property
-    def gpu(self) -> bool:
+    def is_nvidia_gpu(self) -> bool:
         """True if the platform is an NVIDIA GPU."""
         return self.platform in ("gpu", "cuda")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Capabilities:
-    """Capabilities of a backend, by which programs choose between forms.
+class BackendCapabilities:
+    """Dataclass of what a backend supports and which program forms are faster on it; programs choose by its fields.
 
     Attributes:
         at_once: True if `prefill` accepts all sequences of a batch in one call. If False, prompts are processed one by
@@ -50,7 +50,7 @@ class Capabilities:
         embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings one block of tokens at a time. If False,
             they do in one step, for which a compiler may copy all embeddings.
         steps: forms of entries (`Store.kernels`) for which steps of one token run `decode_token` and `add_norm`.
-        evicts: forms of entries that `evict_rows` and `replace_rows` read and write.
+        evicts: forms of entries that `evict_lowest_entries` and `replace_rows` read and write.
         custom_calls: names of custom calls in its programs, for which `jax.export` guarantees no compatibility.
     """
 
@@ -65,12 +65,13 @@ class Capabilities:
     custom_calls: tuple[str, ...] = ()
 
 
-class Backend(abc.ABC):
-    """Abstract base class of a device's attention functions; a device overrides complete functions.
+class AttentionBackend(abc.ABC):
+    """Abstract base class of a device's attention functions over prompts and pools; optional ones have XLA defaults.
 
-    Required are `prefill`, `column_sums`, `window_mean`, `attend` and `attend_scored`. All others have XLA defaults,
-    except `evict_rows` and `replace_rows`, which are called only for entries named in `can.evicts`. Overrides call
-    `super()` for inputs that their kernel does not support.
+    Required are `compute_prefill_attention`, `sum_attention_per_key`, `average_window_attention`, `attend_to_segments`
+    and `attend_and_score`. All others have XLA defaults,
+    except `evict_lowest_entries` and `move_segment_entries`, which are called only for entries named in `can.evicts`.
+    Overrides call `super()` for inputs that their kernel does not support.
 
     A backend is a file with a subclass, and one line of `Implementation` that names it. Stores and pools are those of
     `jaxkv.cache`.
@@ -79,10 +80,12 @@ class Backend(abc.ABC):
         can: the backend's capabilities.
     """
 
-    can: ClassVar[Capabilities] = Capabilities()
+    can: ClassVar[BackendCapabilities] = BackendCapabilities()
 
-    def summed_bytes(self, prompts: int, padded_len: int, heads: int, queries: int) -> int:
-        """Return the bytes that `prefill` with log-sum-exp and `column_sums` need beyond `prefill`; 0 by default.
+    def count_column_sum_bytes(
+        self, prompts: int, padded_len: int, heads: int, queries: int
+    ) -> int:
+        """Return the bytes that column sums need in prefill beyond `compute_prefill_attention` alone; 0 by default.
 
         Args:
             prompts: number of prompts in a batch.
@@ -92,8 +95,8 @@ class Backend(abc.ABC):
         """
         return 0
 
-    def invalid(self, setting: DeviceTraits) -> str | None:
-        """Return an error text if the backend does not support a model on a device, else None; by default None.
+    def get_unsupported_reason(self, setting: DeviceTraits) -> str | None:
+        """Return why the backend does not support a model on a device, as an error text; None if it does (the default).
 
         Args:
             setting: the model and the device.
@@ -103,8 +106,8 @@ class Backend(abc.ABC):
         """
         return None
 
-    def suits(self, setting: DeviceTraits) -> bool:
-        """True if AUTO may choose this backend for a model on a device; by default wherever it is supported.
+    def is_auto_candidate(self, setting: DeviceTraits) -> bool:
+        """True if AUTO may choose this backend for a model on a device; by default wherever the model is supported.
 
         Args:
             setting: the model and the device.
@@ -112,10 +115,10 @@ class Backend(abc.ABC):
         Returns:
             True or False.
         """
-        return self.invalid(setting) is None
+        return self.get_unsupported_reason(setting) is None
 
     @abc.abstractmethod
-    def prefill(
+    def compute_prefill_attention(
         self,
         q: Float[Array, "B K G T D"],
         k: Float[Array, "B K S D"],
@@ -124,10 +127,10 @@ class Backend(abc.ABC):
         first: Int[Array, " B"] | None = None,
         *,
         lse: bool = True,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
-        """Compute causal attention of T consecutive queries of each prompt; return output and log-sum-exp.
+        """Compute causal attention of T consecutive queries of each prompt; return output and log-sum-exp (or None).
 
         Args:
             q: rotated queries; T divides S.
@@ -145,7 +148,7 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def column_sums(
+    def sum_attention_per_key(
         self,
         q: Float[Array, "B K G T D"],
         k: Float[Array, "B K S D"],
@@ -153,14 +156,14 @@ class Backend(abc.ABC):
         length: Int[Array, " B"],
         first: Int[Array, " B"] | None = None,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> Float[Array, "B K G S"]:
         """Return the attention `f32[B, K, G, S]` that each key receives, summed over T consecutive queries per prompt.
 
         Args:
             q: rotated queries; T divides S.
             k: rotated keys at positions 0 .. S.
-            lse: log-sum-exp from `prefill`.
+            lse: log-sum-exp from `compute_prefill_attention`.
             length: tokens of each prompt; later queries are padding and are ignored.
             first: position of each sequence's first query, a multiple of T; 0 by default.
             shaping: softcap and sink logits.
@@ -170,16 +173,16 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def window_mean(
+    def average_window_attention(
         self,
         q: Float[Array, "B K G w D"],
         k: Float[Array, "B K S D"],
         positions: Int[Array, "B w"],
         length: Int[Array, " B"],
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> Float[Array, "B K S"]:
-        """Return the attention `f32[B, K, S]` that keys receive, mean over the last w queries and a group's heads.
+        """Return the attention `f32[B, K, S]` to each key: mean over a prompt's last w queries and the G query heads.
 
         Args:
             q: rotated queries.
@@ -193,8 +196,13 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def attend(
-        self, q: Float[Array, "B K R D"], store: Any, reach: Reach, *, shaping: Shaping = PLAIN
+    def attend_to_segments(
+        self,
+        q: Float[Array, "B K R D"],
+        store: Any,
+        reach: SegmentRanges,
+        *,
+        shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
         """Compute attention of R queries per kv head over its segment of a pool; return output and log-sum-exp.
 
@@ -209,17 +217,17 @@ class Backend(abc.ABC):
         """
 
     @abc.abstractmethod
-    def attend_scored(
+    def attend_and_score(
         self,
         q: Float[Array, "B K G D"],
         store: Any,
-        reach: Reach,
+        reach: SegmentRanges,
         score: Float[Array, "B P"],
         counts: Bool[Array, " B"],
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
-        """Attend to pool rows with one token per sequence; return output, and entries' scores plus attention.
+        """Attend to segments with one token; return output, and scores `f32[B, P]` plus attention, mean over G heads.
 
         Args:
             q: rotated queries.
@@ -233,10 +241,10 @@ class Backend(abc.ABC):
             The output, and the scores.
         """
 
-    def packed(
+    def pack_kept_entries(
         self, k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], source: Int[Array, "B P"]
     ) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"], Int[Array, "B P"]]:
-        """Gather one layer's keys and values at the indices `source`; return pool rows' keys, values and positions.
+        """Gather a layer's keys and values at indices `source`; return keys, values and positions of the pool's P rows.
 
         Args:
             k: keys as the pool stores them.
@@ -259,10 +267,10 @@ class Backend(abc.ABC):
         )
         return keys, values, jnp.where(real, source % padded_len, -1)
 
-    def gathered(
+    def gather_pool_rows(
         self, k: Float[Array, "B P D"], v: Float[Array, "B P D"], rows: Int[Array, "B K T"]
     ) -> tuple[Float[Array, "B n D"], Float[Array, "B n D"]]:
-        """Gather pool rows by index for reading; return keys and values, finite where an index is -1.
+        """Gather T pool rows per segment by index; return keys and values `[B, K * T, D]`, finite where an index is -1.
 
         Args:
             k: keys of a pool.
@@ -272,18 +280,18 @@ class Backend(abc.ABC):
         Returns:
             Keys and values, the T entries of each head consecutive.
         """
-        return self.packed(k[:, None], v[:, None], rows.reshape(rows.shape[0], -1))[:2]
+        return self.pack_kept_entries(k[:, None], v[:, None], rows.reshape(rows.shape[0], -1))[:2]
 
     def append_and_attend(
         self,
         q: Float[Array, "B K G D"],
         new: NewEntries,
         pool: Any,
-        reach: Reach,
+        reach: SegmentRanges,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B K G"], Any]:
-        """Append one entry to each segment and attend to the reach; return output, log-sum-exp, pool.
+        """Append a token's entry to each segment; attend to the entries in `reach`; return output, log-sum-exp, pool.
 
         Args:
             q: rotated queries.
@@ -293,21 +301,21 @@ class Backend(abc.ABC):
             shaping: softcap and sink logits.
 
         Returns:
-            Output and log-sum-exp as from `attend`, and the pool with the new entries.
+            Output and log-sum-exp as from `attend_to_segments`, and the pool with the new entries.
         """
-        pool = pool.appended(new)
-        return *self.attend(q, pool.store, reach, shaping=shaping), pool
+        pool = pool.append_entries(new)
+        return *self.attend_to_segments(q, pool.store, reach, shaping=shaping), pool
 
-    def append_and_score(
+    def append_attend_and_score(
         self,
         q: Float[Array, "B K G D"],
         new: NewEntries,
         pool: Any,
-        reach: Reach,
+        reach: SegmentRanges,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Any]:
-        """Append a token's entry, attend, and add the attention received to scores; return output, pool.
+        """Append a token's entry, attend, and add the attention received to the pool's scores; return output, pool.
 
         Args:
             q: rotated queries.
@@ -319,12 +327,12 @@ class Backend(abc.ABC):
         Returns:
             The output, and the pool with the new entries.
         """
-        pool, counts = pool.appended(new), new.count > 0
+        pool, counts = pool.append_entries(new), new.count > 0
         given = (pool.store, reach, pool.score, counts)
-        out, score = self.attend_scored(q, *given, shaping=shaping)
+        out, score = self.attend_and_score(q, *given, shaping=shaping)
         return out, dataclasses.replace(pool, score=score)
 
-    def work_table(
+    def build_work_table(
         self,
         start: Int[Array, "L B K"],
         length: Int[Array, "L B K"],
@@ -332,7 +340,7 @@ class Backend(abc.ABC):
         dim: int,
         itemsize: int | float,
     ) -> Any:
-        """Return the work table of `decode_token`: the pool rows that each program reads; by default None.
+        """Return the work table for `compute_decode_attention`: rows that each kernel program reads; None by default.
 
         Args:
             start: first row of each segment.
@@ -341,23 +349,23 @@ class Backend(abc.ABC):
             itemsize: bytes of a stored element, mean of keys and values.
 
         Returns:
-            The table, or None if `decode_token` needs none.
+            The table, or None if `compute_decode_attention` needs none.
         """
         return None
 
-    def decode_token(
+    def compute_decode_attention(
         self,
         q: Float[Array, "B K G D"],
-        split: Unrotated | None,
+        split: UnrotatedProjections | None,
         new: NewEntries,
         pool: Any,
-        reach: Reach,
+        reach: SegmentRanges,
         work: WorkTable,
         *,
         scored: bool = False,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "M K G D"], Any]:
-        """Append a token's entry and attend to the reach and to selected entries; return output, pool.
+        """Append a token's entry; attend to entries in `reach` and to selected ones, if any; return output, pool.
 
         Args:
             q: rotated queries.
@@ -373,18 +381,18 @@ class Backend(abc.ABC):
             The output, undefined in padding sequences, and the pool.
         """
         if scored:
-            return self.append_and_score(q, new, pool, reach, shaping=shaping)
+            return self.append_attend_and_score(q, new, pool, reach, shaping=shaping)
         out, lse, pool = self.append_and_attend(q, new, pool, reach, shaping=shaping)
         if work.rows is None or work.held is None:
             return out, pool
         start, size = work.start[work.layer], work.rows.shape[2]
         real = jnp.arange(size, dtype=jnp.int32) < work.held[..., None]
         rows = jnp.where(real, start[..., None] + work.rows, -1)
-        held = Reach.of_heads(jnp.broadcast_to(work.held, start.shape), size)
-        k, v = pool.store.view()
-        chosen = Gathered(*self.gathered(k, v, rows))
-        some = self.attend(q, chosen, held, shaping=shaping.without_sinks)
-        return merge(*some, out, lse), pool
+        held = SegmentRanges.make_strided_ranges(jnp.broadcast_to(work.held, start.shape), size)
+        k, v = pool.store.decode_entries()
+        chosen = GatheredEntries(*self.gather_pool_rows(k, v, rows))
+        some = self.attend_to_segments(q, chosen, held, shaping=shaping.without_sink_logits)
+        return merge_attention_outputs(*some, out, lse), pool
 
     def add_norm(
         self,
@@ -395,7 +403,7 @@ class Backend(abc.ABC):
         eps: float,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-        """Add split-K parts of a product to hidden states; return the sum and its RMS norm.
+        """Add the n split-K parts of a product to hidden states; return the sum and its RMS norm.
 
         Args:
             x: hidden states.
@@ -411,14 +419,14 @@ class Backend(abc.ABC):
         normed = wide * lax.rsqrt((wide * wide).mean(axis=-1, keepdims=True) + eps)
         return wide.astype(dtype), (normed * scale.astype(jnp.float32)).astype(scale.dtype)
 
-    def evict_rows(
+    def evict_lowest_entries(
         self, *args: Array | None, weigh: Any
     ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Evict an entry of each segment above its limit; return pool and i32 flags. Not implemented in this class.
+        """Evict the lowest-ranked entry of each segment above its limit; return pool, i32 flags. Raises by default.
 
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
-                `prompt` of its segments, as for `pallas_kernels.evict_rows`.
+                `prompt` of its segments, as for `pallas_kernels.evict_lowest_entries`.
             weigh: hashable function of scores, positions, `seen` and `prompt` that returns ranks and a mask of
                 evictable entries.
 
@@ -427,8 +435,8 @@ class Backend(abc.ABC):
         """
         raise NotImplementedError
 
-    def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Overwrite one entry by another in masked segments; return the pool. Not implemented in this class.
+    def move_segment_entries(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
+        """Move one entry of each masked segment over another; return the pool's arrays. Raises by default.
 
         Args:
             *args: keys, values, positions and scores of a pool; overwritten entries, moved entries, and a mask of the

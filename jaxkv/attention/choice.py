@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv._checks import choice
+from jaxkv._checks import validate_enum
 from jaxkv._errors import require
-from jaxkv.attention.backend import Backend, DeviceTraits
+from jaxkv.attention.backend import AttentionBackend, DeviceTraits
 
 
 class Implementation(enum.Enum):
-    """Enum of attention implementations by name, each but AUTO with the import path of its `Backend` class.
+    """Enum of attention implementations by name, each but AUTO with the import path of its `AttentionBackend` class.
 
     Attributes:
         AUTO: the fastest that supports the device, the dtype and the head dim.
@@ -32,13 +32,13 @@ class Implementation(enum.Enum):
     """
 
     AUTO = "auto"
-    XLA = "xla", "jaxkv.attention.xla_backend:Xla"
-    PALLAS = "pallas", "jaxkv.attention.kernels:Kernels"
-    INTERPRETED = "pallas (interpreted)", "jaxkv.attention.kernels:InterpretedKernels"
-    CUDNN = "cudnn", "jaxkv.attention.cudnn:Cudnn"
-    MOSAIC = "mosaic", "jaxkv.attention.mosaic:Mosaic"
-    TPU = "tpu", "jaxkv.attention.tpu:Tpu"
-    TPU_INTERPRETED = "tpu (interpreted)", "jaxkv.attention.tpu:InterpretedTpu"
+    XLA = "xla", "jaxkv.attention.xla_backend:XlaBackend"
+    PALLAS = "pallas", "jaxkv.attention.kernels:PallasBackend"
+    INTERPRETED = "pallas (interpreted)", "jaxkv.attention.kernels:InterpretedPallasBackend"
+    CUDNN = "cudnn", "jaxkv.attention.cudnn:CudnnBackend"
+    MOSAIC = "mosaic", "jaxkv.attention.mosaic:MosaicBackend"
+    TPU = "tpu", "jaxkv.attention.tpu:TpuBackend"
+    TPU_INTERPRETED = "tpu (interpreted)", "jaxkv.attention.tpu:InterpretedTpuBackend"
 
     _value_: str
     backend: str
@@ -68,15 +68,15 @@ _INTERPRETED = {
 
 
 @cache
-def backend_of(implementation: Implementation) -> Backend:
-    """Return the `Backend` instance of an `Implementation` other than AUTO; imported and created once."""
-    backend: Backend = resolve_name(implementation.backend)()
+def get_attention_backend(implementation: Implementation) -> AttentionBackend:
+    """Return the `AttentionBackend` instance of an `Implementation` other than AUTO; imported and created once."""
+    backend: AttentionBackend = resolve_name(implementation.backend)()
     return backend
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Implementations:
-    """Pair of `Implementation` members: `prefill` for complete prompts, `decode` for segments."""
+class PrefillDecodeImplementations:
+    """Pair of attention `Implementation` members: `prefill` for complete prompts, `decode` for segments of a pool."""
 
     prefill: Implementation = Implementation.XLA
     decode: Implementation = Implementation.XLA
@@ -91,37 +91,42 @@ class Implementations:
         )
 
 
-def named(name: Implementation | str) -> Implementation:
+def parse_attention_implementation(name: Implementation | str) -> Implementation:
     """Return the `Implementation` member for a name or a member; ValueError for an unknown name."""
-    return choice("implementation", name, Implementation)
+    return validate_enum("implementation", name, Implementation)
 
 
-def choose(
+def choose_attention_implementations(
     name: Implementation | str,
     *,
     platform: str,
     dtype: jnp.dtype,
     head_dim: int,
     capability: tuple[int, int] | None = None,
-) -> Implementations:
-    """Choose the `Implementations` (prefill, decode) for a name, dtype, head dim and device.
+) -> PrefillDecodeImplementations:
+    """Choose the implementations of prefill and decode for a name, platform, dtype, head dim and GPU capability.
 
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not support the model or the device.
     """
-    name, setting = named(name), DeviceTraits(platform, dtype, head_dim, capability)
+    name, setting = (
+        parse_attention_implementation(name),
+        DeviceTraits(platform, dtype, head_dim, capability),
+    )
     if name is Implementation.AUTO:
-        name = next(each for each in _FASTEST if backend_of(each).suits(setting))
+        name = next(
+            each for each in _FASTEST if get_attention_backend(each).is_auto_candidate(setting)
+        )
     elif platform == "cpu":
         name = _INTERPRETED.get(name, name)
-    remedy = backend_of(name).invalid(setting)
+    remedy = get_attention_backend(name).get_unsupported_reason(setting)
     require(remedy is None, "implementation", name.value, remedy or "")
-    return Implementations(
+    return PrefillDecodeImplementations(
         prefill=name, decode=Implementation.PALLAS if name in PREFILL_ONLY else name
     )
 
 
-def capability_of(device: jax.Device) -> tuple[int, int] | None:
+def get_cuda_capability(device: jax.Device) -> tuple[int, int] | None:
     """Return a device's CUDA compute capability as a tuple such as (9, 0); None for devices without one."""
     capability = getattr(device, "compute_capability", None)
     if not isinstance(capability, str) or not re.fullmatch(r"\d+\.\d+", capability):

@@ -9,21 +9,21 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention.backend import DeviceTraits
-from jaxkv.attention.kernels import Kernels
+from jaxkv.attention.kernels import PallasBackend
 
 # Compute capability from which cuDNN supports head dims above 128, which need more shared memory: Hopper.
 _WIDE = (9, 0)
 
 
-class Cudnn(Kernels):
+class CudnnBackend(PallasBackend):
     """Backend with prefill by cuDNN; scoring and decoding by Pallas: cuDNN has no column sums or ragged segments."""
 
     # The queries, the output, and the queries transposed for cuDNN.
-    can = dataclasses.replace(Kernels.can, query_copies=3)
+    can = dataclasses.replace(PallasBackend.can, query_copies=3)
 
-    def invalid(self, setting: DeviceTraits) -> str | None:
-        """Return an error text for devices, dtypes and head dims that JAX's cuDNN call rejects; else None."""
-        if not setting.gpu:
+    def get_unsupported_reason(self, setting: DeviceTraits) -> str | None:
+        """Return an error text for devices, dtypes and head dims that cuDNN attention does not support; else None."""
+        if not setting.is_nvidia_gpu:
             return f"not supported on {setting.platform}: cuDNN needs a GPU. Use auto"
         dtype, dim = setting.dtype, setting.head_dim
         most = 256 if setting.capability is not None and setting.capability >= _WIDE else 128
@@ -34,15 +34,17 @@ class Cudnn(Kernels):
             "from Hopper on), or auto"
         )
 
-    def _flash(self, *of: Any, lse: bool, **masking: Any) -> tuple[Array, Array | None]:
-        """Causal attention by cuDNN, or by Pallas for queries from a position on, softcaps and sliding windows."""
+    def _compute_flash_attention(
+        self, *of: Any, lse: bool, **masking: Any
+    ) -> tuple[Array, Array | None]:
+        """Compute causal attention by cuDNN, or by Pallas for a `first` position, a softcap or a sliding window."""
         *whole, first = of
         if first is not None or any(each is not None for each in masking.values()):
-            return super()._flash(*of, lse=lse, **masking)
-        return causal(*whole, lse=lse)
+            return super()._compute_flash_attention(*of, lse=lse, **masking)
+        return compute_cudnn_attention(*whole, lse=lse)
 
 
-def causal(
+def compute_cudnn_attention(
     q: Float[Array, "B K G S D"],
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
@@ -56,12 +58,12 @@ def causal(
     """
     batch, heads, group, padded_len, dim = q.shape
 
-    def by_token(a: Array) -> Array:
+    def transpose_to_cudnn(a: Array) -> Array:
         """Transpose `[B, K, .., S, D]` to cuDNN's layout `[B, S, heads, D]`, kv heads and group as one axis."""
         return jnp.swapaxes(a.reshape(batch, -1, padded_len, dim), 1, 2)
 
-    def attend(q: Array, k: Array, v: Array) -> Array:
-        """Compute causal attention output `[B, S, heads, D]` of q, k, v in that layout, masked by `length`."""
+    def run_cudnn_attention(q: Array, k: Array, v: Array) -> Array:
+        """Return causal attention output `[B, S, heads, D]` of q, k, v in that layout, masked to `length` tokens."""
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -73,24 +75,24 @@ def causal(
         )
 
     real = (jnp.arange(padded_len, dtype=jnp.int32) < length[:, None])[:, None, None]
-    given, found = (by_token(q), by_token(k), by_token(v)), None
+    given, found = (transpose_to_cudnn(q), transpose_to_cudnn(k), transpose_to_cudnn(v)), None
     if lse:
         # The log-sum-exp of return_residual is rounded to q's dtype, 3% of a weight in bfloat16. The residual for
         # gradients is not rounded: it is the only float32 array among the leaves that `jax.vjp` returns.
-        out, back = jax.vjp(attend, *given)
+        out, back = jax.vjp(run_cudnn_attention, *given)
         kept = [leaf for leaf in jax.tree.leaves(back) if leaf.dtype == jnp.float32]
-        found = _only(kept, (batch, heads * group, padded_len)).reshape(
+        found = _find_lse_residual(kept, (batch, heads * group, padded_len)).reshape(
             batch, heads, group, padded_len
         )
         found = jnp.where(real, found, -jnp.inf)
     else:
-        out = attend(*given)
+        out = run_cudnn_attention(*given)
     out = jnp.swapaxes(out, 1, 2).reshape(q.shape)
     return jnp.where(real[..., None], out, 0), found
 
 
-def _only(kept: list[Array], shape: tuple[int, ...]) -> Array:
-    """Return the one residual with `shape`, cuDNN's log-sum-exp; NotImplementedError unless exactly one fits."""
+def _find_lse_residual(kept: list[Array], shape: tuple[int, ...]) -> Array:
+    """Return the only residual of `shape`, cuDNN's log-sum-exp; NotImplementedError if none or several have it."""
     fitting = [leaf for leaf in kept if leaf.shape == shape]
     if len(fitting) != 1:
         raise NotImplementedError(

@@ -7,17 +7,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention.shaping import PLAIN, Shaping
+from jaxkv.attention.shaping import PLAIN, LogitShaping
 from jaxkv.attention.xla import (
     MASKED,
-    capped,
+    apply_softcap,
+    compute_head_logits,
     exact_einsum,
-    head_logits,
-    inside_segments,
+    mask_segment_rows,
     scale_queries,
 )
-from jaxkv.sharding.collectives import most_of_devices
-from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.collectives import max_over_devices
+from jaxkv.sharding.mesh import ShardingMesh
 
 # Maximum number of logits in memory at a time while positions are scored.
 _LOGITS = 1 << 24
@@ -26,7 +26,7 @@ _LOGITS = 1 << 24
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FilterQuery:
-    """Queries of a filter layer, their positions and weights, by which token positions are scored (OmniKV).
+    """Queries of a filter layer with positions and weights, whose attention scores token positions (OmniKV).
 
     Attributes:
         q: `[B, K, G, w, D]` rotated queries, in any order.
@@ -38,19 +38,22 @@ class FilterQuery:
     q: Float[Array, "B K G w D"]
     positions: Int[Array, "B w"]
     weights: Float[Array, "B w"]
-    shaping: Shaping = PLAIN
+    shaping: LogitShaping = PLAIN
 
     @property
-    def sinks(self) -> Float[Array, "K G one one"] | None:
-        """Float32 sink logits, with axes for queries and keys; None without."""
+    def expanded_sink_logits(self) -> Float[Array, "K G one one"] | None:
+        """Sink logits `f32[K, G, 1, 1]`, with axes for queries and keys; None without sink logits."""
         sinks = self.shaping.sink_logits
         return None if sinks is None else sinks.astype(jnp.float32)[..., None, None]
 
 
-def by_row(
-    query: FilterQuery, k: Float[Array, "B P D"], candidates: Int[Array, " B"], axes: Axes | None
+def score_positions_by_row(
+    query: FilterQuery,
+    k: Float[Array, "B P D"],
+    candidates: Int[Array, " B"],
+    axes: ShardingMesh | None,
 ) -> Float[Array, "B n"]:
-    """Score positions 0 to n - 1, `f32[B, n]`: attention of `query`, maximum over heads, weighted sum over queries.
+    """Return scores `f32[B, n]` of positions 0 to n - 1: attention, maximum over heads, weighted sum over queries.
 
     Row p of each head's segment holds position p. Positions from `candidates` on score 0. On a mesh the maximum is over
     all devices' heads.
@@ -59,68 +62,74 @@ def by_row(
     keys = k.reshape(batch, heads, -1, dim)
     rows, queries = keys.shape[2], scale_queries(query.q).reshape(batch, heads, group * window, dim)
 
-    def against(part: Array, first: Array | int) -> tuple[Array, Array]:
+    def compute_logits_and_mask(part: Array, first: Array | int) -> tuple[Array, Array]:
         """Return logits `[B, K, G, w, n]` over keys `part` from row `first` on, and a mask of causal candidates."""
-        logits = capped(head_logits(queries, part), query.shaping.softcap)
+        logits = apply_softcap(compute_head_logits(queries, part), query.shaping.softcap)
         row = first + jnp.arange(part.shape[2], dtype=jnp.int32)
         seen = (row <= query.positions[..., None]) & (row < candidates[:, None, None])
         return logits.reshape(batch, heads, group, window, -1), seen[:, None, None]
 
     block = max(1, _LOGITS // (batch * heads * group * window))
     if block >= rows:
-        return _loudest(_softmax(*against(keys, 0), query.sinks), query, axes)
+        return _reduce_attention_to_scores(
+            _compute_masked_softmax(*compute_logits_and_mask(keys, 0), query.expanded_sink_logits),
+            query,
+            axes,
+        )
     # Two passes over the keys for any number of queries: the softmax's sums, then the scores.
     trips = -(-candidates.max() // block)
 
-    def block_of(index: Array) -> tuple[Array, Array]:
-        """Return the first row and keys of block `index`; the last block begins earlier, inside the segment."""
+    def slice_key_block(index: Array) -> tuple[Array, Array]:
+        """Return first row and keys of block `index` of all segments; the last block begins earlier, to stay inside."""
         first = jnp.minimum(index * block, rows - block)
         return first, lax.dynamic_slice_in_dim(keys, first, block, axis=2)
 
-    def gather(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        """Loop body: the softmax's running maximum and sum after one more block of keys."""
+    def update_softmax_sums(index: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Loop body: update the softmax's running maximum and sum of each query by one more block of keys."""
         highest, total = sums
-        first, part = block_of(index)
-        logits, seen = against(part, first)
+        first, part = slice_key_block(index)
+        logits, seen = compute_logits_and_mask(part, first)
         fresh = seen & (first + jnp.arange(block, dtype=jnp.int32) >= index * block)
         logits = jnp.where(fresh, logits, MASKED)
         above = jnp.maximum(highest, logits.max(axis=-1))
         more = jnp.where(fresh, jnp.exp(logits - above[..., None]), 0.0).sum(axis=-1)
         return above, total * jnp.exp(highest - above) + more
 
-    def score(index: Array, scores: Array) -> Array:
-        """Loop body: scores `f32[B, n]` with those of one more block of keys written."""
-        first, part = block_of(index)
-        logits, seen = against(part, first)
+    def write_block_scores(index: Array, scores: Array) -> Array:
+        """Loop body: write the scores of one more block of positions to the scores `f32[B, n]`."""
+        first, part = slice_key_block(index)
+        logits, seen = compute_logits_and_mask(part, first)
         shares = (
             jnp.where(seen, jnp.exp(logits - highest[..., None]), 0.0)
             / jnp.maximum(total, 1e-30)[..., None]
         )
-        return lax.dynamic_update_slice_in_dim(scores, _loudest(shares, query, axes), first, axis=1)
+        return lax.dynamic_update_slice_in_dim(
+            scores, _reduce_attention_to_scores(shares, query, axes), first, axis=1
+        )
 
     shape = (batch, heads, group, window)
     begun = (jnp.full(shape, MASKED, jnp.float32), jnp.zeros(shape))
-    if query.sinks is not None:
-        begun = (jnp.broadcast_to(query.sinks[..., 0], shape), jnp.ones(shape))
-    highest, total = lax.fori_loop(0, trips, gather, begun)
-    return lax.fori_loop(0, trips, score, jnp.zeros((batch, rows), jnp.float32))
+    if query.expanded_sink_logits is not None:
+        begun = (jnp.broadcast_to(query.expanded_sink_logits[..., 0], shape), jnp.ones(shape))
+    highest, total = lax.fori_loop(0, trips, update_softmax_sums, begun)
+    return lax.fori_loop(0, trips, write_block_scores, jnp.zeros((batch, rows), jnp.float32))
 
 
-def by_position(
+def score_positions_in_pool(
     query: FilterQuery,
     k: Float[Array, "B P D"],
     pos: Int[Array, "B P"],
     start: Int[Array, "B K"],
     kept: Int[Array, "B K"],
     padded_len: int,
-    axes: Axes | None,
+    axes: ShardingMesh | None,
 ) -> Float[Array, "B S"]:
-    """Score a pool's positions, `f32[B, S]`: attention of `query`, maximum over heads, weighted sum over queries.
+    """Return scores `f32[B, S]` of a pool's positions: attention, maximum over heads, weighted sum over queries.
 
     `pos` is -1 in free places. `kept` entries of each segment are scored; `padded_len` exceeds all positions.
     """
     batch, heads, group, window, dim = query.q.shape
-    inside = inside_segments(jnp.arange(pos.shape[1], dtype=jnp.int32), start, kept)
+    inside = mask_segment_rows(jnp.arange(pos.shape[1], dtype=jnp.int32), start, kept)
     column = jnp.where(pos < 0, padded_len, pos)[:, None]
     sequence = jnp.arange(batch, dtype=jnp.int32)[:, None, None]
     scaled = scale_queries(query.q)
@@ -128,43 +137,48 @@ def by_position(
     most = max(1, _LOGITS // (batch * heads * group * pos.shape[1]))
     size = next(each for each in range(min(window, most), 0, -1) if window % each == 0)
 
-    def received(index: Array | int) -> Array:
-        """Score all positions, `f32[B, S]`, by one block of queries: maximum over heads, weighted sum over queries."""
+    def score_by_query_block(index: Array | int) -> Array:
+        """Return scores `f32[B, S]` of positions from one block of queries: maximum over heads, weighted sum."""
 
-        def part(a: Array, axis: int) -> Array:
-            """Return block `index` of `size` queries, sliced from an array along `axis`."""
+        def slice_query_block(a: Array, axis: int) -> Array:
+            """Return block `index`, `size` queries long, of an array's axis `axis`."""
             return lax.dynamic_slice_in_dim(a, index * size, size, axis)
 
-        queries, positions = part(scaled, 3).reshape(batch, -1, dim), part(query.positions, 1)
+        queries, positions = (
+            slice_query_block(scaled, 3).reshape(batch, -1, dim),
+            slice_query_block(query.positions, 1),
+        )
         logits = lax.dot_general(
             queries, k, (((2,), (2,)), ((0,), (0,))), preferred_element_type=jnp.float32
         )
-        logits = capped(logits.reshape(batch, heads, group, size, -1), query.shaping.softcap)
+        logits = apply_softcap(logits.reshape(batch, heads, group, size, -1), query.shaping.softcap)
         seen = inside[:, :, None, None] & (
             pos[:, None, None, None] <= positions[:, None, None, :, None]
         )
-        by_row = _softmax(logits, seen, query.sinks).max(axis=(1, 2))
+        by_row = _compute_masked_softmax(logits, seen, query.expanded_sink_logits).max(axis=(1, 2))
         row = jnp.arange(size, dtype=jnp.int32)[:, None]
         by_position = jnp.zeros((batch, size, padded_len), jnp.float32)
         by_position = by_position.at[sequence, row, column].max(by_row, mode="drop")
-        by_position = most_of_devices(by_position, "H", axes)
-        return (by_position * part(query.weights, 1)[..., None]).sum(axis=1)
+        by_position = max_over_devices(by_position, "H", axes)
+        return (by_position * slice_query_block(query.weights, 1)[..., None]).sum(axis=1)
 
-    first = received(0)
+    first = score_by_query_block(0)
     return (
         first
         if size == window
-        else lax.fori_loop(1, window // size, lambda i, total: total + received(i), first)
+        else lax.fori_loop(
+            1, window // size, lambda i, total: total + score_by_query_block(i), first
+        )
     )
 
 
-def by_page(
+def bound_page_logits(
     q: Float[Array, "B K G D"],
     low: Float[Array, "B K p D"],
     high: Float[Array, "B K p D"],
-    axes: Axes | None,
+    axes: ShardingMesh | None,
 ) -> Float[Array, "B K p"]:
-    """Return an upper bound `f32[B, K, p]` of q.k over the keys of each page, maximum over a kv head's query heads.
+    """Return an upper bound `f32[B, K, p]` of q.k for the keys of each page, maximum over a kv head's query heads.
 
     Tang et al., Quest, algorithm 1: sum over channels of max(q * low, q * high). `low` and `high` are the element-wise
     minimum and maximum of the keys of p pages of each kv head. On a mesh the maximum is over all devices' heads. A
@@ -172,27 +186,29 @@ def by_page(
     """
     wide = q.astype(jnp.float32)
 
-    def product(part: Array, of: Array) -> Array:
-        """Float32 products `[B, K, G, p]` of the queries' positive or negative part with one bound of all pages."""
+    def multiply_queries_by_bound(part: Array, of: Array) -> Array:
+        """Return float32 products `[B, K, G, p]` of one signed part of the queries with all pages' minima or maxima."""
         return exact_einsum("bkgd,bkpd->bkgp", part, of.astype(jnp.float32))
 
     # A channel's larger product is with the maximum where q is positive, with the minimum elsewhere.
-    bound = product(jnp.maximum(wide, 0), high) + product(jnp.minimum(wide, 0), low)
-    return most_of_devices(bound.max(axis=2), "G", axes)
+    bound = multiply_queries_by_bound(jnp.maximum(wide, 0), high) + multiply_queries_by_bound(
+        jnp.minimum(wide, 0), low
+    )
+    return max_over_devices(bound.max(axis=2), "G", axes)
 
 
-def _loudest(
-    shares: Float[Array, "B K G w n"], query: FilterQuery, axes: Axes | None
+def _reduce_attention_to_scores(
+    shares: Float[Array, "B K G w n"], query: FilterQuery, axes: ShardingMesh | None
 ) -> Float[Array, "B n"]:
-    """Reduce attention probabilities to scores `f32[B, n]`: maximum over heads, then weighted sum over queries."""
-    most = most_of_devices(shares.max(axis=(1, 2)), "H", axes)
+    """Reduce attention probabilities to scores `f32[B, n]`: maximum over all heads, then weighted sum over queries."""
+    most = max_over_devices(shares.max(axis=(1, 2)), "H", axes)
     return (most * query.weights[..., None]).sum(axis=1)
 
 
-def _softmax(
+def _compute_masked_softmax(
     logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"], sinks: Float[Array, "*#n one"] | None
 ) -> Float[Array, "*n P"]:
-    """Softmax over the last axis and `sinks` within a mask; 0 for masked-out entries and for an empty mask."""
+    """Return the softmax of logits in mask `seen` and sink logits, over the last axis; 0 outside the mask."""
     logits = jnp.where(seen, logits, MASKED)
     highest = logits.max(axis=-1, keepdims=True)
     highest = highest if sinks is None else jnp.maximum(highest, sinks)

@@ -8,20 +8,20 @@ from typing import Any, ClassVar
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxkv.attention.backend import Backend, Capabilities, DeviceTraits
-from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.steps import NewEntries, Unrotated, WorkTable
-from jaxkv.attention.xla import Reach, Walk
+from jaxkv.attention.backend import AttentionBackend, BackendCapabilities, DeviceTraits
+from jaxkv.attention.shaping import PLAIN, LogitShaping
+from jaxkv.attention.steps import NewEntries, UnrotatedProjections, WorkTable
+from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 
 
-class Kernels(Backend):
+class PallasBackend(AttentionBackend):
     """Backend of the compiled Pallas (Triton) kernels: attention, fused decode steps, eviction and norms.
 
     Attributes:
         interpret: True runs the kernels as plain JAX operations, to check them.
     """
 
-    can = Capabilities(
+    can = BackendCapabilities(
         sliding_windows=True,
         few_launches=True,
         steps=frozenset(("rows", "bytes", "nibbles")),
@@ -36,21 +36,21 @@ class Kernels(Backend):
     interpret: ClassVar[bool] = False
 
     @property
-    def _kernels(self) -> ModuleType:
-        """Module `pallas_kernels`, imported on first use because Pallas needs half a second and tens of megabytes."""
+    def _pallas_kernels(self) -> ModuleType:
+        """The module `pallas_kernels`, imported on first use because Pallas needs half a second and tens of MB."""
         import pallas_kernels as pallas_kernels
 
         return pallas_kernels
 
-    def invalid(self, setting: DeviceTraits) -> str | None:
+    def get_unsupported_reason(self, setting: DeviceTraits) -> str | None:
         """Return an error text for devices other than NVIDIA GPUs; None on GPUs."""
         return (
             None
-            if setting.gpu
+            if setting.is_nvidia_gpu
             else f"not supported on {setting.platform}: these kernels need a GPU. Use xla"
         )
 
-    def prefill(
+    def compute_prefill_attention(
         self,
         q: Array,
         k: Array,
@@ -59,7 +59,7 @@ class Kernels(Backend):
         first: Array | None = None,
         *,
         lse: bool = True,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Compute causal attention of all prompts in one kernel; return output and log-sum-exp (None unless `lse`)."""
@@ -67,12 +67,14 @@ class Kernels(Backend):
             {"softcap": shaping.softcap, "window": window},
             shaping.sink_logits is not None,
         )
-        out, found = self._flash(q, k, v, length, first, lse=lse or needed, **masking)
+        out, found = self._compute_flash_attention(
+            q, k, v, length, first, lse=lse or needed, **masking
+        )
         if found is not None:
-            out, found = shaping.joined(out, found)
+            out, found = shaping.include_sink_logits(out, found)
         return out, found if lse else None
 
-    def _flash(
+    def _compute_flash_attention(
         self,
         q: Array,
         k: Array,
@@ -83,12 +85,14 @@ class Kernels(Backend):
         lse: bool,
         **masking: Any,
     ) -> tuple[Array, Array | None]:
-        """Causal attention without sink logits; returns output and, if requested, log-sum-exp."""
-        flash = partial(self._kernels.flash, **masking, interpret=self.interpret)
-        found: tuple[Array, Array] = flash(q, k, v, firsts(first, length), length)
+        """Compute causal attention without sink logits; return output and, if `lse`, log-sum-exp, else None."""
+        flash = partial(self._pallas_kernels.flash, **masking, interpret=self.interpret)
+        found: tuple[Array, Array] = flash(
+            q, k, v, get_first_query_positions(first, length), length
+        )
         return found
 
-    def column_sums(
+    def sum_attention_per_key(
         self,
         q: Array,
         k: Array,
@@ -96,145 +100,162 @@ class Kernels(Backend):
         length: Array,
         first: Array | None = None,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> Array:
         """Return the attention `f32[B, K, G, S]` that each key receives from T queries per prompt, in one kernel."""
         how = {"per_query_head": True, "interpret": self.interpret, "softcap": shaping.softcap}
-        return self._kernels.column_sums(q, k, lse, firsts(first, length), length, **how)
+        return self._pallas_kernels.sum_attention_per_key(
+            q, k, lse, get_first_query_positions(first, length), length, **how
+        )
 
-    def window_mean(
+    def average_window_attention(
         self,
         q: Array,
         k: Array,
         positions: Array,
         length: Array,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> Array:
-        """Return the attention `f32[B, K, S]` that each key receives, mean over the last w queries (`window_sums`)."""
+        """Return the attention `f32[B, K, S]` to each key: mean over the last w queries and G heads, by a kernel."""
         of, how = (q, k, positions[:, 0], length, shaping.sink_logits), {"softcap": shaping.softcap}
-        sums = self._kernels.window_sums(*of, **how, interpret=self.interpret)
+        sums = self._pallas_kernels.sum_window_attention(*of, **how, interpret=self.interpret)
         return sums / jnp.minimum(length, q.shape[3]).astype(jnp.float32)[:, None, None]
 
-    def attend(
-        self, q: Array, store: Any, reach: Reach, *, shaping: Shaping = PLAIN
+    def attend_to_segments(
+        self, q: Array, store: Any, reach: SegmentRanges, *, shaping: LogitShaping = PLAIN
     ) -> tuple[Array, Array]:
         """Compute attention of R queries per kv head over its pool segment; return output, log-sum-exp."""
-        rows, how = (*reach.view(store), reach.start, reach.length), _given(shaping.without_sinks)
-        return shaping.joined(*self._kernels.attend(q, *rows, **how, interpret=self.interpret))
+        rows, how = (
+            (*reach.decode_rotated_entries(store), reach.start, reach.length),
+            _get_softmax_options(shaping.without_sink_logits),
+        )
+        return shaping.include_sink_logits(
+            *self._pallas_kernels.attend(q, *rows, **how, interpret=self.interpret)
+        )
 
-    def attend_scored(
+    def attend_and_score(
         self,
         q: Array,
         store: Any,
-        reach: Reach,
+        reach: SegmentRanges,
         score: Array,
         counts: Array,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Array]:
-        """Attend to pool rows with one token per sequence; return output, and entries' scores plus attention."""
-        rows = (*reach.view(store), reach.start, reach.length)
-        scores = self._scores(score, reach, counts=counts)
-        how = {"scores": scores, **_given(shaping), "interpret": self.interpret}
-        out, _, score = self._kernels.attend(q, *rows, **how)
+        """Attend to segments with one token, in a kernel; return output, and scores plus attention received."""
+        rows = (*reach.decode_rotated_entries(store), reach.start, reach.length)
+        scores = self._make_kernel_scores(score, reach, counts=counts)
+        how = {"scores": scores, **_get_softmax_options(shaping), "interpret": self.interpret}
+        out, _, score = self._pallas_kernels.attend(q, *rows, **how)
         return out, score
 
-    def _scores(self, score: Array, reach: Reach, **more: Any) -> Any:
-        """Return the kernels' `Scores`: scores and a segment's most entries, a stride where segments are at strides."""
+    def _make_kernel_scores(self, score: Array, reach: SegmentRanges, **more: Any) -> Any:
+        """Return the kernels' `EntryScores`: a pool's scores and the most entries of a segment, P / K at strides."""
         widest = reach.widest
-        if reach.walk is Walk.STRIDES:
+        if reach.walk is SegmentReadMode.STRIDES:
             widest = score.shape[1] // reach.start.shape[1]
-        return self._kernels.Scores(score=score, widest=widest, **more)
+        return self._pallas_kernels.EntryScores(score=score, widest=widest, **more)
 
-    def packed(self, k: Array, v: Array, source: Array) -> tuple[Array, Array, Array]:
-        """Gather a layer's keys and values at `source` into a pool, by a kernel: pool keys, values, positions."""
-        return self._kernels.compact(k, v, source, interpret=self.interpret)
+    def pack_kept_entries(self, k: Array, v: Array, source: Array) -> tuple[Array, Array, Array]:
+        """Gather a layer's keys and values at `source` by a kernel; return keys, values and positions of pool rows."""
+        return self._pallas_kernels.gather_kept_entries(k, v, source, interpret=self.interpret)
 
-    def work_table(self, start: Array, length: Array, *, dim: int, itemsize: int | float) -> Any:
-        """Divide all segments' rows into near-equal chunks, at most one per concurrent program of a decode kernel."""
-        programs = self._kernels.programs(dim=dim, itemsize=itemsize, interpret=self.interpret)
-        return self._kernels.work_table(start, length, programs=programs)
+    def build_work_table(
+        self, start: Array, length: Array, *, dim: int, itemsize: int | float
+    ) -> Any:
+        """Return a table of near-equal chunks of all segments' rows, at most one per concurrent kernel program."""
+        programs = self._pallas_kernels.count_concurrent_programs(
+            dim=dim, itemsize=itemsize, interpret=self.interpret
+        )
+        return self._pallas_kernels.build_work_table(start, length, programs=programs)
 
-    def decode_token(
+    def compute_decode_attention(
         self,
         q: Array,
-        split: Unrotated | None,
+        split: UnrotatedProjections | None,
         new: NewEntries,
         pool: Any,
-        reach: Reach,
+        reach: SegmentRanges,
         work: WorkTable,
         *,
         scored: bool = False,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Any]:
-        """Rotate a token, append its entry and attend, in one kernel if steps are fused; return output, pool."""
+        """Append a token's entry and attend, in one kernel that rotates if `split` is given; return output, pool."""
         if split is None:
             given = (q, split, new, pool, reach, work)
-            return super().decode_token(*given, scored=scored, shaping=shaping)
-        kernels, options = self._kernels, _given(shaping)
+            return super().compute_decode_attention(*given, scored=scored, shaping=shaping)
+        kernels, options = self._pallas_kernels, _get_softmax_options(shaping)
         if scored and new.score is not None:
             begun = {"begin": new.score[..., 0], "start": work.start}
-            options["scores"] = self._scores(pool.score, reach, **begun)
+            options["scores"] = self._make_kernel_scores(pool.score, reach, **begun)
         if work.rows is not None:
             picks = (work.rows, work.scheduled, work.held, work.rest, work.start)
-            options["picks"] = kernels.Picks(*picks)
-        out, k, v, pos, *score = kernels.decode_token(
+            options["picks"] = kernels.SelectedEntries(*picks)
+        out, k, v, pos, *score = kernels.append_and_attend(
             split.q,
-            kernels.Token(*split[1:], new.positions[:, 0], new.count, pool.pos),
-            rows_of(pool.store),
+            kernels.NewTokenInputs(*split[1:], new.positions[:, 0], new.count, pool.pos),
+            wrap_kernel_inputs(pool.store),
             work.chunks,
             layer=work.layer,
             dtype=pool.store.dtype,
             **options,
             interpret=self.interpret,
         )
-        pool = dataclasses.replace(pool, store=pool.store.holding(k, v), pos=pos)
-        return out, dataclasses.replace(pool, score=score[0]) if score else pool.begun(new)
+        pool = dataclasses.replace(pool, store=pool.store.store_kernel_outputs(k, v), pos=pos)
+        return out, dataclasses.replace(
+            pool, score=score[0]
+        ) if score else pool.append_initial_scores(new)
 
     def add_norm(
         self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype
     ) -> tuple[Array, Array]:
         """Add split-K parts of a product to hidden states in one kernel; return the sum and its RMS norm."""
-        return self._kernels.add_norm(
+        return self._pallas_kernels.add_norm(
             x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret
         )
 
-    def evict_rows(
+    def evict_lowest_entries(
         self, *args: Array | None, weigh: Any
     ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Overwrite the lowest-ranked entry of segments above their limit by the newest; return pool, i32 flags."""
-        return self._kernels.evict_rows(*args, weigh=weigh, interpret=self.interpret)
+        """In segments above their limit overwrite the lowest-ranked entry by the newest; return pool, i32 flags."""
+        return self._pallas_kernels.evict_lowest_entries(
+            *args, weigh=weigh, interpret=self.interpret
+        )
 
-    def replace_rows(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Move an entry of each masked segment to another row; return keys, values, positions, scores."""
-        return self._kernels.replace_rows(*args, interpret=self.interpret)
+    def move_segment_entries(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
+        """Move one entry of each masked segment over another, by a kernel; return keys, values, positions, scores."""
+        return self._pallas_kernels.overwrite_evicted_rows(*args, interpret=self.interpret)
 
 
-class InterpretedKernels(Kernels):
+class InterpretedPallasBackend(PallasBackend):
     """Backend of the Pallas kernels run as plain JAX operations on any device, for tests; very slow."""
 
     interpret = True
 
-    def invalid(self, setting: DeviceTraits) -> str | None:
+    def get_unsupported_reason(self, setting: DeviceTraits) -> str | None:
         """Return None (no error): interpreted kernels run on every device."""
         return None
 
 
-def rows_of(store: Any) -> tuple[Any, ...]:
-    """Return a store's keys and values as kernels accept them: arrays, or codes by the names of its `kernels`."""
+def wrap_kernel_inputs(store: Any) -> tuple[Any, ...]:
+    """Return a store's keys and values for kernels: arrays as they are, codes in `Coded` or `Int4Pool` tuples."""
     import pallas_kernels as pallas_kernels
 
-    kinds = {"bytes": pallas_kernels.Coded, "nibbles": pallas_kernels.Nibbles}
-    pairs = zip(store.kernels, store.held, strict=True)
+    kinds = {"bytes": pallas_kernels.Int8Pool, "nibbles": pallas_kernels.Int4Pool}
+    pairs = zip(store.kernels, store.kernel_inputs, strict=True)
     return tuple(kinds[name](*held) if name in kinds else held for name, held in pairs)
 
 
-def firsts(first: Int[Array, " B"] | None, length: Int[Array, " B"]) -> Int[Array, " B"]:
+def get_first_query_positions(
+    first: Int[Array, " B"] | None, length: Int[Array, " B"]
+) -> Int[Array, " B"]:
     """Return the position `i32[B]` of each sequence's first query; zeros if `first` is None."""
     return jnp.zeros_like(length) if first is None else first
 
 
-def _given(shaping: Shaping) -> dict[str, Any]:
-    """Return the softmax arguments of a kernel that supports softcaps and sink logits."""
+def _get_softmax_options(shaping: LogitShaping) -> dict[str, Any]:
+    """Return a kernel's keyword arguments `softcap` and `sink_logits`, as a dict."""
     return {"softcap": shaping.softcap, "sink_logits": shaping.sink_logits}

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 
-def merge(
+def merge_attention_outputs(
     out: Float[Array, "*n D"],
     lse: Float[Array, "*n"],
     other: Float[Array, "*n D"],
@@ -20,14 +20,14 @@ def merge(
     return joined.astype(out.dtype)
 
 
-def merge_with_lse(
+def merge_attention_with_lse(
     out: Float[Array, "*n D"],
     lse: Float[Array, "*n"],
     other: Float[Array, "*n D"],
     other_lse: Float[Array, "*n"],
 ) -> tuple[Float[Array, "*n D"], Float[Array, "*n"]]:
-    """Return output and log-sum-exp over the union of two disjoint key sets; -inf if both are empty."""
+    """Return attention output and log-sum-exp over the union of two disjoint key sets; -inf if both are empty."""
     both = jnp.logaddexp(lse, other_lse)
     nothing = jnp.isneginf(both)
     first, second = jnp.where(nothing, 0.0, lse), jnp.where(nothing, 0.0, other_lse)
-    return merge(out, first, other, second), both
+    return merge_attention_outputs(out, first, other, second), both

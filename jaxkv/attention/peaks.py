@@ -5,10 +5,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention.xla import MASKED, capped, logit_divisor, rows_dot
+from jaxkv.attention.xla import MASKED, apply_softcap, compute_logit_divisor, multiply_transposed
 
 
-def chunk_peaks(
+def max_attention_per_key(
     q: Float[Array, "B K G N D"],
     own_lse: Float[Array, "B K G N"],
     keys: Float[Array, "B K m D"],
@@ -18,7 +18,7 @@ def chunk_peaks(
     *,
     softcap: float | None,
 ) -> Float[Array, "B K m"]:
-    """Return the largest attention `f32[B, K, m]` that each of m entries receives, over N queries and query heads.
+    """Return the largest attention `f32[B, K, m]` that each of m entries receives, over N queries and G query heads.
 
     The softmax covers these entries and the queries' own tokens, whose log-sum-exp is `own_lse`. Memory holds the
     logits of all queries of one head at a time.
@@ -36,19 +36,22 @@ def chunk_peaks(
         The largest attention; 0 outside the mask, and for a sequence without queries.
     """
     batch, heads, group, tokens, dim = q.shape
-    rows, scale = keys.shape[2], 1.0 / logit_divisor(dim)
+    rows, scale = keys.shape[2], 1.0 / compute_logit_divisor(dim)
     by_query, by_row = weights or (
         jnp.ones((batch, tokens), jnp.float32),
         jnp.ones((batch, heads, group, rows)),
     )
 
-    def head(inputs: tuple[Array, ...]) -> Array:
-        """Return the largest attention `f32[m]` that each of one kv head's entries receives."""
+    def max_head_attention_per_key(inputs: tuple[Array, ...]) -> Array:
+        """Return the largest attention `f32[m]` that each of one kv head's entries receives; 0 outside the mask."""
         queries, lse, key, row_weight, real, present, query_weight = inputs
         logits = (
-            rows_dot(queries.reshape(group * tokens, dim), key).reshape(group, tokens, rows) * scale
+            multiply_transposed(queries.reshape(group * tokens, dim), key).reshape(
+                group, tokens, rows
+            )
+            * scale
         )
-        logits = jnp.where(present, capped(logits, softcap), MASKED)
+        logits = jnp.where(present, apply_softcap(logits, softcap), MASKED)
         whole = jnp.logaddexp(jax.nn.logsumexp(logits, axis=-1), lse) - jnp.log(query_weight)
         # exp is monotonic: one exponential per entry instead of one per logit.
         off = jnp.where(jnp.arange(tokens, dtype=jnp.int32) < real, whole, jnp.inf)
@@ -59,4 +62,4 @@ def chunk_peaks(
     flat = tuple(
         each.reshape(batch * heads, *each.shape[2:]) for each in (q, own_lse, keys, by_row)
     )
-    return lax.map(head, (*flat, *spread)).reshape(batch, heads, rows)
+    return lax.map(max_head_attention_per_key, (*flat, *spread)).reshape(batch, heads, rows)

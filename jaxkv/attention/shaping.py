@@ -1,4 +1,4 @@
-"""`Shaping`: changes of a layer's attention logits other than scaling."""
+"""`LogitShaping`: changes of a layer's attention logits other than scaling."""
 
 import dataclasses
 from functools import partial
@@ -10,8 +10,8 @@ from jaxtyping import Array, Float
 
 @partial(jax.tree_util.register_dataclass, data_fields=["sink_logits"], meta_fields=["softcap"])
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shaping:
-    """Softcap of a layer's logits, and sink logits in its softmax without a value; by default neither.
+class LogitShaping:
+    """Softcap of a layer's attention logits, and sink logits that join its softmax without a value; both optional.
 
     Attributes:
         softcap: c, which maps scaled logits to c * tanh(logit / c); None for none.
@@ -22,14 +22,14 @@ class Shaping:
     sink_logits: Float[Array, "*B G"] | None = None
 
     @property
-    def without_sinks(self) -> "Shaping":
-        """`Shaping` with the softcap alone: of disjoint sets of keys, only one is given the sink logits."""
-        return Shaping(softcap=self.softcap)
+    def without_sink_logits(self) -> "LogitShaping":
+        """Copy with the softcap alone, for all but one of the disjoint key sets whose attention is merged."""
+        return LogitShaping(softcap=self.softcap)
 
-    def joined(
+    def include_sink_logits(
         self, out: Float[Array, "B K *R D"], lse: Float[Array, "B K *R"]
     ) -> tuple[Float[Array, "B K *R D"], Float[Array, "B K *R"]]:
-        """Include the sink logits in attention output and log-sum-exp over keys; R begins with the group."""
+        """Return attention output and log-sum-exp with the sink logits included in the softmax over keys."""
         if self.sink_logits is None:
             return out, lse
         sinks = self.sink_logits.astype(jnp.float32)
@@ -38,4 +38,4 @@ class Shaping:
         return (out.astype(jnp.float32) * jnp.exp(lse - both)[..., None]).astype(out.dtype), both
 
 
-PLAIN = Shaping()
+PLAIN = LogitShaping()

@@ -27,29 +27,29 @@ class NewEntries:
     score: Float[Array, "B K N"] | None = None
 
 
-class Gathered(NamedTuple):
-    """Keys and values outside a pool, in the interface of a store: arrays with the heads consecutive."""
+class GatheredEntries(NamedTuple):
+    """Keys and values `[B, n, D]` outside a pool, with the attributes of a store that backends read."""
 
     k: Float[Array, "B n D"]
     v: Float[Array, "B n D"]
 
     @property
     def kernels(self) -> tuple[str, str]:
-        """Kernel names for gathered entries, which are unencoded; compare `Store.kernels`."""
+        """Names of the kernels' forms of keys and values, as in `Store.kernels`: rows, that is, not encoded."""
         return "rows", "rows"
 
     @property
-    def held(self) -> tuple[Array, Array]:
-        """Keys and values `[B, n, D]` as kernels accept them; compare `Store.held`."""
-        return self.view()
+    def kernel_inputs(self) -> tuple[Array, Array]:
+        """Keys and values `[B, n, D]` as kernels read them; compare `Store.kernel_inputs`."""
+        return self.decode_entries()
 
-    def view(self) -> tuple[Array, Array]:
-        """Return keys and values `[B, n, D]`; compare `Store.view`."""
+    def decode_entries(self) -> tuple[Array, Array]:
+        """Return the keys and values `[B, n, D]`, which are not encoded; compare `Store.decode_entries`."""
         return self.k, self.v
 
 
-class Unrotated(NamedTuple):
-    """One new token of each sequence as the projections return it: before rotation, in n parts to be summed.
+class UnrotatedProjections(NamedTuple):
+    """Query, key and value projections of one new token per sequence: before rotation, in n parts to be summed.
 
     Attributes:
         q: queries; M is B, or more with padding sequences.
@@ -65,10 +65,10 @@ class Unrotated(NamedTuple):
 
 
 class WorkTable(NamedTuple):
-    """Work table of a fused kernel: entries that each program reads in all layers; one layer's selected entries.
+    """Named tuple for fused decode kernels: pool rows that each program reads, and one layer's selected entries.
 
     Attributes:
-        chunks: table from `Backend.work_table`; None if steps are not fused.
+        chunks: table from `AttentionBackend.build_work_table`; None if steps are not fused.
         start: first row of each segment.
         scheduled: number of selected entries that the chunks cover, before those from `rest` on; None if no layer
             selects.

@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array
 
-from jaxkv.attention.backend import Capabilities, DeviceTraits
-from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.steps import Gathered, NewEntries
-from jaxkv.attention.xla import Reach
-from jaxkv.attention.xla_backend import Xla
+from jaxkv.attention.backend import BackendCapabilities, DeviceTraits
+from jaxkv.attention.shaping import PLAIN, LogitShaping
+from jaxkv.attention.steps import GatheredEntries, NewEntries
+from jaxkv.attention.xla import SegmentRanges
+from jaxkv.attention.xla_backend import XlaBackend
 
 # Queries of all prompts per block of XLA where splash attention is not supported, to keep logits small.
 _QUERIES = 128
@@ -21,7 +21,7 @@ _MOST_ROWS = 256
 _LANES = 128
 
 
-class Tpu(Xla):
+class TpuBackend(XlaBackend):
     """Backend for TPUs: prefill by splash attention, reads and appends of segments by its own kernel.
 
     XLA computes prefill in dtypes other than bfloat16, with a padded length that is no multiple of 128, or of a block
@@ -32,7 +32,7 @@ class Tpu(Xla):
         interpret: True runs the kernels as plain JAX operations, for tests.
     """
 
-    can = Capabilities(
+    can = BackendCapabilities(
         sliding_windows=True,
         operands_apart=True,
         embeds_in_blocks=True,
@@ -41,26 +41,29 @@ class Tpu(Xla):
     interpret: ClassVar[bool] = False
 
     @property
-    def _decode(self) -> ModuleType:
-        """Module `pallas_kernels.tpu.decode`, imported on first use."""
+    def _decode_kernels(self) -> ModuleType:
+        """The module `pallas_kernels.tpu.decode`, imported on first use."""
         import pallas_kernels.tpu.decode as decode
 
         return decode
 
     @property
-    def _prefill(self) -> ModuleType:
-        """Module `pallas_kernels.tpu.prefill`, imported on first use."""
+    def _prefill_kernels(self) -> ModuleType:
+        """The module `pallas_kernels.tpu.prefill`, imported on first use."""
         import pallas_kernels.tpu.prefill as prefill
 
         return prefill
 
-    def summed_bytes(self, prompts: int, padded_len: int, heads: int, queries: int) -> int:
-        """Bytes of two more copies of the queries, splash attention's log-sum-exp, and one block's logits."""
+    def count_column_sum_bytes(
+        self, prompts: int, padded_len: int, heads: int, queries: int
+    ) -> int:
+        """Return the bytes of two more copies of the queries, splash attention's log-sum-exp, and a block's logits."""
         return 2 * queries + 4 * heads * (
-            _LANES * self._prefill.tokens_at_once(prompts, padded_len) + _QUERIES * padded_len
+            _LANES * self._prefill_kernels.count_batched_tokens(prompts, padded_len)
+            + _QUERIES * padded_len
         )
 
-    def invalid(self, setting: DeviceTraits) -> str | None:
+    def get_unsupported_reason(self, setting: DeviceTraits) -> str | None:
         """Return an error text for devices other than TPUs; None on TPUs."""
         return (
             None
@@ -68,7 +71,7 @@ class Tpu(Xla):
             else f"not supported on {setting.platform}: it needs a TPU. Use auto or xla"
         )
 
-    def prefill(
+    def compute_prefill_attention(
         self,
         q: Array,
         k: Array,
@@ -77,31 +80,35 @@ class Tpu(Xla):
         first: Array | None = None,
         *,
         lse: bool = True,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
-        """Compute causal attention by splash attention, or by XLA if not supported; return output, log-sum-exp."""
+        """Compute causal attention by splash attention, or XLA if unsupported; return output, log-sum-exp or None."""
         if first is not None:
-            return super().prefill(q, k, v, length, first, lse=lse, shaping=shaping, window=window)
-        if self._prefill.takes(q.shape[3], q.dtype):
+            return super().compute_prefill_attention(
+                q, k, v, length, first, lse=lse, shaping=shaping, window=window
+            )
+        if self._prefill_kernels.supports_prompt(q.shape[3], q.dtype):
             how = {"window": window, "softcap": shaping.softcap, "interpret": self.interpret}
             if shaping.sink_logits is None:
-                return self._prefill.flash(q, k, v, lse=lse, **how)
-            return shaping.joined(*self._prefill.flash(q, k, v, lse=True, **how))
-        size = _block(q.shape[3], len(q))
+                return self._prefill_kernels.flash(q, k, v, lse=lse, **how)
+            return shaping.include_sink_logits(
+                *self._prefill_kernels.flash(q, k, v, lse=True, **how)
+            )
+        size = _choose_query_block(q.shape[3], len(q))
 
-        def some(index: Array) -> tuple[Array, Array | None]:
-            """Return output and log-sum-exp of one block of queries."""
+        def attend_query_block(index: Array) -> tuple[Array, Array | None]:
+            """Return attention output and log-sum-exp of block `index` of the queries of all prompts, by XLA."""
             begin = jnp.broadcast_to(index * size, length.shape)
             mine = lax.dynamic_slice_in_dim(q, index * size, size, axis=3)
-            run = super(Tpu, self).prefill
+            run = super(TpuBackend, self).compute_prefill_attention
             return run(mine, k, v, length, begin, shaping=shaping, window=window)
 
-        out, found = lax.map(some, jnp.arange(q.shape[3] // size, dtype=jnp.int32))
+        out, found = lax.map(attend_query_block, jnp.arange(q.shape[3] // size, dtype=jnp.int32))
         total = jnp.moveaxis(found, 0, 3).reshape(q.shape[:4]) if lse else None
         return jnp.moveaxis(out, 0, 3).reshape(q.shape), total
 
-    def column_sums(
+    def sum_attention_per_key(
         self,
         q: Array,
         k: Array,
@@ -109,44 +116,50 @@ class Tpu(Xla):
         length: Array,
         first: Array | None = None,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> Array:
         """Return the attention `f32[B, K, G, S]` that keys receive from T queries, block by block."""
-        begin, size = jnp.zeros_like(length) if first is None else first, _block(q.shape[3], 1)
+        begin, size = (
+            jnp.zeros_like(length) if first is None else first,
+            _choose_query_block(q.shape[3], 1),
+        )
 
-        def one(of: tuple[Array, ...]) -> Array:
-            """Return the sums `f32[1, K, G, S]` of one prompt."""
+        def sum_one_prompt_attention(of: tuple[Array, ...]) -> Array:
+            """Return the attention `f32[1, K, G, S]` that one prompt's keys receive, summed over its queries."""
             q, k, lse, length, begin = (each[None] for each in of)
 
-            def more(index: Array, sums: Array) -> Array:
-                """Loop body: add the sums of one more block of queries."""
+            def add_query_block_sums(index: Array, sums: Array) -> Array:
+                """Loop body: add the attention from one more block of queries to the sums."""
                 mine, total = (
                     lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse)
                 )
-                found = super(Tpu, self).column_sums(
+                found = super(TpuBackend, self).sum_attention_per_key(
                     mine, k, total, length, begin + index * size, shaping=shaping
                 )
                 return sums + found
 
             none = jnp.zeros((*q.shape[:3], k.shape[2]), jnp.float32)
-            return lax.fori_loop(0, q.shape[3] // size, more, none)
+            return lax.fori_loop(0, q.shape[3] // size, add_query_block_sums, none)
 
-        return lax.map(one, (q, k, lse, length, begin))[:, 0]
+        return lax.map(sum_one_prompt_attention, (q, k, lse, length, begin))[:, 0]
 
-    def attend(
-        self, q: Array, store: Any, reach: Reach, *, shaping: Shaping = PLAIN
+    def attend_to_segments(
+        self, q: Array, store: Any, reach: SegmentRanges, *, shaping: LogitShaping = PLAIN
     ) -> tuple[Array, Array]:
         """Compute attention of R queries per kv head over its segment, by a kernel or XLA; return output, lse."""
-        if not self._takes(store, reach):
-            store, reach = Gathered(*reach.view(store)), dataclasses.replace(reach, rotated=None)
-        if q.shape[2] > _MOST_ROWS or not self._takes(store, reach):
-            return super().attend(q, store, reach, shaping=shaping)
+        if not self._supports_store(store, reach):
+            store, reach = (
+                GatheredEntries(*reach.decode_rotated_entries(store)),
+                dataclasses.replace(reach, rotated=None),
+            )
+        if q.shape[2] > _MOST_ROWS or not self._supports_store(store, reach):
+            return super().attend_to_segments(q, store, reach, shaping=shaping)
         how = {"softcap": shaping.softcap, "interpret": self.interpret}
-        rows = (*store.held, reach.start, reach.length)
-        return shaping.joined(*self._decode.attend(q, *rows, **how))
+        rows = (*store.kernel_inputs, reach.start, reach.length)
+        return shaping.include_sink_logits(*self._decode_kernels.attend(q, *rows, **how))
 
-    def gathered(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
-        """Gather pool rows by index; return keys and values, those of row 0 where an index is -1.
+    def gather_pool_rows(self, k: Array, v: Array, rows: Array) -> tuple[Array, Array]:
+        """Gather pool rows by index; return keys and values `[B, K * T, D]`, those of row 0 where an index is -1.
 
         On a TPU, masking would cost as much time as reading the entries.
         """
@@ -157,8 +170,8 @@ class Tpu(Xla):
         keys, values = (each.at[batch, at].get(mode="promise_in_bounds") for each in (k, v))
         return keys, values
 
-    def _takes(self, store: Any, reach: Reach) -> bool:
-        """True if the kernel reads and writes a store's entries in their encoding.
+    def _supports_store(self, store: Any, reach: SegmentRanges) -> bool:
+        """True if the kernel over segments reads and writes a store's entries without decoding and without rotation.
 
         These are entries in bfloat16, float32 or 8 bits, in complete tiles, of head dims that 128 divides. A TPU stores
         entries of fewer lanes transposed, to avoid padding, and a kernel would need a copy. Codes require a complete
@@ -168,51 +181,61 @@ class Tpu(Xla):
         coded = store.kernels == ("bytes", "bytes")
         if reach.rotated is not None or not coded and store.kernels != ("rows", "rows"):
             return False
-        rows = store.held[0][0] if coded else store.held[0]
+        rows = store.kernel_inputs[0][0] if coded else store.kernel_inputs[0]
         filled = rows.shape[2] % _LANES == 0
         if coded:
-            filled &= rows.shape[1] >= self._decode.CHUNK
+            filled &= rows.shape[1] >= self._decode_kernels.CHUNK
         whole = self.interpret or filled
         return (
-            whole and not (coded and reach.shared) and self._decode.takes(rows.shape[1], rows.dtype)
+            whole
+            and not (coded and reach.shared)
+            and self._decode_kernels.supports_pool(rows.shape[1], rows.dtype)
         )
 
     def append_and_attend(
-        self, q: Array, new: NewEntries, pool: Any, reach: Reach, *, shaping: Shaping = PLAIN
+        self,
+        q: Array,
+        new: NewEntries,
+        pool: Any,
+        reach: SegmentRanges,
+        *,
+        shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Array, Any]:
         """Append new entries to their segments and attend, in one kernel if supported; return output, lse, pool."""
         store = pool.store
-        if not self._takes(store, reach):
+        if not self._supports_store(store, reach):
             return super().append_and_attend(q, new, pool, reach, shaping=shaping)
-        out, lse, k, v = self._decode.append_and_attend(
+        out, lse, k, v = self._decode_kernels.append_and_attend(
             q,
-            store.of(new.k[:, :, 0], new.v[:, :, 0]).held,
-            *store.held,
+            store.encode_entries(new.k[:, :, 0], new.v[:, :, 0]).kernel_inputs,
+            *store.kernel_inputs,
             reach.start,
             reach.length - new.count[:, None],
             new.count,
             softcap=shaping.softcap,
             interpret=self.interpret,
         )
-        pool = dataclasses.replace(pool.placed(new), store=store.holding(k, v))
-        return *shaping.joined(out, lse), pool
+        pool = dataclasses.replace(
+            pool.append_positions_and_scores(new), store=store.store_kernel_outputs(k, v)
+        )
+        return *shaping.include_sink_logits(out, lse), pool
 
 
-class InterpretedTpu(Tpu):
+class InterpretedTpuBackend(TpuBackend):
     """Backend for TPUs whose kernels run as plain JAX operations on any device, for tests; very slow."""
 
     interpret = True
 
-    def invalid(self, setting: DeviceTraits) -> str | None:
+    def get_unsupported_reason(self, setting: DeviceTraits) -> str | None:
         """Return None (no error): interpreted kernels run on every device."""
         return None
 
-    def suits(self, setting: DeviceTraits) -> bool:
+    def is_auto_candidate(self, setting: DeviceTraits) -> bool:
         """Always False: AUTO never chooses interpreted kernels."""
         return False
 
 
-def _block(queries: int, prompts: int) -> int:
-    """Return the queries per block: the largest divisor of their number with up to `_QUERIES` in all prompts."""
+def _choose_query_block(queries: int, prompts: int) -> int:
+    """Return the queries per block: the largest divisor of `queries` of at most `_QUERIES` / `prompts`, at least 1."""
     most = max(1, min(queries, _QUERIES // prompts))
     return next(size for size in range(most, 0, -1) if queries % size == 0)

@@ -9,17 +9,17 @@ from jax import lax
 from jaxtyping import Array
 
 from jaxkv.attention import columns, xla
-from jaxkv.attention.backend import Backend, Capabilities
-from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.xla import Reach, Walk
+from jaxkv.attention.backend import AttentionBackend, BackendCapabilities
+from jaxkv.attention.shaping import PLAIN, LogitShaping
+from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 
 
-class Xla(Backend):
+class XlaBackend(AttentionBackend):
     """Backend in plain XLA for every device, the reference of the others; prompts are processed one by one."""
 
-    can = Capabilities(at_once=False, sliding_windows=True)
+    can = BackendCapabilities(at_once=False, sliding_windows=True)
 
-    def prefill(
+    def compute_prefill_attention(
         self,
         q: Array,
         k: Array,
@@ -28,20 +28,24 @@ class Xla(Backend):
         first: Array | None = None,
         *,
         lse: bool = True,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Array, Array | None]:
         """Compute causal attention, prompt by prompt; return output and log-sum-exp (None unless `lse`)."""
 
-        def one(q, k, v, first=None):
-            """Return attention output and log-sum-exp of one prompt."""
+        def attend_prompt(q, k, v, first=None):
+            """Return causal attention output and log-sum-exp of one prompt's queries."""
             begin = jnp.int32(0) if first is None else first
-            return xla.causal(q, k, v, begin, window=window, softcap=shaping.softcap)
+            return xla.compute_causal_attention(
+                q, k, v, begin, window=window, softcap=shaping.softcap
+            )
 
-        out, found = shaping.joined(*_each(one, q, k, v, *([] if first is None else [first])))
+        out, found = shaping.include_sink_logits(
+            *_map_over_sequences(attend_prompt, q, k, v, *([] if first is None else [first]))
+        )
         return out, found if lse else None
 
-    def column_sums(
+    def sum_attention_per_key(
         self,
         q: Array,
         k: Array,
@@ -49,63 +53,73 @@ class Xla(Backend):
         length: Array,
         first: Array | None = None,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> Array:
-        """Return the attention `f32[B, K, G, S]` that keys receive, summed over T queries."""
+        """Return the attention `f32[B, K, G, S]` that each key receives, summed over T queries, prompt by prompt."""
 
-        def one(q, k, lse, length, first=None):
+        def sum_one_prompt_attention(q, k, lse, length, first=None):
             """Return the attention `f32[K, G, S]` that one prompt's keys receive, summed over its queries."""
             begin = jnp.int32(0) if first is None else first
             real = begin + jnp.arange(q.shape[2], dtype=jnp.int32) < length
             total = jnp.where(real, lse, jnp.inf)
-            return columns.column_sums(q, k, total, begin, softcap=shaping.softcap)
+            return columns.sum_attention_per_key(q, k, total, begin, softcap=shaping.softcap)
 
-        return _each(one, q, k, lse, length, *([] if first is None else [first]))
+        return _map_over_sequences(
+            sum_one_prompt_attention, q, k, lse, length, *([] if first is None else [first])
+        )
 
-    def window_mean(
+    def average_window_attention(
         self,
         q: Array,
         k: Array,
         positions: Array,
         length: Array,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> Array:
-        """Return attention `f32[B, K, S]` to each key: mean over the last w queries and the kv head's query heads."""
+        """Return the attention `f32[B, K, S]` to each key: mean over the last w queries and the G query heads."""
 
         def mean(p: Array, at: Array) -> Array:
-            return columns.mean_over_window(p, at).mean(axis=0)
+            return columns.average_over_queries(p, at).mean(axis=0)
 
-        return columns.window_mass(q, k, positions, mean, shaping=shaping)
+        return columns.reduce_window_attention(q, k, positions, mean, shaping=shaping)
 
-    def attend(
-        self, q: Array, store: Any, reach: Reach, *, shaping: Shaping = PLAIN
+    def attend_to_segments(
+        self, q: Array, store: Any, reach: SegmentRanges, *, shaping: LogitShaping = PLAIN
     ) -> tuple[Array, Array]:
         """Compute attention of R queries per kv head over its segment; return output and log-sum-exp."""
-        return shaping.joined(*xla.over_pool(q, *reach.view(store), reach, shaping.softcap))
+        return shaping.include_sink_logits(
+            *xla.attend_over_pool(q, *reach.decode_rotated_entries(store), reach, shaping.softcap)
+        )
 
-    def attend_scored(
+    def attend_and_score(
         self,
         q: Array,
         store: Any,
-        reach: Reach,
+        reach: SegmentRanges,
         score: Array,
         counts: Array,
         *,
-        shaping: Shaping = PLAIN,
+        shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Array]:
-        """Attend to pool rows with one token per sequence; return output, and entries' scores plus attention."""
-        (k, v), widest, cap = reach.view(store), reach.widest, shaping.softcap
-        if reach.walk is Walk.WINDOWS and widest is not None and columns.covers(k.shape[1], widest):
-            return columns.walk_scored(q, k, v, reach, score, counts, shaping)
-        out, lse = shaping.joined(*xla.over_pool(q, k, v, reach, cap))
+        """Attend to segments with one token; return output, and scores plus attention received, mean over G."""
+        (k, v), widest, cap = reach.decode_rotated_entries(store), reach.widest, shaping.softcap
+        if (
+            reach.walk is SegmentReadMode.WINDOWS
+            and widest is not None
+            and columns.supports_block_windows(k.shape[1], widest)
+        ):
+            return columns.attend_and_score_blockwise(q, k, v, reach, score, counts, shaping)
+        out, lse = shaping.include_sink_logits(*xla.attend_over_pool(q, k, v, reach, cap))
         lse = jnp.where(counts[:, None, None], lse, jnp.inf)
         weight = 1 / q.shape[2]
-        return out, columns.pool_sums(q, k, lse, reach, score, weight=weight, softcap=cap)
+        return out, columns.add_attention_to_scores(
+            q, k, lse, reach, score, weight=weight, softcap=cap
+        )
 
 
-def _each(one: Callable[..., Any], *arrays: Array) -> Any:
-    """Apply `one` to each sequence of `arrays` (first axis) in turn; return the stacked results."""
+def _map_over_sequences(one: Callable[..., Any], *arrays: Array) -> Any:
+    """Apply `one` to each sequence (first axis) of `arrays` in turn; return the results stacked along that axis."""
     if arrays[0].shape[0] > 1:
         return lax.map(lambda row: one(*row), arrays)
     alone = one(*(each.reshape(each.shape[1:]) for each in arrays))

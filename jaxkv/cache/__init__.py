@@ -1,29 +1,29 @@
 """The KV cache: pools of entries divided into segments, their layout, and entries offloaded to host memory."""
 
-from jaxkv.cache.arrays import Cache, State, Tables
+from jaxkv.cache.arrays import CacheArrays, PolicyState, SegmentTables
 from jaxkv.cache.host_store import HostStore
-from jaxkv.cache.kv_cache import KVCache, Turn, laid_out
-from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool
-from jaxkv.cache.quantised import Int4, Int8, Mixed
-from jaxkv.cache.repacking import drop_outside_sliding_windows, repack
-from jaxkv.cache.stores import Dense, Store
+from jaxkv.cache.kv_cache import ConversationState, KVCache, repack_through_host
+from jaxkv.cache.layout import SegmentLayout
+from jaxkv.cache.pools import EntryPool
+from jaxkv.cache.quantised import Int4Store, Int8Store, MixedStore
+from jaxkv.cache.repacking import drop_outside_sliding_windows, repack_cache
+from jaxkv.cache.stores import DenseStore, Store
 
 __all__ = [
     "HostStore",
-    "Cache",
-    "Dense",
-    "Int4",
-    "Int8",
+    "CacheArrays",
+    "DenseStore",
+    "Int4Store",
+    "Int8Store",
     "KVCache",
-    "Layout",
-    "Mixed",
-    "Pool",
-    "State",
+    "SegmentLayout",
+    "MixedStore",
+    "EntryPool",
+    "PolicyState",
     "Store",
-    "Tables",
-    "Turn",
-    "laid_out",
-    "repack",
+    "SegmentTables",
+    "ConversationState",
+    "repack_through_host",
+    "repack_cache",
     "drop_outside_sliding_windows",
 ]

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.cache.pools import Pool
-from jaxkv.sharding.mesh import with_logical_axes
+from jaxkv.cache.pools import EntryPool
+from jaxkv.sharding.mesh import list_leaves_with_axes
 
 
 @functools.partial(
@@ -18,7 +18,7 @@ from jaxkv.sharding.mesh import with_logical_axes
     meta_fields=[],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class State:
+class PolicyState:
     """Pytree of a policy's decode state: prompt lengths, budgets, protected entries, merging thresholds, past queries.
 
     Only policies that evict or recompress after the prompt have this state.
@@ -45,8 +45,8 @@ class State:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tables:
-    """Pytree of first row, length and target size of each segment, `[L, B, K]`, tokens seen `[B]`, and policy state.
+class SegmentTables:
+    """Pytree of segments' first rows, lengths, target sizes `[L, B, K]`, tokens seen `[B]`, policy state, key centres.
 
     Attributes:
         start: `i32[L, B, K]` first row of each segment.
@@ -63,22 +63,22 @@ class Tables:
     length: Int[Array, "L B K"]
     limit: Int[Array, "L B K"]
     seen: Int[Array, " B"]
-    state: State | None = None
+    state: PolicyState | None = None
     centre: Float[Array, "L B K D"] | None = None
 
-    def of_layers(self, layers: Int[Array, " n"]) -> "Tables":
+    def select_layer_tables(self, layers: Int[Array, " n"]) -> "SegmentTables":
         """Return the tables of n layers by index: arrays `[L, ...]` become `[n, ...]`, other fields are unchanged."""
         leaves = [
             leaf[layers] if logical_axes.startswith("L ") else leaf
-            for _, logical_axes, leaf in with_logical_axes(self)
+            for _, logical_axes, leaf in list_leaves_with_axes(self)
         ]
         return jax.tree.unflatten(jax.tree.structure(self), leaves)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Tally:
-    """Pytree of counts of entries, over all layers, that the budget cut or that moved to another device.
+class EntryOverflowCounts:
+    """Pytree of entry counts over all layers: moved to another device at full capacity, and cut by the full budget.
 
     Attributes:
         moved: `i32[B]` entries of each sequence that moved to another device's heads because the policy's `capacity`
@@ -90,26 +90,31 @@ class Tally:
     moved: Int[Array, " B"] | None = None
     cut: Int[Array, "B K"] | None = None
 
-    def plus(self, other: "Tally") -> "Tally":
-        """Add two tallies field by field; None counts as zero, but None plus None is None."""
-        return Tally(moved=_sum(self.moved, other.moved), cut=_sum(self.cut, other.cut))
+    def add_counts(self, other: "EntryOverflowCounts") -> "EntryOverflowCounts":
+        """Add two `EntryOverflowCounts` field by field; None counts as zero, but None plus None is None."""
+        return EntryOverflowCounts(
+            moved=_sum_present_arrays(self.moved, other.moved),
+            cut=_sum_present_arrays(self.cut, other.cut),
+        )
 
 
-def _sum(one: Array | None, other: Array | None) -> Array | None:
-    """Sum the arrays that are not None; None without any."""
+def _sum_present_arrays(one: Array | None, other: Array | None) -> Array | None:
+    """Return the sum of two arrays; if one is None the other array, and None if both are."""
     present = [each for each in (one, other) if each is not None]
     return functools.reduce(jnp.add, present) if present else None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cache:
+class CacheArrays:
     """Pytree of all device arrays of a KV cache: pools of entries, and tables of segments, tokens, policy state."""
 
-    pools: tuple[Pool, ...]
-    tables: Tables
+    pools: tuple[EntryPool, ...]
+    tables: SegmentTables
 
-    def updated(self, *, pools: tuple[Pool, ...] | None = None, **tables: Any) -> "Cache":
-        """Return a copy of the cache with `pools`, and fields of its `tables` by name, replaced."""
+    def replace_arrays(
+        self, *, pools: tuple[EntryPool, ...] | None = None, **tables: Any
+    ) -> "CacheArrays":
+        """Return a copy of the arrays with `pools`, and fields of `tables` by name, replaced."""
         pools = self.pools if pools is None else pools
-        return Cache(pools=pools, tables=dataclasses.replace(self.tables, **tables))
+        return CacheArrays(pools=pools, tables=dataclasses.replace(self.tables, **tables))

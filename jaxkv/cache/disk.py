@@ -10,38 +10,41 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv._errors import require
-from jaxkv.cache.encoding import decode, encode
-from jaxkv.cache.host_store import host_of
+from jaxkv.cache.encoding import decode_from_json, encode_as_json
+from jaxkv.cache.host_store import make_host_sharding
 from jaxkv.checkpoints.orbax_files import (
     ARRAYS,
     CACHE,
-    described,
+    parse_array_entries,
     read_array,
-    write_folder,
+    write_array_folder,
 )
 from jaxkv.machine import hosts
 
 
-def write_cache(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> None:
-    """Write a cache and its policy to a new folder atomically; with several processes only the first writes.
+def write_cache_folder(folder: Path, policy: Any, cache: Any, mesh: Mesh | None) -> None:
+    """Write a cache and its policy to a new folder atomically; on a mesh of several processes only the first writes.
 
     `cache` is laid out for one device and has no policy. ValueError if `folder` exists or cannot be written, or if the
     policy holds a value that cannot be encoded.
     """
     arrays: dict[str, np.ndarray] = {}
-    manifest = {"policy": encode(policy, None, "policy"), "cache": encode(cache, arrays)}
-    with hosts.together("KVCache.save", mesh):
-        if hosts.speaks() or not hosts.spans(mesh):
-            write_folder(folder, CACHE, manifest, arrays)
+    manifest = {
+        "policy": encode_as_json(policy, None, "policy"),
+        "cache": encode_as_json(cache, arrays),
+    }
+    with hosts.share_failures("KVCache.save", mesh):
+        if hosts.is_first_process() or not hosts.has_several_processes(mesh):
+            write_array_folder(folder, CACHE, manifest, arrays)
 
 
-def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:
-    """Read a saved `KVCache`, without its policy, to a device or the host; ValueError if arrays are missing or damaged.
+def read_cache_folder(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:
+    """Read a saved `KVCache`, without its policy, to the default device or the host; ValueError if arrays are damaged.
 
     `on_host=True` reads all arrays into host memory. False does so for the host store only and uses the default device
     for the others.
     """
-    entries = described(folder, manifest.get(CACHE.listed), CACHE)
+    entries = parse_array_entries(folder, manifest.get(CACHE.listed), CACHE)
     device = next(iter(jnp.zeros(()).devices()))
 
     def array(name: str) -> jax.Array:
@@ -53,6 +56,6 @@ def read_cache(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> A
         )
         read = read_array(folder / ARRAYS, entries[name])
         waits = name.startswith("bank.") or on_host
-        return jax.device_put(read, host_of(device)) if waits else jnp.asarray(read)
+        return jax.device_put(read, make_host_sharding(device)) if waits else jnp.asarray(read)
 
-    return decode(manifest.get("cache"), array)
+    return decode_from_json(manifest.get("cache"), array)

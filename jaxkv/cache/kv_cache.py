@@ -23,20 +23,20 @@ import numpy as np
 from jax.tree_util import GetAttrKey, SequenceKey
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._checks import brief
+from jaxkv._checks import format_non_default_fields
 from jaxkv._errors import require
-from jaxkv.cache.arrays import Cache, State, Tables, Tally
-from jaxkv.cache.disk import write_cache
-from jaxkv.cache.host_store import HostStore, host_of
-from jaxkv.cache.layout import Layout
-from jaxkv.cache.page_bounds import sized
-from jaxkv.cache.pools import Pool
-from jaxkv.cache.stores import held_dtype
+from jaxkv.cache.arrays import CacheArrays, EntryOverflowCounts, PolicyState, SegmentTables
+from jaxkv.cache.disk import write_cache_folder
+from jaxkv.cache.host_store import HostStore, make_host_sharding
+from jaxkv.cache.layout import SegmentLayout
+from jaxkv.cache.page_bounds import resize_page_axis
+from jaxkv.cache.pools import EntryPool
+from jaxkv.cache.stores import choose_cache_dtype
 from jaxkv.models.config import ModelConfig
-from jaxkv.sharding.mesh import Axes, host, place, with_logical_axes
+from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, list_leaves_with_axes, place_host_array
 
 
-class Turn(enum.Enum):
+class ConversationState(enum.Enum):
     """Enum of a conversation's states: empty, in the user's turn, in the answer, or plain text without turns."""
 
     START = "start"
@@ -82,37 +82,39 @@ class KVCache:
         axes: the mesh that the cache is sharded over, or None. Each device holds the shard of every pool with its own
             heads' segments; `start` counts from the first row of that shard.
         padding: number of trailing sequences that only fill a mesh's groups, copies of the last real one. `batch`,
-            `kept`, `first_rows` and the other counts exclude them.
+            `kept`, `segment_first_rows` and the other counts exclude them.
     """
 
-    arrays: Cache
+    arrays: CacheArrays
     host_store: HostStore | None = None
     logits: Float[Array, "B V"] | None = None
-    tally: Tally = Tally()
-    layout: Layout
+    tally: EntryOverflowCounts = EntryOverflowCounts()
+    layout: SegmentLayout
     policy: Any
     config: ModelConfig
     dtype: str
     padded_len: int
     extended: bool = False
     model: str = ""
-    turn: Turn | tuple[Turn, ...] = Turn.START
-    axes: Axes | None = None
+    turn: ConversationState | tuple[ConversationState, ...] = ConversationState.START
+    axes: ShardingMesh | None = None
     padding: int = 0
 
     def __repr__(self) -> str:
-        """Return one line: policy, sequences, tokens, entries per kv head, bytes, turn; no counts if unreadable."""
-        layers, batch, heads = _shape(self.length) or (0, 0, 0)
+        """Return a line of text: policy, sequences, tokens and entries per kv head (if readable), MB, turn."""
+        layers, batch, heads = _get_3d_shape(self.length) or (0, 0, 0)
         batch -= self.padding
-        parts = [brief(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
-        seen, rows = _known(self.seen), _known(self.length)
+        parts = [format_non_default_fields(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
+        seen, rows = _read_local_values(self.seen), _read_local_values(self.length)
         if seen is not None:
-            parts.append(f"{_range(seen[: len(seen) - self.padding])} tokens")
+            parts.append(f"{_format_range(seen[: len(seen) - self.padding])} tokens")
         if rows is not None:
-            parts.append(f"{_range(rows[:, :batch])} entries in each of {layers} x {heads} heads")
-        parts.append(f"{_bytes(self.arrays) / 1e6:.2f} MB")
+            parts.append(
+                f"{_format_range(rows[:, :batch])} entries in each of {layers} x {heads} heads"
+            )
+        parts.append(f"{_count_tree_bytes(self.arrays) / 1e6:.2f} MB")
         if self.host_store is not None:
-            parts.append(f"{_bytes(self.host_store) / 1e6:.2f} MB in host memory")
+            parts.append(f"{_count_tree_bytes(self.host_store) / 1e6:.2f} MB in host memory")
         turns = self.turn if isinstance(self.turn, tuple) else (self.turn,)
         parts.append(
             "turn: " + ", ".join(dict.fromkeys(str(getattr(each, "value", each)) for each in turns))
@@ -120,13 +122,13 @@ class KVCache:
         return f"KVCache({'; '.join(parts)})"
 
     @property
-    def pools(self) -> tuple[Pool, ...]:
-        """Tuple of pools: one per layer, or a single one shared by all layers (`layout.one_pool`)."""
+    def pools(self) -> tuple[EntryPool, ...]:
+        """Tuple of pools: one per layer, or a single one shared by all layers (`layout.uses_shared_pool`)."""
         return self.arrays.pools
 
     @property
-    def tables(self) -> Tables:
-        """`Tables` of the cache: start, length and limit of segments, tokens seen, policy state."""
+    def tables(self) -> SegmentTables:
+        """`SegmentTables` of the cache: first row, length and limit of segments, tokens seen, policy state."""
         return self.arrays.tables
 
     @property
@@ -150,25 +152,27 @@ class KVCache:
         return self.tables.seen
 
     @property
-    def state(self) -> State | None:
-        """Policy state (`State` arrays); None for policies that only compress the prompt."""
+    def state(self) -> PolicyState | None:
+        """Policy state (`PolicyState` arrays); None for policies that only compress the prompt."""
         return self.tables.state
 
-    def updated(self, *, pools: tuple[Pool, ...] | None = None, **tables: Any) -> "KVCache":
+    def replace_arrays(
+        self, *, pools: tuple[EntryPool, ...] | None = None, **tables: Any
+    ) -> "KVCache":
         """Return a copy with `pools`, or tables by name (`start`, `length`, `limit`, `seen`, `state`), replaced."""
-        return dataclasses.replace(self, arrays=self.arrays.updated(pools=pools, **tables))
+        return dataclasses.replace(self, arrays=self.arrays.replace_arrays(pools=pools, **tables))
 
-    def widened(self, dtype: Any) -> "KVCache":
-        """Return a copy of the cache with its entries in another dtype."""
+    def cast_to_dtype(self, dtype: Any) -> "KVCache":
+        """Return a copy of the cache with all entries, also offloaded ones, in another dtype."""
         dtype, host_store = jnp.dtype(dtype), self.host_store
-        cache = self.updated(pools=tuple(pool.widened(dtype) for pool in self.pools))
-        host_store = None if host_store is None else host_store.widened(dtype, self.axes)
+        cache = self.replace_arrays(pools=tuple(pool.cast_to_dtype(dtype) for pool in self.pools))
+        host_store = None if host_store is None else host_store.cast_to_dtype(dtype, self.axes)
         return dataclasses.replace(cache, host_store=host_store)
 
-    def held_here(self) -> "KVCache":
-        """Return a copy of the cache with its entries in the dtype that its devices hold."""
+    def cast_for_devices(self) -> "KVCache":
+        """Return a copy of the cache with entries in its devices' dtype: float32 on a CPU, else the model's."""
         platform = jax.default_backend() if self.axes is None else self.axes.platform
-        return self.widened(held_dtype(self.dtype, platform))
+        return self.cast_to_dtype(choose_cache_dtype(self.dtype, platform))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Save the cache to a folder, atomically and in the model's dtype; `jaxkv.load_cache` loads it in any process.
@@ -182,24 +186,24 @@ class KVCache:
             ValueError: if `path` exists or cannot be written, if the cache's arrays were donated, or if its policy has
                 a value that cannot be written as text.
         """
-        self.require_arrays()
-        given = dataclasses.replace(self.widened(self.dtype), policy=None)
+        self.require_live_arrays()
+        given = dataclasses.replace(self.cast_to_dtype(self.dtype), policy=None)
         # Saved caches do not depend on the mesh: entries are laid out as on one device.
-        sharding = host_of(next(iter(self.seen.sharding.addressable_devices)))
+        sharding = make_host_sharding(next(iter(self.seen.sharding.addressable_devices)))
         whole = (
             given
             if self.axes is None
-            else laid_out(given, None, put=lambda a, _: jax.device_put(a, sharding))
+            else repack_through_host(given, None, put=lambda a, _: jax.device_put(a, sharding))
         )
-        write_cache(
+        write_cache_folder(
             Path(os.path.expanduser(path)),
             self.policy,
             whole,
             None if self.axes is None else self.axes.mesh,
         )
 
-    def require_arrays(self) -> None:
-        """Raise ValueError if any of the cache's arrays has been donated."""
+    def require_live_arrays(self) -> None:
+        """Raise ValueError if any of the cache's arrays was deleted, because an earlier call donated it."""
         deleted = [
             leaf
             for leaf in jax.tree.leaves(self)
@@ -214,13 +218,13 @@ class KVCache:
 
     @property
     def batch(self) -> int:
-        """B, the number of sequences, without padding sequences."""
+        """B, the number of sequences in the cache, without padding sequences."""
         return self.seen.shape[0] - self.padding
 
     @property
     def nbytes(self) -> int:
         """Bytes on devices of pools (with headroom), tables and policy state, without host store, logits and tally."""
-        held = dataclasses.replace(self, host_store=None, logits=None, tally=Tally())
+        held = dataclasses.replace(self, host_store=None, logits=None, tally=EntryOverflowCounts())
         return sum(leaf.nbytes for leaf in jax.tree.leaves(held))
 
     @property
@@ -232,11 +236,11 @@ class KVCache:
     def entry_bytes(self) -> int:
         """Bytes of one entry: a key and a value as stored, with a quantised store's scales."""
         pool = self.pools[0]
-        return pool.store.row_bytes(self.config.head_dim, pool.dtype.itemsize)
+        return pool.store.compute_entry_bytes(self.config.head_dim, pool.dtype.itemsize)
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of one pool row: an entry, its position and, in layers whose pools hold scores, its score."""
+    def pool_row_bytes(self) -> int:
+        """Bytes of one pool row: an entry, its 4-byte position and, if any pool holds scores, its 4-byte score."""
         return self.entry_bytes + 4 * (1 + any(pool.score is not None for pool in self.pools))
 
     def headroom_nbytes(self, headroom: Sequence[int]) -> int:
@@ -248,57 +252,59 @@ class KVCache:
         Returns:
             Bytes, summed over layers and kv heads.
         """
-        found = sum(headroom) * self.row_bytes
+        found = sum(headroom) * self.pool_row_bytes
         for layer, rows in enumerate(headroom):
-            bounds = self.pools[self.layout.pool_of(layer)].bounds
-            found += 0 if bounds is None else -(-rows // bounds.page) * bounds.page_bytes
+            bounds = self.pools[self.layout.get_pool_index(layer)].bounds
+            found += 0 if bounds is None else -(-rows // bounds.page) * bounds.page_bound_bytes
         return found * self.config.kv_heads
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of all entries of an uncompressed cache, or those within sliding windows; see `kept_nbytes`."""
+        """Bytes of the entries if none were evicted: all tokens seen, in sliding-window layers the window's."""
         each = self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
-        return each * int(self._attended.sum())
+        return each * int(self._attended_tokens.sum())
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the entries on devices, without headroom, positions, scores and tables, which `nbytes` includes."""
+        """Bytes of the entries on devices alone: `nbytes` without headroom, positions, scores, tables, state."""
         # Entries outside a sliding window are removed when the pool is full.
-        return self.entry_bytes * int(np.minimum(self.kept, self._attended[..., None]).sum())
+        return self.entry_bytes * int(np.minimum(self.kept, self._attended_tokens[..., None]).sum())
 
     @property
-    def _attended(self) -> Int[np.ndarray, "L B"]:
-        """Number of tokens that each layer may attend to in each sequence: all tokens seen, or the sliding window's."""
-        seen = host(self.seen)[: self.batch]
+    def _attended_tokens(self) -> Int[np.ndarray, "L B"]:
+        """Number of tokens `[L, B]` that each layer may attend to: all tokens seen, or at most the sliding window."""
+        seen = copy_to_host(self.seen)[: self.batch]
         return np.stack([np.minimum(seen, width or seen) for width in self.config.sliding_windows])
 
     @property
     def kept(self) -> np.ndarray:
         """Number of entries in each segment on the device, numpy `i32[L, B, K]`."""
-        return host(self.length)[:, : self.batch]
+        return copy_to_host(self.length)[:, : self.batch]
 
     @property
     def kv_shards(self) -> int:
-        """Number of shards of each pool, one per group of kv heads; 1 without a mesh."""
-        return 1 if self.axes is None else self.axes.size("K")
+        """Number of devices that the kv heads, and so each pool, are sharded over; 1 without a mesh."""
+        return 1 if self.axes is None else self.axes.count_axis_shards("K")
 
     @property
-    def first_rows(self) -> np.ndarray:
+    def segment_first_rows(self) -> np.ndarray:
         """First row of each segment counted from the first row of the complete pool, numpy `i32[L, B, K]`."""
-        start, rows = host(self.start), [pool.rows for pool in self.pools]
-        return self.layout.in_pools(start, rows, self.kv_shards)[:, : self.batch]
+        start, rows = copy_to_host(self.start), [pool.row_count for pool in self.pools]
+        return self.layout.convert_shard_to_pool_rows(start, rows, self.kv_shards)[:, : self.batch]
 
-    def spans(self) -> Iterator[tuple[int, int, int, int, slice]]:
-        """Yield (layer, sequence, kv head, pool index, slice of the entries) for each segment, layer by layer."""
-        first, length = self.first_rows, self.kept
+    def iterate_segments(self) -> Iterator[tuple[int, int, int, int, slice]]:
+        """Yield (layer, sequence, kv head, pool index, slice of the pool rows with its entries) for each segment."""
+        first, length = self.segment_first_rows, self.kept
         for layer, sequence, head in np.ndindex(*first.shape):
             begin = first[layer, sequence, head]
             rows = slice(begin, begin + length[layer, sequence, head])
-            yield layer, sequence, head, self.layout.pool_of(layer), rows
+            yield layer, sequence, head, self.layout.get_pool_index(layer), rows
 
     def counts(self) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
-        """Count the kv heads of `compressed_layers` that keep each token seen, by sequence, merged entries excluded."""
-        return [held[self.compressed_layers].sum(axis=(0, 1)) for held in self._held()]
+        """Return, per sequence and token seen, the number of kv heads of `compressed_layers` that keep its entry."""
+        return [
+            held[self.compressed_layers].sum(axis=(0, 1)) for held in self._iterate_kept_masks()
+        ]
 
     def positions(self, layer: int, head: int) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
         """Return the positions of the tokens that a kv head keeps, on the device or in host memory, ascending.
@@ -310,45 +316,46 @@ class KVCache:
         Returns:
             An array per sequence.
         """
-        return [np.flatnonzero(held[layer, head]) for held in self._held()]
+        return [np.flatnonzero(held[layer, head]) for held in self._iterate_kept_masks()]
 
     def show(self, params: Any, prompt: Any) -> Any:
-        """Show the text of the prompts, each token shaded by how many heads keep it.
+        """Return the prompts' text for display, each token shaded by the number of kv heads that keep it.
 
         Args:
             params: the model that made the cache.
             prompt: the prompt, as passed to `jaxkv.prefill`; a cache does not hold it. Later tokens are not shown.
 
         Returns:
-            A `Shown`: HTML in a notebook, colours in a terminal, plain text elsewhere.
+            A `KeptTokensDisplay`: HTML in a notebook, colours in a terminal, plain text elsewhere.
 
         Raises:
             ValueError: for another model, one without a tokenizer, or a prompt that is not the cache's.
             TypeError: if `params` is not a model.
         """
-        if not hasattr(params, "shown"):
+        if not hasattr(params, "show_kept_tokens"):
             raise TypeError(
                 f"params={type(params).__name__}: not a model. Pass one from jaxkv.load, "
                 "then the prompt"
             )
-        return params.shown(self, prompt)
+        return params.show_kept_tokens(self, prompt)
 
     @property
     def compressed_layers(self) -> list[int]:
-        """Layers that the policy compresses: those without a sliding window, or all if each has one."""
+        """Indices of the layers that the policy compresses: those without a sliding window, or all if each has one."""
         sliding_windows = self.config.sliding_windows
         return [at for at, width in enumerate(sliding_windows) if width is None] or [
             *range(len(sliding_windows))
         ]
 
-    def _held(self) -> Iterator[Bool[np.ndarray, "L K _"]]:
-        """Yield the mask `holds` of all tokens seen, sequence by sequence."""
+    def _iterate_kept_masks(self) -> Iterator[Bool[np.ndarray, "L K _"]]:
+        """Yield for each sequence the mask `bool[L, K, n]` of its n tokens seen that each kv head keeps."""
         return (
-            self.holds(at, seen) for at, seen in enumerate(host(self.seen)[: self.batch].tolist())
+            self.mask_kept_tokens(at, seen)
+            for at, seen in enumerate(copy_to_host(self.seen)[: self.batch].tolist())
         )
 
-    def holds(self, sequence: int, tokens: int) -> Bool[np.ndarray, "L K n"]:
-        """Return a mask of one sequence's first `tokens` tokens: True where a layer's kv head keeps the token's entry.
+    def mask_kept_tokens(self, sequence: int, tokens: int) -> Bool[np.ndarray, "L K n"]:
+        """Return a mask `bool[L, K, n]` of a sequence's first n `tokens`: True where a kv head keeps the token's entry.
 
         Args:
             sequence: index of the sequence.
@@ -357,74 +364,83 @@ class KVCache:
         Returns:
             The mask, `bool[L, K, n]`.
         """
-        positions = [host(pool.pos)[sequence] for pool in self.pools]
+        positions = [copy_to_host(pool.pos)[sequence] for pool in self.pools]
         mask = np.zeros((self.config.layers, self.config.kv_heads, tokens), bool)
-        for layer, row, head, pool, rows in self.spans():
+        for layer, row, head, pool, rows in self.iterate_segments():
             if row == sequence:
                 at = positions[pool][rows]
                 mask[layer, head, at[at < tokens]] = True
         if self.host_store is not None and self.state is not None:
-            mask[list(self.host_store.layers), :, : host(self.state.prompt)[sequence]] = True
+            mask[list(self.host_store.layers), :, : copy_to_host(self.state.prompt)[sequence]] = (
+                True
+            )
         return mask
 
-    def free(self) -> Int[np.ndarray, " L"]:
-        """Headroom of each layer in entries: the minimum over its segments."""
-        return self.free_rows().min(axis=1)
+    def compute_layer_headroom(self) -> Int[np.ndarray, " L"]:
+        """Return each layer's headroom in entries, numpy `[L]`: the minimum over sequences and kv heads."""
+        return self.compute_sequence_headroom().min(axis=1)
 
-    def free_rows(self) -> Int[np.ndarray, "L B"]:
-        """Headroom in entries, numpy `[L, B]`: the minimum over a sequence's kv heads."""
+    def compute_sequence_headroom(self) -> Int[np.ndarray, "L B"]:
+        """Return the headroom in entries, numpy `[L, B]`: the minimum over kv heads; padding sequences are included."""
         parts = self.kv_shards
         # Each device's shard of a pool is laid out as a pool of its own for its heads.
         start, length = (
             a.reshape(a.shape[0], -1, a.shape[2] // parts)
-            for a in map(host, (self.start, self.length))
+            for a in map(copy_to_host, (self.start, self.length))
         )
         free = np.asarray(
-            self.layout.free(start, length, [pool.rows // parts for pool in self.pools])
+            self.layout.compute_segment_headroom(
+                start, length, [pool.row_count // parts for pool in self.pools]
+            )
         ).min(axis=2)
         return free.reshape(len(free), -1, parts).min(axis=2)
 
 
-def laid_out(
+def repack_through_host(
     cache: KVCache,
-    axes: Axes | None,
+    axes: ShardingMesh | None,
     *,
     rows: Sequence[int] | None = None,
     put: Callable[[np.ndarray, str], Array] | None = None,
 ) -> KVCache:
-    """Return a copy of a cache on another mesh (None: one device), repacked through the host.
+    """Copy a cache through host memory to another mesh (None: one device); segments are packed into new pools.
 
     `rows` is P of each pool, or of each device's shard of it; by default the smallest that fits. `put` places an array
     with the given logical axes; by default on the mesh.
     """
     if put is None:
         # `jnp.asarray` would compile a program for each shape.
-        put = partial(place, axes=axes) if axes else lambda a, _: jax.device_put(a)
-    groups, kv_shards = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
+        put = partial(place_host_array, axes=axes) if axes else lambda a, _: jax.device_put(a)
+    groups, kv_shards = (
+        (1, 1) if axes is None else (axes.count_axis_shards("B"), axes.count_axis_shards("K"))
+    )
     batch, layout = cache.batch, cache.layout
     # Copies of the last sequence fill the groups.
     of = np.minimum(np.arange(-(-batch // groups) * groups), batch - 1)
-    first, length = cache.first_rows[:, of], cache.kept[:, of]
+    first, length = cache.segment_first_rows[:, of], cache.kept[:, of]
     layers, count, heads = length.shape
     start, sizes, pages = np.empty_like(first), [], []
-    for index, part in enumerate(layout.parts(layers)):
+    for index, part in enumerate(layout.slice_layers_by_pool(layers)):
         held = length[part]
         # Each device's shard of a pool is laid out as a pool of its own.
         apart = held.reshape(len(held), -1, heads // kv_shards)
-        each = int(layout.takes(apart).max()) if rows is None else rows[index]
-        start[part] = layout.place(apart, each).reshape(held.shape)
+        each = int(layout.count_required_pool_rows(apart).max()) if rows is None else rows[index]
+        start[part] = layout.compute_segment_starts(apart, each).reshape(held.shape)
         sizes.append(kv_shards * each)
         bounds = cache.pools[index].bounds
         pages.append(0 if bounds is None else -(-(sizes[-1] // heads) // bounds.page))
     sources = [np.full((count, size), -1) for size in sizes]
-    begin = layout.in_pools(start, sizes, kv_shards)
+    begin = layout.convert_shard_to_pool_rows(start, sizes, kv_shards)
     for at in np.ndindex(*length.shape):
         taken = np.arange(int(length[at]))
-        sources[layout.pool_of(at[0])][at[1], begin[at] + taken] = first[at] + taken
+        sources[layout.get_pool_index(at[0])][at[1], begin[at] + taken] = first[at] + taken
     made = dataclasses.replace(cache, axes=axes, padding=count - batch, host_store=None)
     leaves = [
-        put(_relocated(path, logical_axes.split(), leaf, of, sources, start, pages), logical_axes)
-        for path, logical_axes, leaf in with_logical_axes(made)
+        put(
+            _rearrange_cache_leaf(path, logical_axes.split(), leaf, of, sources, start, pages),
+            logical_axes,
+        )
+        for path, logical_axes, leaf in list_leaves_with_axes(made)
     ]
     moved = jax.tree.unflatten(jax.tree.structure(made), leaves)
     if cache.host_store is None:
@@ -432,11 +448,11 @@ def laid_out(
     # The host store may hold one sequence, shared by all.
     alone = len(cache.host_store.rows[0]) < len(cache.seen)
     return dataclasses.replace(
-        moved, host_store=cache.host_store.moved(of[:groups] * 0 if alone else of, axes)
+        moved, host_store=cache.host_store.copy_sequences(of[:groups] * 0 if alone else of, axes)
     )
 
 
-def _relocated(
+def _rearrange_cache_leaf(
     path: Any,
     logical_axes: list[str],
     leaf: Any,
@@ -445,16 +461,16 @@ def _relocated(
     start: np.ndarray,
     pages: list[int],
 ) -> np.ndarray:
-    """Return one leaf of a cache as numpy: pool rows `sources` of sequences `of`, or `start` for the leaf `start`.
+    """Return a cache's array in its new layout, numpy: sequences `of`, pool rows `sources`; for `start` new first rows.
 
     `pages` are the numbers of pages per segment of each pool, for page bounds.
     """
     if path[-1] == GetAttrKey("start"):
         return start
-    taken = host(leaf).take(of, axis=logical_axes.index("B"))
+    taken = copy_to_host(leaf).take(of, axis=logical_axes.index("B"))
     pool = next((part.idx for part in path if isinstance(part, SequenceKey)), 0)
     if GetAttrKey("bounds") in path:
-        return sized(taken, pages[pool])
+        return resize_page_axis(taken, pages[pool])
     if "P" not in logical_axes:
         return taken
     source = sources[pool]
@@ -466,13 +482,13 @@ def _relocated(
     return rows
 
 
-def _shape(leaf: Any) -> tuple[int, ...] | None:
-    """Shape of an array with three axes; None for anything else."""
+def _get_3d_shape(leaf: Any) -> tuple[int, ...] | None:
+    """Return the shape of an array with three axes as a tuple; None for anything else."""
     shape = getattr(leaf, "shape", None)
     return shape if isinstance(shape, tuple) and len(shape) == 3 else None
 
 
-def _known(leaf: Any) -> np.ndarray | None:
+def _read_local_values(leaf: Any) -> np.ndarray | None:
     """Return an array's values as numpy; None for tracers, deleted, empty or partly remote arrays, and non-arrays."""
     if (
         isinstance(leaf, jax.core.Tracer)
@@ -485,14 +501,14 @@ def _known(leaf: Any) -> np.ndarray | None:
     return None if lost else np.asarray(leaf)
 
 
-def _range(numbers: np.ndarray) -> str:
-    """Return `low to high` for the smallest and largest number; one number if they are equal."""
+def _format_range(numbers: np.ndarray) -> str:
+    """Return text such as `3 to 8`, the smallest and largest number of an array; one number if they are equal."""
     low, high = int(numbers.min()), int(numbers.max())
     return str(low) if low == high else f"{low} to {high}"
 
 
-def _bytes(tree: Any) -> int:
-    """Total bytes of a tree's arrays by shape and dtype."""
+def _count_tree_bytes(tree: Any) -> int:
+    """Return the bytes of all arrays in a tree, also abstract ones, from their sizes and dtypes."""
     leaves = [
         leaf for leaf in jax.tree.leaves(tree) if hasattr(leaf, "size") and hasattr(leaf, "dtype")
     ]

@@ -9,14 +9,14 @@ import numpy as np
 from jax import Array
 from jaxtyping import Int
 
-from jaxkv._checks import namespace
-from jaxkv.attention.xla import Walk
+from jaxkv._checks import select_array_module
+from jaxkv.attention.xla import SegmentReadMode
 
 # numpy arrays on the host, or JAX arrays, which may be traced.
 Numbers = TypeVar("Numbers", Array, np.ndarray)
 
 
-class Layout(enum.Enum):
+class SegmentLayout(enum.Enum):
     """Enum of segment placements: equal parts of a layer's pool, consecutive in it, or one pool for all layers.
 
     EQUAL: each segment has P / K rows of its layer's pool, head k from k * P / K on, known at trace time.
@@ -29,55 +29,67 @@ class Layout(enum.Enum):
     SHARED = "shared"
 
     @property
-    def one_pool(self) -> bool:
-        """True if all layers share one pool."""
-        return self is Layout.SHARED
+    def uses_shared_pool(self) -> bool:
+        """True if all layers' segments are in one pool (SHARED)."""
+        return self is SegmentLayout.SHARED
 
     @property
-    def walk(self) -> Walk:
-        """`Walk` enum member: how attention reads a layer's segments in this layout (strides, entire pool, windows)."""
-        return {Layout.EQUAL: Walk.STRIDES, Layout.RAGGED: Walk.WHOLE, Layout.SHARED: Walk.WINDOWS}[
-            self
+    def segment_read_mode(self) -> SegmentReadMode:
+        """`SegmentReadMode` for attention: STRIDES if EQUAL, WHOLE if RAGGED, WINDOWS if SHARED."""
+        return {
+            SegmentLayout.EQUAL: SegmentReadMode.STRIDES,
+            SegmentLayout.RAGGED: SegmentReadMode.WHOLE,
+            SegmentLayout.SHARED: SegmentReadMode.WINDOWS,
+        }[self]
+
+    def get_pool_index(self, layer: int) -> int:
+        """Return the index of a layer's pool: 0 if all layers share one, else the layer's own index."""
+        return 0 if self.uses_shared_pool else layer
+
+    def group_layers_by_pool(self, layers: Sequence[int]) -> list[Sequence[int]]:
+        """Group layer indices by pool: one list of all layers, or one list per layer."""
+        return (
+            [layers]
+            if self.uses_shared_pool
+            else [layers[at : at + 1] for at in range(len(layers))]
+        )
+
+    def slice_layers_by_pool(self, layers: int) -> list[slice]:
+        """Return, for each pool, the slice of layer indices whose segments it holds: all layers if SHARED, else one."""
+        return [
+            slice(group[0], group[-1] + 1) for group in self.group_layers_by_pool(range(layers))
         ]
 
-    def pool_of(self, layer: int) -> int:
-        """Return the index of a layer's pool: 0 if all layers share one, else the layer's own index."""
-        return 0 if self.one_pool else layer
+    def get_max_segment_length(self, rows: int, heads: int) -> int:
+        """Return the maximum entries of a segment in a pool of `rows` rows: `rows` // `heads` if EQUAL, else `rows`."""
+        return rows // heads if self is SegmentLayout.EQUAL else rows
 
-    def groups(self, layers: Sequence[int]) -> list[Sequence[int]]:
-        """Group layer indices by pool: one list of all layers, or one list per layer."""
-        return [layers] if self.one_pool else [layers[at : at + 1] for at in range(len(layers))]
-
-    def parts(self, layers: int) -> list[slice]:
-        """Return a slice of consecutive layers for each pool: the layers that share it."""
-        return [slice(group[0], group[-1] + 1) for group in self.groups(range(layers))]
-
-    def widest(self, rows: int, heads: int) -> int:
-        """Maximum number of entries of a segment in a pool of `rows` rows: P / K if EQUAL, else all."""
-        return rows // heads if self is Layout.EQUAL else rows
-
-    def takes(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
-        """Minimum number of pool rows, numpy `[B]`, for all segments of each sequence, given their lengths."""
-        each = length.max(axis=2) * length.shape[2] if self is Layout.EQUAL else length.sum(axis=2)
+    def count_required_pool_rows(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
+        """Return the minimum pool rows, numpy `[B]`, that each sequence's segments of lengths `[n, B, K]` need."""
+        each = (
+            length.max(axis=2) * length.shape[2]
+            if self is SegmentLayout.EQUAL
+            else length.sum(axis=2)
+        )
         return each.sum(axis=0)
 
-    def fullest(self, length: Int[np.ndarray, "n B K"], heads: int) -> int:
-        """Number of entries of the fullest device's shard of a pool, if each device has `heads` of the K heads."""
-        return int(self.takes(length.reshape(len(length), -1, heads)).max())
+    def count_fullest_shard_rows(self, length: Int[np.ndarray, "n B K"], heads: int) -> int:
+        """Return the most pool rows that a sequence needs on any device, if each device has `heads` of the K heads."""
+        return int(self.count_required_pool_rows(length.reshape(len(length), -1, heads)).max())
 
-    def place(
+    def compute_segment_starts(
         self,
         length: Numbers,
         rows: int | Int[Array, ""],
         headroom: Int[np.ndarray, " n"] | None = None,
     ) -> Numbers:
-        """Return the first row of each segment, `i32[n, B, K]`, for segments of these lengths in a pool of P = `rows`.
+        """Return segments' first rows, `i32[n, B, K]`, in a pool of `rows` rows, for these lengths and `headroom`.
 
         `length` is `i32[n, B, K]` of numpy or JAX, and so is the result. `headroom` is the minimum headroom of each
         segment of a layer; spare places are spread evenly.
         """
-        xp, (layers, _, heads) = namespace(length), length.shape
-        if self is Layout.EQUAL:
+        xp, (layers, _, heads) = select_array_module(length), length.shape
+        if self is SegmentLayout.EQUAL:
             # Derived from `length`, so that the result is sharded as `length` is.
             return xp.zeros_like(length) + xp.arange(heads, dtype=np.int32) * (rows // heads)
         behind = (
@@ -85,38 +97,44 @@ class Layout(enum.Enum):
             if headroom is None
             else np.repeat(headroom, heads).astype(np.int32)
         )
-        taken = by_sequence(length) + behind
+        taken = flatten_layers_and_heads(length) + behind
         before = xp.cumsum(taken, axis=-1, dtype=np.int32) - taken
         spare = (rows - taken.sum(axis=-1, keepdims=True, dtype=np.int32)) // (layers * heads)
-        return by_layer(before + spare * xp.arange(layers * heads, dtype=np.int32), heads)
+        return unflatten_layers_and_heads(
+            before + spare * xp.arange(layers * heads, dtype=np.int32), heads
+        )
 
-    def in_pools(
+    def convert_shard_to_pool_rows(
         self, start: Int[np.ndarray, "L B K"], pools: Sequence[int], kv_shards: int
     ) -> Int[np.ndarray, "L B K"]:
-        """Convert first rows `[L, B, K]` from indices in a device's shard of a pool to indices in the complete pool."""
-        each = np.asarray([pools[self.pool_of(layer)] // kv_shards for layer in range(len(start))])
+        """Convert first rows `[L, B, K]` counted in a device's shard of a pool to rows of the complete pool."""
+        each = np.asarray(
+            [pools[self.get_pool_index(layer)] // kv_shards for layer in range(len(start))]
+        )
         stretch = np.arange(start.shape[2]) * kv_shards // start.shape[2]
         return start + each[:, None, None] * stretch
 
-    def free(self, start: Numbers, length: Numbers, pools: Sequence[int]) -> Numbers:
-        """Headroom of each segment in entries, `[L, B, K]`, given P of each pool; numpy or JAX, as `start` is."""
+    def compute_segment_headroom(
+        self, start: Numbers, length: Numbers, pools: Sequence[int]
+    ) -> Numbers:
+        """Return each segment's headroom in entries, `[L, B, K]`, in `pools` of these rows; numpy or JAX as `start`."""
         xp: Any = jnp if isinstance(start, Array) else np
         heads = start.shape[2]
         ends = []
-        for rows, of in zip(pools, self.parts(len(start)), strict=True):
-            first = by_sequence(start[of])
+        for rows, of in zip(pools, self.slice_layers_by_pool(len(start)), strict=True):
+            first = flatten_layers_and_heads(start[of])
             following = xp.concatenate([first[:, 1:], xp.full_like(first[:, :1], rows)], axis=1)
-            ends.append(by_layer(following, heads))
+            ends.append(unflatten_layers_and_heads(following, heads))
         return xp.concatenate(ends) - start - length
 
 
-def by_sequence(segments: Numbers) -> Numbers:
-    """Reshape an array `[L, B, K, ...]` to `[B, L * K, ...]`, with each sequence's layers consecutive."""
+def flatten_layers_and_heads(segments: Numbers) -> Numbers:
+    """Reshape an array `[L, B, K, ...]` to `[B, L * K, ...]`, with each sequence's layers consecutive; numpy or JAX."""
     layers, batch, heads, *rest = segments.shape
     return segments.swapaxes(0, 1).reshape(batch, layers * heads, *rest)
 
 
-def by_layer(segments: Numbers, heads: int) -> Numbers:
-    """Reshape an array `[B, L * K, ...]` to `[L, B, K, ...]`; inverse of `by_sequence`."""
+def unflatten_layers_and_heads(segments: Numbers, heads: int) -> Numbers:
+    """Reshape an array `[B, L * K, ...]`, K = `heads`, to `[L, B, K, ...]`; inverse of `flatten_layers_and_heads`."""
     batch, each, *rest = segments.shape
     return segments.reshape(batch, each // heads, heads, *rest).swapaxes(0, 1)

@@ -1,6 +1,11 @@
 """Stores by the names that policies accept. A new store needs its own file and a line here."""
 
-from jaxkv.cache.quantised import Int4, Int8, Mixed
-from jaxkv.cache.stores import Dense, Store
+from jaxkv.cache.quantised import Int4Store, Int8Store, MixedStore
+from jaxkv.cache.stores import DenseStore, Store
 
-STORES: dict[str, type[Store]] = {"dense": Dense, "int8": Int8, "int4": Int4, "mixed": Mixed}
+STORES: dict[str, type[Store]] = {
+    "dense": DenseStore,
+    "int8": Int8Store,
+    "int4": Int4Store,
+    "mixed": MixedStore,
+}

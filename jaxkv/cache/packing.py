@@ -8,16 +8,16 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv.attention import Implementation, backend_of
-from jaxkv.cache.layout import Layout
-from jaxkv.cache.pools import Pool, segment_of_row
-from jaxkv.cache.stores import Dense, Store, put_cells
-from jaxkv.sharding.mesh import Axes, inside, where
+from jaxkv.attention import Implementation, get_attention_backend
+from jaxkv.cache.layout import SegmentLayout
+from jaxkv.cache.pools import EntryPool, map_rows_to_segments
+from jaxkv.cache.stores import DenseStore, Store, write_pool_rows
+from jaxkv.sharding.mesh import ShardingMesh, get_array_sharding, is_inside_shard_map
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
-class Unpacked(NamedTuple):
-    """One layer's entries before packing, padded to S per kv head: keys, values, mask, positions, scores, mass.
+class UnpackedEntries(NamedTuple):
+    """A layer's entries before packing, padded to S per kv head: keys, values, mask, positions, scores, attention mass.
 
     Attributes:
         k: `[B, K, S, D]` keys as the pool stores them.
@@ -37,36 +37,36 @@ class Unpacked(NamedTuple):
     mass: Float[Array, "B K S"] | None = None
     tau: Float[Array, "B K n"] | None = None
 
-    def widened(self, dtype: jnp.dtype | None) -> "Unpacked":
-        """Return the entries with keys and values in another dtype; unchanged for None."""
+    def cast_to_dtype(self, dtype: jnp.dtype | None) -> "UnpackedEntries":
+        """Return the entries with keys and values cast to another dtype; unchanged for None."""
         return (
             self if dtype is None else self._replace(k=self.k.astype(dtype), v=self.v.astype(dtype))
         )
 
 
 @sharded_jit(static=("rows", "layout", "store", "implementation", "axes"))
-def pack(
-    layer: Unpacked,
+def pack_layer_entries(
+    layer: UnpackedEntries,
     mask: Bool[Array, "B K S"],
     size: Int[Array, ""],
     *,
     rows: int,
-    layout: Layout,
-    store: type[Store] = Dense,
+    layout: SegmentLayout,
+    store: type[Store] = DenseStore,
     implementation: Implementation = Implementation.XLA,
-    axes: Axes | None = None,
-) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Copy a layer's entries in `mask` to a new pool of P = `rows`; return the pool and first rows; compiled.
+    axes: ShardingMesh | None = None,
+) -> tuple[EntryPool, Int[Array, "n B K"]]:
+    """Copy a layer's entries in `mask` to a new pool of P = `rows`; return the pool and segments' first rows; compiled.
 
     Entries keep their order. Spare places are spread evenly behind the segments, as in a pool of `size`, which is at
-    most P: `cut` makes pools of that size. On a mesh P is that of one device's heads. First rows have a leading axis of
-    one layer.
+    most P: `truncate_pools` makes pools of that size. On a mesh P is that of one device's heads. First rows have a
+    leading axis of one layer.
     """
     batch, heads, padded_len, _ = layer.k.shape
     length = mask.sum(axis=-1, dtype=jnp.int32)
-    first = layout.place(length[None], size)
+    first = layout.compute_segment_starts(length[None], size)
     start = first[0]
-    segment = segment_of_row(start, rows)
+    segment = map_rows_to_segments(start, rows)
     offset = jnp.arange(rows, dtype=jnp.int32) - jnp.take_along_axis(start, segment, axis=1)
     real = offset < jnp.take_along_axis(length, segment, axis=1)
     # The offset-th selected entry of a segment is the first whose running count exceeds the offset: bisect for it.
@@ -81,7 +81,9 @@ def pack(
 
     position, _ = lax.fori_loop(0, max(1, (padded_len - 1).bit_length()), halve, (low, high))
     source = jnp.where(real, segment * padded_len + position, -1)
-    packed_k, packed_v, pos = backend_of(implementation).packed(layer.k, layer.v, source)
+    packed_k, packed_v, pos = get_attention_backend(implementation).pack_kept_entries(
+        layer.k, layer.v, source
+    )
 
     def cells(a: Array, empty: int | float) -> Array:
         return jnp.where(
@@ -93,44 +95,48 @@ def pack(
     if layer.positions is not None:
         pos = cells(layer.positions, -1)
     score = None if layer.score is None else cells(layer.score, 0.0)
-    return Pool(store=store.of(packed_k, packed_v), pos=pos, score=score), first
+    return EntryPool(store=store.encode_entries(packed_k, packed_v), pos=pos, score=score), first
 
 
 @sharded_jit(static=("rows", "axes"))
-def cut(
-    pools: tuple[Pool, ...], *, rows: tuple[int, ...], axes: Axes | None = None
-) -> tuple[Pool, ...]:
-    """Return pools of the first `rows` rows of each pool, on a mesh of each device's shard; compiled."""
+def truncate_pools(
+    pools: tuple[EntryPool, ...], *, rows: tuple[int, ...], axes: ShardingMesh | None = None
+) -> tuple[EntryPool, ...]:
+    """Return the pools cut to their first `rows` rows, on a mesh in each device's shard; compiled."""
     each = zip(pools, rows, strict=True)
     return tuple(jax.tree.map(lambda leaf, size=size: leaf[:, :size], pool) for pool, size in each)
 
 
 @sharded_jit(static=("layout", "rows", "headroom", "axes"))
-def placed(
+def compute_all_segment_starts(
     length: Int[Array, "n B K"],
     *,
-    layout: Layout,
+    layout: SegmentLayout,
     rows: int,
     headroom: tuple[int, ...] | None = None,
-    axes: Axes | None = None,
+    axes: ShardingMesh | None = None,
 ) -> Int[Array, "n B K"]:
-    """Compiled `Layout.place`: first row `[n, B, K]` of each segment in a pool; on a mesh in the device's shard."""
-    return layout.place(length, rows, None if headroom is None else np.asarray(headroom, np.int32))
+    """Compiled `SegmentLayout.compute_segment_starts`: segments' first rows `[n, B, K]`, on a mesh by shard."""
+    return layout.compute_segment_starts(
+        length, rows, None if headroom is None else np.asarray(headroom, np.int32)
+    )
 
 
 @sharded_jit(static=("axes",), donate=("pool",))
-def pack_shared(
-    pool: Pool,
-    layer: Unpacked,
+def pack_into_shared_pool(
+    pool: EntryPool,
+    layer: UnpackedEntries,
     mask: Bool[Array, "B K S"],
     start: Int[Array, "B K"],
     *,
-    axes: Axes | None = None,
-) -> Pool:
-    """Write a layer's entries in `mask` to the shared pool (donated) from row `start` on; return it; compiled."""
+    axes: ShardingMesh | None = None,
+) -> EntryPool:
+    """Write a layer's entries in `mask` to the donated shared pool, each segment from `start`; return it; compiled."""
     batch, heads, padded_len, dim = layer.k.shape
     rank = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
-    row = jnp.where(mask, start[..., None] + rank, pool.rows).reshape(batch, heads * padded_len)
+    row = jnp.where(mask, start[..., None] + rank, pool.row_count).reshape(
+        batch, heads * padded_len
+    )
     positions = layer.positions
     if positions is None:
         positions = jnp.broadcast_to(
@@ -139,32 +145,35 @@ def pack_shared(
     k, v = (a.reshape(batch, heads * padded_len, dim) for a in (layer.k, layer.v))
     score = pool.score
     if score is not None and layer.score is not None:
-        score = put_cells(score, row, layer.score.reshape(row.shape))
-    return Pool(
-        store=pool.store.put((row, k), (row, v)),
-        pos=put_cells(pool.pos, row, positions.reshape(row.shape)),
+        score = write_pool_rows(score, row, layer.score.reshape(row.shape))
+    return EntryPool(
+        store=pool.store.overwrite_entries((row, k), (row, v)),
+        pos=write_pool_rows(pool.pos, row, positions.reshape(row.shape)),
         score=score,
     )
 
 
-def empty_pool(
+def make_empty_pool(
     batch: int,
     rows: int,
     dim: int,
     dtype: jnp.dtype,
     *,
     scored: bool,
-    store: type[Store] = Dense,
-    axes: Axes | None = None,
-) -> Pool:
-    """Return an empty pool: P = `rows` (on a mesh, per device), zeros, positions -1; with scores if `scored`."""
-    axes = None if inside() else axes
-    cells = (batch, rows if axes is None else rows * axes.size("K"))
-    wide, narrow = where("B P D", (*cells, dim), axes), where("B P", cells, axes)
+    store: type[Store] = DenseStore,
+    axes: ShardingMesh | None = None,
+) -> EntryPool:
+    """Return a pool of P = `rows` (on a mesh, per device) without entries: zeros, positions -1; scores if `scored`."""
+    axes = None if is_inside_shard_map() else axes
+    cells = (batch, rows if axes is None else rows * axes.count_axis_shards("K"))
+    wide, narrow = (
+        get_array_sharding("B P D", (*cells, dim), axes),
+        get_array_sharding("B P", cells, axes),
+    )
     # Two arrays, because both are written in place.
     zeros = [jnp.zeros((*cells, dim), dtype, device=wide) for _ in range(2)]
-    return Pool(
-        store=store.of(*zeros),
+    return EntryPool(
+        store=store.encode_entries(*zeros),
         pos=jnp.full(cells, -1, jnp.int32, device=narrow),
         score=jnp.zeros(cells, jnp.float32, device=narrow) if scored else None,
     )

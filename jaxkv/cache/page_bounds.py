@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._checks import namespace
+from jaxkv._checks import select_array_module
 from jaxkv.cache.layout import Numbers
-from jaxkv.cache.stores import Store, put_cells
-from jaxkv.sharding.mesh import Axes
+from jaxkv.cache.stores import Store, write_pool_rows
+from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
@@ -34,25 +34,25 @@ class PageBounds:
     high: Float[Array, "B K n D"]
 
     @property
-    def page_bytes(self) -> int:
-        """Bytes of the minimum and maximum of one page of one segment."""
+    def page_bound_bytes(self) -> int:
+        """Bytes of the key minimum and maximum of one page of one segment."""
         return 2 * self.low.shape[3] * self.low.dtype.itemsize
 
-    def with_headroom(self, each: int) -> "PageBounds":
+    def resize_page_bounds(self, each: int) -> "PageBounds":
         """Return page bounds resized to segments of `each` entries: zero pages appended, or the last ones removed."""
         pages = -(-each // self.page)
-        low, high = (sized(leaf, pages) for leaf in (self.low, self.high))
+        low, high = (resize_page_axis(leaf, pages) for leaf in (self.low, self.high))
         return dataclasses.replace(self, low=low, high=high)
 
-    def renewed(
+    def recompute_appended_pages(
         self,
         keys: Float[Array, "B K n D"],
         length: Int[Array, "B K"],
         count: Int[Array, " B"],
     ) -> "PageBounds":
-        """Return the bounds with the pages recomputed that `count` entries appended at `length` fall into.
+        """Return the bounds after `count` entries were appended at `length`: pages that these fall into are recomputed.
 
-        `keys` are those of the entries at `joined_rows`; sequences with a `count` of 0 are unchanged.
+        `keys` are those of the entries at `list_appended_page_rows`; sequences with a `count` of 0 are unchanged.
         """
         batch, heads, pages, dim = self.low.shape
         new = keys.shape[2] // self.page
@@ -68,47 +68,49 @@ class PageBounds:
 
         def put(leaf: Array, extreme: Array) -> Array:
             flat = leaf.reshape(batch, heads * pages, dim)
-            return put_cells(flat, at, extreme.reshape(batch, -1, dim)).reshape(leaf.shape)
+            return write_pool_rows(flat, at, extreme.reshape(batch, -1, dim)).reshape(leaf.shape)
 
-        low, high = _extremes(keys, held, self.page)
+        low, high = _compute_page_extremes(keys, held, self.page)
         return dataclasses.replace(self, low=put(self.low, low), high=put(self.high, high))
 
 
-def sized(leaf: Numbers, pages: int) -> Numbers:
-    """Resize minima or maxima `[B, K, n, D]` to a number of pages: cut at the end, or zeros appended."""
+def resize_page_axis(leaf: Numbers, pages: int) -> Numbers:
+    """Resize minima or maxima `[B, K, n, D]` to `pages` pages: cut at the end, or zeros appended."""
     leaf = leaf[:, :, :pages]
     more = ((0, 0), (0, 0), (0, pages - leaf.shape[2]), (0, 0))
-    return namespace(leaf).pad(leaf, more)
+    return select_array_module(leaf).pad(leaf, more)
 
 
-def joined_rows(length: Int[Array, "B K"], tokens: int, page: int) -> Int[Array, "B K n"]:
-    """Offsets `[B, K, n]` in each segment of all pages that `tokens` entries appended at `length` may fall into."""
+def list_appended_page_rows(
+    length: Int[Array, "B K"], tokens: int, page: int
+) -> Int[Array, "B K n"]:
+    """Return offsets `[B, K, n]` in each segment of all pages that `tokens` entries appended at `length` may reach."""
     pages = (tokens + page - 2) // page + 1
     return (length // page * page)[..., None] + jnp.arange(pages * page, dtype=jnp.int32)
 
 
 @sharded_jit(static=("page", "axes"))
-def bounds_of(
-    store: Store, length: Int[Array, "B K"], *, page: int, axes: Axes | None = None
+def compute_page_bounds(
+    store: Store, length: Int[Array, "B K"], *, page: int, axes: ShardingMesh | None = None
 ) -> PageBounds:
-    """Return the `PageBounds` of all pages of equal-sized segments; zeros for empty pages; compiled.
+    """Return the `PageBounds` of all pages of a store's equal-sized segments; zeros for empty pages; compiled.
 
     `length` is the number of entries of each segment.
     """
-    keys, (batch, heads) = store.view()[0], length.shape
+    keys, (batch, heads) = store.decode_entries()[0], length.shape
     each, dim = keys.shape[1] // heads, keys.shape[2]
     wide = jnp.pad(
         keys.reshape(batch, heads, each, dim), ((0, 0), (0, 0), (0, -each % page), (0, 0))
     )
     held = jnp.arange(wide.shape[2], dtype=jnp.int32) < length[..., None]
-    low, high = _extremes(wide, held, page)
+    low, high = _compute_page_extremes(wide, held, page)
     return PageBounds(page=page, low=low, high=high)
 
 
-def _extremes(
+def _compute_page_extremes(
     keys: Float[Array, "B K n D"], held: Bool[Array, "B K n"], page: int
 ) -> tuple[Array, Array]:
-    """Minimum and maximum `[B, K, n / page, D]` of each page's keys in mask `held`; zeros for empty pages."""
+    """Return minimum and maximum `[B, K, n / page, D]` of each page's keys in mask `held`; zeros for empty pages."""
     batch, heads, rows, dim = keys.shape
     some = held.reshape(batch, heads, rows // page, page).any(axis=3)[..., None]
 

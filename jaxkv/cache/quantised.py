@@ -1,4 +1,4 @@
-"""Quantised stores: `Int8`, `Int4`, and `Mixed` with 8-bit keys and 4-bit values.
+"""Quantised stores: `Int8Store`, `Int4Store`, and `MixedStore` with 8-bit keys and 4-bit values.
 
 An entry is quantised once, when it is written, with its own scales: gathering, packing, eviction and saving move its
 codes. Attention dequantises entries where it reads them.
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt
 
 from jaxkv._errors import require
-from jaxkv.cache.stores import Store, put_cells
+from jaxkv.cache.stores import Store, write_pool_rows
 
 # Scales and minima are float16. The largest element keeps the largest code, by less than half a code, so that decoded
 # vectors have the same codes and scales when they are quantised again.
@@ -26,19 +26,21 @@ _MOST_SHARED, _FEWEST_SHARED = 32, 8
 _COLUMNS = 2 * _MOST_SHARED
 
 
-def _scale(width: Float[Array, "*n"]) -> Float[Array, "*n"]:
-    """Float16 quantisation scales for steps of `width`, at least 2**-24; 0 where `width` is 0."""
+def _make_float16_scales(width: Float[Array, "*n"]) -> Float[Array, "*n"]:
+    """Return float16 quantisation scales equal to the steps `width`, at least 2**-24; 0 where `width` is 0."""
     return jnp.where(width > 0, jnp.maximum(width, _SMALLEST), width).astype(_SCALE)
 
 
-def _codes(values: Float[Array, "*n m"], scale: Float[Array, "*n"]) -> Float[Array, "*n m"]:
-    """Quantisation codes (floats) of groups of m values: divided by the scale and rounded; 0 where the scale is 0."""
+def _quantise_to_codes(
+    values: Float[Array, "*n m"], scale: Float[Array, "*n"]
+) -> Float[Array, "*n m"]:
+    """Return groups of m values divided by their group's scale and rounded, as floats; 0 where the scale is 0."""
     wide = scale.astype(jnp.float32)[..., None]
     return jnp.round(jnp.where(wide == 0, 0.0, values / jnp.where(wide == 0, 1.0, wide)))
 
 
-class Encoding(abc.ABC):
-    """Base of quantised vectors: a registered dataclass of arrays `[B, P, ...]`.
+class QuantisedVectors(abc.ABC):
+    """Abstract base class of quantised vectors of D elements: a registered dataclass of arrays `[B, P, ...]`.
 
     Attributes:
         bits: bits of a code.
@@ -48,22 +50,22 @@ class Encoding(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def of(cls, rows: Float[Array, "B P D"]) -> "Encoding":
-        """Quantise vectors."""
+    def quantise_vectors(cls, rows: Float[Array, "B P D"]) -> "QuantisedVectors":
+        """Return vectors `[B, P, D]` quantised to this class."""
 
     @classmethod
     @abc.abstractmethod
-    def size(cls, dim: int) -> int:
-        """Bytes of one encoded vector of `dim` elements."""
+    def count_vector_bytes(cls, dim: int) -> int:
+        """Return the bytes of one quantised vector of `dim` elements, scales included."""
 
     @abc.abstractmethod
-    def decoded(self) -> Float[Array, "B P D"]:
-        """Dequantised vectors, `f32[B, P, D]`."""
+    def dequantise_vectors(self) -> Float[Array, "B P D"]:
+        """Return the dequantised vectors, `f32[B, P, D]`."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Int8Vectors(Encoding):
+class Int8Vectors(QuantisedVectors):
     """Vectors quantised to signed 8-bit integers: codes `i8[B, P, D]` and one float16 scale per vector.
 
     Attributes:
@@ -77,26 +79,26 @@ class Int8Vectors(Encoding):
     scale: Float[Array, "B P"]
 
     @classmethod
-    def of(cls, rows: Float[Array, "B P D"]) -> "Int8Vectors":
+    def quantise_vectors(cls, rows: Float[Array, "B P D"]) -> "Int8Vectors":
         """Quantise vectors to `Int8Vectors`: scale the largest absolute value to 127, round to integers."""
         wide = rows.astype(jnp.float32)
-        scale = _scale(jnp.abs(wide).max(axis=-1) / 127)
-        code = jnp.clip(_codes(wide, scale), -127, 127)
+        scale = _make_float16_scales(jnp.abs(wide).max(axis=-1) / 127)
+        code = jnp.clip(_quantise_to_codes(wide, scale), -127, 127)
         return cls(code=code.astype(jnp.int8), scale=scale)
 
-    def decoded(self) -> Float[Array, "B P D"]:
-        """Dequantised vectors, `f32[B, P, D]`: codes times their vector's scale."""
+    def dequantise_vectors(self) -> Float[Array, "B P D"]:
+        """Return the dequantised vectors, `f32[B, P, D]`: codes times their vector's scale."""
         return self.code.astype(jnp.float32) * self.scale.astype(jnp.float32)[..., None]
 
     @classmethod
-    def size(cls, dim: int) -> int:
-        """Bytes of one encoded vector of `dim` elements: 8-bit codes and a float16 scale."""
+    def count_vector_bytes(cls, dim: int) -> int:
+        """Return the bytes of one quantised vector of `dim` elements: 8-bit codes and a float16 scale."""
         return dim + 2
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Int4Vectors(Encoding):
+class Int4Vectors(QuantisedVectors):
     """Vectors quantised to 4 bits per element, with a float16 scale and minimum per group of elements.
 
     The n groups have 32 elements each, or fewer if 32 does not divide D. Words hold codes from 0 to 15, the first in
@@ -116,21 +118,21 @@ class Int4Vectors(Encoding):
     least: Float[Array, "B P n"]
 
     @classmethod
-    def of(cls, rows: Float[Array, "B P D"]) -> "Int4Vectors":
+    def quantise_vectors(cls, rows: Float[Array, "B P D"]) -> "Int4Vectors":
         """Quantise vectors to `Int4Vectors`: map each group's range to 0 to 15; ValueError unless 8 divides D."""
         dim = rows.shape[-1]
-        wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _shared(dim))
+        wide = rows.astype(jnp.float32).reshape(*rows.shape[:-1], -1, _choose_group_size(dim))
         low = wide.min(axis=-1)
         least = low.astype(_SCALE)
         # Rounding may have raised the minimum: values below it become code 0.
         reach = jnp.maximum(wide.max(axis=-1) - least.astype(jnp.float32), 0)
-        scale = _scale(reach / 15)
+        scale = _make_float16_scales(reach / 15)
         off = wide - least.astype(jnp.float32)[..., None]
-        code = jnp.clip(_codes(off, scale), 0, 15).reshape(rows.shape)
-        return cls(code=_words(code), scale=scale, least=least)
+        code = jnp.clip(_quantise_to_codes(off, scale), 0, 15).reshape(rows.shape)
+        return cls(code=_pack_codes_in_words(code), scale=scale, least=least)
 
-    def decoded(self) -> Float[Array, "B P D"]:
-        """Dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its minimum."""
+    def dequantise_vectors(self) -> Float[Array, "B P D"]:
+        """Return the dequantised vectors, `f32[B, P, D]`: codes times their group's scale, plus its minimum."""
         words, quads = self.code, self.code.dtype == jnp.uint16
         if quads:
             words = words.reshape(*words.shape[:-1], -1, 1, _MOST_SHARED)
@@ -141,13 +143,13 @@ class Int4Vectors(Encoding):
         return (groups * scale + least).reshape(*self.scale.shape[:-1], -1)
 
     @classmethod
-    def size(cls, dim: int) -> int:
-        """Bytes of one encoded vector of `dim` elements: 4-bit codes, and its groups' scales and minima."""
-        return dim // 2 + 4 * (dim // _shared(dim))
+    def count_vector_bytes(cls, dim: int) -> int:
+        """Return the bytes of one quantised vector of `dim` elements: 4-bit codes, groups' scales and minima."""
+        return dim // 2 + 4 * (dim // _choose_group_size(dim))
 
 
-def _words(code: Array) -> UInt[Array, "B P w"]:
-    """Pack codes from 0 to 15, `[B, P, D]`, into the words of `Int4Vectors`."""
+def _pack_codes_in_words(code: Array) -> UInt[Array, "B P w"]:
+    """Pack 4-bit codes `[B, P, D]` into `Int4Vectors` words: 4 per uint16, or 2 per uint8 if 128 does not divide D."""
     *lead, dim = code.shape
     if dim % (4 * _MOST_SHARED):
         low, high = jnp.split(code.astype(jnp.uint8), 2, axis=-1)
@@ -158,8 +160,8 @@ def _words(code: Array) -> UInt[Array, "B P w"]:
     )
 
 
-def _shared(dim: int) -> int:
-    """Elements per 4-bit scale: the largest power of 2 up to 32 that divides `dim`; ValueError if below 8."""
+def _choose_group_size(dim: int) -> int:
+    """Return elements per 4-bit scale: the largest power of 2 up to 32 that divides `dim`; ValueError if below 8."""
     size = math.gcd(dim, _MOST_SHARED)
     remedy = f"head dim {dim} has no 4-bit groups of at least {_FEWEST_SHARED} elements: use 'int8'"
     require(size >= _FEWEST_SHARED, "store", "int4", remedy)
@@ -167,79 +169,87 @@ def _shared(dim: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quantised(Store):
-    """Base class of stores with quantised keys and values; subclasses set the `Encoding` of each, and `kernels`.
+class QuantisedStore(Store):
+    """Base class of stores with quantised keys and values; subclasses set `keys`, `values` (classes) and `kernels`.
 
     Attributes:
         keys: class of encoded keys.
         values: class of encoded values.
         k: encoded keys.
         v: encoded values.
-        wide: name of the dtype in which `view` returns entries: the model's, or float32 on a CPU.
+        wide: name of the dtype in which `decode_entries` returns entries: the model's, or float32 on a CPU.
     """
 
-    keys: ClassVar[type[Encoding]]
-    values: ClassVar[type[Encoding]]
+    keys: ClassVar[type[QuantisedVectors]]
+    values: ClassVar[type[QuantisedVectors]]
 
-    k: Encoding
-    v: Encoding
+    k: QuantisedVectors
+    v: QuantisedVectors
     wide: str
 
     @classmethod
-    def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
-        """Encode keys and values `[B, P, D]` as a store of P rows."""
-        return cls(k=cls.keys.of(k), v=cls.values.of(v), wide=str(k.dtype))
+    def encode_entries(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
+        """Quantise keys and values `[B, P, D]`, and return a store of P rows."""
+        return cls(
+            k=cls.keys.quantise_vectors(k), v=cls.values.quantise_vectors(v), wide=str(k.dtype)
+        )
 
     @classmethod
-    def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes of one encoded row with its scales, independent of the model's dtype."""
-        return cls.keys.size(dim) + cls.values.size(dim)
+    def compute_entry_bytes(cls, dim: int, itemsize: int) -> int:
+        """Return the bytes of one entry: quantised key and value of `dim` elements with scales, for any model dtype."""
+        return cls.keys.count_vector_bytes(dim) + cls.values.count_vector_bytes(dim)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of the keys and values that `view` returns: the model's."""
+        """Dtype of the keys and values that `decode_entries` returns: the model's, or float32 on a CPU."""
         return jnp.dtype(self.wide)
 
     @property
     def element_bytes(self) -> int | float:
-        """Bytes of a code, mean of keys and values, without scales."""
+        """Bytes of one element's code, the mean of keys and values, without scales: 1 for 8 bits, 0.5 for 4."""
         return (self.keys.bits + self.values.bits) / 16
 
     @property
-    def held(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
-        """Keys and values as kernels accept them: tuples of codes, scales and, in 4 bits, minima."""
+    def kernel_inputs(self) -> tuple[tuple[Array, ...], tuple[Array, ...]]:
+        """Keys and values as kernels read them: tuples of codes, scales and, in 4 bits, minima."""
         return tuple(jax.tree.leaves(self.k)), tuple(jax.tree.leaves(self.v))
 
-    def holding(self, k: tuple[Array, ...], v: tuple[Array, ...]) -> "Store":
-        """Return a store of the codes, scales and minima of keys and values that a kernel returned."""
+    def store_kernel_outputs(self, k: tuple[Array, ...], v: tuple[Array, ...]) -> "Store":
+        """Return a copy of the store with the codes, scales and minima of keys and values that a kernel returned."""
         keys, values = (
             jax.tree.unflatten(jax.tree.structure(of), each)
             for of, each in ((self.k, k), (self.v, v))
         )
         return dataclasses.replace(self, k=keys, v=values)
 
-    def widened(self, dtype: jnp.dtype) -> "Store":
-        """Return a store of the same codes, decoded to another dtype."""
+    def cast_to_dtype(self, dtype: jnp.dtype) -> "Store":
+        """Return a store of the same codes, which `decode_entries` returns in another dtype."""
         return dataclasses.replace(self, wide=jnp.dtype(dtype).name)
 
-    def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Decoded keys and values `[B, P, D]` in the model's dtype."""
-        return self.k.decoded().astype(self.dtype), self.v.decoded().astype(self.dtype)
+    def decode_entries(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
+        """Return dequantised keys and values `[B, P, D]` in the store's `dtype`."""
+        return self.k.dequantise_vectors().astype(self.dtype), self.v.dequantise_vectors().astype(
+            self.dtype
+        )
 
-    def put(
+    def overwrite_entries(
         self,
         k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
-        """Return a store with the keys and values of some entries overwritten, encoded; other codes are unchanged."""
+        """Return the store with keys and values of some rows quantised and overwritten; others are unchanged."""
         (k_row, keys), (v_row, values) = k, v
         return dataclasses.replace(
             self,
             k=jax.tree.map(
-                lambda leaf, new: put_cells(leaf, k_row, new), self.k, self.keys.of(keys)
+                lambda leaf, new: write_pool_rows(leaf, k_row, new),
+                self.k,
+                self.keys.quantise_vectors(keys),
             ),
             v=jax.tree.map(
-                lambda leaf, new: put_cells(leaf, v_row, new), self.v, self.values.of(values)
+                lambda leaf, new: write_pool_rows(leaf, v_row, new),
+                self.v,
+                self.values.quantise_vectors(values),
             ),
         )
 
@@ -251,8 +261,8 @@ _registered = partial(
 
 @_registered
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Int8(Quantised):
-    """Store of keys and values as 8-bit integers with one scale per vector."""
+class Int8Store(QuantisedStore):
+    """Store of keys and values as 8-bit integers with one float16 scale per vector."""
 
     keys = values = Int8Vectors
     kernels = ("bytes", "bytes")
@@ -262,8 +272,8 @@ class Int8(Quantised):
 
 @_registered
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Int4(Quantised):
-    """Store of keys and values in 4 bits per element, with a scale and a minimum per group of up to 32."""
+class Int4Store(QuantisedStore):
+    """Store of keys and values in 4 bits per element, with a float16 scale and minimum per group of up to 32."""
 
     keys = values = Int4Vectors
     kernels = ("nibbles", "nibbles")
@@ -273,8 +283,8 @@ class Int4(Quantised):
 
 @_registered
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Mixed(Quantised):
-    """Store of keys as 8-bit integers with one scale per vector, and values in 4 bits as in `Int4`."""
+class MixedStore(QuantisedStore):
+    """Store of keys as 8-bit integers with one scale per vector, and values in 4 bits as in `Int4Store`."""
 
     keys, values = Int8Vectors, Int4Vectors
     kernels = ("bytes", "nibbles")

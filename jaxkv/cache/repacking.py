@@ -10,27 +10,35 @@ from jaxtyping import Array, Int
 
 from jaxkv._errors import require
 from jaxkv.cache.kv_cache import KVCache
-from jaxkv.cache.layout import Layout, by_sequence
-from jaxkv.cache.pools import Pool, segment_of_row
-from jaxkv.sharding.mesh import Axes, host, missing, settle_down, with_logical_axes
+from jaxkv.cache.layout import SegmentLayout, flatten_layers_and_heads
+from jaxkv.cache.pools import EntryPool, map_rows_to_segments
+from jaxkv.sharding.mesh import (
+    ShardingMesh,
+    copy_to_host,
+    count_padding_sequences,
+    list_leaves_with_axes,
+    place_dataclass_on_mesh,
+)
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @sharded_jit(static=("layout", "rows", "headroom", "axes"))
-def _repacked(
-    pool: Pool,
+def _copy_pool_with_headroom(
+    pool: EntryPool,
     start: Int[Array, "n B K"],
     length: Int[Array, "n B K"],
     *,
-    layout: Layout,
+    layout: SegmentLayout,
     rows: int,
     headroom: tuple[int, ...],
-    axes: Axes | None,
-) -> tuple[Pool, Int[Array, "n B K"]]:
-    """Copy a pool to P = `rows` with `headroom` per segment; return it and first rows `[n, B, K]`."""
-    placed = layout.place(length, rows, np.asarray(headroom, np.int32))
-    start, length, new_start = (by_sequence(table) for table in (start, length, placed))
-    segment = segment_of_row(new_start, rows)
+    axes: ShardingMesh | None,
+) -> tuple[EntryPool, Int[Array, "n B K"]]:
+    """Copy a pool to a new one of P = `rows` with `headroom` per segment; return it and first rows `[n, B, K]`."""
+    placed = layout.compute_segment_starts(length, rows, np.asarray(headroom, np.int32))
+    start, length, new_start = (
+        flatten_layers_and_heads(table) for table in (start, length, placed)
+    )
+    segment = map_rows_to_segments(new_start, rows)
     first, held, begin = (
         jnp.take_along_axis(a, segment, axis=1) for a in (start, length, new_start)
     )
@@ -44,18 +52,20 @@ def _repacked(
         else jnp.where(real, jnp.take_along_axis(pool.score, source, axis=1), 0.0)
     )
     # Segments of pools with pages have equal sizes, and entries keep their places within them.
-    bounds = None if pool.bounds is None else pool.bounds.with_headroom(rows // start.shape[1])
-    return Pool(store=pool.store.take(source, real), pos=pos, score=score, bounds=bounds), placed
+    bounds = None if pool.bounds is None else pool.bounds.resize_page_bounds(rows // start.shape[1])
+    return EntryPool(
+        store=pool.store.gather_entries(source, real), pos=pos, score=score, bounds=bounds
+    ), placed
 
 
-def _give_up(pool: Pool, copy: Pool) -> None:
-    """Delete a pool's arrays once its `copy` is complete."""
+def _delete_copied_pool(pool: EntryPool, copy: EntryPool) -> None:
+    """Wait until `copy` is complete, then delete the original pool's arrays to free their memory."""
     jax.block_until_ready(copy)
     for leaf in jax.tree.leaves(pool):
         leaf.delete()
 
 
-def repack(
+def repack_cache(
     cache: KVCache,
     *,
     headroom: int | Int[np.ndarray, " L"],
@@ -63,7 +73,7 @@ def repack(
     release: bool = False,
     sizes: tuple[int, ...] | None = None,
 ) -> KVCache:
-    """Copy a cache with more `headroom` per segment; `batch` repeats its sequence, `release` frees old pools.
+    """Copy a cache with more `headroom` per segment; `batch` repeats its sequence, `release` deletes old pools.
 
     `headroom` is one number, or one per layer. Segments of sliding-window layers keep only the entries of their
     windows, with at least as much headroom.
@@ -81,28 +91,28 @@ def repack(
             f"{cache.batch} sequences",
             f"give {cache.batch} prompts, or a cache of one sequence",
         )
-        padding = missing(batch, cache.axes)
+        padding = count_padding_sequences(batch, cache.axes)
         copies = batch + padding
 
-    def repeat(leaf: Array, axis: int = 0) -> Array:
-        """Repeat an array's first sequence `copies` times; return the array itself if `copies` is 0."""
+    def repeat_first_sequence(leaf: Array, axis: int = 0) -> Array:
+        """Repeat an array's first sequence `copies` times along `axis`; return the array itself if `copies` is 0."""
         if not copies:
             return leaf
         # Sequences that pad a mesh's groups are stale: only the first one is copied.
         one = lax.slice_in_dim(leaf, 0, 1, axis=axis) if cache.padding else leaf
         return jnp.repeat(one, copies, axis=axis)
 
-    rest = dataclasses.replace(cache.updated(pools=()), host_store=None)
+    rest = dataclasses.replace(cache.replace_arrays(pools=()), host_store=None)
     leaves = [
-        repeat(leaf, logical_axes.split().index("B"))
-        for _, logical_axes, leaf in with_logical_axes(rest)
+        repeat_first_sequence(leaf, logical_axes.split().index("B"))
+        for _, logical_axes, leaf in list_leaves_with_axes(rest)
     ]
     rest = jax.tree.unflatten(jax.tree.structure(rest), leaves)
     start, length = rest.start, rest.length
     layers, _, heads = start.shape
     headrooms = np.broadcast_to(np.asarray(headroom, np.int32), (layers,))
     pools, placed, lengths, kv_shards = [], [], length, cache.kv_shards
-    for pool, of in zip(cache.pools, cache.layout.parts(layers), strict=True):
+    for pool, of in zip(cache.pools, cache.layout.slice_layers_by_pool(layers), strict=True):
         headroom_of, widths = tuple(headrooms[of].tolist()), cache.config.sliding_windows[of]
         unchanged = not any(headroom_of) if sizes is None else not any(widths)
         if release and not copies and unchanged:
@@ -110,7 +120,7 @@ def repack(
             pools.append(pool)
             placed.append(start[of])
             continue
-        first, held, rows = start[of], length[of], pool.rows + heads * sum(headroom_of)
+        first, held, rows = start[of], length[of], pool.row_count + heads * sum(headroom_of)
         if any(widths):
             most = np.asarray(
                 [np.iinfo(np.int32).max if width is None else width for width in widths], np.int32
@@ -118,12 +128,14 @@ def repack(
             held = jnp.minimum(held, most[:, None, None])
             first, lengths = first + length[of] - held, lengths.at[of].set(held)
             if sizes is None:
-                least = cache.layout.fullest(host(held), heads // kv_shards)
-                rows = max(pool.rows, kv_shards * least + heads * sum(headroom_of))
+                least = cache.layout.count_fullest_shard_rows(
+                    copy_to_host(held), heads // kv_shards
+                )
+                rows = max(pool.row_count, kv_shards * least + heads * sum(headroom_of))
             else:
                 rows = kv_shards * sizes[of.start]
-        copied, first = _repacked(
-            jax.tree.map(repeat, pool),  # A user's store need not name its axes.
+        copied, first = _copy_pool_with_headroom(
+            jax.tree.map(repeat_first_sequence, pool),  # A user's store need not name its axes.
             first,
             held,
             layout=cache.layout,
@@ -134,11 +146,13 @@ def repack(
         pools.append(copied)
         placed.append(first)
         if release:
-            _give_up(pool, copied)
-    copy = dataclasses.replace(rest, padding=padding).updated(
+            _delete_copied_pool(pool, copied)
+    copy = dataclasses.replace(rest, padding=padding).replace_arrays(
         pools=tuple(pools), start=jnp.concatenate(placed), length=lengths
     )
-    return dataclasses.replace(settle_down(copy, cache.axes), host_store=cache.host_store)
+    return dataclasses.replace(
+        place_dataclass_on_mesh(copy, cache.axes), host_store=cache.host_store
+    )
 
 
 def drop_outside_sliding_windows(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
@@ -147,4 +161,4 @@ def drop_outside_sliding_windows(cache: KVCache, rows: tuple[int, ...]) -> KVCac
     `rows` has one size per layer (on a mesh, of a device's shard). Old pools are deleted; layers without a sliding
     window are unchanged.
     """
-    return repack(cache, headroom=0, release=True, sizes=rows)
+    return repack_cache(cache, headroom=0, release=True, sizes=rows)

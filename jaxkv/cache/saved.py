@@ -10,17 +10,17 @@ from jax.sharding import Mesh
 
 from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv.arguments import as_model, on_device, require_ours
+from jaxkv.arguments import move_cache_to_device, require_matching_cache, validate_model
 from jaxkv.cache import KVCache
-from jaxkv.cache.disk import read_cache
-from jaxkv.cache.encoding import UnknownClass, decode, encode
+from jaxkv.cache.disk import read_cache_folder
+from jaxkv.cache.encoding import UnknownClassError, decode_from_json, encode_as_json
 from jaxkv.checkpoints.orbax_files import CACHE, read_manifest
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts
-from jaxkv.policies.checks import Bytes
+from jaxkv.policies.checks import ByteBudget
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.registry import as_policy
-from jaxkv.sharding.resharding import cache_on, reshard
+from jaxkv.policies.registry import resolve_policy
+from jaxkv.sharding.resharding import move_cache_to_mesh, reshard
 
 
 @settled
@@ -50,29 +50,31 @@ def load_cache(
             or of another model or policy; a policy whose class is not imported in this process; or a mesh that does not
             divide the model.
     """
-    given = None if policy is None else as_policy(policy)
-    model = None if params is None else as_model(params, mesh)
+    given = None if policy is None else resolve_policy(policy)
+    model = None if params is None else validate_model(params, mesh)
     target = mesh if mesh is not None or model is None or model.axes is None else model.axes.mesh
-    with hosts.together("jaxkv.load_cache", target):
+    with hosts.share_failures("jaxkv.load_cache", target):
         # A cache that is to be sharded need not fit on one device, so it is read to the host.
-        cache = _read(Path(os.path.expanduser(path)), given, on_host=target is not None)
+        cache = _read_cache_and_policy(
+            Path(os.path.expanduser(path)), given, on_host=target is not None
+        )
     if mesh is not None:
         cache = reshard(cache, mesh)
     elif model is not None and model.axes is not None:
-        cache = cache_on(cache, model.axes)
+        cache = move_cache_to_mesh(cache, model.axes)
     else:
-        cache = on_device(cache).held_here()
+        cache = move_cache_to_device(cache).cast_for_devices()
     if model is not None:
-        require_ours(model, cache, None)
+        require_matching_cache(model, cache, None)
     return cache
 
 
-def _read(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
-    """Read the cache and its policy from a folder, onto the default device or, with `on_host`, into host memory."""
+def _read_cache_and_policy(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
+    """Read a cache with its policy from a folder, to the default device or, with `on_host`, to host memory."""
     manifest = read_manifest(folder, CACHE)
     encoded = manifest.get("policy")
-    made_by = _decoded(encoded) if given is None else given
-    cache = read_cache(folder, manifest, on_host=on_host)
+    made_by = _decode_policy(encoded) if given is None else given
+    cache = read_cache_folder(folder, manifest, on_host=on_host)
     require(
         isinstance(cache, KVCache),
         "cache",
@@ -80,15 +82,15 @@ def _read(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
         f"{folder} contains no cache: {CACHE.again}",
     )
     if given is not None:
-        made_by = _agreed(given, encoded, cache.config.layers)
+        made_by = _require_same_policy(given, encoded, cache.config.layers)
     return dataclasses.replace(cache, policy=made_by)
 
 
-def _decoded(encoded: Any) -> Policy:
-    """Decode the policy from a cache's manifest; ValueError if its class is unknown."""
+def _decode_policy(encoded: Any) -> Policy:
+    """Return the policy encoded in a cache's manifest; ValueError if its class is unknown or it is no policy."""
     try:
-        policy = decode(encoded, lambda name: None)
-    except UnknownClass as error:
+        policy = decode_from_json(encoded, lambda name: None)
+    except UnknownClassError as error:
         raise ValueError(
             f"{error}, or pass the policy that compressed the cache: policy=..."
         ) from error
@@ -96,20 +98,22 @@ def _decoded(encoded: Any) -> Policy:
     return policy
 
 
-def _agreed(given: Policy, encoded: Any, layers: int) -> Policy:
-    """Return the user's policy, bound to the model; ValueError if the manifest describes another one."""
+def _require_same_policy(given: Policy, encoded: Any, layers: int) -> Policy:
+    """Return the user's policy, bound to the model's layers; ValueError if the manifest describes another one."""
     fields = encoded.get("fields") if isinstance(encoded, dict) else None
     # The manifest has the model's filter layers if the policy names none.
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None
     with contextlib.suppress(
         ValueError
     ):  # A policy that rejects this number of layers is another one.
-        given = given.for_model(layers, tuple(filters) if isinstance(filters, list) else None)
+        given = given.fill_model_fields(
+            layers, tuple(filters) if isinstance(filters, list) else None
+        )
     budget, remedy = (
         given.composed.budget,
         "a saved cache has its number of entries: omit the policy",
     )
-    require(not isinstance(budget, Bytes), "policy.budget", budget, remedy)
+    require(not isinstance(budget, ByteBudget), "policy.budget", budget, remedy)
     remedy = "another policy compressed the cache: omit it, or pass that one"
-    require(encode(given, None, "policy") == encoded, "policy", given, remedy)
+    require(encode_as_json(given, None, "policy") == encoded, "policy", given, remedy)
     return given

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._checks import overrides
+from jaxkv._checks import has_overridden_methods
 
 
-def held_dtype(dtype: Any, platform: str) -> jnp.dtype:
-    """Dtype in which a cache on a platform holds the entries of a model of `dtype`: float32 on a CPU.
+def choose_cache_dtype(dtype: Any, platform: str) -> jnp.dtype:
+    """Return the dtype of entries in a cache on a platform, for a model of `dtype`: float32 on a CPU, else `dtype`.
 
     The values are equal, because entries are rounded to the model's dtype first.
     """
@@ -21,14 +21,14 @@ def held_dtype(dtype: Any, platform: str) -> jnp.dtype:
 
 
 class Store(abc.ABC):
-    """Abstract store of a pool's keys and values: a dataclass of arrays `[B, P, ...]`, registered as a pytree.
+    """Abstract base class of encodings of a pool's keys and values: a dataclass of arrays `[B, P, ...]`, a pytree.
 
-    A subclass defines how entries are encoded (`of`), decoded (`view`, of `dtype`) and written (`put`), and the bytes
-    per row (`row_bytes`); `take` gathers encoded entries.
+    A subclass defines how entries are encoded (`encode_entries`), decoded (`decode_entries`, of `dtype`) and written
+    (`overwrite_entries`), and the bytes per row (`compute_entry_bytes`); `gather_entries` gathers encoded entries.
 
     Attributes:
-        kernels: names in `Capabilities` of the forms of keys and of values in `held`: "rows" (arrays as they are),
-            "bytes", "nibbles". Empty: kernels cannot read entries, which are decoded for XLA.
+        kernels: names in `BackendCapabilities` of the forms of keys and of values in `kernel_inputs`: "rows" (arrays
+            as they are), "bytes", "nibbles". Empty: kernels cannot read entries, which are decoded for XLA.
         columns: divisor of the head dim that kernels require.
         transformed: True if entries are transformed by a Hadamard matrix, with the head's mean subtracted from keys,
             unless a policy compares keys.
@@ -39,20 +39,20 @@ class Store(abc.ABC):
     transformed: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset `kernels` of a subclass that changes the encoding without its own `kernels`."""
+        """Reset `kernels` to () in a subclass that changes the encoding without declaring its own `kernels`."""
         super().__init_subclass__(**options)
-        if overrides(cls, "kernels"):
+        if has_overridden_methods(cls, "kernels"):
             cls.kernels = ()
 
     @classmethod
-    def read_by(cls, kernels: Set[str], dim: int) -> bool:
-        """True if kernels with these names read and write entries of `dim` elements in the store's encoding."""
+    def supports_kernels(cls, kernels: Set[str], dim: int) -> bool:
+        """True if kernels of these names read and write entries of `dim` elements in this encoding directly."""
         return bool(cls.kernels) and kernels >= set(cls.kernels) and dim % cls.columns == 0
 
     @classmethod
     @abc.abstractmethod
-    def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
-        """Encode keys and values `[B, P, D]` as a store of P rows.
+    def encode_entries(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
+        """Encode keys and values `[B, P, D]`, and return a store of P rows.
 
         Args:
             k: keys `[B, P, D]`.
@@ -64,8 +64,8 @@ class Store(abc.ABC):
 
     @classmethod
     @abc.abstractmethod
-    def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes of one encoded row: its key and its value.
+    def compute_entry_bytes(cls, dim: int, itemsize: int) -> int:
+        """Return the bytes of one encoded entry: its key and its value of `dim` elements each, with scales.
 
         Args:
             dim: D.
@@ -78,35 +78,35 @@ class Store(abc.ABC):
     @property
     @abc.abstractmethod
     def dtype(self) -> jnp.dtype:
-        """Dtype of the keys and values that `view` returns: the model's."""
+        """Dtype of the keys and values that `decode_entries` returns: the model's, or float32 on a CPU."""
 
-    def widened(self, dtype: jnp.dtype) -> "Store":
-        """Return a copy of the store whose `view` returns entries in another dtype.
+    def cast_to_dtype(self, dtype: jnp.dtype) -> "Store":
+        """Return a copy of the store whose `decode_entries` returns keys and values in another dtype.
 
         Args:
-            dtype: the new dtype of `view`.
+            dtype: the new dtype of `decode_entries`.
 
         Returns:
             The store.
         """
-        return self.of(*(each.astype(dtype) for each in self.view()))
+        return self.encode_entries(*(each.astype(dtype) for each in self.decode_entries()))
 
     @property
     def element_bytes(self) -> int | float:
-        """Bytes of a stored element, mean of keys and values, without scales; by default those of `dtype`."""
+        """Bytes of one stored element, mean of keys and values, without scales; by default those of `dtype`."""
         return self.dtype.itemsize
 
     @abc.abstractmethod
-    def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Decoded keys and values `[B, P, D]` in the model's dtype, as attention reads them."""
+    def decode_entries(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
+        """Return decoded keys and values `[B, P, D]` in the store's `dtype`, as attention reads them."""
 
     @property
-    def held(self) -> tuple[Any, Any]:
-        """Keys and values as kernels accept them: arrays, or tuples of codes, scales, and minima if any."""
-        return self.view()
+    def kernel_inputs(self) -> tuple[Any, Any]:
+        """Keys and values as kernels read them: arrays, or tuples of codes, scales, and minima if any."""
+        return self.decode_entries()
 
-    def holding(self, k: Any, v: Any) -> "Store":
-        """Return the store with the keys and values that a kernel returned, in the form of `held`.
+    def store_kernel_outputs(self, k: Any, v: Any) -> "Store":
+        """Return the store with the keys and values that a kernel returned, in the form of `kernel_inputs`.
 
         Args:
             k: keys.
@@ -115,15 +115,15 @@ class Store(abc.ABC):
         Returns:
             The updated store.
         """
-        return self.of(k, v)
+        return self.encode_entries(k, v)
 
     @abc.abstractmethod
-    def put(
+    def overwrite_entries(
         self,
         k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
-        """Return the store with the keys and values of some entries overwritten, in place if buffers are donated.
+        """Return the store with keys and values at row indices overwritten; in place if the store is donated.
 
         Args:
             k: row indices (P or more writes nothing), and keys in any float dtype.
@@ -133,8 +133,10 @@ class Store(abc.ABC):
             The updated store.
         """
 
-    def take(self, row: Int[Array, "B n"], real: Bool[Array, "B n"] | None = None) -> "Store":
-        """Gather entries by index into a store of n entries, encoded; zeros where the mask `real` is False.
+    def gather_entries(
+        self, row: Int[Array, "B n"], real: Bool[Array, "B n"] | None = None
+    ) -> "Store":
+        """Gather rows by index into a store of n entries, without decoding; zeros where the mask `real` is False.
 
         Args:
             row: row indices.
@@ -154,21 +156,21 @@ class Store(abc.ABC):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Dense(Store):
-    """Store of keys and values without encoding, in the model's dtype; float32 on a CPU."""
+class DenseStore(Store):
+    """Store of unencoded keys and values in the model's dtype; float32 on a CPU."""
 
     kernels = ("rows", "rows")
     k: Float[Array, "B P D"]
     v: Float[Array, "B P D"]
 
     @classmethod
-    def of(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
+    def encode_entries(cls, k: Float[Array, "B P D"], v: Float[Array, "B P D"]) -> "Store":
         """Wrap keys and values `[B, P, D]` as a store of P rows, without a copy."""
         return cls(k=k, v=v)
 
     @classmethod
-    def row_bytes(cls, dim: int, itemsize: int) -> int:
-        """Bytes of one entry: a key and a value of `dim` elements each."""
+    def compute_entry_bytes(cls, dim: int, itemsize: int) -> int:
+        """Return the bytes of one entry: a key and a value of `dim` elements of `itemsize` bytes each."""
         return 2 * dim * itemsize
 
     @property
@@ -176,23 +178,23 @@ class Dense(Store):
         """Dtype of keys and values: that of the stored arrays."""
         return self.k.dtype
 
-    def view(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
-        """Keys and values in the model's dtype: the stored arrays."""
+    def decode_entries(self) -> tuple[Float[Array, "B P D"], Float[Array, "B P D"]]:
+        """Return the stored arrays of keys and values `[B, P, D]`; nothing is decoded."""
         return self.k, self.v
 
-    def put(
+    def overwrite_entries(
         self,
         k: tuple[Int[Array, "B n"], Float[Array, "B n D"]],
         v: tuple[Int[Array, "B m"], Float[Array, "B m D"]],
     ) -> "Store":
-        """Return the store with the keys and values of some entries overwritten, cast to the model's dtype."""
+        """Return the store with keys and values at row indices overwritten, cast to the stored arrays' dtype."""
         (k_row, keys), (v_row, values) = k, v
-        k_leaf = put_cells(self.k, k_row, keys.astype(self.k.dtype))
-        v_leaf = put_cells(self.v, v_row, values.astype(self.v.dtype))
+        k_leaf = write_pool_rows(self.k, k_row, keys.astype(self.k.dtype))
+        v_leaf = write_pool_rows(self.v, v_row, values.astype(self.v.dtype))
         return dataclasses.replace(self, k=k_leaf, v=v_leaf)
 
 
-def put_cells(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
-    """Write `new` (one or more numbers per row) to a pool array at row indices `row`; P or more writes nothing."""
+def write_pool_rows(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
+    """Return a pool array `[B, P, ...]` with `new` written at row indices `[B, N]`; indices from P on are ignored."""
     index = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     return leaf.at[index, row].set(new, mode="drop", unique_indices=True)

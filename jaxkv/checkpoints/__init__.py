@@ -1,15 +1,15 @@
 """Checkpoints without a model: downloads, conversion, and tensors read as NumPy arrays, complete or in parts."""
 
 from jaxkv.checkpoints.converting import convert
-from jaxkv.checkpoints.fetching import cache_dir, fetch
+from jaxkv.checkpoints.fetching import cache_dir, fetch_checkpoint
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.named_models import (
     FolderSource,
-    Manifest,
+    ModelManifest,
     WheelSource,
-    manifest,
-    manifests_folder,
-    names,
+    find_manifests_folder,
+    get_manifest,
+    list_model_names,
     save_filter_layers,
 )
 from jaxkv.checkpoints.source import Checkpoint, open_checkpoint
@@ -19,15 +19,15 @@ __all__ = [
     "Checkpoint",
     "FolderSource",
     "GgufTokenizer",
-    "Manifest",
+    "ModelManifest",
     "StoredTensor",
     "WheelSource",
     "cache_dir",
     "convert",
-    "fetch",
-    "manifest",
-    "manifests_folder",
-    "names",
+    "fetch_checkpoint",
+    "get_manifest",
+    "find_manifests_folder",
+    "list_model_names",
     "open_checkpoint",
     "save_filter_layers",
 ]

@@ -7,8 +7,8 @@ from jaxkv.checkpoints.converting import DTYPES, convert
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line and print the path written; return 0, 2 after an error or 130 after an interrupt."""
-    options = _parser().parse_args(argv)
+    """Run `python -m jaxkv.checkpoints` and print the new folder; return 0, 2 after an error, 130 after Ctrl-C."""
+    options = _build_parser().parse_args(argv)
     try:
         print(convert(**vars(options)))
     except (ValueError, OSError) as error:
@@ -20,8 +20,8 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    """Build the parser of `python -m jaxkv.checkpoints`, with its one command `convert`."""
+def _build_parser() -> argparse.ArgumentParser:
+    """Build the `argparse` parser of `python -m jaxkv.checkpoints`, with its only command, `convert`."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxkv.checkpoints", description="Convert checkpoint files."
     )

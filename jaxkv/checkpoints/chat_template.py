@@ -15,8 +15,8 @@ _MOST_CHARACTERS = 1 << 28
 _LONGEST_ERROR = 500
 
 
-def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """Read the Jinja source of a Hugging Face folder's default chat template; None without one.
+def read_chat_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """Return the Jinja source of a Hugging Face folder's default chat template; None if it has none.
 
     `settings` is the content of the folder's `tokenizer_config.json`.
 
@@ -46,8 +46,8 @@ def read_template(folder: Path, settings: Mapping[str, Any]) -> str | None:
     return template or None
 
 
-def render_template(source: str, **variables: Any) -> str:
-    """Render a chat template from its Jinja source; return the text.
+def render_chat_template(source: str, **variables: Any) -> str:
+    """Render a chat template in a sandbox from its Jinja source and variables; return the text.
 
     The sandbox keeps a template from Python's objects and files. The length of the text is bounded, the time is not.
 
@@ -56,7 +56,7 @@ def render_template(source: str, **variables: Any) -> str:
     """
     pieces, total = [], 0
     try:
-        for piece in _compiled(source).generate(**variables):
+        for piece in _compile_template(source).generate(**variables):
             pieces.append(piece)
             total += len(piece)
             if total > _MOST_CHARACTERS:
@@ -68,18 +68,18 @@ def render_template(source: str, **variables: Any) -> str:
 
 
 @functools.lru_cache(maxsize=16)
-def _compiled(source: str) -> Any:
-    """Compile Jinja source in a sandbox, with Hugging Face's settings; return the Jinja template."""
+def _compile_template(source: str) -> Any:
+    """Compile Jinja source for a sandbox, with transformers' settings; return the `jinja2.Template`, cached."""
     import jinja2.ext
     import jinja2.sandbox
 
-    class Generation(jinja2.ext.Extension):
-        """Jinja extension that renders the content of `{% generation %}` blocks as if unmarked."""
+    class GenerationTagExtension(jinja2.ext.Extension):
+        """Jinja extension that renders the content of `{% generation %}` blocks and ignores the tags."""
 
         tags = {"generation"}
 
         def parse(self, parser: Any) -> Any:
-            """Parse a `{% generation %}` block and return the nodes inside it."""
+            """Parse a block up to `{% endgeneration %}`; return the Jinja nodes of its content."""
             next(parser.stream)
             return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -92,7 +92,9 @@ def _compiled(source: str) -> Any:
         return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[GenerationTagExtension, "jinja2.ext.loopcontrols"],
     )
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception

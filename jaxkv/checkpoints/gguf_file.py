@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints import gguf_reader
-from jaxkv.checkpoints.gguf_config import read_config
-from jaxkv.checkpoints.gguf_metadata import Metadata
-from jaxkv.checkpoints.gguf_names import TABLES, hf_name, is_table
+from jaxkv.checkpoints.gguf_config import convert_metadata_to_config
+from jaxkv.checkpoints.gguf_metadata import GgufMetadata
+from jaxkv.checkpoints.gguf_names import TABLES, convert_tensor_name, is_rope_table
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
-from jaxkv.checkpoints.gpt_oss import with_joined_experts
+from jaxkv.checkpoints.gpt_oss import join_gates_and_ups
 from jaxkv.checkpoints.tensor import Index, StoredTensor
 
 # Types whose blocks are 4-bit steps of one size from a minimum, in groups of 32.
@@ -26,7 +26,7 @@ _AT_ONCE = 1 << 20
 
 
 class GgufFile:
-    """GGUF file opened for reading: Hugging Face config, tensors under Hugging Face names, and vocabulary.
+    """GGUF file as a checkpoint: Hugging Face config, float32 tensors by Hugging Face names, and vocabulary.
 
     Attributes:
         path: path of the file.
@@ -36,18 +36,18 @@ class GgufFile:
     """
 
     def __init__(self, path: Path):
-        """Open the file and read its metadata, not its weights.
+        """Open the file: read header and vocabulary, build config and tensor list; weights are read later.
 
         Raises:
             ValueError: if the file is missing, truncated or corrupt, or its architecture is not supported.
         """
         self.path = path
-        values, self._stored = gguf_reader.read(path)
-        self._meta = meta = Metadata(values)
+        values, self._stored = gguf_reader.read_gguf_header(path)
+        self._meta = meta = GgufMetadata(values)
         known = TABLES["layers"]
         remedy = f"not supported: use one of {', '.join(known)}"
         require(meta.arch in known, "general.architecture", meta.arch, remedy)
-        parts = meta.get("split.count", 1, kind=int)
+        parts = meta.get_value("split.count", 1, kind=int)
         require(
             parts <= 1,
             "split.count",
@@ -55,28 +55,30 @@ class GgufFile:
             "several parts: merge them into one file with llama.cpp's gguf-split --merge",
         )
         self.tensors = {
-            (hf := hf_name(name, meta.arch)): StoredTensor(
+            (hf := convert_tensor_name(name, meta.arch)): StoredTensor(
                 shape=tensor.shape or (1,),
                 dtype=np.dtype(np.float32),
-                read=functools.partial(self._read, hf, tensor),
+                read=functools.partial(self._read_tensor, hf, tensor),
                 stepped=tensor.kind.name in _STEPPED,
             )
             for name, tensor in self._stored.items()
-            if not is_table(name)
+            if not is_rope_table(name)
         }
-        self.tensors = with_joined_experts(self.tensors) if meta.arch == "gpt-oss" else self.tensors
+        self.tensors = join_gates_and_ups(self.tensors) if meta.arch == "gpt-oss" else self.tensors
         factors = (
-            self._stored["rope_freqs.weight"].data if "rope_freqs.weight" in self._stored else None
+            self._stored["rope_freqs.weight"].stored_array
+            if "rope_freqs.weight" in self._stored
+            else None
         )
-        self.config = read_config(meta, self.tensors, factors)
+        self.config = convert_metadata_to_config(meta, self.tensors, factors)
         self.tokenizer = self._read_tokenizer()
 
-    def _read(self, name: str, tensor: gguf_reader.GgufTensor, index: Index) -> np.ndarray:
-        """Read the slices `index` of a tensor as float32, with Hugging Face's row order and norm weights."""
-        heads = self._interleaved(name, tensor)
+    def _read_tensor(self, name: str, tensor: gguf_reader.GgufTensor, index: Index) -> np.ndarray:
+        """Read slices `index` of a tensor, dequantised to float32, with Hugging Face's row order and norm weights."""
+        heads = self._count_interleaved_heads(name, tensor)
         first, last, _ = (index[0] if index else slice(None)).indices((*tensor.shape, 1)[0])
         if heads is None:
-            rows = self._dequantised(name, tensor, first, last)[(slice(None), *index[1:])]
+            rows = self._dequantise_rows(name, tensor, first, last)[(slice(None), *index[1:])]
             return (
                 rows - 1
                 if self._meta.arch in _MORE_BY_ONE and name.endswith("norm.weight")
@@ -84,13 +86,13 @@ class GgufFile:
             )
         size = tensor.shape[0] // heads
         low, high = first // size, -(-last // size)
-        rows = undo_permutation(
-            self._dequantised(name, tensor, low * size, high * size), high - low
+        rows = undo_rope_permutation(
+            self._dequantise_rows(name, tensor, low * size, high * size), high - low
         )
         return rows[(slice(first - low * size, last - low * size), *index[1:])]
 
-    def _interleaved(self, name: str, tensor: gguf_reader.GgufTensor) -> int | None:
-        """Return the heads of a Q or K projection whose rows llama.cpp has interleaved; None for other tensors."""
+    def _count_interleaved_heads(self, name: str, tensor: gguf_reader.GgufTensor) -> int | None:
+        """Return the number of heads of a Llama Q or K projection, whose rows are interleaved; None for others."""
         for part, key in (("q_proj", "num_attention_heads"), ("k_proj", "num_key_value_heads")):
             heads, head_dim = self.config[key], self.config["head_dim"]
             # A tensor of another shape is rejected when the model is loaded.
@@ -102,17 +104,17 @@ class GgufFile:
                 return heads if head_dim % 2 == 0 else None
         return None
 
-    def _dequantised(
+    def _dequantise_rows(
         self, name: str, tensor: gguf_reader.GgufTensor, first: int, last: int
     ) -> np.ndarray:
-        """Read rows first to last - 1 of a tensor as float32, in the file's row order; ValueError if unsupported."""
+        """Read rows first to last - 1 of a tensor as float32 in the file's order; ValueError if unsupported."""
         from gguf import quants
 
         try:
             # A vector's quantisation blocks run along its only axis, so it is sliced after dequantisation.
             if len(tensor.shape) < 2:
                 return np.asarray(
-                    np.atleast_1d(quants.dequantize(tensor.data, tensor.kind))[first:last],
+                    np.atleast_1d(quants.dequantize(tensor.stored_array, tensor.kind))[first:last],
                     np.float32,
                 )
             array = np.empty((last - first, *tensor.shape[1:]), np.float32)
@@ -123,25 +125,25 @@ class GgufFile:
                     over="ignore"
                 ):  # infinities from MXFP4's largest scales are rejected later
                     array[start - first : stop - first] = quants.dequantize(
-                        tensor.rows(start, stop), tensor.kind
+                        tensor.read_rows(start, stop), tensor.kind
                     )
             return array
         except NotImplementedError as error:
             remedy = (
                 "this quantisation is not supported: use a Q4, Q5, Q6, Q8, MXFP4, F16 or BF16 file"
             )
-            raise invalid(f"{name}.type", tensor.kind.name, remedy) from error
+            raise build_value_error(f"{name}.type", tensor.kind.name, remedy) from error
 
     def _read_tokenizer(self) -> GgufTokenizer | None:
-        """Read the file's vocabulary as a `GgufTokenizer`; None without tokens."""
+        """Build a `GgufTokenizer` from the file's metadata; None if it has no tokens, ValueError for invalid ids."""
 
         def get(key: str, kind: type) -> Any:
-            return self._meta.get(f"tokenizer.ggml.{key}", kind=kind)
+            return self._meta.get_value(f"tokenizer.ggml.{key}", kind=kind)
 
-        tokens = self._meta.items("tokenizer.ggml.tokens", str)
+        tokens = self._meta.get_list("tokenizer.ggml.tokens", str)
         if not tokens:
             return None
-        ids = self._meta.ids()
+        ids = self._meta.get_special_ids()
         stray = {
             kind: value
             for kind, value in ids.items()
@@ -157,21 +159,21 @@ class GgufFile:
             model=get("model", str) or "",
             pre=get("pre", str),
             tokens=tokens,
-            types=self._meta.items("tokenizer.ggml.token_type", int),
-            merges=self._meta.items("tokenizer.ggml.merges", str),
-            scores=self._meta.items("tokenizer.ggml.scores", float),
+            types=self._meta.get_list("tokenizer.ggml.token_type", int),
+            merges=self._meta.get_list("tokenizer.ggml.merges", str),
+            scores=self._meta.get_list("tokenizer.ggml.scores", float),
             add_bos=get("add_bos_token", bool),
             add_space_prefix=get("add_space_prefix", bool),
-            chat_template=self._meta.get("tokenizer.chat_template", kind=str),
+            chat_template=self._meta.get_value("tokenizer.chat_template", kind=str),
             **ids,
         )
 
 
-def undo_permutation(
+def undo_rope_permutation(
     array: Float[np.ndarray, "rows *rest"],  # noqa: F821
     heads: int,
 ) -> Float[np.ndarray, "rows *rest"]:  # noqa: F821
-    """Reorder the rows of a query or key projection `[heads * D, ...]` of arch "llama" into Hugging Face's order.
+    """Reorder the rows of a Llama Q or K projection `[heads * D, ...]` from llama.cpp's order to Hugging Face's.
 
     llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face rows (i, i + D/2), so the conversion to
     GGUF interleaves the two halves of each head; this separates them again.

@@ -17,8 +17,8 @@ _KINDS = {
 }
 
 
-class Metadata:
-    """A GGUF's metadata: values by key, rejected by name if they have another type than requested.
+class GgufMetadata:
+    """Metadata of a GGUF file by key, whose getters raise ValueError for values of another type than requested.
 
     Attributes:
         values: metadata by key, as plain Python values.
@@ -26,11 +26,11 @@ class Metadata:
     """
 
     def __init__(self, values: Mapping[str, Any]):
-        """Wrap metadata by key; ValueError if its architecture is not a text."""
+        """Wrap metadata by key and read the architecture's name; ValueError if that is not a string."""
         self.values = values
-        self.arch = self.get("general.architecture", kind=str)
+        self.arch = self.get_value("general.architecture", kind=str)
 
-    def get(self, key: str, default: Any = None, *, kind: type) -> Any:
+    def get_value(self, key: str, default: Any = None, *, kind: type) -> Any:
         """Return the value of a key, or `default` if absent; ValueError if it is not of type `kind`."""
         value = self.values.get(key)
         if value is None:
@@ -40,15 +40,15 @@ class Metadata:
         require(sound, key, value, f"not {_KINDS[kind]}: convert the model again")
         return value
 
-    def items(self, key: str, kind: type) -> tuple[Any, ...]:
+    def get_list(self, key: str, kind: type) -> tuple[Any, ...]:
         """Return the list of a key as a tuple, empty if absent; ValueError for items not of type `kind`."""
-        values = self.get(key, [], kind=list)
+        values = self.get_value(key, [], kind=list)
         sound = all(type(value) is kind for value in values)
         require(sound, key, values[:3], f"not a list of {_KINDS[kind]}: convert the model again")
         return tuple(values)
 
-    def hyper(self, key: str, default: Any = None, *, kind: type = int) -> Any:
-        """Return a number of the architecture, such as `llama.block_count`; ValueError if layers differ in it."""
+    def get_hyperparameter(self, key: str, default: Any = None, *, kind: type = int) -> Any:
+        """Return the architecture's number of a key, or `default`; ValueError if there is neither, or layers differ."""
         key = f"{self.arch}.{key}"
         value = self.values.get(key)
         if isinstance(value, list):
@@ -61,20 +61,20 @@ class Metadata:
             )
             value = value[0]
         else:
-            value = self.get(key, default, kind=kind)
+            value = self.get_value(key, default, kind=kind)
         remedy = f"not {_KINDS[kind]}: convert the model again"
         require(type(value) in (int, kind), key, value, remedy)
         return value
 
-    def ids(self) -> dict[str, int | None]:
-        """Return special token ids by kind (bos, eos, eot, pad, unk); None for a kind without id or valid default."""
+    def get_special_ids(self) -> dict[str, int | None]:
+        """Return special token ids by kind (bos, eos, eot, pad, unk), with llama.cpp's defaults; None where unknown."""
         ids = {
-            kind: self.get(f"tokenizer.ggml.{key}_token_id", kind=int)
+            kind: self.get_value(f"tokenizer.ggml.{key}_token_id", kind=int)
             for kind, key in TABLES["ids"].items()
         }
-        tokens = self.get("tokenizer.ggml.tokens", [], kind=list)
+        tokens = self.get_value("tokenizer.ggml.tokens", [], kind=list)
         # llama.cpp's defaults for a sentencepiece vocabulary; its default for "gpt2" is 11, a comma in most files.
-        if self.get("tokenizer.ggml.model", kind=str) == "llama":
+        if self.get_value("tokenizer.ggml.model", kind=str) == "llama":
             ids |= {
                 kind: id
                 for kind, id in TABLES["sentencepiece"].items()
@@ -86,6 +86,6 @@ class Metadata:
         return ids
 
 
-def decimal(value: float) -> float:
-    """Return the shortest decimal that rounds to this float32: 1e-5 rather than 9.999999747378752e-06."""
+def round_to_shortest_decimal(value: float) -> float:
+    """Return the shortest decimal that rounds to this float32, as a float: 1e-5, not 9.999999747378752e-06."""
     return float(str(np.float32(value)))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -22,13 +22,13 @@ _MOST_BYTES, _MOST_ITEMS, _MOST_KEYS, _MOST_TENSORS, _MOST_AXES = (
 )
 
 
-class _Corrupt(Exception):
-    """Exception for a corrupt GGUF file; `read` turns it into a ValueError that names the file."""
+class _CorruptFileError(Exception):
+    """Internal exception for a truncated or corrupt GGUF; `read_gguf_header` turns it into a ValueError."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTensor:
-    """Location, shape and quantisation type of a tensor in a GGUF file; `data` and `rows` read it as stored.
+    """Location, shape and quantisation type of a GGUF tensor, with methods that read it as stored, not dequantised.
 
     Attributes:
         name: llama.cpp's name.
@@ -49,17 +49,19 @@ class GgufTensor:
     stored: tuple[int, ...]
 
     @property
-    def data(self) -> np.ndarray:
-        """Stored array, numbers or quantised bytes, read from the file; ValueError if the file is shorter."""
-        return self._read(0, math.prod(self.stored)).reshape(self.stored)
+    def stored_array(self) -> np.ndarray:
+        """Whole tensor as stored, read from the file at each access: numbers, or uint8 for quantised rows."""
+        return self._read_elements(0, math.prod(self.stored)).reshape(self.stored)
 
-    def rows(self, first: int, last: int) -> np.ndarray:
-        """Read rows first to last - 1 of the stored array; ValueError if the file has become shorter."""
+    def read_rows(self, first: int, last: int) -> np.ndarray:
+        """Read rows first to last - 1 of the tensor as stored, not dequantised; ValueError if the file ends before."""
         row = math.prod(self.stored[1:])
-        return self._read(first * row, (last - first) * row).reshape(last - first, *self.stored[1:])
+        return self._read_elements(first * row, (last - first) * row).reshape(
+            last - first, *self.stored[1:]
+        )
 
-    def _read(self, first: int, count: int) -> np.ndarray:
-        """Read `count` elements of the stored array from element `first` on; ValueError if the file is shorter."""
+    def _read_elements(self, first: int, count: int) -> np.ndarray:
+        """Read `count` elements of the stored array from element `first`, flat; ValueError if the file ends before."""
         # Read, not mapped: a mapping would keep all pages that were read in the memory of the process.
         found = np.fromfile(
             self.path, self.dtype, count, offset=self.at + first * self.dtype.itemsize
@@ -71,7 +73,7 @@ class GgufTensor:
         return found
 
 
-def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
+def read_gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     """Read a GGUF file's header; return metadata by key as plain Python values, and `GgufTensor`s by name.
 
     Raises:
@@ -80,21 +82,23 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
     size = path.stat().st_size
     try:
         if size < 24:
-            raise _Corrupt("too short for a header")
-        cursor = _Cursor(np.memmap(path, np.uint8, mode="r"), path)
-        metadata, tensor_count = _metadata(cursor)
-        return metadata, _tensors(cursor, tensor_count, metadata.get("general.alignment", 32))
+            raise _CorruptFileError("too short for a header")
+        cursor = _GgufHeaderCursor(np.memmap(path, np.uint8, mode="r"), path)
+        metadata, tensor_count = _read_metadata(cursor)
+        return metadata, _read_tensor_list(
+            cursor, tensor_count, metadata.get("general.alignment", 32)
+        )
     except OSError as error:
-        raise invalid(
+        raise build_value_error(
             "file", path, f"{size:,} bytes cannot be mapped ({error.strerror}): free some memory"
         ) from error
-    except (_Corrupt, UnicodeDecodeError) as error:
+    except (_CorruptFileError, UnicodeDecodeError) as error:
         remedy = f"truncated or corrupt GGUF of {size} bytes ({error}): download it again"
-        raise invalid("file", path, remedy) from error
+        raise build_value_error("file", path, remedy) from error
 
 
-class _Cursor:
-    """Read position `at` in a memory-mapped GGUF header; its readers raise `_Corrupt` beyond the header's end."""
+class _GgufHeaderCursor:
+    """Reader of a memory-mapped GGUF header that advances position `at`; `_CorruptFileError` beyond its end."""
 
     def __init__(self, data: np.ndarray, path: Path):
         self.path = path
@@ -103,112 +107,118 @@ class _Cursor:
         self._view = data.data
         self._end = min(len(data), _MOST_BYTES)
 
-    def take(self, size: int) -> memoryview:
-        """Read the next `size` bytes as a memoryview; raise `_Corrupt` beyond the end."""
+    def read_bytes(self, size: int) -> memoryview:
+        """Return the next `size` bytes as a memoryview and advance; `_CorruptFileError` beyond the end."""
         if self.at + size > self._end:
-            raise _Corrupt(f"{size:,} bytes from byte {self.at:,} on reach beyond the metadata")
+            raise _CorruptFileError(
+                f"{size:,} bytes from byte {self.at:,} on reach beyond the metadata"
+            )
         self.at += size
         return self._view[self.at - size : self.at]
 
-    def many(self, dtype: Any, count: int) -> list[Any]:
-        """Read the next `count` little-endian numbers of a dtype as a list of Python numbers."""
+    def read_numbers(self, dtype: Any, count: int) -> list[Any]:
+        """Read the next `count` little-endian numbers of a dtype; return a list of Python numbers."""
         kind = np.dtype(dtype).newbyteorder("<")
-        return np.frombuffer(self.take(count * kind.itemsize), kind).tolist()
+        return np.frombuffer(self.read_bytes(count * kind.itemsize), kind).tolist()
 
-    def whole(self, size: int) -> int:
-        """Read the next unsigned integer of `size` bytes, little-endian."""
-        return int.from_bytes(self.take(size), "little")
+    def read_unsigned(self, size: int) -> int:
+        """Read the next little-endian unsigned integer of `size` bytes."""
+        return int.from_bytes(self.read_bytes(size), "little")
 
-    def text(self) -> str:
-        """Read the next string, a 64-bit length followed by UTF-8 text."""
-        return str(self.take(self.whole(8)), "utf-8")
+    def read_string(self) -> str:
+        """Read the next string: a 64-bit length in bytes, then UTF-8 text."""
+        return str(self.read_bytes(self.read_unsigned(8)), "utf-8")
 
-    def count(self, most: int, what: str) -> int:
-        """Read the next 64-bit unsigned integer, a number of items; raise `_Corrupt` if it is above `most`."""
-        count = self.whole(8)
+    def read_count(self, most: int, what: str) -> int:
+        """Read the next 64-bit unsigned integer, a number of items; `_CorruptFileError` if it exceeds `most`."""
+        count = self.read_unsigned(8)
         if count > most:
-            raise _Corrupt(f"{count:,} {what}, at most {most:,} are read")
+            raise _CorruptFileError(f"{count:,} {what}, at most {most:,} are read")
         return count
 
 
-def _metadata(cursor: _Cursor) -> tuple[dict[str, Any], int]:
-    """Read magic, version and metadata; return the metadata by key, and the number of tensors."""
-    if bytes(cursor.take(4)) != _MAGIC:
-        raise _Corrupt("GGUF magic invalid")
-    version = cursor.whole(4)
+def _read_metadata(cursor: _GgufHeaderCursor) -> tuple[dict[str, Any], int]:
+    """Check a GGUF's magic and version, read its metadata; return the metadata by key, and the number of tensors."""
+    if bytes(cursor.read_bytes(4)) != _MAGIC:
+        raise _CorruptFileError("GGUF magic invalid")
+    version = cursor.read_unsigned(4)
     if version not in _VERSIONS:
-        raise _Corrupt(f"version {version}, where {' and '.join(map(str, _VERSIONS))} are read")
-    tensor_count = cursor.count(_MOST_TENSORS, "tensors")
+        raise _CorruptFileError(
+            f"version {version}, where {' and '.join(map(str, _VERSIONS))} are read"
+        )
+    tensor_count = cursor.read_count(_MOST_TENSORS, "tensors")
     metadata: dict[str, Any] = {}
-    for _ in range(cursor.count(_MOST_KEYS, "keys")):
-        key = cursor.text()
+    for _ in range(cursor.read_count(_MOST_KEYS, "keys")):
+        key = cursor.read_string()
         if key in metadata:
-            raise _Corrupt(f"the key {key!r} twice")
-        metadata[key] = _value(cursor, cursor.whole(4), key)
+            raise _CorruptFileError(f"the key {key!r} twice")
+        metadata[key] = _read_metadata_value(cursor, cursor.read_unsigned(4), key)
     return metadata, tensor_count
 
 
-def _value(cursor: _Cursor, kind: int, key: str) -> Any:
-    """Read the next metadata value (number, text or list), of the GGUF type number `kind`; `_Corrupt` if unknown."""
+def _read_metadata_value(cursor: _GgufHeaderCursor, kind: int, key: str) -> Any:
+    """Read a metadata value of GGUF type number `kind`: a number, bool, string or list; raise if it is unknown."""
     from gguf import GGUFReader
 
     scalars: dict[Any, Any] = GGUFReader.gguf_scalar_to_np
     if kind in scalars:
-        return cursor.many(scalars[kind], 1)[0]
+        return cursor.read_numbers(scalars[kind], 1)[0]
     if kind == _STRING:
-        return cursor.text()
+        return cursor.read_string()
     if kind != _ARRAY:
-        raise _Corrupt(f"a value of unknown kind {kind} for {key!r}")
-    inner, count = cursor.whole(4), cursor.count(_MOST_ITEMS, f"items in {key!r}")
+        raise _CorruptFileError(f"a value of unknown kind {kind} for {key!r}")
+    inner, count = cursor.read_unsigned(4), cursor.read_count(_MOST_ITEMS, f"items in {key!r}")
     if inner in scalars:
-        return cursor.many(scalars[inner], count)
+        return cursor.read_numbers(scalars[inner], count)
     if inner != _STRING:
-        raise _Corrupt(f"items of unknown kind {inner} in {key!r}")
-    return [cursor.text() for _ in range(count)]
+        raise _CorruptFileError(f"items of unknown kind {inner} in {key!r}")
+    return [cursor.read_string() for _ in range(count)]
 
 
-def _tensors(cursor: _Cursor, count: int, alignment: Any) -> dict[str, GgufTensor]:
-    """Read the tensor list; return `GgufTensor`s by name, in file order; raise `_Corrupt` if one is invalid."""
+def _read_tensor_list(
+    cursor: _GgufHeaderCursor, count: int, alignment: Any
+) -> dict[str, GgufTensor]:
+    """Read the header's tensor list; return `GgufTensor`s by name, in file order; raise if one is invalid."""
     if not isinstance(alignment, int) or alignment <= 0 or alignment & (alignment - 1):
-        raise _Corrupt(f"an alignment of {alignment!r}, which is not a power of two")
+        raise _CorruptFileError(f"an alignment of {alignment!r}, which is not a power of two")
     entries: dict[str, tuple[tuple[int, ...], int, int]] = {}
     for _ in range(count):
-        name = cursor.text()
-        axes = cursor.whole(4)
+        name = cursor.read_string()
+        axes = cursor.read_unsigned(4)
         if name in entries or axes > _MOST_AXES:
-            raise _Corrupt(f"the tensor {name!r} twice, or with {axes} axes")
+            raise _CorruptFileError(f"the tensor {name!r} twice, or with {axes} axes")
         # The file lists the fastest axis first.
-        shape = tuple(reversed(cursor.many(np.uint64, axes)))
-        entries[name] = shape, cursor.whole(4), cursor.whole(8)
+        shape = tuple(reversed(cursor.read_numbers(np.uint64, axes)))
+        entries[name] = shape, cursor.read_unsigned(4), cursor.read_unsigned(8)
     start = -(-cursor.at // alignment) * alignment
     end, tensors = 0, {}
     for name, (shape, kind, offset) in sorted(entries.items(), key=lambda item: item[1][2]):
-        tensor, size = _tensor(cursor, name, shape, kind, start + offset)
+        tensor, size = _locate_tensor(cursor, name, shape, kind, start + offset)
         if offset < end and size:
-            raise _Corrupt(f"the tensor {name!r} overlaps the one before it")
+            raise _CorruptFileError(f"the tensor {name!r} overlaps the one before it")
         end, tensors[name] = max(end, offset + size), tensor
     return {name: tensors[name] for name in entries}
 
 
-def _tensor(
-    cursor: _Cursor, name: str, shape: tuple[int, ...], kind: int, at: int
+def _locate_tensor(
+    cursor: _GgufHeaderCursor, name: str, shape: tuple[int, ...], kind: int, at: int
 ) -> tuple[GgufTensor, int]:
-    """Return the `GgufTensor` at byte `at` of the file and its size in bytes; raise `_Corrupt` if invalid."""
+    """Return the `GgufTensor` at byte `at` of the file, and its size in bytes; raise if its type or size is invalid."""
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     plain = {"F32": np.float32, "F16": np.float16, "F64": np.float64, "I8": np.int8}
     plain |= {"I16": np.int16, "I32": np.int32, "I64": np.int64}
     if kind not in {each.value for each in GGMLQuantizationType}:
-        raise _Corrupt(f"the tensor {name!r} of unknown type {kind}")
+        raise _CorruptFileError(f"the tensor {name!r} of unknown type {kind}")
     known = GGMLQuantizationType(kind)
     block, block_bytes = GGML_QUANT_SIZES[known]
     if (shape[-1] if shape else 1) % block:
-        raise _Corrupt(
+        raise _CorruptFileError(
             f"the tensor {name!r} of shape {shape}, where rows come in blocks of {block}"
         )
     size = math.prod(shape) // block * block_bytes
     if at + size > cursor.size:
-        raise _Corrupt(f"the tensor {name!r} ends at byte {at + size:,}")
+        raise _CorruptFileError(f"the tensor {name!r} ends at byte {at + size:,}")
     dtype: np.dtype = np.dtype(np.uint8)
     stored = (*shape[:-1], (shape[-1] if shape else 1) // block * block_bytes)
     if known.name in plain:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from typing import Any
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints.gguf_names import TABLES
 
 _MOST_CUTS = 10**9
@@ -14,7 +14,7 @@ _PRE = TABLES["pre"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GgufTokenizer:
-    """A GGUF file's vocabulary as plain data: tokens, merges or scores, special token ids, chat template.
+    """Vocabulary of a GGUF file as plain data: tokens, merges or scores, special token ids, chat template.
 
     Attributes:
         model: kind of tokenizer: "gpt2" is byte-level BPE, "llama" is sentencepiece BPE.
@@ -50,13 +50,13 @@ class GgufTokenizer:
 
     @property
     def adds_bos(self) -> bool:
-        """True if prompts start with `bos`: from the file, else llama.cpp's default for the kind of tokenizer."""
+        """True if prompts start with `bos`: as the file says, else llama.cpp's default for this kind of tokenizer."""
         if self.add_bos is not None:
             return self.add_bos
         return self.model == "llama" or "whole" in _PRE.get(self.pre or "", ())
 
-    def build(self) -> Any:
-        """Build a `tokenizers.Tokenizer` from the vocabulary.
+    def build_tokenizer(self) -> Any:
+        """Build a Hugging Face `tokenizers.Tokenizer` from the vocabulary, with its special tokens.
 
         Returns:
             A `tokenizers.Tokenizer`.
@@ -78,22 +78,26 @@ class GgufTokenizer:
                 "not one per token: download the file again",
             )
         try:
-            tokenizer = _byte_level(self) if self.model == "gpt2" else _sentencepiece(self)
+            tokenizer = (
+                _build_byte_level_bpe(self)
+                if self.model == "gpt2"
+                else _build_sentencepiece_bpe(self)
+            )
         except ValueError:
             raise
         # The Rust library raises plain Exception, such as for a merge whose parts are not tokens.
         except Exception as error:
-            raise invalid(
+            raise build_value_error(
                 "tokenizer.ggml.model",
                 self.model,
                 f"inconsistent vocabulary ({error}): download the file again",
             ) from error
-        tokenizer.add_special_tokens(self._added(special=True))
-        tokenizer.add_tokens(self._added(special=False))
+        tokenizer.add_special_tokens(self._list_added_tokens(special=True))
+        tokenizer.add_tokens(self._list_added_tokens(special=False))
         return tokenizer
 
-    def _added(self, *, special: bool) -> list[Any]:
-        """List `AddedToken`s matched as a whole: control and special tokens if `special`, else user-defined ones."""
+    def _list_added_tokens(self, *, special: bool) -> list[Any]:
+        """List special, or else user-defined, tokens as `AddedToken`s, which the tokenizer matches as a whole."""
         from tokenizers import AddedToken
 
         chosen = {
@@ -110,7 +114,7 @@ class GgufTokenizer:
         ]
 
 
-def _byte_level(spec: GgufTokenizer) -> Any:
+def _build_byte_level_bpe(spec: GgufTokenizer) -> Any:
     """Build the byte-level BPE `Tokenizer` of a "gpt2" vocabulary; ValueError for an unknown pre-tokenizer."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
@@ -134,8 +138,8 @@ def _byte_level(spec: GgufTokenizer) -> Any:
     return tokenizer
 
 
-def _sentencepiece(spec: GgufTokenizer) -> Any:
-    """Build the sentencepiece BPE `Tokenizer` of a "llama" vocabulary; ValueError for invalid tokens or scores."""
+def _build_sentencepiece_bpe(spec: GgufTokenizer) -> Any:
+    """Build the BPE `Tokenizer` of a "llama" (sentencepiece) vocabulary, with merges derived from token scores."""
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     require(

@@ -26,8 +26,8 @@ _PAIRS = np.stack([_CODES[np.arange(256) & 15], _CODES[np.arange(256) >> 4]], ax
 _AS_ONE = _PAIRS.view(np.uint64)[:, 0]
 
 
-def with_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Convert the expert tensors of a gpt-oss folder to the layout of a linear map: outputs, then inputs.
+def convert_expert_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return all tensors of a gpt-oss folder, with experts as floats, outputs before inputs, gates and ups apart.
 
     A layer's `mlp.experts.` then has `gate_up_proj.weight` [X, 2, F, E], gates before ups, `gate_up_proj.bias`
     [X, 2, F], `down_proj.weight` [X, E, F] and `down_proj.bias` [X, E]. Files interleave gates and ups, and store
@@ -66,8 +66,8 @@ def with_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
             f"both blocks and floats of one weight: keep one of them, or {AGAIN}",
         )
         if kind == "_blocks":
-            _check_blocks(name, tensor, stored.get(f"{base}_scales"))
-            found[to] = _unpacked(tensor, stored[f"{base}_scales"], paired=paired)
+            _check_mxfp4_blocks(name, tensor, stored.get(f"{base}_scales"))
+            found[to] = _wrap_mxfp4_blocks(tensor, stored[f"{base}_scales"], paired=paired)
         else:
             axes = 2 if kind else 3
             remedy = f"{axes} axes{', the last of gates and ups in turns,' * paired} are expected: {AGAIN}"
@@ -77,12 +77,12 @@ def with_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
                 tensor.shape,
                 remedy,
             )
-            found[to] = _turned(tensor, paired=paired)
+            found[to] = _transpose_expert_tensor(tensor, paired=paired)
     return found
 
 
-def with_joined_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Join the gates and ups of a gpt-oss GGUF in one tensor, in the layout of `with_experts`.
+def join_gates_and_ups(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Join each layer's gate and up tensors of a gpt-oss GGUF into one `gate_up_proj`; return all tensors by name.
 
     Args:
         stored: all tensors by their Hugging Face names; a layer's `mlp.experts.` has `gate_proj.weight` and
@@ -115,28 +115,28 @@ def with_joined_experts(stored: Mapping[str, StoredTensor]) -> dict[str, StoredT
             other.shape,
             f"{name} has {tensor.shape}, and needs the same shape: {AGAIN}",
         )
-        found[f"{base}gate_up_proj.{kind}"] = _joined(
+        found[f"{base}gate_up_proj.{kind}"] = _join_expert_pair(
             *((tensor, other) if part == "gate" else (other, tensor))
         )
     return found
 
 
-def _joined(gates: StoredTensor, ups: StoredTensor) -> StoredTensor:
-    """Join gates and ups of experts, [X, F, ...] each, as a `StoredTensor` [X, 2, F, ...]."""
+def _join_expert_pair(gates: StoredTensor, ups: StoredTensor) -> StoredTensor:
+    """Return a `StoredTensor` [X, 2, F, ...] that reads from a layer's gate and up tensors, [X, F, ...] each."""
     shape = (gates.shape[0], 2, *gates.shape[1:])
 
-    def read(index: Index) -> np.ndarray:
-        """Read the part from the gates, the ups or both."""
-        experts, halves, *rest = _spans(index, shape)
+    def read_joined_part(index: Index) -> np.ndarray:
+        """Read a part from the gate tensor, the up tensor or both."""
+        experts, halves, *rest = _complete_index(index, shape)
         return np.stack([each.read((experts, *rest)) for each in [gates, ups][halves]], axis=1)
 
     return StoredTensor(
-        shape=shape, dtype=gates.dtype, read=read, stepped=gates.stepped and ups.stepped
+        shape=shape, dtype=gates.dtype, read=read_joined_part, stepped=gates.stepped and ups.stepped
     )
 
 
-def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:
-    """Raise ValueError unless a tensor has MXFP4 blocks, and another one their scales."""
+def _check_mxfp4_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) -> None:
+    """Raise ValueError unless tensors have the dtypes and shapes of MXFP4 blocks and of their scales."""
     remedy = (
         f"MXFP4 blocks are uint8 [experts, outputs, inputs / {_GROUP}, {_GROUP_BYTES}]: {AGAIN}"
     )
@@ -156,63 +156,65 @@ def _check_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | None) 
     require(fits, beside, f"{scales.dtype.name}{list(scales.shape)}", remedy)
 
 
-def _turned(tensor: StoredTensor, *, paired: bool) -> StoredTensor:
-    """Transpose floats [X, inputs, outputs], or biases [X, outputs], to a `StoredTensor` with inputs last."""
+def _transpose_expert_tensor(tensor: StoredTensor, *, paired: bool) -> StoredTensor:
+    """Return a `StoredTensor` that transposes expert weights [X, inputs, outputs], or biases, to inputs last."""
     count, *inputs, outputs = tensor.shape
-    shape = (count, *_ahead(outputs, paired), *inputs)
+    shape = (count, *_compute_output_axes(outputs, paired), *inputs)
 
-    def read(index: Index) -> np.ndarray:
-        """Read the part from the slices of the file's axes that contain it."""
-        spans = _spans(index, shape)
-        rows, rest = _rows(spans, paired)
+    def read_transposed_part(index: Index) -> np.ndarray:
+        """Read the part of the file's tensor that contains `index`, transpose it, and separate gates from ups."""
+        spans = _complete_index(index, shape)
+        rows, rest = _locate_file_outputs(spans, paired)
         part = np.moveaxis(tensor.read((spans[0], *rest, rows)), -1, 1)
-        return np.ascontiguousarray(_parted(part, spans, paired))
+        return np.ascontiguousarray(_separate_gates_and_ups(part, spans, paired))
 
-    return StoredTensor(shape=shape, dtype=tensor.dtype, read=read)
+    return StoredTensor(shape=shape, dtype=tensor.dtype, read=read_transposed_part)
 
 
-def _unpacked(blocks: StoredTensor, scales: StoredTensor, *, paired: bool) -> StoredTensor:
-    """Return MXFP4 blocks [X, outputs, groups, 16] as a `StoredTensor` of their values."""
+def _wrap_mxfp4_blocks(blocks: StoredTensor, scales: StoredTensor, *, paired: bool) -> StoredTensor:
+    """Return a bfloat16 `StoredTensor` that dequantises MXFP4 blocks [X, outputs, groups, 16] when it is read."""
     count, outputs, groups, _ = blocks.shape
-    shape = (count, *_ahead(outputs, paired), groups * _GROUP)
+    shape = (count, *_compute_output_axes(outputs, paired), groups * _GROUP)
 
-    def read(index: Index) -> np.ndarray:
-        """Read the groups that contain the part, and dequantise them."""
-        spans = _spans(index, shape)
-        rows, (inputs,) = _rows(spans, paired)
+    def read_dequantised_part(index: Index) -> np.ndarray:
+        """Read the groups that contain the part, dequantise them to bfloat16, and cut the part out."""
+        spans = _complete_index(index, shape)
+        rows, (inputs,) = _locate_file_outputs(spans, paired)
         first, last = inputs.start // _GROUP, -(-inputs.stop // _GROUP)
         there = (spans[0], rows, slice(first, last))
         both = blocks.read((*there, slice(0, _GROUP_BYTES))), scales.read(there)
-        parts = (np.ascontiguousarray(_parted(each, spans, paired)) for each in both)
+        parts = (
+            np.ascontiguousarray(_separate_gates_and_ups(each, spans, paired)) for each in both
+        )
         begin = first * _GROUP
-        return _dequantised(*parts)[..., inputs.start - begin : inputs.stop - begin]
+        return _dequantise_mxfp4(*parts)[..., inputs.start - begin : inputs.stop - begin]
 
-    return StoredTensor(shape=shape, dtype=np.dtype(ml_dtypes.bfloat16), read=read)
+    return StoredTensor(shape=shape, dtype=np.dtype(ml_dtypes.bfloat16), read=read_dequantised_part)
 
 
-def _ahead(outputs: int, paired: bool) -> tuple[int, ...]:
+def _compute_output_axes(outputs: int, paired: bool) -> tuple[int, ...]:
     """Return the sizes of the output axes: (2, outputs / 2) for gates and ups if `paired`, else (outputs,)."""
     return (2, outputs // 2) if paired else (outputs,)
 
 
-def _rows(spans: list[slice], paired: bool) -> tuple[slice, list[slice]]:
-    """Return the file's outputs that contain a part, gates and ups interleaved, and the spans of the next axes."""
+def _locate_file_outputs(spans: list[slice], paired: bool) -> tuple[slice, list[slice]]:
+    """Return the slice of the file's outputs (gates and ups interleaved) for a part, and the later axes' slices."""
     if paired:
         return slice(2 * spans[2].start, 2 * spans[2].stop), spans[3:]
     return spans[1], spans[2:]
 
 
-def _parted(part: np.ndarray, spans: list[slice], paired: bool) -> np.ndarray:
-    """Separate the interleaved gates and ups of a part [X, outputs, ...] of the file."""
+def _separate_gates_and_ups(part: np.ndarray, spans: list[slice], paired: bool) -> np.ndarray:
+    """Split interleaved outputs [X, outputs, ...] into gates and ups [X, 2, F, ...] if `paired`, cut to the part."""
     if not paired:
         return part
     return part.reshape(len(part), -1, 2, *part.shape[2:]).swapaxes(1, 2)[:, spans[1]]
 
 
-def _dequantised(
+def _dequantise_mxfp4(
     blocks: UInt8[np.ndarray, "*out g 16"], scales: UInt8[np.ndarray, "*out g"]
 ) -> Float[np.ndarray, "*out n"]:
-    """Dequantise MXFP4 blocks to bfloat16: codes times 2 to the power of their group's scale less 127."""
+    """Dequantise MXFP4 blocks to bfloat16 `[*out, n]`: each e2m1 code times 2 ** (its group's scale - 127)."""
     flat, powers = blocks.reshape(-1, _GROUP_BYTES), scales.reshape(-1)
     array = np.empty((len(flat), _GROUP), ml_dtypes.bfloat16)
     step = _AT_ONCE // _GROUP
@@ -226,7 +228,7 @@ def _dequantised(
     return array.reshape(*scales.shape[:-1], -1)
 
 
-def _spans(index: Index, shape: tuple[int, ...]) -> list[slice]:
-    """Return one slice with both ends per axis, for an index that may omit axes and ends."""
+def _complete_index(index: Index, shape: tuple[int, ...]) -> list[slice]:
+    """Return one slice with explicit start and stop per axis, for an index that may omit axes and ends."""
     given = (*index, *(slice(None),) * (len(shape) - len(index)))
     return [slice(*each.indices(size)[:2]) for each, size in zip(given, shape, strict=True)]

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 
 # Keys of a Hugging Face `config.json`.
 Config = Mapping[str, Any]
@@ -18,8 +18,8 @@ TWO_ROPES = ("gemma3_text", "olmo3")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Family:
-    """Row of `families.toml`: keys of a family's config; any other key that is not null is rejected by name.
+class ModelFamily:
+    """Model family in `families.toml`: config keys that it reads or ignores, tensor names, fixed `ModelConfig` fields.
 
     Attributes:
         read: required keys, in addition to those of `like`; transformers' class of the family has the defaults.
@@ -46,21 +46,21 @@ class Family:
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
-    def keys(self) -> list[str]:
-        """All required keys."""
+    def required_keys(self) -> list[str]:
+        """Names of all required config keys of the family, including those shared with `like`."""
         return f"{_TABLES['read'][self.like]} {self.read}".split()
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("families.toml").read_text("utf-8"))
-FAMILIES = {name: Family(**row) for name, row in _TABLES["families"].items()}
+FAMILIES = {name: ModelFamily(**row) for name, row in _TABLES["families"].items()}
 _EVERY = _TABLES["every"]
 IGNORED = frozenset(_EVERY["ignored"].split())
 # Names of tensors by parameter, for families without their own.
 TENSORS: dict[str, str] = _EVERY["tensors"]
 
 
-def completed(config: Config) -> dict[str, Any]:
-    """Complete a text model's config with the defaults of transformers' class for keys that its family reads.
+def complete_config(config: Config) -> dict[str, Any]:
+    """Complete a config with transformers' defaults for the absent keys that its family reads; validate all keys.
 
     transformers is imported only if a key is absent, because the import takes seconds.
 
@@ -88,13 +88,13 @@ def completed(config: Config) -> dict[str, Any]:
         for key, value in config.items()
         if value is not None or key in _EVERY["none"].split()
     }
-    _check(given)
-    missing = _missing(given)
-    return given | (_usual(config, missing) if missing else {})
+    _check_keys(given)
+    missing = _list_missing_keys(given)
+    return given | (_get_default_values(config, missing) if missing else {})
 
 
-def rotations(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the rotary embedding keys of sliding-window layers and of other layers, in any spelling of a config.
+def read_rope_keys(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return two dictionaries of RoPE keys from a config: for sliding-window layers, and for other layers.
 
     transformers 4 writes `rope_scaling` and `rope_theta`, 5 `rope_parameters`, later versions by type of layer.
 
@@ -136,12 +136,12 @@ def rotations(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
     return local, outer | given | scaling | by_type[1]
 
 
-def _check(config: Config) -> None:
-    """Raise ValueError for an unknown key, or one with an unsupported value, by name."""
+def _check_keys(config: Config) -> None:
+    """Raise ValueError for a config key that its family does not support, or a value of it, or quantised weights."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     told = f"{_EVERY['optional']} {family.optional} {family.ignored}".split()
-    allowed = {*told, *IGNORED, *family.keys}
+    allowed = {*told, *IGNORED, *family.required_keys}
     for key, value in config.items():
         values = family.neutral.get(key, None if key in allowed else _EVERY["neutral"].get(key, ()))
         built = f"use {' or '.join(map(repr, values))}" if values else "leave it out"
@@ -155,10 +155,10 @@ def _check(config: Config) -> None:
     require(plain, "quantization_config", method or quantised, remedy)
 
 
-def _missing(config: Config) -> list[str]:
-    """List the keys that a family reads and a config leaves out."""
-    local, rope = rotations(config)
-    read = FAMILIES[config["model_type"]].keys
+def _list_missing_keys(config: Config) -> list[str]:
+    """List the config keys that a family requires and a config does not have."""
+    local, rope = read_rope_keys(config)
+    read = FAMILIES[config["model_type"]].required_keys
     read += ["sliding_window", "layer_types"] if config.get("use_sliding_window") else []
     known = config.keys() | rope.keys() & {"rope_theta", "partial_rotary_factor"}
     known |= {"rope_type"} if rope.keys() & {"rope_type", "type"} else set()
@@ -166,9 +166,9 @@ def _missing(config: Config) -> list[str]:
     return [key for key in read if key not in known]
 
 
-def _usual(config: Config, missing: list[str]) -> dict[str, Any]:
-    """Return the defaults of transformers' config class for absent keys, by key."""
-    usual = _of_transformers(config)
+def _get_default_values(config: Config, missing: list[str]) -> dict[str, Any]:
+    """Return the values of absent config keys, by key, from transformers' config class of the family."""
+    usual = _build_transformers_config(config)
     local, rope = (usual.rope_parameters.get(key, usual.rope_parameters) for key in LAYER_TYPES)
     values = {
         "rope_theta": rope["rope_theta"],
@@ -181,8 +181,8 @@ def _usual(config: Config, missing: list[str]) -> dict[str, Any]:
     return found | ({"rope_scaling": rope} if "rope_type" in missing else {})
 
 
-def _of_transformers(config: Config) -> Any:
-    """Build transformers' config from these keys, without scaling, which is read here; ValueError if rejected."""
+def _build_transformers_config(config: Config) -> Any:
+    """Build transformers' config object from config keys, without RoPE scaling; ValueError if transformers fails."""
     apart = ("quantization_config", "rope_parameters", "rope_scaling")
     before = logging.root.manager.disable
     # transformers warns that PyTorch is missing, and of more that does not concern users of jaxkv.
@@ -193,6 +193,6 @@ def _of_transformers(config: Config) -> Any:
         return AutoConfig.for_model(**{key: config[key] for key in config if key not in apart})
     except Exception as error:  # transformers and huggingface_hub raise several classes
         told = f"transformers cannot read it: {error}"
-        raise invalid("config", config["model_type"], told) from error
+        raise build_value_error("config", config["model_type"], told) from error
     finally:
         logging.disable(before)

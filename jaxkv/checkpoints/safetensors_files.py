@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import safetensors
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints.json_files import AGAIN, read_json
-from jaxkv.checkpoints.tensor import Index, StoredTensor, dtype_of
+from jaxkv.checkpoints.tensor import Index, StoredTensor, parse_dtype_name
 
 # NumPy's names of the format's kinds of numbers, without the number of bits; other kinds are not supported.
 _KINDS = {"BOOL": "bool", "U": "uint", "I": "int", "F": "float", "BF": "bfloat"}
@@ -16,8 +16,8 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-def read_header(path: Path) -> dict[str, StoredTensor]:
-    """Read the `StoredTensor`s of a safetensors file by name, in file order, from its validated header.
+def read_safetensors_header(path: Path) -> dict[str, StoredTensor]:
+    """Read a safetensors file's header; return `StoredTensor`s by name, in file order, whose data are read later.
 
     Raises:
         ValueError: if the file is missing, truncated or corrupt, or has an unsupported dtype.
@@ -30,28 +30,31 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
                 part = file.get_slice(name)
                 kind = part.get_dtype()
                 letters = kind.rstrip("0123456789")
-                dtype = dtype_of(f"{_KINDS.get(letters)}{kind.removeprefix(letters)}")
+                dtype = parse_dtype_name(f"{_KINDS.get(letters)}{kind.removeprefix(letters)}")
                 if dtype is None:
                     remedy = "not supported: use BOOL, BF16, or U, I and F of 8 to 64 bits"
-                    raise invalid(f"{path.name}:{name}.dtype", kind, remedy)
-                read, shape = functools.partial(_read, path, name), tuple(part.get_shape())
+                    raise build_value_error(f"{path.name}:{name}.dtype", kind, remedy)
+                read, shape = (
+                    functools.partial(_read_tensor_part, path, name),
+                    tuple(part.get_shape()),
+                )
                 tensors[name] = StoredTensor(shape=shape, dtype=dtype, read=read)
     except (safetensors.SafetensorError, OSError) as error:
         size = path.stat().st_size
         remedy = f"{size} bytes are not a complete safetensors file ({error}): {AGAIN}"
-        raise invalid("file", path, remedy) from error
+        raise build_value_error("file", path, remedy) from error
     return tensors
 
 
-def _read(path: Path, name: str, index: Index) -> np.ndarray:
-    """Read part `index` of a tensor, or the tensor if `index` is empty, with the safetensors library."""
+def _read_tensor_part(path: Path, name: str, index: Index) -> np.ndarray:
+    """Read slices `index` of a tensor in a safetensors file, or the whole tensor if `index` is empty."""
     # Opened for each tensor: an open mapping would keep all pages that were read in the memory of the process.
     with safetensors.safe_open(path, "np") as file:
         return file.get_slice(name)[index] if index else file.get_tensor(name)
 
 
-def tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Read the `StoredTensor`s of all safetensors files in a Hugging Face folder by name, from the headers.
+def read_folder_headers(folder: Path) -> dict[str, StoredTensor]:
+    """Return `StoredTensor`s by name for a Hugging Face folder's safetensors files; only headers are read.
 
     Raises:
         ValueError: without safetensors, or if a listed file or tensor is missing or truncated.
@@ -72,7 +75,7 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
                 "not a plain file name: shards must be in the folder of the index",
             )
             listed = {name for name, where in weight_map.items() if where == file}
-            held = read_header(folder / file)
+            held = read_safetensors_header(folder / file)
             absent = sorted(listed - held.keys())
             require(
                 not absent,
@@ -83,7 +86,7 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
             found |= {name: tensor for name, tensor in held.items() if name in listed}
         return found
     if (folder / SINGLE).is_file():
-        return read_header(folder / SINGLE)
+        return read_safetensors_header(folder / SINGLE)
     pickles = sorted(
         path.name
         for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -93,4 +96,4 @@ def tensors(folder: Path) -> dict[str, StoredTensor]:
         "pickles are never read, because they can run any code: convert the file to safetensors"
     )
     require(not pickles, "weights", folder / pickles[0] if pickles else None, remedy)
-    raise invalid("folder", folder, f"no weights: add {SINGLE} or {INDEX}")
+    raise build_value_error("folder", folder, f"no weights: add {SINGLE} or {INDEX}")

@@ -6,21 +6,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints import gguf_file, orbax_files, safetensors_files
 from jaxkv.checkpoints.gguf_tokenizer import GgufTokenizer
-from jaxkv.checkpoints.gpt_oss import with_experts
+from jaxkv.checkpoints.gpt_oss import convert_expert_tensors
 from jaxkv.checkpoints.hub_config import Config
 from jaxkv.checkpoints.json_files import read_json
 from jaxkv.checkpoints.tensor import StoredTensor
-from jaxkv.checkpoints.text_part import text_config, text_tensors
+from jaxkv.checkpoints.text_part import extract_text_config, extract_text_tensors
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoint on disk: config, tensors by name and tokenizer; weights are read only on access.
+    """Checkpoint on disk in any format: config, tensors by name, tokenizer; weights are read only on access.
 
     Attributes:
         path: the folder or file.
@@ -39,13 +39,13 @@ class Checkpoint:
     filter_layers: tuple[int, ...] | None = None
 
     @property
-    def names(self) -> frozenset[str]:
-        """Hugging Face names of all tensors of the checkpoint."""
+    def tensor_names(self) -> frozenset[str]:
+        """Hugging Face names of all tensors of the checkpoint, as a frozenset."""
         return frozenset(self.stored)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a Hugging Face folder, a folder written by `convert`, or a GGUF file; read only metadata.
+    """Open a Hugging Face folder, a folder written by `convert`, or a GGUF file as a `Checkpoint`; read only metadata.
 
     Args:
         path: the folder or file; `fetch` finds it for a model's name.
@@ -64,7 +64,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         "no such file or folder: use checkpoints.fetch to find models by name",
     )
     if path.is_dir():
-        return _open_folder(path)
+        return _open_checkpoint_folder(path)
     require(path.is_file(), "path", path, "neither a folder nor a regular file: use one of these")
     with path.open("rb") as file:
         is_gguf = path.suffix == ".gguf" or file.read(4) == b"GGUF"
@@ -80,14 +80,14 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     )
 
 
-def _open_folder(folder: Path) -> Checkpoint:
-    """Open a folder with a `config.json` and either safetensors or Orbax weights, as a `Checkpoint`."""
-    converted = orbax_files.open_converted(folder)
+def _open_checkpoint_folder(folder: Path) -> Checkpoint:
+    """Open a folder that has a `config.json` and safetensors or Orbax weights; return a `Checkpoint`."""
+    converted = orbax_files.open_converted_folder(folder)
     if not (folder / "config.json").is_file():
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))
         other = f"one of its files, {ggufs[:3]}" if ggufs else "a folder with one"
-        raise invalid("folder", folder, f"no config.json: use {other}")
-    config = folder_config(folder)
+        raise build_value_error("folder", folder, f"no config.json: use {other}")
+    config = read_folder_config(folder)
     if (folder / "generation_config.json").is_file():
         # Chat models often name their end-of-turn tokens only in this file.
         extra = read_json(folder / "generation_config.json").get("eos_token_id")
@@ -97,9 +97,9 @@ def _open_folder(folder: Path) -> Checkpoint:
             config["eos_token_id"] = eos
     tokenizer = folder if any((folder / name).is_file() for name in _TOKENIZER_FILES) else None
     if converted is None:
-        held, text = safetensors_files.tensors(folder), text_config(config)
-        held = held if text is config else text_tensors(held)
-        held = with_experts(held) if text.get("model_type") == "gpt_oss" else held
+        held, text = safetensors_files.read_folder_headers(folder), extract_text_config(config)
+        held = held if text is config else extract_text_tensors(held)
+        held = convert_expert_tensors(held) if text.get("model_type") == "gpt_oss" else held
         return Checkpoint(path=folder, config=text, stored=held, tokenizer_spec=tokenizer)
     stored, vocabulary, filters = converted
     return Checkpoint(
@@ -111,8 +111,8 @@ def _open_folder(folder: Path) -> Checkpoint:
     )
 
 
-def folder_config(folder: Path) -> dict[str, Any]:
-    """Read a folder's `config.json`, with the `quantization_config` of a ModelOpt file next to it.
+def read_folder_config(folder: Path) -> dict[str, Any]:
+    """Return the keys of a folder's `config.json`, with `quantization_config` from a ModelOpt file if there is one.
 
     Args:
         folder: folder of a Hugging Face checkpoint.
@@ -134,7 +134,7 @@ def folder_config(folder: Path) -> dict[str, Any]:
 
 
 def _as_list(value: Any) -> list[Any]:
-    """Return a list: empty for None, of one item for a single value."""
+    """Return a list or tuple as a list, None as an empty list, and any other value as a list of one."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]

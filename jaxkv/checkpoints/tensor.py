@@ -13,7 +13,7 @@ Index = tuple[slice, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor on disk: shape and dtype, and a function that reads it or a part of it.
+    """Tensor of a checkpoint on disk: shape, dtype, and a function that reads it or a part of it as a NumPy array.
 
     Attributes:
         shape: its axes, the slowest first.
@@ -28,8 +28,8 @@ class StoredTensor:
     stepped: bool = False
 
 
-def dtype_of(name: Any) -> np.dtype | None:
-    """Return the dtype of a name such as "float32" or "bfloat16"; None for unknown names."""
+def parse_dtype_name(name: Any) -> np.dtype | None:
+    """Return the NumPy dtype of a name such as "float32" or "bfloat16"; None if the name is unknown."""
     try:
         return np.dtype(getattr(ml_dtypes, name, name)) if isinstance(name, str) else None
     except TypeError:

@@ -4,7 +4,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints.hub_config import IGNORED, Config
 from jaxkv.checkpoints.tensor import StoredTensor
 
@@ -12,8 +12,8 @@ _TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8"))
 _HARMLESS, _IMAGES = set(_TABLES["harmless"].split()), tuple(_TABLES["images"])
 
 
-def text_config(config: Config) -> Config:
-    """Return the config of the text model in a model that also accepts images; return other configs unchanged.
+def extract_text_config(config: Config) -> Config:
+    """Return the config of an image-and-text model's text model, as if text-only; return other configs unchanged.
 
     Args:
         config: the keys of a Hugging Face `config.json`.
@@ -22,14 +22,14 @@ def text_config(config: Config) -> Config:
         The text model's config, as of a text-only checkpoint.
 
     Raises:
-        ValueError: for a missing `text_config`, one of another model type, and unknown keys.
+        ValueError: for a missing `extract_text_config`, one of another model type, and unknown keys.
     """
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in _TABLES["models"]:
         return config
     (text, made), given = _TABLES["models"][kind], config.get("text_config")
     if not isinstance(given, Mapping):
-        raise invalid(
+        raise build_value_error(
             "text_config", given, f"not an object: a {kind} needs the keys of its text model"
         )
     own = given.get("model_type", text)
@@ -50,8 +50,8 @@ def text_config(config: Config) -> Config:
     return {**given, **shared, "model_type": text, "architectures": [made]}
 
 
-def text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Rename tensors as in a text-only checkpoint; vision tensors are left out, other names are kept.
+def extract_text_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Drop an image-and-text model's vision tensors, and rename the text model's as in a text-only checkpoint.
 
     Args:
         stored: all tensors by their names in the file.

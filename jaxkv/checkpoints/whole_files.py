@@ -6,8 +6,8 @@ import secrets
 from pathlib import Path
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write bytes to a file through a temporary file and a rename, flushed to disk.
+def write_file_atomically(path: Path, data: bytes) -> None:
+    """Write bytes to a file atomically: to a temporary file, flushed to disk, then renamed.
 
     A new file gets the mode of the umask; a replaced file keeps its mode.
 

@@ -8,7 +8,13 @@ import sys
 from typing import Any, NoReturn
 
 import jaxkv
-from jaxkv.cli.outputs import Unwritten, prepare_streams, to_stderr, to_stdout, warnings_in_one_line
+from jaxkv.cli.outputs import (
+    StdoutWriteError,
+    prepare_standard_streams,
+    warnings_in_one_line,
+    write_to_stderr,
+    write_to_stdout,
+)
 
 _ABOUT = "Answers questions about long texts with a compressed KV cache."
 
@@ -35,25 +41,28 @@ examples:
     jaxkv policies
 """
 
-# Each command with its help, its module, and the dataclass of its options, whose `run` runs it.
+# Each command with its help, its module, and the dataclass of its options, whose `run_command` runs it.
 _COMMANDS = {
-    "generate": ("answer a prompt", "generating Generate"),
-    "compress": ("save a document's compressed cache", "compress_and_ask Compress"),
-    "ask": ("answer questions about a saved document", "compress_and_ask Ask"),
-    "serve": ("serve OpenAI's HTTP API, many requests at a time", "serving Serve"),
+    "generate": ("answer a prompt", "generating GenerateCommand"),
+    "compress": ("save a document's compressed cache", "compress_and_ask CompressCommand"),
+    "ask": ("answer questions about a saved document", "compress_and_ask AskCommand"),
+    "serve": ("serve OpenAI's HTTP API, many requests at a time", "serving ServeCommand"),
     "batch": ("answer a file of requests, and write a file of answers", "batching BatchCommand"),
-    "filters": ("find the filter layers of a model (OmniKV)", "analysing Filters"),
-    "fit-gate": ("fit KVzap's gate to a model", "analysing FitGate"),
-    "export": ("export programs and weights that run without jaxkv", "exporting Export"),
-    "plan": ("plan memory and speed on GPUs, present or not", "planning Planning"),
-    "eval": ("evaluate policies on tasks", "evaluating TasksCommand"),
-    "models": ("list the named models", "listing Models"),
-    "policies": ("list the policies: paper, parts, defaults, options", "listing Policies"),
+    "filters": ("find the filter layers of a model (OmniKV)", "analysing FindFilterLayersCommand"),
+    "fit-gate": ("fit KVzap's gate to a model", "analysing FitGateCommand"),
+    "export": ("export programs and weights that run without jaxkv", "exporting ExportCommand"),
+    "plan": ("plan memory and speed on GPUs, present or not", "planning PlanCommand"),
+    "eval": ("evaluate policies on tasks", "evaluating ListTasksCommand"),
+    "models": ("list the named models", "listing ListModelsCommand"),
+    "policies": (
+        "list the policies: paper, parts, defaults, options",
+        "listing ListPoliciesCommand",
+    ),
 }
 
 # Errors of bad input, a full disk or a missing package. Any other error is a bug and keeps its traceback.
 _EXPECTED = (
-    Unwritten,
+    StdoutWriteError,
     ValueError,
     TypeError,
     OverflowError,
@@ -65,52 +74,52 @@ _EXPECTED = (
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line on `argv` (default: the process's arguments) and return the exit code.
+    """Run the jaxkv command line on `argv` (default: the process's arguments) and return the exit code.
 
     The code is 0, 2 after an error, which is one line on stderr, or 130 after an interrupt.
     """
-    prepare_streams()
+    prepare_standard_streams()
     given = sys.argv[1:] if argv is None else argv
     with warnings_in_one_line():
         try:
-            _run(_parser(given), given)
+            _parse_and_run(_build_parser(given), given)
         except SystemExit as end:  # argparse has printed the help or the error
             return end.code if isinstance(end.code, int) else 2
         except KeyboardInterrupt:
-            _complain("interrupted")
+            _print_error("interrupted")
             return 130
         except Exception as error:
-            if isinstance(error, Unwritten) and error.gone:
+            if isinstance(error, StdoutWriteError) and error.gone:
                 return 0
-            remedy = _remedy(error)
+            remedy = _find_error_remedy(error)
             if remedy is None:
                 raise
-            _complain(_message(error) + remedy)
+            _print_error(_format_error_message(error) + remedy)
             return 2
     return 0
 
 
-def _run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """Parse `argv` and run its command."""
+def _parse_and_run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
+    """Parse the command line `argv` and run its command; an unknown option exits with the nearest known one."""
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         message, first = " ".join(unknown), unknown[0].partition("=")[0]
         known = [name for action in options.command._actions for name in action.option_strings]
-        near = _nearest(first, known)
+        near = _suggest_nearest_word(first, known)
         if first == "--compression-ratio":
             near = "; it is the evicted share in kvpress: use --budget with the kept share"
         options.command.error(f"unrecognized arguments: {message}{near}")
     options.run(options)
 
 
-def _nearest(word: str, known: list[str]) -> str:
-    """Suggest the nearest of the known words; return an empty string if none is near."""
+def _suggest_nearest_word(word: str, known: list[str]) -> str:
+    """Return "; did you mean WORD?" with the nearest of the known words, or an empty string if none is near."""
     near = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _remedy(error: Exception) -> str | None:
-    """Return the remedy for an out-of-memory error, "" for other expected errors, None for bugs."""
+def _find_error_remedy(error: Exception) -> str | None:
+    """Return text on how to avoid an out-of-memory error, "" for other expected errors, None for bugs."""
     if isinstance(error, _EXPECTED):
         return ""
     if not isinstance(error, RuntimeError):
@@ -123,39 +132,39 @@ def _remedy(error: Exception) -> str | None:
     return None
 
 
-def _message(error: BaseException) -> str:
-    """Return an error's text and notes on one line, or its class name without either."""
+def _format_error_message(error: BaseException) -> str:
+    """Return an error's text and notes joined on one line, or its class name if both are empty."""
     text = "\n".join([str(error), *getattr(error, "__notes__", ())])
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return "; ".join(lines) or type(error).__name__
 
 
-def _complain(message: str) -> None:
-    """Write `jaxkv: error: ` and the message to stderr."""
-    to_stderr(f"jaxkv: error: {message}")
+def _print_error(message: str) -> None:
+    """Write "jaxkv: error: " and a message to stderr, as one line."""
+    write_to_stderr(f"jaxkv: error: {message}")
 
 
-class _Parser(argparse.ArgumentParser):
-    """`ArgumentParser` with jaxkv's error format and exit code 2; its help raises `Unwritten` if stdout fails."""
+class _CommandParser(argparse.ArgumentParser):
+    """`ArgumentParser` with jaxkv's error format and exit code 2; help raises `StdoutWriteError` if stdout fails."""
 
     def error(self, message: str) -> NoReturn:
         if unknown := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)$", message):
-            message += _nearest(unknown[1], re.findall(r"[\w.-]+", unknown[2]))
-        _complain(message)
-        to_stderr(f"try: {self.prog} --help")
+            message += _suggest_nearest_word(unknown[1], re.findall(r"[\w.-]+", unknown[2]))
+        _print_error(message)
+        write_to_stderr(f"try: {self.prog} --help")
         raise SystemExit(2)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        to_stdout(message, end="")
+        write_to_stdout(message, end="")
 
 
-def _parser(argv: list[str] | None = None) -> argparse.ArgumentParser:
-    """Build the `ArgumentParser` of the command line; each command stores its function as `run`.
+def _build_parser(argv: list[str] | None = None) -> argparse.ArgumentParser:
+    """Build jaxkv's `ArgumentParser` with a subparser per command, whose parsed options hold the function `run`.
 
     Only commands in `argv` are imported and get their options and `run`; None imports all of them.
     """
     raw = argparse.RawDescriptionHelpFormatter
-    parser = _Parser(prog="jaxkv", description=_ABOUT, epilog=EXAMPLES, formatter_class=raw)
+    parser = _CommandParser(prog="jaxkv", description=_ABOUT, epilog=EXAMPLES, formatter_class=raw)
     version = f"jaxkv {jaxkv.__version__}"
     parser.add_argument("--version", action="version", version=version, help="print the version")
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -167,7 +176,9 @@ def _parser(argv: list[str] | None = None) -> argparse.ArgumentParser:
         file, cls = home.split()
         module = importlib.import_module(f"jaxkv.cli.{file}")
         command.epilog = getattr(module, "NOTES", None)
-        importlib.import_module("jaxkv.cli.options").add_command(command, getattr(module, cls))
+        importlib.import_module("jaxkv.cli.options").configure_command_parser(
+            command, getattr(module, cls)
+        )
         must = [action for action in command._actions if action.required]
         words = [" ".join([*each.option_strings[:1], str(each.metavar)]) for each in must]
         words += ["TASK"] if name == "eval" else []

@@ -7,21 +7,21 @@ from typing import Annotated
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv._plotting import saved, sheet
-from jaxkv.analysis import FilterLayers, draw_maps, filter_layers, fit_gate
-from jaxkv.checkpoints import names, save_filter_layers
+from jaxkv._plotting import make_figure, render_figure
+from jaxkv.analysis import FilterLayers, draw_maps, find_filter_layers, fit_kvzap_gate
+from jaxkv.checkpoints import list_model_names, save_filter_layers
 from jaxkv.cli.models import ModelOption
-from jaxkv.cli.options import Count, File, Word
-from jaxkv.cli.outputs import Output, Picture, read_text, to_stdout
-from jaxkv.policies.reads import without_window
+from jaxkv.cli.options import ArgumentSpec, Count, File
+from jaxkv.cli.outputs import OutputTarget, PictureOutputTarget, read_text, write_to_stdout
+from jaxkv.policies.reads import list_full_attention_layers
 
 # Share of the tokens visible to a query that counts as most attended when a layer's choice is scored.
 SHARE = 0.067
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Filters(ModelOption):
-    """`jaxkv filters`.
+class FindFilterLayersCommand(ModelOption):
+    """The command `jaxkv filters` and its options: find a model's filter layers (OmniKV) on texts.
 
     Attributes:
         text_file: UTF-8 files with long texts; - for stdin.
@@ -33,7 +33,7 @@ class Filters(ModelOption):
         save: write the layers to the manifest of the named model.
     """
 
-    text_file: Annotated[tuple[str, ...], Word("FILE", tuple, "extend")]
+    text_file: Annotated[tuple[str, ...], ArgumentSpec("FILE", tuple, "extend")]
     tokens: Count = 4096
     m: Count = 3
     most_whole: Count | None = None
@@ -41,41 +41,43 @@ class Filters(ModelOption):
     picture: File = ""
     save: bool = False
 
-    def run(self) -> None:
-        """Print the filter layers, then save and draw them if requested.
+    def run_command(self) -> None:
+        """Find a model's filter layers on texts and print them; then save and draw them if requested.
 
         If saving or drawing fails, the layers are already on stdout.
         """
         if self.save:
-            remedy = f"not a named model: only these have a manifest: {', '.join(names())}"
-            require(self.model in names(), "--save", self.model, remedy)
+            remedy = (
+                f"not a named model: only these have a manifest: {', '.join(list_model_names())}"
+            )
+            require(self.model in list_model_names(), "--save", self.model, remedy)
         # Checked first, because the work takes minutes.
-        picture = Picture(flag="--picture", name=self.picture)
+        picture = PictureOutputTarget(flag="--picture", name=self.picture)
         if self.picture:
-            picture.check([*self.text_file, self.model])
+            picture.require_writable([*self.text_file, self.model])
         texts = [read_text(name, "--text-file") for name in self.text_file]
-        params = self.loaded()
+        params = self.load_model()
         ids = [params.tokenizer.encode(text, bos=True)[: self.tokens] for text in texts]
-        found = filter_layers(params, ids, m=self.m, most_whole=self.most_whole, share=SHARE)
-        whole = without_window(params.config.sliding_windows)
+        found = find_filter_layers(params, ids, m=self.m, most_whole=self.most_whole, share=SHARE)
+        whole = list_full_attention_layers(params.config.sliding_windows)
         if self.json:
             similarity = {"layers": whole, "mass": np.round(found.mass, 4).tolist()}
             record = {"filters": found.filters, "carried": round(found.carried, 4)}
-            to_stdout(json.dumps(record | {"similarity": similarity}))
+            write_to_stdout(json.dumps(record | {"similarity": similarity}))
         else:
-            to_stdout(f"filter layers of {self.model}: {', '.join(map(str, found.filters))}")
+            write_to_stdout(f"filter layers of {self.model}: {', '.join(map(str, found.filters))}")
             said = f"carry {found.carried:.1%} of the attention above them"
-            to_stdout(f"their chosen tokens ({SHARE:.1%} of all) {said}")
+            write_to_stdout(f"their chosen tokens ({SHARE:.1%} of all) {said}")
         if self.save:
             save_filter_layers(self.model, found.filters)
         if self.picture:
-            picture.write(_drawn(found, whole, picture.kind))
+            picture.write_bytes(_render_similarity_map(found, whole, picture.image_format))
 
 
-def _drawn(found: FilterLayers, whole: tuple[int, ...], suffix: str) -> bytes:
-    """Render the similarity map, with the filter layers marked; return the bytes of the image file."""
+def _render_similarity_map(found: FilterLayers, whole: tuple[int, ...], suffix: str) -> bytes:
+    """Draw the map of layers' attention shares on other layers' top tokens, with filter layers; return image bytes."""
     title = "share of attention on the top tokens"
-    figure = sheet(3.4, 2.9)
+    figure = make_figure(3.4, 2.9)
     draw_maps(
         figure,
         {title: found.mass},
@@ -88,12 +90,12 @@ def _drawn(found: FilterLayers, whole: tuple[int, ...], suffix: str) -> bytes:
         axis.set_ticks(ticks, labels=[whole[at] for at in ticks])
     for layer in found.filters:
         panel.axhline(whole.index(layer), color="#D55E00", linewidth=0.8, linestyle="--")
-    return saved(figure, suffix)
+    return render_figure(figure, suffix)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FitGate(ModelOption):
-    """`jaxkv fit-gate`.
+class FitGateCommand(ModelOption):
+    """The command `jaxkv fit-gate` and its options: fit KVzap's gate to a model on texts.
 
     Attributes:
         model: a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id.
@@ -103,23 +105,23 @@ class FitGate(ModelOption):
         penalty: ridge penalty, above 0; larger values give smaller weights, which fit these texts less.
     """
 
-    model: Annotated[str, Word("MODEL", place=True)] = dataclasses.field()
-    texts: Annotated[tuple[str, ...], Word("TEXT", tuple, "extend", place=True)]
+    model: Annotated[str, ArgumentSpec("MODEL", place=True)] = dataclasses.field()
+    texts: Annotated[tuple[str, ...], ArgumentSpec("TEXT", tuple, "extend", place=True)]
     out: File
     tokens: Count = 2048
     penalty: float = 1.0
 
-    def run(self) -> None:
-        """Fit the gate, write its file, and print the fit of each layer."""
+    def run_command(self) -> None:
+        """Fit KVzap's gate to texts, write it as safetensors, and print the explained variance of each layer."""
         # Checked first, because the work takes minutes.
-        out = Output(flag="--out", name=self.out)
-        out.check([*self.texts, self.model])
+        out = OutputTarget(flag="--out", name=self.out)
+        out.require_writable([*self.texts, self.model])
         texts = [read_text(name, "TEXT") for name in self.texts]
-        params = self.loaded()
+        params = self.load_model()
         most = min(self.tokens, params.config.max_positions)
         ids = [params.tokenizer.encode(text, bos=True)[:most] for text in texts]
-        fitted = fit_gate(params, ids, penalty=self.penalty)
-        out.write(fitted.gate.to_bytes())
-        to_stdout(f"gate of {self.model} from {fitted.tokens} tokens: {self.out}")
+        fitted = fit_kvzap_gate(params, ids, penalty=self.penalty)
+        out.write_bytes(fitted.gate.encode_safetensors())
+        write_to_stdout(f"gate of {self.model} from {fitted.tokens} tokens: {self.out}")
         shares = ", ".join(f"{share:.0%}" for share in fitted.explained)
-        to_stdout(f"explained variance of the scores in these texts, by layer: {shares}")
+        write_to_stdout(f"explained variance of the scores in these texts, by layer: {shares}")

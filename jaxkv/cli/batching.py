@@ -11,10 +11,10 @@ from typing import Annotated, Any
 from tqdm import tqdm
 
 from jaxkv._errors import require
-from jaxkv.cli.models import SlotOptions
-from jaxkv.cli.options import Count, File, Natural, Word, picked
-from jaxkv.cli.outputs import Output, to_stderr
-from jaxkv.cli.serving import needing
+from jaxkv.cli.models import EngineOptions
+from jaxkv.cli.options import ArgumentSpec, Count, File, Natural, pick_fields
+from jaxkv.cli.outputs import OutputTarget, write_to_stderr
+from jaxkv.cli.serving import explain_missing_package
 from jaxkv.serving.engine_config import EngineConfig
 
 NOTES = """\
@@ -36,8 +36,8 @@ examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchCommand(SlotOptions):
-    """`jaxkv batch`.
+class BatchCommand(EngineOptions):
+    """The command `jaxkv batch` and its options: answer a file of requests in OpenAI's batch format.
 
     Attributes:
         file: file of requests, one JSON object per line.
@@ -49,76 +49,80 @@ class BatchCommand(SlotOptions):
         workers: number of engines (default: as many as the GPUs of the cluster allow, else one per machine).
     """
 
-    file: Annotated[str, Word("FILE", place=True)]
+    file: Annotated[str, ArgumentSpec("FILE", place=True)]
     out: File
     max_question_tokens: Natural = 0
     ray: bool = False
-    ray_address: Annotated[str, Word("HOST:PORT")] | None = None
+    ray_address: Annotated[str, ArgumentSpec("HOST:PORT")] | None = None
     workers: Count | None = None
 
-    def run(self) -> None:
-        """Answer the requests that earlier runs left, and write all answers."""
-        with needing("serve", "batches need"):
+    def run_command(self) -> None:
+        """Answer the requests of a batch file that earlier runs left, and write the file of all answers."""
+        with explain_missing_package("serve", "batches need"):
             from jaxkv.serving.batch_answers import QUEUE
-            from jaxkv.serving.batch_files import Ledger, alone
-        policy = self.policy.policy()
-        options = self.engine() | {"policy": policy, "queue": QUEUE, "documents": self.documents}
-        recipe = EngineConfig(**picked(self, "model dtype weights mesh"), options=options)
-        requests, out = self._files()
+            from jaxkv.serving.batch_files import ResumableBatchOutput, lock_output_file
+        policy = self.policy.build_policy()
+        options = self.build_engine_arguments() | {
+            "policy": policy,
+            "queue": QUEUE,
+            "documents": self.documents,
+        }
+        recipe = EngineConfig(**pick_fields(self, "model dtype weights mesh"), options=options)
+        requests, out = self._validate_file_paths()
         about = [self.model, self.dtype, repr(policy), self.max_new_tokens]
         fine = self.ray or (self.ray_address is None and self.workers is None)
         require(fine, "--ray", False, "--ray-address and --workers need it: add --ray")
-        with alone(out):
-            ledger = Ledger(requests, out, json.dumps(about))
+        with lock_output_file(out):
+            ledger = ResumableBatchOutput(requests, out, json.dumps(about))
             require(
                 ledger.lines > 0, "FILE", self.file, "the file is empty: write one request per line"
             )
-            bad = _answered(ledger, lambda: self._answering(recipe))
+            bad = _answer_remaining_lines(ledger, lambda: self._choose_line_answerer(recipe))
         failed = f", {bad} of them without status 200" if bad else ""
-        to_stderr(f"jaxkv: {ledger.lines} lines in {self.out}{failed}")
+        write_to_stderr(f"jaxkv: {ledger.lines} lines in {self.out}{failed}")
 
-    def _answering(self, recipe: EngineConfig) -> Any:
-        """Context manager of a function from request lines to answers, with a local engine or Ray workers."""
+    def _choose_line_answerer(self, recipe: EngineConfig) -> Any:
+        """Return a context manager of a function from request lines to answers: by a local engine or Ray workers."""
         if not self.ray:
-            return _here(recipe, self.name)
-        with needing("ray", "--ray needs"):
-            from jaxkv.serving.ray_batches import cluster_answers
-        return cluster_answers(
-            recipe, name=self.name, address=self.ray_address, workers=self.workers
+            return _open_local_engine(recipe, self.served_model_id)
+        with explain_missing_package("ray", "--ray needs"):
+            from jaxkv.serving.ray_batches import answer_on_ray_cluster
+        return answer_on_ray_cluster(
+            recipe, name=self.served_model_id, address=self.ray_address, workers=self.workers
         )
 
-    def _files(self) -> tuple[Path, Path]:
-        """Return the paths (requests, answers); ValueError unless one is a readable file and the other writable."""
+    def _validate_file_paths(self) -> tuple[Path, Path]:
+        """Return the paths (requests, answers); ValueError unless one is a readable file, the other writable."""
         requests, out = Path(self.file).expanduser(), Path(self.out).expanduser().resolve()
         remedy = "not a readable file: use one; a pipe is not supported, because it is read twice"
         require(requests.is_file() and os.access(requests, os.R_OK), "FILE", self.file, remedy)
-        Output(flag="-o", name=self.out).check([self.file])
+        OutputTarget(flag="-o", name=self.out).require_writable([self.file])
         plain = self.out != "-" and (not out.exists() or out.is_file())
         require(plain, "-o", self.out, "not a file: use the path of one")
         return requests, out
 
 
 @contextlib.contextmanager
-def _here(recipe: EngineConfig, name: str) -> Iterator[Callable[..., Any]]:
+def _open_local_engine(recipe: EngineConfig, name: str) -> Iterator[Callable[..., Any]]:
     """Context manager that creates an engine in this process and yields its function from request lines to answers."""
-    from jaxkv.serving.batch_answers import BatchRunner
+    from jaxkv.serving.batch_answers import BatchFileRunner
 
-    with recipe.made() as engine:
-        to_stderr(f"jaxkv: {name}, {engine.stats.slots} slots, {recipe.options['policy']}")
-        yield BatchRunner(engine, name=name).answers
+    with recipe.create_engine() as engine:
+        write_to_stderr(f"jaxkv: {name}, {engine.stats.slots} slots, {recipe.options['policy']}")
+        yield BatchFileRunner(engine, name=name).answer_lines
 
 
-def _answered(ledger: Any, answering: Callable[[], Any]) -> int:
-    """Answer the lines that a ledger has left, write the output, and return how many lack status 200."""
+def _answer_remaining_lines(ledger: Any, answering: Callable[[], Any]) -> int:
+    """Answer a batch's unanswered lines, write the output file, and return the number of lines without status 200."""
     if ledger.kept:
-        to_stderr(f"jaxkv: {ledger.kept} of {ledger.lines} lines are answered already")
+        write_to_stderr(f"jaxkv: {ledger.kept} of {ledger.lines} lines are answered already")
     try:
         if ledger.kept < ledger.lines:
             bar = tqdm(total=ledger.lines, initial=ledger.kept, unit=" lines", disable=None)
             with bar, answering() as answers:
-                for line, answer in answers(ledger.left()):
-                    ledger.add(line, answer)
+                for line, answer in answers(ledger.iterate_unanswered_lines()):
+                    ledger.append_answer(line, answer)
                     bar.update()
-        return ledger.finish()
+        return ledger.write_output_file()
     finally:
-        ledger.close()
+        ledger.close_partial_file()

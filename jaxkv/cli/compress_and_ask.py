@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxkv._errors import require
-from jaxkv.arguments import random_key
+from jaxkv.arguments import make_random_key
 from jaxkv.cache.saved import load_cache
 from jaxkv.cli.generating import SamplingOptions
-from jaxkv.cli.models import Computing
-from jaxkv.cli.options import Name, Seed, Spelled, Word
-from jaxkv.cli.outputs import read_text, to_stderr, to_stdout
+from jaxkv.cli.models import ComputeOptions
+from jaxkv.cli.options import ArgumentSpec, Name, PolicyArguments, Seed
+from jaxkv.cli.outputs import read_text, write_to_stderr, write_to_stdout
 from jaxkv.generation import generate, prefill
-from jaxkv.planning.plans import policy_name
+from jaxkv.planning.plans import format_policy
 
 NOTES = """\
 `jaxkv compress` prefills a document once and saves its compressed cache to a folder. `jaxkv ask` answers questions from
@@ -30,8 +30,8 @@ examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compress(Computing):
-    """`jaxkv compress`.
+class CompressCommand(ComputeOptions):
+    """The command `jaxkv compress` and its options: save a document's compressed cache to a folder.
 
     Attributes:
         file: a UTF-8 text file with the document, at most 64 MiB; - for stdin.
@@ -40,36 +40,36 @@ class Compress(Computing):
         seed: seed of policies that use random numbers.
     """
 
-    file: Annotated[str, Word("FILE", place=True)]
+    file: Annotated[str, ArgumentSpec("FILE", place=True)]
     out: Name
     raw: bool = False
     seed: Seed = 0
-    policy: Spelled
+    policy: PolicyArguments
 
-    def run(self) -> None:
-        """Prefill the document, save its cache, and print figures to stderr."""
-        policy, out = self.policy.policy(), Path(os.path.expanduser(self.out))
+    def run_command(self) -> None:
+        """Prefill a document, save its compressed cache to a new folder, and print entries and bytes to stderr."""
+        policy, out = self.policy.build_policy(), Path(os.path.expanduser(self.out))
         fine = not os.path.lexists(out) and out.parent.is_dir()
         remedy = "not a new folder: use a new one in an existing folder"
         require(fine, "--out", self.out, remedy)
         text = read_text(self.file, "FILE").strip()
         cache = prefill(
-            self.loaded(),
+            self.load_model(),
             text,
             policy=policy,
-            key=random_key(self.seed),
+            key=make_random_key(self.seed),
             raw=self.raw,
             implementation=self.implementation,
         )
         cache.save(out)
         rows = f"{cache.kept.mean():,.0f} of {int(cache.seen.max()):,} entries per kv head"
         sizes = f"{cache.kept_nbytes / 1e6:,.1f} of {cache.full_nbytes / 1e6:,.1f} MB"
-        to_stderr(f"jaxkv: {self.out}: {rows}, {sizes}, {policy_name(policy)}")
+        write_to_stderr(f"jaxkv: {self.out}: {rows}, {sizes}, {format_policy(policy)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ask(SamplingOptions):
-    """`jaxkv ask`.
+class AskCommand(SamplingOptions):
+    """The command `jaxkv ask` and its options: answer questions about a document whose cache is saved.
 
     Attributes:
         folder: folder written by `jaxkv compress`, or by `cache.save` in Python.
@@ -78,27 +78,27 @@ class Ask(SamplingOptions):
         json: print a JSON list with question, text, token ids and finish reason.
     """
 
-    folder: Annotated[str, Word("FOLDER", place=True)]
-    questions: Annotated[tuple[str, ...], Word("QUESTION", tuple, "extend", place=True)]
+    folder: Annotated[str, ArgumentSpec("FOLDER", place=True)]
+    questions: Annotated[tuple[str, ...], ArgumentSpec("QUESTION", tuple, "extend", place=True)]
     json: bool = False
 
-    def run(self) -> None:
-        """Load a saved cache, answer all questions on top of it, and print them."""
+    def run_command(self) -> None:
+        """Load a saved cache, answer all questions about its document as one batch, and print text or JSON."""
         questions = list(self.questions)
         # First, because a large model takes minutes to load.
         cache = load_cache(self.folder)
-        answers = generate(self.loaded(), questions, cache=cache, **self.keywords)
+        answers = generate(self.load_model(), questions, cache=cache, **self.generation_arguments)
         stats = answers.stats
         told = f"{len(questions)} questions, prefilled in {stats.prefill_seconds:.1f} s"
         told += f"; {stats.new_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s"
-        to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of compilation included")
+        write_to_stderr(f"jaxkv: {told}; {stats.compile_seconds:.1f} s of compilation included")
         found = [
             {"question": question, **dataclasses.asdict(answer), "tokens": answer.tokens.tolist()}
             for question, answer in zip(questions, answers, strict=True)
         ]
         if self.json:
-            to_stdout(json.dumps(found))
+            write_to_stdout(json.dumps(found))
             return
         for each in found:
             told = f"{each['question']}\n  {' '.join(each['text'].split())}"
-            to_stdout(each["text"] if len(found) == 1 else told)
+            write_to_stdout(each["text"] if len(found) == 1 else told)

@@ -7,31 +7,31 @@ import json
 from typing import Annotated
 
 from jaxkv._errors import require
-from jaxkv.cli.models import Loaded
+from jaxkv.cli.models import ModelLoadingOptions
 from jaxkv.cli.options import (
+    ArgumentSpec,
     Count,
     File,
     Folder,
     Mesh,
     Natural,
     Seed,
-    Word,
-    add_command,
-    add_options,
-    budget,
-    commas,
-    made,
-    spelled,
-    whole,
+    add_dataclass_options,
+    build_dataclass_from_options,
+    configure_command_parser,
+    make_comma_list_spec,
+    parse_budget,
+    parse_integer,
+    parse_policy_list,
 )
-from jaxkv.cli.outputs import to_stderr, to_stdout
+from jaxkv.cli.outputs import write_to_stderr, write_to_stdout
 from jaxkv.evals.html_report import report
-from jaxkv.evals.results import require_folder
-from jaxkv.evals.runs import evaluate, require_how
-from jaxkv.evals.task import TASKS, How, Task
+from jaxkv.evals.results import require_evaluation_folder
+from jaxkv.evals.runs import evaluate, require_questions
+from jaxkv.evals.task import TASKS, EvaluationTask, How
 from jaxkv.policies import Policy
-from jaxkv.policies.registry import documented
-from jaxkv.sharding.mesh_argument import mesh_of
+from jaxkv.policies.registry import parse_field_descriptions
+from jaxkv.sharding.mesh_argument import make_mesh_from_text
 
 NOTES = """\
 To resume a run, repeat the command; the results are the same. The folder holds results.jsonl, with the settings and a
@@ -55,15 +55,15 @@ examples:
 _TASK = "task "
 
 
-def _shard(text: str) -> tuple[int, int]:
-    """Parse the index of a shard and the number of shards from text such as 0/4; ValueError for other text."""
+def _parse_shard(text: str) -> tuple[int, int]:
+    """Parse the shard's index and the number of shards from text such as 0/4; ValueError for other text."""
     first, _, count = text.partition("/")
-    return whole(first, least=0, most=whole(count) - 1), whole(count)
+    return parse_integer(first, least=0, most=parse_integer(count) - 1), parse_integer(count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions(Loaded):
-    """Options of an evaluation: policies, budgets, folder, batch, shard, mesh.
+class EvaluationOptions(ModelLoadingOptions):
+    """Options of `jaxkv eval TASK`: model, policies, budgets, output folder, batch, shard, mesh.
 
     Attributes:
         policies: names from `jaxkv policies`, separated by commas, each with options: 'snapkv,adakv --base
@@ -80,29 +80,29 @@ class RunOptions(Loaded):
         json: print JSON instead of the table.
     """
 
-    policies: Annotated[str, Word("A,B")]
-    budgets: Annotated[tuple[int | float | str, ...], commas(budget)] = ()
+    policies: Annotated[str, ArgumentSpec("A,B")]
+    budgets: Annotated[tuple[int | float | str, ...], make_comma_list_spec(parse_budget)] = ()
     out: Folder
     question_agnostic: bool = False
     raw: bool = False
     seed: Seed | None = None
     batch: Count = 8
-    shard: Annotated[tuple[int, int], Word("I/N", _shard)] | None = None
+    shard: Annotated[tuple[int, int], ArgumentSpec("I/N", _parse_shard)] | None = None
     mesh: Mesh | None = None
     json: bool = False
 
-    def of(self, task: Task) -> None:
-        """Run a task under policies; write its folder, and print a table or JSON.
+    def run_task(self, task: EvaluationTask) -> None:
+        """Evaluate policies on a task; write the results to a folder, and print a table or JSON.
 
         Invalid options are rejected before the model is loaded.
         """
-        policies = self._rows()
+        policies = self._combine_policies_and_budgets()
         how = How(agnostic=self.question_agnostic, raw=self.raw, seed=self.seed or 0)
-        require_how(task, how)
-        folder = require_folder(self.out, "--out")
-        mesh = mesh_of(self.mesh)
+        require_questions(task, how)
+        folder = require_evaluation_folder(self.out, "--out")
+        mesh = make_mesh_from_text(self.mesh)
         done = evaluate(
-            self.loaded(mesh=mesh),
+            self.load_model(mesh=mesh),
             task,
             policies,
             folder,
@@ -112,25 +112,28 @@ class RunOptions(Loaded):
             mesh=mesh,
             progress=True,
         )
-        to_stdout(json.dumps(done.as_dict(), indent=2) if self.json else done.table())
-        to_stderr(f"jaxkv: the results are in {done.folder}")
+        write_to_stdout(json.dumps(done.as_dict(), indent=2) if self.json else done.table())
+        write_to_stderr(f"jaxkv: the results are in {done.folder}")
 
-    def _rows(self) -> dict[str, Policy]:
-        """Return policies by row name of the table: each of `--policies` at each budget, or at its own."""
+    def _combine_policies_and_budgets(self) -> dict[str, Policy]:
+        """Return policies by table row name: each of --policies at each of --budgets, or once if none applies."""
         rows: dict[str, Policy] = {}
-        for each in spelled(self.policies, "--policies"):
-            if each.takes_budget:
+        for each in parse_policy_list(self.policies, "--policies"):
+            if each.has_unset_budget:
                 remedy = f"{each.name} needs a budget: use entries or a share, such as 128 or 0.2"
                 require(bool(self.budgets), "--budgets", None, remedy)
-                rows |= {f"{each.text}@{budget}": each.at(budget) for budget in self.budgets}
+                rows |= {
+                    f"{each.text}@{budget}": each.build_with_budget(budget)
+                    for budget in self.budgets
+                }
             else:
-                rows[each.text] = each.policy()
+                rows[each.text] = each.build_policy()
         return rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report:
-    """`jaxkv eval report`.
+class EvalReportCommand:
+    """The command `jaxkv eval report` and its options: write an evaluation as an HTML page.
 
     Attributes:
         folders: folders of one evaluation: its shards, or further policies.
@@ -138,17 +141,17 @@ class Report:
         out: file of the page (default: report.html in the first folder).
     """
 
-    folders: Annotated[tuple[str, ...], Word("DIR", tuple, "extend", place=True)]
+    folders: Annotated[tuple[str, ...], ArgumentSpec("DIR", tuple, "extend", place=True)]
     samples: Natural = 200
     out: File | None = None
 
-    def run(self) -> None:
-        """Write an evaluation as an HTML page, and print its path."""
-        to_stdout(str(report(*self.folders, samples=self.samples, out=self.out)))
+    def run_command(self) -> None:
+        """Write the evaluation in these folders as one HTML page, and print the page's path."""
+        write_to_stdout(str(report(*self.folders, samples=self.samples, out=self.out)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TasksCommand:
+class ListTasksCommand:
     """`jaxkv eval` without a task: print all tasks and their settings with --list, else raise ValueError.
 
     Attributes:
@@ -158,42 +161,42 @@ class TasksCommand:
     list: bool = False
 
     @staticmethod
-    def add(parser: argparse.ArgumentParser) -> None:
-        """Add the subcommands of `jaxkv eval` to its parser: each task, and report."""
+    def add_task_subcommands(parser: argparse.ArgumentParser) -> None:
+        """Add the subcommands of `jaxkv eval` to its parser: one per task, and report."""
         commands = parser.add_subparsers(title="tasks and report", metavar="TASK")
         for name, cls in TASKS.items():
-            about = _described(cls).replace("%", "%%")
+            about = _get_docstring_summary(cls).replace("%", "%%")
             one = commands.add_parser(name, help=about.rstrip("."), description=about)
-            add_options(one, RunOptions)
-            add_options(one, cls, _TASK, leave=["seed"])
-            one.set_defaults(run=functools.partial(_run, cls))
+            add_dataclass_options(one, EvaluationOptions)
+            add_dataclass_options(one, cls, _TASK, leave=["seed"])
+            one.set_defaults(run=functools.partial(_run_task_from_options, cls))
         reporting = commands.add_parser("report", help="write an evaluation as one HTML page")
-        add_command(reporting, Report)
+        configure_command_parser(reporting, EvalReportCommand)
 
-    def run(self) -> None:
-        """Print each task with its settings; ValueError without --list."""
+    def run_command(self) -> None:
+        """Print each evaluation task with its settings if --list is given, else raise ValueError."""
         remedy = f"no task: use one of {', '.join(TASKS)}, or report; --list describes them"
         require(self.list, "TASK", None, remedy)
         for name, cls in TASKS.items():
-            about = documented(cls)
-            to_stdout(f"{name}: {_described(cls)}")
+            about = parse_field_descriptions(cls)
+            write_to_stdout(f"{name}: {_get_docstring_summary(cls)}")
             for field in dataclasses.fields(cls):
-                to_stdout(f"  {field.name.replace('_', '-'):<14}{about.get(field.name, '')}")
-            to_stdout("")
+                write_to_stdout(f"  {field.name.replace('_', '-'):<14}{about.get(field.name, '')}")
+            write_to_stdout("")
 
 
-def task_from(cls: type[Task], options: argparse.Namespace) -> Task:
-    """Build a task from the parsed options, with the seed of the run."""
-    seed = made(RunOptions, options).seed
+def build_task(cls: type[EvaluationTask], options: argparse.Namespace) -> EvaluationTask:
+    """Build a `EvaluationTask` of class `cls` from argparse's parsed options, with the run's seed if given."""
+    seed = build_dataclass_from_options(EvaluationOptions, options).seed
     more = {} if seed is None or not hasattr(cls, "seed") else {"seed": seed}
-    return made(cls, options, _TASK, **more)
+    return build_dataclass_from_options(cls, options, _TASK, **more)
 
 
-def _run(cls: type[Task], options: argparse.Namespace) -> None:
-    """Run a task with the parsed options."""
-    made(RunOptions, options).of(task_from(cls, options))
+def _run_task_from_options(cls: type[EvaluationTask], options: argparse.Namespace) -> None:
+    """Build a task of class `cls` from parsed options, and run it under the policies of the options."""
+    build_dataclass_from_options(EvaluationOptions, options).run_task(build_task(cls, options))
 
 
-def _described(task: type[Task]) -> str:
-    """Return the first line of a task's docstring."""
+def _get_docstring_summary(task: type[EvaluationTask]) -> str:
+    """Return the first line of a task class's docstring, or an empty string without one."""
     return (task.__doc__ or "").strip().partition("\n")[0].rstrip()

@@ -8,31 +8,31 @@ from pathlib import Path
 from typing import Annotated
 
 from jaxkv.attention import Implementation
-from jaxkv.checkpoints.orbax_files import require_free
+from jaxkv.checkpoints.orbax_files import require_new_path
 from jaxkv.cli.models import ModelOption
 from jaxkv.cli.options import (
+    ArgumentSpec,
     Count,
     Mesh,
     Name,
     Natural,
-    Spelled,
-    Word,
-    commas,
-    one_of,
-    picked,
-    whole,
+    PolicyArguments,
+    make_choice_parser,
+    make_comma_list_spec,
+    parse_integer,
+    pick_fields,
 )
-from jaxkv.cli.outputs import to_stderr, to_stdout
+from jaxkv.cli.outputs import write_to_stderr, write_to_stdout
 from jaxkv.engine.sampling import Sampling
 from jaxkv.exporting import PLATFORMS, export
-from jaxkv.sharding.mesh_argument import mesh_of
+from jaxkv.sharding.mesh_argument import make_mesh_from_text
 
-Counts = Annotated[tuple[int, ...], commas(partial(whole, least=1))]
+Counts = Annotated[tuple[int, ...], make_comma_list_spec(partial(parse_integer, least=1))]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Export(ModelOption):
-    """`jaxkv export`.
+class ExportCommand(ModelOption):
+    """The command `jaxkv export` and its options: write programs and weights that run without jaxkv.
 
     Attributes:
         directory: new folder to write; the path must not exist.
@@ -48,41 +48,43 @@ class Export(ModelOption):
         weights: write the weights as well; without them, the loader needs them as an argument.
     """
 
-    directory: Annotated[str, Word("DIR", place=True)]
+    directory: Annotated[str, ArgumentSpec("DIR", place=True)]
     dtype: Name | None = None
     lengths: Counts = (1024,)
     batch: Counts = (1,)
     question_tokens: Natural = 64
     new: Count = 256
-    platforms: Annotated[tuple[str, ...], commas(one_of(PLATFORMS), "A,B")] = ("cpu",)
+    platforms: Annotated[
+        tuple[str, ...], make_comma_list_spec(make_choice_parser(PLATFORMS), "A,B")
+    ] = ("cpu",)
     mesh: Mesh | None = None
     sampling: bool = False
     implementation: Implementation = Implementation.XLA
     weights: bool = True
-    policy: Spelled
+    policy: PolicyArguments
 
-    def run(self) -> None:
-        """Write a folder of programs and weights, and print their sizes.
+    def run_command(self) -> None:
+        """Export programs and weights to a new folder, and print the number of programs and the sizes.
 
         Invalid options are rejected before the model is loaded.
         """
-        policy, folder = self.policy.policy(), Path(os.path.expanduser(self.directory))
-        require_free(folder, "DIR")
+        policy, folder = self.policy.build_policy(), Path(os.path.expanduser(self.directory))
+        require_new_path(folder, "DIR")
         # Programs are exported for the number of devices of the mesh on any platform; CPU devices replace them here.
-        mesh = mesh_of(self.mesh, "cpu")
+        mesh = make_mesh_from_text(self.mesh, "cpu")
         made = export(
-            self.loaded(dtype=self.dtype),
+            self.load_model(dtype=self.dtype),
             folder,
             policy=policy,
             question=self.question_tokens,
             mesh=mesh,
             sampling=Sampling() if self.sampling else (),
-            **picked(self, "lengths batch new platforms implementation weights"),
+            **pick_fields(self, "lengths batch new platforms implementation weights"),
         )
         manifest = json.loads((made / "manifest.json").read_text("utf-8"))
         programs, weights = manifest["programs"], manifest["weights"].values()
         size, held = (sum(each["bytes"] for each in files) / 1e6 for files in (programs, weights))
         said = f"{len(programs)} programs ({size:.1f} MB), weights ({held:.1f} MB), runtime.py"
-        to_stdout(f"{made}: {said}")
+        write_to_stdout(f"{made}: {said}")
         if manifest["guaranteed"]["lost"]:
-            to_stderr(f"warning: {manifest['guaranteed']['lost']}")
+            write_to_stderr(f"warning: {manifest['guaranteed']['lost']}")

@@ -7,11 +7,11 @@ import sys
 from typing import Annotated, Any
 
 from jaxkv._errors import require
-from jaxkv.arguments import random_key
+from jaxkv.arguments import make_random_key
 from jaxkv.cli import EXAMPLES
-from jaxkv.cli.models import Computing
-from jaxkv.cli.options import Count, File, Seed, Spelled, Word, picked
-from jaxkv.cli.outputs import Output, read_text, to_stderr, to_stdout
+from jaxkv.cli.models import ComputeOptions
+from jaxkv.cli.options import ArgumentSpec, Count, File, PolicyArguments, Seed, pick_fields
+from jaxkv.cli.outputs import OutputTarget, read_text, write_to_stderr, write_to_stdout
 from jaxkv.engine.generation_results import Generation
 from jaxkv.engine.sampling import GREEDY, Sampling
 from jaxkv.generation import generate
@@ -28,8 +28,8 @@ Compiled programs are cached on disk: the second run with prompts of similar len
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions(Computing):
-    """Options of sampling; greedy decoding by default.
+class SamplingOptions(ComputeOptions):
+    """Options of commands that sample an answer: tokens, stop strings, seed, sampling; greedy decoding by default.
 
     Attributes:
         max_new_tokens: maximum tokens of the answer.
@@ -38,20 +38,20 @@ class SamplingOptions(Computing):
     """
 
     max_new_tokens: Count = 128
-    stop: Annotated[tuple[str, ...], Word("S", tuple, "extend")] = ()
+    stop: Annotated[tuple[str, ...], ArgumentSpec("S", tuple, "extend")] = ()
     seed: Seed = 0
     sampling: Sampling = GREEDY
 
     @property
-    def keywords(self) -> dict[str, Any]:
-        """Arguments of `jaxkv.generate`."""
-        given = picked(self, "max_new_tokens stop sampling implementation")
-        return given | {"key": random_key(self.seed)}
+    def generation_arguments(self) -> dict[str, Any]:
+        """Keyword arguments of `jaxkv.generate` that these options set, with the random key of the seed."""
+        given = pick_fields(self, "max_new_tokens stop sampling implementation")
+        return given | {"key": make_random_key(self.seed)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Generate(SamplingOptions):
-    """`jaxkv generate`.
+class GenerateCommand(SamplingOptions):
+    """The command `jaxkv generate` and its options: answer one prompt under a policy.
 
     Attributes:
         prompt: text of the prompt.
@@ -71,20 +71,20 @@ class Generate(SamplingOptions):
     json: bool = False
     output: File | None = None
     stream: bool = True
-    policy: Spelled
+    policy: PolicyArguments
 
-    def run(self) -> None:
-        """Print the answer, write --output, then print figures to stderr.
+    def run_command(self) -> None:
+        """Answer the prompt: print text or JSON, write the JSON of --output, then print figures to stderr.
 
         Invalid options are rejected before the model is downloaded and loaded. The file is written even if stdout
         fails.
         """
-        policy, out = self.policy.policy(), None
+        policy, out = self.policy.build_policy(), None
         if self.output is not None:
-            out = Output(flag="--output", name=self.output)
-            out.check([self.prompt_file or "", self.model])
-        prompt = self._prompt()  # last, because stdin or a FIFO may block
-        model = self.loaded()
+            out = OutputTarget(flag="--output", name=self.output)
+            out.require_writable([self.prompt_file or "", self.model])
+        prompt = self._build_prompt()  # last, because stdin or a FIFO may block
+        model = self.load_model()
         streams = self.stream and not self.json and sys.stdout.isatty()
         answered: Any = generate(
             model,
@@ -94,34 +94,34 @@ class Generate(SamplingOptions):
             stream=streams,
             # A progress bar on stderr and text on stdout would overwrite each other on a terminal.
             progress=False if streams else None,
-            **self.keywords,
+            **self.generation_arguments,
         )
         if streams:
             for piece in itertools.chain(answered, "\n"):
-                to_stdout(piece, end="")
+                write_to_stdout(piece, end="")
         result: Any = answered.result if streams else answered
-        record = self._record(policy, result)
+        record = self._build_json_record(policy, result)
         try:
             if not streams:
                 # Printed before the file is written: a FIFO blocks until it has a reader.
-                to_stdout(json.dumps(record) if self.json else result.text)
+                write_to_stdout(json.dumps(record) if self.json else result.text)
         finally:
             if out is not None:
                 text = json.dumps(record, indent=2, ensure_ascii=False)
                 # Invalid UTF-8 in a model's name is escaped, which JSON allows.
-                out.write(f"{text}\n".encode("utf-8", "backslashreplace"))
+                out.write_bytes(f"{text}\n".encode("utf-8", "backslashreplace"))
         if not self.json:
             _print_stats(result)
 
-    def _prompt(self) -> str:
-        """Join --prompt-file, --prompt and --question by blank lines; ValueError without the first two."""
+    def _build_prompt(self) -> str:
+        """Join the text of --prompt-file, --prompt and --question by blank lines; ValueError without the first two."""
         file = "" if self.prompt_file is None else read_text(self.prompt_file, "--prompt-file")
         remedy = "no prompt: use --prompt TEXT or --prompt-file FILE; a question alone is a prompt"
         require(bool(file.strip() or self.prompt), "prompt", None, remedy)
         return "\n\n".join(filter(None, (file.strip(), self.prompt, self.question)))
 
-    def _record(self, policy: Policy, result: Any) -> dict[str, Any]:
-        """Return the JSON values of an answer: model, policy, sampler, text, token ids, finish reason and stats."""
+    def _build_json_record(self, policy: Policy, result: Any) -> dict[str, Any]:
+        """Return an answer's JSON values: model, policy, sampling, text, token ids, finish reason and stats."""
         stats = dataclasses.asdict(result.stats)
         stats["decode_tokens_per_second"] = result.stats.decode_tokens_per_second
         return {
@@ -137,7 +137,7 @@ class Generate(SamplingOptions):
 
 
 def _print_stats(result: Generation) -> None:
-    """Write an answer's times, tokens per second, finish reason and cache bytes to stderr."""
+    """Print an answer's prefill and decode times, tokens per second, finish reason and cache bytes to stderr."""
     stats = result.stats
     ended = "ended by itself" if result.finish_reason == "stop" else "cut at --max-new-tokens"
     ended = ended if result.stop_reason is None else f"ended at {result.stop_reason!r}"
@@ -159,4 +159,4 @@ def _print_stats(result: Generation) -> None:
     if stats.host_bytes:
         sent = f"{stats.transfers_per_step:.0f} transfers and {stats.transferred_bytes_per_step / 1e6:.3f} MB per token"
         lines.append(f"host     {stats.host_bytes / 1e6:.2f} MB in host memory; {sent}")
-    to_stderr("\n".join(lines))
+    write_to_stderr("\n".join(lines))

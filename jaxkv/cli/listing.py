@@ -4,17 +4,17 @@ import dataclasses
 import json
 from typing import Any
 
-from jaxkv.checkpoints import FolderSource, cache_dir, manifest, names
-from jaxkv.cli.options import flags_of
-from jaxkv.cli.outputs import to_stdout
+from jaxkv.checkpoints import FolderSource, cache_dir, get_manifest, list_model_names
+from jaxkv.cli.options import list_policy_flags
+from jaxkv.cli.outputs import write_to_stdout
 from jaxkv.policies.registry import POLICIES
 
 Record = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Listing:
-    """Option of commands that list.
+class ListCommand:
+    """Base class of commands that list records, with the option --json.
 
     Attributes:
         json: print JSON.
@@ -22,32 +22,33 @@ class Listing:
 
     json: bool = False
 
-    def print(self, records: list[Record], told: list[Record]) -> None:
-        """Print records as JSON, or `told` as text: a name above a table of its non-empty facts."""
+    def print_records(self, records: list[Record], told: list[Record]) -> None:
+        """Print records as JSON with --json, else their text form: each name above a table of its non-empty facts."""
         if self.json:
-            to_stdout(json.dumps(records, indent=2))
+            write_to_stdout(json.dumps(records, indent=2))
             return
         for facts in told:
             rows = [f"  {name:<15}{fact}" for name, fact in facts.items() if fact]
-            to_stdout("\n".join([facts["name"], *rows[1:], ""]))
+            write_to_stdout("\n".join([facts["name"], *rows[1:], ""]))
 
 
-class Models(Listing):
-    """`jaxkv models`."""
+class ListModelsCommand(ListCommand):
+    """The command `jaxkv models`: list the named models as text or JSON."""
 
-    def run(self) -> None:
-        """Print the named models with source, size, license and cache state."""
+    def run_command(self) -> None:
+        """Print each named model's source, bytes, license, and whether its weights are in the local cache."""
         records, told = [], []
-        for name in names():
-            model = manifest(name)
+        for name in list_model_names():
+            model = get_manifest(name)
             source = model.source
-            folder = source.path if isinstance(source, FolderSource) else cache_dir() / name
+            folder = source.folder_path if isinstance(source, FolderSource) else cache_dir() / name
             record: Record = {
                 "name": name,
-                "source": source.where,
+                "source": source.source_label,
                 "license": model.license,
                 "bytes": source.bytes,
-                "cached": isinstance(source, FolderSource) or (folder / source.filename).is_file(),
+                "cached": isinstance(source, FolderSource)
+                or (folder / source.weights_filename).is_file(),
                 "hub_id": model.hub_id,
                 "notes": model.notes,
             }
@@ -55,18 +56,18 @@ class Models(Listing):
             cached = f"yes, in {folder}" if record["cached"] else "no, downloaded on first use"
             size = f"{source.bytes / 1e6:.1f} MB"
             told.append(record | {"bytes": size, "cached": cached})
-        self.print(records, told)
+        self.print_records(records, told)
         if not self.json:
-            to_stdout(
+            write_to_stdout(
                 "Also: a folder in Hugging Face's layout, a .gguf file, or a hub id (owner/name)."
             )
 
 
-class Policies(Listing):
-    """`jaxkv policies`."""
+class ListPoliciesCommand(ListCommand):
+    """The command `jaxkv policies`: list the registered policies as text or JSON."""
 
-    def run(self) -> None:
-        """Print each policy's summary, paper, parts, defaults and options."""
+    def run_command(self) -> None:
+        """Print each registered policy's summary, paper, parts, defaults and command-line flags."""
         records, told = [], []
         for name, cls in POLICIES.items():
             fields = [each for each in dataclasses.fields(cls) if each.init]
@@ -74,12 +75,12 @@ class Policies(Listing):
                 "name": name,
                 "about": (cls.__doc__ or "").strip().splitlines()[0],
                 "paper": cls.paper,
-                "parts": cls().parts().described(),
+                "parts": cls().build_policy_parts().describe_parts(),
                 "defaults": {each.name: repr(each.default) for each in fields},
-                "options": flags_of(cls),
+                "options": list_policy_flags(cls),
             }
             records.append(record)
             made = ", ".join(f"{name}={value}" for name, value in record["defaults"].items())
             row = record | record["parts"] | {"parts": "", "defaults": made}
             told.append(row | {"options": " ".join(record["options"])})
-        self.print(records, told)
+        self.print_records(records, told)

@@ -4,16 +4,25 @@ import dataclasses
 from typing import Annotated, Any
 
 from jaxkv.attention import Implementation
-from jaxkv.cli.options import Count, Mesh, Name, Natural, Spelled, Word, picked, whole
+from jaxkv.cli.options import (
+    ArgumentSpec,
+    Count,
+    Mesh,
+    Name,
+    Natural,
+    PolicyArguments,
+    parse_integer,
+    pick_fields,
+)
 from jaxkv.loading import LanguageModel, load
 from jaxkv.machine.compilation import enable_compilation_cache
 
-Bits = Annotated[str, Word("BITS")]
+Bits = Annotated[str, ArgumentSpec("BITS")]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOption:
-    """Option of commands with a model.
+    """Base class of commands with the option --model: the model's name, and how it is loaded.
 
     Attributes:
         model: a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id.
@@ -21,15 +30,15 @@ class ModelOption:
 
     model: Name = "smollm2-135m-instruct"
 
-    def loaded(self, **options: Any) -> LanguageModel:
-        """Load the model with options of `load`; compiled programs are cached on disk."""
+    def load_model(self, **options: Any) -> LanguageModel:
+        """Load the model with options of `jaxkv.load`; enable the cache of compiled programs on disk."""
         enable_compilation_cache()
         return load(self.model, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loaded(ModelOption):
-    """Options of loading a model.
+class ModelLoadingOptions(ModelOption):
+    """Options of loading a model: its name, its dtype, and the quantisation of its weights.
 
     Attributes:
         dtype: float32, bfloat16 or float16 (default: bfloat16 on a GPU, float32 on a CPU).
@@ -39,14 +48,14 @@ class Loaded(ModelOption):
     dtype: Name | None = None
     weights: Bits | None = None
 
-    def loaded(self, **options: Any) -> LanguageModel:
-        """Load the model with this dtype and these weights."""
-        return super().loaded(dtype=self.dtype, weights=self.weights, **options)
+    def load_model(self, **options: Any) -> LanguageModel:
+        """Load the model with the dtype and weights of these options, and other options of `jaxkv.load`."""
+        return super().load_model(dtype=self.dtype, weights=self.weights, **options)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Computing(Loaded):
-    """Option of the computation.
+class ComputeOptions(ModelLoadingOptions):
+    """Options of commands that run a model: its name, dtype, weights, and the implementation of attention.
 
     Attributes:
         implementation: implementation of attention; auto for the fastest on the device.
@@ -55,17 +64,17 @@ class Computing(Loaded):
     implementation: Implementation = Implementation.AUTO
 
 
-def _slots(text: str) -> int | str:
-    """Parse the value of --slots: "auto", or an int of at least 1; ValueError for other text."""
+def _parse_slots(text: str) -> int | str:
+    """Parse the number of slots: "auto", or an int of at least 1; ValueError for other text."""
     try:
-        return text if text == "auto" else whole(text, least=1)
+        return text if text == "auto" else parse_integer(text, least=1)
     except ValueError as error:
         raise ValueError(f"{error}, or auto") from None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlotOptions(Computing):
-    """Options of commands with an engine.
+class EngineOptions(ComputeOptions):
+    """Options of commands that create an `Engine`: slots, token limits, mesh, documents and policy.
 
     Attributes:
         served_model_name: name of the model in requests (default: the value of --model).
@@ -79,19 +88,19 @@ class SlotOptions(Computing):
 
     served_model_name: Name | None = None
     mesh: Mesh | None = None
-    slots: Annotated[int | str, Word("N", _slots)] = "auto"
+    slots: Annotated[int | str, ArgumentSpec("N", _parse_slots)] = "auto"
     max_prompt_tokens: Count | None = None
     max_new_tokens: Count = 512
     max_question_tokens: Natural = 256
     documents: Name | None = None
-    policy: Spelled
+    policy: PolicyArguments
 
     @property
-    def name(self) -> str:
-        """Name of the model in requests."""
+    def served_model_id(self) -> str:
+        """Name of the model in requests: --served-model-name, or else the value of --model."""
         return self.served_model_name or self.model
 
-    def engine(self) -> dict[str, Any]:
-        """Return the arguments of `Engine` that these options set."""
+    def build_engine_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments of `Engine` for slots, token limits and the attention implementation."""
         names = "slots max_prompt_tokens max_new_tokens max_question_tokens implementation"
-        return picked(self, names)
+        return pick_fields(self, names)

@@ -14,14 +14,19 @@ from dataclasses import MISSING
 from functools import lru_cache, partial
 from typing import Annotated, Any, NoReturn, Union
 
-from jaxkv._checks import FARTHEST, shortened
+from jaxkv._checks import FARTHEST, shorten_text
 from jaxkv._errors import require
 from jaxkv.policies import AvgPool, MaxPool, Merge, NoPool, Policy
-from jaxkv.policies.checks import Budget, bytes_of
+from jaxkv.policies.checks import Budget, parse_byte_count
 from jaxkv.policies.layer_budgets import LayerBudgets
 from jaxkv.policies.merger import Merger
-from jaxkv.policies.registry import POLICIES, documented, policy_class, takes_budget
-from jaxkv.policies.wrapper import Wrapper
+from jaxkv.policies.registry import (
+    POLICIES,
+    find_policy_class,
+    parse_field_descriptions,
+    takes_budget,
+)
+from jaxkv.policies.wrapper import PolicyWrapper
 
 # Alternative spellings of flags.
 _ALIASES = {"--filter-layers": ["--filters"], "--out": ["-o"]}
@@ -33,8 +38,8 @@ _SHARED = frozenset(field.name for field in dataclasses.fields(Policy))
 _SIZES = frozenset({"--budget", "--mem"})
 
 
-def whole(text: str, least: int = -FARTHEST, most: int = FARTHEST) -> int:
-    """Parse an integer from `least` to `most`; ValueError for other text."""
+def parse_integer(text: str, least: int = -FARTHEST, most: int = FARTHEST) -> int:
+    """Parse text as an int from `least` to `most`, both inclusive; ValueError for other text."""
     try:
         value = int(text)
     except ValueError:
@@ -44,8 +49,8 @@ def whole(text: str, least: int = -FARTHEST, most: int = FARTHEST) -> int:
     return value
 
 
-def real(text: str) -> float:
-    """Parse a finite float; ValueError for other text."""
+def parse_finite_float(text: str) -> float:
+    """Parse text as a finite float; ValueError for other text, inf and nan."""
     try:
         value = float(text)
     except ValueError:
@@ -55,29 +60,29 @@ def real(text: str) -> float:
     return value
 
 
-def _number(text: str) -> int | float:
-    """Parse an int, or else a float: as a budget, 1 is one entry and 1.0 is all entries."""
+def _parse_int_or_float(text: str) -> int | float:
+    """Parse text as an int, or else as a finite float: as a budget, 1 is one entry and 1.0 is all entries."""
     try:
-        return whole(text)
+        return parse_integer(text)
     except ValueError:
-        return real(text)
+        return parse_finite_float(text)
 
 
-def budget(text: str) -> int | float | str:
-    """Parse a budget: entries (int), a share (float), or bytes such as "64MB" as text; ValueError for other text."""
-    return text if bytes_of(text) else _number(text)
+def parse_budget(text: str) -> int | float | str:
+    """Parse a budget: entries as int, a share as float, bytes such as "64MB" as unchanged text; else ValueError."""
+    return text if parse_byte_count(text) else _parse_int_or_float(text)
 
 
-def _span(text: str) -> tuple[int, int]:
-    """Parse a span such as 100:200, from its first position to its last + 1; ValueError for other text."""
+def _parse_span(text: str) -> tuple[int, int]:
+    """Parse a span of positions such as 100:200 to (first, last + 1); ValueError for other text."""
     first, colon, last = text.partition(":")
     if not colon:
         raise ValueError("not a span: use first:last+1, such as 100:200")
-    return whole(first), whole(last)
+    return parse_integer(first), parse_integer(last)
 
 
-def one_of(choices: Iterable[Any]) -> Callable[[str], Any]:
-    """Return a function that parses one of the choices; its ValueError lists them."""
+def make_choice_parser(choices: Iterable[Any]) -> Callable[[str], Any]:
+    """Return a function from text to the choice of this value or name; its ValueError lists all choices."""
     named = {str(getattr(each, "value", each)): each for each in choices}
 
     def read(text: str) -> Any:
@@ -88,14 +93,14 @@ def one_of(choices: Iterable[Any]) -> Callable[[str], Any]:
     return read
 
 
-def _each(read: Callable[[str], Any], words: Iterable[str]) -> tuple[Any, ...]:
-    """Parse each part of the words, which commas separate as well, with `read`; return a tuple."""
+def _parse_comma_separated(read: Callable[[str], Any], words: Iterable[str]) -> tuple[Any, ...]:
+    """Split each word at commas and parse all non-empty parts with `read`; return the values as a tuple."""
     return tuple(read(part) for word in words for part in word.split(",") if part)
 
 
 @dataclasses.dataclass(frozen=True)
-class Word:
-    """How the words of an option become a value; `Annotated[int, Word(...)]` sets it for one field.
+class ArgumentSpec:
+    """How an option's words become a value; `Annotated[int, ArgumentSpec(...)]` sets it for one dataclass field.
 
     Attributes:
         metavar: name of a word in the help.
@@ -110,22 +115,22 @@ class Word:
     place: bool = False
 
 
-Count = Annotated[int, Word("N", partial(whole, least=1))]
-Natural = Annotated[int, Word("N", partial(whole, least=0))]
-Seed = Annotated[int, Word("N", partial(whole, least=-(2**63), most=2**64 - 1))]
-File = Annotated[str, Word("FILE")]
-Folder = Annotated[str, Word("DIR")]
-Name = Annotated[str, Word("NAME")]
-Mesh = Annotated[str, Word("DxM")]
+Count = Annotated[int, ArgumentSpec("N", partial(parse_integer, least=1))]
+Natural = Annotated[int, ArgumentSpec("N", partial(parse_integer, least=0))]
+Seed = Annotated[int, ArgumentSpec("N", partial(parse_integer, least=-(2**63), most=2**64 - 1))]
+File = Annotated[str, ArgumentSpec("FILE")]
+Folder = Annotated[str, ArgumentSpec("DIR")]
+Name = Annotated[str, ArgumentSpec("NAME")]
+Mesh = Annotated[str, ArgumentSpec("DxM")]
 
 
-def commas(read: Callable[[str], Any], metavar: str = "N,N") -> Word:
-    """`Word` of one word with several values, separated by commas; the value is a tuple."""
-    return Word(metavar, lambda text: _each(read, [text]))
+def make_comma_list_spec(read: Callable[[str], Any], metavar: str = "N,N") -> ArgumentSpec:
+    """Return an `ArgumentSpec` whose one word holds values separated by commas; the parsed value is a tuple."""
+    return ArgumentSpec(metavar, lambda text: _parse_comma_separated(read, [text]))
 
 
-def _word(hint: Any) -> Word | None:
-    """Return the `Word` of a type annotation; None for types without a text form."""
+def _derive_argument_spec(hint: Any) -> ArgumentSpec | None:
+    """Return the `ArgumentSpec` that parses a type annotation; None for types without a text form."""
     union = typing.get_origin(hint) in (Union, types.UnionType)
     kinds = [*typing.get_args(hint)] if union else [hint]
     for kind in kinds:
@@ -133,27 +138,31 @@ def _word(hint: Any) -> Word | None:
             return kind.__metadata__[0]
         if isinstance(kind, type) and issubclass(kind, enum.Enum):
             values = ",".join(str(member.value) for member in kind)
-            return Word("{" + values + "}", one_of(kind))
+            return ArgumentSpec("{" + values + "}", make_choice_parser(kind))
     if str in kinds:
-        return Word("N", budget) if float in kinds else Word("TEXT")
+        return ArgumentSpec("N", parse_budget) if float in kinds else ArgumentSpec("TEXT")
     if float in kinds:
-        return Word("N", _number) if int in kinds else Word("X", real)
+        return (
+            ArgumentSpec("N", _parse_int_or_float)
+            if int in kinds
+            else ArgumentSpec("X", parse_finite_float)
+        )
     if int in kinds:
-        return Word("N", whole)
+        return ArgumentSpec("N", parse_integer)
     if hint is bool:
-        return Word("", bool, argparse.BooleanOptionalAction)
+        return ArgumentSpec("", bool, argparse.BooleanOptionalAction)
     if typing.get_origin(kinds[0]) is not tuple:
         return None
     item = typing.get_args(kinds[0])[0]
     if item == tuple[int, int]:
-        return Word("A:B", partial(_each, _span), "append")
-    one = _word(item)
-    return one and Word(one.metavar, partial(_each, one.read), "extend")
+        return ArgumentSpec("A:B", partial(_parse_comma_separated, _parse_span), "append")
+    one = _derive_argument_spec(item)
+    return one and ArgumentSpec(one.metavar, partial(_parse_comma_separated, one.read), "extend")
 
 
 @dataclasses.dataclass(frozen=True)
-class Option:
-    """A dataclass field as an option: its flag or position, how its words are parsed, and its help.
+class FieldOption:
+    """A dataclass field as a command-line option: its flag or position, how its words are parsed, and its help.
 
     Attributes:
         name: name of the field.
@@ -165,28 +174,31 @@ class Option:
 
     name: str
     flag: str
-    word: Word
+    word: ArgumentSpec
     about: str
     default: Any
 
-    def value(self, words: Any) -> Any:
-        """Parse the field's value from argparse's words; a ValueError names the option."""
+    def parse_value(self, words: Any) -> Any:
+        """Convert argparse's words to the field's value; a ValueError names the option and its words."""
         try:
             return self.word.read(words)
         except ValueError as error:
-            raise ValueError(f"{written(self.flag, words)}: {error}") from None
+            raise ValueError(f"{format_option(self.flag, words)}: {error}") from None
 
     @property
-    def help(self) -> str:
-        """Help text, with the default if it is shown."""
+    def help_text(self) -> str:
+        """Help text of the option, with its default unless that is None, empty, a bool or missing."""
         default = self.default.value if isinstance(self.default, enum.Enum) else self.default
         shown = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
         hidden = default in (MISSING, None, "", ()) or isinstance(default, bool)
-        return self.about if hidden else f"{self.about} (default: {shortened(shown)})"
+        return self.about if hidden else f"{self.about} (default: {shorten_text(shown)})"
 
-    def add_to(self, parser: argparse.ArgumentParser, group: Any, prefix: str = "") -> None:
-        """Add the option to a group of a parser; if its flag is taken, with the prefix, such as --task-batch."""
-        more: dict[str, Any] = {"action": self.word.action, "help": self.help.replace("%", "%%")}
+    def add_to_parser(self, parser: argparse.ArgumentParser, group: Any, prefix: str = "") -> None:
+        """Add the option to a parser's group; a flag that the parser has already gets the prefix: --task-batch."""
+        more: dict[str, Any] = {
+            "action": self.word.action,
+            "help": self.help_text.replace("%", "%%"),
+        }
         if isinstance(self.word.action, str):
             more["metavar"] = self.word.metavar
         if self.word.action == "extend":
@@ -200,104 +212,113 @@ class Option:
             group.add_argument(self.flag, **more)
 
 
-def written(flag: str, words: Any) -> str:
-    """Format an option as on the command line, from its flag and argparse's words: --budget=64, --no-merge."""
+def format_option(flag: str, words: Any) -> str:
+    """Format a flag and argparse's words as on the command line: --budget=64; a switch as --merge or --no-merge."""
     if isinstance(words, bool):
         return flag if words else f"--no-{flag[2:]}"
-    return f"{flag}={shortened(words if isinstance(words, str) else ' '.join(words))}"
+    return f"{flag}={shorten_text(words if isinstance(words, str) else ' '.join(words))}"
 
 
 @_cached
-def _options_of(cls: type) -> dict[str, Option]:
-    """Return options by flag, one per field of a dataclass that has a text form, in order."""
-    hints, about = typing.get_type_hints(cls, include_extras=True), documented(cls)
-    found: dict[str, Option] = {}
+def _collect_field_options(cls: type) -> dict[str, FieldOption]:
+    """Return a dataclass's `FieldOption`s by flag, in order of its fields; fields without a text form have none."""
+    hints, about = typing.get_type_hints(cls, include_extras=True), parse_field_descriptions(cls)
+    found: dict[str, FieldOption] = {}
     for field in dataclasses.fields(cls):
         said = about.get(field.name, "").rstrip(".")
-        if field.init and (option := _option(field, hints[field.name], said)):
+        if field.init and (option := _make_field_option(field, hints[field.name], said)):
             found[option.flag] = option
     return found
 
 
-def _option(field: dataclasses.Field, hint: Any, about: str) -> Option | None:
-    """Return the `Option` of a field; None if its type has no text form."""
-    word, default = _word(hint), typing.cast(Any, field.default)
+def _make_field_option(field: dataclasses.Field, hint: Any, about: str) -> FieldOption | None:
+    """Return the `FieldOption` of a dataclass field; None if its type has no text form."""
+    word, default = _derive_argument_spec(hint), typing.cast(Any, field.default)
     flag = ("--" if len(field.name) > 1 else "-") + field.name.replace("_", "-")
     # Parts of a policy that one number or a switch sets.
     if MaxPool in typing.get_args(hint):
         kind = AvgPool if isinstance(default, AvgPool) else MaxPool
-        flag, word = "--pool-kernel", Word("K", partial(_pooling, kind))
+        flag, word = "--pool-kernel", ArgumentSpec("K", partial(_parse_pool_kernel, kind))
         about = "width of the pooling over neighbours, odd; 1 for none"
     elif isinstance(default, LayerBudgets) and hasattr(default, "beta"):
         part: Any = default
-        flag, word = "--beta", Word("X", lambda text: dataclasses.replace(part, beta=real(text)))
+        flag, word = (
+            "--beta",
+            ArgumentSpec(
+                "X", lambda text: dataclasses.replace(part, beta=parse_finite_float(text))
+            ),
+        )
         about = "steepness of the budgets over layers, 1 is flat"
     elif Merger in (hint, *typing.get_args(hint)):
         folding = Merge() if default is None else default
         read = lambda yes: folding if yes else None  # noqa: E731
-        word = Word("", read, argparse.BooleanOptionalAction)
+        word = ArgumentSpec("", read, argparse.BooleanOptionalAction)
         about = "merge evicted entries into their nearest kept entries, or only evict them"
     if word is None:
         return None
     flag = word.metavar if word.place else flag
-    return Option(field.name, flag, word, about, default)
+    return FieldOption(field.name, flag, word, about, default)
 
 
-def _pooling(kind: Any, text: str) -> MaxPool | AvgPool | NoPool:
-    """Parse the kernel width of a pooling class; `NoPool` for width 1."""
-    kernel = whole(text)
+def _parse_pool_kernel(kind: Any, text: str) -> MaxPool | AvgPool | NoPool:
+    """Parse a pooling's odd kernel width; return an instance of class `kind`, or `NoPool` for width 1."""
+    kernel = parse_integer(text)
     return NoPool() if kernel == 1 else kind(kernel)
 
 
-def _nested(cls: type, prefix: str) -> dict[str, Any]:
-    """Return the fields of a command that are dataclasses or policies with options of their own, by name."""
+def _find_nested_dataclasses(cls: type, prefix: str) -> dict[str, Any]:
+    """Return a command's fields whose types are dataclasses, as classes by field name; none with a prefix."""
     hints = {} if prefix else typing.get_type_hints(cls)
     return {name: kind for name, kind in hints.items() if dataclasses.is_dataclass(kind)}
 
 
-def add_options(
+def add_dataclass_options(
     parser: argparse.ArgumentParser, cls: type, prefix: str = "", leave: Iterable[str] = ()
 ) -> None:
-    """Add an option for each field of a dataclass, except those in `leave`, to a parser.
+    """Add an option to a parser for each field of a dataclass, except fields in `leave`; fields of dataclasses too.
 
     An option whose name is taken gets the prefix `prefix`, such as --task-batch.
     """
     group: Any = parser.add_argument_group(prefix.strip()) if prefix else parser
-    for option in _options_of(cls).values():
+    for option in _collect_field_options(cls).values():
         if option.name not in leave:
-            option.add_to(parser, group, prefix)
-    for name, kind in _nested(cls, prefix).items():
-        if kind is Spelled:
+            option.add_to_parser(parser, group, prefix)
+    for name, kind in _find_nested_dataclasses(cls, prefix).items():
+        if kind is PolicyArguments:
             add_policy_options(parser)
         else:
-            add_options(parser, kind, f"{name} ")
+            add_dataclass_options(parser, kind, f"{name} ")
 
 
-def picked(command: Any, names: str) -> dict[str, Any]:
-    """Return these fields of a command by name."""
+def pick_fields(command: Any, names: str) -> dict[str, Any]:
+    """Return a command's fields as a dict by name; `names` holds the names, separated by spaces."""
     return {name: getattr(command, name) for name in names.split()}
 
 
-def add_command(parser: argparse.ArgumentParser, cls: Any) -> None:
-    """Add a command's options, and those of its class's `add`, to its parser, and set the command to run."""
-    add_options(parser, cls)
-    if hasattr(cls, "add"):
-        cls.add(parser)
-    parser.set_defaults(run=lambda options: made(cls, options).run(), command=parser)
+def configure_command_parser(parser: argparse.ArgumentParser, cls: Any) -> None:
+    """Add the options of a command class to its subparser, and set the function that builds and runs the command."""
+    add_dataclass_options(parser, cls)
+    if hasattr(cls, "add_task_subcommands"):
+        cls.add_task_subcommands(parser)
+    parser.set_defaults(
+        run=lambda options: build_dataclass_from_options(cls, options).run_command(), command=parser
+    )
 
 
-def made(cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any) -> Any:
-    """Build a dataclass from the parsed options and `more`; other fields keep their defaults."""
+def build_dataclass_from_options(
+    cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any
+) -> Any:
+    """Build a dataclass from argparse's parsed options and `more`; fields without an option given keep defaults."""
     values, given = more, vars(options)
-    for flag, option in _options_of(cls).items():
+    for flag, option in _collect_field_options(cls).items():
         words = given.get(prefix + flag)
         if words is not None:
-            values[option.name] = option.value(words)
-    for name, kind in _nested(cls, prefix).items():
-        if kind is Spelled:
-            values[name] = chosen(options)
-        elif any(given.get(f"{name} {flag}") is not None for flag in _options_of(kind)):
-            values[name] = made(kind, options, f"{name} ")
+            values[option.name] = option.parse_value(words)
+    for name, kind in _find_nested_dataclasses(cls, prefix).items():
+        if kind is PolicyArguments:
+            values[name] = extract_policy_arguments(options)
+        elif any(given.get(f"{name} {flag}") is not None for flag in _collect_field_options(kind)):
+            values[name] = build_dataclass_from_options(kind, options, f"{name} ")
     return cls(**values)
 
 
@@ -305,52 +326,62 @@ def made(cls: Any, options: argparse.Namespace, prefix: str = "", **more: Any) -
 
 
 @_cached
-def policy_options(cls: type[Policy]) -> dict[str, Option]:
-    """Return options by flag for the fields of a policy class that have an effect."""
+def collect_policy_options(cls: type[Policy]) -> dict[str, FieldOption]:
+    """Return a policy class's `FieldOption`s by flag, without `base` and the fields that have no effect."""
     without = {"base"} if takes_budget(cls) else {"base", "budget", "min_budget"}
-    if not cls().composed.drops:  # evicts nothing, but may read fewer entries
+    if not cls().composed.compresses_prompts:  # evicts nothing, but may read fewer entries
         without |= _SHARED - {"budget", "store"}
-    return {flag: each for flag, each in _options_of(cls).items() if each.name not in without}
+    return {
+        flag: each for flag, each in _collect_field_options(cls).items() if each.name not in without
+    }
 
 
-def _own_options(cls: type[Policy]) -> dict[str, Option]:
-    """Return options by flag for a wrapper's own fields; all others belong to its base."""
-    wraps = issubclass(cls, Wrapper)
-    mine = policy_options(cls).items() if wraps else ()
+def _collect_wrapper_options(cls: type[Policy]) -> dict[str, FieldOption]:
+    """Return the `FieldOption`s of a wrapper policy's own fields by flag; empty for other policy classes."""
+    wraps = issubclass(cls, PolicyWrapper)
+    mine = collect_policy_options(cls).items() if wraps else ()
     return {flag: each for flag, each in mine if each.name not in _SHARED | {"base"}}
 
 
-def flags_of(cls: type[Policy]) -> list[str]:
-    """List the flags of a policy class on the command line; for a wrapper, with those of its default base."""
-    if not issubclass(cls, Wrapper):
-        return list(policy_options(cls))
-    return list({"--base": None, **_own_options(cls), **policy_options(policy_class(cls.usual))})
+def list_policy_flags(cls: type[Policy]) -> list[str]:
+    """List the command-line flags of a policy class; of a wrapper, with --base and those of its default base."""
+    if not issubclass(cls, PolicyWrapper):
+        return list(collect_policy_options(cls))
+    return list(
+        {
+            "--base": None,
+            **_collect_wrapper_options(cls),
+            **collect_policy_options(find_policy_class(cls.usual)),
+        }
+    )
 
 
 def add_policy_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--policy`, `--base` and the options of all registered policies to a parser, after its other options."""
+    """Add --policy, --base and each option of the registered policies once to a parser, after its other options."""
     about = "An option that the policy does not support is rejected."
     group = parser.add_argument_group("policy", about)
     about = f"{', '.join(POLICIES)} (default: full)"
     group.add_argument("--policy", default="full", metavar="NAME", help=about)
     bases = ", ".join(
-        f"{cls.usual} of {name}" for name, cls in POLICIES.items() if issubclass(cls, Wrapper)
+        f"{cls.usual} of {name}" for name, cls in POLICIES.items() if issubclass(cls, PolicyWrapper)
     )
     about = f"base policy of a wrapper (default: {bases})"
     group.add_argument("--base", dest=_POLICY + "--base", metavar="NAME", help=about)
-    having: dict[str, dict[str, Option]] = {}
+    having: dict[str, dict[str, FieldOption]] = {}
     for name, cls in POLICIES.items():
-        for flag, option in policy_options(cls).items():
+        for flag, option in collect_policy_options(cls).items():
             having.setdefault(flag, {})[name] = option
     for flag, options in having.items():
         word = next(iter(options.values())).word
         metavar = "|".join(dict.fromkeys(each.word.metavar for each in options.values()))
         word = dataclasses.replace(word, metavar=metavar)
-        Option(flag, flag, word, _help(options), None).add_to(parser, group, _POLICY)
+        FieldOption(flag, flag, word, _format_shared_help(options), None).add_to_parser(
+            parser, group, _POLICY
+        )
 
 
-def _help(having: dict[str, Option]) -> str:
-    """Format the help of an option: its distinct texts, each after the names of its policies or of the others."""
+def _format_shared_help(having: dict[str, FieldOption]) -> str:
+    """Format the help of an option that policies share: each distinct text, after the names of its policies."""
     texts: dict[str, list[str]] = {}
     for name, option in having.items():
         texts.setdefault(option.about, []).append(name)
@@ -363,8 +394,8 @@ def _help(having: dict[str, Option]) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spelled:
-    """One policy as written on the command line: its name and the words of its options.
+class PolicyArguments:
+    """One policy as written on the command line: its name, and the unparsed words of its options by flag.
 
     Attributes:
         name: name of the policy.
@@ -379,75 +410,77 @@ class Spelled:
     where: str = ""
 
     @property
-    def takes_budget(self) -> bool:
-        """True if a budget may be added: the class supports one, and the words set none."""
-        return takes_budget(policy_class(self.name)) and not _SIZES & self.given.keys()
+    def has_unset_budget(self) -> bool:
+        """True if the policy supports a budget, and its words set neither --budget nor --mem."""
+        return takes_budget(find_policy_class(self.name)) and not _SIZES & self.given.keys()
 
     @property
-    def flags(self) -> set[str]:
-        """Flags that the policy accepts."""
-        return set(flags_of(policy_class(self.name)))
+    def accepted_flags(self) -> set[str]:
+        """Command-line flags that the policy accepts; of a wrapper, with those of its default base."""
+        return set(list_policy_flags(find_policy_class(self.name)))
 
-    def over(self, shared: dict[str, Any]) -> "Spelled":
-        """Add the options of `shared` that the policy supports and does not set itself."""
-        theirs = {flag: words for flag, words in shared.items() if flag in self.flags}
+    def add_shared_options(self, shared: dict[str, Any]) -> "PolicyArguments":
+        """Return a copy with those options of `shared` that the policy accepts and does not set itself."""
+        theirs = {flag: words for flag, words in shared.items() if flag in self.accepted_flags}
         return dataclasses.replace(self, given=theirs | self.given)
 
-    def at(self, budget: Budget) -> Policy:
-        """Build the policy at a budget in entries, as a share or in bytes; ValueError for invalid options."""
-        return self.over({"--budget": str(budget)}).policy()
+    def build_with_budget(self, budget: Budget) -> Policy:
+        """Build the policy with a budget in entries, as a share or in bytes; ValueError for invalid options."""
+        return self.add_shared_options({"--budget": str(budget)}).build_policy()
 
-    def policy(self) -> Policy:
-        """Build the policy; ValueError for unsupported or invalid options."""
+    def build_policy(self) -> Policy:
+        """Parse the words of the options and build the `Policy`; ValueError for unsupported or invalid options."""
         try:
             return self._made()
         except ValueError as error:
             raise ValueError(f"{self.where}{error}") from None
 
     def _made(self) -> Policy:
-        cls, given = policy_class(self.name), dict(self.given)
-        base, own, inner = given.pop("--base", None), _own_options(cls), cls
-        if issubclass(cls, Wrapper):
+        cls, given = find_policy_class(self.name), dict(self.given)
+        base, own, inner = given.pop("--base", None), _collect_wrapper_options(cls), cls
+        if issubclass(cls, PolicyWrapper):
             base = base or cls.usual
-            inner = policy_class(base)
+            inner = find_policy_class(base)
         else:
             require(base is None, "--base", base, f"{self.name} supports no base: leave it out")
         mine: dict[str, Any] = {}
         fields: dict[str, Any] = {}
         for flag, words in given.items():
-            option = own.get(flag) or policy_options(inner).get(flag)
+            option = own.get(flag) or collect_policy_options(inner).get(flag)
             if option is None:
                 of = f"{self.name} over {base}" if base else self.name
-                raise ValueError(f"{written(flag, words)}: {of} has no such option: leave it out")
-            (mine if flag in own else fields)[option.name] = option.value(words)
+                raise ValueError(
+                    f"{format_option(flag, words)}: {of} has no such option: leave it out"
+                )
+            (mine if flag in own else fields)[option.name] = option.parse_value(words)
         policy = inner(**fields)
-        if issubclass(cls, Wrapper):
+        if issubclass(cls, PolicyWrapper):
             policy = cls(base=policy, **mine)
-        if fields.get("merge", ...) is None and policy.parts().merge is not None:
+        if fields.get("merge", ...) is None and policy.build_policy_parts().merge is not None:
             raise ValueError(f"--no-merge: {self.name} always merges: leave it out")
         return policy
 
 
-def chosen(options: argparse.Namespace) -> Spelled:
-    """Return the `Spelled` policy of a command's parsed options."""
+def extract_policy_arguments(options: argparse.Namespace) -> PolicyArguments:
+    """Return the policy of a command's parsed options, as `PolicyArguments` with words that are not parsed yet."""
     given = {
         name.removeprefix(_POLICY): words
         for name, words in vars(options).items()
         if name.startswith(_POLICY) and words is not None
     }
-    return Spelled(name=options.policy, given=given)
+    return PolicyArguments(name=options.policy, given=given)
 
 
-class _Parser(argparse.ArgumentParser):
-    """Parser of one policy's words that raises ValueError instead of exiting."""
+class _PolicyParser(argparse.ArgumentParser):
+    """`ArgumentParser` of one policy's name and options; raises ValueError where argparse would exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(message)
 
 
-def spelled(given: str, option: str) -> list[Spelled]:
-    """Parse the policies in an option's text, such as "full,adakv --alpha 0"; ValueError if there is none."""
-    parser = _Parser(add_help=False, allow_abbrev=False)
+def parse_policy_list(given: str, option: str) -> list[PolicyArguments]:
+    """Parse policies separated by commas, such as "full,adakv --alpha 0"; ValueError if there is none."""
+    parser = _PolicyParser(add_help=False, allow_abbrev=False)
     add_policy_options(parser)
     entries = list(filter(None, (" ".join(each.split()) for each in given.split(","))))
     require(bool(entries), option, given, f"no policy: use some of {', '.join(POLICIES)}")
@@ -455,10 +488,10 @@ def spelled(given: str, option: str) -> list[Spelled]:
     for text in entries:
         where = f"{option}={text!r}: "
         try:
-            one = chosen(parser.parse_args(["--policy", *text.split()]))
+            one = extract_policy_arguments(parser.parse_args(["--policy", *text.split()]))
         except ValueError as error:
             raise ValueError(f"{where}{error}") from None
-        cls = policy_class(one.name)
+        cls = find_policy_class(one.name)
         known = next(name for name, each in POLICIES.items() if each is cls)
         words = " ".join([known, *text.split()[1:]])
         found.append(dataclasses.replace(one, name=known, text=words, where=where))

@@ -16,16 +16,16 @@ from jaxkv._plotting import import_matplotlib
 MOST_BYTES = 64 * 2**20
 
 
-class Unwritten(Exception):
-    """Raised when a write to stdout fails; `gone` is True if its reader has ended, as `head` does: not an error."""
+class StdoutWriteError(Exception):
+    """Error of a write to stdout that failed; `gone` is True if the reader has closed the pipe, as `head` does."""
 
     def __init__(self, error: OSError):
         super().__init__(f"stdout: {error.strerror or error}")
         self.gone = isinstance(error, BrokenPipeError)
 
 
-def prepare_streams() -> None:
-    """Open closed standard streams on the null device; let stdout escape characters that its encoding lacks."""
+def prepare_standard_streams() -> None:
+    """Open missing standard streams on the null device; let stdout escape characters that its encoding lacks."""
     for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+", encoding="utf-8"))
@@ -34,35 +34,35 @@ def prepare_streams() -> None:
         out.reconfigure(errors="backslashreplace")
 
 
-def to_stdout(text: str, *, end: str = "\n") -> None:
-    """Write text to stdout and flush; raise `Unwritten` if that fails, and discard all later output."""
+def write_to_stdout(text: str, *, end: str = "\n") -> None:
+    """Write text to stdout and flush; after a failure, raise `StdoutWriteError` and discard all later output."""
     try:
         print(text, end=end, flush=True)
     except OSError as error:
-        _silence(sys.stdout)
-        raise Unwritten(error) from None
+        _redirect_to_null(sys.stdout)
+        raise StdoutWriteError(error) from None
 
 
-def to_stderr(text: str) -> None:
-    """Write a line of text to stderr; ignore errors."""
+def write_to_stderr(text: str) -> None:
+    """Write a line of text to stderr and flush; after a failure, discard it and all later output silently."""
     try:
         print(text, file=sys.stderr, flush=True)
     except OSError:
-        _silence(sys.stderr)
+        _redirect_to_null(sys.stderr)
 
 
-def _silence(stream: Any) -> None:
-    """Redirect a stream to the null device: a failing flush at exit would end Python with code 120."""
+def _redirect_to_null(stream: Any) -> None:
+    """Redirect a failing stream to the null device, so that Python's flush at exit does not end with code 120."""
     with contextlib.suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
         os.dup2(nowhere.fileno(), stream.fileno())
 
 
 @contextlib.contextmanager
 def warnings_in_one_line() -> Iterator[None]:
-    """Context manager that prints each warning to stderr as one line."""
+    """Context manager that prints each Python warning to stderr as one line, without file and source line."""
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        to_stderr(f"jaxkv: warning: {' '.join(str(message).split())}")
+        write_to_stderr(f"jaxkv: warning: {' '.join(str(message).split())}")
 
     with warnings.catch_warnings():
         warnings.showwarning = show
@@ -70,12 +70,12 @@ def warnings_in_one_line() -> Iterator[None]:
 
 
 def read_text(name: str, flag: str) -> str:
-    """Read a UTF-8 file, or stdin for "-", without byte order mark, with newlines as line ends; at most 64 MiB.
+    """Read a UTF-8 text file, or stdin for "-", of at most 64 MiB; without byte order mark, line ends as newlines.
 
     `flag` is the option that names the file, for errors. Raises ValueError for invalid texts, OSError for files.
     """
     if name == "-" and sys.stdin.isatty():
-        to_stderr(
+        write_to_stderr(
             "jaxkv: reading the text from the terminal; end it with Ctrl-D on a line of its own"
         )
     try:
@@ -98,8 +98,8 @@ def read_text(name: str, flag: str) -> str:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Output:
-    """Output of a command: stdout for `-`, or a path; call `check` before the work, `write` once afterwards.
+class OutputTarget:
+    """Target of a command's output, stdout or a path; call `require_writable` first, `write_bytes` once after the work.
 
     A missing path or a regular file is written to a temporary file and renamed; links are followed. A device or a FIFO
     is written to directly.
@@ -108,8 +108,8 @@ class Output:
     flag: str
     name: str
 
-    def check(self, inputs: Iterable[str] = ()) -> None:
-        """Raise ValueError if the output cannot be written or is one of the files `inputs`."""
+    def require_writable(self, inputs: Iterable[str] = ()) -> None:
+        """Raise ValueError if the output cannot be written, or is one of the files `inputs`; never for stdout."""
         if self.name == "-":
             return
         path = Path(os.path.expanduser(self.name))
@@ -124,10 +124,10 @@ class Output:
         read = path.exists() and any(path.samefile(each) for each in files)
         require(not read, self.flag, self.name, "it is an input file: use another one")
 
-    def write(self, data: bytes) -> None:
-        """Write `data`; an OSError names the option."""
+    def write_bytes(self, data: bytes) -> None:
+        """Write bytes to stdout, a device, a FIFO, or atomically to a file; an OSError names the option."""
         # Imported here, because `jaxkv --help` needs no numpy.
-        from jaxkv.checkpoints.whole_files import write_whole
+        from jaxkv.checkpoints.whole_files import write_file_atomically
 
         path = Path(os.path.expanduser(self.name))
         try:
@@ -139,26 +139,26 @@ class Output:
                 with os.fdopen(os.open(path, os.O_WRONLY), "wb") as file:
                     file.write(data)
             else:
-                write_whole(path.resolve(), data)
+                write_file_atomically(path.resolve(), data)
         except OSError as error:
             # A plain OSError, so that a FIFO's BrokenPipeError is not mistaken for that of stdout.
             raise OSError(f"{self.flag}={self.name}: {error.strerror or error}") from error
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Picture(Output):
-    """Output of a picture in the format of its suffix; PNG on stdout."""
+class PictureOutputTarget(OutputTarget):
+    """Target of a picture: a .png, .svg or .pdf file in the format of its suffix, or PNG on stdout."""
 
     @property
-    def kind(self) -> str:
-        """Format of the picture: png, svg or pdf; ValueError for another suffix."""
+    def image_format(self) -> str:
+        """Format of the picture from the file's suffix: png, svg or pdf, png on stdout; ValueError for others."""
         kind = "png" if self.name == "-" else Path(self.name).suffix[1:].lower()
         remedy = "unknown suffix: use a file that ends in .png, .svg or .pdf"
         require(kind in ("png", "svg", "pdf"), self.flag, self.name, remedy)
         return kind
 
-    def check(self, inputs: Iterable[str] = ()) -> None:
-        """Raise ValueError as `Output` does, and for an unknown format; ImportError without matplotlib."""
-        _ = self.kind  # raises
-        super().check(inputs)
+    def require_writable(self, inputs: Iterable[str] = ()) -> None:
+        """Raise ValueError as `OutputTarget` does, and for an unknown suffix; ImportError without matplotlib."""
+        _ = self.image_format  # raises
+        super().require_writable(inputs)
         import_matplotlib()

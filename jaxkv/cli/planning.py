@@ -7,24 +7,24 @@ from typing import Annotated
 from jaxkv._errors import require
 from jaxkv.cli.models import Bits
 from jaxkv.cli.options import (
+    ArgumentSpec,
     Count,
     File,
     Mesh,
     Name,
     Natural,
-    Spelled,
-    Word,
-    picked,
-    spelled,
-    written,
+    PolicyArguments,
+    format_option,
+    parse_policy_list,
+    pick_fields,
 )
-from jaxkv.cli.outputs import Picture, to_stderr, to_stdout
+from jaxkv.cli.outputs import PictureOutputTarget, write_to_stderr, write_to_stdout
 from jaxkv.planning import picture
 from jaxkv.planning.comparison import compared
-from jaxkv.planning.compiled import plugin
-from jaxkv.planning.named import accelerators_named
+from jaxkv.planning.compiled import require_compiler_plugin
+from jaxkv.planning.named import parse_accelerators
 from jaxkv.planning.planner import plan
-from jaxkv.planning.setting import tokens_of
+from jaxkv.planning.setting import parse_token_count
 from jaxkv.policies import Policy
 
 NOTES = """\
@@ -51,8 +51,8 @@ examples:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Planning:
-    """`jaxkv plan`.
+class PlanCommand:
+    """The command `jaxkv plan` and its options: plan memory and speed of a model on GPUs, present or not.
 
     Attributes:
         model: a model of the catalogue such as llama-3.1-70b, a name from `jaxkv models`, a Hugging Face folder, a
@@ -76,53 +76,62 @@ class Planning:
     """
 
     model: Name
-    gpus: Annotated[str, Word("KINDxN")]
+    gpus: Annotated[str, ArgumentSpec("KINDxN")]
     mesh: Mesh | None = None
-    context: Annotated[int, Word("N", tokens_of)]
+    context: Annotated[int, ArgumentSpec("N", parse_token_count)]
     batch: Count = 1
     new: Natural = 256
     questions: Count = 1
     dtype: Name | None = None
     weights: Bits | None = None
-    rope_scaling: Annotated[str, Word("yarn:N")] | None = None
+    rope_scaling: Annotated[str, ArgumentSpec("yarn:N")] | None = None
     serve: bool = False
-    compare: Annotated[str, Word("NAMES")] = ""
+    compare: Annotated[str, ArgumentSpec("NAMES")] = ""
     plot: File = ""
     compile: bool = False
     json: bool = False
-    policy: Spelled
+    policy: PolicyArguments
 
-    def run(self) -> None:
-        """Print plans as text, table or JSON, then write the picture of `--plot`.
+    def run_command(self) -> None:
+        """Plan each policy's memory and speed; print text, a table or JSON, then draw the picture of `--plot`.
 
         If writing the picture fails, the plans are already on stdout.
         """
-        out = Picture(flag="--plot", name=self.plot)
+        out = PictureOutputTarget(flag="--plot", name=self.plot)
         if self.plot:
-            out.check([self.model])
-        policies = self._compared() if self.compare else [self.policy.policy()]
+            out.require_writable([self.model])
+        policies = self._parse_compared_policies() if self.compare else [self.policy.build_policy()]
         if self.compile:
-            plugin(accelerators_named(self.gpus)[0])
-            to_stderr(f"jaxkv: compiling for {self.gpus}, a minute or two for each policy")
+            require_compiler_plugin(parse_accelerators(self.gpus)[0])
+            write_to_stderr(f"jaxkv: compiling for {self.gpus}, a minute or two for each policy")
         names = (
             "model gpus mesh context batch new questions dtype weights rope_scaling serve compile"
         )
-        plans = [plan(policy=each, **picked(self, names)) for each in policies]
+        plans = [plan(policy=each, **pick_fields(self, names)) for each in policies]
         if self.json:
             records = [each.as_dict() for each in plans]
-            to_stdout(json.dumps(records if self.compare else records[0], indent=2))
+            write_to_stdout(json.dumps(records if self.compare else records[0], indent=2))
         else:
-            to_stdout(compared(plans) if self.compare else str(plans[0]))
+            write_to_stdout(compared(plans) if self.compare else str(plans[0]))
         if self.plot:
-            out.write(picture.rendered(plans, out.kind))
+            out.write_bytes(picture.plot_peak_memory(plans, out.image_format))
 
-    def _compared(self) -> list[Policy]:
-        """Return the policies of `--compare`, each with the shared options it supports; ValueError if none does."""
+    def _parse_compared_policies(self) -> list[Policy]:
+        """Build the policies of --compare, each with the shared options it accepts; ValueError if none accepts one."""
         remedy = "conflicts with --compare: add it there, or leave it out"
         require(self.policy.name == "full", "--policy", self.policy.name, remedy)
-        entries = spelled(self.compare, "--compare")
+        entries = parse_policy_list(self.compare, "--compare")
         for flag, words in self.policy.given.items():
-            remedy = f"none of these policies has {written(flag, words)}: leave it out"
-            require(any(flag in each.flags for each in entries), "--compare", self.compare, remedy)
+            remedy = f"none of these policies has {format_option(flag, words)}: leave it out"
+            require(
+                any(flag in each.accepted_flags for each in entries),
+                "--compare",
+                self.compare,
+                remedy,
+            )
         # A repeated policy is compared once.
-        return list(dict.fromkeys(each.over(self.policy.given).policy() for each in entries))
+        return list(
+            dict.fromkeys(
+                each.add_shared_options(self.policy.given).build_policy() for each in entries
+            )
+        )

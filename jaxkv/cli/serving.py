@@ -13,15 +13,23 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from jaxkv._errors import require
-from jaxkv.cli.models import SlotOptions
-from jaxkv.cli.options import Count, Name, Word, picked, real, spelled, whole
-from jaxkv.cli.outputs import to_stderr
+from jaxkv.cli.models import EngineOptions
+from jaxkv.cli.options import (
+    ArgumentSpec,
+    Count,
+    Name,
+    parse_finite_float,
+    parse_integer,
+    parse_policy_list,
+    pick_fields,
+)
+from jaxkv.cli.outputs import write_to_stderr
 from jaxkv.engine.slots import PARTS
 from jaxkv.loading import LanguageModel
 from jaxkv.policies import Policy
 from jaxkv.serving import Engine
-from jaxkv.serving.slot_memory import device_of, share_of_next
-from jaxkv.sharding.mesh_argument import mesh_of
+from jaxkv.serving.slot_memory import compute_memory_share, get_model_device
+from jaxkv.sharding.mesh_argument import make_mesh_from_text
 
 NOTES = """\
 The endpoints are OpenAI's /v1/models, /v1/completions and /v1/chat/completions, and /v1/documents, /health, /metrics,
@@ -43,8 +51,8 @@ _KEY = "JAXKV_API_KEY"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve(SlotOptions):
-    """`jaxkv serve`.
+class ServeCommand(EngineOptions):
+    """The command `jaxkv serve` and its options: serve OpenAI's HTTP API for a model under policies.
 
     Attributes:
         also: a further policy, served as model NAME:POLICY, with options: 'snapkv --window 8'. By default it has the
@@ -59,70 +67,72 @@ class Serve(SlotOptions):
         max_body_bytes: maximum bytes of the body of a request.
     """
 
-    also: Annotated[tuple[str, ...], Word("POLICY", tuple, "append")] = ()
-    document_bytes: Annotated[int, Word("N", partial(whole, least=0, most=2**60))] | None = None
+    also: Annotated[tuple[str, ...], ArgumentSpec("POLICY", tuple, "append")] = ()
+    document_bytes: (
+        Annotated[int, ArgumentSpec("N", partial(parse_integer, least=0, most=2**60))] | None
+    ) = None
     host: Name = "127.0.0.1"
-    port: Annotated[int, Word("N", partial(whole, least=0, most=65535))] = 8000
-    api_key: Annotated[str, Word("KEY")] | None = None
+    port: Annotated[int, ArgumentSpec("N", partial(parse_integer, least=0, most=65535))] = 8000
+    api_key: Annotated[str, ArgumentSpec("KEY")] | None = None
     queue: Count = 256
-    timeout: Annotated[float, Word("S", real)] = 600.0
+    timeout: Annotated[float, ArgumentSpec("S", parse_finite_float)] = 600.0
     max_body_bytes: Count = 8 << 20
 
-    def run(self) -> None:
-        """Serve HTTP until a signal ends the process, with code 0, or 130 if it stops immediately."""
-        with needing("serve", "serving needs"):
-            from jaxkv.serving.engine import forget_all
-            from jaxkv.serving.http import Application
+    def run_command(self) -> None:
+        """Serve HTTP until a signal, then end the process: code 0, or 130 if a signal stopped it immediately."""
+        with explain_missing_package("serve", "serving needs"):
+            from jaxkv.serving.engine import remove_temporary_files
+            from jaxkv.serving.http import HttpApplication
             from jaxkv.serving.limits import RequestLimits
-            from jaxkv.serving.server import Server, listening, many_files
-        policy = self.policy.policy()
-        policies = {self.name: policy}
-        policies |= further_policies(self.also, policy, self.name)
+            from jaxkv.serving.server import Server, open_listening_socket, raise_open_file_limit
+        policy = self.policy.build_policy()
+        policies = {self.served_model_id: policy}
+        policies |= parse_further_policies(self.also, policy, self.served_model_id)
         limits = RequestLimits(
             api_key=os.environ.get(_KEY) or None if self.api_key is None else self.api_key,
             body_bytes=self.max_body_bytes,
             seconds=self.timeout,
             answers=min(64, self.queue),
         )
-        given = picked(self, "queue document_bytes") | {"mesh": mesh_of(self.mesh)}
+        given = pick_fields(self, "queue document_bytes") | {"mesh": make_mesh_from_text(self.mesh)}
         server, steps, total = Server(), itertools.count(1), 1 + PARTS * len(policies)
 
         def tick(what: str) -> None:
             server.progress = {"step": next(steps), "steps": total, "doing": what}
-            to_stderr("jaxkv: {step} of {steps}: {doing}".format(**server.progress))
+            write_to_stderr("jaxkv: {step} of {steps}: {doing}".format(**server.progress))
 
         with contextlib.ExitStack() as stack:
-            found = stack.enter_context(listening(self.host, self.port))
+            found = stack.enter_context(open_listening_socket(self.host, self.port))
             host, port = found.getsockname()[:2]
             host = f"[{host}]" if ":" in host else host
             address = f"http://{host}:{port}"
 
             def make() -> None:
                 tick(f"loading {self.model}")
-                params, options = self.loaded(), self.engine() | given
+                params, options = self.load_model(), self.build_engine_arguments() | given
                 _ = params.tokenizer  # answers are texts
-                made = engines(params, policies, folder=self.documents, tick=tick, **options)
+                made = open_engines(params, policies, folder=self.documents, tick=tick, **options)
                 models = stack.enter_context(made)
-                _log_to_stderr()
-                server.app = Application(models, limits=limits)
+                _send_logs_to_stderr()
+                server.app = HttpApplication(models, limits=limits)
                 for each, engine in models.items():
                     said = f"{engine.stats.slots} slots, {policies[each]}"
-                    to_stderr(f"jaxkv: {each} at {address}/v1, {said}")
-                to_stderr(f"jaxkv: web page at {address}/")
+                    write_to_stderr(f"jaxkv: {each} at {address}/v1, {said}")
+                write_to_stderr(f"jaxkv: web page at {address}/")
 
-            many_files()
-            to_stderr(f"jaxkv: {address} answers 503 during the start")
-            threading.Thread(target=server.make, args=(make,), daemon=True).start()
+            raise_open_file_limit()
+            write_to_stderr(f"jaxkv: {address} answers 503 during the start")
+            threading.Thread(target=server.run_startup, args=(make,), daemon=True).start()
             server.run(sockets=[found])
             if server.error is not None:
                 raise server.error
-            forget_all()
+            remove_temporary_files()
             # All requests have ended, and a running compilation cannot be interrupted.
             os._exit(130 if server.cut else 0)
 
 
-def further_policies(given: Iterable[str], first: Policy, model: str) -> dict[str, Policy]:
-    """Parse the `--also` options; return policies by model id, with the first policy's budget by default.
+def parse_further_policies(given: Iterable[str], first: Policy, model: str) -> dict[str, Policy]:
+    """Parse the `--also` options; return policies by model id, by default with the first policy's budget.
 
     An id is the model's id and the text of the option, with "-" for characters that a URL cannot hold. Raises
     ValueError for a repeated policy.
@@ -130,18 +140,18 @@ def further_policies(given: Iterable[str], first: Policy, model: str) -> dict[st
     kept = first.composed.budget
     found: dict[str, Policy] = {}
     for text in given:
-        for each in spelled(text, "--also"):
+        for each in parse_policy_list(text, "--also"):
             name = f"{model}:{re.sub(r'[^A-Za-z0-9_.]+', '-', each.text).strip('-')}"
             require(name not in found, "--also", each.text, "repeated policy: leave one out")
-            if kept is not None and each.takes_budget:
-                found[name] = each.at(kept.given)
+            if kept is not None and each.has_unset_budget:
+                found[name] = each.build_with_budget(kept.field_value)
             else:
-                found[name] = each.policy()
+                found[name] = each.build_policy()
     return found
 
 
 @contextlib.contextmanager
-def engines(
+def open_engines(
     params: LanguageModel,
     policies: Mapping[str, Policy],
     *,
@@ -149,13 +159,13 @@ def engines(
     tick: Callable[[str], object] = lambda what: None,
     **options: Any,
 ) -> Iterator[dict[str, Engine]]:
-    """Context manager that creates an `Engine` per policy, yields them by model id, and closes all of them.
+    """Context manager that creates and starts an `Engine` per policy, yields them by model id, and closes them.
 
     "auto" slots and documents of all engines share the memory. The first engine keeps its documents in `folder`, each
     other one in a subfolder named like its model id after the ":". `tick` is called with the name of each part before
     it compiles.
     """
-    device, made = device_of(params), dict[str, Engine]()
+    device, made = get_model_device(params), dict[str, Engine]()
     options |= {"precompile": False, "start": False}
     for policy in policies.values():
         # Validates every policy first, so that an error does not come after minutes.
@@ -163,8 +173,8 @@ def engines(
     with contextlib.ExitStack() as stack:
         for at, (name, policy) in enumerate(policies.items()):
             documents = [each.documents for each in made.values()]
-            promised = sum(max(0, each.most_bytes - each.nbytes) for each in documents)
-            share = share_of_next(len(policies) - at, promised=promised, device=device)
+            promised = sum(max(0, each.most_bytes - each.device_bytes) for each in documents)
+            share = compute_memory_share(len(policies) - at, promised=promised, device=device)
             own = None if folder is None else Path(folder) / (name.rpartition(":")[2] if at else "")
             engine = Engine(params, policy=policy, documents=own, memory_share=share, **options)
             made[name] = stack.enter_context(engine)
@@ -173,7 +183,7 @@ def engines(
 
 
 @contextlib.contextmanager
-def needing(extra: str, what: str) -> Iterator[None]:
+def explain_missing_package(extra: str, what: str) -> Iterator[None]:
     """Context manager that turns a missing package into an ImportError that names the extra to install.
 
     `what` begins the message: "serving needs". A missing module of jaxkv is raised unchanged.
@@ -186,8 +196,8 @@ def needing(extra: str, what: str) -> Iterator[None]:
         raise ImportError(f"{what} {error.name}: pip install 'jaxkv[{extra}]'") from None
 
 
-def _log_to_stderr() -> None:
-    """Send the log lines of `jaxkv.serving` to stderr with times, and not to the root logger."""
+def _send_logs_to_stderr() -> None:
+    """Configure the logger `jaxkv.serving` to write lines with times to stderr, and not to the root logger."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     log = logging.getLogger("jaxkv.serving")

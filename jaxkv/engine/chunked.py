@@ -9,22 +9,22 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxkv.attention import Implementation
-from jaxkv.cache import Cache, KVCache, Tables, drop_outside_sliding_windows
-from jaxkv.cache.host_store import HostStore, committed, put_away
-from jaxkv.cache.packing import empty_pool, placed
-from jaxkv.engine.decode import extend, read_on_top
+from jaxkv.cache import CacheArrays, KVCache, SegmentTables, drop_outside_sliding_windows
+from jaxkv.cache.host_store import HostStore, commit_to_device, offload_layer_entries
+from jaxkv.cache.packing import compute_all_segment_starts, make_empty_pool
+from jaxkv.engine.decode import prefill_on_cache, run_new_tokens
 from jaxkv.engine.lengths import query_buffer_size
 from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.progress import Walk
-from jaxkv.engine.spec import reading_state, specialise
-from jaxkv.models.decoder import Flat
+from jaxkv.engine.spec import create_decode_spec, create_selection_state
+from jaxkv.models.decoder import SplitDecoder
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.reads import FilteredReads, Reading, tokens_read
-from jaxkv.sharding.mesh import host, place, settle_down
+from jaxkv.policies.reads import FilteredReads, LayerReadConfig, count_attended_prompt_tokens
+from jaxkv.sharding.mesh import copy_to_host, place_dataclass_on_mesh, place_host_array
 
 
-def prefill(
-    flat: Flat,
+def prefill_in_chunks(
+    flat: SplitDecoder,
     tokens: Int[np.ndarray, "B S"],
     lengths: Int[np.ndarray, " B"],
     policy: Policy,
@@ -32,7 +32,7 @@ def prefill(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Generator: prefill right-padded prompts chunk by chunk; return the cache and last logits.
+    """Generator: prefill right-padded prompts chunk by chunk; return the cache and the last logits `[B, V]`.
 
     Yields each chunk's share of the layers. Each chunk selects `prefill_ratio` tokens per token of its own, and all its
     queries have equal weight (OmniKV, appendix D.10).
@@ -41,24 +41,24 @@ def prefill(
     assert isinstance(read, FilteredReads) and read.prefill_ratio is not None
     chunk = min(read.prefill_chunk, needed.padded_len)
     width = min(needed.padded_len, max(1, int(read.prefill_ratio * chunk)))
-    spec = specialise(
+    spec = create_decode_spec(
         flat, policy.composed, padded_len=needed.padded_len, implementation=implementation
     )
     reading = spec.reading
     chunks = dataclasses.replace(reading, width=width, offloaded=(), several=True)
     spec = dataclasses.replace(spec, reading=chunks, fused=False)
     cache, longest = (
-        _empty(flat, lengths, policy, needed, reading, chunk=chunk),
+        _make_empty_cache(flat, lengths, policy, needed, reading, chunk=chunk),
         int(np.max(lengths)),
     )
-    run, sliding_windows = partial(extend, flat, spec=spec), flat.config.sliding_windows
-    pools = tuple(pool.rows // cache.kv_shards for pool in cache.pools)
+    run, sliding_windows = partial(run_new_tokens, flat, spec=spec), flat.config.sliding_windows
+    pools = tuple(pool.row_count // cache.kv_shards for pool in cache.pools)
     tokens, lengths = np.pad(tokens, ((0, 0), (0, -needed.padded_len % chunk))), np.asarray(lengths)
     for first in range(0, longest, chunk):
         if first and any(sliding_windows):
             # Sliding-window layers have places for their window and one chunk.
             cache = drop_outside_sliding_windows(cache, pools)
-        logits, cache = read_on_top(
+        logits, cache = prefill_on_cache(
             run, cache, tokens[:, first : first + chunk], lengths - first, size=chunk
         )
         cache = dataclasses.replace(cache, logits=logits)
@@ -68,25 +68,25 @@ def prefill(
     assert cache.state is not None
     state = dataclasses.replace(cache.state, choosable=jnp.copy(cache.length))
     cache = dataclasses.replace(
-        cache.updated(limit=jnp.copy(cache.length), state=state), logits=None
+        cache.replace_arrays(limit=jnp.copy(cache.length), state=state), logits=None
     )
-    return to_host_store(cache, reading, needed, release=True), logits
+    return offload_layers(cache, reading, needed, release=True), logits
 
 
-def _empty(
-    flat: Flat,
+def _make_empty_cache(
+    flat: SplitDecoder,
     lengths: Int[np.ndarray, " B"],
     policy: Policy,
     needed: PrefillPlan,
-    reading: Reading,
+    reading: LayerReadConfig,
     *,
     chunk: int,
 ) -> KVCache:
-    """Return an empty `KVCache` with places for whole prompts in each pool; or for a sliding window and a chunk."""
+    """Return an empty `KVCache`; pools fit prompts and headroom, or a sliding window and one chunk."""
     config, axes = flat.config, flat.axes
     heads, dim, batch = config.kv_heads, config.head_dim, len(lengths)
     # On a mesh, kv heads of one device.
-    heads_here = heads if axes is None else heads // axes.size("K")
+    heads_here = heads if axes is None else heads // axes.count_axis_shards("K")
     rows = tuple(
         heads_here
         * (needed.padded_len + headroom if width is None else min(width, needed.padded_len) + chunk)
@@ -94,35 +94,46 @@ def _empty(
     )
     one = jnp.zeros((1, batch, heads), jnp.int32)
     start = jnp.concatenate(
-        [placed(one, layout=policy.composed.layout, rows=each, axes=axes) for each in rows]
+        [
+            compute_all_segment_starts(
+                one, layout=policy.composed.cache_layout, rows=each, axes=axes
+            )
+            for each in rows
+        ]
     )
-    query_buffer = (batch, heads, config.group, query_buffer_size(reading.query_buffer), dim)
+    query_buffer = (
+        batch,
+        heads,
+        config.group_size,
+        query_buffer_size(reading.filter_query_count),
+        dim,
+    )
     query_buffers = (
         tuple(jnp.zeros(query_buffer, jnp.float32) for _ in reading.filters)
-        if reading.query_buffer
+        if reading.filter_query_count
         else ()
     )
     nothing, read, store = jnp.zeros_like(start), policy.composed.read, policy.composed.store
-    tables = Tables(
+    tables = SegmentTables(
         start=start,
         length=nothing,
         limit=nothing,
         seen=jnp.zeros((batch,), jnp.int32),
-        state=reading_state(
+        state=create_selection_state(
             lengths,
-            tokens_read(read, np.asarray(lengths), config.sliding_windows),
+            count_attended_prompt_tokens(read, np.asarray(lengths), config.sliding_windows),
             nothing,
             query_buffers,
         ),
     )
     pools = tuple(
-        empty_pool(batch, each, dim, needed.dtype, scored=False, store=store, axes=axes)
+        make_empty_pool(batch, each, dim, needed.dtype, scored=False, store=store, axes=axes)
         for each in rows
     )
-    arrays = settle_down(Cache(pools=pools, tables=tables), axes)
+    arrays = place_dataclass_on_mesh(CacheArrays(pools=pools, tables=tables), axes)
     return KVCache(
         arrays=arrays,
-        layout=policy.composed.layout,
+        layout=policy.composed.cache_layout,
         policy=policy,
         config=config,
         dtype=flat.ends[0].dtype.name,
@@ -131,10 +142,10 @@ def _empty(
     )
 
 
-def to_host_store(
-    cache: KVCache, reading: Reading, needed: PrefillPlan, *, release: bool = False
+def offload_layers(
+    cache: KVCache, reading: LayerReadConfig, needed: PrefillPlan, *, release: bool = False
 ) -> KVCache:
-    """Move the entries of offloaded layers to host memory, leaving small pools for later entries.
+    """Move the entries of offloaded layers to host memory, leaving small pools for later entries; return the cache.
 
     Return the cache unchanged if `reading` offloads nothing. `release` frees the old pools one by one.
     """
@@ -148,7 +159,8 @@ def to_host_store(
     state = cache.state
     assert state is not None and state.choosable is not None
     tables = tuple(
-        np.array(host(table)) for table in (cache.start, cache.length, cache.limit, state.choosable)
+        np.array(copy_to_host(table))
+        for table in (cache.start, cache.length, cache.limit, state.choosable)
     )
     for layer in reading.offloaded:
         pool = pools[layer]
@@ -156,11 +168,11 @@ def to_host_store(
             leaf.reshape(batch, heads, -1, config.head_dim)[:, :, : needed.padded_len]
             for leaf in (pool.k, pool.v)
         )
-        rows.append(put_away(k, v, axes))
+        rows.append(offload_layer_entries(k, v, axes))
         del k, v
         each = 1 + needed.headroom[layer]
         small = heads * each // cache.kv_shards
-        pools[layer] = empty_pool(
+        pools[layer] = make_empty_pool(
             batch,
             small,
             config.head_dim,
@@ -174,9 +186,11 @@ def to_host_store(
         jax.block_until_ready(rows[-1])
         for leaf in jax.tree.leaves(pool) if release else ():
             leaf.delete()
-    start, length, limit, choosable = (place(table, "L B K", axes) for table in tables)
+    start, length, limit, choosable = (place_host_array(table, "L B K", axes) for table in tables)
     state = dataclasses.replace(state, choosable=choosable)
-    moved = cache.updated(pools=tuple(pools), start=start, length=length, limit=limit, state=state)
+    moved = cache.replace_arrays(
+        pools=tuple(pools), start=start, length=length, limit=limit, state=state
+    )
     return dataclasses.replace(
-        committed(moved), host_store=HostStore(rows=tuple(rows), layers=reading.offloaded)
+        commit_to_device(moved), host_store=HostStore(rows=tuple(rows), layers=reading.offloaded)
     )

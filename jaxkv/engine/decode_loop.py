@@ -9,38 +9,38 @@ from jaxtyping import Array, Bool, Int, PRNGKeyArray
 
 from jaxkv._errors import require
 from jaxkv.cache import KVCache
-from jaxkv.cache.host_store import Loader, Traffic
+from jaxkv.cache.host_store import HostStoreLoader, TransferCounter
 from jaxkv.engine import token_loop
-from jaxkv.engine.headroom import make_headroom, steps_that_fit
+from jaxkv.engine.headroom import count_steps_until_full, make_headroom
 from jaxkv.engine.lengths import tokens_per_call
 from jaxkv.engine.sampling import Sampler
-from jaxkv.engine.spec import Spec
-from jaxkv.models.decoder import Flat
-from jaxkv.policies.reads import Reading
-from jaxkv.sharding.mesh import host, place
+from jaxkv.engine.spec import DecodeSpec
+from jaxkv.models.decoder import SplitDecoder
+from jaxkv.policies.reads import LayerReadConfig
+from jaxkv.sharding.mesh import copy_to_host, place_host_array
 
 
 class DecodeLoop:
-    """Loop that samples blocks of tokens on its own cache, and recompresses or enlarges full pools.
+    """Loop that samples tokens in blocks on a cache that it owns, and recompresses or enlarges full pools.
 
     Attributes:
         left: number of tokens left to sample.
-        size: maximum number of tokens per call of `sample`.
+        size: maximum number of tokens per call of `sample_tokens`.
     """
 
     def __init__(
         self,
-        flat: Flat,
+        flat: SplitDecoder,
         cache: KVCache,
         *,
-        spec: Spec,
+        spec: DecodeSpec,
         sampling: Sampler,
         eos: tuple[int, ...],
         key: PRNGKeyArray,
         new: int,
-        traffic: Traffic,
+        traffic: TransferCounter,
     ):
-        """Take over a cache with logits (donated) and compile the loop for `new` tokens.
+        """Take over a cache with logits (donated), and compile the loop for up to `new` tokens.
 
         No sequence may be due for recompression. `eos` are the ids that end a sequence. `key` is for sampling, and for
         policies that use random numbers in recompression. `traffic` counts transfers from host memory.
@@ -49,22 +49,22 @@ class DecodeLoop:
         self._flat, self._spec, self._key, self._sampling = flat, spec, key, sampling
         self._batch, self._padding = cache.batch, cache.padding
         # Padding sequences, which fill up a mesh's groups, sample nothing.
-        done = self._placed(np.zeros(self._batch, bool), padding=True)
+        done = self._place_sequence_values(np.zeros(self._batch, bool), padding=True)
         assert cache.logits is not None
         # -2 is no token id: without end ids, only the number of steps ends sampling.
         ends = np.asarray(sorted(set(eos)) or [-2], np.int32)
-        self._sampling_state = token_loop.first_sampling_state(
+        self._sampling_state = token_loop.create_sampling_state(
             cache.logits, done, key, ends, axes=spec.axes
         )
         self._decode = partial(token_loop.decode, spec=spec, sampling=sampling, size=self.size)
         self._taken_back, self._cache = False, cache
-        self._loader = Loader.of(cache.host_store, traffic)
+        self._loader = HostStoreLoader.create_host_loader(cache.host_store, traffic)
         # A run of 0 steps compiles the loop and changes nothing.
-        self._run(0)
-        self._fit = steps_that_fit(self._cache)
+        self._run_sampling_steps(0)
+        self._fit = count_steps_until_full(self._cache)
 
-    def _run(self, steps: int) -> tuple[Array, Array]:
-        """Sample up to `steps` tokens; return their ids and the number of steps."""
+    def _run_sampling_steps(self, steps: int) -> tuple[Array, Array]:
+        """Sample up to `steps` tokens per sequence; return a device array of ids, and the number of steps that ran."""
         arrays, self._sampling_state, sampled, ran = self._decode(
             self._flat, self._cache.arrays, self._sampling_state, steps, loader=self._loader
         )
@@ -72,22 +72,22 @@ class DecodeLoop:
         return sampled, ran
 
     @property
-    def final(self) -> bool:
+    def is_rollback_impossible(self) -> bool:
         """True if sampling evicts entries or updates their scores, so that tokens cannot be rolled back."""
-        return self._spec.ongoing.evicts or self._spec.scored
+        return self._spec.ongoing.evicts or self._spec.uses_attention_scores
 
     @property
-    def reading(self) -> Reading:
-        """Config of sparse attention (filter, sparse and offloaded layers)."""
+    def sparse_attention_config(self) -> LayerReadConfig:
+        """Config (`LayerReadConfig`) of sparse attention: filter, sparse and offloaded layers."""
         return self._spec.reading
 
     @property
-    def done(self) -> Bool[np.ndarray, " B"]:
-        """Mask `[B]` of sequences that have ended, on the host."""
-        return host(self._sampling_state.done)[: self._batch]
+    def ended_sequences(self) -> Bool[np.ndarray, " B"]:
+        """Mask `bool[B]` of sequences that have ended, on the host."""
+        return copy_to_host(self._sampling_state.done)[: self._batch]
 
-    def sample(self, steps: int) -> Int[np.ndarray, "B n"]:
-        """Sample up to `steps` token ids `[B, n]`, -1 after a sequence's end.
+    def sample_tokens(self, steps: int) -> Int[np.ndarray, "B n"]:
+        """Sample up to `steps` token ids per sequence, `[B, n]` on the host, with -1 after a sequence's end.
 
         n is less than `steps` if the free places are used up or all sequences end. Raise ValueError for a sampler that
         returns an id outside the vocabulary.
@@ -96,14 +96,18 @@ class DecodeLoop:
         if self._fit < 1:
             more = max(1, self.left)
             self._cache = make_headroom(self._flat, self._cache, more, key=self._key)
-            self._fit = steps_that_fit(self._cache)
+            self._fit = count_steps_until_full(self._cache)
         steps = min(steps, self._fit)
         if steps < 1:
             raise RuntimeError(
                 f"no headroom for a token after recompression. Report this as a bug of jaxkv ({self._cache.policy})."
             )
-        sampled, count = self._run(steps)
-        tokens, ran, vocab = host(sampled)[: self._batch], int(host(count)), self._spec.config.vocab
+        sampled, count = self._run_sampling_steps(steps)
+        tokens, ran, vocab = (
+            copy_to_host(sampled)[: self._batch],
+            int(copy_to_host(count)),
+            self._spec.config.vocab,
+        )
         inside = bool((tokens < vocab).all())
         require(
             inside, "sampling", self._sampling, f"an id outside of [0, {vocab}): return valid ids"
@@ -111,39 +115,42 @@ class DecodeLoop:
         self.left, self._fit = self.left - ran, self._fit - ran
         return tokens[:, :ran]
 
-    def take_back(self, tokens: Int[np.ndarray, " B"]) -> None:
-        """Remove the entries of the last `tokens[b]` tokens that the last `sample` returned for sequence b.
+    def roll_back_tokens(self, tokens: Int[np.ndarray, " B"]) -> None:
+        """Remove the entries of the last `tokens[b]` tokens that `sample_tokens` last returned for sequence b.
 
         The caller must end these sequences afterwards.
         """
         if not tokens.any():
             return
         # The token that ends a sequence adds no entry.
-        rows = tokens - ((tokens > 0) & self.done)
+        rows = tokens - ((tokens > 0) & self.ended_sequences)
         if rows.any():
             self._taken_back = True
             # Entries after a stop string are the last of their segments: nothing is evicted between two checks.
-            removed, tables = self._placed(rows.astype(np.int32), padding=0), self._cache.tables
+            removed, tables = (
+                self._place_sequence_values(rows.astype(np.int32), padding=0),
+                self._cache.tables,
+            )
             length, seen = tables.length - removed[None, :, None], tables.seen - removed
-            self._cache = self._cache.updated(length=length, seen=seen)
+            self._cache = self._cache.replace_arrays(length=length, seen=seen)
 
-    def end(self, which: Bool[np.ndarray, " B"]) -> None:
-        """End the sequences in the mask `which`: they sample no more tokens."""
+    def end_sequences(self, which: Bool[np.ndarray, " B"]) -> None:
+        """Mark the sequences in the mask `which` as ended: they sample no more tokens."""
         # Streams call this at every token, so avoid transfers of an empty mask.
         if which.any():
             self._sampling_state = dataclasses.replace(
                 self._sampling_state,
-                done=self._sampling_state.done | self._placed(which, padding=True),
+                done=self._sampling_state.done | self._place_sequence_values(which, padding=True),
             )
 
-    def _placed(self, of_each: np.ndarray, *, padding: Any) -> Array:
+    def _place_sequence_values(self, of_each: np.ndarray, *, padding: Any) -> Array:
         """Return a device array of one number per sequence, with `padding` for sequences that fill up a mesh."""
-        return place(
+        return place_host_array(
             np.pad(of_each, (0, self._padding), constant_values=padding), "B", self._spec.axes
         )
 
-    def close(self) -> KVCache:
-        """End sampling; return the `KVCache` with all sampled entries.
+    def finish_sampling(self) -> KVCache:
+        """End sampling: return the loop's `KVCache` with the sampled tokens' entries and the next token's logits.
 
         Its `logits` are None if tokens were taken back, because their successors are unknown.
         """

@@ -2,26 +2,28 @@
 
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention import Implementation, backend_of
-from jaxkv.models.decoder import Graphs, Leaves
+from jaxkv.attention import Implementation, get_attention_backend
+from jaxkv.models.decoder import DecoderGraphs, Leaves
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @sharded_jit(static=("graphs", "implementation"), on="graphs")
-def embed(
+def embed_tokens(
     ends: Leaves,
     tokens: Int[Array, "B N"],
     *,
-    graphs: Graphs,
+    graphs: DecoderGraphs,
     implementation: Implementation = Implementation.XLA,
 ) -> Float[Array, "B N E"]:
-    """Compiled: return embeddings `[B, N, E]` of token ids, the hidden states before the first block."""
-    return graphs.ends(ends).embed(
-        tokens, in_blocks=backend_of(implementation).can.embeds_in_blocks
+    """Compiled: return the embeddings `[B, N, E]` of token ids, the hidden states before the first block."""
+    return graphs.rebuild_embedding_and_head(ends).embed_tokens(
+        tokens, in_blocks=get_attention_backend(implementation).can.embeds_in_blocks
     )
 
 
 @sharded_jit(static=("graphs",), on="graphs")
-def logits_of(ends: Leaves, x: Float[Array, "B E"], *, graphs: Graphs) -> Float[Array, "B V"]:
-    """Compiled: return float32 next-token logits `[B, V]` from hidden states after the last block."""
-    return graphs.ends(ends).logits(x)
+def compute_logits(
+    ends: Leaves, x: Float[Array, "B E"], *, graphs: DecoderGraphs
+) -> Float[Array, "B V"]:
+    """Compiled: return float32 next-token logits `[B, V]` from hidden states `[B, E]` after the last block."""
+    return graphs.rebuild_embedding_and_head(ends).compute_logits(x)

@@ -11,25 +11,25 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._checks import checked, instance
+from jaxkv._checks import require_instance, require_shape_and_dtype
 from jaxkv._errors import require
-from jaxkv.attention import Backend
+from jaxkv.attention import AttentionBackend
 from jaxkv.attention.xla import WALK_BLOCK
-from jaxkv.cache.pools import Pool
-from jaxkv.cache.stores import put_cells
-from jaxkv.engine.layers.terms import Terms
-from jaxkv.engine.nearest import nearest
-from jaxkv.engine.segments import Segments, after_read, fold
+from jaxkv.cache.pools import EntryPool
+from jaxkv.cache.stores import write_pool_rows
+from jaxkv.engine.layers.terms import DecodeAttentionConfig
+from jaxkv.engine.nearest import find_most_similar_entry
+from jaxkv.engine.segments import Segments, fold_over_entries, order_after_read
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.merger import Joined, Merger, Row, axes_for
-from jaxkv.policies.parts import Ongoing
-from jaxkv.policies.rank import Rank, ranked
-from jaxkv.sharding.collectives import mean_of_devices
+from jaxkv.policies.merger import EntryPerSegment, Joined, Merger, build_axes_argument
+from jaxkv.policies.parts import DecodingCompressionConfig
+from jaxkv.policies.rank import Rank, compute_entry_ranks
+from jaxkv.sharding.collectives import average_over_devices
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Eviction:
-    """Static config of eviction.
+class EvictionConfig:
+    """Static config of evictions after a decode step: config of the entries, kv heads per layer, dtype of the model.
 
     Attributes:
         terms: static config of the entries.
@@ -37,30 +37,34 @@ class Eviction:
         dtype: dtype of the model, to which merged entries are rounded.
     """
 
-    terms: Terms
+    terms: DecodeAttentionConfig
     heads: int
     dtype: Any = jnp.float32
 
 
-def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
-    """Return per segment the index of the lowest-ranked entry that may be evicted, -1 for none.
+def find_lowest_ranked_entry(
+    pool: EntryPool, segments: Segments, how: EvictionConfig
+) -> Int[Array, "B K"]:
+    """Return per segment, `i32[B, K]`, the pool row of the lowest-ranked entry that may be evicted, -1 for none.
 
     Ties go to the latest position. The pool's scores must be up to date.
     """
     rank, keep = how.terms.ongoing.rank, how.terms.ongoing.keep
-    lowest_of = _lowest_at_once if how.terms.backend.can.few_launches else _lowest
+    lowest_of = _find_lowest_rank_fused if how.terms.backend.can.few_launches else _find_lowest_rank
     seen, prompt = segments.seen[:, None, None], segments.prompt[:, None, None]
     last = seen - segments.recent[..., None]
 
     def body(best, row, inside, pos, *score):
         lowest, latest, _ = best
-        free = inside & ~keep.protected(pos, prompt) & (pos < last)
-        every = ranked(rank, score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos)
+        free = inside & ~keep.mask_protected_positions(pos, prompt) & (pos < last)
+        every = compute_entry_ranks(
+            rank, score[0] if score else jnp.zeros(pos.shape, jnp.float32), seen - pos
+        )
         if how.terms.ongoing.one_set:
             layers = jnp.broadcast_to(every, free.shape).reshape(
                 free.shape[0], -1, how.heads, free.shape[-1]
             )
-            every = mean_of_devices(layers.mean(axis=2, keepdims=True), "K", how.terms.axes)
+            every = average_over_devices(layers.mean(axis=2, keepdims=True), "K", how.terms.axes)
             every = jnp.broadcast_to(every, layers.shape).reshape(free.shape)
         found = lowest_of(free, every, pos, row)
         better = (found[0] < lowest) | ((found[0] == lowest) & (found[1] > latest))
@@ -74,21 +78,25 @@ def weakest(pool: Pool, segments: Segments, how: Eviction) -> Int[Array, "B K"]:
     leaves = (pool.pos,) if pool.score is None else (pool.pos, pool.score)
     block = how.terms.widest or WALK_BLOCK
     lies = segments.start, segments.length
-    return fold(body, none, leaves, *lies, walk=how.terms.layout.walk, block=block)[2]
+    return fold_over_entries(
+        body, none, leaves, *lies, walk=how.terms.layout.segment_read_mode, block=block
+    )[2]
 
 
-def _lowest(free: Array, every: Array, pos: Array, row: Array) -> tuple[Array, Array, Array]:
-    """Return per segment the lowest rank in mask `free` (inf for none), its latest position, index (-1 for none)."""
+def _find_lowest_rank(
+    free: Array, every: Array, pos: Array, row: Array
+) -> tuple[Array, Array, Array]:
+    """Return per segment, in the mask `free`, the lowest rank (inf for none), its latest position, its row (or -1)."""
     ranks = jnp.where(free, every, jnp.inf)
     lowest = ranks.min(axis=-1)
     position = jnp.where(free & (ranks == lowest[..., None]), pos, -1).max(axis=-1)
     return lowest, position, jnp.where(free & (pos == position[..., None]), row, -1).max(axis=-1)
 
 
-def _lowest_at_once(
+def _find_lowest_rank_fused(
     free: Array, every: Array, pos: Array, row: Array
 ) -> tuple[Array, Array, Array]:
-    """`_lowest` as a single reduction: one kernel instead of three on a GPU, but scalar code on a CPU."""
+    """`_find_lowest_rank` in a single reduction: one GPU kernel instead of three, but scalar code on a CPU."""
 
     def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
         lower = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] > other[1]))
@@ -99,8 +107,8 @@ def _lowest_at_once(
     return lax.reduce(operands, none, better, (free.ndim - 1,))
 
 
-class _Writes(NamedTuple):
-    """Entries to write in an eviction: the newest entries replace the evicted ones in segments `over`; merged entries.
+class _EvictionWrites(NamedTuple):
+    """Entries to write in an eviction: newest entries in place of evicted ones in segments `over`, and merged entries.
 
     `newest` and `merged` have the keys "k" and "v". Merged entries come with their indices; an index of P or more
     writes nothing.
@@ -111,90 +119,95 @@ class _Writes(NamedTuple):
     newest: dict[str, Float[Array, "B K D"]]
     merged: dict[str, tuple[Int[Array, "B K"], Float[Array, "B K D"]]]
 
-    def all_of(
+    def collect_rows_to_write(
         self, name: str, place: Int[Array, "B K"]
     ) -> tuple[Int[Array, "B n"], Float[Array, "B n D"]]:
-        """Return indices and contents of all keys ("k") or values ("v") to write; the newest entries go to `place`."""
+        """Return pool rows and contents of all keys ("k") or values ("v") to write; the newest go to rows `place`."""
         parts = [(place, self.newest[name]), *([self.merged[name]] if name in self.merged else [])]
         return jnp.concatenate([row for row, _ in parts], axis=1), jnp.concatenate(
             [new for _, new in parts], axis=1
         )
 
 
-def evict(
-    pool: Pool, segments: Segments, attended: Float[Array, "B K"], how: Eviction
-) -> tuple[Pool, Segments]:
-    """Evict or merge the lowest-ranked entry of each segment over its limit; move the newest entry to its place.
+def evict_entries(
+    pool: EntryPool, segments: Segments, attended: Float[Array, "B K"], how: EvictionConfig
+) -> tuple[EntryPool, Segments]:
+    """Evict or merge each segment's lowest-ranked entry over the limit; put the newest there; return pool and segments.
 
     `attended` is any number of each head's attention output, which orders the writes after attention. NaN keeps a
     segment's entries. A kernel that finds the entry does not need it: its pool is an output of attention.
     """
     backend, ongoing = how.terms.backend, how.terms.ongoing
-    fused = pool.store.read_by(backend.can.evicts, 0)
+    fused = pool.store.supports_kernels(backend.can.evicts, 0)
     # A single kernel finds and drops the entry if heads evict independently and nothing is merged.
-    if fused and ongoing.rank.in_kernels and ongoing.merge is None and not ongoing.one_set:
+    if fused and ongoing.rank.runs_in_kernels and ongoing.merge is None and not ongoing.one_set:
         return _evict_by_kernel(pool, segments, ongoing, backend)
-    victim = weakest(pool, segments, how)
-    over = after_read((segments.length > segments.limit) & (victim >= 0), attended)
+    victim = find_lowest_ranked_entry(pool, segments, how)
+    over = order_after_read((segments.length > segments.limit) & (victim >= 0), attended)
     last = segments.start + segments.length - 1
     # The newest entry moves into the victim's place; a finished sequence is unchanged.
     if ongoing.merge is None and fused:
-        k, v, pos, score = backend.replace_rows(
+        k, v, pos, score = backend.move_segment_entries(
             pool.k, pool.v, pool.pos, pool.score, victim, last, over
         )
-        pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
+        pool = dataclasses.replace(
+            pool, store=pool.store.encode_entries(k, v), pos=pos, score=score
+        )
         return pool, dataclasses.replace(segments, length=segments.length - over.astype(jnp.int32))
-    newest = _rows_at(pool, last)
-    writes = _Writes(over, segments.tau, {"k": newest.k, "v": newest.v}, {})
+    newest = _gather_entries_at_rows(pool, last)
+    writes = _EvictionWrites(over, segments.tau, {"k": newest.k, "v": newest.v}, {})
     if ongoing.merge is not None:
-        writes = _merging_dropped(pool, segments, how, victim, last, writes)
+        writes = _merge_into_nearest(pool, segments, how, victim, last, writes)
     length = segments.length - writes.over.astype(jnp.int32)
     segments = dataclasses.replace(segments, length=length, tau=writes.tau)
-    return _written(pool, victim, last, writes), segments
+    return _write_evictions(pool, victim, last, writes), segments
 
 
-def _rows_at(pool: Pool, row: Int[Array, "B K"]) -> Row:
+def _gather_entries_at_rows(pool: EntryPool, row: Int[Array, "B K"]) -> EntryPerSegment:
     """Return the float32 key and value `[B, K, D]` of one entry per segment, given pool row indices."""
-    k, v = pool.store.take(row).view()
-    return Row(k.astype(jnp.float32), v.astype(jnp.float32))
+    k, v = pool.store.gather_entries(row).decode_entries()
+    return EntryPerSegment(k.astype(jnp.float32), v.astype(jnp.float32))
 
 
-def _merging_dropped(
-    pool: Pool,
+def _merge_into_nearest(
+    pool: EntryPool,
     segments: Segments,
-    how: Eviction,
+    how: EvictionConfig,
     victim: Int[Array, "B K"],
     last: Int[Array, "B K"],
-    writes: _Writes,
-) -> _Writes:
-    """Return `_Writes` with evicted entries merged into the most similar ones, if the merger decides so."""
+    writes: _EvictionWrites,
+) -> _EvictionWrites:
+    """Return `_EvictionWrites` with evicted entries merged into the most similar ones, if the merger decides so."""
 
-    def by_layer(array: Array) -> Array:
+    def split_heads_by_layer(array: Array) -> Array:
         """Reshape `[B, L * K, ...]`, the heads of L layers adjacent, to `[B * L, K, ...]`."""
         return array.reshape(-1, how.heads, *array.shape[2:])
 
     merge = how.terms.ongoing.merge
     assert merge is not None
     over, tau, newest, merged = writes
-    dropped = _rows_at(pool, jnp.maximum(victim, 0))
-    tau = None if tau is None else by_layer(tau)
-    for index, metric in enumerate(merge.compares):
+    dropped = _gather_entries_at_rows(pool, jnp.maximum(victim, 0))
+    tau = None if tau is None else split_heads_by_layer(tau)
+    for index, metric in enumerate(merge.compared_tensors):
         one = getattr(dropped, metric)
         among = (getattr(pool, metric), pool.pos, one, victim, segments)
-        cosine, target = nearest(*among, walk=how.terms.layout.walk)
-        target, over = jnp.maximum(target, 0), after_read(over, cosine)
+        cosine, target = find_most_similar_entry(*among, walk=how.terms.layout.segment_read_mode)
+        target, over = jnp.maximum(target, 0), order_after_read(over, cosine)
         # A merger may decide jointly for the heads of a layer.
-        one_of, near = (Row(*map(by_layer, rows)) for rows in (dropped, _rows_at(pool, target)))
-        returned = merge.merge_one(
+        one_of, near = (
+            EntryPerSegment(*map(split_heads_by_layer, rows))
+            for rows in (dropped, _gather_entries_at_rows(pool, target))
+        )
+        returned = merge.merge_entry_while_decoding(
             index,
-            by_layer(cosine),
+            split_heads_by_layer(cosine),
             one_of,
             near,
-            by_layer(over),
+            split_heads_by_layer(over),
             tau,
-            **axes_for(merge, how.terms.axes),
+            **build_axes_argument(merge, how.terms.axes),
         )
-        result = _checked_joined(merge, returned, one_of, tau)
+        result = _check_merge_result(merge, returned, one_of, tau)
         tau = None if tau is None else result.tau
         joins = result.joins.reshape(over.shape) & over
         for name, new in (("k", result.k), ("v", result.v)):
@@ -207,50 +220,58 @@ def _merging_dropped(
             takes_in = (joins & (target == last))[..., None]
             newest = newest | {name: jnp.where(takes_in, joined, newest[name])}
             merged = merged | {
-                name: (jnp.where(joins & (target != last), target, jnp.int32(pool.rows)), joined)
+                name: (
+                    jnp.where(joins & (target != last), target, jnp.int32(pool.row_count)),
+                    joined,
+                )
             }
     tau = None if tau is None else tau.reshape(*over.shape, -1)
-    return _Writes(over, tau, newest, merged)
+    return _EvictionWrites(over, tau, newest, merged)
 
 
-def _checked_joined(
-    merge: Merger, found: Joined, dropped: Row, tau: Float[Array, "N K n"] | None
+def _check_merge_result(
+    merge: Merger, found: Joined, dropped: EntryPerSegment, tau: Float[Array, "N K n"] | None
 ) -> Joined:
-    """Return a merger's result for single entries; raise TypeError for a wrong shape or dtype."""
+    """Return a merger's result for single entries; raise TypeError for a wrong type, shape or dtype."""
     name = f"{type(merge).__name__}.merge_one"
-    instance(name, found, Joined, "return Joined(joins, k, v, tau)")
-    checked(
+    require_instance(name, found, Joined, "return Joined(joins, k, v, tau)")
+    require_shape_and_dtype(
         merge, "merge_one.joins", found.joins, dropped.k.shape[:2], "kv head, [N, K]", jnp.bool_
     )
     for name, new in (("k", found.k), ("v", found.v)):
         if new is not None:
-            checked(
+            require_shape_and_dtype(
                 merge, f"merge_one.{name}", new, dropped.k.shape, "number of an entry, [N, K, D]"
             )
     if tau is not None:
-        checked(
+        require_shape_and_dtype(
             merge, "merge_one.tau", found.tau, tau.shape, "threshold of each kv head, [N, K, n]"
         )
     return found
 
 
 @dataclasses.dataclass(frozen=True)
-class _Weigh:
-    """Rank and eviction mask of a policy, as the eviction kernel calls them; the same as in `weakest`."""
+class _EvictionRanker:
+    """Callable for the eviction kernel: ranks of entries and mask of those not protected, from a policy."""
 
     rank: Rank
     keep: Keep
 
     def __call__(self, score: Array, pos: Array, seen: Array, prompt: Array) -> tuple[Array, Array]:
         """Return the rank of each entry, and the mask of entries that are not protected."""
-        return ranked(self.rank, score, seen - pos), ~self.keep.protected(pos, prompt)
+        return compute_entry_ranks(
+            self.rank, score, seen - pos
+        ), ~self.keep.mask_protected_positions(pos, prompt)
 
 
 def _evict_by_kernel(
-    pool: Pool, segments: Segments, ongoing: Ongoing, backend: Backend
-) -> tuple[Pool, Segments]:
-    """`evict` by one backend kernel; it needs no ordering barrier, as the pool is an output of attention."""
-    k, v, pos, score, dropped = backend.evict_rows(
+    pool: EntryPool,
+    segments: Segments,
+    ongoing: DecodingCompressionConfig,
+    backend: AttentionBackend,
+) -> tuple[EntryPool, Segments]:
+    """`evict_entries` by one backend kernel; it needs no ordering barrier, as the pool is an output of attention."""
+    k, v, pos, score, dropped = backend.evict_lowest_entries(
         pool.k,
         pool.v,
         pool.pos,
@@ -261,25 +282,29 @@ def _evict_by_kernel(
         segments.recent,
         segments.seen,
         segments.prompt,
-        weigh=_Weigh(ongoing.rank, ongoing.keep),
+        weigh=_EvictionRanker(ongoing.rank, ongoing.keep),
     )
-    pool = dataclasses.replace(pool, store=pool.store.of(k, v), pos=pos, score=score)
+    pool = dataclasses.replace(pool, store=pool.store.encode_entries(k, v), pos=pos, score=score)
     return pool, dataclasses.replace(segments, length=segments.length - dropped)
 
 
-def _written(
-    pool: Pool, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _Writes
-) -> Pool:
+def _write_evictions(
+    pool: EntryPool, victim: Int[Array, "B K"], last: Int[Array, "B K"], writes: _EvictionWrites
+) -> EntryPool:
     """Return the pool with the newest entries in the places of evicted ones, and with merged entries."""
-    nowhere = jnp.int32(pool.rows)
+    nowhere = jnp.int32(pool.row_count)
     place, emptied = (jnp.where(writes.over, row, nowhere) for row in (victim, last))
     both = jnp.concatenate([place, emptied], axis=1)
 
-    def move(leaf: Array, empty: int) -> Array:
-        """Copy each last cell of positions or scores over the evicted entry's; set the last cell to `empty`."""
+    def move_last_cell(leaf: Array, empty: int) -> Array:
+        """Copy each evicting segment's last position or score to the evicted cell; set the last cell to `empty`."""
         cells = jnp.take_along_axis(leaf, last, axis=1)
-        return put_cells(leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1))
+        return write_pool_rows(
+            leaf, both, jnp.concatenate([cells, jnp.full_like(cells, empty)], axis=1)
+        )
 
-    store = pool.store.put(writes.all_of("k", place), writes.all_of("v", place))
-    score = None if pool.score is None else move(pool.score, 0)
-    return Pool(store=store, pos=move(pool.pos, -1), score=score)
+    store = pool.store.overwrite_entries(
+        writes.collect_rows_to_write("k", place), writes.collect_rows_to_write("v", place)
+    )
+    score = None if pool.score is None else move_last_cell(pool.score, 0)
+    return EntryPool(store=store, pos=move_last_cell(pool.pos, -1), score=score)

@@ -1,4 +1,4 @@
-"""Results of `generate`: `Generation`, `Completion`, `Stats`, `Stream`; and `Answers`, from sampled ids to text."""
+"""Results of `generate`: `Generation`, `Completion`, `Stats`, `Stream`; `AnswerCollector` decodes sampled ids."""
 
 import dataclasses
 import operator
@@ -8,9 +8,9 @@ from typing import Any, Literal, SupportsIndex, overload
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._checks import own_settings, shortened
+from jaxkv._checks import shorten_text, use_package_jax_settings
 from jaxkv.cache import KVCache
-from jaxkv.text.tokenizer import StreamDecoder, Text
+from jaxkv.text.tokenizer import ChatTokenizer, StreamDecoder
 
 # OpenAI's and vLLM's names for why sampling ended.
 FinishReason = Literal["stop", "length"]
@@ -77,7 +77,7 @@ class Stats:
     raised_budgets: int = 0
 
     def __repr__(self) -> str:
-        """One-line summary of tokens, speed and cache size."""
+        """Return a one-line summary of tokens, seconds, speed and cache size."""
         cache = f"{self.full_bytes / 1e6:.2f} MB full, {self.kept_bytes / 1e6:.2f} MB kept"
         cache += f" in {self.cache_bytes / 1e6:.2f} MB of memory"
         speed = f"{self.decode_tokens_per_second:.1f} tokens/s"
@@ -125,11 +125,11 @@ class Completion:
     stop_reason: str | None = None
 
     def __repr__(self) -> str:
-        """One-line summary: text or token ids, number of tokens, finish reason."""
+        """Return a one-line summary: text or token ids, number of tokens, finish reason."""
         shown = (
-            f"tokens={shortened(str(self.tokens.tolist()))}"
+            f"tokens={shorten_text(str(self.tokens.tolist()))}"
             if self.text is None
-            else repr(shortened(self.text))
+            else repr(shorten_text(self.text))
         )
         ended = (
             self.finish_reason
@@ -159,33 +159,33 @@ class Generation:
 
     @property
     def text(self) -> str | None:
-        """Answer to the only prompt; None without a tokenizer."""
-        return self._only("text").text
+        """Text of the answer to the only prompt; None without a tokenizer; AttributeError for several prompts."""
+        return self._get_only_completion("text").text
 
     @property
     def tokens(self) -> Int[np.ndarray, " n"]:
         """Sampled token ids `i32[n]` of the only prompt, including the token that ended the answer."""
-        return self._only("tokens").tokens
+        return self._get_only_completion("tokens").tokens
 
     @property
     def finish_reason(self) -> FinishReason:
         """Why the answer to the only prompt ended: "stop" or "length", as in `Completion.finish_reason`."""
-        return self._only("finish_reason").finish_reason
+        return self._get_only_completion("finish_reason").finish_reason
 
     @property
     def stop_reason(self) -> str | None:
         """Stop string that ended the answer to the only prompt; None for an end-of-answer token or "length"."""
-        return self._only("stop_reason").stop_reason
+        return self._get_only_completion("stop_reason").stop_reason
 
-    def _only(self, name: str) -> Completion:
-        """Return the `Completion` of the only prompt; raise AttributeError for several prompts."""
+    def _get_only_completion(self, name: str) -> Completion:
+        """Return the `Completion` of the only prompt; for several raise an AttributeError that names `name`."""
         if len(self.completions) > 1:
             count = len(self.completions)
             raise AttributeError(f"{name}: of {count} completions. Use out[0].{name}, or iterate.")
         return self.completions[0]
 
     def __len__(self) -> int:
-        """Return the number of prompts."""
+        """Return the number of completions, one per prompt."""
         return len(self.completions)
 
     @overload
@@ -208,13 +208,13 @@ class Generation:
         return iter(self.completions)
 
     def __repr__(self) -> str:
-        """One-line summary: the answer's text, or the number of answers, and the cache."""
+        """Return a one-line summary: the answer's text or the number of answers, the number of tokens, the cache."""
         tokens, text = sum(len(each.tokens) for each in self), self[0].text
         shown = f"{tokens} tokens"
         if len(self) > 1:
             shown = f"{len(self)} answers, {shown}"
         elif text is not None:
-            shown = f"text={shortened(text)!r}, {shown}"
+            shown = f"text={shorten_text(text)!r}, {shown}"
         return f"Generation({shown}; {self.cache!r})"
 
 
@@ -234,9 +234,9 @@ class Stream(Iterator[Any]):
         self._single = single
 
     def __next__(self) -> Any:
-        """Return the next item; at the end, store the `Generation` in `result`."""
+        """Return the next new text, for several prompts a list; at the end store the `Generation` in `result`."""
         try:
-            with own_settings():
+            with use_package_jax_settings():
                 piece = next(self._pieces)
         except StopIteration as end:
             self.result = end.value if end.value is not None else self.result
@@ -244,15 +244,15 @@ class Stream(Iterator[Any]):
         return piece[0] if self._single else piece
 
 
-class Answers:
-    """Token ids and text of each sequence, collected during sampling; ends sequences at stop strings.
+class AnswerCollector:
+    """Collector of token ids and text of each sequence during sampling; cuts text at stop strings.
 
     Attributes:
         tokens: ids of each sequence so far.
         met: the stop string in each sequence's text; None without one.
     """
 
-    def __init__(self, text: Text | None, batch: int, stops: Sequence[str]):
+    def __init__(self, text: ChatTokenizer | None, batch: int, stops: Sequence[str]):
         self.tokens: list[list[int]] = [[] for _ in range(batch)]
         self.met: list[str | None] = [None] * batch
         self._decoders = [None if text is None else StreamDecoder(text) for _ in range(batch)]
@@ -261,33 +261,33 @@ class Answers:
         self._stops = tuple(stops)
 
     @property
-    def stopped(self) -> Bool[np.ndarray, " B"]:
-        """Mask `[B]` of sequences whose text contains a stop string."""
+    def stopped_sequences(self) -> Bool[np.ndarray, " B"]:
+        """Mask `bool[B]` of sequences whose text contains a stop string."""
         return np.asarray([stop is not None for stop in self.met], bool)
 
-    def take(self, sampled: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
-        """Append sampled ids, -1 after a sequence's end; return the number of ids after a stop string, per sequence."""
+    def append_token_ids(self, sampled: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
+        """Append sampled ids `[B, n]`, -1 after an end; return how many per sequence follow a stop string."""
         surplus = np.zeros(len(self.tokens), np.int64)
         for row, ids in enumerate(sampled.tolist()):
             fresh = [token for token in ids if token >= 0]
             for used, token in enumerate(fresh, start=1):
-                if self._push(row, token):
+                if self._append_token(row, token):
                     surplus[row] = len(fresh) - used
                     break
         return surplus
 
-    def fresh(self) -> list[str]:
+    def take_new_text(self) -> list[str]:
         """Return each sequence's new text since the last call, without a suffix that may begin a stop string."""
-        return [self._show(row) for row in range(len(self.tokens))]
+        return [self._take_unshown_text(row) for row in range(len(self.tokens))]
 
-    def flush(self) -> list[str]:
-        """End all sequences; return their remaining text, such as beginnings of stop strings."""
+    def flush_text(self) -> list[str]:
+        """Finish decoding; return each sequence's remaining text, including suffixes that might begin a stop string."""
         for row, decoder in enumerate(self._decoders):
             if decoder is not None and self.met[row] is None:
-                self._text[row] += decoder.flush()
-        return [self._show(row, whole=True) for row in range(len(self.tokens))]
+                self._text[row] += decoder.flush_text()
+        return [self._take_unshown_text(row, whole=True) for row in range(len(self.tokens))]
 
-    def completions(self, eos: Container[int]) -> list[Completion]:
+    def build_completions(self, eos: Container[int]) -> list[Completion]:
         """Return the `Completion` of each sequence; `eos` are the ids that end one."""
         completions = []
         for ids, stop, text, decoder in zip(
@@ -304,13 +304,13 @@ class Answers:
             )
         return completions
 
-    def _push(self, row: int, token: int) -> bool:
-        """Append one id to a sequence; return True if its text then contains a stop string."""
+    def _append_token(self, row: int, token: int) -> bool:
+        """Append one id to a sequence; return True if its text now contains a stop string, at which it is cut."""
         self.tokens[row].append(token)
         decoder = self._decoders[row]
         if decoder is None:
             return False
-        self._text[row] += decoder.push([token])
+        self._text[row] += decoder.push_ids([token])
         matches = [(at, stop) for stop in self._stops if (at := self._text[row].find(stop)) >= 0]
         if matches:
             # Of two stop strings at one place, the first in the list wins.
@@ -318,7 +318,7 @@ class Answers:
             self._text[row] = self._text[row][:at]
         return bool(matches)
 
-    def _show(self, row: int, *, whole: bool = False) -> str:
+    def _take_unshown_text(self, row: int, *, whole: bool = False) -> str:
         """Return a sequence's text not yet shown; `whole` includes a suffix that may begin a stop string."""
         text = self._text[row]
         end = len(text)

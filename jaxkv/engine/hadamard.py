@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv.policies.parts import Parts
-from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.sharded_program import sharded_jit
 
 # Number of last prompt tokens whose mean key is subtracted: rotary embeddings turn means with position, and near
@@ -22,51 +22,51 @@ from jaxkv.sharding.sharded_program import sharded_jit
 _LAST, _PRIOR = 1024, 16
 
 
-def transforms(parts: Parts) -> bool:
-    """Return True if a policy's cache holds transformed entries: its store requires it, and nothing compares keys.
+def uses_hadamard(parts: Parts) -> bool:
+    """Return True if a policy's cache holds Hadamard-transformed entries: its store requires it, nothing compares keys.
 
     Keys before RoPE, keys that mergers compare, and bounds of pages are not transformed.
     """
-    plainly = parts.merge is None and parts.read.everything and not parts.rolling
+    plainly = parts.merge is None and parts.read.reads_all_entries and not parts.rolling
     return parts.store.transformed and plainly
 
 
 @cache
 def hadamard_matrix(dim: int) -> Float[np.ndarray, "D D"]:
-    """Return a symmetric orthonormal matrix of Hadamard blocks of the largest power of 2 that divides `dim`."""
+    """Return a symmetric orthonormal `f32[D, D]`: diagonal Hadamard blocks of the largest power of 2 that divides D."""
     size, block = dim & -dim, np.ones((1, 1))
     while len(block) < size:
         block = np.block([[block, block], [block, -block]])
     return np.kron(np.eye(dim // size), block / np.sqrt(size)).astype(np.float32)
 
 
-def transformed(x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-    """Multiply vectors by the Hadamard matrix, its own inverse, in float32; return their dtype."""
+def apply_hadamard(x: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+    """Multiply vectors along the last axis by the Hadamard matrix, its own inverse, in float32; keep their dtype."""
     matrix = jnp.asarray(hadamard_matrix(x.shape[-1]))
     return jnp.matmul(x.astype(jnp.float32), matrix, precision=lax.Precision.HIGHEST).astype(
         x.dtype
     )
 
 
-def stored_keys(
+def centre_and_transform_keys(
     k: Float[Array, "B K N D"], centre: Float[Array, "B K D"]
 ) -> Float[Array, "B K N D"]:
-    """Return keys as stored in the cache: less their head's `centre`, and transformed; in the keys' dtype."""
-    return transformed(k.astype(jnp.float32) - centre[:, :, None]).astype(k.dtype)
+    """Return keys as stored in the cache: less their head's `centre`, Hadamard-transformed, in the keys' dtype."""
+    return apply_hadamard(k.astype(jnp.float32) - centre[:, :, None]).astype(k.dtype)
 
 
-def keys_of(
+def restore_original_keys(
     stored: Float[Array, "B K N D"], centre: Float[Array, "B K D"]
 ) -> Float[Array, "B K N D"]:
-    """Return the original keys of stored ones, the inverse of `stored_keys`; in their dtype."""
-    return (transformed(stored.astype(jnp.float32)) + centre[:, :, None]).astype(stored.dtype)
+    """Return the original keys of stored ones, the inverse of `centre_and_transform_keys`; in their dtype."""
+    return (apply_hadamard(stored.astype(jnp.float32)) + centre[:, :, None]).astype(stored.dtype)
 
 
 @sharded_jit(static=("axes",))
-def centre_of(
-    k: Float[Array, "B K S D"], length: Int[Array, " B"], *, axes: Axes | None = None
+def compute_mean_key(
+    k: Float[Array, "B K S D"], length: Int[Array, " B"], *, axes: ShardingMesh | None = None
 ) -> Float[Array, "B K D"]:
-    """Compiled: return the float32 mean of each kv head's keys over a prompt's last 1,024 tokens and 16 zeros."""
+    """Compiled: return each kv head's float32 mean key `[B, K, D]` over a prompt's last 1,024 tokens and 16 zeros."""
     position = jnp.arange(k.shape[2], dtype=jnp.int32)
     last = (position < length[:, None]) & (position >= length[:, None] - _LAST)
     total = jnp.where(last[:, None, :, None], k.astype(jnp.float32), 0).sum(axis=2)
@@ -74,12 +74,12 @@ def centre_of(
 
 
 @sharded_jit(static=("axes",))
-def transformed_rows(
+def apply_hadamard_to_entries(
     k: Float[Array, "B K S D"],
     v: Float[Array, "B K S D"],
     centre: Float[Array, "B K D"],
     *,
-    axes: Axes | None,
+    axes: ShardingMesh | None,
 ) -> tuple[Float[Array, "B K S D"], Float[Array, "B K S D"]]:
-    """Compiled: return a layer's stored keys and transformed values, before packing."""
-    return stored_keys(k, centre), transformed(v)
+    """Compiled: return a layer's keys, centred and Hadamard-transformed, and values, transformed, before packing."""
+    return centre_and_transform_keys(k, centre), apply_hadamard(v)

@@ -8,15 +8,15 @@ import dataclasses
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv.cache import KVCache, repack
-from jaxkv.engine.lengths import bucket
-from jaxkv.engine.plan import widest
-from jaxkv.engine.recompress import beyond, due, recompress
+from jaxkv.cache import KVCache, repack_cache
+from jaxkv.engine.lengths import round_up_to_bucket
+from jaxkv.engine.plan import bound_segment_length
+from jaxkv.engine.recompress import count_entries_over_limit, find_due_sequences, recompress
 from jaxkv.machine import hosts, memory
 from jaxkv.models.config import SlidingWindows
-from jaxkv.models.decoder import Flat
+from jaxkv.models.decoder import SplitDecoder
 from jaxkv.policies.parts import Parts
-from jaxkv.sharding.mesh import host, missing
+from jaxkv.sharding.mesh import copy_to_host, count_padding_sequences
 
 # New tokens with headroom from prefill; longer answers grow into larger buffers during decoding.
 MOST_AHEAD = 2048
@@ -24,7 +24,7 @@ MOST_AHEAD = 2048
 _LEAST_BEYOND = 256
 
 
-def headroom_for(
+def compute_headroom(
     parts: Parts,
     sliding_windows: SlidingWindows,
     left: Int[np.ndarray, " L"],
@@ -34,41 +34,45 @@ def headroom_for(
     slides: bool = True,
     least: int = 1,
 ) -> Int[np.ndarray, " L"]:
-    """Return the free places `[L]` behind each segment for `new` tokens, bucketed.
+    """Return the headroom `[L]`: free places behind each segment of a layer for `new` tokens, bucketed.
 
     One place if each new entry evicts one; the places until the next recompression; or one per new token, up to the
     larger of `MOST_AHEAD` and the entries `grown`. `left` are the entries that a layer's segments may gain before their
     limit, under policies with limits. A sliding-window layer that `slides` gains as many entries as its window, or 256
     or `least`, before the entries outside its window are evicted.
     """
-    ahead = bucket(min(new, max(MOST_AHEAD, grown)))
-    if parts.ongoing.compresses:
+    ahead = round_up_to_bucket(min(new, max(MOST_AHEAD, grown)))
+    if parts.decoding_compression.compresses:
         left = np.maximum(left, 0)
-        growing = np.asarray([bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)])
+        growing = np.asarray(
+            [round_up_to_bucket(int(rows)) if rows else 0 for rows in np.minimum(left, ahead)]
+        )
         # The same for every part of an answer, including its last and shortest one.
-        period = parts.every or 1
+        period = parts.recompression_interval or 1
         headroom = growing + (period if period <= MOST_AHEAD else ahead)
     else:
         headroom = np.full(len(left), ahead)
     return (
-        _capped_by_windows(headroom, sliding_windows, max(parts.every or 1, least))
+        _cap_sliding_window_headroom(
+            headroom, sliding_windows, max(parts.recompression_interval or 1, least)
+        )
         if slides
         else headroom
     )
 
 
-def _capped_by_windows(
+def _cap_sliding_window_headroom(
     headroom: Int[np.ndarray, " L"], sliding_windows: SlidingWindows, least: int
 ) -> Int[np.ndarray, " L"]:
-    """Cap headroom `[L]` of sliding-window layers at their window, 256 or `least`, whichever is largest."""
+    """Limit headroom `[L]` of sliding-window layers to the largest of their bucketed window, 256 and `least`."""
     most = [
-        max(_LEAST_BEYOND, bucket(width), least) if width else int(headroom.max())
+        max(_LEAST_BEYOND, round_up_to_bucket(width), least) if width else int(headroom.max())
         for width in sliding_windows
     ]
     return np.minimum(headroom, most)
 
 
-def first_headroom(
+def compute_prefill_headroom(
     parts: Parts,
     sliding_windows: SlidingWindows,
     lengths: Int[np.ndarray, " B"],
@@ -78,57 +82,69 @@ def first_headroom(
     slides: bool = True,
     least: int = 1,
 ) -> tuple[int, ...]:
-    """Return the free places behind each segment at prefill, one number per layer.
+    """Return the free places behind each segment after prefill, one number per layer, for up to `most` of `new` tokens.
 
     They suffice for up to `most` of the `new` tokens; a slot, which does not grow, has places for all.
     `sliding_windows` are those of all layers. A sliding-window layer that `slides` has places for its window, 256 or
     `least` entries.
     """
-    short = max(0, (parts.reach or 0) - int(np.min(lengths)))
+    short = max(0, (parts.growth_limit or 0) - int(np.min(lengths)))
     left = np.where(
-        parts.unlimited(sliding_windows) if parts.evicts else np.zeros(len(sliding_windows), bool),
+        parts.mask_layers_without_eviction(sliding_windows)
+        if parts.evicts_while_decoding
+        else np.zeros(len(sliding_windows), bool),
         new,
         short,
     )
     return tuple(
-        headroom_for(
+        compute_headroom(
             parts, sliding_windows, left, new, grown=most, slides=slides, least=least
         ).tolist()
     )
 
 
-def steps_that_fit(cache: KVCache) -> int:
+def count_steps_until_full(cache: KVCache) -> int:
     """Return the number of tokens that can be sampled before entries must be moved or recompressed.
 
     The largest int32 if decoding needs a single spare place only.
     """
-    parts, free = cache.policy.composed, cache.free()
-    if not parts.ongoing.compresses:
+    parts, free = cache.policy.composed, cache.compute_layer_headroom()
+    if not parts.decoding_compression.compresses:
         return int(free.min())
-    if parts.evicts:
+    if parts.evicts_while_decoding:
         # A segment at its limit needs a single spare place.
-        to_limit = _to_limit(cache).max(axis=(1, 2))
+        to_limit = _count_entries_to_limit(cache).max(axis=(1, 2))
         endless = np.iinfo(np.int32).max
         return int(np.where((free > 0) & (free > to_limit), endless, free).min())
     # Copies that fill up a mesh's groups sample nothing, so their entries do not count.
-    return int(min(free.min(), (parts.every or 1) - beyond(cache)[: cache.batch].max()))
+    return int(
+        min(
+            free.min(),
+            (parts.recompression_interval or 1)
+            - count_entries_over_limit(cache)[: cache.batch].max(),
+        )
+    )
 
 
-def ready_to_decode(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
+def prepare_cache_for_decoding(
+    flat: SplitDecoder, cache: KVCache, new: int, *, key: PRNGKeyArray
+) -> KVCache:
     """Prepare a cache for sampling: recompress sequences that are due, and clear `extended` if outdated.
 
     The result is `extended` only if a segment may hold more entries than the policy's bound on prompts.
     """
-    if due(cache).any():
+    if find_due_sequences(cache).any():
         cache = make_headroom(flat, cache, new, key=key)
     if not cache.extended:
         return cache
-    most = widest(cache.policy.composed, cache.padded_len, cache.config.sliding_windows)
-    holds = max(int(cache.kept.max()), int(host(cache.limit)[:, : cache.batch].max()))
+    most = bound_segment_length(
+        cache.policy.composed, cache.padded_len, cache.config.sliding_windows
+    )
+    holds = max(int(cache.kept.max()), int(copy_to_host(cache.limit)[:, : cache.batch].max()))
     return dataclasses.replace(cache, extended=most is not None and holds >= most)
 
 
-def make_headroom(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
+def make_headroom(flat: SplitDecoder, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
     """Return the cache with headroom for at least one of `new` tokens: unchanged, recompressed, or in larger pools.
 
     Larger pools replace the old ones, which are deleted. Pools of sliding-window layers lose the entries outside their
@@ -137,78 +153,90 @@ def make_headroom(flat: Flat, cache: KVCache, new: int, *, key: PRNGKeyArray) ->
     parts, sliding_windows, grow_by = (
         cache.policy.composed,
         cache.config.sliding_windows,
-        _to_limit(cache).max(axis=(1, 2)),
+        _count_entries_to_limit(cache).max(axis=(1, 2)),
     )
     # If the policy evicts, any entry of a segment may have been appended during decoding.
-    grown = int(cache.kept.max()) if parts.evicts else int(beyond(cache).max())
-    wanted = headroom_for(parts, sliding_windows, grow_by, new, grown=grown)
-    if due(cache).any():
+    grown = (
+        int(cache.kept.max())
+        if parts.evicts_while_decoding
+        else int(count_entries_over_limit(cache).max())
+    )
+    wanted = compute_headroom(parts, sliding_windows, grow_by, new, grown=grown)
+    if find_due_sequences(cache).any():
         return recompress(flat, cache, key=key, headroom=wanted)
     # Sliding-window layers run out of places first: do not copy other layers then, unless all share a pool.
-    enough = cache.free() >= (np.minimum(wanted, 1) if any(sliding_windows) else wanted)
-    if any(sliding_windows) and cache.layout.one_pool and not enough.all():
+    enough = cache.compute_layer_headroom() >= (
+        np.minimum(wanted, 1) if any(sliding_windows) else wanted
+    )
+    if any(sliding_windows) and cache.layout.uses_shared_pool and not enough.all():
         enough = np.zeros_like(enough)
     return (
-        cache if enough.all() else repack(cache, headroom=np.where(enough, 0, wanted), release=True)
+        cache
+        if enough.all()
+        else repack_cache(cache, headroom=np.where(enough, 0, wanted), release=True)
     )
 
 
-def forked(cache: KVCache, batch: int, longest: int, new: int) -> KVCache:
+def fork_cache(cache: KVCache, batch: int, longest: int, new: int) -> KVCache:
     """Copy a cache for `batch` sequences, with headroom for a prompt of up to `longest` tokens on each.
 
     Policies that only append also get headroom for `new` tokens. The given cache holds `batch` sequences, or one to
     repeat. Raise MemoryError if the copy does not fit.
     """
     renews, sliding_windows = (
-        cache.policy.composed.ongoing.compresses,
+        cache.policy.composed.decoding_compression.compresses,
         cache.config.sliding_windows,
     )
-    wanted = longest + (1 if renews else min(bucket(max(1, new)), MOST_AHEAD))
+    wanted = longest + (1 if renews else min(round_up_to_bucket(max(1, new)), MOST_AHEAD))
     # A cache from prefill always gets headroom: its slack varies with the prompt's length, and shapes must not. A cache
     # that has grown doubles, so that conversations produce few shapes.
-    grown = int(beyond(cache).max())
+    grown = int(count_entries_over_limit(cache).max())
     enough = (
-        cache.free()
-        >= _capped_by_windows(np.full(len(sliding_windows), wanted), sliding_windows, longest + 1)
+        cache.compute_layer_headroom()
+        >= _cap_sliding_window_headroom(
+            np.full(len(sliding_windows), wanted), sliding_windows, longest + 1
+        )
     ) & (grown > 0)
     fits = bool(enough.all())
-    headroom = 0 if fits else bucket(wanted)
-    twofold = headroom if fits or renews else bucket(max(wanted, grown))
+    headroom = 0 if fits else round_up_to_bucket(wanted)
+    twofold = headroom if fits or renews else round_up_to_bucket(max(wanted, grown))
     mesh = None if cache.axes is None else cache.axes.mesh
     device = next(iter(cache.seen.sharding.addressable_devices))
-    available = hosts.least(memory.available_bytes(device), mesh)
+    available = hosts.find_process_minimum(memory.available_bytes(device), mesh)
     if twofold > headroom and (
-        available is None or _copy_bytes(cache, batch, twofold) <= available // 2
+        available is None or _estimate_copy_bytes(cache, batch, twofold) <= available // 2
     ):
         headroom = twofold
-    copied = _copy_bytes(cache, batch, max(headroom, 0 if renews else bucket(max(1, new))))
-    with hosts.together("copying a cache", mesh):
-        memory.check_bytes(
+    copied = _estimate_copy_bytes(
+        cache, batch, max(headroom, 0 if renews else round_up_to_bucket(max(1, new)))
+    )
+    with hosts.share_failures("copying a cache", mesh):
+        memory.require_free_bytes(
             copied, f"a copy of the cache for {batch} prompts and max_new_tokens={new}", device
         )
-    headrooms = _capped_by_windows(
-        np.full(len(sliding_windows), headroom), sliding_windows, bucket(longest + 1)
+    headrooms = _cap_sliding_window_headroom(
+        np.full(len(sliding_windows), headroom), sliding_windows, round_up_to_bucket(longest + 1)
     )
     # Sliding-window layers run out of places first: other layers do not grow then, unless all share a pool.
-    apart = any(sliding_windows) and not cache.layout.one_pool
-    return repack(
+    apart = any(sliding_windows) and not cache.layout.uses_shared_pool
+    return repack_cache(
         cache, headroom=np.where(enough, 0, headrooms) if apart else headrooms, batch=batch
     )
 
 
-def _copy_bytes(cache: KVCache, batch: int, headroom: int) -> int:
+def _estimate_copy_bytes(cache: KVCache, batch: int, headroom: int) -> int:
     """Return the bytes of a cache's copy for `batch` sequences with `headroom` more places per segment.
 
     Includes entries loaded from the host. On a mesh, bytes per device; on a CPU's virtual devices, of all together.
     """
     axes, held = cache.axes, len(cache.seen)
-    batch += missing(batch, axes)
+    batch += count_padding_sequences(batch, axes)
     copied = cache.nbytes * batch // held + batch * cache.headroom_nbytes(
         [headroom] * cache.config.layers
     )
     if cache.host_store is not None:
         # Per prompt, whole layers are loaded: one in use, its copy in attention's layout, and `ahead` more.
-        reading = cache.policy.composed.reading(
+        reading = cache.policy.composed.build_read_config(
             cache.config.sliding_windows, cache.host_store.rows[0].shape[1]
         )
         copied += (
@@ -219,9 +247,12 @@ def _copy_bytes(cache: KVCache, batch: int, headroom: int) -> int:
         )
     if axes is None:
         return copied
-    return -(-copied // (axes.size("B") * axes.size("K"))) * axes.in_one_memory
+    return (
+        -(-copied // (axes.count_axis_shards("B") * axes.count_axis_shards("K")))
+        * axes.devices_sharing_memory
+    )
 
 
-def _to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
-    """Return the entries `[L, B, K]` that each segment may gain before its limit, negative beyond; without padding."""
-    return host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept
+def _count_entries_to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
+    """Return how many entries each segment may gain before its limit, `[L, B, K]`; negative beyond; no padding."""
+    return copy_to_host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept

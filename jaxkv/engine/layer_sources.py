@@ -11,18 +11,18 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv._checks import is_traced
 from jaxkv._errors import require
-from jaxkv.cache.packing import Unpacked
-from jaxkv.engine.lengths import ByLength, Numbers, rows_of
+from jaxkv.cache.packing import UnpackedEntries
+from jaxkv.engine.lengths import EntryCounts, Numbers, compute_layer_budgets
 from jaxkv.engine.observing import observe
-from jaxkv.engine.selection import Candidates, of_prompt, within_window
+from jaxkv.engine.selection import Candidates, apply_sliding_window, create_prompt_candidates
 from jaxkv.models.config import SlidingWindows
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.scorer import Observed
-from jaxkv.sharding.mesh import Axes, host, place
+from jaxkv.policies.scorer import ScorerInputs
+from jaxkv.sharding.mesh import ShardingMesh, copy_to_host, place_host_array
 
 
-class LayerSource(abc.ABC):
-    """Abstract source that gives `compress` each layer's candidates, entry counts, pool size, keys and values.
+class LayerEntrySource(abc.ABC):
+    """Abstract source that gives compression each layer's candidates, entry counts, pool size, keys and values.
 
     Attributes:
         indices: indices of the layers in the model.
@@ -38,49 +38,49 @@ class LayerSource(abc.ABC):
     sliding_windows: SlidingWindows
     kept_entries: Any
     recents: Any
-    axes: Axes | None = None
+    axes: ShardingMesh | None = None
     ahead: int = 0
     dtype: jnp.dtype | None = None
 
     @abc.abstractmethod
-    def candidates(self, index: int) -> Candidates:
-        """Return the candidates of layer `index`: scores, positions, masks of valid and always-kept entries."""
+    def get_layer_candidates(self, index: int) -> Candidates:
+        """Return the `Candidates` of layer `index`: scores, positions, masks of valid and always-kept entries."""
 
-    def wanted(
+    def count_entries_to_keep(
         self, group: Sequence[int], layer_weights: list[Array | None]
     ) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
         """Return two counts `[n, B]` for a group of n layers: entries to keep per kv head, recent ones among these."""
         part = slice(group[0], group[-1] + 1)
         rows, recents = (
-            place(table[part], "n B", self.axes, jnp.int32)
+            place_host_array(table[part], "n B", self.axes, jnp.int32)
             for table in (self.kept_entries, self.recents)
         )
         return rows, recents
 
-    def at_most(
+    def bound_entries_to_keep(
         self, layer_weights: list[Array | None]
     ) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Return upper bounds `[n, B]` of `wanted` for layers that ran, 0 for others; by default raise TypeError."""
+        """Return upper bounds `[n, B]` of `count_entries_to_keep` before all layers ran; by default raise TypeError."""
         raise TypeError(f"{type(self).__name__}: not supported before all layers have run.")
 
     @abc.abstractmethod
-    def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
+    def compute_pool_size(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
         """Return the pool size P in entries for layers that keep `kept` entries; on a mesh, of one device's part."""
 
-    def packed_rows(self, index: int, size: int) -> int:
-        """Return P >= `size` to which layer `index` is packed before its pool is cut to `size`; by default `size`."""
+    def compute_packing_size(self, index: int, size: int) -> int:
+        """Return P >= `size`, the rows of layer `index`'s pool as packed, before it is cut to `size`; here `size`."""
         return size
 
     @abc.abstractmethod
-    def rows(self, index: int) -> Unpacked:
-        """Return keys, values and scores of one layer, ready to be packed into a pool."""
+    def take_layer_entries(self, index: int) -> UnpackedEntries:
+        """Return the keys, values and scores of one layer as `UnpackedEntries`, ready to be packed into a pool."""
 
 
-class PromptSource(LayerSource):
+class PromptEntrySource(LayerEntrySource):
     """Base of layer sources over right-padded prompts, whose entries are scored by the policy's scorer.
 
     Attributes:
-        parts: the policy's parts; `scored` requires parts with a scorer.
+        parts: the policy's parts; `make_scored_candidates` requires parts with a scorer.
         lengths: number of tokens of each prompt, on the host or traced; `length` is the same on the device.
         numbers: the policy's numbers for these lengths.
         held: keys and values of layers that wait to be packed.
@@ -91,49 +91,51 @@ class PromptSource(LayerSource):
         self,
         parts: Parts,
         lengths: Numbers,
-        numbers: ByLength,
+        numbers: EntryCounts,
         *,
         heads: int,
         padded_len: int,
         indices: Sequence[int],
         sliding_windows: SlidingWindows,
-        axes: Axes | None = None,
+        axes: ShardingMesh | None = None,
     ):
         """Prepare masks of prompts of `padded_len` tokens for layers with `heads` kv heads (on a mesh, per device)."""
         self.parts, self.lengths, self.numbers = parts, lengths, numbers
         self.indices, self.sliding_windows, self.axes = indices, sliding_windows, axes
         self.kept_entries, self.recents = numbers.rows, numbers.recent
-        self.length = place(lengths, "B", axes, jnp.int32)
-        self.always_kept = place(parts.keep.mask(lengths, padded_len), "B S", axes)
+        self.length = place_host_array(lengths, "B", axes, jnp.int32)
+        self.always_kept = place_host_array(
+            parts.keep.mask_always_kept(lengths, padded_len), "B S", axes
+        )
         # Candidates of a layer without scores, and of a layer that keeps all entries.
-        self.unscored = of_prompt(None, self.always_kept, self.length)
+        self.unscored = create_prompt_candidates(None, self.always_kept, self.length)
         everything = jnp.broadcast_to(self.unscored.inside, (*self.length.shape, heads, padded_len))
         self.all_kept = dataclasses.replace(self.unscored, inside=everything)
-        self.held, self.nans, self.checked = dict[int, Unpacked](), list[Array](), 0
+        self.held, self.nans, self.checked = dict[int, UnpackedEntries](), list[Array](), 0
 
-    def unchosen(self, index: int, rows: Unpacked) -> Candidates:
+    def make_unscored_candidates(self, index: int, rows: UnpackedEntries) -> Candidates:
         """Return the `Candidates` of a layer that keeps all entries or its window's; hold its keys and values."""
         # Entries of layers that share a pool wait for the last layer, so hold those of the window only.
-        cut = self.parts.layout.one_pool
-        self.held[index], candidates = within_window(
+        cut = self.parts.cache_layout.uses_shared_pool
+        self.held[index], candidates = apply_sliding_window(
             rows, self.all_kept, self.sliding_windows[index], cut=cut, axes=self.axes
         )
         return candidates
 
-    def scored(
+    def make_scored_candidates(
         self,
         index: int,
-        rows: Unpacked,
-        seen: Observed,
+        rows: UnpackedEntries,
+        seen: ScorerInputs,
         norms: Float[Array, "B K S"] | None = None,
     ) -> Candidates:
-        """Return the `Candidates` of a layer with scores from the policy's scorer; hold its keys and values."""
+        """Score a layer's entries by the policy's scorer; return its `Candidates`; hold its keys and values."""
         parts = self.parts
         result = observe(
             seen, self.always_kept, scorer=parts.scorer, layers=parts.layers, axes=self.axes
         )
         self.nans.append(result.nan)
-        score = result.mass if parts.scored else None
+        score = result.mass if parts.stores_scores else None
         self.held[index] = rows._replace(mass=result.mass, score=score)
         return dataclasses.replace(
             self.unscored,
@@ -143,39 +145,43 @@ class PromptSource(LayerSource):
             first=result.first,
         )
 
-    def wanted(
+    def count_entries_to_keep(
         self, group: Sequence[int], layer_weights: list[Array | None]
     ) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Return two counts `[n, B]` for a group of n layers: entries to keep per kv head, recent ones among these."""
-        if self.parts.layer_weights:
+        """Return entries to keep per kv head, and recent ones, `[n, B]`, computed from layer weights if needed."""
+        if self.parts.uses_layer_weights:
             of = (
                 self.lengths,
                 self.numbers.always_kept,
                 self.sliding_windows,
-                self.weights(layer_weights),
+                self.stack_layer_budget_weights(layer_weights),
             )
-            self.kept_entries, self.recents = rows_of(self.parts, self.numbers.budget, *of)
-        return super().wanted(group, layer_weights)
+            self.kept_entries, self.recents = compute_layer_budgets(
+                self.parts, self.numbers.budget, *of
+            )
+        return super().count_entries_to_keep(group, layer_weights)
 
-    def weights(self, layer_weights: list[Array | None]) -> Any:
-        """Stack layers' claims to `[n, B]`, on the host unless traced; raise ValueError for NaN scores."""
+    def stack_layer_budget_weights(self, layer_weights: list[Array | None]) -> Any:
+        """Stack layers' budget weights to `[n, B]`, on the host unless traced; raise ValueError for NaN scores."""
         known = [each for each in layer_weights if each is not None]
         if is_traced(known[0]):
             return jnp.stack(known)
-        self.require_ordered()
-        return np.stack([host(claim) for claim in known])
+        self.require_no_nan_scores()
+        return np.stack([copy_to_host(claim) for claim in known])
 
-    def rows(self, index: int) -> Unpacked:
-        """Remove one layer's keys and values from the source and return them as `Unpacked`."""
+    def take_layer_entries(self, index: int) -> UnpackedEntries:
+        """Remove one layer's keys and values from the source and return them as `UnpackedEntries`."""
         return self.held.pop(index)
 
-    def require_ordered(self) -> None:
-        """Raise ValueError with the layers' indices if any score since the last call is NaN; wait for the device."""
+    def require_no_nan_scores(self) -> None:
+        """Wait for the scores since the last call; raise ValueError with the layers' indices if any is NaN."""
         first, new = self.checked, self.nans[self.checked :]
         self.checked = len(self.nans)
         for each in new:
             each.copy_to_host_async()
         scored = [layer for layer in self.indices if self.sliding_windows[layer] is None][first:]
-        layers = [layer for layer, each in zip(scored, new, strict=False) if bool(host(each))]
+        layers = [
+            layer for layer, each in zip(scored, new, strict=False) if bool(copy_to_host(each))
+        ]
         remedy = f"{self.parts.scorer} returned NaN in layers {layers}: correct the scorer, or the model "
         require(not layers, "scores", "NaN", remedy + "if its activations are not finite")

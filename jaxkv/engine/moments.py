@@ -8,67 +8,80 @@ from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention.xla import exact_einsum
-from jaxkv.models.decoder import Block
-from jaxkv.models.rope import Angles, angles, rotate
+from jaxkv.models.decoder import DecoderBlock
+from jaxkv.models.rope import RopeTables, apply_rope, compute_rope_tables
 from jaxkv.models.values import Rope
-from jaxkv.policies.scorer import BlockAttention, FutureQueries, QueryMoments
+from jaxkv.policies.scorer import BlockAttention, FutureQuerySettings, QueryMoments
 
 
-class _Sums(NamedTuple):
-    """Float32 query statistics: count `[B]`, mean `[B, K, G, D]`, summed outer products about the mean."""
+class _QueryStatistics(NamedTuple):
+    """Float32 statistics of queries: count `[B]`, mean `[B, K, G, D]`, summed outer products about the mean."""
 
     number: Float[Array, " B"]
     mean: Float[Array, "B K G D"]
     outer: Float[Array, "B K G D D"] | None
 
 
-def prompt_moments(
-    block: Block,
+def compute_prompt_query_moments(
+    block: DecoderBlock,
     x: Float[Array, "B S E"],
     length: Int[Array, " B"],
-    needs: FutureQueries,
+    needs: FutureQuerySettings,
     *,
     size: int,
 ) -> QueryMoments:
-    """Compute query mean and optional covariance per prompt and head, rotated to positions after the prompt.
+    """Compute mean and optional covariance of the queries per prompt and head, rotated to positions after the prompt.
 
     Queries are projected from `x`, the hidden states before the block, `size` tokens of each prompt at a time. `size`
     is a divisor of S.
     """
     config, (batch, _, width) = block.config, x.shape
-    shape = (batch, config.kv_heads, config.group, config.head_dim)
+    shape = (batch, config.kv_heads, config.group_size, config.head_dim)
     outer = jnp.zeros((*shape, config.head_dim), jnp.float32) if needs.covariance else None
-    nothing = _Sums(jnp.zeros((batch,), jnp.float32), jnp.zeros(shape, jnp.float32), outer)
+    nothing = _QueryStatistics(
+        jnp.zeros((batch,), jnp.float32), jnp.zeros(shape, jnp.float32), outer
+    )
 
-    def add(index: Int[Array, ""], sums: _Sums) -> _Sums:
+    def add(index: Int[Array, ""], sums: _QueryStatistics) -> _QueryStatistics:
         first = index * size
-        part = block.normed(lax.dynamic_slice(x, (0, first, 0), (batch, size, width)))
+        part = block.normalise_for_attention(
+            lax.dynamic_slice(x, (0, first, 0), (batch, size, width))
+        )
         position = first + jnp.arange(size, dtype=jnp.int32)
         counts = (position >= needs.skip) & (position < length[:, None])
-        return _joined(sums, _sums_of(block.unrotated_queries(part), counts, needs))
+        return _merge_query_statistics(
+            sums, _compute_query_statistics(block.compute_unrotated_queries(part), counts, needs)
+        )
 
     blocks = (length.max() + size - 1) // size
-    return _turned(lax.fori_loop(0, blocks, add, nothing), length, block.spec.rope, needs)
+    return _rotate_to_future_positions(
+        lax.fori_loop(0, blocks, add, nothing), length, block.spec.rope, needs
+    )
 
 
-def prompt_block_sums(
-    block: Block,
+def sum_attention_in_blocks(
+    block: DecoderBlock,
     x: Float[Array, "B S E"],
     length: Int[Array, " B"],
-    table: Angles,
+    table: RopeTables,
     needs: BlockAttention,
 ) -> Float[Array, "B K G S"]:
-    """Compute the attention `f32[B, K, G, S]` that each key receives from the queries of its block."""
+    """Compute the attention `f32[B, K, G, S]` that each key receives from the queries of its own block of tokens."""
     padded_len = x.shape[1]
-    size = needs.tokens(padded_len)
+    size = needs.compute_block_size(padded_len)
 
     def of_block(index: Int[Array, ""]) -> Float[Array, "B K G T"]:
         position = needs.first + index * size + jnp.arange(size, dtype=jnp.int32)
         at = jnp.minimum(position, padded_len - 1)
-        normed, by = block.normed(jnp.take(x, at, axis=1)), table.at(at[None])
-        k = rotate(block.keys_values(normed)[0], by, normed.dtype)
+        normed, by = (
+            block.normalise_for_attention(jnp.take(x, at, axis=1)),
+            table.gather_positions(at[None]),
+        )
+        k = apply_rope(block.compute_keys_values(normed)[0], by, normed.dtype)
         inside = position < (length - needs.last)[:, None]
-        return attention.block_sums(block.queries(normed, by), k, inside, zeros=needs.zeros)
+        return attention.sum_attention_in_block(
+            block.compute_rotated_queries(normed, by), k, inside, zeros=needs.zeros
+        )
 
     count = max(1, -(-(padded_len - needs.first) // size))
     sums = jnp.moveaxis(lax.map(of_block, jnp.arange(count, dtype=jnp.int32)), 0, 3)
@@ -76,57 +89,61 @@ def prompt_block_sums(
     return sums[..., :padded_len]
 
 
-def last_moments(
-    q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, needs: FutureQueries
+def compute_last_query_moments(
+    q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, needs: FutureQuerySettings
 ) -> QueryMoments:
     """Compute mean and optional covariance per head of the last w queries, rotated to positions after the text.
 
     The queries are at positions `seen - w` to `seen`. Queries of negative positions may hold any finite values.
     """
     position = seen[:, None] - q.shape[3] + jnp.arange(q.shape[3], dtype=jnp.int32)
-    by = angles(jnp.maximum(position, 0), rope, q.shape[-1])
+    by = compute_rope_tables(jnp.maximum(position, 0), rope, q.shape[-1])
     # Cosine and sine include the attention factor: dividing by its square inverts rotation and factor.
     square = by.cos**2 + by.sin**2
-    back = Angles(cos=by.cos / square, sin=-by.sin / square)
-    sums = _sums_of(rotate(q, back), position >= needs.skip, needs)
-    return _turned(sums, seen, rope, needs)
+    back = RopeTables(cos=by.cos / square, sin=-by.sin / square)
+    sums = _compute_query_statistics(apply_rope(q, back), position >= needs.skip, needs)
+    return _rotate_to_future_positions(sums, seen, rope, needs)
 
 
-def _sums_of(
-    q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], needs: FutureQueries
-) -> _Sums:
-    """Compute count, mean and outer products about the mean of the queries `q` in mask `counts`."""
+def _compute_query_statistics(
+    q: Float[Array, "B K G N D"], counts: Bool[Array, "B N"], needs: FutureQuerySettings
+) -> _QueryStatistics:
+    """Return count, mean and summed outer products about the mean of the queries `q` in mask `counts`."""
     weight = counts.astype(jnp.float32)[:, None, None, :, None]
     number = counts.sum(axis=1).astype(jnp.float32)
     wide = q.astype(jnp.float32)
     mean = (wide * weight).sum(axis=3) / jnp.maximum(number, 1.0)[:, None, None, None]
     off = (wide - mean[..., None, :]) * weight
     product = exact_einsum("bkgni,bkgnj->bkgij", off, off)
-    return _Sums(number, mean, product if needs.covariance else None)
+    return _QueryStatistics(number, mean, product if needs.covariance else None)
 
 
-def _joined(one: _Sums, other: _Sums) -> _Sums:
-    """Merge two `_Sums`: count, mean and summed outer products of both sets of queries (Chan et al., 1983)."""
+def _merge_query_statistics(one: _QueryStatistics, other: _QueryStatistics) -> _QueryStatistics:
+    """Merge two `_QueryStatistics` into those of both sets of queries (Chan et al., 1983)."""
     number = one.number + other.number
     share = (other.number / jnp.maximum(number, 1.0))[:, None, None, None]
     off = other.mean - one.mean
     mean = one.mean + off * share
     if one.outer is None or other.outer is None:
-        return _Sums(number, mean, None)
+        return _QueryStatistics(number, mean, None)
     between = (
         (one.number[:, None, None, None] * share)[..., None] * off[..., :, None] * off[..., None, :]
     )
-    return _Sums(number, mean, one.outer + other.outer + between)
+    return _QueryStatistics(number, mean, one.outer + other.outer + between)
 
 
-def _turned(sums: _Sums, seen: Int[Array, " B"], rope: Rope, needs: FutureQueries) -> QueryMoments:
-    """Compute mean and optional covariance from unrotated `_Sums`, rotated by the mean RoPE of later positions."""
+def _rotate_to_future_positions(
+    sums: _QueryStatistics, seen: Int[Array, " B"], rope: Rope, needs: FutureQuerySettings
+) -> QueryMoments:
+    """Return mean and covariance of unrotated `_QueryStatistics`, rotated by the mean RoPE of later positions."""
     ahead = seen[:, None] + jnp.arange(needs.positions, dtype=jnp.int32)
-    each = angles(ahead, rope, sums.mean.shape[-1])
-    by = Angles(cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True))
-    mean = rotate(sums.mean[..., None, :], by)[..., 0, :]
+    each = compute_rope_tables(ahead, rope, sums.mean.shape[-1])
+    by = RopeTables(
+        cos=each.cos.mean(axis=1, keepdims=True), sin=each.sin.mean(axis=1, keepdims=True)
+    )
+    mean = apply_rope(sums.mean[..., None, :], by)[..., 0, :]
     if sums.outer is None:
         return QueryMoments(mean=mean, covariance=None)
     covariance = sums.outer / jnp.maximum(sums.number, 1.0)[:, None, None, None, None]
-    half = jnp.swapaxes(rotate(covariance, by), -1, -2)
-    return QueryMoments(mean=mean, covariance=rotate(half, by))
+    half = jnp.swapaxes(apply_rope(covariance, by), -1, -2)
+    return QueryMoments(mean=mean, covariance=apply_rope(half, by))

@@ -6,22 +6,22 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._checks import checked
+from jaxkv._checks import require_shape_and_dtype
 from jaxkv.policies.layer_budgets import LayerBudgets
-from jaxkv.policies.scorer import GroupReduce, Observed, Scorer
+from jaxkv.policies.scorer import GroupReduce, Scorer, ScorerInputs
 from jaxkv.sharding.collectives import (
-    anywhere,
-    gathered,
-    mean_of_devices,
-    most_of_devices,
-    total,
+    all_gather_shards,
+    any_over_mesh,
+    average_over_devices,
+    max_over_devices,
+    sum_over_devices,
 )
-from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
-class Scored(NamedTuple):
-    """Scores of one layer's entries and the statistics that come with them.
+class LayerScores(NamedTuple):
+    """Scores `[B, K, S]` of one layer's entries, with attention mass, layer claim, first-stage ranks and a NaN flag.
 
     Attributes:
         scores: scores of entries.
@@ -40,44 +40,50 @@ class Scored(NamedTuple):
 
 @sharded_jit(static=("scorer", "layers", "axes"))
 def observe(
-    seen: Observed,
+    seen: ScorerInputs,
     always_kept: Bool[Array, "B S"],
     *,
     scorer: Scorer,
     layers: LayerBudgets,
-    axes: Axes | None = None,
-) -> Scored:
-    """Compiled: compute one layer's scores and its claim on a shared budget, without `always_kept` entries.
+    axes: ShardingMesh | None = None,
+) -> LayerScores:
+    """Compiled: score one layer's entries by a scorer; return `LayerScores`, whose claim ignores `always_kept` ones.
 
     Raise TypeError for a scorer whose results are not float32 (ranks: int32) of the entries' shape.
     """
     claim = first = None
     if "norms" in seen.extras:
         # All kv heads hold the same entries during prefill.
-        of_heads = total(seen.norms.sum(axis=1, keepdims=True), axes, "K")
+        of_heads = sum_over_devices(seen.norms.sum(axis=1, keepdims=True), axes, "K")
         seen = dataclasses.replace(seen, extras={**seen.extras, "norm_totals": of_heads})
-    scores, mass = scored(scorer, seen, axes)
-    if layers.from_scores and not layers.joint:
-        each = layers.of_heads(mass, seen.between() & ~always_kept[:, None], seen)
-        each = gathered(each, "K", 1, axes)
-        each = gathered(each, "G", 2, axes) if each.ndim > 2 else each
-        claim = layers.weight(each.reshape(len(each), -1, *each.shape[3:]))
-    if scorer.two_stages:
-        ranks: Any = scorer.first_stage(seen)
+    scores, mass = run_scorer(scorer, seen, axes)
+    if layers.depends_on_scores and not layers.uses_joint_budget:
+        each = layers.compute_head_statistic(
+            mass, seen.mask_entries_between() & ~always_kept[:, None], seen
+        )
+        each = all_gather_shards(each, "K", 1, axes)
+        each = all_gather_shards(each, "G", 2, axes) if each.ndim > 2 else each
+        claim = layers.compute_layer_weight(each.reshape(len(each), -1, *each.shape[3:]))
+    if scorer.has_first_stage:
+        ranks: Any = scorer.rank_first_stage(seen)
         named = "kv head and entry, [B, K, S]"
-        first = checked(scorer, "first", ranks, seen.k.shape[:3], named, jnp.int32)
-    nan = anywhere((jnp.isnan(scores) & seen.between()).any(), axes)
-    return Scored(scores=scores, mass=mass, claim=claim, first=first, nan=nan)
+        first = require_shape_and_dtype(scorer, "first", ranks, seen.k.shape[:3], named, jnp.int32)
+    nan = any_over_mesh((jnp.isnan(scores) & seen.mask_entries_between()).any(), axes)
+    return LayerScores(scores=scores, mass=mass, claim=claim, first=first, nan=nan)
 
 
-def scored(
-    scorer: Scorer, seen: Observed, axes: Axes | None
+def run_scorer(
+    scorer: Scorer, seen: ScorerInputs, axes: ShardingMesh | None
 ) -> tuple[Float[Array, "B K S"], Float[Array, "B K S"]]:
-    """Call a scorer on one layer; return scores of entries and the observed mass, such as attention."""
+    """Run a scorer on one layer's entries; return scores and mass (such as attention), both `[B, K, S]`."""
     shape, named = seen.k.shape[:3], "kv head and entry, [B, K, S]"
-    mass = checked(scorer, "observe", scorer.observe(seen), shape, named)
+    mass = require_shape_and_dtype(
+        scorer, "score_entries", scorer.score_entries(seen), shape, named
+    )
     # Scorers without query heads observe the same on all devices.
-    if scorer.needs.query_heads:
+    if scorer.needs.uses_query_heads:
         largest = GroupReduce(scorer.group) is GroupReduce.MAX
-        mass = (most_of_devices if largest else mean_of_devices)(mass, "G", axes)
-    return checked(scorer, "scores", scorer.scores(mass, seen.length), shape, named), mass
+        mass = (max_over_devices if largest else average_over_devices)(mass, "G", axes)
+    return require_shape_and_dtype(
+        scorer, "finalise_scores", scorer.finalise_scores(mass, seen.length), shape, named
+    ), mass

@@ -14,28 +14,28 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from jaxkv.cache import Cache, Tables
-from jaxkv.cache.host_store import Loader
-from jaxkv.cache.pools import Pool
-from jaxkv.engine.embedding import embed
-from jaxkv.engine.layers.binding import bound
-from jaxkv.engine.layers.blocks import Bound, QueryBuffer, run_blocks
-from jaxkv.engine.layers.step import Step
-from jaxkv.engine.residual import Residual
-from jaxkv.engine.sparse import Chosen, chosen_at, new_tokens
-from jaxkv.engine.spec import Spec
-from jaxkv.engine.tokens import remembered, step_angles
+from jaxkv.cache import CacheArrays, SegmentTables
+from jaxkv.cache.host_store import HostStoreLoader
+from jaxkv.cache.pools import EntryPool
+from jaxkv.engine.embedding import embed_tokens
+from jaxkv.engine.layers.binding import make_cache_layer
+from jaxkv.engine.layers.blocks import BlockInputs, QueryBuffer, run_blocks
+from jaxkv.engine.layers.step import StepState
+from jaxkv.engine.residual import ResidualStream
+from jaxkv.engine.sparse import SelectedPositions, create_new_tokens, select_positions
+from jaxkv.engine.spec import DecodeSpec
+from jaxkv.engine.tokens import compute_step_angles, write_query_buffer
 from jaxkv.models.config import SlidingWindows
-from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
+from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.models.values import LayerSpec
-from jaxkv.policies.reads import Reading
-from jaxkv.sharding.mesh import Axes, place
+from jaxkv.policies.reads import LayerReadConfig
+from jaxkv.sharding.mesh import ShardingMesh, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Consecutive layers of one program, those with entries in host memory, and the filter that selects at the end."""
+    """Consecutive `layers` that one program runs, those `loaded` from host memory, and the next filter (`ask`)."""
 
     layers: tuple[int, ...]
     loaded: tuple[int, ...]
@@ -43,10 +43,10 @@ class LayerGroup:
 
 
 @lru_cache(maxsize=64)
-def layer_groups(
-    reading: Reading, sliding_windows: SlidingWindows, *, whole: bool
+def split_into_layer_groups(
+    reading: LayerReadConfig, sliding_windows: SlidingWindows, *, whole: bool
 ) -> tuple[LayerGroup, ...]:
-    """Split a step's layers into groups, cut at filter and offloaded layers; cached.
+    """Split a decode step's layers into `LayerGroup`s, one program each, cut at filter and offloaded layers; cached.
 
     With `whole`, layers attend to all entries and filters select none. Sliding-window layers join the layer below.
     """
@@ -78,21 +78,25 @@ def layer_groups(
 
 
 @sharded_jit(static=("graphs",), on="graphs")
-def _finish(
+def _compute_last_logits(
     ends: Leaves,
     x: Float[Array, "B N E"],
-    tables: Tables,
+    tables: SegmentTables,
     count: Int[Array, " B"],
     *,
-    graphs: Graphs,
+    graphs: DecoderGraphs,
 ) -> tuple[Float[Array, "B V"], Int[Array, " B"], Int[Array, "L B K"]]:
-    """Compiled: return logits after each sequence's last valid token, and the advanced `seen` and `length` tables."""
+    """Compiled: return logits after each sequence's last valid token, and new `seen` and `length` tables."""
     x = jnp.take_along_axis(x, jnp.maximum(count - 1, 0)[:, None, None], axis=1)
-    return graphs.ends(ends).logits(x[:, 0]), tables.seen + count, tables.length + count[:, None]
+    return (
+        graphs.rebuild_embedding_and_head(ends).compute_logits(x[:, 0]),
+        tables.seen + count,
+        tables.length + count[:, None],
+    )
 
 
-class Inputs(NamedTuple):
-    """Inputs of a layer group: parameters, query buffers and layer indices; filter pool; loaded entries, positions.
+class LayerGroupInputs(NamedTuple):
+    """Inputs of a layer group: parameters, query buffers, layer indices, filter pool, loaded entries and positions.
 
     If a filter layer selects at the end of the group, its parameters, query buffer and index come last, and `filter` is
     its pool. `loaded` are selected entries from host memory, `chosen` their positions.
@@ -101,34 +105,39 @@ class Inputs(NamedTuple):
     blocks: tuple[Leaves, ...]
     query_buffers: tuple[QueryBuffer | None, ...]
     layers: Int[Array, " n"]
-    filter: Pool | None = None
+    filter: EntryPool | None = None
     loaded: Float[Array, "B n T 2 K D"] | None = None
-    chosen: Chosen | None = None
+    chosen: SelectedPositions | None = None
 
 
 @sharded_jit(static=("spec", "kinds"), donate=("pools",), on="spec")
 def run_layer_group(
-    pools: tuple[Pool, ...],
-    inputs: Inputs,
-    tables: Tables,
+    pools: tuple[EntryPool, ...],
+    inputs: LayerGroupInputs,
+    tables: SegmentTables,
     x: Float[Array, "B N E"],
     count: Int[Array, " B"],
     *,
-    spec: Spec,
+    spec: DecodeSpec,
     kinds: tuple[LayerSpec, ...],
-) -> tuple[Float[Array, "B N E"], tuple[Pool, ...], tuple[QueryBuffer | None, ...], Chosen | None]:
-    """Compiled: run a layer group; return hidden states, pools, query buffers, and the filter's selection.
+) -> tuple[
+    Float[Array, "B N E"],
+    tuple[EntryPool, ...],
+    tuple[QueryBuffer | None, ...],
+    SelectedPositions | None,
+]:
+    """Compiled: run a layer group; return hidden states, pools, query buffers, and its filter's selection or None.
 
     Equal groups share a program. Pools are donated; `tables` are those of all layers before the step; `kinds` are the
     specs of the layers and of the filter.
     """
-    held = tables.of_layers(inputs.layers)
+    held = tables.select_layer_tables(inputs.layers)
     assert held.state is not None and held.state.choosable is not None
     choosable = held.state.choosable
-    new = new_tokens(spec, tables, count, x.shape[1])
-    turned = step_angles(spec, kinds, new.positions, Cache(pools=pools, tables=held))
+    new = create_new_tokens(spec, tables, count, x.shape[1])
+    turned = compute_step_angles(spec, kinds, new.positions, CacheArrays(pools=pools, tables=held))
     blocks = [
-        spec.graphs.of(kind).block(leaves)
+        spec.graphs.replace_layer_spec(kind).rebuild_block(leaves)
         for kind, leaves in zip(kinds, inputs.blocks, strict=True)
     ]
     # Loaded entries belong to all layers except sliding-window layers.
@@ -138,56 +147,66 @@ def run_layer_group(
         else [at for at, kind in enumerate(kinds) if not kind.sliding_window]
     )
 
-    def bind(index: int, block: Block, pool: Pool) -> Bound:
-        """Bind a layer in its state before the step."""
+    def bind_layer(index: int, block: DecoderBlock, pool: EntryPool) -> BlockInputs:
+        """Return the inputs of a layer's block: its entries before the step, RoPE angles and query buffer."""
         by, loaded, first = turned[index], None, None
         if inputs.loaded is not None and index in away:
             loaded, first = inputs.loaded[:, away.index(index)], choosable[index]
-        rows = bound(
+        rows = make_cache_layer(
             spec,
             pool,
             held.start[index],
             held.length[index],
-            shaping=block.shaping,
+            shaping=block.logits_shaping,
             sliding_window=block.spec.sliding_window,
             choosable=first,
             loaded=loaded,
-            rotated=by.turning,
+            rotated=by.key_rotation,
         )
-        return Bound(rows=rows, by=by, query_buffer=inputs.query_buffers[index])
+        return BlockInputs(rows=rows, by=by, query_buffer=inputs.query_buffers[index])
 
-    begun = Step(new=new, chosen=inputs.chosen)
-    ran = run_blocks(blocks[: len(pools)], spec, Residual(x=x), begun, pools, bind)
+    begun = StepState(new=new, chosen=inputs.chosen)
+    ran = run_blocks(blocks[: len(pools)], spec, ResidualStream(x=x), begun, pools, bind_layer)
     x, choice = ran.stream.x, None
     if inputs.filter is not None:
-        q = blocks[-1].queries(blocks[-1].normed(x), turned[-1].new).astype(inputs.filter.dtype)
+        q = (
+            blocks[-1]
+            .compute_rotated_queries(blocks[-1].normalise_for_attention(x), turned[-1].new)
+            .astype(inputs.filter.dtype)
+        )
         query_buffer = (
             inputs.query_buffers[-1]
             if inputs.query_buffers[-1] is None
-            else remembered(inputs.query_buffers[-1], q, new)
+            else write_query_buffer(inputs.query_buffers[-1], q, new)
         )
         own = (inputs.filter, held.start[-1], choosable[-1])
-        choice = chosen_at(spec, *own, q, query_buffer, new, blocks[-1].shaping)
+        choice = select_positions(spec, *own, q, query_buffer, new, blocks[-1].logits_shaping)
     return x, tuple(ran.pools), tuple(ran.query_buffers), choice
 
 
 @lru_cache(maxsize=1024)
-def _numbers(layers: tuple[int, ...], where: jax.Device | Axes) -> Int[Array, " n"]:
-    """Return a device array of layer indices; cached, so that it is transferred once."""
+def _place_layer_indices(
+    layers: tuple[int, ...], where: jax.Device | ShardingMesh
+) -> Int[Array, " n"]:
+    """Return layer indices as an int32 array on a device or mesh; cached, so that each tuple is transferred once."""
     numbers = np.asarray(layers, np.int32)
-    return place(numbers, "n", where) if isinstance(where, Axes) else jax.device_put(numbers, where)
+    return (
+        place_host_array(numbers, "n", where)
+        if isinstance(where, ShardingMesh)
+        else jax.device_put(numbers, where)
+    )
 
 
-def step(
-    flat: Flat,
-    cache: Cache,
+def run_offloaded_step(
+    flat: SplitDecoder,
+    cache: CacheArrays,
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
-    spec: Spec,
-    loader: Loader,
-) -> tuple[Float[Array, "B V"], Cache]:
-    """Run N new tokens over a cache with entries in host memory; return last logits and cache; donate the pools.
+    spec: DecodeSpec,
+    loader: HostStoreLoader,
+) -> tuple[Float[Array, "B V"], CacheArrays]:
+    """Run N new tokens over a cache with layers in host memory; return last logits and cache; donate the pools.
 
     Several tokens in one call attend to all entries of every layer.
     """
@@ -199,13 +218,13 @@ def step(
         dict[int, QueryBuffer | None](zip(reading.filters, state.query_buffers, strict=False)),
     )
     placement = spec.axes or next(iter(tables.seen.devices()))
-    x, chosen = embed(flat.ends, tokens, graphs=graphs), None
-    cut = layer_groups(reading, spec.config.sliding_windows, whole=whole)
+    x, chosen = embed_tokens(flat.ends, tokens, graphs=graphs), None
+    cut = split_into_layer_groups(reading, spec.config.sliding_windows, whole=whole)
     single = [part.loaded[0] for part in cut if part.loaded]
-    layers = _loaded_ahead(loader, single, tables.seen, reading.ahead)
+    layers = _prefetch_layers(loader, single, tables.seen, reading.ahead)
     if whole:
-        nothing = place(np.zeros((len(tables.seen), 1), np.int32), "B T", spec.axes)
-        chosen = Chosen(positions=nothing, count=state.prompt)
+        nothing = place_host_array(np.zeros((len(tables.seen), 1), np.int32), "B T", spec.axes)
+        chosen = SelectedPositions(positions=nothing, count=state.prompt)
     for part in cut:
         loaded = None
         if part.loaded and whole:
@@ -215,19 +234,19 @@ def step(
         elif part.loaded:
             assert chosen is not None
             # Waits for the selection only, while the device runs the filter's own group.
-            loaded = loader.rows(part.loaded, chosen.positions)
+            loaded = loader.load_entries_by_position(part.loaded, chosen.positions)
         every = part.layers if part.ask is None else (*part.layers, part.ask)
-        inputs = Inputs(
+        inputs = LayerGroupInputs(
             blocks=tuple(flat.blocks[layer] for layer in every),
             query_buffers=tuple(query_buffers.get(layer) for layer in every),
-            layers=_numbers(every, placement),
+            layers=_place_layer_indices(every, placement),
             filter=None if part.ask is None else pools[part.ask],
             loaded=loaded,
             chosen=chosen if part.loaded else None,
         )
         mine, kinds = (
             tuple(pools[layer] for layer in part.layers),
-            tuple(map(spec.config.spec_of, every)),
+            tuple(map(spec.config.get_layer_spec, every)),
         )
         x, mine, kept, choice = run_layer_group(
             mine, inputs, tables, x, count, spec=spec, kinds=kinds
@@ -235,7 +254,7 @@ def step(
         chosen = chosen if choice is None else choice
         for layer, pool, query_buffer in zip(part.layers, mine, kept, strict=True):
             pools[layer], query_buffers[layer] = pool, query_buffer
-    logits, seen, length = _finish(flat.ends, x, tables, count, graphs=graphs)
+    logits, seen, length = _compute_last_logits(flat.ends, x, tables, count, graphs=graphs)
     state = dataclasses.replace(
         state,
         query_buffers=tuple(
@@ -244,15 +263,15 @@ def step(
             if query_buffer is not None
         ),
     )
-    return logits, cache.updated(pools=tuple(pools), state=state, seen=seen, length=length)
+    return logits, cache.replace_arrays(pools=tuple(pools), state=state, seen=seen, length=length)
 
 
-def _loaded_ahead(
-    loader: Loader, layers: list[int], like: Int[Array, " B"], ahead: int
+def _prefetch_layers(
+    loader: HostStoreLoader, layers: list[int], like: Int[Array, " B"], ahead: int
 ) -> Iterator[Array]:
-    """Yield the device arrays of whole offloaded layers in order; start the transfers of `ahead` further ones."""
+    """Yield the device arrays of whole offloaded layers in order, with up to `ahead` later transfers in flight."""
     coming: list[Array] = []
     while layers or coming:
         while layers and len(coming) <= ahead:
-            coming.append(loader.whole_layer(layers.pop(0), like))
+            coming.append(loader.load_layer_entries(layers.pop(0), like))
         yield coming.pop(0)

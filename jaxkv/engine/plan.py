@@ -10,18 +10,18 @@ import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Int
 
-from jaxkv._checks import is_traced, is_whole, plain, settled
+from jaxkv._checks import is_int_at_least, is_traced, settled, to_python_scalar
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.engine.lengths import ByLength, bucket, buckets, entry_counts
+from jaxkv.engine.lengths import EntryCounts, compute_entry_counts, list_buckets, round_up_to_bucket
 from jaxkv.engine.prefill_bytes import PrefillBytes
 from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig, SlidingWindows
-from jaxkv.policies.head_budgets import capacity_of, most_rows
-from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.head_budgets import get_device_capacity, multiply_rounding_down
+from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.survivors import bounded, rounding_rows
+from jaxkv.policies.survivors import count_rounding_entries, supports_survivor_mask
 from jaxkv.sharding.mesh import NAMES
 
 # Maximum number of prompt lengths per bucket for which the policy's entries are computed.
@@ -57,7 +57,7 @@ class PrefillPlan:
     pools: tuple[int, ...]
     buffer: int | None
     dtype: jnp.dtype
-    numbers: ByLength
+    numbers: EntryCounts
     rows: Int[np.ndarray, "L B"] | None
     cache_bytes: int
     full_bytes: int
@@ -67,7 +67,7 @@ class PrefillPlan:
 
     @property
     def budget(self) -> Int[np.ndarray, " B"]:
-        """Entries per kv head of each prompt `[B]`, averaged over layers."""
+        """Entries to keep per kv head, averaged over layers: one number for each prompt, `[B]`."""
         return np.asarray(self.numbers.budget)
 
     def __repr__(self) -> str:
@@ -77,8 +77,8 @@ class PrefillPlan:
         rows = f"{self.budget.min()} to {self.budget.max()} entries per kv head"
         return f"PrefillPlan({len(self.budget)} prompts of padded length {self.padded_len}; {rows}; {size})"
 
-    def with_copies(self, count: int) -> "PrefillPlan":
-        """Return a copy of the plan with its last prompt repeated `count` more times; bytes are unchanged."""
+    def repeat_last_prompt(self, count: int) -> "PrefillPlan":
+        """Return the plan with `count` more copies of its last prompt in its numbers and rows; bytes are unchanged."""
         index = np.append(np.arange(len(self.budget)), np.full(count, -1))
         numbers, rows = jax.tree.map(lambda each: each[..., index], (self.numbers, self.rows))
         return dataclasses.replace(self, numbers=numbers, rows=rows)
@@ -96,7 +96,7 @@ def plan_prefill(
     mesh: Mesh | AbstractMesh | None = None,
     times: int = 1,
 ) -> PrefillPlan:
-    """Plan a prefill: compute pool sizes, budgets and bytes from prompt lengths.
+    """Return the `PrefillPlan` of a model, a policy and prompt lengths: pool sizes, entries to keep, and bytes.
 
     Pool sizes depend on the prompts' buckets only.
 
@@ -107,7 +107,7 @@ def plan_prefill(
         dtype: dtype of the cache.
         headroom: free places behind every segment, or one number per layer.
         implementation: attention implementation; those that run all prompts in one call need more memory.
-        mesh: from `sharding.model_mesh` or `abstract_mesh`; bytes are those of one of its devices.
+        mesh: from `sharding.make_model_mesh` or `make_abstract_mesh`; bytes are those of one of its devices.
         times: number of copies of every prompt; bytes include all copies, entries and budgets are per copy.
 
     Returns:
@@ -116,29 +116,37 @@ def plan_prefill(
     Raises:
         ValueError: if the policy does not support its budget for one of the prompts, which the message names.
     """
-    lengths, headroom = [plain(each) for each in lengths], plain(headroom)
-    tokens = bool(lengths) and all(is_whole(each, 1) for each in lengths)
+    lengths, headroom = [to_python_scalar(each) for each in lengths], to_python_scalar(headroom)
+    tokens = bool(lengths) and all(is_int_at_least(each, 1) for each in lengths)
     require(tokens, "prompt", lengths, "not positive lengths: give at least one token per prompt")
-    parts, length = policy_for(policy, config, dtype=dtype).composed, np.asarray(lengths, np.int64)
-    padded_len = bucket(int(length.max()))
+    parts, length = (
+        resolve_policy_for_model(policy, config, dtype=dtype).composed,
+        np.asarray(lengths, np.int64),
+    )
+    padded_len = round_up_to_bucket(int(length.max()))
     layers, heads, item = config.layers, config.kv_heads, jnp.dtype(dtype).itemsize
-    numbers = entry_counts(parts, length, config.sliding_windows)
-    rows, away = None, parts.reading(config.sliding_windows, padded_len).offloaded
+    numbers = compute_entry_counts(parts, length, config.sliding_windows)
+    rows, away = None, parts.build_read_config(config.sliding_windows, padded_len).offloaded
     # Entries that layers compete for depend on the prompts' content.
-    if not parts.layers.from_scores and parts.threshold is None:
+    if not parts.layers.depends_on_scores and parts.score_threshold is None:
         rows = np.array(numbers.rows)
         rows[list(away)] = 0
-    capacity = _capacity(
-        parts, tuple(sorted({bucket(n) for n in length.tolist()})), config.sliding_windows, heads
+    capacity = _find_most_kept_entries(
+        parts,
+        tuple(sorted({round_up_to_bucket(n) for n in length.tolist()})),
+        config.sliding_windows,
+        heads,
     )
     # Pools of offloaded layers hold the entries after the prompt; arrays are never empty.
     capacity = tuple(1 if layer in away else rows for layer, rows in enumerate(capacity))
     headrooms = (headroom,) * layers if isinstance(headroom, int) else tuple(headroom)
     groups, kv_shards, copies = (1, 1, 1) if mesh is None else (mesh.shape[name] for name in NAMES)
-    pools = _pools(parts, capacity, padded_len, headrooms, heads, kv_shards)
-    buffer = buffer_rows(parts, capacity, padded_len, config.sliding_windows, heads, kv_shards)
+    pools = _size_pools_on_device(parts, capacity, padded_len, headrooms, heads, kv_shards)
+    buffer = compute_candidate_buffer_size(
+        parts, capacity, padded_len, config.sliding_windows, heads, kv_shards
+    )
     work = PrefillBytes(
-        config=config.on_one_of(kv_shards, kv_shards * copies),
+        config=config.shard_config(kv_shards, kv_shards * copies),
         parts=parts,
         batch=-(-len(lengths) * times // groups),
         padded_len=padded_len,
@@ -161,26 +169,28 @@ def plan_prefill(
         dtype=jnp.dtype(dtype),
         numbers=numbers,
         rows=rows,
-        cache_bytes=work.cache,
+        cache_bytes=work.cache_bytes,
         full_bytes=-(-full_bytes // (groups * kv_shards)),
-        peak_bytes=work.peak,
-        host_bytes=work.host,
-        loaded_bytes=work.loaded,
+        peak_bytes=work.peak_bytes,
+        host_bytes=work.host_bytes,
+        loaded_bytes=work.loaded_bytes,
     )
 
 
-def pools_for(
+def compute_pool_sizes(
     parts: Parts, config: ModelConfig, padded_len: int, headroom: tuple[int, ...], kv_shards: int
 ) -> tuple[int, ...]:
-    """Return the pool sizes P in entries for any prompt of bucket `padded_len`, with `headroom` free places per layer.
+    """Return each pool's size P in entries for any prompt of bucket `padded_len`, plus `headroom` places per segment.
 
     If a mesh splits the kv heads into `kv_shards` parts, P is the size of one part.
     """
-    capacity = _capacity(parts, (padded_len,), config.sliding_windows, config.kv_heads)
-    return _pools(parts, capacity, padded_len, headroom, config.kv_heads, kv_shards)
+    capacity = _find_most_kept_entries(
+        parts, (padded_len,), config.sliding_windows, config.kv_heads
+    )
+    return _size_pools_on_device(parts, capacity, padded_len, headroom, config.kv_heads, kv_shards)
 
 
-def buffer_rows(
+def compute_candidate_buffer_size(
     parts: Parts,
     capacity: tuple[int, ...],
     padded_len: int,
@@ -196,16 +206,24 @@ def buffer_rows(
     """
     needs_all = parts.merge is not None or parts.needs.replay is not None or any(sliding_windows)
     layers = len(sliding_windows)
-    if needs_all or not (parts.narrows or parts.layers.joint and bounded(parts.heads, kv_shards)):
+    if needs_all or not (
+        parts.bounds_layers_early
+        or parts.layers.uses_joint_budget
+        and supports_survivor_mask(parts.heads, kv_shards)
+    ):
         return None
     local = layers * (heads // kv_shards)
-    (most,) = _pools(parts, capacity, padded_len, (0,) * layers, heads, kv_shards)
+    (most,) = _size_pools_on_device(parts, capacity, padded_len, (0,) * layers, heads, kv_shards)
     # Bounds of all layers' entries sum to at most twice the budget, plus one entry per layer.
-    rows = 2 * most + local if parts.narrows else most + local * rounding_rows(parts.heads)
+    rows = (
+        2 * most + local
+        if parts.bounds_layers_early
+        else most + local * count_rounding_entries(parts.heads)
+    )
     return rows if rows < (local - heads // kv_shards) * padded_len else None
 
 
-def _pools(
+def _size_pools_on_device(
     parts: Parts,
     capacity: tuple[int, ...],
     padded_len: int,
@@ -213,42 +231,43 @@ def _pools(
     heads: int,
     kv_shards: int,
 ) -> tuple[int, ...]:
-    """Return the size P in entries, headroom included, of each layer's pool or the shared pool, on one device."""
-    local, layers, share = heads // kv_shards, len(headroom), capacity_of(parts.heads)
-    if parts.layout.one_pool:
+    """Return each pool's size P in entries on one device, headroom included: one per layer, or one shared pool's."""
+    local, layers, share = heads // kv_shards, len(headroom), get_device_capacity(parts.heads)
+    if parts.cache_layout.uses_shared_pool:
         capacity, padded_len = (capacity[0] // heads,), layers * padded_len
-    headrooms = (sum(headroom),) if parts.layout.one_pool else headroom
+    headrooms = (sum(headroom),) if parts.cache_layout.uses_shared_pool else headroom
     # Heads of one device may win more than their even share, up to the policy's capacity and whole prompts.
     most = [
-        min(most_rows(share, local * rows), heads * rows, local * padded_len) for rows in capacity
+        min(multiply_rounding_down(share, local * rows), heads * rows, local * padded_len)
+        for rows in capacity
     ]
     return tuple(rows + local * headroom for rows, headroom in zip(most, headrooms, strict=True))
 
 
 @lru_cache(maxsize=256)
-def _capacity(
+def _find_most_kept_entries(
     parts: Parts, sizes: tuple[int, ...], sliding_windows: SlidingWindows, heads: int
 ) -> tuple[int, ...]:
-    """Return the most entries per kv head that prompts of buckets `sizes` keep, per layer; cached.
+    """Return the most entries per kv head that any prompt of buckets `sizes` keeps, one number per layer; cached.
 
     A pool shared by all layers has one total over layers and heads. Shapes must not depend on exact lengths.
     """
     layers, whole = len(sliding_windows), sliding_windows.count(None)
     near = sum(min(max(sizes), window or 0) for window in sliding_windows)
-    if not parts.drops:
+    if not parts.compresses_prompts:
         return tuple(min(max(sizes), window or max(sizes)) for window in sliding_windows)
     most, shared = np.zeros(layers, np.int64), 0
     for top in sizes:
-        low, _ = buckets(top)[-1]
+        low, _ = list_buckets(top)[-1]
         step = max(1, -(-(top - low) // _SAMPLES))
         lengths = np.unique(np.append(np.arange(low, top, step), top))
-        numbers = entry_counts(parts, lengths, sliding_windows, strict=False)
-        if parts.layers.from_scores:
+        numbers = compute_entry_counts(parts, lengths, sliding_windows, strict=False)
+        if parts.layers.depends_on_scores:
             budget = np.asarray(numbers.budget)
             # A clamped ratio can peak at a shorter prompt, where spans counted from the end overlap less.
             between = step if step > 1 and budget.max() > budget[-1] else 0
             always_kept = np.minimum(numbers.always_kept + between, top)
-            bound = parts.among(sliding_windows).layers.bound
+            bound = parts.restrict_to_full_attention(sliding_windows).layers.bound_total_entries
             reach = bound(np.minimum(budget + between, top), lengths, always_kept, layers=whole)
             shared = max(shared, min(int(reach.max()), whole * top))
             continue
@@ -256,33 +275,37 @@ def _capacity(
         # Between samples a layer gains at most one entry per token, and rounding may add one.
         varies = (rows != rows[:, :1]).any(axis=1) & (step > 1)
         most = np.maximum(most, np.minimum(rows.max(axis=1) + np.where(varies, step, 0), top))
-    if parts.layers.from_scores:
+    if parts.layers.depends_on_scores:
         return (heads * (shared + near),)
     return tuple(int(rows) for rows in most)
 
 
 @lru_cache(maxsize=256)
-def widest(parts: Parts, padded_len: int, sliding_windows: SlidingWindows) -> int | None:
-    """Return the most entries per segment of a shared pool during decoding, the new token's included; cached.
+def bound_segment_length(
+    parts: Parts, padded_len: int, sliding_windows: SlidingWindows
+) -> int | None:
+    """Return the most entries of any segment of a shared pool during decoding, the new token's included; cached.
 
     None if unbounded: if layers grow without limit (as with `sliding_windows`), or if recompression may give a segment
     more entries than the prompt has.
     """
-    if not parts.evicts or parts.unlimited(sliding_windows).any():
+    if not parts.evicts_while_decoding or parts.mask_layers_without_eviction(sliding_windows).any():
         return None
     most = padded_len
-    if parts.heads.uniform:
+    if parts.heads.is_uniform:
         lengths = np.arange(1, padded_len + 1)
-        budget = parts.budgets(lengths, parts.keep.counts(lengths), strict=False)
-        most = int(parts.layers.widest(budget, lengths).max())
-    return max(most, parts.reach or 0) + 1
+        budget = parts.compute_prompt_budgets(
+            lengths, parts.keep.count_always_kept(lengths), strict=False
+        )
+        most = int(parts.layers.bound_layer_entries(budget, lengths).max())
+    return max(most, parts.growth_limit or 0) + 1
 
 
-def layers_ahead(needed: PrefillPlan, placed: Array) -> int:
-    """Return the number of layers (0 to 4) to dispatch ahead, from spare device memory; 0 if that is unknown."""
+def count_layers_ahead(needed: PrefillPlan, placed: Array) -> int:
+    """Return how many layers (0 to 4) to dispatch ahead of the device, by its spare memory; 0 if that is unknown."""
     if is_traced(placed):
         return 0
-    spare = memory.allocator_bytes(placed.addressable_shards[0].device)
+    spare = memory.get_allocator_bytes(placed.addressable_shards[0].device)
     if spare is None:
         return 0
     return max(
@@ -295,8 +318,10 @@ def check_memory(needed: PrefillPlan, device: jax.Device | None = None) -> None:
     device = memory.default_device() if device is None else device
     in_one = device.platform == "cpu"
     here = needed.peak_bytes + (needed.host_bytes if in_one else 0)
-    memory.check_bytes(here, "the plan", device, detail=f" ({needed.cache_bytes:,} of them cache)")
-    free = memory.machine_bytes()
+    memory.require_free_bytes(
+        here, "the plan", device, detail=f" ({needed.cache_bytes:,} of them cache)"
+    )
+    free = memory.get_machine_bytes()
     if not in_one and free is not None and needed.host_bytes > free:
         raise MemoryError(
             f"host_bytes={needed.host_bytes:,}: the plan needs more host memory than the {free:,} bytes free. "

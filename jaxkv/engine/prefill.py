@@ -14,34 +14,40 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import is_traced, namespace
+from jaxkv._checks import is_traced, select_array_module
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.cache import Cache, KVCache, State, Tables
-from jaxkv.cache.host_store import HostStore, committed, put_away
-from jaxkv.cache.packing import Unpacked
+from jaxkv.cache import CacheArrays, KVCache, PolicyState, SegmentTables
+from jaxkv.cache.host_store import HostStore, commit_to_device, offload_layer_entries
+from jaxkv.cache.packing import UnpackedEntries
 from jaxkv.engine import chunked
-from jaxkv.engine.cascade import cascaded
-from jaxkv.engine.compress import Compressed, compress
-from jaxkv.engine.embedding import embed, logits_of
-from jaxkv.engine.hadamard import centre_of, transformed_rows, transforms
-from jaxkv.engine.layer_sources import PromptSource
-from jaxkv.engine.lengths import most_by_layer_weights, query_buffer_size, remembered
-from jaxkv.engine.pages import with_bounds
-from jaxkv.engine.plan import PrefillPlan, layers_ahead
+from jaxkv.engine.cascade import compress_under_shared_budget
+from jaxkv.engine.compress import CompressionResult, compress_layer_by_layer
+from jaxkv.engine.embedding import compute_logits, embed_tokens
+from jaxkv.engine.hadamard import apply_hadamard_to_entries, compute_mean_key, uses_hadamard
+from jaxkv.engine.layer_sources import PromptEntrySource
+from jaxkv.engine.lengths import bound_layer_budgets, count_buffered_queries, query_buffer_size
+from jaxkv.engine.pages import add_page_bounds
+from jaxkv.engine.plan import PrefillPlan, count_layers_ahead
 from jaxkv.engine.prefill_layer import LayerOut, layer
-from jaxkv.engine.progress import Walk, without_progress
+from jaxkv.engine.progress import Walk, silence_progress
 from jaxkv.engine.query_buffers import fill_query_buffer
-from jaxkv.engine.replay import Padded, replayed
-from jaxkv.engine.selection import Candidates, limits_of
-from jaxkv.engine.spec import gate_weights, reading_state
-from jaxkv.engine.tokens import angles_by_rope
-from jaxkv.models.decoder import Flat
-from jaxkv.models.rope import Angles
+from jaxkv.engine.replay import PaddedPrompts, compute_peak_attention
+from jaxkv.engine.selection import Candidates, compute_entry_limits
+from jaxkv.engine.spec import create_selection_state, get_gate_weights
+from jaxkv.engine.tokens import compute_angles_by_rope
+from jaxkv.models.decoder import SplitDecoder
+from jaxkv.models.rope import RopeTables
 from jaxkv.models.values import Rope
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.scorer import Needs, Observed
-from jaxkv.sharding.mesh import inside, place, put, settle_down, where
+from jaxkv.policies.scorer import Needs, ScorerInputs
+from jaxkv.sharding.mesh import (
+    get_array_sharding,
+    is_inside_shard_map,
+    move_to_sharding,
+    place_dataclass_on_mesh,
+    place_host_array,
+)
 from jaxkv.sharding.sharded_program import sharded_jit
 
 # Fraction of a prefill's progress for the first of two passes.
@@ -55,16 +61,16 @@ _top_layer = sharded_jit(static=_LAYER_STATICS, on="graphs")(layer)
 
 
 def run_layer(
-    flat: Flat,
+    flat: SplitDecoder,
     index: int,
     x: Array,
     length: Array,
-    tables: dict[Rope, Angles],
+    tables: dict[Rope, RopeTables],
     needs: Needs,
     implementation: Implementation,
 ) -> LayerOut:
-    """Run one block over prompts; return its `LayerOut`. Donate `x`, except in the top block."""
-    last, graphs = index == len(flat.blocks) - 1, flat.graphs_of(index)
+    """Run one block over right-padded prompts; return its `LayerOut`; donate `x`, except in the top block."""
+    last, graphs = index == len(flat.blocks) - 1, flat.get_layer_graphs(index)
     return (_top_layer if last else _layer)(
         flat.blocks[index],
         x,
@@ -77,8 +83,8 @@ def run_layer(
     )
 
 
-def read_layers(
-    flat: Flat, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs
+def iterate_layer_outputs(
+    flat: SplitDecoder, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs
 ) -> Iterator[LayerOut]:
     """Generator: run right-padded prompts through the model without compression; yield each layer's `LayerOut`.
 
@@ -86,8 +92,8 @@ def read_layers(
     """
     special = [each for each in flat.config.kinds if each.softcap]
     require(not special, "model", special, "analysis of capped logits not supported: load another")
-    x = embed(flat.ends, tokens, graphs=flat.graphs)
-    tables = angles_by_rope(flat, tokens.shape[1])
+    x = embed_tokens(flat.ends, tokens, graphs=flat.graphs)
+    tables = compute_angles_by_rope(flat, tokens.shape[1])
     for index, window in enumerate(flat.config.sliding_windows):
         out = run_layer(
             flat, index, x, length, tables, needs if window is None else Needs(), Implementation.XLA
@@ -99,83 +105,85 @@ def read_layers(
 
 
 def prefill(
-    flat: Flat,
-    padded: Padded,
+    flat: SplitDecoder,
+    padded: PaddedPrompts,
     policy: Policy,
     needed: PrefillPlan,
     *,
     key: PRNGKeyArray,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Generator: prefill right-padded prompts with the plan `needed`; return the cache and last logits `[B, V]`.
+    """Generator: prefill and compress right-padded prompts by the plan `needed`; return cache and last logits `[B, V]`.
 
     Yields progress in layers: 1 after each layer, 0 after each packed layer, fractions of a layer in chunked prefill.
     The device may not have finished at a yield.
     """
     tokens, lengths, _ = padded
-    if policy.composed.read.chunk:
+    if policy.composed.read.prefill_chunk_tokens:
         # Each chunk runs through the whole model.
         return (
-            yield from chunked.prefill(
+            yield from chunked.prefill_in_chunks(
                 flat, tokens, lengths, policy, needed, implementation=implementation
             )
         )
     lengths = np.asarray(lengths, np.int64)
-    prompts = Prompts(flat, tokens, lengths, policy, needed, key, implementation)
+    prompts = PrefillLayerSource(flat, tokens, lengths, policy, needed, key, implementation)
     if prompts.parts.needs.replay is None:
-        cache = yield from read(prompts)
+        cache = yield from prefill_layers(prompts)
     else:
-        yield from prompts.read_twice(padded)
+        yield from prompts.run_both_passes(padded)
         # The first pass has reported the progress of these layers.
-        cache = yield from without_progress(read(prompts))
-    prompts.require_ordered()
+        cache = yield from silence_progress(prefill_layers(prompts))
+    prompts.require_no_nan_scores()
     if prompts.to_host_store:
         host_store = HostStore(rows=tuple(prompts.to_host_store), layers=prompts.reading.offloaded)
-        cache = dataclasses.replace(committed(cache), host_store=host_store)
-    logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
+        cache = dataclasses.replace(commit_to_device(cache), host_store=host_store)
+    logits = compute_logits(flat.ends, prompts.x, graphs=flat.graphs)
     return cache, logits
 
 
-def read(prompts: "Prompts") -> Walk[KVCache]:
-    """Generator: run and compress all layers; yield the layers run since the last yield, return the `KVCache`.
+def prefill_layers(prompts: "PrefillLayerSource") -> Walk[KVCache]:
+    """Generator: run and compress all layers; yield how many layers ran since the last yield; return the `KVCache`.
 
     Prompt lengths may be traced. Unlike `prefill`, this leaves the check for NaN scores to the caller.
     """
     flat, needed, parts = prompts.flat, prompts.needed, prompts.parts
     headroom = np.asarray(needed.headroom, np.int32)
     if needed.buffer is not None:
-        out = yield from cascaded(prompts, parts, rows=needed.buffer, headroom=headroom)
+        out = yield from compress_under_shared_budget(
+            prompts, parts, rows=needed.buffer, headroom=headroom
+        )
     else:
-        out = yield from compress(
+        out = yield from compress_layer_by_layer(
             prompts,
             parts,
             key=prompts.merge_key,
             headroom=headroom,
             implementation=prompts.implementation,
         )
-    limit, state = first_state(prompts, out, tuple(prompts.query_buffers))
+    limit, state = create_policy_state(prompts, out, tuple(prompts.query_buffers))
     seen = jnp.copy(prompts.length)
     centre = jnp.stack(prompts.centres) if prompts.centres else None
-    tables = Tables(
+    tables = SegmentTables(
         start=out.start, length=out.length, limit=limit, seen=seen, state=state, centre=centre
     )
     cache = KVCache(
-        arrays=Cache(
-            pools=with_bounds(out.pools, out.length, prompts.reading, flat.axes), tables=tables
+        arrays=CacheArrays(
+            pools=add_page_bounds(out.pools, out.length, prompts.reading, flat.axes), tables=tables
         ),
         tally=out.tally,
-        layout=parts.layout,
+        layout=parts.cache_layout,
         policy=prompts.policy,
         config=flat.config,
         dtype=flat.ends[0].dtype.name,
         padded_len=needed.padded_len,
         axes=flat.axes,
     )
-    return settle_down(cache, flat.axes)
+    return place_dataclass_on_mesh(cache, flat.axes)
 
 
-class Prompts(PromptSource):
-    """Layer source of prefill: runs the model layer by layer and gives `compress` each layer's entries and scores.
+class PrefillLayerSource(PromptEntrySource):
+    """Layer source of prefill: runs the model layer by layer, and gives the compressor each layer's entries and scores.
 
     Attributes:
         x: hidden states after the last layer that ran; after the top layer, of the last token only.
@@ -186,7 +194,7 @@ class Prompts(PromptSource):
 
     def __init__(
         self,
-        flat: Flat,
+        flat: SplitDecoder,
         tokens: Int[np.ndarray, "B S"] | Int[Array, "B S"],
         lengths: Int[np.ndarray, " B"] | Int[Array, " B"],
         policy: Policy,
@@ -203,7 +211,8 @@ class Prompts(PromptSource):
             parts,
             lengths,
             needed.numbers,
-            heads=config.kv_heads // (axes.size("K") if axes is not None and inside() else 1),
+            heads=config.kv_heads
+            // (axes.count_axis_shards("K") if axes is not None and is_inside_shard_map() else 1),
             padded_len=needed.padded_len,
             indices=range(config.layers),
             sliding_windows=config.sliding_windows,
@@ -211,34 +220,36 @@ class Prompts(PromptSource):
         )
         self.flat, self.needed, self.policy = flat, needed, policy
         self.merge_key, self.implementation = key, implementation
-        self.key = key if axes is None else put(key, where("", (), axes))
+        self.key = key if axes is None else move_to_sharding(key, get_array_sharding("", (), axes))
         self.dtype = needed.dtype
-        self.reading = parts.reading(self.sliding_windows, needed.padded_len)
-        self.remembered = remembered(parts.ongoing, self.reading, self.sliding_windows)
-        self.ahead = layers_ahead(needed, self.length)
-        placed = place(tokens, "B S", flat.axes, jnp.int32)
-        self.x = embed(flat.ends, placed, graphs=flat.graphs, implementation=implementation)
-        self.angles = angles_by_rope(flat, needed.padded_len)
+        self.reading = parts.build_read_config(self.sliding_windows, needed.padded_len)
+        self.remembered = count_buffered_queries(
+            parts.decoding_compression, self.reading, self.sliding_windows
+        )
+        self.ahead = count_layers_ahead(needed, self.length)
+        placed = place_host_array(tokens, "B S", flat.axes, jnp.int32)
+        self.x = embed_tokens(flat.ends, placed, graphs=flat.graphs, implementation=implementation)
+        self.angles = compute_angles_by_rope(flat, needed.padded_len)
         self.ran = dict[int, LayerOut]()
         self.to_host_store, self.query_buffers = list[Array](), list[Array]()
-        self.transforms, self.centres = transforms(parts), list[Array]()
+        self.transforms, self.centres = uses_hadamard(parts), list[Array]()
 
-    def read_twice(self, padded: Padded) -> Walk[None]:
-        """Generator: run all layers, then the second pass; store peak attention per entry; yield progress."""
+    def run_both_passes(self, padded: PaddedPrompts) -> Walk[None]:
+        """Generator: run all layers, then the second pass; store each entry's peak attention; yield progress."""
         replay = self.parts.needs.replay
         assert replay is not None
         for index in self.indices:
-            self.ran[index] = self._run(index)
+            self.ran[index] = self._run_next_layer(index)
             yield _FIRST_PASS
         worth = (1 - _FIRST_PASS) * len(self.indices)
-        peaks = yield from replayed(
+        peaks = yield from compute_peak_attention(
             self.flat, self.ran, padded, replay, implementation=self.implementation, worth=worth
         )
         for index in self.indices:
             self.ran[index].extras["replay"] = peaks[index]
 
-    def _run(self, index: int) -> LayerOut:
-        """Run a layer on the current hidden states; replace these by its output; return its `LayerOut`."""
+    def _run_next_layer(self, index: int) -> LayerOut:
+        """Run layer `index` on the hidden states `x`, replace `x` by its output, and return its `LayerOut`."""
         needs = self.parts.needs if self.sliding_windows[index] is None else Needs()
         out = run_layer(
             self.flat, index, self.x, self.length, self.angles, needs, self.implementation
@@ -246,14 +257,14 @@ class Prompts(PromptSource):
         self.x = out.x
         return out
 
-    def candidates(self, index: int) -> Candidates:
+    def get_layer_candidates(self, index: int) -> Candidates:
         """Run a layer unless it has run; return its `Candidates`; hold keys and values to be packed or offloaded."""
         parts, length = self.parts, self.length
-        out = self.ran.pop(index) if index in self.ran else self._run(index)
+        out = self.ran.pop(index) if index in self.ran else self._run_next_layer(index)
         k = out.extras.get("unrotated", out.k) if parts.rolling else out.k
-        rows = Unpacked(k, out.v, self.unscored.inside)
+        rows = UnpackedEntries(k, out.v, self.unscored.inside)
         if self.transforms:
-            self.centres.append(centre_of(k, length, axes=self.axes))
+            self.centres.append(compute_mean_key(k, length, axes=self.axes))
         if count := self.remembered[index]:
             last, rows_of = out.q[..., out.q.shape[3] - count :, :], query_buffer_size(count)
             self.query_buffers.append(
@@ -265,26 +276,26 @@ class Prompts(PromptSource):
             # Wait for the previous transfer, so that transfers hold entries of at most two layers.
             jax.block_until_ready(self.to_host_store[-1:])
             k, v = (each.astype(self.dtype) for each in (k, out.v))
-            self.to_host_store.append(put_away(k, v, self.axes))
+            self.to_host_store.append(offload_layer_entries(k, v, self.axes))
             self.held[index] = rows
             return dataclasses.replace(self.all_kept, inside=jnp.zeros_like(self.all_kept.inside))
-        if not parts.drops or self.sliding_windows[index]:
-            return self.unchosen(index, rows)
-        seen = self.observed(out, index)
-        norms = out.extras["norms"] if parts.heads.needs_norms else None
-        return self.scored(index, rows, seen, norms)
+        if not parts.compresses_prompts or self.sliding_windows[index]:
+            return self.make_unscored_candidates(index, rows)
+        seen = self.build_scorer_input(out, index)
+        norms = out.extras["norms"] if parts.heads.needs_value_norms else None
+        return self.make_scored_candidates(index, rows, seen, norms)
 
-    def observed(self, out: LayerOut, index: int) -> Observed:
-        """Return the scorer's input from a layer's output: the fields that its needs name."""
+    def build_scorer_input(self, out: LayerOut, index: int) -> ScorerInputs:
+        """Return the scorer's input for one layer: keys, values, last queries, and the statistics that it needs."""
         # Other parts of the policy may have requested queries and norms, too.
         flat, needs = self.flat, self.parts.scorer.needs
-        names, first = ("sums", *needs.extras), out.q.shape[3] - needs.queries
+        names, first = ("sums", *needs.requested_inputs), out.q.shape[3] - needs.queries
         extras: Any = {name: each for name, each in out.extras.items() if name in names}
         if needs.queries:
             extras["queries"] = out.q[..., first:, :]
         if needs.gate is not None:
-            extras["gate"] = gate_weights(flat, needs.gate, index)
-        return Observed(
+            extras["gate"] = get_gate_weights(flat, needs.gate, index)
+        return ScorerInputs(
             q_positions=out.q_positions[:, first:],
             k=out.k,
             v=out.v,
@@ -293,96 +304,106 @@ class Prompts(PromptSource):
             key=self.key,
             extras=extras,
             sink_logits=out.sink_logits,
-            softcap=flat.config.spec_of(index).softcap,
+            softcap=flat.config.get_layer_spec(index).softcap,
             implementation=self.implementation,
             axes=flat.axes,
             group_axes=flat.axes,
         )
 
-    def at_most(self, layer_weights: list[Array | None]) -> tuple[Array, Array]:
+    def bound_entries_to_keep(self, layer_weights: list[Array | None]) -> tuple[Array, Array]:
         """Return upper bounds `[L, B]` of entries per kv head and of recent entries; 0 for layers that have not run."""
         numbers, layers = self.numbers, len(self.indices)
-        weights = self.weights(layer_weights)
-        counts = most_by_layer_weights(
+        weights = self.stack_layer_budget_weights(layer_weights)
+        counts = bound_layer_budgets(
             self.parts, numbers.budget, self.lengths, numbers.always_kept, weights, layers
         )
-        xp, beyond = namespace(weights), ((0, layers - len(layer_weights)), (0, 0))
+        xp, beyond = select_array_module(weights), ((0, layers - len(layer_weights)), (0, 0))
         rows, recents = (
-            place(xp.pad(table, beyond), "n B", self.axes, jnp.int32) for table in counts
+            place_host_array(xp.pad(table, beyond), "n B", self.axes, jnp.int32) for table in counts
         )
         return rows, recents
 
-    def pool_rows(self, group: Sequence[int], kept: Array) -> int:
+    def compute_pool_size(self, group: Sequence[int], kept: Array) -> int:
         """Return the size P in entries of the pool of a group of layers, from the plan; `kept` is not used."""
         return self.needed.pools[group[0]]
 
-    def packed_rows(self, index: int, size: int) -> int:
+    def compute_packing_size(self, index: int, size: int) -> int:
         """Return the largest P among layers with this layer's sliding window, so that these share one program."""
         if is_traced(self.length):
             return size
         sizes = zip(self.sliding_windows, self.needed.pools, strict=True)
         return max(rows for window, rows in sizes if window == self.sliding_windows[index])
 
-    def rows(self, index: int) -> Unpacked:
-        """Remove one layer's keys and values from the source and return them as `Unpacked`."""
-        rows = super().rows(index)
+    def take_layer_entries(self, index: int) -> UnpackedEntries:
+        """Remove one layer's entries from the source and return them, transformed if the policy needs it."""
+        rows = super().take_layer_entries(index)
         if not self.transforms:
             return rows
-        k, v = transformed_rows(rows.k, rows.v, self.centres[index], axes=self.axes)
+        k, v = apply_hadamard_to_entries(rows.k, rows.v, self.centres[index], axes=self.axes)
         return rows._replace(k=k, v=v)
 
-    def ordered(self) -> Bool[Array, ""]:
-        """Return a traced bool, True if no score of any layer is NaN; compiled programs cannot raise errors."""
+    def has_no_nan_scores(self) -> Bool[Array, ""]:
+        """Return a traced bool, True if no score of any layer is NaN, for programs that cannot raise errors."""
         return ~jnp.stack([*self.nans, jnp.zeros((), bool)]).any()
 
 
-def first_state(
-    source: PromptSource,
-    out: Compressed,
+def create_policy_state(
+    source: PromptEntrySource,
+    out: CompressionResult,
     query_buffers: tuple[Float[Array, "B K G R D"], ...] = (),
-) -> tuple[Int[Array, "L B K"], State | None]:
-    """Return the entry limits of segments after a prompt, and the policy's `State`; None if the policy has none.
+) -> tuple[Int[Array, "L B K"], PolicyState | None]:
+    """Return the entry limits `[L, B, K]` of segments after a prompt, and the policy's first `PolicyState`, or None.
 
     If the policy compresses prompts only, a limit is the number of entries kept.
     """
     parts = source.parts
-    if parts.ongoing.compresses:
-        return _going_on(source, out, query_buffers)
-    if parts.read.everything:
+    if parts.decoding_compression.compresses:
+        return _create_compressing_state(source, out, query_buffers)
+    if parts.read.reads_all_entries:
         return jnp.copy(out.length), None
     reads = source.numbers.reads
     assert reads is not None
-    return jnp.copy(out.length), reading_state(source.length, reads, out.length, query_buffers)
+    return jnp.copy(out.length), create_selection_state(
+        source.length, reads, out.length, query_buffers
+    )
 
 
-def _going_on(
-    source: PromptSource, out: Compressed, query_buffers: tuple[Float[Array, "B K G R D"], ...]
-) -> tuple[Int[Array, "L B K"], State]:
-    """Return entry limits `[L, B, K]` and the first `State` of policies that evict or recompress after the prompt.
+def _create_compressing_state(
+    source: PromptEntrySource,
+    out: CompressionResult,
+    query_buffers: tuple[Float[Array, "B K G R D"], ...],
+) -> tuple[Int[Array, "L B K"], PolicyState]:
+    """Return entry limits `[L, B, K]` and the first state of policies that evict or recompress after the prompt.
 
     A limit is the number of kept entries, or the budget if the prompt is shorter and the policy has no threshold.
     Layers without a limit get a number that no cache reaches. Head budgets may fix their own limits.
     """
     parts, lengths, numbers = source.parts, source.lengths, source.numbers
     of = slice(source.indices[0], source.indices[-1] + 1)
-    xp, endless, kept = namespace(lengths), np.iinfo(np.int32).max // 2, out.length
+    xp, endless, kept = select_array_module(lengths), np.iinfo(np.int32).max // 2, out.length
     short = numbers.most > lengths
     targets = xp.where(short, numbers.most, source.kept_entries[of])
     # A short prompt's segments grow to their targets, so later sinks count, too.
-    grown = parts.keep.counts(targets, xp.broadcast_to(lengths, targets.shape))
-    recent = xp.where(short, parts.recents(targets, lengths, grown), source.recents[of])
-    state = State(
+    grown = parts.keep.count_always_kept(targets, xp.broadcast_to(lengths, targets.shape))
+    recent = xp.where(
+        short, parts.count_recent_entries(targets, lengths, grown), source.recents[of]
+    )
+    state = PolicyState(
         prompt=source.length,
         budget=jnp.asarray(numbers.most, jnp.int32),
         recent=jnp.asarray(recent, jnp.int32),
         tau=out.tau,
         query_buffers=query_buffers,
     )
-    per_layer = xp.where(parts.unlimited(source.sliding_windows)[of, None], endless, targets)
+    per_layer = xp.where(
+        parts.mask_layers_without_eviction(source.sliding_windows)[of, None], endless, targets
+    )
     limit = jnp.asarray(xp.broadcast_to(per_layer[..., None], kept.shape), jnp.int32)
-    if parts.heads.uniform:
+    if parts.heads.is_uniform:
         return limit, state
-    short = short & (parts.threshold is None)
+    short = short & (parts.score_threshold is None)
     grown = jnp.asarray(short[None, :, None] | (per_layer == endless)[..., None])
     usual = jnp.where(grown, limit, kept)
-    return limits_of(parts.heads, kept, usual, source.axes, source.sliding_windows, of), state
+    return compute_entry_limits(
+        parts.heads, kept, usual, source.axes, source.sliding_windows, of
+    ), state

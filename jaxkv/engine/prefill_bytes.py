@@ -8,14 +8,19 @@ by the measured needs of compiled programs.
 import dataclasses
 from functools import cached_property
 
-from jaxkv.attention import Implementation, backend_of
-from jaxkv.engine.hadamard import transforms
-from jaxkv.engine.lengths import QUERY_BLOCK, long_block, query_buffer_size, remembered
+from jaxkv.attention import Implementation, get_attention_backend
+from jaxkv.engine.hadamard import uses_hadamard
+from jaxkv.engine.lengths import (
+    QUERY_BLOCK,
+    choose_prefill_block_size,
+    count_buffered_queries,
+    query_buffer_size,
+)
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.mixture import block_rows
+from jaxkv.models.mixture import choose_block_rows
 from jaxkv.policies.methods.rkv import COSINES
 from jaxkv.policies.parts import Parts
-from jaxkv.policies.reads import WHOLE, Reading
+from jaxkv.policies.reads import WHOLE, LayerReadConfig
 
 # Bytes of the cuBLAS workspace that XLA allocates on Hopper.
 WORKSPACE = 1 << 25
@@ -23,7 +28,7 @@ WORKSPACE = 1 << 25
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillBytes:
-    """Memory estimate of a prefill on one device: fields are shapes, properties are bytes.
+    """Estimated bytes of a prefill on one device, weights excluded, as properties; fields are shapes and counts.
 
     Attributes:
         config: the device's part of the model.
@@ -48,19 +53,19 @@ class PrefillBytes:
     implementation: Implementation
 
     @cached_property
-    def reading(self) -> Reading:
-        """Config of which layers select tokens and which attend to these only, during decoding."""
-        return self.parts.reading(self.config.sliding_windows, self.padded_len)
+    def selection_config(self) -> LayerReadConfig:
+        """Config of decoding: which layers select tokens, and which layers attend to the selected tokens only."""
+        return self.parts.build_read_config(self.config.sliding_windows, self.padded_len)
 
     @cached_property
-    def pools(self) -> list[int]:
-        """Bytes of each layer's pool, or of the pool that all layers share."""
+    def pool_bytes(self) -> list[int]:
+        """List of each pool's bytes on the device: one per layer, or one for a pool that all layers share."""
         each, sliding_windows = (
-            self.parts.row_bytes(self.config.head_dim, self.item),
+            self.parts.compute_entry_bytes(self.config.head_dim, self.item),
             self.config.sliding_windows,
         )
         # Sliding-window layers select no entries, so theirs have no scores.
-        apart = self.parts.scored and not self.parts.layout.one_pool
+        apart = self.parts.stores_scores and not self.parts.cache_layout.uses_shared_pool
         less = [
             4 * (apart and width is not None) for width in sliding_windows[: len(self.pool_rows)]
         ]
@@ -69,89 +74,123 @@ class PrefillBytes:
         ]
 
     @cached_property
-    def cache(self) -> int:
-        """Bytes of the cache on the device: pools, page bounds, segment tables, query buffers."""
-        return sum(self.pools) + self._bounds + self._tables
+    def cache_bytes(self) -> int:
+        """Bytes of the cache on the device: pools, page bounds, segment tables, policy state, query buffers."""
+        return sum(self.pool_bytes) + self._page_bound_bytes + self._table_bytes
 
     @property
-    def host(self) -> int:
-        """Bytes of the keys and values of all offloaded layers in host memory."""
-        return len(self.reading.offloaded) * self._layer_rows
+    def host_bytes(self) -> int:
+        """Bytes in host memory of the keys and values of all offloaded layers, padding included."""
+        return len(self.selection_config.offloaded) * self._uncompressed_layer_bytes
 
     @property
-    def loaded(self) -> int:
-        """Maximum bytes of offloaded keys and values on the device during decoding."""
-        return self.reading.loaded * self._layer_rows // self.padded_len
+    def loaded_bytes(self) -> int:
+        """Maximum bytes of offloaded keys and values that are on the device at once during decoding."""
+        return (
+            self.selection_config.max_loaded_entries
+            * self._uncompressed_layer_bytes
+            // self.padded_len
+        )
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Peak bytes on the device, weights excluded: cache plus the larger of prefill's arrays and loaded entries."""
-        config, parts, reading, loaded = self.config, self.parts, self.reading, self.loaded
-        token, layer = self._layer_rows // self.padded_len, self._layer_rows
-        beside = self._beside() + (layer if self.host else 0)
+        config, parts, reading, loaded = (
+            self.config,
+            self.parts,
+            self.selection_config,
+            self.loaded_bytes,
+        )
+        token, layer = (
+            self._uncompressed_layer_bytes // self.padded_len,
+            self._uncompressed_layer_bytes,
+        )
+        beside = self._compute_activation_bytes() + (layer if self.host_bytes else 0)
         if loaded:
             # Attention transposes the loaded entries of one layer.
             loaded += token * (reading.width if reading.filters else self.padded_len)
-        total = self.cache + max(loaded, beside)
-        if parts.read.chunk:
+        total = self.cache_bytes + max(loaded, beside)
+        if parts.read.prefill_chunk_tokens:
             # All entries remain on the device until the last chunk; sliding-window layers have places for a chunk.
-            chunk = min(parts.read.chunk, self.padded_len)
+            chunk = min(parts.read.prefill_chunk_tokens, self.padded_len)
             sliding_windows = config.layers - config.sliding_windows.count(None)
-            total += self.host + sliding_windows * token * chunk
+            total += self.host_bytes + sliding_windows * token * chunk
         return total
 
-    def _beside(self) -> int:
-        """Return the peak bytes of prefill's arrays in addition to the cache, over its top two layers."""
-        config, parts, rows, layers = self.config, self.parts, self._layer_rows, self.config.layers
+    def _compute_activation_bytes(self) -> int:
+        """Return the peak bytes of prefill's arrays beyond the final cache, over its top two layers."""
+        config, parts, rows, layers = (
+            self.config,
+            self.parts,
+            self._uncompressed_layer_bytes,
+            self.config.layers,
+        )
         hidden, peaks = self.batch * self.padded_len * config.embed * self.item, list[int]()
         for index in range(max(0, layers - 2), layers):
             top = index == layers - 1
-            below = self._below(index) + rows
-            peaks.append(below + hidden + self._looked + self._temporaries(top))
+            below = self._compute_lower_layer_bytes(index) + rows
+            peaks.append(
+                below + hidden + self._statistic_bytes + self._compute_temporary_bytes(top)
+            )
             # The top layer returns the hidden state of a single token.
-            peaks.append(below + (0 if top else hidden) + self._afterwards(index, top))
+            peaks.append(
+                below + (0 if top else hidden) + self._compute_compression_bytes(index, top)
+            )
         if parts.needs.replay is not None:
             # All layers below the top one have run and wait for the second pass.
-            waiting = (layers - 1) * (rows + self._looked)
-            peaks += [hidden + waiting + self._temporaries(False), layers * rows + self._again()]
-        peaks.append(sum(self.pools) + self._bounds + 4 * self.batch * config.vocab)
+            waiting = (layers - 1) * (rows + self._statistic_bytes)
+            peaks += [
+                hidden + waiting + self._compute_temporary_bytes(False),
+                layers * rows + self._compute_second_pass_bytes(),
+            ]
+        peaks.append(sum(self.pool_bytes) + self._page_bound_bytes + 4 * self.batch * config.vocab)
         # Allocated throughout: token masks, the table of rotary angles, and the cache's tables.
         masks = self.batch * self.padded_len * (3 + config.kv_heads)
-        tables = 4 * self.padded_len * (1 + config.head_dim) + self._remembered + self._tables
-        return max(peaks) + masks + tables - self.cache
+        tables = (
+            4 * self.padded_len * (1 + config.head_dim)
+            + self._query_buffer_bytes
+            + self._table_bytes
+        )
+        return max(peaks) + masks + tables - self.cache_bytes
 
-    def _afterwards(self, index: int, top: bool) -> int:
-        """Return the bytes of scoring, selecting, merging and packing a layer's entries, without lower layers."""
+    def _compute_compression_bytes(self, index: int, top: bool) -> int:
+        """Return the peak bytes of scoring, selecting, merging and packing a layer's entries, without lower layers."""
         parts, layers = self.parts, self.config.layers
-        scored = parts.scored
+        scored = parts.stores_scores
         # Scores that order entries, attention mass kept for later, and norms of keys.
-        scores = self._rows_of(
+        scores = self._compute_array_bytes(
             4 * (1 + (scored or parts.merge is not None)) + 4 * parts.needs.norms
         )
-        scoring = self._looked + self._rows_of(4 * (2 + self.config.group))
+        scoring = self._statistic_bytes + self._compute_array_bytes(
+            4 * (2 + self.config.group_size)
+        )
         if parts.scorer.compares_keys:
             # Cosines of a block of entries with all others, and their intermediate results.
             scoring += 8 * min(self.padded_len**2, COSINES)
         # Sort keys and masks, of all devices' heads if these compete for entries.
-        heads = self.config.kv_heads if parts.heads.uniform else self.kv_heads
+        heads = self.config.kv_heads if parts.heads.is_uniform else self.kv_heads
         # Entries of all layers are selected in one program if layers compete, or if a buffer holds the candidates.
-        joint = parts.layers.joint or self.buffer is not None
+        joint = parts.layers.uses_joint_budget or self.buffer is not None
         choosing = 16 * self.batch * heads * self.padded_len * (layers if joint else 1)
         if self.buffer is not None:
             # The layer's own entries are freed before the selection, and scores before the entries' places are
             # computed.
-            last = self._rows_of(layers) - self._layer_rows + max(choosing, sum(self.pools))
-            return max(scoring, scores + self._rows_of(16 * layers), last if top else 0)
-        if parts.layout.one_pool and not top:
+            last = (
+                self._compute_array_bytes(layers)
+                - self._uncompressed_layer_bytes
+                + max(choosing, sum(self.pool_bytes))
+            )
+            return max(scoring, scores + self._compute_array_bytes(16 * layers), last if top else 0)
+        if parts.cache_layout.uses_shared_pool and not top:
             return scoring
-        pool = self.pools[0 if parts.layout.one_pool else index]
-        merging = (self._layer_rows + self._rows_of(8 * self.config.head_dim)) * (
-            parts.merge is not None
-        )
-        return max(scoring, scores + self._rows_of(1) + max(choosing, merging, pool))
+        pool = self.pool_bytes[0 if parts.cache_layout.uses_shared_pool else index]
+        merging = (
+            self._uncompressed_layer_bytes + self._compute_array_bytes(8 * self.config.head_dim)
+        ) * (parts.merge is not None)
+        return max(scoring, scores + self._compute_array_bytes(1) + max(choosing, merging, pool))
 
-    def _again(self) -> int:
-        """Return the bytes of a second pass over prompts without keys and values: scores, activations."""
+    def _compute_second_pass_bytes(self) -> int:
+        """Return the bytes of a second pass (KVzip), without prompt keys and values: scores, activations, logits."""
         replay, config = self.parts.needs.replay, self.config
         assert replay is not None
         chunk = min(replay.chunk, self.padded_len)
@@ -164,14 +203,14 @@ class PrefillBytes:
         # Logits of a block of queries over a chunk and sinks, or over a sliding window and the tokens of the pass.
         keys = chunk + max(QUERY_BLOCK // 2, min(replay.sinks, self.padded_len))
         keys += max(width or 0 for width in config.sliding_windows) and before
-        logits = 24 * config.group * QUERY_BLOCK * keys
-        waiting = config.layers * (self._rows_of(4) + self._looked)
+        logits = 24 * config.group_size * QUERY_BLOCK * keys
+        waiting = config.layers * (self._compute_array_bytes(4) + self._statistic_bytes)
         return waiting + tokens * each + logits
 
     @property
-    def _bounds(self) -> int:
-        """Bytes of the minimum and maximum keys of all pages (Quest); 0 without pages."""
-        reading, heads = self.reading, self.config.kv_heads
+    def _page_bound_bytes(self) -> int:
+        """Bytes of the minimum and maximum keys of all pages of layers that select pages (Quest); 0 without pages."""
+        reading, heads = self.selection_config, self.config.kv_heads
         if not reading.page:
             return 0
         sources = zip(self.pool_rows, reading.sources, strict=True)
@@ -179,110 +218,126 @@ class PrefillBytes:
         return self.batch * heads * sum(pages) * 2 * self.config.head_dim * self.item
 
     @property
-    def _remembered(self) -> int:
+    def _query_buffer_bytes(self) -> int:
         """Bytes of the float32 query buffers that the cache keeps to score or select entries."""
         config = self.config
-        counts = remembered(self.parts.ongoing, self.reading, config.sliding_windows)
+        counts = count_buffered_queries(
+            self.parts.decoding_compression, self.selection_config, config.sliding_windows
+        )
         rows = sum(query_buffer_size(count) for count in counts if count)
         return 4 * self.batch * config.heads * rows * config.head_dim
 
     @property
-    def _tables(self) -> int:
+    def _table_bytes(self) -> int:
         """Bytes of the segment tables and the policy's state in the cache, query buffers included."""
-        ongoing, layers = self.parts.ongoing, self.config.layers
+        ongoing, layers = self.parts.decoding_compression, self.config.layers
         segments = layers * self.config.kv_heads
-        numbers = 1 + 3 * segments + segments * self.config.head_dim * transforms(self.parts)
+        numbers = 1 + 3 * segments + segments * self.config.head_dim * uses_hadamard(self.parts)
         if ongoing.compresses:
-            merging = 0 if ongoing.merge is None else ongoing.merge.thresholds
+            merging = 0 if ongoing.merge is None else ongoing.merge.threshold_count
             numbers += 2 + layers + segments * merging
-        elif not self.parts.read.everything:
+        elif not self.parts.read.reads_all_entries:
             numbers += 2 + layers + segments
-        return 4 * self.batch * numbers + self._remembered
+        return 4 * self.batch * numbers + self._query_buffer_bytes
 
     @property
-    def _buffered(self) -> int:
+    def _candidate_buffer_bytes(self) -> int:
         """Bytes of a joint budget's candidate buffer: keys, values, indices, scores; 0 without one."""
-        row = 2 * self.config.head_dim * self.item + 4 * (1 + self.parts.scored)
+        row = 2 * self.config.head_dim * self.item + 4 * (1 + self.parts.stores_scores)
         return self.batch * (self.buffer or 0) * row
 
-    def _below(self, index: int) -> int:
-        """Return the bytes of the layers below `index`: pools, or entries and scores for a shared pool, or a buffer."""
+    def _compute_lower_layer_bytes(self, index: int) -> int:
+        """Return the bytes that the layers below `index` hold: pools, or entries with scores, or a candidate buffer."""
         parts, layers, norms = self.parts, self.config.layers, self.parts.needs.norms
         if self.buffer is not None:
-            return self._buffered + self._rows_of(4 * layers * (1 + norms))
-        if parts.layout.one_pool:
-            scores = self._rows_of(4 * (1 + (parts.merge is not None) + norms))
+            return self._candidate_buffer_bytes + self._compute_array_bytes(
+                4 * layers * (1 + norms)
+            )
+        if parts.cache_layout.uses_shared_pool:
+            scores = self._compute_array_bytes(4 * (1 + (parts.merge is not None) + norms))
             chosen = self.config.sliding_windows[:index].count(None)
-            return int(self._held(index) * self._layer_rows) + chosen * scores
+            return (
+                int(self._count_full_layers(index) * self._uncompressed_layer_bytes)
+                + chosen * scores
+            )
         # Entries and scores of layers that wait for a second pass before packing, plus the pools of packed layers.
         waiting = (layers - index) * (parts.needs.replay is not None)
-        return sum(self.pools[:index]) + waiting * (self._layer_rows + self._rows_of(4))
+        return sum(self.pool_bytes[:index]) + waiting * (
+            self._uncompressed_layer_bytes + self._compute_array_bytes(4)
+        )
 
-    def _held(self, index: int) -> float:
-        """Return the entries of the layers below `index`, in prompts; sliding-window layers hold only their windows."""
+    def _count_full_layers(self, index: int) -> float:
+        """Return the entries of layers below `index` as a number of full layers; a sliding window is a fraction."""
         widths = self.config.sliding_windows[:index]
         shares = (1.0 if width is None else min(1.0, width / self.padded_len) for width in widths)
         return sum(shares, 0.0)
 
-    def _rows_of(self, size: int) -> int:
-        """Return the bytes of one layer's array `[B, K, S]` with `size` bytes per entry of the uncompressed prompt."""
+    def _compute_array_bytes(self, size: int) -> int:
+        """Return the bytes of an array `[B, K, S]` over the padded, uncompressed prompts at `size` bytes per entry."""
         return self.batch * self.config.kv_heads * self.padded_len * size
 
     @property
-    def _layer_rows(self) -> int:
-        """Bytes of one layer's keys and values before compression."""
-        return self._rows_of(2 * self.config.head_dim * self.item)
+    def _uncompressed_layer_bytes(self) -> int:
+        """Bytes of one layer's keys and values before compression, padding included."""
+        return self._compute_array_bytes(2 * self.config.head_dim * self.item)
 
     @property
-    def _in_blocks(self) -> int:
-        """Bytes that scoring needs per block of tokens: values after the output projection, or logits of all heads."""
+    def _scoring_block_bytes(self) -> int:
+        """Bytes of one block of tokens in scoring: float32 projected values, or logits of all heads; 0 if unused."""
         needs, config = self.parts.needs, self.config
         projected = 4 * min(self.padded_len, 512) * config.embed * needs.norms
-        most = 0 if needs.blocks is None else needs.blocks.tokens(self.padded_len)
+        most = 0 if needs.blocks is None else needs.blocks.compute_block_size(self.padded_len)
         return self.batch * config.heads * max(projected, 8 * most**2)
 
     @cached_property
-    def _looked(self) -> int:
-        """Bytes that a layer's program returns for scoring: window queries, sums, norms, moments, hidden states."""
+    def _statistic_bytes(self) -> int:
+        """Bytes that a layer's program returns for scoring: last queries, sums, norms, moments, hidden states."""
         needs, config = self.parts.needs, self.config
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms
-        size += 4 * config.group * (needs.sums + (needs.blocks is not None))
+        size += 4 * config.group_size * (needs.sums + (needs.blocks is not None))
         window = needs.queries * config.head_dim * self.item
         if needs.moments is not None:
             window += 4 * config.head_dim * (1 + needs.moments.covariance * config.head_dim)
         hidden = self.batch * self.padded_len * config.embed * self.item * needs.hidden
-        return self.batch * config.heads * window + self._rows_of(size) + hidden
+        return self.batch * config.heads * window + self._compute_array_bytes(size) + hidden
 
-    def _temporaries(self, top: bool) -> int:
-        """Return the temporary bytes of a layer's program: the maximum of attention, the MLP and norms."""
-        config, needs, backend = self.config, self.parts.needs, backend_of(self.implementation)
+    def _compute_temporary_bytes(self, top: bool) -> int:
+        """Return the temporary bytes of a layer's program: the maximum of attention, scoring blocks and the MLP."""
+        config, needs, backend = (
+            self.config,
+            self.parts.needs,
+            get_attention_backend(self.implementation),
+        )
         if not backend.can.at_once:
             # XLA on a CPU runs prompts one by one in float32: queries of all prompts, keys and values of one, and a
             # copy of the returned arrays. The top layer attends from a single token.
             whole = not top or needs.sums or needs.norms
             heads = self.batch * config.heads * whole
             heads += 2 * config.kv_heads * (2 if top else 1 + self.batch)
-            return 4 * self.padded_len * config.head_dim * heads + self._in_blocks
+            return 4 * self.padded_len * config.head_dim * heads + self._scoring_block_bytes
         if top and not needs.sums:
-            return max(WORKSPACE, self._in_blocks)
-        tokens = self.batch * long_block(self.padded_len, self.batch)
+            return max(WORKSPACE, self._scoring_block_bytes)
+        tokens = self.batch * choose_prefill_block_size(self.padded_len, self.batch)
         queries = self.batch * config.heads * self.padded_len * config.head_dim * self.item
         # Arrays of the queries' size (queries, output, copies), and the log-sum-exp of each query.
         attend = (
             queries * backend.can.query_copies + 4 * self.batch * config.heads * self.padded_len
         )
         if needs.sums or config.sink_logits:
-            attend += backend.summed_bytes(self.batch, self.padded_len, config.heads, queries)
+            attend += backend.count_column_sum_bytes(
+                self.batch, self.padded_len, config.heads, queries
+            )
         if top:
-            return max(attend, self._in_blocks)
-        # A mixture of experts runs an expert on `block_rows` tokens at a time, next to the float32 sums of all tokens.
+            return max(attend, self._scoring_block_bytes)
+        # A mixture of experts runs an expert on `choose_block_rows` tokens at a time, next to the float32 sums of all
+        # tokens.
         rows, sums, weights = tokens, self.item, 0
         if config.experts is not None:
-            rows, sums = block_rows(tokens, config.experts.chosen, config.experts.count), 4
+            rows, sums = choose_block_rows(tokens, config.experts.chosen, config.experts.count), 4
             # The weights of one expert, sliced from the stacked weights.
             weights = (2 + config.gated) * config.hidden * config.embed * self.item
         # The MLP's inner products and output and the residual stream are float32.
         inner = rows * (4 * (1 + config.gated) + self.item) * config.hidden
         inner += tokens * sums * config.embed + weights
         finish = queries + max(inner, tokens * (8 + self.item) * config.embed) + WORKSPACE
-        return max(attend, self._in_blocks, finish)
+        return max(attend, self._scoring_block_bytes, finish)

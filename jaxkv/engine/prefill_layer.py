@@ -7,17 +7,17 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxkv.attention import Backend, Implementation, backend_of
-from jaxkv.attention.steps import Gathered
-from jaxkv.attention.xla import Reach, Walk
-from jaxkv.engine.lengths import QUERY_BLOCK, block_size, long_block
-from jaxkv.engine.moments import prompt_block_sums, prompt_moments
-from jaxkv.engine.segments import in_window
-from jaxkv.models.decoder import Block, Graphs, Leaves
-from jaxkv.models.layers import float_weight
-from jaxkv.models.rope import Angles, rotate
-from jaxkv.policies.scorer import Extras, Needs
-from jaxkv.sharding.collectives import mean_of_devices
+from jaxkv.attention import AttentionBackend, Implementation, get_attention_backend
+from jaxkv.attention.steps import GatheredEntries
+from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
+from jaxkv.engine.lengths import QUERY_BLOCK, choose_block_size, choose_prefill_block_size
+from jaxkv.engine.moments import compute_prompt_query_moments, sum_attention_in_blocks
+from jaxkv.engine.segments import restrict_to_window
+from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves
+from jaxkv.models.layers import get_float_weight
+from jaxkv.models.rope import RopeTables, apply_rope
+from jaxkv.policies.scorer import ExtraInputs, Needs
+from jaxkv.sharding.collectives import average_over_devices
 
 # On a CPU, blocks of 512 queries keep matrix products large and the logits of one kv head in a core's cache.
 _BLOCKS = (512, QUERY_BLOCK)
@@ -44,7 +44,7 @@ class LayerOut:
     v: Float[Array, "B K S D"]
     q: Float[Array, "B K G w D"]
     q_positions: Int[Array, "B w"]
-    extras: Extras
+    extras: ExtraInputs
     sink_logits: Float[Array, "B K G"] | None = None
 
 
@@ -52,37 +52,40 @@ def layer(
     leaves: Leaves,
     x: Float[Array, "B S E"],
     length: Int[Array, " B"],
-    table: Angles,
+    table: RopeTables,
     *,
-    graphs: Graphs,
+    graphs: DecoderGraphs,
     needs: Needs,
     last: bool,
     implementation: Implementation,
 ) -> LayerOut:
-    """Run one block over right-padded prompts; return hidden states, keys, values and the statistics in `needs`.
+    """Run one block over right-padded prompts; return `LayerOut`: hidden states, keys, values, statistics in `needs`.
 
     With `last`, only the last token's hidden state is computed. `table` holds the angles of positions 0 to S.
     """
-    block = graphs.block(leaves)
+    block = graphs.rebuild_block(leaves)
     batch, padded_len, _ = x.shape
     q_positions = (length - needs.queries)[:, None] + jnp.arange(needs.queries, dtype=jnp.int32)
     at = jnp.maximum(q_positions, 0)
-    window = block.queries(
-        block.normed(jnp.take_along_axis(x, at[..., None], axis=1)), table.at(at)
+    window = block.compute_rotated_queries(
+        block.normalise_for_attention(jnp.take_along_axis(x, at[..., None], axis=1)),
+        table.gather_positions(at),
     )
-    size = block_size(padded_len, _BLOCKS)
-    extras = Extras()
+    size = choose_block_size(padded_len, _BLOCKS)
+    extras = ExtraInputs()
     if needs.moments is not None:
-        extras["moments"] = prompt_moments(block, x, length, needs.moments, size=size)
+        extras["moments"] = compute_prompt_query_moments(block, x, length, needs.moments, size=size)
     if needs.blocks is not None:
-        extras["blocks"] = prompt_block_sums(block, x, length, table, needs.blocks)
+        extras["blocks"] = sum_attention_in_blocks(block, x, length, table, needs.blocks)
     if needs.hidden:
-        extras["hidden"] = block.normed(x)
-    backend, reach = backend_of(implementation), block.spec.sliding_window
+        extras["hidden"] = block.normalise_for_attention(x)
+    backend, reach = get_attention_backend(implementation), block.spec.sliding_window
     attends = (
-        backend if reach is None or backend.can.sliding_windows else backend_of(Implementation.XLA)
+        backend
+        if reach is None or backend.can.sliding_windows
+        else get_attention_backend(Implementation.XLA)
     )
-    run = _at_once if attends.can.at_once else _by_sequence
+    run = _run_block_in_batch if attends.can.at_once else _run_block_by_sequence
     x, (k, v, *unrotated), sums = run(block, x, length, table, needs, last, attends)
     if needs.unrotated:
         extras["unrotated"] = unrotated[0]
@@ -91,22 +94,24 @@ def layer(
     if last:
         config = block.config
         final = jnp.take_along_axis(x, (length - 1)[:, None, None], axis=1)
-        seen = Reach.of_heads(
+        seen = SegmentRanges.make_strided_ranges(
             jnp.broadcast_to(length[:, None], (batch, config.kv_heads)), padded_len
         )
         if reach is not None:
-            start, held = in_window(seen.start, seen.length, reach)
-            seen = Reach(start=start, length=held, walk=Walk.WINDOWS)
-        out, _ = backend.attend(
-            block.queries(block.normed(final), table.at((length - 1)[:, None]))[..., 0, :],
-            Gathered(*(each.reshape(batch, -1, config.head_dim) for each in (k, v))),
+            start, held = restrict_to_window(seen.start, seen.length, reach)
+            seen = SegmentRanges(start=start, length=held, walk=SegmentReadMode.WINDOWS)
+        out, _ = backend.attend_to_segments(
+            block.compute_rotated_queries(
+                block.normalise_for_attention(final), table.gather_positions((length - 1)[:, None])
+            )[..., 0, :],
+            GatheredEntries(*(each.reshape(batch, -1, config.head_dim) for each in (k, v))),
             seen,
-            shaping=block.shaping,
+            shaping=block.logits_shaping,
         )
-        x = block.finish(final, out[..., None, :])[:, 0]
+        x = block.apply_output_and_mlp(final, out[..., None, :])[:, 0]
     sinks = block.sink_logits
     if needs.norms:
-        extras["norms"] = value_norms(block, v)
+        extras["norms"] = compute_value_norms(block, v)
     return LayerOut(
         x=x,
         k=k,
@@ -118,17 +123,17 @@ def layer(
     )
 
 
-def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
+def compute_value_norms(block: DecoderBlock, v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
     """Return the float32 L1 norm of each value after the output projection, averaged over the kv head's query heads.
 
     Runs over blocks of entries, because each entry becomes G * E numbers.
     """
     batch, heads, padded_len, dim = v.shape
-    size = block_size(padded_len, _BLOCKS)
+    size = choose_block_size(padded_len, _BLOCKS)
     weight = (
-        float_weight(block.attention, "out")
+        get_float_weight(block.attention, "out")
         .astype(v.dtype)
-        .reshape(-1, heads, block.config.group, dim)
+        .reshape(-1, heads, block.config.group_size, dim)
     )
 
     def norms(part: Array) -> Array:
@@ -137,20 +142,26 @@ def value_norms(block: Block, v: Float[Array, "B K S D"]) -> Float[Array, "B K S
 
     parts = jnp.moveaxis(v.reshape(batch, heads, padded_len // size, size, dim), 2, 0)
     local = jnp.moveaxis(lax.map(norms, parts), 0, 2).reshape(batch, heads, padded_len)
-    return mean_of_devices(local, "G", block.axes)
+    return average_over_devices(local, "G", block.axes)
 
 
-def _by_sequence(
-    block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
+def _run_block_by_sequence(
+    block: DecoderBlock,
+    x: Array,
+    length: Array,
+    table: RopeTables,
+    needs: Needs,
+    last: bool,
+    backend: AttentionBackend,
 ) -> tuple[Array, tuple[Array, ...], Array | None]:
-    """Run one block sequence by sequence, for CPUs; return hidden states, `_keys_values` and attention sums or None.
+    """Run one block sequence by sequence, for CPUs; return hidden states, keys and values, attention sums or None.
 
     Runs as many blocks of tokens as a sequence fills, so padding costs memory but no time. The top block (`last`)
     returns its hidden states unchanged.
     """
     config, (batch, padded_len, width) = block.config, x.shape
-    shaping, reach = block.shaping, block.spec.sliding_window
-    size = block_size(padded_len, _BLOCKS)
+    shaping, reach = block.logits_shaping, block.spec.sliding_window
+    size = choose_block_size(padded_len, _BLOCKS)
     blocks = (length + size - 1) // size
     attends = needs.sums or not last
     put = lax.dynamic_update_slice
@@ -159,13 +170,17 @@ def _by_sequence(
         def project(index, carry):
             buffers, q = carry
             first = index * size
-            by = table.block(first, size)
-            normed = block.normed(lax.dynamic_slice(x, (row, first, 0), (1, size, width)))
-            new = _keys_values(block, normed, by, needs.unrotated)
+            by = table.slice_positions(first, size)
+            normed = block.normalise_for_attention(
+                lax.dynamic_slice(x, (row, first, 0), (1, size, width))
+            )
+            new = _project_keys_values(block, normed, by, needs.unrotated)
             buffers = tuple(
                 put(to, what, (row, 0, first, 0)) for to, what in zip(buffers, new, strict=True)
             )
-            return buffers, put(q, block.queries(normed, by)[0], (0, 0, first, 0)) if attends else q
+            return buffers, put(
+                q, block.compute_rotated_queries(normed, by)[0], (0, 0, first, 0)
+            ) if attends else q
 
         buffers, x, sums, q = carry
         buffers, q = lax.fori_loop(0, blocks[row], project, (buffers, q))
@@ -177,15 +192,17 @@ def _by_sequence(
             first = index * size
             mine = lax.dynamic_slice_in_dim(q, first, size, axis=2)
             alone = (length[row][None], first[None])
-            out, lse = backend.prefill(
+            out, lse = backend.compute_prefill_attention(
                 mine[None], k_row[None], v_row[None], *alone, shaping=shaping, window=reach
             )
             if sums is not None:
-                mass = backend.column_sums(mine[None], k_row[None], lse, *alone, shaping=shaping)
+                mass = backend.sum_attention_per_key(
+                    mine[None], k_row[None], lse, *alone, shaping=shaping
+                )
                 sums = sums.at[row].add(mass[0])
             if not last:
                 part = lax.dynamic_slice(x, (row, first, 0), (1, size, width))
-                x = put(x, block.finish(part, out), (row, first, 0))
+                x = put(x, block.apply_output_and_mlp(part, out), (row, first, 0))
             return x, sums
 
         if attends:
@@ -193,35 +210,45 @@ def _by_sequence(
         return buffers, x, sums, q
 
     sums = (
-        jnp.zeros((batch, config.kv_heads, config.group, padded_len), jnp.float32)
+        jnp.zeros((batch, config.kv_heads, config.group_size, padded_len), jnp.float32)
         if needs.sums
         else None
     )
     # One sequence's queries, computed with its keys and values from the same norm.
     q = jnp.zeros(
-        (config.kv_heads, config.group, padded_len if attends else 0, config.head_dim), x.dtype
+        (config.kv_heads, config.group_size, padded_len if attends else 0, config.head_dim), x.dtype
     )
-    carry = (_buffers(block, x, needs.unrotated), x, sums, q)
+    carry = (_allocate_keys_values(block, x, needs.unrotated), x, sums, q)
     buffers, x, sums, _ = lax.fori_loop(0, batch, sequence, carry)
     return x, buffers, sums
 
 
-def _at_once(
-    block: Block, x: Array, length: Array, table: Angles, needs: Needs, last: bool, backend: Backend
+def _run_block_in_batch(
+    block: DecoderBlock,
+    x: Array,
+    length: Array,
+    table: RopeTables,
+    needs: Needs,
+    last: bool,
+    backend: AttentionBackend,
 ) -> tuple[Array, tuple[Array, ...], Array | None]:
-    """Run one block on all sequences in one step, for GPUs; results are those of `_by_sequence`.
+    """Run one block on all sequences at once, for GPUs; results are those of `_run_block_by_sequence`.
 
     Attention is a single call; matrix products run in long blocks.
     """
     batch, padded_len, width = x.shape
-    size = long_block(padded_len, batch)
+    size = choose_prefill_block_size(padded_len, batch)
     config, put = block.config, lax.dynamic_update_slice
 
     def normed(index):
-        return block.normed(lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width)))
+        return block.normalise_for_attention(
+            lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
+        )
 
     def project(index, buffers):
-        new = _keys_values(block, normed(index), table.block(index * size, size), needs.unrotated)
+        new = _project_keys_values(
+            block, normed(index), table.slice_positions(index * size, size), needs.unrotated
+        )
         return tuple(
             put(to, what, (0, 0, index * size, 0)) for to, what in zip(buffers, new, strict=True)
         )
@@ -236,7 +263,7 @@ def _at_once(
     def queries(index, q):
         return put(
             q,
-            block.queries(normed(index), table.block(index * size, size)),
+            block.compute_rotated_queries(normed(index), table.slice_positions(index * size, size)),
             (0, 0, 0, index * size, 0),
         )
 
@@ -244,18 +271,26 @@ def _at_once(
         part = lax.dynamic_slice(x, (0, index * size, 0), (batch, size, width))
         mine = lax.dynamic_slice_in_dim(out, index * size, size, axis=3)
         return put(
-            x, block.finish(part, mine, apart=backend.can.operands_apart), (0, index * size, 0)
+            x,
+            block.apply_output_and_mlp(part, mine, apart=backend.can.operands_apart),
+            (0, index * size, 0),
         )
 
     sums = None
     if needs.sums or not last:
-        grouped = (batch, config.kv_heads, config.group, padded_len, config.head_dim)
+        grouped = (batch, config.kv_heads, config.group_size, padded_len, config.head_dim)
         q = lax.fori_loop(0, padded_len // size, queries, lax.empty(grouped, x.dtype))
-        out, lse = backend.prefill(
-            q, k, v, length, lse=needs.sums, shaping=block.shaping, window=block.spec.sliding_window
+        out, lse = backend.compute_prefill_attention(
+            q,
+            k,
+            v,
+            length,
+            lse=needs.sums,
+            shaping=block.logits_shaping,
+            window=block.spec.sliding_window,
         )
         sums = (
-            backend.column_sums(q, k, lse, length, shaping=block.shaping)
+            backend.sum_attention_per_key(q, k, lse, length, shaping=block.logits_shaping)
             if needs.sums and lse is not None
             else None
         )
@@ -264,15 +299,17 @@ def _at_once(
     return x, buffers, sums
 
 
-def _keys_values(block: Block, normed: Array, by: Angles, unrotated: bool) -> tuple[Array, ...]:
+def _project_keys_values(
+    block: DecoderBlock, normed: Array, by: RopeTables, unrotated: bool
+) -> tuple[Array, ...]:
     """Return rotated keys and values of normed hidden states; with `unrotated`, also the keys before RoPE."""
-    raw, v = block.keys_values(normed)
-    k = rotate(raw, by, normed.dtype)
+    raw, v = block.compute_keys_values(normed)
+    k = apply_rope(raw, by, normed.dtype)
     return (k, v, raw.astype(normed.dtype)) if unrotated else (k, v)
 
 
-def _buffers(block: Block, x: Array, unrotated: bool) -> tuple[Array, ...]:
-    """Return 2 zero arrays `[B, K, S, D]` for the results of `_keys_values`, or 3 if `unrotated`."""
+def _allocate_keys_values(block: DecoderBlock, x: Array, unrotated: bool) -> tuple[Array, ...]:
+    """Return zero arrays `[B, K, S, D]` for keys and values, and a third for keys before RoPE if `unrotated`."""
     config = block.config
     buffer = jnp.zeros((x.shape[0], config.kv_heads, x.shape[1], config.head_dim), x.dtype)
     return (buffer,) * (3 if unrotated else 2)

@@ -8,7 +8,7 @@ Result = TypeVar("Result")
 Walk = Generator[float, None, Result]
 
 
-def run_to_end(
+def run_generator(
     walk: Generator[Any, None, Result], tick: Callable[[Any], object] = lambda value: None
 ) -> Result:
     """Run a generator to its end, call `tick` with each value that it yields, and return its result."""
@@ -20,8 +20,8 @@ def run_to_end(
         tick(value)
 
 
-def without_progress(walk: Walk[Result]) -> Walk[Result]:
-    """Generator: run another generator and return its result, but yield 0 instead of each value."""
+def silence_progress(walk: Walk[Result]) -> Walk[Result]:
+    """Generator: run another generator and return its result, but yield 0.0 in place of each of its values."""
     while True:
         try:
             next(walk)

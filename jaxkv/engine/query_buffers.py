@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.engine.hadamard import transformed
-from jaxkv.sharding.mesh import Axes
+from jaxkv.engine.hadamard import apply_hadamard
+from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
@@ -15,13 +15,13 @@ def fill_query_buffer(
     *,
     rows: int,
     transforms: bool,
-    axes: Axes | None,
+    axes: ShardingMesh | None,
 ) -> Float[Array, "B K G R D"]:
-    """Compiled: return the float32 query buffer of a prompt's last queries, position p at slot p % `rows`.
+    """Compiled: return the float32 query buffer `[B, K, G, R, D]` of prompts' last queries, position p at index p % R.
 
     With `transforms`, queries are transformed like keys.
     """
-    q = transformed(q) if transforms else q
+    q = apply_hadamard(q) if transforms else q
     batch, heads, group, window, dim = q.shape
     position = (length - window)[:, None] + jnp.arange(window, dtype=jnp.int32)
     slot = jnp.where(position >= 0, position % rows, rows)

@@ -15,49 +15,51 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from jaxkv import attention
 from jaxkv._errors import require
-from jaxkv.attention import Implementation, backend_of
-from jaxkv.attention.steps import Gathered
-from jaxkv.attention.xla import Reach, exact_einsum
-from jaxkv.engine.embedding import embed
-from jaxkv.engine.layers.sliding_window import over_window
+from jaxkv.attention import Implementation, get_attention_backend
+from jaxkv.attention.steps import GatheredEntries
+from jaxkv.attention.xla import SegmentRanges, exact_einsum
+from jaxkv.engine.embedding import embed_tokens
+from jaxkv.engine.layers.sliding_window import attend_sliding_window
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.progress import Walk
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Block, Flat, Graphs, Leaves
-from jaxkv.models.layers import float_weight
-from jaxkv.models.rope import angles, rotate
-from jaxkv.policies.scorer import Replay
-from jaxkv.sharding.mesh import place, where
+from jaxkv.models.decoder import DecoderBlock, DecoderGraphs, Leaves, SplitDecoder
+from jaxkv.models.layers import get_float_weight
+from jaxkv.models.rope import apply_rope, compute_rope_tables
+from jaxkv.policies.scorer import PromptReplay
+from jaxkv.sharding.mesh import get_array_sharding, place_host_array
 from jaxkv.sharding.sharded_program import sharded_jit
-from jaxkv.text.tokenizer import Text
+from jaxkv.text.tokenizer import ChatTokenizer
 
 # Maximum number of tokens per call of a layer.
 MOST = 512
 
 
-class Texts(NamedTuple):
-    """Token ids that a second pass runs before a chunk: `first` or, for later chunks, `following`; then `closing`."""
+class SecondPassTexts(NamedTuple):
+    """Token ids that a second pass runs before each chunk: `first` (later chunks: `following`), then `closing`."""
 
     first: tuple[int, ...]
     following: tuple[int, ...]
     closing: tuple[int, ...]
 
 
-class Padded(NamedTuple):
-    """Right-padded prompts on the host, their numbers of tokens, and the texts of a second pass or None."""
+class PaddedPrompts(NamedTuple):
+    """Right-padded prompts on the host, their numbers of tokens, and the texts of a second pass, or None."""
 
     tokens: Int[np.ndarray, "B S"]
     lengths: Int[np.ndarray, " B"]
-    texts: Texts | None = None
+    texts: SecondPassTexts | None = None
 
 
-def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Texts | None:
-    """Return a second pass's texts as token ids, None without a pass; raise ValueError if they cannot be encoded."""
+def encode_second_pass_texts(
+    asked: PromptReplay | None, text: ChatTokenizer | None, config: ModelConfig
+) -> SecondPassTexts | None:
+    """Return a second pass's texts as token ids, None without a pass; ValueError for texts without a tokenizer."""
     if asked is None:
         return None
     closing = asked.closing
     if closing is None:
-        closing = "" if text is None else text.turns.closing if text.has_template else "\n"
+        closing = "" if text is None else text.turn_texts.closing if text.has_template else "\n"
     found = []
     for name, given in (
         ("first", asked.first),
@@ -78,11 +80,11 @@ def texts_of(asked: Replay | None, text: Text | None, config: ModelConfig) -> Te
             f"token ids outside of [0, {config.vocab}): give ids of this model's vocabulary",
         )
         found.append(ids)
-    return Texts(*found)
+    return SecondPassTexts(*found)
 
 
-def tokens_of(asked: Replay, texts: Texts, padded_len: int) -> int:
-    """Return the number N of tokens of a second pass per chunk: texts, chunk and padding."""
+def count_second_pass_tokens(asked: PromptReplay, texts: SecondPassTexts, padded_len: int) -> int:
+    """Return the number N of tokens that a second pass runs per chunk: texts, chunk and padding."""
     before = max(len(texts.first), len(texts.following) + min(asked.tail, padded_len)) + len(
         texts.closing
     )
@@ -91,15 +93,18 @@ def tokens_of(asked: Replay, texts: Texts, padded_len: int) -> int:
     return blocks * -(-tokens // blocks)
 
 
-def chunks(
-    tokens: Int[np.ndarray, "B S"], lengths: Int[np.ndarray, " B"], asked: Replay, texts: Texts
+def build_second_pass_chunks(
+    tokens: Int[np.ndarray, "B S"],
+    lengths: Int[np.ndarray, " B"],
+    asked: PromptReplay,
+    texts: SecondPassTexts,
 ) -> Iterator[tuple[int, Int[np.ndarray, "B N"], Int[np.ndarray, " B"]]]:
     """Yield each chunk's first position, the token ids `[B, N]` to run for it, and the number `[B]` of valid ones."""
     batch, padded_len = tokens.shape
     size = min(asked.chunk, padded_len)
     for first in range(0, int(lengths.max()), size):
         ids, count = (
-            np.zeros((batch, tokens_of(asked, texts, padded_len)), np.int32),
+            np.zeros((batch, count_second_pass_tokens(asked, texts, padded_len)), np.int32),
             np.zeros(batch, np.int32),
         )
         for row in np.flatnonzero(lengths > first):
@@ -111,33 +116,34 @@ def chunks(
         yield first, ids, count
 
 
-def replayed(
-    flat: Flat,
+def compute_peak_attention(
+    flat: SplitDecoder,
     ran: Mapping[int, LayerOut],
-    padded: Padded,
-    asked: Replay,
+    padded: PaddedPrompts,
+    asked: PromptReplay,
     *,
     implementation: Implementation,
     worth: float,
 ) -> Walk[list[Float[Array, "B K S"]]]:
-    """Generator: run prompts again on top of layers that `ran`; return each layer's peak attention.
+    """Generator: run prompts again on top of layers that `ran`; return each layer's peak attention `f32[B, K, S]`.
 
     Yields progress in equal parts that sum to `worth`, the second pass's share of the layers' progress.
     """
     (tokens, lengths, texts), layers, axes = padded, len(flat.blocks), flat.axes
     assert texts is not None
-    length = place(lengths, "B", axes, jnp.int32)
+    length = place_host_array(lengths, "B", axes, jnp.int32)
     shape = ran[0].k.shape[:3]
     # Each device creates its own part.
     peaks = [
-        jnp.zeros(shape, jnp.float32, device=where("B K S", shape, axes)) for _ in range(layers)
+        jnp.zeros(shape, jnp.float32, device=get_array_sharding("B K S", shape, axes))
+        for _ in range(layers)
     ]
     share = worth / (layers * -(-int(lengths.max()) // min(asked.chunk, tokens.shape[1])))
-    for first, ids, count in chunks(tokens, lengths, asked, texts):
-        x = embed(flat.ends, place(ids, "B N", axes), graphs=flat.graphs)
-        held = place(count, "B", axes)
+    for first, ids, count in build_second_pass_chunks(tokens, lengths, asked, texts):
+        x = embed_tokens(flat.ends, place_host_array(ids, "B N", axes), graphs=flat.graphs)
+        held = place_host_array(count, "B", axes)
         for index, leaves in enumerate(flat.blocks):
-            x, peaks[index] = _layer_again(
+            x, peaks[index] = _rerun_block(
                 leaves,
                 x,
                 held,
@@ -145,7 +151,7 @@ def replayed(
                 length,
                 jnp.int32(first),
                 peaks[index],
-                graphs=flat.graphs_of(index),
+                graphs=flat.get_layer_graphs(index),
                 asked=asked,
                 implementation=implementation,
             )
@@ -154,7 +160,7 @@ def replayed(
 
 
 @sharded_jit(static=("graphs", "asked", "implementation"), donate=("x", "peaks"), on="graphs")
-def _layer_again(
+def _rerun_block(
     leaves: Leaves,
     x: Float[Array, "B N E"],
     count: Int[Array, " B"],
@@ -163,8 +169,8 @@ def _layer_again(
     first: Int[Array, ""],
     peaks: Float[Array, "B K S"],
     *,
-    graphs: Graphs,
-    asked: Replay,
+    graphs: DecoderGraphs,
+    asked: PromptReplay,
     implementation: Implementation,
 ) -> tuple[Float[Array, "B N E"], Float[Array, "B K S"]]:
     """Compiled: run a block over N tokens that repeat a chunk; return hidden states and updated `peaks`; donate both.
@@ -172,14 +178,21 @@ def _layer_again(
     `rows` are the prompt's keys and values. `count` of the tokens are valid, and the chunk begins at position `first`.
     `peaks` of a sliding-window layer are unchanged.
     """
-    block, (keys, values), window = graphs.block(leaves), rows, graphs.spec.sliding_window
-    shaping, softcap = block.shaping, graphs.spec.softcap
+    block, (keys, values), window = graphs.rebuild_block(leaves), rows, graphs.spec.sliding_window
+    shaping, softcap = block.logits_shaping, graphs.spec.softcap
     batch, heads, padded_len, dim = keys.shape
     tokens, width = x.shape[1:]
-    size, backend = tokens // -(-tokens // MOST), backend_of(implementation)
-    put, near = lax.dynamic_update_slice, partial(attention.causal, softcap=softcap)
-    by = angles(length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim)
-    reach = Reach.of_heads(jnp.broadcast_to(length[:, None], (batch, heads)), padded_len)
+    size, backend = tokens // -(-tokens // MOST), get_attention_backend(implementation)
+    put, near = (
+        lax.dynamic_update_slice,
+        partial(attention.compute_causal_attention, softcap=softcap),
+    )
+    by = compute_rope_tables(
+        length[:, None] + jnp.arange(tokens, dtype=jnp.int32), graphs.spec.rope, dim
+    )
+    reach = SegmentRanges.make_strided_ranges(
+        jnp.broadcast_to(length[:, None], (batch, heads)), padded_len
+    )
     pool = (batch, heads * padded_len, dim)
     chunk, few = min(asked.chunk, padded_len), min(asked.sinks, padded_len)
     # If the last chunk would end beyond the padded length, its slice begins earlier; the previous chunk is masked.
@@ -188,64 +201,80 @@ def _layer_again(
     mine = (there >= jnp.maximum(first, few)) & (there < length[:, None])
     inside = jnp.concatenate([jnp.arange(few, dtype=jnp.int32) < length[:, None], mine], axis=1)
     read, shown = (
-        jnp.concatenate([each[:, :, :few], _rows_from(each, begin, chunk)], axis=2) for each in rows
+        jnp.concatenate([each[:, :, :few], _slice_entries(each, begin, chunk)], axis=2)
+        for each in rows
     )
-    by_row = _projected_norms(block, shown) if asked.weighted else None
+    by_row = _compute_projected_norms(block, shown) if asked.weighted else None
 
-    def attend(part: Array) -> tuple[Array, Array]:
-        """Attend to the prompt's entries; return attention output and log-sum-exp."""
+    def attend_to_prompt(part: Array) -> tuple[Array, Array]:
+        """Attend with rotated queries to the prompt's entries; return attention output and log-sum-exp."""
         flat = part.reshape(batch, heads, -1, dim)
-        mine = Gathered(keys.reshape(pool), values.reshape(pool))
-        out, lse = backend.attend(flat, mine, reach, shaping=shaping.without_sinks)
+        mine = GatheredEntries(keys.reshape(pool), values.reshape(pool))
+        out, lse = backend.attend_to_segments(
+            flat, mine, reach, shaping=shaping.without_sink_logits
+        )
         return out.reshape(part.shape), lse.reshape(part.shape[:-1])
 
-    def step(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Run one block of tokens; return updated hidden states, keys, values and peak attention."""
+    def run_token_block(index: Array, carry: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Run one block of tokens; return updated hidden states, new keys and values, and peak attention."""
         x, k, v, most = carry
         at = index * size
         part = lax.dynamic_slice_in_dim(x, at, size, axis=1)
-        normed = block.normed(part)
-        turn = by.block(at, size)
-        q, (raw, new) = block.queries(normed, turn), block.keys_values(normed)
-        k, v = put(k, rotate(raw, turn, x.dtype), (0, 0, at, 0)), put(v, new, (0, 0, at, 0))
+        normed = block.normalise_for_attention(part)
+        turn = by.slice_positions(at, size)
+        q, (raw, new) = (
+            block.compute_rotated_queries(normed, turn),
+            block.compute_keys_values(normed),
+        )
+        k, v = put(k, apply_rope(raw, turn, x.dtype), (0, 0, at, 0)), put(v, new, (0, 0, at, 0))
         if window is not None:
             given = (q, (k, v), count, (keys.reshape(pool), values.reshape(pool)), reach)
-            out = over_window(
+            out = attend_sliding_window(
                 *given, size=min(window, padded_len), window=window, shaping=shaping, first=at
             )
-            return put(x, block.finish(part, out), (0, at, 0)), k, v, most
+            return put(x, block.apply_output_and_mlp(part, out), (0, at, 0)), k, v, most
         out, lse = lax.map(lambda a: near(a[0], a[1], a[2], at), (q, k, v))
-        own, own_lse = shaping.joined(out, lse)
-        x = put(x, block.finish(part, attention.merge(*attend(q), own, own_lse)), (0, at, 0))
-        weights = None if by_row is None else (1 / _norm(normed), by_row)
-        found = attention.chunk_peaks(
+        own, own_lse = shaping.include_sink_logits(out, lse)
+        x = put(
+            x,
+            block.apply_output_and_mlp(
+                part, attention.merge_attention_outputs(*attend_to_prompt(q), own, own_lse)
+            ),
+            (0, at, 0),
+        )
+        weights = None if by_row is None else (1 / _compute_l2_norms(normed), by_row)
+        found = attention.max_attention_per_key(
             q, own_lse, read, count - at, inside, weights, softcap=softcap
         )
         return x, k, v, jnp.maximum(most, found)
 
     buffer = jnp.zeros((batch, heads, tokens, dim), x.dtype)
     carry = (x, buffer, buffer, jnp.zeros((batch, heads, few + chunk), jnp.float32))
-    x, _, _, most = lax.fori_loop(0, (count.max() + size - 1) // size, step, carry)
-    new = jnp.maximum(_rows_from(peaks, begin, chunk), most[..., few:])
+    x, _, _, most = lax.fori_loop(0, (count.max() + size - 1) // size, run_token_block, carry)
+    new = jnp.maximum(_slice_entries(peaks, begin, chunk), most[..., few:])
     return x, lax.dynamic_update_slice_in_dim(peaks, new, begin, axis=2)
 
 
-def _rows_from(
+def _slice_entries(
     array: Shaped[Array, "B K S ..."], begin: Int[Array, ""], size: int
 ) -> Shaped[Array, "B K C ..."]:
-    """Return a slice of `size` entries of each kv head, from row `begin` on."""
+    """Return `size` consecutive entries of each kv head, from entry `begin` on, of an array `[B, K, S, ...]`."""
     return lax.dynamic_slice_in_dim(array, begin, size, axis=2)
 
 
-def _norm(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
+def _compute_l2_norms(rows: Float[Array, "*n D"]) -> Float[Array, "*n"]:
     """Return float32 L2 norms along the last axis, at least 1e-12."""
     return jnp.maximum(jnp.sqrt((rows.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
 
 
-def _projected_norms(block: Block, v: Float[Array, "B K C D"]) -> Float[Array, "B K G C"]:
-    """Return the float32 L2 norm of each value after the output projection of each of the kv head's query heads."""
+def _compute_projected_norms(
+    block: DecoderBlock, v: Float[Array, "B K C D"]
+) -> Float[Array, "B K G C"]:
+    """Return float32 L2 norms `[B, K, G, C]` of values after the output projection of each query head."""
     heads, dim = v.shape[1], v.shape[3]
-    weight = float_weight(block.attention, "out").reshape(-1, heads, block.config.group, dim)
+    weight = get_float_weight(block.attention, "out").reshape(
+        -1, heads, block.config.group_size, dim
+    )
     # |v W|^2 = v (W W^T) v^T avoids an array of C entries of the model's width.
     gram = exact_einsum("ekgi,ekgj->kgij", weight, weight)
     wide = v.astype(jnp.float32)

@@ -14,7 +14,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int, Key
 
 from jaxkv import _checks
-from jaxkv.policies.topk import kth_largest, sortable
+from jaxkv.policies.topk import encode_sort_keys, kth_largest
 
 
 @runtime_checkable
@@ -25,7 +25,7 @@ class Sampler(Protocol):
     """
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Sample a token id for each sequence from its float32 logits and random key."""
+        """Sample a token id `i32[B]` for each sequence from its float32 logits and its random key."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -45,63 +45,79 @@ class Sampling:
     min_p: int | float = 0.0
 
     def __post_init__(self) -> None:
-        _checks.field(self, "temperature", _checks.real, "give a number of 0 or more")
+        _checks.validate_field(
+            self, "temperature", _checks.validate_float, "give a number of 0 or more"
+        )
         remedy = "give a whole number, 0 or -1 for no cut"
-        _checks.field(self, "top_k", _checks.whole, remedy, least=-1)
+        _checks.validate_field(self, "top_k", _checks.validate_int, remedy, least=-1)
         object.__setattr__(self, "top_k", max(self.top_k, 0))
         remedy = "give a probability in (0, 1]"
-        _checks.field(self, "top_p", _checks.real, remedy, high=1.0, open_low=True)
-        _checks.field(self, "min_p", _checks.real, "give a share in [0, 1]", high=1.0)
+        _checks.validate_field(
+            self, "top_p", _checks.validate_float, remedy, high=1.0, open_low=True
+        )
+        _checks.validate_field(
+            self, "min_p", _checks.validate_float, "give a share in [0, 1]", high=1.0
+        )
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
         """Sample a token id `i32[B]` for each sequence from its float32 logits and random key."""
-        return likeliest(logits, keys) if is_greedy(self) else _numbers([self])(logits, keys)
+        return (
+            select_likeliest_tokens(logits, keys)
+            if is_greedy(self)
+            else _stack_sampling_numbers([self])(logits, keys)
+        )
 
 
 GREEDY = Sampling(temperature=0.0)
 
 
 def is_greedy(sampling: Sampler) -> bool:
-    """Return True if the sampler is a greedy `Sampling`, which needs no key."""
-    return by_numbers(sampling) and sampling.temperature == 0
+    """Return True if the sampler is a `Sampling` of temperature 0, which needs no random key."""
+    return is_builtin_sampling(sampling) and sampling.temperature == 0
 
 
-def by_numbers(sampling: Sampler) -> TypeGuard[Sampling]:
-    """Return True if the sampler is a `Sampling` without a `__call__` of its own, defined by its numbers."""
+def is_builtin_sampling(sampling: Sampler) -> TypeGuard[Sampling]:
+    """Return True if the sampler is a `Sampling` without a `__call__` of its own, so that its numbers define it."""
     return isinstance(sampling, Sampling) and type(sampling).__call__ is Sampling.__call__
 
 
-def likeliest(logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
+def select_likeliest_tokens(
+    logits: Float[Array, "B V"], keys: Key[Array, " B"]
+) -> Int[Array, " B"]:
     """Return the token ids `i32[B]` of each sequence's largest logit, ties to the lowest id; keys are unused."""
     return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Compiled:
-    """A custom sampler as a static pytree, compiled into the decode loop."""
+class _StaticSampler:
+    """A custom or greedy sampler as a static pytree, so that jitted functions compile it in."""
 
     sampler: Any
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Any:
-        """Call the custom sampler with logits and keys; return its token ids."""
+        """Call the wrapped sampler with logits and keys; return its token ids."""
         return self.sampler(logits, keys)
 
 
-def argument(sampling: Any) -> Any:
-    """Return a sampler as a pytree for jitted functions: numbers of a non-greedy `Sampling`, else static."""
+def convert_sampler_to_pytree(sampling: Any) -> Any:
+    """Return a sampler as a pytree for jitted functions: a `Sampling`'s numbers as arrays; others static."""
     if isinstance(sampling, BatchSampling):
         return sampling
     if is_greedy(sampling):
-        return _Compiled(likeliest)
-    return _numbers([sampling]) if by_numbers(sampling) else _Compiled(sampling)
+        return _StaticSampler(select_likeliest_tokens)
+    return (
+        _stack_sampling_numbers([sampling])
+        if is_builtin_sampling(sampling)
+        else _StaticSampler(sampling)
+    )
 
 
 # Tokens per block of the vocabulary: about the square root of usual vocabulary sizes.
 _BLOCK = 256
 
 
-def _sampled(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array, ""]:
+def _sample_token(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array, ""]:
     """Sample a token id `i32[]` from softmax(logits): first a block of the vocabulary by its sum, then a token in it.
 
     Two blocks of random numbers suffice for a vocabulary. A float32 Gumbel variate of mode "low" never exceeds 16.6, so
@@ -118,7 +134,7 @@ def _sampled(key: Key[Array, ""], logits: Float[Array, " V"]) -> Int[Array, ""]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BatchSampling:
-    """Numbers of a `Sampling` for each sequence of a batch, or one for all: any mix of samplings shares one program.
+    """Sampler of a batch: arrays of a `Sampling`'s numbers per sequence, or one for all; any mix shares one program.
 
     Attributes:
         temperature: 0 is greedy.
@@ -133,57 +149,61 @@ class BatchSampling:
     min_p: Float[Array, " #B"]
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Sample token ids `i32[B]`; use no random numbers if all temperatures are 0."""
-        best, warm = likeliest(logits, keys), self.temperature > 0
-        sampled = lax.cond(warm.any(), _sample_tokens, _likeliest_tokens, self, logits, keys)
+        """Return token ids `i32[B]`: sampled for positive temperatures, else those of the largest logits."""
+        best, warm = select_likeliest_tokens(logits, keys), self.temperature > 0
+        sampled = lax.cond(warm.any(), _sample_tokens, _take_likeliest_tokens, self, logits, keys)
         return jnp.where(warm, sampled, best)
 
-    def masked(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return logits `[B, V]`, not yet divided, with ids that top-k, top-p or min-p excludes at -inf."""
-        used = (self.top_k > 0, _top_k), (self.top_p < 1, _top_p), (self.min_p > 0, _min_p)
+    def mask_logits(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Return logits `[B, V]`, before the temperature, with ids that top-k, top-p or min-p excludes at -inf."""
+        used = (
+            (self.top_k > 0, _apply_top_k),
+            (self.top_p < 1, _apply_top_p),
+            (self.min_p > 0, _apply_min_p),
+        )
         for asked, masked in used:
-            logits = lax.cond(asked.any(), masked, _unmasked, self, logits)
+            logits = lax.cond(asked.any(), masked, _keep_all_logits, self, logits)
         return logits
 
-    def divided(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return logits minus the largest one, divided by the temperature: at most 0, never NaN."""
-        return (logits - logits.max(axis=-1, keepdims=True)) / self.divisor
+    def scale_logits(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
+        """Return logits minus the sequence's largest one, divided by the temperature: at most 0, never NaN."""
+        return (logits - logits.max(axis=-1, keepdims=True)) / self.temperature_divisor
 
     @property
-    def divisor(self) -> Float[Array, "B 1"]:
-        """Temperature clipped to normal float32 numbers with an inverse; XLA flushes smaller ones to 0."""
+    def temperature_divisor(self) -> Float[Array, "B 1"]:
+        """Temperatures `[B, 1]`, clipped to normal float32 numbers with an inverse; XLA flushes smaller ones to 0."""
         least = jnp.finfo(jnp.float32).tiny
         return jnp.clip(self.temperature, least, 1 / least)[:, None]
 
 
 def _sample_tokens(of: BatchSampling, logits: Array, keys: Array) -> Array:
-    """Return token ids sampled at the temperature from the masked logits."""
+    """Return token ids `i32[B]` sampled at each sequence's temperature from the masked logits."""
     # Mask first: division by an extreme temperature makes all logits equal.
-    return jax.vmap(_sampled)(keys, of.divided(of.masked(logits)))
+    return jax.vmap(_sample_token)(keys, of.scale_logits(of.mask_logits(logits)))
 
 
-def _likeliest_tokens(of: BatchSampling, logits: Array, keys: Array) -> Array:
-    """Return the likeliest token ids, with the signature of `_sample_tokens`."""
-    return likeliest(logits, keys)
+def _take_likeliest_tokens(of: BatchSampling, logits: Array, keys: Array) -> Array:
+    """Return the token ids of the largest logits, with the signature of `_sample_tokens`."""
+    return select_likeliest_tokens(logits, keys)
 
 
-def _unmasked(of: BatchSampling, logits: Array) -> Array:
-    """Return the logits, with the signature of a mask."""
+def _keep_all_logits(of: BatchSampling, logits: Array) -> Array:
+    """Return the logits unchanged, with the signature of `_apply_top_k`, `_apply_top_p` and `_apply_min_p`."""
     return logits
 
 
-def _top_k(of: BatchSampling, logits: Array) -> Array:
+def _apply_top_k(of: BatchSampling, logits: Array) -> Array:
     """Set logits below the k-th largest to minus infinity; keep ties with the k-th."""
-    keys, count = sortable(logits), logits.shape[-1]
+    keys, count = encode_sort_keys(logits), logits.shape[-1]
     k = jnp.where(of.top_k > 0, jnp.minimum(of.top_k, count), count)
     return jnp.where(keys >= kth_largest(keys, k), logits, -jnp.inf)
 
 
-def _top_p(of: BatchSampling, logits: Array) -> Array:
-    """Set logits outside the fewest likeliest tokens that reach probability p to minus infinity; keep ties."""
+def _apply_top_p(of: BatchSampling, logits: Array) -> Array:
+    """Set logits to minus infinity outside the fewest likeliest tokens whose probabilities reach p; keep ties."""
     p = of.top_p[:, None]
     ordered = jnp.sort(logits, axis=-1, descending=True)
-    probabilities = jax.nn.softmax(of.divided(ordered), axis=-1)
+    probabilities = jax.nn.softmax(of.scale_logits(ordered), axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities
     # p = 1 keeps rare tokens whose probability vanishes in a sum near 1; p rounded to 0 keeps the likeliest one.
     kept = (before < p) | (before == 0) | (p == 1)
@@ -191,26 +211,26 @@ def _top_p(of: BatchSampling, logits: Array) -> Array:
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def _min_p(of: BatchSampling, logits: Array) -> Array:
-    """Set logits below the largest one plus temperature * log(p) to minus infinity."""
+def _apply_min_p(of: BatchSampling, logits: Array) -> Array:
+    """Set logits to minus infinity if their probability is below p times the likeliest token's."""
     share = jnp.log(of.min_p)[:, None]
-    least = logits.max(axis=-1, keepdims=True) + of.divisor * share
+    least = logits.max(axis=-1, keepdims=True) + of.temperature_divisor * share
     return jnp.where(logits >= least, logits, -jnp.inf)
 
 
-def batch_sampling(samplers: Iterable[Sampler]) -> BatchSampling:
+def combine_samplers(samplers: Iterable[Sampler]) -> BatchSampling:
     """Combine one `Sampling` per sequence into a `BatchSampling`; raise TypeError for custom samplers."""
     given = list(samplers)
     for sampler in given:
-        if not by_numbers(sampler):
+        if not is_builtin_sampling(sampler):
             raise TypeError(
                 f"sampling={sampler}: custom samplers not supported in slots. Give a jaxkv.Sampling."
             )
-    return _numbers(given)
+    return _stack_sampling_numbers(given)
 
 
-def _numbers(given: Sequence[Any]) -> BatchSampling:
-    """Return the numbers of each `Sampling`, in 32 bits."""
+def _stack_sampling_numbers(given: Sequence[Any]) -> BatchSampling:
+    """Return the `BatchSampling` of several `Sampling`s: arrays of their numbers, in 32 bits."""
     kinds = {"temperature": np.float32, "top_k": np.int32, "top_p": np.float32, "min_p": np.float32}
     with np.errstate(over="ignore", under="ignore"):
         arrays = {

@@ -9,7 +9,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from jaxkv.attention.xla import Walk, block_rows, inside_segments, row_blocks
+from jaxkv.attention.xla import (
+    SegmentReadMode,
+    gather_row_blocks,
+    locate_segment_block,
+    mask_segment_rows,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -38,10 +43,10 @@ class Segments:
     seen: Int[Array, " B"]
 
 
-def in_window(
+def restrict_to_window(
     start: Int[Array, "*n K"], length: Int[Array, "*n K"], window: Any
 ) -> tuple[Int[Array, "*n K"], Int[Array, "*n K"]]:
-    """Return first row and length of the last `window` entries of segments; None keeps all entries.
+    """Return first pool row and length of the last `window` entries of segments; both unchanged for None.
 
     The entries of a sliding-window layer are in order of position, without gaps. `window` may be an array.
     """
@@ -51,10 +56,10 @@ def in_window(
     return start + beyond, length - beyond
 
 
-def window_mask(
+def build_window_mask(
     first: Any, queries: int, older: int, tokens: int, window: int
 ) -> Bool[Array, "N m"]:
-    """Return the mask of the keys in the window of each of N queries, which are new tokens from index `first` on.
+    """Return the mask `bool[N, m]` of keys in each query's sliding window; queries are new tokens from index `first`.
 
     Keys are `older` entries from before the step, then the new tokens, which start at index 0.
     """
@@ -63,14 +68,14 @@ def window_mask(
     return (key <= query) & (key > query - window)
 
 
-def fold(
+def fold_over_entries(
     body: Callable,
     carry: tuple,
     leaves: tuple[Array, ...],
     start: Int[Array, "B K"],
     length: Array,
     *,
-    walk: Walk,
+    walk: SegmentReadMode,
     block: int,
 ) -> tuple:
     """Fold `body` over the entries of segments, all in one step or in windows of `block` entries; return the carry.
@@ -81,33 +86,33 @@ def fold(
     batch, heads = start.shape
     pool_rows = leaves[0].shape[1]
     match walk:
-        case Walk.STRIDES:
+        case SegmentReadMode.STRIDES:
             each = pool_rows // heads
             offset = jnp.arange(each, dtype=jnp.int32)
             row = (jnp.arange(heads, dtype=jnp.int32)[:, None] * each + offset)[None]
             views = tuple(leaf.reshape(batch, heads, each, *leaf.shape[2:]) for leaf in leaves)
             return body(carry, row, offset < length[..., None], *views)
-        case Walk.WHOLE:
+        case SegmentReadMode.WHOLE:
             row = jnp.arange(pool_rows, dtype=jnp.int32)
             return body(
                 carry,
                 row[None, None],
-                inside_segments(row, start, length),
+                mask_segment_rows(row, start, length),
                 *(leaf[:, None] for leaf in leaves),
             )
-        case Walk.WINDOWS:
+        case SegmentReadMode.WINDOWS:
             block = min(block, pool_rows)
 
             def step(index, carry):
-                begin, row, inside = block_rows(start, length, index, block, pool_rows)
+                begin, row, inside = locate_segment_block(start, length, index, block, pool_rows)
                 return body(
-                    carry, row, inside, *(row_blocks(leaf, begin, block) for leaf in leaves)
+                    carry, row, inside, *(gather_row_blocks(leaf, begin, block) for leaf in leaves)
                 )
 
             return lax.fori_loop(0, (length.max() + block - 1) // block, step, carry)
 
 
-def after_read(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[Array, "*n"]:
+def order_after_read(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[Array, "*n"]:
     """Return `value` with a data dependence on `read`, to order writes after reads; NaN or False where `read` is NaN.
 
     A program that reads a pool and then writes it in place must order the reads first. Otherwise XLA copies the whole
@@ -119,6 +124,6 @@ def after_read(value: Shaped[Array, "*n"], read: Float[Array, "*#n"]) -> Shaped[
     return jnp.where(jnp.isnan(read), jnp.nan, value)
 
 
-def heads_of(out: Float[Array, "M K G N D"], batch: int) -> Float[Array, "B K"]:
-    """Return one number of each head's attention output, for later writes to depend on."""
+def take_number_per_head(out: Float[Array, "M K G N D"], batch: int) -> Float[Array, "B K"]:
+    """Return one number of each head's attention output, `[B, K]`, on which later writes can be made to depend."""
     return out[:batch, :, 0, 0, 0]

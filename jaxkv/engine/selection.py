@@ -11,23 +11,23 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._checks import ENDLESS
-from jaxkv.cache.arrays import Tally
-from jaxkv.cache.packing import Unpacked
+from jaxkv.cache.arrays import EntryOverflowCounts
+from jaxkv.cache.packing import UnpackedEntries
 from jaxkv.models.config import SlidingWindows
 from jaxkv.policies.head_budgets import (
     HeadBudgets,
-    Order,
-    ScoredRows,
+    ScoredEntries,
+    SelectionOrder,
     ThresholdHeads,
-    most_rows,
-    own_budgets,
-    within_capacity,
-    without_threshold,
+    get_competing_budgets,
+    limit_entries_per_device,
+    multiply_rounding_down,
+    remove_score_threshold,
 )
-from jaxkv.policies.survivors import survivors
-from jaxkv.policies.topk import count, keys_of, top
-from jaxkv.sharding.collectives import gathered, own_shard
-from jaxkv.sharding.mesh import Axes, inside
+from jaxkv.policies.survivors import mask_surviving_candidates
+from jaxkv.policies.topk import compute_candidate_sort_keys, count_true, mask_top_k
+from jaxkv.sharding.collectives import all_gather_shards, slice_own_shard
+from jaxkv.sharding.mesh import ShardingMesh, is_inside_shard_map
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
@@ -59,10 +59,10 @@ class Candidates:
 
 
 @jax.jit
-def of_prompt(
+def create_prompt_candidates(
     scores: Float[Array, "B K S"] | None, always_kept: Bool[Array, "B S"], length: Int[Array, " B"]
 ) -> Candidates:
-    """Return the `Candidates` of one layer of right-padded prompts."""
+    """Return the `Candidates` of one layer of right-padded prompts: scores, positions, and masks without padding."""
     positions = jnp.arange(always_kept.shape[-1], dtype=jnp.int32)[None, None]
     inside = positions < length[:, None, None]
     return Candidates(
@@ -74,33 +74,38 @@ def of_prompt(
     )
 
 
-def last_rows(rows: Candidates, window: int | None) -> Candidates:
-    """Restrict candidates to the last `window` entries, which later tokens may attend to; None keeps all."""
-    return _last_rows(rows, window) if window else rows
+def keep_last_entries(rows: Candidates, window: int | None) -> Candidates:
+    """Restrict `Candidates` to the last `window` tokens, which later tokens may attend to; None keeps all."""
+    return _keep_last_entries(rows, window) if window else rows
 
 
 @partial(jax.jit, static_argnames=("window",))
-def _last_rows(rows: Candidates, window: int) -> Candidates:
-    """Compiled `last_rows` with a window."""
+def _keep_last_entries(rows: Candidates, window: int) -> Candidates:
+    """Compiled `keep_last_entries` with a window: mask the candidates of older positions."""
     return dataclasses.replace(
         rows, inside=rows.inside & (rows.positions >= rows.seen[:, None, None] - window)
     )
 
 
-def within_window(
-    rows: Unpacked, layer: Candidates, window: int | None, *, cut: bool, axes: Axes | None
-) -> tuple[Unpacked, Candidates]:
+def apply_sliding_window(
+    rows: UnpackedEntries,
+    layer: Candidates,
+    window: int | None,
+    *,
+    cut: bool,
+    axes: ShardingMesh | None,
+) -> tuple[UnpackedEntries, Candidates]:
     """Mask `Candidates` to the last `window` tokens; with `cut`, slice entries to these instead, and keep them all."""
     if not (window and cut):
-        return rows, last_rows(layer, window)
-    return _cut(rows, layer, window=min(window, rows.k.shape[2]), axes=axes)
+        return rows, keep_last_entries(layer, window)
+    return _slice_window(rows, layer, window=min(window, rows.k.shape[2]), axes=axes)
 
 
 @sharded_jit(static=("window", "axes"))
-def _cut(
-    rows: Unpacked, layer: Candidates, *, window: int, axes: Axes | None
-) -> tuple[Unpacked, Candidates]:
-    """Compiled `within_window`: copy the last `window` entries of each sequence, with `Candidates` that keep all."""
+def _slice_window(
+    rows: UnpackedEntries, layer: Candidates, *, window: int, axes: ShardingMesh | None
+) -> tuple[UnpackedEntries, Candidates]:
+    """Compiled `apply_sliding_window`: copy each sequence's last `window` entries, with `Candidates` that keep all."""
     index = layer.seen[:, None] - window + jnp.arange(window, dtype=jnp.int32)
     shape, at = (*rows.k.shape[:2], window), jnp.maximum(index, 0)
     k, v = (jnp.take_along_axis(each, at[:, None, :, None], axis=2) for each in (rows.k, rows.v))
@@ -108,21 +113,21 @@ def _cut(
     cut = dataclasses.replace(
         layer, inside=inside, always_kept=jnp.zeros_like(inside), positions=positions
     )
-    return Unpacked(k, v, inside, positions=positions), cut
+    return UnpackedEntries(k, v, inside, positions=positions), cut
 
 
-class Selection(NamedTuple):
-    """Masks of the entries to keep, one per layer, and a `Tally` of entries moved between devices and entries cut."""
+class EntrySelection(NamedTuple):
+    """Masks of the entries to keep, one per layer, and counts of entries moved between devices and of entries cut."""
 
     masks: tuple[Bool[Array, "B K S"], ...]
-    tally: Tally
+    tally: EntryOverflowCounts
 
 
-def limits_of(
+def compute_entry_limits(
     heads: HeadBudgets,
     kept: Int[Array, "L B K"],
     usual: Int[Array, "L B K"],
-    axes: Axes | None,
+    axes: ShardingMesh | None,
     sliding_windows: SlidingWindows,
     of: slice = slice(None),
 ) -> Int[Array, "L B K"]:
@@ -130,15 +135,17 @@ def limits_of(
 
     `sliding_windows` are those of all layers; a layer with one has no limit. `of` selects the layers.
     """
-    own_of = heads.limits()
+    own_of = heads.get_segment_limits()
     if own_of is None:
         return usual
     windowed = np.asarray([width is not None for width in sliding_windows])
     limits = jnp.asarray(np.where(windowed[:, None], ENDLESS, own_of)[of], jnp.int32)[:, None]
-    return jnp.maximum(kept, own_shard(limits, "K", 2, axes) if inside() else limits)
+    return jnp.maximum(
+        kept, slice_own_shard(limits, "K", 2, axes) if is_inside_shard_map() else limits
+    )
 
 
-def choose(
+def select_entries(
     layers: Sequence[Candidates],
     rows: Int[Array, " B"],
     recent: Int[Array, " B"] | None = None,
@@ -146,10 +153,10 @@ def choose(
     due: Bool[Array, " B"] | None = None,
     *,
     heads: HeadBudgets,
-    axes: Axes | None = None,
+    axes: ShardingMesh | None = None,
     index: int = 0,
-) -> Selection:
-    """Select the entries to keep by score.
+) -> EntrySelection:
+    """Select by score which entries of several layers to keep; return one mask `[B, K, S]` per layer, and counts.
 
     Ties go to the lowest head, then to the lowest layer, then to the lowest position.
 
@@ -167,8 +174,8 @@ def choose(
         A mask `[B, K, S]` per layer, and counts of entries moved and cut.
     """
     if layers[0].scores is None:
-        return Selection(tuple(layer.inside for layer in layers), Tally())
-    layer = jnp.int32(index) if heads.needs_layer else None
+        return EntrySelection(tuple(layer.inside for layer in layers), EntryOverflowCounts())
+    layer = jnp.int32(index) if heads.needs_layer_index else None
     return _choose(tuple(layers), rows, recent, allowed, due, layer, heads=heads, axes=axes)
 
 
@@ -182,53 +189,58 @@ def _choose(
     index: Int[Array, ""] | None,
     *,
     heads: HeadBudgets,
-    axes: Axes | None,
-) -> Selection:
-    """Compiled `choose`: masks of the entries to keep, one per layer, and the `Tally` of entries moved and cut."""
-    budgets, layer = without_threshold(heads), _joined(layers)
+    axes: ShardingMesh | None,
+) -> EntrySelection:
+    """Compiled `select_entries`: return one mask per layer, and counts of entries moved to other devices and cut."""
+    budgets, layer = remove_score_threshold(heads), _join_layers(layers)
     local = layer.inside
     # Heads that compete need the scores of all devices.
-    over = None if budgets.order is Order.OWN else axes
-    layer = dataclasses.replace(layer, always_kept=_always_kept(layer, recent))
-    scores, inside, always_kept, norms, first = _of_all_heads(layer, over)
+    over = None if budgets.selection_order is SelectionOrder.OWN else axes
+    layer = dataclasses.replace(layer, always_kept=_mask_always_kept(layer, recent))
+    scores, inside, always_kept, norms, first = _gather_all_heads(layer, over)
     assert scores is not None and inside is not None and always_kept is not None
     candidates = (
         inside & ~always_kept if allowed is None else inside & ~always_kept & allowed[:, None]
     )
     limited = isinstance(heads, ThresholdHeads)
-    base, anyway = _per_head(candidates, always_kept, rows, uneven=limited)
-    scores = _first_above(scores, first, base)
-    scored = ScoredRows(scores, candidates, base, anyway, norms, index)
-    chosen = budgets.choose(scored)
-    shared = not budgets.uniform and budgets.limits() is None
+    base, anyway = _count_entries_per_head(candidates, always_kept, rows, uneven=limited)
+    scores = _prioritise_first_ranks(scores, first, base)
+    scored = ScoredEntries(scores, candidates, base, anyway, norms, index)
+    chosen = budgets.choose_entries(scored)
+    shared = not budgets.is_uniform and budgets.get_segment_limits() is None
     if shared and (candidates.shape[1] > 1 or index is not None):
         # A head's budget can exceed its entries; the best entries of other heads use the rest.
         chosen = chosen & candidates
-        left = keys_of(scores, candidates & ~chosen).reshape(len(base), -1)
+        left = compute_candidate_sort_keys(scores, candidates & ~chosen).reshape(len(base), -1)
         missing = scores.shape[1] * base - chosen.sum(axis=(1, 2), dtype=jnp.int32)
-        chosen = chosen | top(left, missing).reshape(chosen.shape)
+        chosen = chosen | mask_top_k(left, missing).reshape(chosen.shape)
     moved, cut, uneven, devices = (
         None,
         None,
-        own_budgets(budgets),
-        1 if over is None else over.size("K"),
+        get_competing_budgets(budgets),
+        1 if over is None else over.count_axis_shards("K"),
     )
     # In recompression heads may hold fewer entries than the budget allows.
     chosen = chosen & candidates if limited else chosen
     if uneven is not None and uneven.capacity < devices:
         # Keep only the entries that fit into each device's part of the pool.
         heads_here = chosen.shape[1] // devices
-        headroom = most_rows(uneven.capacity, heads_here * (base + anyway)) - heads_here * anyway
-        keys = keys_of(scores, candidates)
-        chosen, moved = within_capacity(chosen, keys, uneven.floor(base, anyway), headroom, devices)
+        headroom = (
+            multiply_rounding_down(uneven.capacity, heads_here * (base + anyway))
+            - heads_here * anyway
+        )
+        keys = compute_candidate_sort_keys(scores, candidates)
+        chosen, moved = limit_entries_per_device(
+            chosen, keys, uneven.count_guaranteed_entries(base, anyway), headroom, devices
+        )
     if isinstance(heads, ThresholdHeads):
-        chosen, cut = heads.above(chosen, scored)
+        chosen, cut = heads.apply_score_threshold(chosen, scored)
         cut = (
-            own_shard(cut, "K", 1, over)
+            slice_own_shard(cut, "K", 1, over)
             .reshape(len(base), -1, len(layers))
             .sum(axis=-1, dtype=jnp.int32)
         )
-    mask = own_shard(always_kept | chosen, "K", 1, over)
+    mask = slice_own_shard(always_kept | chosen, "K", 1, over)
     if due is not None:
         mask = jnp.where(due[:, None, None], mask, local)
         moved = None if moved is None else jnp.where(due, moved, 0)
@@ -237,10 +249,10 @@ def _choose(
     if len(layers) > 1:
         batch, _, padded_len = mask.shape
         masks = list(jnp.moveaxis(mask.reshape(batch, -1, len(layers), padded_len), 2, 0))
-    return Selection(tuple(masks), Tally(moved=moved, cut=cut))
+    return EntrySelection(tuple(masks), EntryOverflowCounts(moved=moved, cut=cut))
 
 
-def surviving(
+def mask_possible_survivors(
     layer: Candidates,
     rows: Int[Array, " B"],
     recent: Int[Array, " B"],
@@ -251,60 +263,63 @@ def surviving(
 ) -> Bool[Array, "B K S"]:
     """Return the mask `[B, K, S]` of at most `most` of a device's entries that may survive the remaining layers.
 
-    `layer` has the heads of all layers; heads outside `there` have no entries yet. Other arguments are as in `choose`.
+    `layer` has the heads of all layers; heads outside `there` have no entries yet. Other arguments are as in
+    `select_entries`.
     """
-    always_kept = _always_kept(layer, recent)
+    always_kept = _mask_always_kept(layer, recent)
     candidates = layer.inside & ~always_kept
-    base, anyway = _per_head(candidates, always_kept, rows)
+    base, anyway = _count_entries_per_head(candidates, always_kept, rows)
     assert layer.scores is not None
     headroom = most - layer.scores.shape[1] * anyway
-    rows_here = ScoredRows(layer.scores, candidates & there, base, anyway, layer.norms)
-    chosen = survivors(heads, rows_here, headroom)
+    rows_here = ScoredEntries(layer.scores, candidates & there, base, anyway, layer.norms)
+    chosen = mask_surviving_candidates(heads, rows_here, headroom)
     return chosen | always_kept & there
 
 
-def within(
+def mask_best_entries(
     layer: Candidates, most: Int[Array, "B K"], recent: Int[Array, " B"], there: Bool[Array, "K 1"]
 ) -> Bool[Array, "B K S"]:
-    """Return the mask `[B, K, S]` of each head's always-kept and best entries, `most[b, k]` in all, if in `there`.
+    """Return the mask `[B, K, S]` of always-kept and best entries of the heads in `there`, `most[b, k]` in all.
 
     If `most` only decreases as layers run, no entry is evicted that the last layer would have kept.
     """
-    always_kept = _always_kept(layer, recent) & there
+    always_kept = _mask_always_kept(layer, recent) & there
     candidates = layer.inside & ~always_kept & there
-    anyway, each = (count(mask) for mask in (always_kept, candidates))
+    anyway, each = (count_true(mask) for mask in (always_kept, candidates))
     assert layer.scores is not None
-    keys = keys_of(layer.scores, candidates)
-    return top(keys, jnp.clip(most - anyway, 0, each)) | always_kept
+    keys = compute_candidate_sort_keys(layer.scores, candidates)
+    return mask_top_k(keys, jnp.clip(most - anyway, 0, each)) | always_kept
 
 
-def _always_kept(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:  # noqa: F821
-    """Return the mask of entries kept regardless of their scores: `always_kept` and the `recent` last ones."""
+def _mask_always_kept(layer: Candidates, recent: Int[Array, " B"] | None) -> Bool[Array, "B #K S"]:  # noqa: F821
+    """Return the mask of entries kept regardless of their scores: `always_kept` ones and the `recent` last ones."""
     kept = layer.always_kept
     if recent is not None:
         kept = kept | (layer.positions >= (layer.seen - recent)[:, None, None])
     return kept & layer.inside
 
 
-def staged(
+def prioritise_first_stage(
     layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]
 ) -> Float[Array, "B K S"]:
-    """Return scores `[B, K, S]`, infinite for the entries that a two-stage scorer selects first."""
+    """Return scores `[B, K, S]`, set to infinity for the entries that a two-stage scorer selects first."""
     assert layer.scores is not None
-    always_kept = _always_kept(layer, recent)
-    return _first_above(
-        layer.scores, layer.first, _per_head(layer.inside & ~always_kept, always_kept, rows)[0]
+    always_kept = _mask_always_kept(layer, recent)
+    return _prioritise_first_ranks(
+        layer.scores,
+        layer.first,
+        _count_entries_per_head(layer.inside & ~always_kept, always_kept, rows)[0],
     )
 
 
-def _first_above(
+def _prioritise_first_ranks(
     scores: Float[Array, "B K S"], first: Int[Array, "B K S"] | None, base: Int[Array, " B"]
 ) -> Float[Array, "B K S"]:
-    """Return scores, infinite where the rank `first` is below `base`; unchanged if `first` is None."""
+    """Return scores, infinite for entries whose first-stage rank is below `base`; unchanged if `first` is None."""
     return scores if first is None else jnp.where(first < base[:, None, None], jnp.inf, scores)
 
 
-def _per_head(
+def _count_entries_per_head(
     candidates: Bool[Array, "B #K S"],  # noqa: F821
     always_kept: Bool[Array, "B #K S"],  # noqa: F821
     rows: Int[Array, " B"],
@@ -315,14 +330,14 @@ def _per_head(
 
     The first count is at most the heads' average number of entries; with `uneven`, their maximum.
     """
-    anyway, each = (count(mask) for mask in (always_kept[:, 0], candidates))
+    anyway, each = (count_true(mask) for mask in (always_kept[:, 0], candidates))
     most = (
         each.max(axis=-1) if uneven else each.sum(axis=-1, dtype=jnp.int32) // candidates.shape[1]
     )
     return jnp.clip(rows - anyway, 0, most), anyway
 
 
-def _joined(layers: tuple[Candidates, ...]) -> Candidates:
+def _join_layers(layers: tuple[Candidates, ...]) -> Candidates:
     """Join the `Candidates` of L layers into one with K * L heads, so that the heads of all layers compete.
 
     The layers of a kv head are adjacent, so that each device's heads are contiguous on a mesh.
@@ -332,21 +347,23 @@ def _joined(layers: tuple[Candidates, ...]) -> Candidates:
         return first
     _, heads, padded_len = first.scores.shape
 
-    def joined(*leaves: Array) -> Array:
-        """Stack the arrays of all layers to `[B, K * L, S]`; return the first one if all heads share it."""
+    def join_arrays(*leaves: Array) -> Array:
+        """Interleave all layers' arrays to `[B, K * L, S]`; return the first one if its heads share one mask."""
         if leaves[0].shape[1] < heads:
             return leaves[0]
         return jnp.stack(leaves, axis=2).reshape(leaves[0].shape[0], -1, padded_len)
 
     names = ("scores", "inside", "always_kept", "positions", "norms", "first")
     of_layers = [{name: getattr(layer, name) for name in names} for layer in layers]
-    return dataclasses.replace(first, **jax.tree.map(joined, *of_layers))
+    return dataclasses.replace(first, **jax.tree.map(join_arrays, *of_layers))
 
 
-def _of_all_heads(layer: Candidates, axes: Axes | None) -> list[Array | None]:
-    """Return a layer's scores, masks, norms and ranks; with `axes`, gathered from all devices."""
+def _gather_all_heads(layer: Candidates, axes: ShardingMesh | None) -> list[Array | None]:
+    """Return a layer's scores, masks, norms and ranks as a list; with `axes`, gathered from all devices."""
     known = [layer.scores, layer.inside, layer.always_kept, layer.norms, layer.first]
     if axes is None or layer.scores is None:
         return known
     shape = layer.scores.shape
-    return jax.tree.map(lambda each: gathered(jnp.broadcast_to(each, shape), "K", 1, axes), known)
+    return jax.tree.map(
+        lambda each: all_gather_shards(jnp.broadcast_to(each, shape), "K", 1, axes), known
+    )

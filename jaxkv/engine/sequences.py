@@ -7,26 +7,26 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
-from jaxkv._errors import invalid
-from jaxkv.cache import Cache, KVCache
-from jaxkv.engine.sampling import BatchSampling, Sampler, batch_sampling
+from jaxkv._errors import build_value_error
+from jaxkv.cache import CacheArrays, KVCache
+from jaxkv.engine.sampling import BatchSampling, Sampler, combine_samplers
 from jaxkv.engine.token_loop import SamplingState
-from jaxkv.sharding.mesh import settle_down
+from jaxkv.sharding.mesh import place_dataclass_on_mesh
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sequences:
-    """Arrays of B sequences: cache, sampling state, sampler."""
+class SequenceArrays:
+    """Device arrays of B sequences of a running batch: cache, sampling state, numbers of the sampler."""
 
-    cache: Cache
+    cache: CacheArrays
     sampling_state: SamplingState
     sampling: BatchSampling
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Paused:
-    """A sequence outside of any slot, to be inserted into a slot.
+class PausedSequence:
+    """A sequence outside of any slot: its arrays, random key and counters, to be inserted into a slot.
 
     Attributes:
         arrays: arrays of one sequence; on a mesh, of one per group.
@@ -36,17 +36,17 @@ class Paused:
         done: True if the sequence samples no more tokens.
     """
 
-    arrays: Sequences
+    arrays: SequenceArrays
     key: PRNGKeyArray
     beyond: Int[np.ndarray, " g"]
     left: Int[np.ndarray, " g"]
     done: bool
 
 
-def sequences_of(
+def create_sequences(
     cache: KVCache, new: int, sampling: Sampler, ends: Int[np.ndarray, " n"], key: PRNGKeyArray
-) -> Sequences:
-    """Return `Sequences` for slots from a cache; all have the same sampler, key, end ids and limit of `new` tokens.
+) -> SequenceArrays:
+    """Return `SequenceArrays` from a cache; all sequences get the same sampler, key, end ids and limit of `new` tokens.
 
     Args:
         cache: cache with logits.
@@ -64,7 +64,7 @@ def sequences_of(
     """
     logits, batch = cache.logits, cache.seen.shape[0]
     if logits is None:
-        raise invalid("cache", "without logits", "give a cache from prefill or extend")
+        raise build_value_error("cache", "without logits", "give a cache from prefill or extend")
     sampling_state = SamplingState(
         logits=logits,
         done=jnp.asarray(np.zeros(batch, bool)),
@@ -73,9 +73,9 @@ def sequences_of(
         row=jnp.asarray(np.zeros(batch, np.int32)),
         ends=jnp.asarray(np.tile(ends, (batch, 1))),
     )
-    sequences = Sequences(
+    sequences = SequenceArrays(
         cache=cache.arrays,
         sampling_state=sampling_state,
-        sampling=batch_sampling([sampling] * batch),
+        sampling=combine_samplers([sampling] * batch),
     )
-    return settle_down(sequences, cache.axes)
+    return place_dataclass_on_mesh(sequences, cache.axes)

@@ -10,29 +10,35 @@ import numpy as np
 from jaxtyping import Int, PRNGKeyArray
 
 from jaxkv import arguments
-from jaxkv._checks import own_settings, settled, whole
+from jaxkv._checks import settled, use_package_jax_settings, validate_int
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache, Turn
-from jaxkv.cache.host_store import Loader, Traffic
+from jaxkv.cache import ConversationState, KVCache
+from jaxkv.cache.host_store import HostStoreLoader, TransferCounter
 from jaxkv.engine import decode as decoding
 from jaxkv.engine import prefill as prefilling
 from jaxkv.engine.decode_loop import DecodeLoop
-from jaxkv.engine.headroom import MOST_AHEAD, first_headroom, forked, make_headroom, ready_to_decode
-from jaxkv.engine.lengths import SHORT, bucket, tokens_per_call
+from jaxkv.engine.headroom import (
+    MOST_AHEAD,
+    compute_prefill_headroom,
+    fork_cache,
+    make_headroom,
+    prepare_cache_for_decoding,
+)
+from jaxkv.engine.lengths import SHORT, round_up_to_bucket, tokens_per_call
 from jaxkv.engine.plan import PrefillPlan, check_memory, plan_prefill
-from jaxkv.engine.progress import Walk, run_to_end
-from jaxkv.engine.recompress import due, recompress
-from jaxkv.engine.replay import Padded, texts_of
+from jaxkv.engine.progress import Walk, run_generator
+from jaxkv.engine.recompress import find_due_sequences, recompress
+from jaxkv.engine.replay import PaddedPrompts, encode_second_pass_texts
 from jaxkv.engine.sampling import Sampler, is_greedy
-from jaxkv.engine.spec import Spec, implementations_for, spec_for
+from jaxkv.engine.spec import DecodeSpec, create_cache_spec, select_implementations
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
-from jaxkv.machine.compilation import Clocks
-from jaxkv.policies.model_policy import policy_for
+from jaxkv.machine.compilation import StageClocks
+from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import missing
-from jaxkv.text.prompts import Encoded, Prompt, encode
+from jaxkv.sharding.mesh import count_padding_sequences
+from jaxkv.text.prompts import EncodedPrompts, Prompt, encode_prompts
 
 
 class Session:
@@ -80,23 +86,29 @@ class Session:
             ValueError: for a policy that the model does not support.
             TypeError: for an argument of the wrong type.
         """
-        self.params = arguments.as_model(params)
-        fitted = policy_for(
+        self.params = arguments.validate_model(params)
+        fitted = resolve_policy_for_model(
             policy, self.params.config, self.params.filter_layers, dtype=self.params.cache_dtype
         )
         self.policy = fitted
-        self.implementations = implementations_for(
-            params, self.policy, arguments.as_implementation(implementation)
+        self.implementations = select_implementations(
+            params, self.policy, arguments.validate_implementation(implementation)
         )
-        self.texts = texts_of(self.policy.composed.needs.replay, params.text, params.config)
-        self.clocks, self.question_traffic, self.decode_traffic = Clocks(), Traffic(), Traffic()
-        given = arguments.as_key(key)
+        self.texts = encode_second_pass_texts(
+            self.policy.composed.needs.replay, params.text, params.config
+        )
+        self.clocks, self.question_traffic, self.decode_traffic = (
+            StageClocks(),
+            TransferCounter(),
+            TransferCounter(),
+        )
+        given = arguments.validate_random_key(key)
         self._keyed = given is not None
         with self.clocks.prefill:
             self.key = jax.random.key(0) if given is None else given
 
     def plan(self, lengths: Int[np.ndarray, " B"], new: int = 0) -> PrefillPlan:
-        """Plan a prefill with headroom for `new` tokens, and check that its bytes fit into free memory.
+        """Return the `PrefillPlan` of prompts with headroom for `new` tokens; MemoryError if it exceeds free memory.
 
         Args:
             lengths: number of tokens of each prompt, `[B]`.
@@ -108,22 +120,28 @@ class Session:
         Raises:
             MemoryError: if the plan's bytes exceed free memory.
         """
-        parts, config, mesh = self.policy.composed, self.params.config, self.params.flat.mesh
+        parts, config, mesh = (
+            self.policy.composed,
+            self.params.config,
+            self.params.flat_decoder.mesh,
+        )
         device = None if mesh is None else mesh.local_devices[0]
-        headroom = first_headroom(parts, config.sliding_windows, lengths, new) if new else 0
-        needed = self.planned(lengths, headroom)
-        with self.clocks.prefill, hosts.together("a session's plan", mesh):
+        headroom = (
+            compute_prefill_headroom(parts, config.sliding_windows, lengths, new) if new else 0
+        )
+        needed = self.plan_without_memory_check(lengths, headroom)
+        with self.clocks.prefill, hosts.share_failures("a session's plan", mesh):
             check_memory(needed, device)
-            if new > MOST_AHEAD and not parts.ongoing.compresses:
+            if new > MOST_AHEAD and not parts.decoding_compression.compresses:
                 # The cache will grow to this size, and a MemoryError during decoding would lose the answer.
-                grown = self.planned(lengths, bucket(new)).cache_bytes
-                memory.check_bytes(grown, f"the cache for max_new_tokens={new}", device)
+                grown = self.plan_without_memory_check(lengths, round_up_to_bucket(new)).cache_bytes
+                memory.require_free_bytes(grown, f"the cache for max_new_tokens={new}", device)
         return needed
 
-    def planned(
+    def plan_without_memory_check(
         self, lengths: Int[np.ndarray, " B"], headroom: int | tuple[int, ...]
     ) -> PrefillPlan:
-        """Plan a prefill with `headroom` free places behind each segment, without a memory check.
+        """Return the `PrefillPlan` of prompts with `headroom` free places behind each segment, without a memory check.
 
         Bytes are those of one device; on a CPU mesh, of all its devices, which share one memory.
 
@@ -144,12 +162,14 @@ class Session:
             lengths.tolist(),
             dtype=params.cache_dtype,
             headroom=headroom,
-            mesh=params.flat.mesh,
+            mesh=params.flat_decoder.mesh,
             implementation=self.implementations.prefill,
         )
         if axes is None:
             return plan
-        held, peak = (each * axes.in_one_memory for each in (plan.cache_bytes, plan.peak_bytes))
+        held, peak = (
+            each * axes.devices_sharing_memory for each in (plan.cache_bytes, plan.peak_bytes)
+        )
         # Each local device has its own copy of the host store, in the memory of its process's machine.
         waiting = plan.host_bytes * len(axes.mesh.local_devices)
         return dataclasses.replace(plan, cache_bytes=held, peak_bytes=peak, host_bytes=waiting)
@@ -157,7 +177,7 @@ class Session:
     @settled
     def prefill(
         self,
-        ids: Prompt | Encoded,
+        ids: Prompt | EncodedPrompts,
         *,
         new: int = 0,
         needed: PrefillPlan | None = None,
@@ -180,12 +200,12 @@ class Session:
             ValueError: for an empty or over-long prompt, or a budget that the policy does not support.
             MemoryError: if the plan's bytes exceed free memory.
         """
-        walk = self.prefilling(ids, new=new, needed=needed, key=key)
-        return run_to_end(walk, lambda layers: tick(layers) if layers else None)
+        walk = self.iterate_prefill(ids, new=new, needed=needed, key=key)
+        return run_generator(walk, lambda layers: tick(layers) if layers else None)
 
-    def prefilling(
+    def iterate_prefill(
         self,
-        ids: Prompt | Encoded,
+        ids: Prompt | EncodedPrompts,
         *,
         new: int = 0,
         needed: PrefillPlan | None = None,
@@ -209,47 +229,53 @@ class Session:
             ValueError: for an empty or over-long prompt, or a budget that the policy does not support.
             MemoryError: if the plan's bytes exceed free memory.
         """
-        with own_settings():
-            self._require_same("prefill", ids, new=new, needed=needed, key=key)
-            encoded, params = self.encoded(ids), self.params
-            self._check(encoded.lengths, new)
-            needed = self.plan(encoded.lengths, new) if needed is None else needed
-            copies = missing(len(encoded.ids), params.axes)
-            every = encoded.with_copies(copies)
-            padded = Padded(every.padded(needed.padded_len), every.lengths, self.texts)
+        with use_package_jax_settings():
+            self._require_same_arguments("prefill", ids, new=new, needed=needed, key=key)
+            encoded, params = self.tokenize_prompts(ids), self.params
+            self._require_valid_request(encoded.prompt_lengths, new)
+            needed = self.plan(encoded.prompt_lengths, new) if needed is None else needed
+            copies = count_padding_sequences(len(encoded.ids), params.axes)
+            every = encoded.repeat_last_prompt(copies)
+            padded = PaddedPrompts(
+                every.pad_ids(needed.padded_len), every.prompt_lengths, self.texts
+            )
             walk = prefilling.prefill(
-                params.flat,
+                params.flat_decoder,
                 padded,
                 self.policy,
-                needed.with_copies(copies),
-                key=self.key_of(key),
+                needed.repeat_last_prompt(copies),
+                key=self.resolve_key(key),
                 implementation=self.implementations.prefill,
             )
         while True:
             try:
-                with own_settings(), self.clocks.prefill:
+                with use_package_jax_settings(), self.clocks.prefill:
                     layers = next(walk)
             except StopIteration as end:
                 cache, logits = end.value
                 break
             yield layers
-        with own_settings(), self.clocks.prefill:
+        with use_package_jax_settings(), self.clocks.prefill:
             jax.block_until_ready((logits, cache))
         return dataclasses.replace(
-            cache, model=params.fingerprint, turn=encoded.turn, logits=logits, padding=copies
+            cache,
+            model=params.fingerprint,
+            turn=encoded.conversation_state,
+            logits=logits,
+            padding=copies,
         )
 
     @settled
     def extend(
         self,
         cache: KVCache,
-        ids: Prompt | Encoded,
+        ids: Prompt | EncodedPrompts,
         *,
         new: int = 0,
         chunk: int | None = None,
         donate: bool = False,
     ) -> KVCache:
-        """Run prompts on top of a cache; return a cache with their entries appended.
+        """Run one prompt per sequence on top of a cache; return a cache with the prompts' entries and new logits.
 
         Args:
             cache: from the same model and policy; a single sequence serves any number of prompts.
@@ -266,28 +292,34 @@ class Session:
             ValueError: for an empty or over-long prompt, or a cache of another policy or model.
             MemoryError: if the copy does not fit into memory.
         """
-        self._require_same("extend", ids, cache=cache, new=new, chunk=chunk, donate=donate)
-        chunk = None if chunk is None else whole("chunk", chunk, "give chunks of at least 1 token")
-        encoded, flat = self.encoded(ids, cache), self.params.flat
-        self._check(encoded.lengths, new, cache)
-        batch, longest = len(encoded.ids), int(encoded.lengths.max())
+        self._require_same_arguments(
+            "extend", ids, cache=cache, new=new, chunk=chunk, donate=donate
+        )
+        chunk = (
+            None
+            if chunk is None
+            else validate_int("chunk", chunk, "give chunks of at least 1 token")
+        )
+        encoded, flat = self.tokenize_prompts(ids, cache), self.params.flat_decoder
+        self._require_valid_request(encoded.prompt_lengths, new, cache)
+        batch, longest = len(encoded.ids), int(encoded.prompt_lengths.max())
         with self.clocks.prefill:
-            if not donate or cache.batch != batch or cache.free().min() < longest:
-                cache = forked(cache, batch, max(SHORT, longest), new)
-            spec = spec_for(flat, cache, self.implementations.decode)
-            cache = self.on_top(cache, encoded, spec, chunk)
+            if not donate or cache.batch != batch or cache.compute_layer_headroom().min() < longest:
+                cache = fork_cache(cache, batch, max(SHORT, longest), new)
+            spec = create_cache_spec(flat, cache, self.implementations.decode)
+            cache = self.append_prompts(cache, encoded, spec, chunk)
             logits = cache.logits
             cache = dataclasses.replace(cache, extended=cache.extended or chunk != 1)
-            if new and self.policy.composed.ongoing.compresses:
+            if new and self.policy.composed.decoding_compression.compresses:
                 # The policy compresses a long question, too.
                 cache = make_headroom(flat, cache, new, key=self.key)
             jax.block_until_ready((logits, cache))
         return dataclasses.replace(cache, logits=logits)
 
-    def on_top(
-        self, cache: KVCache, encoded: Encoded, spec: Spec, chunk: int | None = None
+    def append_prompts(
+        self, cache: KVCache, encoded: EncodedPrompts, spec: DecodeSpec, chunk: int | None = None
     ) -> KVCache:
-        """Run one prompt per sequence on top of a cache and donate its buffers; return it with new logits.
+        """Run one prompt per sequence on top of a cache, donating its buffers; return the new cache with last logits.
 
         Args:
             cache: with free places for the prompts.
@@ -298,14 +330,16 @@ class Session:
         Returns:
             The cache.
         """
-        longest = int(encoded.lengths.max())
+        longest = int(encoded.prompt_lengths.max())
         size = tokens_per_call(max(SHORT, longest)) if chunk is None else chunk
-        every = encoded.with_copies(len(cache.seen) - len(encoded.ids))
-        loader = Loader.of(cache.host_store, self.question_traffic)
-        run = partial(decoding.extend, self.params.flat, spec=spec, loader=loader)
-        tokens = every.padded(-(-longest // size) * size)
-        logits, cache = decoding.read_on_top(run, cache, tokens, every.lengths, size=size)
-        return dataclasses.replace(cache, logits=logits, turn=encoded.turn)
+        every = encoded.repeat_last_prompt(len(cache.seen) - len(encoded.ids))
+        loader = HostStoreLoader.create_host_loader(cache.host_store, self.question_traffic)
+        run = partial(decoding.run_new_tokens, self.params.flat_decoder, spec=spec, loader=loader)
+        tokens = every.pad_ids(-(-longest // size) * size)
+        logits, cache = decoding.prefill_on_cache(
+            run, cache, tokens, every.prompt_lengths, size=size
+        )
+        return dataclasses.replace(cache, logits=logits, turn=encoded.conversation_state)
 
     @settled
     def sample(
@@ -337,7 +371,7 @@ class Session:
         Raises:
             ValueError: for a cache without logits or of another policy or model, or for too many steps.
         """
-        self._require_same(
+        self._require_same_arguments(
             "sample",
             None,
             cache=cache,
@@ -348,24 +382,28 @@ class Session:
             key=key,
             donate=donate,
         )
-        steps = whole("steps", steps, "sample at least 1 token")
-        self._check(np.zeros(cache.batch, np.int32), steps, cache)
-        new = steps if new is None else max(steps, whole("new", new, "sample at least 1 token"))
+        steps = validate_int("steps", steps, "sample at least 1 token")
+        self._require_valid_request(np.zeros(cache.batch, np.int32), steps, cache)
+        new = (
+            steps
+            if new is None
+            else max(steps, validate_int("new", new, "sample at least 1 token"))
+        )
         if not donate:
             with self.clocks.decode:
-                cache = forked(cache, cache.batch, 0, new)
+                cache = fork_cache(cache, cache.batch, 0, new)
         decode_loop, parts = (
-            self.decode_loop(cache, new=new, sampling=sampling, eos=eos, key=key),
+            self.start_decode_loop(cache, new=new, sampling=sampling, eos=eos, key=key),
             [],
         )
         with self.clocks.decode:
-            while steps and not decode_loop.done.all():
-                parts.append(decode_loop.sample(steps))
+            while steps and not decode_loop.ended_sequences.all():
+                parts.append(decode_loop.sample_tokens(steps))
                 steps -= parts[-1].shape[1]
-            return decode_loop.close(), np.concatenate(parts, axis=1)
+            return decode_loop.finish_sampling(), np.concatenate(parts, axis=1)
 
     @settled
-    def decode_loop(
+    def start_decode_loop(
         self,
         cache: KVCache,
         *,
@@ -374,7 +412,7 @@ class Session:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> DecodeLoop:
-        """Create a `DecodeLoop`, which donates a cache's buffers and samples tokens block by block.
+        """Return a `DecodeLoop` on a cache, whose buffers are donated; the loop samples tokens in blocks of steps.
 
         Args:
             cache: with logits; its buffers are donated.
@@ -389,21 +427,21 @@ class Session:
         Raises:
             ValueError: for a cache without logits.
         """
-        self._check(np.zeros(cache.batch, np.int32), 0, cache)
-        sampling = arguments.as_sampling(sampling)
+        self._require_valid_request(np.zeros(cache.batch, np.int32), 0, cache)
+        sampling = arguments.validate_sampler(sampling)
         keyed = is_greedy(sampling) or self._keyed or key is not None
         require(
             keyed, "key", key, f"{sampling} samples at random: give key=jax.random.key(0), or key=0"
         )
         remedy = "give a cache from a session's prefill, extend or sample"
         require(cache.logits is not None, "cache", "without logits", remedy)
-        flat, key = self.params.flat, self.key_of(key)
+        flat, key = self.params.flat_decoder, self.resolve_key(key)
         with self.clocks.decode:
-            cache = ready_to_decode(flat, cache, new, key=key)
+            cache = prepare_cache_for_decoding(flat, cache, new, key=key)
             return DecodeLoop(
                 flat,
                 cache,
-                spec=spec_for(flat, cache, self.implementations.decode),
+                spec=create_cache_spec(flat, cache, self.implementations.decode),
                 sampling=sampling,
                 eos=tuple(eos),
                 key=key,
@@ -412,8 +450,8 @@ class Session:
             )
 
     @settled
-    def compress_again(self, cache: KVCache, *, headroom: int = 0) -> KVCache:
-        """Recompress the sequences that exceed their limit by `every` entries.
+    def recompress_sequences(self, cache: KVCache, *, headroom: int = 0) -> KVCache:
+        """Recompress the sequences that exceed their limit by `every` entries; return a new cache, or the same if none.
 
         Args:
             cache: from the same model and policy.
@@ -425,40 +463,46 @@ class Session:
         Raises:
             ValueError: for a cache of another policy or model.
         """
-        self._check(np.zeros(cache.batch, np.int32), 0, cache)
-        if not due(cache).any():
+        self._require_valid_request(np.zeros(cache.batch, np.int32), 0, cache)
+        if not find_due_sequences(cache).any():
             return cache
         with self.clocks.decode:
             return jax.block_until_ready(
-                recompress(self.params.flat, cache, key=self.key, headroom=headroom)
+                recompress(self.params.flat_decoder, cache, key=self.key, headroom=headroom)
             )
 
-    def key_of(self, given: PRNGKeyArray | int | None) -> PRNGKeyArray:
-        """Return the random key of a call: its own key or seed, else the session's."""
-        key = arguments.as_key(given)
+    def resolve_key(self, given: PRNGKeyArray | int | None) -> PRNGKeyArray:
+        """Return the random key of a call: the one given as key or seed, else the session's."""
+        key = arguments.validate_random_key(given)
         return self.key if key is None else key
 
-    def _require_same(self, call: str, ids: Any, **given: Any) -> None:
-        """Raise an error if arguments differ between a mesh's processes; `Encoded` prompts skip the whole check."""
-        if not isinstance(ids, Encoded):
+    def _require_same_arguments(self, call: str, ids: Any, **given: Any) -> None:
+        """Raise an error if a call's arguments differ between a mesh's processes; encoded prompts skip the check."""
+        if not isinstance(ids, EncodedPrompts):
             own = {
                 "policy": self.policy,
                 "session.key": self.key,
                 "implementation": self.implementations,
             }
-            hosts.require_same(f"Session.{call}", self.params, None, **{"ids": ids} | own | given)
+            hosts.require_same_arguments(
+                f"Session.{call}", self.params, None, **{"ids": ids} | own | given
+            )
 
-    def encoded(self, ids: Prompt | Encoded, cache: KVCache | None = None) -> Encoded:
-        """Return prompts as `Encoded` token ids, tokenized if needed; plain text continues the cache's conversation."""
-        if isinstance(ids, Encoded):
+    def tokenize_prompts(
+        self, ids: Prompt | EncodedPrompts, cache: KVCache | None = None
+    ) -> EncodedPrompts:
+        """Return prompts as encoded token ids, tokenized if text, which continues the cache's conversation."""
+        if isinstance(ids, EncodedPrompts):
             return ids
-        turn = Turn.START if cache is None else cache.turn
-        return encode(ids, self.params.text, self.params.config, raw=True, close=False, turn=turn)
+        turn = ConversationState.START if cache is None else cache.turn
+        return encode_prompts(
+            ids, self.params.text, self.params.config, raw=True, close=False, turn=turn
+        )
 
-    def _check(
+    def _require_valid_request(
         self, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None = None
     ) -> None:
-        """Raise an error for a cache of another model or policy, or more tokens than the model has positions."""
+        """Raise an error for a cache of another model or policy, or for more tokens than the model has positions."""
         if cache is not None:
-            arguments.require_ours(self.params, cache, self.policy)
-        arguments.require_fits(self.params.config, self.policy, lengths, new, cache)
+            arguments.require_matching_cache(self.params, cache, self.policy)
+        arguments.require_prompts_fit(self.params.config, self.policy, lengths, new, cache)

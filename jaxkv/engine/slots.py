@@ -12,31 +12,36 @@ import numpy as np
 from jaxtyping import Bool, Int, PRNGKeyArray
 
 from jaxkv import arguments
-from jaxkv._checks import own_settings, settled, whole
+from jaxkv._checks import settled, use_package_jax_settings, validate_int
 from jaxkv._errors import require
-from jaxkv.cache import Cache, KVCache, drop_outside_sliding_windows
-from jaxkv.cache.slot_copies import insert, spread, taken
+from jaxkv.cache import CacheArrays, KVCache, drop_outside_sliding_windows
+from jaxkv.cache.slot_copies import copy_from_slots, copy_into_slots, repeat_sequence_in_slots
 from jaxkv.engine import token_loop
-from jaxkv.engine.lengths import bucket
-from jaxkv.engine.progress import Walk, run_to_end
-from jaxkv.engine.recompress import Fixed, beyond, due, recompress
+from jaxkv.engine.lengths import round_up_to_bucket
+from jaxkv.engine.progress import Walk, run_generator
+from jaxkv.engine.recompress import (
+    FixedSizes,
+    count_entries_over_limit,
+    find_due_sequences,
+    recompress,
+)
 from jaxkv.engine.sampling import Sampler
-from jaxkv.engine.sequences import Paused, sequences_of
+from jaxkv.engine.sequences import PausedSequence, create_sequences
 from jaxkv.engine.session import Session
-from jaxkv.engine.slot_shape import FEW, SlotShape, slides, slot_shape
-from jaxkv.engine.spec import specialise
+from jaxkv.engine.slot_shape import FEW, SlotShape, compute_slot_shape, uses_window_eviction
+from jaxkv.engine.spec import create_decode_spec
 from jaxkv.machine import memory
-from jaxkv.machine.compilation import Clocks
+from jaxkv.machine.compilation import StageClocks
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import host, place
+from jaxkv.sharding.mesh import copy_to_host, place_host_array
 from jaxkv.text.prompts import Prompt
 
-# Number of parts of `Slots.compile`.
+# Number of parts of `Slots.compile_programs`.
 PARTS = 2
 
 
 class Slots:
-    """A running batch whose sequences join and leave independently; nothing compiles after construction.
+    """A running batch of sequences that join and leave its slots independently; nothing compiles after construction.
 
     The pools of a slot fit any prompt of up to `max_prompt` tokens and its new tokens. Prompts are prefilled directly
     into pools of that shape, so inserting a sequence is a copy. Sampled tokens depend neither on other sequences nor on
@@ -55,7 +60,7 @@ class Slots:
         shape: maximum numbers of entries and tokens per slot.
         needed: bytes of the entries of all slots.
         done: mask `bool[B]` of slots that sample nothing: empty, released, or finished.
-        uncompiled: padded lengths that `compiling` has not compiled yet, as pairs (is a question, length).
+        uncompiled: padded lengths that `compile_padded_length` has not compiled yet, as pairs (is a question, length).
     """
 
     @settled
@@ -81,7 +86,7 @@ class Slots:
             max_question: maximum number of tokens per question.
             ends: maximum number of ids that end a sequence.
             size: maximum number of tokens per call of the compiled loop.
-            start: False defers allocation and compilation to `compile`.
+            start: False defers allocation and compilation to `compile_programs`.
 
         Raises:
             ValueError: for a policy with a host store or chunked prefill; for a number of slots that the mesh cannot
@@ -89,17 +94,19 @@ class Slots:
             MemoryError: if the slots need more bytes than are free.
         """
         params, self.session = session.params, session
-        self.count = count = whole("count", count, "use at least 1 slot")
-        self.size = whole("size", size, "sample at least 1 token per call")
-        self._ends = whole("ends", ends, "allow at least 1 end id")
-        max_prompt = whole("max_prompt", max_prompt, "allow prompts of at least 1 token")
-        max_new_tokens = whole("max_new_tokens", max_new_tokens, "sample at least 1 token")
-        max_question = whole(
+        self.count = count = validate_int("count", count, "use at least 1 slot")
+        self.size = validate_int("size", size, "sample at least 1 token per call")
+        self._ends = validate_int("ends", ends, "allow at least 1 end id")
+        max_prompt = validate_int("max_prompt", max_prompt, "allow prompts of at least 1 token")
+        max_new_tokens = validate_int("max_new_tokens", max_new_tokens, "sample at least 1 token")
+        max_question = validate_int(
             "max_question", max_question, "give 0 for none, or at least 1 token", least=0
         )
         config, parts, self._axes = params.config, session.policy.composed, params.axes
         self._groups, kv_shards = (
-            (1, 1) if self._axes is None else (self._axes.size("B"), self._axes.size("K"))
+            (1, 1)
+            if self._axes is None
+            else (self._axes.count_axis_shards("B"), self._axes.count_axis_shards("K"))
         )
         require(
             count % self._groups == 0,
@@ -117,7 +124,7 @@ class Slots:
             f"{tokens} tokens in all",
             remedy,
         )
-        self.shape = slot_shape(
+        self.shape = compute_slot_shape(
             parts,
             config,
             prompt=max_prompt,
@@ -126,25 +133,31 @@ class Slots:
             kv_shards=kv_shards,
         )
         heads_here = config.kv_heads // kv_shards
-        widest = max(parts.layout.widest(rows, heads_here) for rows in self.shape.rows)
-        self._fixed = Fixed(rows=self.shape.rows, padded_len=min(widest, self.shape.longest))
+        widest = max(
+            parts.cache_layout.get_max_segment_length(rows, heads_here) for rows in self.shape.rows
+        )
+        self._fixed = FixedSizes(
+            rows=self.shape.rows, padded_len=min(widest, self.shape.longest_text)
+        )
         self.needed = (
             count
             * sum(self.shape.rows)
-            * parts.row_bytes(config.head_dim, params.cache_dtype.itemsize)
+            * parts.compute_entry_bytes(config.head_dim, params.cache_dtype.itemsize)
         )
         device = None if self._axes is None else self._axes.mesh.local_devices[0]
-        memory.check_bytes(self.needed // self._groups, f"count={count} slots", device)
-        self._parts, self._every = parts, parts.every
+        memory.require_free_bytes(self.needed // self._groups, f"count={count} slots", device)
+        self._parts, self._every = parts, parts.recompression_interval
         # Layers that evict entries outside their sliding windows.
         self._sliding = np.asarray(
-            [width is not None and slides(parts) for width in config.sliding_windows]
+            [width is not None and uses_window_eviction(parts) for width in config.sliding_windows]
         )
-        self._spec = specialise(
-            params.flat,
+        self._spec = create_decode_spec(
+            params.flat_decoder,
             parts,
-            padded_len=bucket(max_prompt),
-            extended=parts.evicts and not parts.heads.uniform and max_question > 0,
+            padded_len=round_up_to_bucket(max_prompt),
+            extended=parts.evicts_while_decoding
+            and not parts.heads.is_uniform
+            and max_question > 0,
             implementation=session.implementations.decode,
         )
         self.done: Bool[np.ndarray, " B"] = np.ones(self.count, bool)
@@ -153,9 +166,9 @@ class Slots:
         self._beyond, self._left = (np.zeros(self.count, np.int64) for _ in range(2))
         self._keys: list[PRNGKeyArray] = [session.key] * self.count
         self._all: Any = ()
-        self.uncompiled = self.shape.lengths
+        self.uncompiled = self.shape.padded_lengths
         if start:
-            self.compile()
+            self.compile_programs()
 
     @settled
     def prefill(self, ids: Prompt, *, key: PRNGKeyArray | int | None = None) -> KVCache:
@@ -173,21 +186,21 @@ class Slots:
         Raises:
             ValueError: for an empty or over-long prompt, or a budget that the policy does not support.
         """
-        return run_to_end(self.prefilling(ids, key=key))
+        return run_generator(self.iterate_prefill(ids, key=key))
 
-    def prefilling(
+    def iterate_prefill(
         self, ids: Prompt, *, key: PRNGKeyArray | int | None = None, policy: Policy | None = None
     ) -> Walk[KVCache]:
-        """Generator form of `prefill`: yield the layers run since the last yield, return the `KVCache`.
+        """Generator form of `prefill`: yield how many layers ran since the last yield; return the `KVCache`.
 
         Slots may decode between two yields. `policy` is the slots' policy with another budget of at most as many
         entries.
         """
-        with own_settings():
+        with use_package_jax_settings():
             session = copy.copy(self.session)
             session.policy = self.session.policy if policy is None else policy
-            encoded = session.encoded(ids)
-            longest, most = int(encoded.lengths.max()), self.shape.prompt
+            encoded = session.tokenize_prompts(ids)
+            longest, most = int(encoded.prompt_lengths.max()), self.shape.prompt
             require(
                 longest <= most,
                 "ids",
@@ -198,9 +211,9 @@ class Slots:
             require(
                 len(encoded.ids) in (1, self._groups), "ids", f"{len(encoded.ids)} prompts", many
             )
-            needed = session.planned(encoded.lengths, 0)
+            needed = session.plan_without_memory_check(encoded.prompt_lengths, 0)
             needed = dataclasses.replace(needed, pools=self.shape.rows)
-        cache = yield from session.prefilling(encoded, needed=needed, key=key)
+        cache = yield from session.iterate_prefill(encoded, needed=needed, key=key)
         # Limits are arrays of the cache: decoding does not depend on the budget.
         return dataclasses.replace(cache, policy=self.session.policy)
 
@@ -213,7 +226,7 @@ class Slots:
         key: PRNGKeyArray | int | None = None,
         donate: bool = False,
     ) -> KVCache:
-        """Append a question to each sequence of a cache; recompress sequences over their limit.
+        """Append a question to each sequence of a cache, recompress those over their limit, and return the new cache.
 
         Args:
             cache: from `prefill` of these slots.
@@ -227,30 +240,30 @@ class Slots:
         Raises:
             ValueError: for an empty or over-long question, or a cache that does not come from these slots' `prefill`.
         """
-        encoded = self.session.encoded(ids)
-        longest, most = int(encoded.lengths.max()), self.shape.question
+        encoded = self.session.tokenize_prompts(ids)
+        longest, most = int(encoded.prompt_lengths.max()), self.shape.question
         require(
             longest <= most,
             "ids",
             f"{longest} tokens",
             f"longer than max_question={most} of these slots: shorten the question",
         )
-        self._require_fits(
-            cache, longest + (0 if self._parts.ongoing.compresses else self.shape.new)
+        self._require_compatible_cache(
+            cache, longest + (0 if self._parts.decoding_compression.compresses else self.shape.new)
         )
         many = f"the cache holds {cache.batch} sequences: give a question for each"
         require(len(encoded.ids) == cache.batch, "ids", f"{len(encoded.ids)} questions", many)
         copy = cache if donate else jax.tree.map(jnp.copy, cache)
-        if self._free(copy).min() < longest:
+        if self._count_free_window_places(copy).min() < longest:
             copy = drop_outside_sliding_windows(copy, self.shape.rows)
-        copy = self.session.on_top(copy, encoded, self._spec)
-        if not due(copy).any():
+        copy = self.session.append_prompts(copy, encoded, self._spec)
+        if not find_due_sequences(copy).any():
             return copy
-        renewed = self._compressed(copy, self.session.key_of(key))
+        renewed = self._recompress_cache(copy, self.session.resolve_key(key))
         return dataclasses.replace(renewed, logits=copy.logits)
 
     @settled
-    def begin(
+    def begin_sequence(
         self,
         cache: KVCache,
         *,
@@ -258,8 +271,8 @@ class Slots:
         sampling: Sampler | None = None,
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
-    ) -> Paused:
-        """Create a sequence that samples tokens on top of a cache, for `insert`; the cache is unchanged.
+    ) -> PausedSequence:
+        """Return a `PausedSequence` to sample tokens on top of a cache after `insert_sequence`; the cache is unchanged.
 
         The last sampled token, including one in `eos`, does not run through the model.
 
@@ -277,65 +290,72 @@ class Slots:
             ValueError: for more tokens or end ids than the slots allow, or a cache that does not come from these slots.
             TypeError: for a custom sampler.
         """
-        new = whole("max_new_tokens", max_new_tokens, "sample at least 1 token")
-        self._require_fits(cache, 1 if self._parts.ongoing.compresses else new)
+        new = validate_int("max_new_tokens", max_new_tokens, "sample at least 1 token")
+        self._require_compatible_cache(
+            cache, 1 if self._parts.decoding_compression.compresses else new
+        )
         most, ids = self.shape.new, sorted(set(eos))
         require(new <= most, "max_new_tokens", new, f"more than the slots' {most}: lower it")
         require(len(ids) <= self._ends, "eos", ids, f"more than {self._ends}: give fewer")
-        key = self.session.key_of(key)
+        key = self.session.resolve_key(key)
         table = np.full(self._ends, -2, np.int32)
         table[: len(ids)] = ids
-        arrays = sequences_of(cache, new, arguments.as_sampling(sampling), table, key)
-        return Paused(arrays=arrays, key=key, done=False, **self._counts(cache))
+        arrays = create_sequences(cache, new, arguments.validate_sampler(sampling), table, key)
+        return PausedSequence(
+            arrays=arrays, key=key, done=False, **self._count_entries_and_places(cache)
+        )
 
     @settled
-    def peek(self, sequence: Paused) -> int:
+    def peek_first_token(self, sequence: PausedSequence) -> int:
         """Return the id of the first token that a sequence will sample in a slot; the sequence is unchanged."""
         arrays = sequence.arrays
         seen = arrays.cache.tables.seen
         return int(
-            host(
-                token_loop.next_tokens(
+            copy_to_host(
+                token_loop.run_sampling_step(
                     arrays.sampling_state, seen, arrays.sampling, axes=self._axes
                 ).token
             )[0]
         )
 
     @settled
-    def insert(self, sequence: Paused, slot: int) -> None:
-        """Copy a sequence from `begin` or `take` into a slot, in place; other slots are unchanged."""
-        where = self._placed(self._of_groups(slot))
-        self._all = insert(self._all, sequence.arrays, where, axes=self._axes)
+    def insert_sequence(self, sequence: PausedSequence, slot: int) -> None:
+        """Copy a `PausedSequence` into a slot of the running batch, in place; other slots are unchanged."""
+        where = self._place_slot_values(self._locate_slot_in_groups(slot))
+        self._all = copy_into_slots(self._all, sequence.arrays, where, axes=self._axes)
         self.done[slot] = sequence.done
-        group = self._group_of(slot)
+        group = self._find_mesh_group(slot)
         self._beyond[slot], self._left[slot] = sequence.beyond[group], sequence.left[group]
         self._keys[slot] = sequence.key
 
     @settled
-    def take(self, slot: int) -> Paused:
-        """Return a copy of a slot's sequence, to be inserted into any slot; the slot is unchanged."""
-        arrays = taken(self._all, self._placed(self._of_groups(slot)), axes=self._axes)
+    def copy_sequence(self, slot: int) -> PausedSequence:
+        """Return a copy of a slot's sequence as `PausedSequence`, to insert into any slot; the slot is unchanged."""
+        arrays = copy_from_slots(
+            self._all, self._place_slot_values(self._locate_slot_in_groups(slot)), axes=self._axes
+        )
         over, left = (np.full(self._groups, each[slot]) for each in (self._beyond, self._left))
-        return Paused(
+        return PausedSequence(
             arrays=arrays, key=self._keys[slot], beyond=over, left=left, done=bool(self.done[slot])
         )
 
     @settled
-    def release(self, slots: Iterable[int]) -> None:
-        """End the sequences in the slots with these indices; the slots sample nothing until the next `insert`."""
+    def release_slots(self, slots: Iterable[int]) -> None:
+        """End the sequences in the given slots; these slots sample nothing until the next `insert_sequence`."""
         which = np.zeros(self.count, bool)
         for slot in slots:
-            self._require_slot(slot)
+            self._require_valid_slot(slot)
             which[slot] = True
         self.done |= which
         sampling_state = dataclasses.replace(
-            self._all.sampling_state, done=self._all.sampling_state.done | self._placed(which)
+            self._all.sampling_state,
+            done=self._all.sampling_state.done | self._place_slot_values(which),
         )
         self._all = dataclasses.replace(self._all, sampling_state=sampling_state)
 
     @settled
     def decode(self, steps: int, *, until: Literal["any", "all"] = "all") -> Int[np.ndarray, "B n"]:
-        """Sample up to `steps` tokens in every active slot, and recompress sequences that become due.
+        """Sample up to `steps` tokens in every active slot, recompress sequences when due; return the ids `i32[B, n]`.
 
         Args:
             steps: maximum number of tokens per slot.
@@ -348,16 +368,16 @@ class Slots:
             ValueError: for another `until`, or fewer than 1 step.
         """
         require(until in ("any", "all"), "until", until, "unknown value: give 'any' or 'all'")
-        steps = whole("steps", steps, "sample at least 1 token")
+        steps = validate_int("steps", steps, "sample at least 1 token")
         idle = self.count - 1 if until == "all" else int(self.done.sum())
         parts = [np.zeros((self.count, 0), np.int32)]
         while steps and self.done.sum() <= idle:
-            parts.append(self._run(steps, idle))
+            parts.append(self._run_token_loop(steps, idle))
             steps -= parts[-1].shape[1]
         return np.concatenate(parts, axis=1)
 
-    def _run(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
-        """Run the compiled loop once; return ids `[B, n]`, -1 where none was sampled.
+    def _run_token_loop(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
+        """Run the compiled token loop once; return token ids `i32[B, n]`, -1 where none was sampled.
 
         The call ends before `steps` tokens if a sequence must be recompressed or must evict entries outside its
         windows.
@@ -365,13 +385,13 @@ class Slots:
         steps = min(steps, self.size)
         if self._every is not None:
             for slot in np.flatnonzero(~self.done & (self._beyond >= self._every)).tolist():
-                self._again(slot)
+                self._recompress_slot(slot)
             steps = min(steps, self._every - int(self._beyond[~self.done].max(initial=0)))
         if self._sliding.any():
             for slot in np.flatnonzero(~self.done & (self._left == 0)).tolist():
-                self._slide(slot)
+                self._evict_outside_windows(slot)
             steps = min(steps, int(self._left[~self.done].min(initial=steps)))
-        before, now, flat = self.done, self._all, self.session.params.flat
+        before, now, flat = self.done, self._all, self.session.params.flat_decoder
         cache, sampling_state, out, ran = token_loop.decode(
             flat,
             now.cache,
@@ -383,7 +403,10 @@ class Slots:
             idle=idle,
         )
         self._all = dataclasses.replace(now, cache=cache, sampling_state=sampling_state)
-        tokens, self.done = host(out)[:, : int(host(ran))], np.array(host(sampling_state.done))
+        tokens, self.done = (
+            copy_to_host(out)[:, : int(copy_to_host(ran))],
+            np.array(copy_to_host(sampling_state.done)),
+        )
         # The token that ends a sequence adds no entry.
         rows = (tokens >= 0).sum(axis=1) - (self.done & ~before)
         self._beyond, self._left = self._beyond + rows, self._left - rows
@@ -391,134 +414,147 @@ class Slots:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays of all slots, over all devices."""
+        """Bytes of the arrays of all slots (cache, sampling state, sampler), over all devices."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self._all))
 
     @settled
-    def compile(
+    def compile_programs(
         self, tick: Callable[[str], object] = lambda what: None, *, lengths: bool = True
     ) -> None:
-        """Allocate all slots; compile the programs of all `lengths`, or of one, by running them; tick `PARTS` times."""
+        """Allocate all slots; compile the programs of all padded lengths or of one, by running dummy prompts."""
         tick("prefill")
         cache = None
         while cache is None:
             question, self._usual = self.uncompiled.pop(0)
-            cache = run_to_end(self.compiling(question, self._usual))
-        begun = self.begin(cache, max_new_tokens=min(2, self.shape.new))
-        self.peek(begun)
-        self._all = spread(begun.arrays, slots=self.count, axes=self._axes)
-        self.release(range(self.count))
-        self.insert(begun, 0)
+            cache = run_generator(self.compile_padded_length(question, self._usual))
+        begun = self.begin_sequence(cache, max_new_tokens=min(2, self.shape.new))
+        self.peek_first_token(begun)
+        self._all = repeat_sequence_in_slots(begun.arrays, slots=self.count, axes=self._axes)
+        self.release_slots(range(self.count))
+        self.insert_sequence(begun, 0)
         tick("decode loop")
         self.decode(1)
-        self.insert(self.take(0), 0)
+        self.insert_sequence(self.copy_sequence(0), 0)
         if self._every is not None:
-            self._again(0)
+            self._recompress_slot(0)
         if self._sliding.any():
-            self._slide(0)
-        self.release(range(self.count))
+            self._evict_outside_windows(0)
+        self.release_slots(range(self.count))
         while lengths and self.uncompiled:
-            run_to_end(self.compiling(*self.uncompiled.pop(0)))
+            run_generator(self.compile_padded_length(*self.uncompiled.pop(0)))
         jax.block_until_ready(self._all)
-        memory.trim()
+        memory.release_freed_memory()
 
-    def compiling(self, question: bool, size: int) -> Walk[KVCache | None]:
-        """Generator: compile the programs of one padded length from `uncompiled`, yield in between.
+    def compile_padded_length(self, question: bool, size: int) -> Walk[KVCache | None]:
+        """Generator: compile the programs of one padded length, with yields in between; return a dummy cache or None.
 
         Slots are unchanged, so another thread may use them. Return a dummy cache, or None if the policy rejects the
         length.
         """
         try:
-            cache = yield from _made_up(self.session, self.shape, self._usual if question else size)
+            cache = yield from _prefill_dummy_prompt(
+                self.session, self.shape, self._usual if question else size
+            )
         except ValueError:
             return None
         if question:
             cache = self.extend(cache, [0] * min(size, self.shape.question))
-            if self._parts.ongoing.compresses:
-                self._compressed(cache, self.session.key)
+            if self._parts.decoding_compression.compresses:
+                self._recompress_cache(cache, self.session.key)
         return cache
 
-    def _of_groups(self, slot: int) -> Int[np.ndarray, " g"]:
-        """Return one number per mesh group: the slot's index for the group that holds it, else -1."""
-        self._require_slot(slot)
-        return np.where(np.arange(self._groups) == self._group_of(slot), slot, -1).astype(np.int32)
+    def _locate_slot_in_groups(self, slot: int) -> Int[np.ndarray, " g"]:
+        """Return one number per mesh group, `[g]`: the slot's index for the group that holds the slot, else -1."""
+        self._require_valid_slot(slot)
+        return np.where(np.arange(self._groups) == self._find_mesh_group(slot), slot, -1).astype(
+            np.int32
+        )
 
-    def _require_slot(self, slot: int) -> None:
+    def _require_valid_slot(self, slot: int) -> None:
         """Raise ValueError unless the slot index is in [0, count)."""
         require(0 <= slot < self.count, "slot", slot, f"no such slot: give 0 to {self.count - 1}")
 
-    def _require_fits(self, cache: KVCache, rows: int) -> None:
-        """Raise ValueError for a cache of another model, policy, store or pool size, or without `rows` free places."""
-        arguments.require_ours(self.session.params, cache, self.session.policy)
-        self.shape.require_fits(self._parts, cache, rows, self._sliding)
+    def _require_compatible_cache(self, cache: KVCache, rows: int) -> None:
+        """Raise ValueError for another model's, policy's or slots' cache, or one with fewer than `rows` free places."""
+        arguments.require_matching_cache(self.session.params, cache, self.session.policy)
+        self.shape.require_cache_fits(self._parts, cache, rows, self._sliding)
 
-    def _group_of(self, slot: int) -> int:
+    def _find_mesh_group(self, slot: int) -> int:
         """Return the index of the mesh group that holds a slot."""
         return slot * self._groups // self.count
 
-    def _placed(self, of_each: np.ndarray) -> jax.Array:
-        """Return a device array of one number per slot, sharded over the mesh if the session has one."""
-        return place(of_each, "B", self._axes)
+    def _place_slot_values(self, of_each: np.ndarray) -> jax.Array:
+        """Return an array of one value per slot as a device array, sharded over the mesh if the session has one."""
+        return place_host_array(of_each, "B", self._axes)
 
-    def _again(self, slot: int) -> None:
+    def _recompress_slot(self, slot: int) -> None:
         """Recompress the sequence in a slot, in place."""
-        self._renew(slot, partial(self._compressed, key=self._keys[slot]))
+        self._replace_slot_cache(slot, partial(self._recompress_cache, key=self._keys[slot]))
 
-    def _slide(self, slot: int) -> None:
+    def _evict_outside_windows(self, slot: int) -> None:
         """Evict the entries outside the windows of a slot's sliding-window layers, in place."""
-        self._renew(slot, partial(drop_outside_sliding_windows, rows=self.shape.rows))
+        self._replace_slot_cache(slot, partial(drop_outside_sliding_windows, rows=self.shape.rows))
 
-    def _renew(self, slot: int, change: Callable[[KVCache], KVCache]) -> None:
-        """Replace a slot's cache by the result of a function of it."""
-        sequence = self.take(slot)
-        cache = change(self._handle(sequence.arrays.cache))
+    def _replace_slot_cache(self, slot: int, change: Callable[[KVCache], KVCache]) -> None:
+        """Replace a slot's cache, in place, by the result of a function of it, and update the slot's counters."""
+        sequence = self.copy_sequence(slot)
+        cache = change(self._wrap_in_kv_cache(sequence.arrays.cache))
         arrays = dataclasses.replace(sequence.arrays, cache=cache.arrays)
-        self.insert(dataclasses.replace(sequence, arrays=arrays, **self._counts(cache)), slot)
-
-    def _counts(self, cache: KVCache) -> dict[str, Any]:
-        """Return the fields `beyond` and `left` of a cache's `Paused`."""
-        over = beyond(cache) if self._every else np.zeros(self._groups, np.int64)
-        return {"beyond": over, "left": self._free(cache)}
-
-    def _free(self, cache: KVCache) -> Int[np.ndarray, " g"]:
-        """Return the fewest free places `[g]` per mesh group in sliding-window layers, or the largest int64."""
-        if not self._sliding.any():
-            return np.full(self._groups, np.iinfo(np.int64).max)
-        return cache.free_rows()[self._sliding].min(axis=0)
-
-    def _compressed(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
-        """Recompress a copy of a cache into pools of the slots' fixed size."""
-        return recompress(
-            self.session.params.flat, cache, key=key, headroom=self._every or 1, fixed=self._fixed
+        self.insert_sequence(
+            dataclasses.replace(sequence, arrays=arrays, **self._count_entries_and_places(cache)),
+            slot,
         )
 
-    def _handle(self, arrays: Cache) -> KVCache:
-        """Return the `KVCache` of the device arrays of a slot's sequence."""
+    def _count_entries_and_places(self, cache: KVCache) -> dict[str, Any]:
+        """Return a dict of a cache's `beyond` (entries over the limit) and `left` (free places), `[g]` each."""
+        over = count_entries_over_limit(cache) if self._every else np.zeros(self._groups, np.int64)
+        return {"beyond": over, "left": self._count_free_window_places(cache)}
+
+    def _count_free_window_places(self, cache: KVCache) -> Int[np.ndarray, " g"]:
+        """Return the fewest free places `[g]` of sliding-window layers per mesh group; the largest int64 if none."""
+        if not self._sliding.any():
+            return np.full(self._groups, np.iinfo(np.int64).max)
+        return cache.compute_sequence_headroom()[self._sliding].min(axis=0)
+
+    def _recompress_cache(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
+        """Return a recompressed copy of a cache, in pools of the slots' fixed size."""
+        return recompress(
+            self.session.params.flat_decoder,
+            cache,
+            key=key,
+            headroom=self._every or 1,
+            fixed=self._fixed,
+        )
+
+    def _wrap_in_kv_cache(self, arrays: CacheArrays) -> KVCache:
+        """Wrap a slot's cache arrays in a `KVCache` with the slots' policy, model config and layout."""
         return KVCache(
             arrays=arrays,
-            layout=self._parts.layout,
+            layout=self._parts.cache_layout,
             policy=self.session.policy,
             config=self.session.params.config,
             dtype=self.session.params.dtype.name,
-            padded_len=bucket(self.shape.prompt),
+            padded_len=round_up_to_bucket(self.shape.prompt),
             axes=self._axes,
         )
 
 
-def _made_up(session: Session, shape: SlotShape, size: int) -> Walk[KVCache]:
-    """Generator: prefill a dummy prompt of padded length `size`, with few tokens unless the policy rejects that.
+def _prefill_dummy_prompt(session: Session, shape: SlotShape, size: int) -> Walk[KVCache]:
+    """Generator: prefill a dummy prompt of padded length `size`, with few tokens unless the policy rejects these.
 
     Return its cache in pools of a slot's size; raise ValueError if the policy rejects all prompts of this length.
     """
     # Clocks are not shared between threads.
     session = copy.copy(session)
-    session.clocks = Clocks()
+    session.clocks = StageClocks()
     longest = min(size, shape.prompt)
-    planned = dataclasses.replace(session.planned(np.asarray([longest]), 0), pools=shape.rows)
+    planned = dataclasses.replace(
+        session.plan_without_memory_check(np.asarray([longest]), 0), pools=shape.rows
+    )
     try:
         few = min(longest, FEW)
-        numbers = session.planned(np.asarray([few]), 0).numbers
+        numbers = session.plan_without_memory_check(np.asarray([few]), 0).numbers
         planned = dataclasses.replace(planned, numbers=numbers)
     except ValueError:
         few = longest
-    return (yield from session.prefilling([0] * few, needed=planned))
+    return (yield from session.iterate_prefill([0] * few, needed=planned))

@@ -7,14 +7,14 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, UInt
 
-from jaxkv.attention.filters import FilterQuery, by_position, by_row
-from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.cache import Tables
-from jaxkv.cache.pools import Pool
-from jaxkv.engine.layers.terms import Terms
-from jaxkv.engine.tokens import Choosable, NewTokens
-from jaxkv.policies.reads import Reading, Selector
-from jaxkv.policies.topk import sortable, top
+from jaxkv.attention.filters import FilterQuery, score_positions_by_row, score_positions_in_pool
+from jaxkv.attention.shaping import PLAIN, LogitShaping
+from jaxkv.cache import SegmentTables
+from jaxkv.cache.pools import EntryPool
+from jaxkv.engine.layers.terms import DecodeAttentionConfig
+from jaxkv.engine.tokens import NewTokens, SelectionBounds
+from jaxkv.policies.reads import LayerReadConfig, QueryWeighting
+from jaxkv.policies.topk import encode_sort_keys, mask_top_k
 
 # Selected entries of one layer, loaded from host memory: keys and values, `[B, T, 2, K, D]`.
 Loaded = Float[Array, "B T 2 K D"]
@@ -22,53 +22,53 @@ Loaded = Float[Array, "B T 2 K D"]
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chosen:
+class SelectedPositions:
     """Token positions `[B, T]` selected by a filter layer (OmniKV), ascending; the first `count` of T are valid."""
 
     positions: Int[Array, "B T"]
     count: Int[Array, " B"]
 
 
-def new_tokens(
-    terms: Terms,
-    tables: Tables,
+def create_new_tokens(
+    terms: DecodeAttentionConfig,
+    tables: SegmentTables,
     count: Int[Array, " B"],
     tokens: int,
 ) -> NewTokens:
-    """Return the `NewTokens` of a step: positions of N tokens, and positions that filter layers select from.
+    """Return the `NewTokens` of a step: N positions per sequence, valid counts, and bounds of filter layers' selection.
 
     The candidates are all tokens so far in steps of several tokens and for policies that select generated tokens; else
     the prompt.
     """
     reading, state, candidates = terms.reading, tables.state, None
-    if reading.chooses:
+    if reading.has_sparse_layers:
         assert state is not None
         if tokens > 1:
-            candidates = Choosable(tables.seen, jnp.full_like(tables.seen, reading.width))
+            candidates = SelectionBounds(tables.seen, jnp.full_like(tables.seen, reading.width))
         else:
-            candidates = Choosable(
+            candidates = SelectionBounds(
                 tables.seen if reading.include_generated else state.prompt, state.budget
             )
     positions = tables.seen[:, None] + jnp.arange(tokens, dtype=jnp.int32)
     return NewTokens(positions=positions, count=count, candidates=candidates)
 
 
-def rest_of(terms: Terms, tables: Tables) -> Int[Array, "L B K"]:
-    """Return the offset `i32[L, B, K]` in each segment from which sparse layers attend to all entries."""
+def find_dense_offset(terms: DecodeAttentionConfig, tables: SegmentTables) -> Int[Array, "L B K"]:
+    """Return the offset `i32[L, B, K]` in each segment from which on sparse layers attend to all entries."""
     reading, state = terms.reading, tables.state
     assert state is not None and state.choosable is not None
     # If generated tokens must be selected too, no entry before the new one is exempt.
     return tables.length if reading.include_generated else state.choosable
 
 
-def filter_query(
+def build_filter_query(
     q: Float[Array, "B K G N D"],
     query_buffer: Float[Array, "B K G R D"] | None,
     new: NewTokens,
-    reading: Reading,
-    shaping: Shaping = PLAIN,
+    reading: LayerReadConfig,
+    shaping: LogitShaping = PLAIN,
 ) -> FilterQuery:
-    """Return the queries by which a filter layer selects, with positions and weights.
+    """Return a filter layer's `FilterQuery`: the queries that score positions, with positions and weights.
 
     A single token uses the query buffer, weighted by the selector. Without a buffer, or for several tokens, the new
     queries count equally. The buffer includes the new queries, that of position p in slot p % R.
@@ -82,47 +82,49 @@ def filter_query(
     stands = now - jnp.arange(reading.window, dtype=jnp.int32)
     slot = jnp.where(stands < 0, 0, stands % rows)
     queries = jnp.take_along_axis(query_buffer, slot[:, None, None, :, None], axis=3)
-    weights = jnp.broadcast_to(jnp.asarray(reading.selector.weights(reading.window)), stands.shape)
+    weights = jnp.broadcast_to(
+        jnp.asarray(reading.selector.compute_query_weights(reading.window)), stands.shape
+    )
     return FilterQuery(
         q=queries.astype(q.dtype), positions=stands, weights=weights, shaping=shaping
     )
 
 
-def chosen_at(
-    terms: Terms,
-    pool: Pool,
+def select_positions(
+    terms: DecodeAttentionConfig,
+    pool: EntryPool,
     start: Int[Array, "B K"],
     choosable: Int[Array, "B K"],
     q: Float[Array, "B K G N D"],
     query_buffer: Float[Array, "B K G R D"] | None,
     new: NewTokens,
-    shaping: Shaping = PLAIN,
-) -> Chosen:
-    """Select positions by a filter layer's attention: one set per sequence, for all heads and tokens."""
+    shaping: LogitShaping = PLAIN,
+) -> SelectedPositions:
+    """Select token positions by a filter layer's attention: one `SelectedPositions` for all heads and tokens."""
     reading = terms.reading
     assert new.candidates is not None
-    query, below = filter_query(q, query_buffer, new, reading, shaping), new.candidates.below
+    query, below = build_filter_query(q, query_buffer, new, reading, shaping), new.candidates.below
     # Queries and keys of equal position attend to each other; padding and headroom are no candidates.
     if reading.every_entry:
-        scores = by_row(query, pool.k, below, terms.axes)
+        scores = score_positions_by_row(query, pool.k, below, terms.axes)
     else:
-        scores = by_position(
+        scores = score_positions_in_pool(
             query, pool.k, pool.pos, start, choosable, reading.padded_len, terms.axes
         )
     now = new.positions[:, 0] if q.shape[3] == 1 else None
     few = terms.backend.can.few_launches
-    return choose(scores, new.candidates, reading, now=now, by_sorting=few)
+    return select_top_positions(scores, new.candidates, reading, now=now, by_sorting=few)
 
 
-def choose(
+def select_top_positions(
     scores: Float[Array, "B S"],
-    candidates: Choosable,
-    reading: Reading,
+    candidates: SelectionBounds,
+    reading: LayerReadConfig,
     *,
     now: Int[Array, " B"] | None = None,
     by_sorting: bool = False,
-) -> Chosen:
-    """Select `candidates.budget` positions: with `now`, the window before it first, then by highest score.
+) -> SelectedPositions:
+    """Return `SelectedPositions` of `candidates.budget` positions: with `now`, its window first, then by score.
 
     OmniKV, equations 3 and 4. The window before `now`, the newest query's position, counts within the budget. It is
     omitted for the selector LAST, and if generated entries are selected as well. Ties go to the lowest position.
@@ -130,33 +132,43 @@ def choose(
     """
     position = jnp.arange(scores.shape[1], dtype=jnp.int32)
     known = position < candidates.below[:, None]
-    keys = jnp.where(known, sortable(scores), jnp.uint32(0))
-    if now is not None and reading.selector is not Selector.LAST and not reading.include_generated:
+    keys = jnp.where(known, encode_sort_keys(scores), jnp.uint32(0))
+    if (
+        now is not None
+        and reading.selector is not QueryWeighting.LAST
+        and not reading.include_generated
+    ):
         recent = known & (position > (now - reading.window)[:, None])
         keys = jnp.where(recent, jnp.uint32(0xFFFFFFFF), keys)
     count = jnp.minimum(candidates.budget, candidates.below)
-    at = largest(keys, count, min(reading.width, scores.shape[1]), by_sorting=by_sorting)
-    return Chosen(positions=jnp.minimum(at, scores.shape[1] - 1), count=count)
+    at = find_largest_keys(keys, count, min(reading.width, scores.shape[1]), by_sorting=by_sorting)
+    return SelectedPositions(positions=jnp.minimum(at, scores.shape[1] - 1), count=count)
 
 
-def largest(
+def find_largest_keys(
     keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int, *, by_sorting: bool
 ) -> Int[Array, "B T"]:
-    """Return the indices of the `count` largest sort keys, ascending, ties to the lowest; T is `width`."""
-    return (_sorted if by_sorting else _counted)(keys, count, width)
+    """Return the indices `[B, T]` of the `count` largest sort keys, ascending, ties to the lowest; T is `width`."""
+    return (_find_largest_by_sorting if by_sorting else _find_largest_by_threshold)(
+        keys, count, width
+    )
 
 
-def _counted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
-    """Return the indices of the `count` largest sort keys, ascending, found by a threshold; for CPUs."""
-    running = jnp.cumsum(top(keys, count), axis=-1, dtype=jnp.int32)
+def _find_largest_by_threshold(
+    keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int
+) -> Int[Array, "B T"]:
+    """Return the indices of the `count` largest sort keys, ascending, found by a threshold; fast on CPUs."""
+    running = jnp.cumsum(mask_top_k(keys, count), axis=-1, dtype=jnp.int32)
     wanted = jnp.arange(1, width + 1, dtype=jnp.int32)
     return jax.vmap(lambda row: jnp.searchsorted(row, wanted, method="scan"))(running).astype(
         jnp.int32
     )
 
 
-def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> Int[Array, "B T"]:
-    """Return the indices of the `count` largest sort keys, ascending, found by two sorts; for GPUs.
+def _find_largest_by_sorting(
+    keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int
+) -> Int[Array, "B T"]:
+    """Return the indices of the `count` largest sort keys, ascending, found by two sorts; fast on GPUs.
 
     A threshold needs a hundred GPU launches.
     """
@@ -166,10 +178,14 @@ def _sorted(keys: UInt[Array, "B S"], count: Int[Array, " B"], width: int) -> In
     return lax.sort(jnp.where(inside, largest[:, :width], keys.shape[1]), dimension=1)
 
 
-def rows_of(
-    chosen: Chosen, pool: Pool, start: Int[Array, "B K"], kept: Int[Array, "B K"], reading: Reading
+def find_pool_rows(
+    chosen: SelectedPositions,
+    pool: EntryPool,
+    start: Int[Array, "B K"],
+    kept: Int[Array, "B K"],
+    reading: LayerReadConfig,
 ) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
-    """Return pool rows `[B, K, T]` of chosen positions in each head's first `kept` entries, -1 beyond; their count."""
+    """Return pool rows `[B, K, T]` of selected positions in a head's first `kept` entries, -1 beyond; their number."""
     positions, first = chosen.positions[:, None], start[..., None]
     real = jnp.arange(positions.shape[-1], dtype=jnp.int32) < chosen.count[:, None, None]
     if reading.every_entry:
@@ -180,7 +196,7 @@ def rows_of(
     low, high = jnp.broadcast_to(first, shape), jnp.broadcast_to(end, shape)
 
     def position_at(row: Array) -> Array:
-        flat = jnp.minimum(row, pool.rows - 1).reshape(batch, -1)
+        flat = jnp.minimum(row, pool.row_count - 1).reshape(batch, -1)
         return jnp.take_along_axis(pool.pos, flat, axis=1).reshape(shape)
 
     def halve(_, bounds):
@@ -192,7 +208,7 @@ def rows_of(
         )
 
     # Entries of a segment ascend in position: bisect for each.
-    row, _ = lax.fori_loop(0, pool.rows.bit_length(), halve, (low, high))
+    row, _ = lax.fori_loop(0, pool.row_count.bit_length(), halve, (low, high))
     held = real & (row < end) & (position_at(row) == positions)
     order = jnp.argsort(~held, axis=-1, stable=True)
     return jnp.take_along_axis(jnp.where(held, row, -1), order, axis=-1), held.sum(

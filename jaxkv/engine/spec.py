@@ -1,4 +1,4 @@
-"""`Spec`: static config of the programs that run on a cache, and the functions that create it."""
+"""`DecodeSpec`: static config of the programs that run on a cache, and the functions that create it."""
 
 import dataclasses
 from typing import Any
@@ -12,41 +12,41 @@ from jaxkv._errors import require
 from jaxkv.attention import (
     PREFILL_ONLY,
     Implementation,
-    Implementations,
-    backend_of,
-    capability_of,
-    choose,
-    named,
+    PrefillDecodeImplementations,
+    choose_attention_implementations,
+    get_attention_backend,
+    get_cuda_capability,
+    parse_attention_implementation,
 )
-from jaxkv.cache import KVCache, State
-from jaxkv.engine.layers.terms import Terms
-from jaxkv.engine.plan import widest
+from jaxkv.cache import KVCache, PolicyState
+from jaxkv.engine.layers.terms import DecodeAttentionConfig
+from jaxkv.engine.plan import bound_segment_length
 from jaxkv.loading import LanguageModel
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Flat, Graphs, Leaves
+from jaxkv.models.decoder import DecoderGraphs, Leaves, SplitDecoder
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.reads import WHOLE
 from jaxkv.policies.unseen import GateRank
-from jaxkv.sharding.mesh import Axes, tree_placed
-from jaxkv.sharding.record import recorder
+from jaxkv.sharding.mesh import ShardingMesh, place_tree_on_mesh
+from jaxkv.sharding.record import get_active_recorder
 
 # Number of gates whose weights are cached on a model's devices.
 _GATES = 2
 
 
-def reading_state(
+def create_selection_state(
     prompt: Int[np.ndarray, " B"] | Int[Array, " B"],
     reads: Int[np.ndarray, " B"] | Int[Array, " B"],
     choosable: Int[Array, "L B K"],
     query_buffers: tuple[Float[Array, "B K G R D"], ...] = (),
-) -> State:
-    """Return the initial `State` of a policy that keeps all entries and attends to `reads` selected ones (OmniKV).
+) -> PolicyState:
+    """Return the first `PolicyState` of a policy that keeps all entries and attends to `reads` selected ones (OmniKV).
 
     `query_buffers` are those of filter layers.
     """
-    return State(
+    return PolicyState(
         prompt=jnp.asarray(prompt, jnp.int32),
         budget=jnp.asarray(reads, jnp.int32),
         recent=jnp.zeros(choosable.shape[:2], jnp.int32),
@@ -55,28 +55,28 @@ def reading_state(
     )
 
 
-def gate_weights(flat: Flat, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
+def get_gate_weights(flat: SplitDecoder, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
     """Return one layer's gate weights on the model's devices, cached for the two most recently used gates.
 
     Return abstract arrays if `abstract`, and while programs are recorded.
     """
     # Look up first: a gate from a saved cache has no weights, even if an equal gate's are cached.
-    weights, axes = gate.weights[layer], flat.axes
-    if abstract or recorder() is not None:
+    weights, axes = gate.host_weights[layer], flat.axes
+    if abstract or get_active_recorder() is not None:
         weights = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32), weights)
-        return weights if axes is None else tree_placed(weights, type(weights), axes)
+        return weights if axes is None else place_tree_on_mesh(weights, type(weights), axes)
     kept = flat.gates[gate] = flat.gates.pop(gate, {})
     while len(flat.gates) > _GATES:
         del flat.gates[next(iter(flat.gates))]
     if layer not in kept:
         arrays = jax.tree.map(jnp.asarray, weights)
-        kept[layer] = arrays if axes is None else tree_placed(arrays, type(arrays), axes)
+        kept[layer] = arrays if axes is None else place_tree_on_mesh(arrays, type(arrays), axes)
     return kept[layer]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Spec(Terms):
-    """Static, hashable config of decode programs: model graphs, cache layout, policy parts, backend.
+class DecodeSpec(DecodeAttentionConfig):
+    """Static, hashable config of decode programs: decoder graphs, model config, cache layout, policy parts, backend.
 
     Attributes:
         graphs: static part of the decoder.
@@ -86,75 +86,76 @@ class Spec(Terms):
         dtype: dtype of the model.
     """
 
-    graphs: Graphs
+    graphs: DecoderGraphs
     config: ModelConfig
     rolling: bool
     fused: bool = False
     dtype: Any = jnp.float32
 
     @property
-    def axes(self) -> Axes | None:
+    def axes(self) -> ShardingMesh | None:
         """Axes of the mesh that the programs run on; None without a mesh."""
         return self.graphs.axes
 
-    def graphs_of(self, layer: int) -> Graphs:
-        """Return the static part of the decoder for one layer; equal for layers of equal spec."""
-        return self.graphs.of(self.config.spec_of(layer))
+    def get_layer_graphs(self, layer: int) -> DecoderGraphs:
+        """Return the static `DecoderGraphs` of the decoder for one layer; equal for layers of equal `LayerSpec`."""
+        return self.graphs.replace_layer_spec(self.config.get_layer_spec(layer))
 
     @property
-    def gate(self) -> Gate | None:
-        """Trained gate that scores new entries by their hidden states; None if the policy has none or only appends."""
+    def entry_gate(self) -> Gate | None:
+        """Trained gate that scores new entries by hidden states; None if the policy has none, or only appends."""
         rank = self.ongoing.rank
         return rank.gate if isinstance(rank, GateRank) else None
 
-    def blocks_of(self, flat: Flat) -> tuple[Leaves, ...]:
-        """Return the leaves of each block of a model: its parameters, then the layer's gate weights, if any."""
-        if self.gate is None:
+    def collect_block_leaves(self, flat: SplitDecoder) -> tuple[Leaves, ...]:
+        """Return each block's arrays as a tuple: the block's parameters, then the layer's gate weights, if any."""
+        if self.entry_gate is None:
             return flat.blocks
-        abstract, gate = isinstance(flat.ends[0], jax.ShapeDtypeStruct), self.gate
+        abstract, gate = isinstance(flat.ends[0], jax.ShapeDtypeStruct), self.entry_gate
         weights = [
-            gate_weights(flat, gate, layer, abstract=abstract) for layer in range(len(flat.blocks))
+            get_gate_weights(flat, gate, layer, abstract=abstract)
+            for layer in range(len(flat.blocks))
         ]
         return tuple(
             (*own, *jax.tree.leaves(more)) for own, more in zip(flat.blocks, weights, strict=True)
         )
 
-    def parted(self, leaves: Leaves) -> tuple[Leaves, Any]:
-        """Split a block's leaves from `blocks_of` into its parameters and its gate's weights (None without a gate)."""
-        if self.gate is None:
+    def split_gate_leaves(self, leaves: Leaves) -> tuple[Leaves, Any]:
+        """Split a block's leaves into the block's parameters and its gate's weights (None without a gate)."""
+        if self.entry_gate is None:
             return leaves, None
-        tree = self.gate.tree
+        tree = self.entry_gate.weights_treedef
         return leaves[: -tree.num_leaves], jax.tree.unflatten(tree, leaves[-tree.num_leaves :])
 
-    def streams(self, tokens: int) -> bool:
-        """Return True if a step of this many tokens (only 1) runs the backend's `decode_token` and `add_norm`."""
-        fused = self.config.alternates and self.fused
+    def uses_fused_step(self, tokens: int) -> bool:
+        """Return True if a step of this many tokens (only 1) runs the backend's fused attention and add-and-norm."""
+        fused = self.config.has_llama_blocks and self.fused
         return fused and tokens == 1 and not self.reading.offloaded
 
-    def chooses(self, layer: int, tokens: int) -> bool:
+    def is_selecting_layer(self, layer: int, tokens: int) -> bool:
         """Return True for filter layers that select positions: in steps of one token, or if `reading.several`."""
         return layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
-    def sparse(self, layer: int, tokens: int) -> bool:
+    def is_sparse_layer(self, layer: int, tokens: int) -> bool:
         """Return True if the layer attends to selected entries only: in steps of one token, or if `reading.several`."""
         reading = self.reading
         return reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 
-    def query_buffer_index(self, layer: int) -> int | None:
-        """Return the index of the layer's query buffer in the cache's tuple; None without a buffer."""
+    def find_query_buffer_index(self, layer: int) -> int | None:
+        """Return the index of a layer's query buffer in the cache's tuple of buffers; None without a buffer."""
         if self.ongoing.queries:
             sliding_windows = self.config.sliding_windows
             return None if sliding_windows[layer] else sliding_windows[:layer].count(None)
-        if self.reading.query_buffer and layer in self.reading.filters:
+        if self.reading.filter_query_count and layer in self.reading.filters:
             return self.reading.filters.index(layer)
         return None
 
 
-def spec_for(
-    flat: Flat, cache: KVCache, implementation: Implementation = Implementation.XLA
-) -> Spec:
-    """Return the `Spec` of decode programs on a cache, from the cache's static fields."""
-    return specialise(
+def create_cache_spec(
+    flat: SplitDecoder, cache: KVCache, implementation: Implementation = Implementation.XLA
+) -> DecodeSpec:
+    """Return the `DecodeSpec` of the programs that decode on a given cache, from the cache's static fields."""
+    return create_decode_spec(
         flat,
         cache.policy.composed,
         padded_len=cache.padded_len,
@@ -163,39 +164,41 @@ def spec_for(
     )
 
 
-def specialise(
-    flat: Flat,
+def create_decode_spec(
+    flat: SplitDecoder,
     parts: Parts,
     *,
     padded_len: int,
     extended: bool = False,
     implementation: Implementation = Implementation.XLA,
-) -> Spec:
-    """Return the `Spec` of decode programs for a policy and prompts of bucket `padded_len`.
+) -> DecodeSpec:
+    """Return the `DecodeSpec` of programs for a policy's parts and prompts of bucket `padded_len`.
 
     With `extended`, segments may hold more entries than the policy keeps of prompts (`KVCache.extended`).
     """
-    ongoing, most = parts.ongoing, None
-    reading = parts.reading(flat.config.sliding_windows, padded_len)
-    if ongoing.compresses and parts.layout.one_pool and not extended:
-        most = widest(parts, padded_len, flat.config.sliding_windows)
-    return Spec(
+    ongoing, most = parts.decoding_compression, None
+    reading = parts.build_read_config(flat.config.sliding_windows, padded_len)
+    if ongoing.compresses and parts.cache_layout.uses_shared_pool and not extended:
+        most = bound_segment_length(parts, padded_len, flat.config.sliding_windows)
+    return DecodeSpec(
         graphs=flat.graphs,
         config=flat.config,
-        layout=parts.layout,
+        layout=parts.cache_layout,
         rolling=parts.rolling,
         ongoing=ongoing,
         reading=reading,
         widest=most,
         implementation=implementation,
-        fused=parts.store.read_by(backend_of(implementation).can.steps, flat.config.head_dim),
+        fused=parts.store.supports_kernels(
+            get_attention_backend(implementation).can.steps, flat.config.head_dim
+        ),
         dtype=flat.ends[0].dtype,
     )
 
 
-def implementations_for(
+def select_implementations(
     params: LanguageModel, policy: Policy, asked: Implementation
-) -> Implementations:
+) -> PrefillDecodeImplementations:
     """Select the attention implementations of prefill and decode for a model's devices; chunks use decode's.
 
     Args:
@@ -211,15 +214,17 @@ def implementations_for(
     """
     read, axes = policy.composed.read, params.axes
     device = jax.devices()[0] if axes is None else axes.mesh.devices.flat[0]
-    chosen = choose(
+    chosen = choose_attention_implementations(
         asked,
         platform=jax.default_backend() if axes is None else axes.platform,
         dtype=params.dtype,
         head_dim=params.config.head_dim,
-        capability=capability_of(device),
+        capability=get_cuda_capability(device),
     )
-    if not read.chunk:
+    if not read.prefill_chunk_tokens:
         return chosen
     remedy = "not supported in chunked prefill, where chunks attend to the cache: leave it out"
-    require(named(asked) not in PREFILL_ONLY, "implementation", asked, remedy)
+    require(
+        parse_attention_implementation(asked) not in PREFILL_ONLY, "implementation", asked, remedy
+    )
     return dataclasses.replace(chosen, prefill=chosen.decode)

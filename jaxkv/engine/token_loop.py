@@ -10,19 +10,24 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray
 
-from jaxkv.cache import Cache, Tables
-from jaxkv.cache.host_store import Loader, Traffic
-from jaxkv.cache.pools import Pool
-from jaxkv.engine.decode import extend, step
-from jaxkv.engine.sampling import Sampler, argument
-from jaxkv.engine.spec import Spec
-from jaxkv.models.decoder import Flat, Leaves
-from jaxkv.sharding.collectives import count_of_all, first, gathered
-from jaxkv.sharding.mesh import Axes, host, inside, settle_down
+from jaxkv.cache import CacheArrays, SegmentTables
+from jaxkv.cache.host_store import HostStoreLoader, TransferCounter
+from jaxkv.cache.pools import EntryPool
+from jaxkv.engine.decode import run_decode_step, run_new_tokens
+from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree
+from jaxkv.engine.spec import DecodeSpec
+from jaxkv.models.decoder import Leaves, SplitDecoder
+from jaxkv.sharding.collectives import all_gather_shards, count_flags_over_mesh, get_shard_offset
+from jaxkv.sharding.mesh import (
+    ShardingMesh,
+    copy_to_host,
+    is_inside_shard_map,
+    place_dataclass_on_mesh,
+)
 from jaxkv.sharding.sharded_program import sharded_jit
 
 
-def _one_command_buffer() -> dict[str, str]:
+def _get_command_buffer_options() -> dict[str, str]:
     """Return compiler options that run the token loop as one GPU command buffer; empty if XLA_FLAGS sets them.
 
     The GPU then waits for the host once, not at every token.
@@ -37,7 +42,7 @@ def _one_command_buffer() -> dict[str, str]:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingState:
-    """Sampling state of each sequence, independent of other sequences.
+    """Sampling state of each sequence of a batch: next logits, ended mask, tokens left, random keys, end ids.
 
     Attributes:
         logits: logits of the next token, `f32[B, V]`.
@@ -55,7 +60,7 @@ class SamplingState:
     row: Int[Array, " B"]
     ends: Int[Array, "B n"]
 
-    def after(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "SamplingState":
+    def advance_step(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "SamplingState":
         """Return the state after a step: new logits and `done` mask, `left` less one; ended sequences keep old logits.
 
         A token that ends a sequence adds no entry: the logits remain those of the last entry.
@@ -67,28 +72,28 @@ class SamplingState:
 
 
 @sharded_jit(static=("axes",))
-def first_sampling_state(
+def create_sampling_state(
     logits: Float[Array, "B V"],
     done: Bool[Array, " B"],
     key: PRNGKeyArray,
     eos: Int[Array, " n"],
     *,
-    axes: Axes | None = None,
+    axes: ShardingMesh | None = None,
 ) -> SamplingState:
-    """Compiled: return a batch's first sampling state, with one random key, end ids `eos`, and no token limit."""
+    """Compiled: return a batch's initial `SamplingState`, with one random key, end ids `eos` and no token limit."""
     batch = done.shape[0]
     return SamplingState(
         logits=logits,
         done=done,
         left=jnp.full((batch,), jnp.iinfo(jnp.int32).max, jnp.int32),
         key=jnp.broadcast_to(key, (batch,)),
-        row=jnp.arange(batch, dtype=jnp.int32) + first("B", batch, axes),
+        row=jnp.arange(batch, dtype=jnp.int32) + get_shard_offset("B", batch, axes),
         ends=jnp.broadcast_to(eos, (batch, *eos.shape)),
     )
 
 
 class SampledTokens(NamedTuple):
-    """One token id sampled per sequence, id to return, mask of ended sequences, and whether the token is run.
+    """One token per sequence, `[B]`: sampled id, id to return (-1 after the end), ended mask, whether it is run.
 
     Attributes:
         token: sampled id; V for an id outside the vocabulary.
@@ -103,14 +108,14 @@ class SampledTokens(NamedTuple):
     fed: Int[Array, " B"]
 
 
-def sample_next(
+def sample_next_tokens(
     sampling_state: SamplingState,
     seen: Int[Array, " B"],
     sampling: Sampler,
-    axes: Axes | None = None,
+    axes: ShardingMesh | None = None,
 ) -> SampledTokens:
-    """Sample the next token of each sequence; raise TypeError unless the sampler returns integers `[B]`."""
-    logits = gathered(sampling_state.logits, "V", 1, axes)
+    """Sample each sequence's next token as `SampledTokens`; TypeError unless the sampler returns integers `[B]`."""
+    logits = all_gather_shards(sampling_state.logits, "V", 1, axes)
     keys = jax.vmap(lambda key, row, at: jax.random.fold_in(jax.random.fold_in(key, row), at))(
         sampling_state.key, sampling_state.row, seen
     )
@@ -135,25 +140,29 @@ def sample_next(
 
 
 @sharded_jit(static=("axes",))
-def next_tokens(
-    sampling_state: SamplingState, seen: Int[Array, " B"], sampling: Any, *, axes: Axes | None
+def run_sampling_step(
+    sampling_state: SamplingState,
+    seen: Int[Array, " B"],
+    sampling: Any,
+    *,
+    axes: ShardingMesh | None,
 ) -> SampledTokens:
-    """Compiled: sample the next token of every sequence."""
-    return sample_next(sampling_state, seen, sampling, axes)
+    """Compiled `sample_next_tokens`: sample the next token of every sequence; return `SampledTokens`."""
+    return sample_next_tokens(sampling_state, seen, sampling, axes)
 
 
 def decode(
-    flat: Flat,
-    cache: Cache,
+    flat: SplitDecoder,
+    cache: CacheArrays,
     sampling_state: SamplingState,
     steps: int | Int[Array, ""],
     *,
-    spec: Spec,
+    spec: DecodeSpec,
     sampling: Sampler,
     size: int,
     idle: int | None = None,
-    loader: Loader | None = None,
-) -> tuple[Cache, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
+    loader: HostStoreLoader | None = None,
+) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
     """Sample up to `steps` tokens per sequence; return cache, sampling state, ids `[B, size]`, number of steps.
 
     Runs a compiled loop, or a loop in Python with a `loader` of entries in host memory. Ids are -1 after a sequence's
@@ -164,67 +173,89 @@ def decode(
     """
     # On a mesh, the copies that fill up its groups have ended, too.
     many = sampling_state.done.shape[0] * (
-        flat.axes.size("B") if flat.axes is not None and inside() else 1
+        flat.axes.count_axis_shards("B") if flat.axes is not None and is_inside_shard_map() else 1
     )
     idle = many - 1 if idle is None else idle
     if loader is None:
-        arguments = loop_arguments(flat, cache, sampling_state, steps, sampling, idle, spec=spec)
+        arguments = collect_loop_arguments(
+            flat, cache, sampling_state, steps, sampling, idle, spec=spec
+        )
         return _loop(*arguments, spec=spec, size=size)
     device = next(iter(cache.tables.seen.devices()))
     sampling_state = (
-        settle_down(sampling_state, flat.axes)
+        place_dataclass_on_mesh(sampling_state, flat.axes)
         if flat.axes
         else jax.device_put(sampling_state, device)
     )
     out, ran, ended = (
         np.full((len(sampling_state.done), size), -1, np.int32),
         0,
-        host(sampling_state.done),
+        copy_to_host(sampling_state.done),
     )
     if steps == 0:
         # Compile with a step that adds no token.
-        new = next_tokens(sampling_state, cache.tables.seen, argument(sampling), axes=flat.axes)
-        loader, none = dataclasses.replace(loader, traffic=Traffic()), new.fed * 0
-        logits, cache = extend(flat, cache, new.token[:, None], none, spec=spec, loader=loader)
+        new = run_sampling_step(
+            sampling_state, cache.tables.seen, convert_sampler_to_pytree(sampling), axes=flat.axes
+        )
+        loader, none = dataclasses.replace(loader, traffic=TransferCounter()), new.fed * 0
+        logits, cache = run_new_tokens(
+            flat, cache, new.token[:, None], none, spec=spec, loader=loader
+        )
         jax.block_until_ready(logits)
     while ran < int(steps) and ended.sum() <= idle:
-        new = next_tokens(sampling_state, cache.tables.seen, argument(sampling), axes=flat.axes)
-        logits, cache = extend(flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader)
-        sampling_state = sampling_state.after(logits, new.done)
+        new = run_sampling_step(
+            sampling_state, cache.tables.seen, convert_sampler_to_pytree(sampling), axes=flat.axes
+        )
+        logits, cache = run_new_tokens(
+            flat, cache, new.token[:, None], new.fed, spec=spec, loader=loader
+        )
+        sampling_state = sampling_state.advance_step(logits, new.done)
         # Copy to the host only now, while the device runs the step.
-        out[:, ran], ended = host(new.shown), host(new.done)
+        out[:, ran], ended = copy_to_host(new.shown), copy_to_host(new.done)
         ran += 1
     return cache, sampling_state, jnp.asarray(out), jnp.int32(ran)
 
 
-def loop_arguments(
-    flat: Flat,
-    cache: Cache,
+def collect_loop_arguments(
+    flat: SplitDecoder,
+    cache: CacheArrays,
     sampling_state: SamplingState,
     steps: int | Int[Array, ""],
     sampling: Sampler,
     idle: int,
     *,
-    spec: Spec,
+    spec: DecodeSpec,
 ) -> tuple[Any, ...]:
-    """Return the compiled loop's non-static arguments, in order; the second is donated by the loop."""
-    weights, limits = (flat.ends, spec.blocks_of(flat)), (jnp.int32(steps), jnp.int32(idle))
-    return weights, cache.pools, cache.tables, sampling_state, limits, argument(sampling)
+    """Return a tuple of the compiled token loop's non-static arguments, in order; the second, the pools, is donated."""
+    weights, limits = (
+        (flat.ends, spec.collect_block_leaves(flat)),
+        (jnp.int32(steps), jnp.int32(idle)),
+    )
+    return (
+        weights,
+        cache.pools,
+        cache.tables,
+        sampling_state,
+        limits,
+        convert_sampler_to_pytree(sampling),
+    )
 
 
-@sharded_jit(static=("spec", "size"), donate=("pools",), on="spec", compiler=_one_command_buffer())
+@sharded_jit(
+    static=("spec", "size"), donate=("pools",), on="spec", compiler=_get_command_buffer_options()
+)
 def _loop(
     weights: tuple[Leaves, tuple[Leaves, ...]],
-    pools: tuple[Pool, ...],
-    tables: Tables,
+    pools: tuple[EntryPool, ...],
+    tables: SegmentTables,
     sampling_state: SamplingState,
     limits: tuple[Int[Array, ""], Int[Array, ""]],
     sampling: Any,
     *,
-    spec: Spec,
+    spec: DecodeSpec,
     size: int,
-) -> tuple[Cache, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
-    """Compiled token loop: return the cache (its pools are donated), sampling state, ids, number of steps.
+) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
+    """Compiled token loop: sample, then step; return cache (donated pools), sampling state, ids, number of steps.
 
     `limits` are the number of steps, and the number of ended sequences above which the loop stops.
     """
@@ -233,16 +264,16 @@ def _loop(
     def going(carry):
         index, _, sampling_state, _ = carry
         # Stops after the requested number of steps, or once more than `idle` sequences have ended.
-        return (index < steps) & (count_of_all(sampling_state.done, spec.axes) <= idle)
+        return (index < steps) & (count_flags_over_mesh(sampling_state.done, spec.axes) <= idle)
 
     def body(carry):
         index, cache, sampling_state, out = carry
-        new = sample_next(sampling_state, cache.tables.seen, sampling, spec.axes)
+        new = sample_next_tokens(sampling_state, cache.tables.seen, sampling, spec.axes)
         out = lax.dynamic_update_slice(out, new.shown[:, None], (0, index))
-        logits, cache = step(*weights, cache, new.token[:, None], new.fed, spec=spec)
-        return index + 1, cache, sampling_state.after(logits, new.done), out
+        logits, cache = run_decode_step(*weights, cache, new.token[:, None], new.fed, spec=spec)
+        return index + 1, cache, sampling_state.advance_step(logits, new.done), out
 
     out = jnp.full((sampling_state.done.shape[0], size), -1, jnp.int32)
-    begun = jnp.int32(0), Cache(pools=pools, tables=tables), sampling_state, out
+    begun = jnp.int32(0), CacheArrays(pools=pools, tables=tables), sampling_state, out
     index, cache, sampling_state, out = lax.while_loop(going, body, begun)
     return cache, sampling_state, out, index

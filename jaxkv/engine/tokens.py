@@ -10,21 +10,21 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import checked
-from jaxkv.attention.steps import Unrotated
-from jaxkv.cache import Cache
-from jaxkv.engine.hadamard import stored_keys, transformed
+from jaxkv._checks import require_shape_and_dtype
+from jaxkv.attention.steps import UnrotatedProjections
+from jaxkv.cache import CacheArrays
+from jaxkv.engine.hadamard import apply_hadamard, centre_and_transform_keys
 from jaxkv.engine.lengths import QUERY_BLOCK
-from jaxkv.engine.spec import Spec
-from jaxkv.models.decoder import Block, Flat
-from jaxkv.models.rope import Angles, angles, rotate
+from jaxkv.engine.spec import DecodeSpec
+from jaxkv.models.decoder import DecoderBlock, SplitDecoder
+from jaxkv.models.rope import RopeTables, apply_rope, compute_rope_tables
 from jaxkv.models.values import LayerSpec, Rope
-from jaxkv.policies.parts import Ongoing
-from jaxkv.sharding.mesh import settle_down
+from jaxkv.policies.parts import DecodingCompressionConfig
+from jaxkv.sharding.mesh import place_dataclass_on_mesh
 
 
-class Choosable(NamedTuple):
-    """Per sequence, the `budget` of positions that filter layers select, among positions less than `below`."""
+class SelectionBounds(NamedTuple):
+    """Per sequence, the number of positions (`budget`) that filter layers select, all of them less than `below`."""
 
     below: Int[Array, " B"]
     budget: Int[Array, " B"]
@@ -32,20 +32,20 @@ class Choosable(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NewTokens:
-    """A step's N new tokens, the same for all layers: positions, number of valid ones, candidates.
+    """The N new tokens of a step, the same for all layers: positions, number of valid ones, selection bounds.
 
     `candidates` bounds the positions that filter layers select from.
     """
 
     positions: Int[Array, "B N"]
     count: Int[Array, " B"]
-    candidates: Choosable | None = None
+    candidates: SelectionBounds | None = None
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Token:
-    """Queries and keys (both after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
+class TokenProjections:
+    """Queries and keys (after RoPE) and values of N new tokens in one block; `stored`: keys as pools hold them.
 
     `begun` are the initial scores of new entries, None if unknown. `split` are the inputs of a fused step; None in
     other steps.
@@ -56,26 +56,26 @@ class Token:
     v: Float[Array, "B K N D"]
     stored: Float[Array, "B K N D"]
     begun: Float[Array, "B K N"] | None = None
-    split: Unrotated | None = None
+    split: UnrotatedProjections | None = None
 
-    def transformed(self, centre: Float[Array, "B K D"]) -> "Token":
-        """Return the token for caches of transformed entries, whose keys have `centre` subtracted."""
-        k = stored_keys(self.k, centre)
+    def transform_projections(self, centre: Float[Array, "B K D"]) -> "TokenProjections":
+        """Return the projections after the transform of stored entries: of queries, values, and keys minus `centre`."""
+        k = centre_and_transform_keys(self.k, centre)
         return dataclasses.replace(
-            self, q=transformed(self.q), k=k, v=transformed(self.v), stored=k
+            self, q=apply_hadamard(self.q), k=k, v=apply_hadamard(self.v), stored=k
         )
 
-    def widened(self, dtype: jnp.dtype) -> "Token":
-        """Return the token with queries, keys and values in the dtype of its pool."""
+    def cast_to_dtype(self, dtype: jnp.dtype) -> "TokenProjections":
+        """Return the projections with queries, keys and values cast to `dtype`, that of the pool."""
         names = ("q", "k", "v", "stored")
         return dataclasses.replace(
             self, **{name: getattr(self, name).astype(dtype) for name in names}
         )
 
-    def parts(
+    def arrange_for_fused_step(
         self, sequences: int
     ) -> tuple[Float[Array, "one M K G D"], Float[Array, "one M two K D"]]:
-        """Return queries, and keys with values, of one new token each for a fused step, padded to `sequences`."""
+        """Return float32 `q[1, M, K, G, D]` and `kv[1, M, 2, K, D]` of one token, padded to M = `sequences`."""
         q, kv = self.q[..., 0, :], jnp.stack([self.k[:, :, 0], self.v[:, :, 0]], axis=1)
         wide = ((0, sequences - q.shape[0]), *((0, 0),) * 3)
         return jnp.pad(q.astype(jnp.float32), wide)[None], jnp.pad(kv.astype(jnp.float32), wide)[
@@ -83,34 +83,36 @@ class Token:
         ]
 
 
-def project(block: Block, spec: Spec, normed: Float[Array, "B N E"], by: Angles) -> Token:
-    """Return rotated queries, rotated keys and values of new tokens from normed hidden states."""
-    raw, v = block.keys_values(normed)
-    k = rotate(raw, by, normed.dtype)
+def project_new_tokens(
+    block: DecoderBlock, spec: DecodeSpec, normed: Float[Array, "B N E"], by: RopeTables
+) -> TokenProjections:
+    """Return the `TokenProjections` of new tokens from normed hidden states: rotated queries and keys, values."""
+    raw, v = block.compute_keys_values(normed)
+    k = apply_rope(raw, by, normed.dtype)
     stored = raw.astype(normed.dtype) if spec.rolling else k
-    return Token(q=block.queries(normed, by), k=k, v=v, stored=stored)
+    return TokenProjections(q=block.compute_rotated_queries(normed, by), k=k, v=v, stored=stored)
 
 
-def token_of_parts(
-    q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: Angles, dtype: jnp.dtype
-) -> Token:
-    """Return the rotated query and key and the value of one new token from split-K partial sums of projections."""
+def sum_token_projections(
+    q: Float[Array, "n M K G D"], kv: Float[Array, "n M two K D"], by: RopeTables, dtype: jnp.dtype
+) -> TokenProjections:
+    """Return the `TokenProjections` of one new token from split-K partial sums of its queries, keys and values."""
     batch = by.cos.shape[0]
     query, both = q.sum(axis=0)[:batch], kv.sum(axis=0)[:batch]
-    k = rotate(both[:, 0, :, None], by, dtype)
-    return Token(
-        q=rotate(query[..., None, :], by, dtype),
+    k = apply_rope(both[:, 0, :, None], by, dtype)
+    return TokenProjections(
+        q=apply_rope(query[..., None, :], by, dtype),
         k=k,
         v=both[:, 1, :, None].astype(dtype),
         stored=k,
-        split=Unrotated(q, kv, by.cos[:, 0], by.sin[:, 0]),
+        split=UnrotatedProjections(q, kv, by.cos[:, 0], by.sin[:, 0]),
     )
 
 
-def in_blocks(
+def attend_in_blocks(
     attend: Callable[[Array], tuple[Array, Array]], q: Float[Array, "B K G N D"]
 ) -> tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]:
-    """Return attention output and log-sum-exp, computed by `attend` on blocks of at most `QUERY_BLOCK` query tokens.
+    """Return output and log-sum-exp of `attend`, called on blocks of at most `QUERY_BLOCK` query tokens.
 
     `attend` accepts queries `[B, K, G * N, D]`.
     """
@@ -129,20 +131,24 @@ def in_blocks(
     return out.reshape(wide.shape)[:, :, :, :tokens], lse.reshape(wide.shape[:-1])[..., :tokens]
 
 
-def first_scores(token: Token, ongoing: Ongoing) -> Float[Array, "B K N"] | None:
-    """Return the initial scores of new entries, from a gate or the rank's `begin`; None if the pool has no scores."""
-    if not ongoing.scored:
+def compute_first_scores(
+    token: TokenProjections, ongoing: DecodingCompressionConfig
+) -> Float[Array, "B K N"] | None:
+    """Return the first scores `[B, K, N]` of new entries, by a gate or the rank; None if pools have no scores."""
+    if not ongoing.stores_scores:
         return None
     if token.begun is not None:
         return token.begun
-    begun = ongoing.rank.begin(token.stored, token.v)
-    return checked(ongoing.rank, "begin", begun, token.v.shape[:3], "new entry, [B, K, N]")
+    begun = ongoing.rank.score_new_entries(token.stored, token.v)
+    return require_shape_and_dtype(
+        ongoing.rank, "score_new_entries", begun, token.v.shape[:3], "new entry, [B, K, N]"
+    )
 
 
-def remembered(
+def write_query_buffer(
     query_buffer: Float[Array, "B K G R D"], q: Float[Array, "B K G N D"], new: NewTokens
 ) -> Float[Array, "B K G R D"]:
-    """Write the valid new tokens' queries into a query buffer, that of position p at index p % R."""
+    """Return a query buffer with the valid new tokens' queries written in, that of position p at index p % R."""
     batch, rows, tokens = query_buffer.shape[0], query_buffer.shape[3], q.shape[3]
     offset, count = jnp.arange(tokens, dtype=jnp.int32), new.count
     # If there are more queries than places, only the last ones count.
@@ -154,48 +160,52 @@ def remembered(
 
 
 @partial(jax.jit, static_argnames=("padded_len", "rope", "dim"))
-def _angles_of(*, padded_len: int, rope: Rope, dim: int) -> Angles:
+def _compute_position_angles(*, padded_len: int, rope: Rope, dim: int) -> RopeTables:
     """Compiled: return rotary angles (cos, sin) of positions 0 to `padded_len` - 1."""
-    return angles(jnp.arange(padded_len, dtype=jnp.int32)[None], rope, dim)
+    return compute_rope_tables(jnp.arange(padded_len, dtype=jnp.int32)[None], rope, dim)
 
 
-def angles_by_rope(flat: Flat, padded_len: int) -> dict[Rope, Angles]:
-    """Return the angles of each rotary embedding of the model at positions 0 to `padded_len` - 1."""
-    ropes = dict.fromkeys(flat.config.spec_of(layer).rope for layer in range(flat.config.layers))
+def compute_angles_by_rope(flat: SplitDecoder, padded_len: int) -> dict[Rope, RopeTables]:
+    """Return a dict from each rotary embedding of the model to its angles at positions 0 to `padded_len` - 1."""
+    ropes = dict.fromkeys(
+        flat.config.get_layer_spec(layer).rope for layer in range(flat.config.layers)
+    )
     dim = flat.config.head_dim
     return {
-        rope: settle_down(_angles_of(padded_len=padded_len, rope=rope, dim=dim), flat.axes)
+        rope: place_dataclass_on_mesh(
+            _compute_position_angles(padded_len=padded_len, rope=rope, dim=dim), flat.axes
+        )
         for rope in ropes
     }
 
 
 class StepAngles(NamedTuple):
-    """A layer's RoPE angles in a step: for new tokens, and for unrotated keys of the pool."""
+    """RoPE angles of one layer in a step: of the new tokens, and of the pool's keys if these are unrotated."""
 
-    new: Angles
-    rows: Angles | None = None
+    new: RopeTables
+    rows: RopeTables | None = None
 
     @property
-    def turning(self) -> Callable[[Array], Array] | None:
+    def key_rotation(self) -> Callable[[Array], Array] | None:
         """Function that rotates keys `[B, P, D]` before attention; None if pools hold rotated keys."""
-        return None if self.rows is None else partial(rolled, by=self.rows)
+        return None if self.rows is None else partial(rotate_pool_keys, by=self.rows)
 
 
-def step_angles(
-    spec: Spec, kinds: Sequence[LayerSpec], positions: Int[Array, "B N"], cache: Cache
+def compute_step_angles(
+    spec: DecodeSpec, kinds: Sequence[LayerSpec], positions: Int[Array, "B N"], cache: CacheArrays
 ) -> list[StepAngles]:
     """Return each layer's `StepAngles`; layers with equal RoPE share arrays.
 
     Rolling positions are places within the cache. `cache` is the state before the step, used with rolling positions
     only.
     """
-    angles_at = partial(angles, head_dim=spec.config.head_dim)
+    angles_at = partial(compute_rope_tables, head_dim=spec.config.head_dim)
     ropes = [kind.rope for kind in kinds]
     if not spec.rolling:
         by_rope = {rope: StepAngles(angles_at(positions, rope)) for rope in dict.fromkeys(ropes)}
         return [by_rope[rope] for rope in ropes]
     tables, heads = cache.tables, cache.tables.start.shape[2]
-    sizes = [pool.rows // heads for pool in cache.pools]
+    sizes = [pool.row_count // heads for pool in cache.pools]
     distinct = dict.fromkeys(zip(sizes, ropes, strict=True))
     of_rows = {
         (size, rope): angles_at(jnp.arange(size, dtype=jnp.int32)[None], rope)
@@ -210,7 +220,7 @@ def step_angles(
     ]
 
 
-def rolled(keys: Float[Array, "B P D"], by: Angles) -> Float[Array, "B P D"]:
-    """Rotate keys by their places within the cache; segments have equal size and unrotated keys."""
+def rotate_pool_keys(keys: Float[Array, "B P D"], by: RopeTables) -> Float[Array, "B P D"]:
+    """Rotate a pool's keys `[B, P, D]` by their places within their segments, which have equal sizes."""
     batch, rows, dim = keys.shape
-    return rotate(keys.reshape(batch, -1, by.cos.shape[1], dim), by).reshape(keys.shape)
+    return apply_rope(keys.reshape(batch, -1, by.cos.shape[1], dim), by).reshape(keys.shape)

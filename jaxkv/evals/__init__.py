@@ -2,45 +2,52 @@
 
 from jaxkv.evals.html_report import report
 from jaxkv.evals.needle import Needle
-from jaxkv.evals.perplexity import Loss
+from jaxkv.evals.perplexity import TextLossTask
 from jaxkv.evals.published import InfiniteBench, LongBench
-from jaxkv.evals.qa import DocumentQuestions
-from jaxkv.evals.question_tasks import QuestionTask, asked, ids_of
-from jaxkv.evals.results import Cell, Difference, Evaluation, Record, Run, interval
-from jaxkv.evals.retrieval import COLOURS, TwoStage, Visible, visible_attention
+from jaxkv.evals.qa import DocumentQuestionsTask
+from jaxkv.evals.question_tasks import QuestionTask, answer_samples, encode_sample
+from jaxkv.evals.results import (
+    Evaluation,
+    EvaluationSettings,
+    PolicySummary,
+    SampleRecord,
+    ScoreDifference,
+    compute_confidence_interval,
+)
+from jaxkv.evals.retrieval import COLOURS, TwoStage, VisibleAttentionTask, measure_visible_attention
 from jaxkv.evals.ruler.ruler_task import Ruler
 from jaxkv.evals.runs import at_budgets, evaluate
-from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task, task
-from jaxkv.evals.turns import Turns
+from jaxkv.evals.task import TASKS, EvaluationTask, How, SampleOutcome, TaskSample, task
+from jaxkv.evals.turns import ConversationTask
 
 __all__ = [
     "COLOURS",
     "TASKS",
-    "Cell",
-    "Difference",
-    "DocumentQuestions",
+    "PolicySummary",
+    "ScoreDifference",
+    "DocumentQuestionsTask",
     "Evaluation",
     "How",
     "InfiniteBench",
     "LongBench",
-    "Loss",
+    "TextLossTask",
     "Needle",
-    "Outcome",
+    "SampleOutcome",
     "QuestionTask",
-    "Record",
+    "SampleRecord",
     "Ruler",
-    "Run",
-    "Sample",
-    "Task",
-    "Turns",
+    "EvaluationSettings",
+    "TaskSample",
+    "EvaluationTask",
+    "ConversationTask",
     "TwoStage",
-    "Visible",
-    "asked",
+    "VisibleAttentionTask",
+    "answer_samples",
     "at_budgets",
     "evaluate",
-    "ids_of",
-    "interval",
+    "encode_sample",
+    "compute_confidence_interval",
     "report",
     "task",
-    "visible_attention",
+    "measure_visible_attention",
 ]

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxkv._checks import shortened
+from jaxkv._checks import shorten_text
 from jaxkv._errors import require
-from jaxkv.checkpoints.whole_files import write_whole
-from jaxkv.evals.pictures import PLOTS_MISSING, draw
-from jaxkv.evals.results import Evaluation, number
-from jaxkv.evals.texts import shipped
-from jaxkv.text.shown import Shown, joined
+from jaxkv.checkpoints.whole_files import write_file_atomically
+from jaxkv.evals.pictures import PLOTS_MISSING, draw_plots
+from jaxkv.evals.results import Evaluation, format_decimal_number
+from jaxkv.evals.texts import read_packaged_file
+from jaxkv.text.shown import KeptTokensDisplay, join_equally_kept_tokens
 
 
 def report(
@@ -46,33 +46,36 @@ def report(
         bool(evaluation.records), "folder", str(evaluation.folder), "no results yet: run it first"
     )
     environment = jinja2.Environment(
-        autoescape=True, finalize=_printable, undefined=jinja2.StrictUndefined, trim_blocks=True
+        autoescape=True,
+        finalize=_escape_unprintable,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
     environment.filters |= {
-        "number": number,
-        "shortened": shortened,
-        "shaded": lambda held: markupsafe.Markup(shaded(held)._repr_html_()),
+        "number": format_decimal_number,
+        "shortened": shorten_text,
+        "shaded": lambda held: markupsafe.Markup(shade_kept_tokens(held)._repr_html_()),
     }
-    pictures = {} if PLOTS_MISSING else draw(evaluation, ("svg",))
-    text = environment.from_string(shipped("data/report.html.jinja")).render(
+    pictures = {} if PLOTS_MISSING else draw_plots(evaluation, ("svg",))
+    text = environment.from_string(read_packaged_file("data/report.html.jinja")).render(
         evaluation=evaluation,
         samples=samples,
-        asked={**vars(evaluation.run), **evaluation.methods},
+        asked={**vars(evaluation.run), **evaluation.policy_reprs},
         pictures={name: base64.b64encode(data).decode() for name, data in pictures.items()},
     )
     path = evaluation.folder / "report.html" if out is None else Path(out).expanduser()
-    write_whole(path, text.encode("utf-8", "backslashreplace"))
+    write_file_atomically(path, text.encode("utf-8", "backslashreplace"))
     return path
 
 
-def shaded(held: Mapping[str, Any]) -> Shown:
-    """Return a `Shown`, whose HTML shades the tokens of a `Record.held` by how many kv heads keep each."""
-    passages = tuple(joined(pieces, counts) for pieces, counts in held["ends"])
-    return Shown(passages=passages, heads=held["heads"])
+def shade_kept_tokens(held: Mapping[str, Any]) -> KeptTokensDisplay:
+    """Return a `KeptTokensDisplay` of a `SampleRecord.held`: its HTML shades tokens by how many kv heads keep each."""
+    passages = tuple(join_equally_kept_tokens(pieces, counts) for pieces, counts in held["ends"])
+    return KeptTokensDisplay(passages=passages, heads=held["heads"])
 
 
-def _printable(value: Any) -> Any:
-    """Escape unprintable characters of `value` for HTML templates; markup is returned unchanged."""
+def _escape_unprintable(value: Any) -> Any:
+    """Convert a template's value to text with unprintable characters escaped; return markup unchanged."""
     if hasattr(value, "__html__"):
         return value
     return "".join(

@@ -28,45 +28,45 @@ _NUMBER = re.compile(r"\d+(?:,\d{3}(?!\d))*(?:\.\d+)*")
 PARAGRAPH = re.compile(r"Paragraph (\d+)")
 
 
-def words_of(text: str) -> list[str]:
-    """List a text's words in lower case, without punctuation and the articles "a", "an" and "the"."""
+def split_normalised_words(text: str) -> list[str]:
+    """List a text's words in lower case, without ASCII punctuation and the articles "a", "an" and "the"."""
     return _ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split()
 
 
 def f1(said: Sequence[str], right: Sequence[str]) -> float:
-    """F1 of two lists of words (or characters), in [0, 1]: harmonic mean of precision and recall of common ones."""
+    """F1 in [0, 1] of two sequences of words or characters: twice the number of common ones over both lengths."""
     common = (Counter(said) & Counter(right)).total()
     return 2 * common / max(1, len(said) + len(right))
 
 
 def answer_f1(prediction: str, answer: str) -> float:
     """F1 of the words that prediction and answer share, in [0, 1], without case, punctuation and articles (SQuAD)."""
-    return f1(words_of(prediction), words_of(answer))
+    return f1(split_normalised_words(prediction), split_normalised_words(answer))
 
 
-def contains(prediction: str, answer: str) -> float:
-    """1 if the answer occurs in the prediction, in any case, and not inside a word or number; else 0.
+def contains_answer(prediction: str, answer: str) -> float:
+    """Return 1.0 if the answer occurs in the prediction, in any case and not inside a word or number, else 0.0.
 
     Runs of spaces and line ends count as one space. Words of scripts without case, such as Chinese, may touch others.
     """
-    return float(_place(_flat(prediction), _flat(answer)) >= 0)
+    return float(_find_whole_phrase(_normalise_text(prediction), _normalise_text(answer)) >= 0)
 
 
-def _flat(text: str) -> str:
-    """Case-fold a text, normalise it to Unicode NFC, and replace each run of whitespace by one space."""
+def _normalise_text(text: str) -> str:
+    """Case-fold a text, normalise it to Unicode NFC, strip it, and replace each run of whitespace by one space."""
     return " ".join(unicodedata.normalize("NFC", text.casefold()).split())
 
 
-def _place(said: str, right: str) -> int:
-    """Return the first index where `right` occurs in `said`, not inside a word or number; -1 if it does not."""
+def _find_whole_phrase(said: str, right: str) -> int:
+    """Return the first index at which `right` occurs in `said`, not inside a word or number; -1 if none."""
     inside = {
         at for number in _NUMBER.finditer(said) for at in range(number.start() + 1, number.end())
     }
     at = said.find(right)
     while right and at >= 0:
         end = at + len(right)
-        joined = (at > 0 and _joined(said[at - 1], right[0])) or (
-            end < len(said) and _joined(right[-1], said[end])
+        joined = (at > 0 and _is_within_word(said[at - 1], right[0])) or (
+            end < len(said) and _is_within_word(right[-1], said[end])
         )
         if not joined and inside.isdisjoint((at, end)):
             return at
@@ -74,14 +74,14 @@ def _place(said: str, right: str) -> int:
     return -1
 
 
-def _joined(left: str, right: str) -> bool:
-    """True if two neighbouring characters belong to one word or number: both are digits or letters with case."""
+def _is_within_word(left: str, right: str) -> bool:
+    """True if two neighbouring characters belong to one word or number: each is a digit or a letter with case."""
     return all(each.isdigit() or each.lower() != each.upper() for each in (left, right))
 
 
-def exact(prediction: str, answer: str) -> float:
-    """1 if prediction and answer are equal word by word, without case, punctuation and articles (SQuAD), else 0."""
-    said, right = words_of(prediction), words_of(answer)
+def exact_match(prediction: str, answer: str) -> float:
+    """Return 1.0 if prediction and answer have equal words, without case, punctuation, articles (SQuAD), else 0.0."""
+    said, right = split_normalised_words(prediction), split_normalised_words(answer)
     # An answer of only articles or signs has no words.
     return (
         float(said == right)
@@ -90,8 +90,8 @@ def exact(prediction: str, answer: str) -> float:
     )
 
 
-def choice(prediction: str, choices: Sequence[str], right: int) -> float:
-    """1 if the prediction names choice number `right` (0 is A), by its letter or its text, else 0.
+def score_choice(prediction: str, choices: Sequence[str], right: int) -> float:
+    """Return 1.0 if the prediction names choice number `right` (0 is A), by its letter or its text, else 0.0.
 
     A letter at the beginning ("B", "B.", "(b)", "B is right") has priority, then a letter after "answer is" or
     "answer:". Otherwise the choice whose text occurs first counts, the longest of those at the same place.
@@ -103,11 +103,11 @@ def choice(prediction: str, choices: Sequence[str], right: int) -> float:
     found = found or re.search(rf"\banswer(?: is)?\b{letter}", prediction, re.IGNORECASE)
     if found is not None:
         return float(ord(found[1].upper()) - ord("A") == right)
-    said, texts = _flat(prediction), [_flat(each) for each in choices]
+    said, texts = _normalise_text(prediction), [_normalise_text(each) for each in choices]
     places = [
         (at, -len(each), number)
         for number, each in enumerate(texts)
-        if (at := _place(said, each)) >= 0
+        if (at := _find_whole_phrase(said, each)) >= 0
     ]
     return float(bool(places) and min(places)[2] == right)
 
@@ -127,23 +127,28 @@ def rouge_l(prediction: str, answer: str) -> float:
     with any sentence of the prediction count, once in total, as shares of both texts' distinct words (Lin, ROUGE,
     2004, section 3.2, summary level).
     """
-    said, right = _sentences(prediction), _sentences(answer)
+    said, right = _split_at_full_stops(prediction), _split_at_full_stops(answer)
     if not said or not right:
         return 0.0
-    common = {word for theirs in right for ours in said for word in _common(theirs, ours)}
+    common = {
+        word
+        for theirs in right
+        for ours in said
+        for word in _find_longest_common_subsequence(theirs, ours)
+    }
     precision, recall = (
         len(common) / len({word for each in of for word in each}) for of in (said, right)
     )
     return 2 * precision * recall / (precision + recall + 1e-8)
 
 
-def _sentences(text: str) -> list[list[str]]:
+def _split_at_full_stops(text: str) -> list[list[str]]:
     """Split a text at full stops into sentences, each a list of its words."""
     # A sentence of only spaces has one empty word, as in the package.
     return [" ".join(each.split()).split(" ") for each in text.split(".") if each]
 
 
-def _common(right: list[str], said: list[str]) -> list[str]:
+def _find_longest_common_subsequence(right: list[str], said: list[str]) -> list[str]:
     """List the words of two sentences' longest common subsequence, last word first; ties as in the package rouge."""
     table = [[0] * (len(said) + 1)]
     for mine in right:
@@ -177,7 +182,7 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """1 / n if the answer is among the n class names in the prediction (without parts of the answer), else 0."""
+    """Return 1 / n if the answer is among the n class names in the prediction, without parts of the answer; else 0."""
     named = [each for each in classes if each in prediction]
     # As in the official code: removal during iteration skips the element after each removed one.
     for each in named:
@@ -209,29 +214,29 @@ def line_of_code(prediction: str, answer: str) -> float:
 
 
 def first_number(prediction: str, answer: str) -> float:
-    """1 if the first run of digits in the prediction equals the answer, else 0."""
+    """Return 1.0 if the first run of digits in the prediction equals the answer, else 0.0."""
     found = re.search(r"[0-9]+", prediction)
     return float(answer == (found.group() if found else ""))
 
 
 def among_words(prediction: str, answer: str) -> float:
-    """1 if the answer is one of the prediction's words, separated by spaces and punctuation, else 0."""
-    return float(answer in _apart(prediction, _MARKS).split())
+    """Return 1.0 if the answer is one of the prediction's words, split at spaces and punctuation, else 0.0."""
+    return float(answer in _replace_with_spaces(prediction, _MARKS).split())
 
 
 def among_names(prediction: str, answer: str) -> float:
-    """1 if the answer, in capitals, is one of the prediction's words in any case, else 0."""
+    """Return 1.0 if the answer, in capitals, is one of the prediction's words in any case, else 0.0."""
     return among_words(prediction.strip().upper(), answer)
 
 
 def last_number(prediction: str, answer: str) -> float:
-    """1 if the last word of the prediction is the number that the answer gives as JSON, else 0."""
-    words = _apart(prediction.strip(), "\n.`'\":").split()
-    return float(_number(words[-1]) == json.loads(answer)) if words else 0.0
+    """Return 1.0 if the prediction's last word is the integer that the answer gives as JSON, else 0.0."""
+    words = _replace_with_spaces(prediction.strip(), "\n.`'\":").split()
+    return float(_parse_integer(words[-1]) == json.loads(answer)) if words else 0.0
 
 
 def found_number(prediction: str, answer: str) -> float:
-    """1 if the first number in the prediction equals the number that the answer gives as JSON, else 0.
+    """Return 1.0 if the prediction's first number equals the number that the answer gives as JSON, else 0.0.
 
     The official function fails on a fraction if the right number is whole: the score is 0 here.
     """
@@ -239,7 +244,8 @@ def found_number(prediction: str, answer: str) -> float:
     if found is None:
         return 0.0
     return float(
-        (float(found.group()) if isinstance(right, float) else _number(found.group())) == right
+        (float(found.group()) if isinstance(right, float) else _parse_integer(found.group()))
+        == right
     )
 
 
@@ -250,27 +256,27 @@ def values_in_a_row(prediction: str, answer: str) -> float:
     """
     right = json.loads(answer)
     # A repetitive model may sample more digits than Python converts to an int: not a number.
-    said = [_number(each) for each in re.findall(r"[0-9]+", prediction)]
+    said = [_parse_integer(each) for each in re.findall(r"[0-9]+", prediction)]
     wrong = (at for at, value in enumerate(right) if at >= len(said) or said[at] != value)
     return next(wrong, len(right)) / len(right)
 
 
 def faulty_function(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the prediction starts with the right letter ("B."), or has it or the name after "is:", "answer:"; else 0."""
+    """Return 1.0 if the prediction starts with the right letter ("B."), or has it or the name after "is:", else 0.0."""
     name, letter = answers
     said = prediction.strip()
     if said[:2] in (f"{letter}.", f"{letter}:"):
         return 1.0
     for mark in ("\n", "`", "'", '"', "-", "*", "Option", "option"):
         said = said.replace(mark, " ")
-    behind = _behind(
+    behind = _find_text_after_prefix(
         re.sub(" +", " ", said), ("answer is:", "is:", "answer:", "correct option is:")
     )
     return float(behind is not None and behind.startswith((letter, name)))
 
 
 def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
-    """1 if the first option, else the one after "answer is", else the first lone letter A to D, is right; else 0."""
+    """Return 1.0 if the option at the start, else after "answer is", else the first lone A to D, is right; else 0.0."""
     said = prediction.strip()
     if not said:
         return 0.0
@@ -278,27 +284,27 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
         return float(said[0] in answers)
     if said in answers:
         return 1.0
-    said = re.sub(" +", " ", _apart(said, _MARKS.replace(":", "")))
-    behind = _behind(said, ("answer is:", "answer:", "answer is", "option is"))
+    said = re.sub(" +", " ", _replace_with_spaces(said, _MARKS.replace(":", "")))
+    behind = _find_text_after_prefix(said, ("answer is:", "answer:", "answer is", "option is"))
     if behind is not None:
         return float(behind.startswith(tuple(answers)))
     # "AB" is a part of "ABCD" and counts as a letter, as in the official function.
     return float(next((word for word in said.split() if word in LETTERS), "") in answers)
 
 
-def _behind(said: str, prefixes: Sequence[str]) -> str | None:
-    """Return the text after the first found prefix and one more character (NUL if empty); None without a prefix."""
+def _find_text_after_prefix(said: str, prefixes: Sequence[str]) -> str | None:
+    """Return the text after the first of `prefixes` that occurs and one more character (NUL if empty); None if none."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 
 
-def _apart(text: str, marks: str) -> str:
-    """Replace each character of `marks` by a space."""
+def _replace_with_spaces(text: str, marks: str) -> str:
+    """Replace each character of a text that is in `marks` by a space."""
     return text.translate(str.maketrans(marks, " " * len(marks)))
 
 
-def _number(word: str) -> int | None:
-    """Parse an integer; None if the word is not one."""
+def _parse_integer(word: str) -> int | None:
+    """Parse a word as an int; None if the word is not one."""
     try:
         return int(word)
     except ValueError:

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.evals.ruler.niah import Needles
-from jaxkv.evals.ruler.recipe import Prompt, PromptFactory, Recipe, fit
-from jaxkv.evals.ruler.ruler_task import MadeTask, counter, string_match_all
-from jaxkv.evals.ruler.wording import Wording, sentences
-from jaxkv.evals.task import Sample, task
+from jaxkv.evals.ruler.niah import NeedlesRecipe
+from jaxkv.evals.ruler.recipe import PromptFactory, PromptRecipe, RulerPrompt, fit_haystack_size
+from jaxkv.evals.ruler.ruler_task import SyntheticTask, make_token_counter, string_match_all
+from jaxkv.evals.ruler.wording import RulerWording, split_sentences
+from jaxkv.evals.task import TaskSample, task
 from jaxkv.loading import LanguageModel
 
 # Kamradt's, in the template of PyramidKV's authors (run_needle_in_haystack.py) without its chat markers. The prefix is
@@ -28,7 +28,7 @@ _ASKED = (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Story(Recipe):
+class StoryNeedleRecipe(PromptRecipe):
     """Recipe of prompts that hide one sentence, the needle, in a text; haystack sizes are numbers of words.
 
     Attributes:
@@ -37,13 +37,13 @@ class Story(Recipe):
 
     depth: float
 
-    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Make a `Prompt`: the needle at `depth` of `size` words, from the text's start (`index` 0) or at random."""
+    def make_prompt(self, size: int, rng: np.random.Generator, index: int = 0) -> RulerPrompt:
+        """Make a `RulerPrompt`: the needle at `depth` of `size` words, from word 0 (`index` 0) or a random one."""
         start = int(rng.integers(2**31)) if index else 0
-        text = sentences(self.wording.passage(size, start))
+        text = split_sentences(self.wording.get_essay_passage(size, start))
         ends = [0, *itertools.accumulate(len(each) + 1 for each in text)]
         place = bisect.bisect_right(ends, self.depth * ends[-1]) - 1
-        return Prompt(
+        return RulerPrompt(
             context=_OPENING + " ".join([*text[:place], NEEDLE, *text[place:]]),
             question=_ASKED,
             prefix=PREFIX,
@@ -55,7 +55,7 @@ class Story(Recipe):
 
 @task("needle")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Needle(MadeTask):
+class Needle(SyntheticTask):
     """Task: find one sentence in a long text, over lengths and depths, as in the papers' needle heat maps.
 
     The official wording is Kamradt's sentence and question in the template of PyramidKV's authors. As in their maps, a
@@ -87,29 +87,29 @@ class Needle(MadeTask):
         super().__post_init__()
         fits = all(0 <= each <= 1 for each in self.depths)
         require(fits, "depths", self.depths, "out of range: use shares from 0 to 1")
-        self.require_least(1, "new_tokens")
+        self.require_at_least(1, "new_tokens")
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make a list of needle-in-a-haystack samples, `count` per prompt length and needle depth."""
-        lengths = self.lengths_for(params)
-        wording, count, made = self.words(), counter(params), list[Sample]()
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
+        """Make the list of needle-in-a-haystack samples, `count` per prompt length and needle depth."""
+        lengths = self.resolve_prompt_lengths(params)
+        wording, count, made = self.make_wording(), make_token_counter(params), list[TaskSample]()
         for length in lengths:
-            size = fit(self._recipe(wording, 0.5), length, count)
+            size = fit_haystack_size(self._make_recipe(wording, 0.5), length, count)
             for at, depth in enumerate(self.depths):
-                cell = PromptFactory(self._recipe(wording, depth), length, count, size)
+                cell = PromptFactory(self._make_recipe(wording, depth), length, count, size)
                 name, tags = f"{length}-{depth:g}", {"length": length, "depth": depth}
-                made += self.samples_of(cell, name, "needle", [length, at], **tags)
+                made += self.make_samples(cell, name, "needle", [length, at], **tags)
         return made
 
-    def score(self, sample: Sample, prediction: str) -> float:
+    def score(self, sample: TaskSample, prediction: str) -> float:
         """Share in [0, 1] of the answer's words in the first line; small wording: 1 if the number occurs, else 0."""
         if self.wording == "small":
             return string_match_all(prediction, sample.answers)
         wanted, line = set(sample.answers[0].lower().split()), prediction.strip().partition("\n")[0]
         return len(wanted & set(line.lower().split())) / len(wanted)
 
-    def _recipe(self, wording: Wording, depth: float) -> Recipe:
-        """Return the recipe for a needle at `depth`, 0 to 1: `Story`, or `Needles` for the small wording."""
+    def _make_recipe(self, wording: RulerWording, depth: float) -> PromptRecipe:
+        """Return the recipe for a needle at `depth`, 0 to 1: `StoryNeedleRecipe`; small wording: `NeedlesRecipe`."""
         if wording.name == "small":
-            return Needles(wording=wording, new_tokens=8, haystack="essay", depth=depth)
-        return Story(wording=wording, new_tokens=self.new_tokens, depth=depth)
+            return NeedlesRecipe(wording=wording, new_tokens=8, haystack="essay", depth=depth)
+        return StoryNeedleRecipe(wording=wording, new_tokens=self.new_tokens, depth=depth)

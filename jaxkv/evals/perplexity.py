@@ -10,14 +10,14 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv._errors import require
-from jaxkv.cache import KVCache, Turn
+from jaxkv.cache import ConversationState, KVCache
 from jaxkv.engine.session import Session
-from jaxkv.evals.task import How, Outcome, Sample, Task, task
-from jaxkv.evals.texts import texts_of
+from jaxkv.evals.task import EvaluationTask, How, SampleOutcome, TaskSample, task
+from jaxkv.evals.texts import read_texts
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import host
-from jaxkv.text.prompts import Encoded
+from jaxkv.sharding.mesh import copy_to_host
+from jaxkv.text.prompts import EncodedPrompts
 
 # Maximum number of points of a curve.
 _POINTS = 128
@@ -25,8 +25,8 @@ _POINTS = 128
 
 @task("loss")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Loss(Task):
-    """Task: loss of true text after compressed prompts (D2O, table 6, figure 6, on PG-19), in nats per token.
+class TextLossTask(EvaluationTask):
+    """Task: loss in nats per token of true text after compressed prefixes (D2O, table 6, figure 6, on PG-19).
 
     The first tokens of a text are prefilled, then its true tokens are read one by one, as if they were sampled:
     policies that evict an entry for every new one do so, and with `every=n` caches are recompressed. The loss of a
@@ -53,12 +53,12 @@ class Loss(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_least(0, "count")
-        self.require_least(1, "prefix", "tokens")
+        self.require_at_least(0, "count")
+        self.require_at_least(1, "prefix", "tokens")
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make one sample per text, longest first; ValueError for texts, or a model, of too few tokens."""
-        texts, most = texts_of(self.data, self.count), params.config.max_positions
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
+        """Make one sample per text, longest first; ValueError if texts, or the model's positions, are too short."""
+        texts, most = read_texts(self.data, self.count), params.config.max_positions
         need, text = self.tokens + min(self.prefix, self.tokens), params.tokenizer
         lengths = {title: len(text.encode(each, bos=True)) for title, each in texts.items()}
         short = {title: length for title, length in lengths.items() if min(length, most) < need}
@@ -67,7 +67,7 @@ class Loss(Task):
         # Texts of similar lengths run in one batch, which has the shape of its longest text.
         order = sorted(texts, key=lambda title: -min(lengths[title], self.prefix + self.tokens))
         return [
-            Sample(
+            TaskSample(
                 id=f"{number:03d}",
                 group="texts",
                 context=texts[title],
@@ -78,16 +78,16 @@ class Loss(Task):
         ]
 
     def run(
-        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
-    ) -> list[Outcome]:
-        """Read texts token by token after a prefix; return an `Outcome` each: mean loss, curve, entries and bytes."""
-        prefixes, after = zip(*(self._parts(params, each) for each in samples), strict=True)
+        self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
+    ) -> list[SampleOutcome]:
+        """Feed true tokens one by one after each prefix; return per text a `SampleOutcome` with mean loss and curve."""
+        prefixes, after = zip(*(self._split_prefix(params, each) for each in samples), strict=True)
         told = np.asarray(after, np.int32)
-        found = losses_of(params, policy, prefixes, told, seed=how.seed)
+        found = measure_text_losses(params, policy, prefixes, told, seed=how.seed)
         wide = -(-self.tokens // _POINTS)
         points = np.arange(wide, self.tokens + wide, wide).clip(max=self.tokens)
         return [
-            Outcome(
+            SampleOutcome(
                 score=float(loss.mean()),
                 figures={
                     "positions": points.tolist(),
@@ -101,19 +101,21 @@ class Loss(Task):
             for at, loss in enumerate(found.losses)
         ]
 
-    def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
-        """Return the ids of the prefix."""
-        return self._parts(params, sample)[0]
+    def list_compressed_ids(self, params: LanguageModel, sample: TaskSample, how: How) -> list[int]:
+        """Return the token ids of the text's prefix, which is prefilled and compressed."""
+        return self._split_prefix(params, sample)[0]
 
-    def _parts(self, params: LanguageModel, sample: Sample) -> tuple[list[int], list[int]]:
-        """Return the ids of a text's prefix, as long as text and positions allow, and of the tokens after it."""
+    def _split_prefix(
+        self, params: LanguageModel, sample: TaskSample
+    ) -> tuple[list[int], list[int]]:
+        """Return token ids of a text's prefix, as long as text and positions allow, and of the `tokens` after it."""
         ids = params.tokenizer.encode(sample.context, bos=True)
         end = min(self.prefix, min(len(ids), params.config.max_positions) - self.tokens)
         return ids[:end], ids[end : end + self.tokens]
 
 
-class Read(NamedTuple):
-    """Result of `losses_of`: losses in nats, entries per kv head and layer `before` and after, bytes at the end."""
+class TextLosses(NamedTuple):
+    """Result of `measure_text_losses`: losses in nats, entries per kv head and layer before and after, bytes after."""
 
     losses: Float[np.ndarray, "B T"]
     before: Float[np.ndarray, " B"]
@@ -121,57 +123,63 @@ class Read(NamedTuple):
     nbytes: Int[np.ndarray, " B"]
 
 
-def losses_of(
+def measure_text_losses(
     params: LanguageModel,
     policy: Policy,
     prefixes: Sequence[Sequence[int]],
     after: Int[np.ndarray, "B T"],
     *,
     seed: int = 0,
-) -> Read:
-    """Compute losses [B, T] in nats of the ids `after` prefixes, read one by one over their compressed cache."""
+) -> TextLosses:
+    """Compute losses `[B, T]` in nats of the ids `after` prefixes, fed one by one over their compressed caches."""
     session = Session(params, policy, key=seed)
     cache = session.prefill([list(each) for each in prefixes], new=after.shape[1])
     before = cache.kept.mean(axis=(0, 2))
-    losses, _, cache = read_on(session, cache, after.tolist())
+    losses, _, cache = teacher_force_tokens(session, cache, after.tolist())
     kept = cache.kept
-    return Read(losses, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.entry_bytes)
+    return TextLosses(
+        losses, before, kept.mean(axis=(0, 2)), kept.sum(axis=(0, 2)) * cache.entry_bytes
+    )
 
 
-def read_on(
+def teacher_force_tokens(
     session: Session, cache: KVCache, after: Sequence[Sequence[int]], *, donate: bool = True
 ) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"], KVCache]:
-    """Read ids one by one over a cache; return losses [B, T] in nats, a mask of greedy tokens, and the cache.
+    """Feed given ids one by one over a cache; return losses `[B, T]` in nats, a mask of greedy tokens, and the cache.
 
     After the end of a sequence, its loss is 0 and its mask True. A cache of one sequence is shared by all.
     """
-    told = Encoded(ids=list(map(list, after)), single=False, turns=(Turn.RAW,) * len(after))
-    longest, found = int(told.lengths.max()), []
-    tokens, there = told.padded(longest), np.arange(longest) < told.lengths[:, None]
+    told = EncodedPrompts(
+        ids=list(map(list, after)), single=False, turns=(ConversationState.RAW,) * len(after)
+    )
+    longest, found = int(told.prompt_lengths.max()), []
+    tokens, there = told.pad_ids(longest), np.arange(longest) < told.prompt_lengths[:, None]
     for at in range(longest):
         assert cache.logits is not None
         # On a mesh the batch may be padded.
         logits = jnp.broadcast_to(cache.logits[: cache.batch], (len(after), cache.config.vocab))
-        found.append(_of_token(logits, tokens[:, at]))
+        found.append(_compute_token_loss(logits, tokens[:, at]))
         if at + 1 < longest:
             part = [ids[at : at + 1] if at + 1 < len(ids) else [] for ids in told.ids]
             new = dataclasses.replace(told, ids=part)
-            cache = feed(session, cache, new, donate=donate or at > 0)
-    losses, greedy = (np.stack([*map(host, each)], axis=1) for each in zip(*found, strict=True))
+            cache = feed_one_token(session, cache, new, donate=donate or at > 0)
+    losses, greedy = (
+        np.stack([*map(copy_to_host, each)], axis=1) for each in zip(*found, strict=True)
+    )
     return np.where(there, losses, 0).astype(np.float64), greedy | ~there, cache
 
 
-def feed(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
-    """Read one more token (or none) per sequence, as in decoding, and return the cache; may evict or recompress."""
+def feed_one_token(session: Session, cache: KVCache, ids: Any, *, donate: bool) -> KVCache:
+    """Append one token (or none) per sequence to a cache as in decoding, with eviction or recompression; return it."""
     cache = session.extend(cache, ids, chunk=1, donate=donate)
-    period = session.policy.parts().every
-    return session.compress_again(cache, headroom=period) if period else cache
+    period = session.policy.build_policy_parts().recompression_interval
+    return session.recompress_sequences(cache, headroom=period) if period else cache
 
 
 @jax.jit
-def _of_token(
+def _compute_token_loss(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Return the loss [B] in nats of one token per sequence, and where it is the most likely, from logits [B, V]."""
+    """Return the loss `[B]` in nats of one token per sequence, and a mask `[B]` of most likely ones, from logits."""
     value = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
     return -value, logits.argmax(axis=1) == tokens

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.evals import metrics
 from jaxkv.evals.question_tasks import QuestionTask
-from jaxkv.evals.task import Sample, task
-from jaxkv.evals.texts import json_lines, rows_of_file, shipped
+from jaxkv.evals.task import TaskSample, task
+from jaxkv.evals.texts import parse_json_lines, read_json_lines, read_packaged_file
 from jaxkv.loading import LanguageModel
 
 # Truncated texts, joined and tokenized again, may have a few tokens more than their parts.
@@ -22,19 +22,19 @@ _LEAST = 64
 
 
 @functools.cache
-def table(name: str) -> Mapping[str, Mapping[str, Any]]:
-    """Read a benchmark's table: "prompt" template, "new_tokens" and "metric" of each part, by name.
+def load_benchmark_table(name: str) -> Mapping[str, Mapping[str, Any]]:
+    """Load a benchmark's packaged table, by part: "prompt" template, "new_tokens", "metric" and optional flags; cached.
 
     Optional flags are "raw" (few-shot examples, or code to continue, which a chat template would disturb), "first_line"
     (models continue with another example, so the answer is the first line), "choice" and "number" (kinds of answers),
     and "first_label" (the official functions use only the first label).
     """
-    return json.loads(shipped(f"data/{name}.json"))
+    return json.loads(read_packaged_file(f"data/{name}.json"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class StoredTask(QuestionTask):
-    """Base class of benchmarks read from files; each part has rows, and a prompt template and metric in its `table`.
+class BenchmarkTask(QuestionTask):
+    """Base class of benchmarks read from files; each part has rows, a prompt template and a metric in a packaged table.
 
     Attributes:
         data: folder with the official files; by default they are downloaded from the hub.
@@ -42,7 +42,7 @@ class StoredTask(QuestionTask):
         count: samples per part, from its beginning; 0 for all.
         longest: maximum tokens of a prompt, whose middle is cut; 0 for the limit of the model's positions.
         new_tokens: maximum tokens of an answer; 0 for the official number of each part.
-        benchmark: name of the benchmark's `table`.
+        benchmark: name of the benchmark's `load_benchmark_table`.
         repo: owner and name of the data set on the Hugging Face hub.
         file: file in `repo` of each part, with the part's name as "{name}"; in an archive, parts are its `member`s.
     """
@@ -60,41 +60,44 @@ class StoredTask(QuestionTask):
 
     def __post_init__(self):
         super().__post_init__()
-        known = table(self.benchmark)
+        known = load_benchmark_table(self.benchmark)
         for name in self.tasks:
             require(name in known, "tasks", name, f"unknown part: use some of {', '.join(known)}")
-        self.require_least(0, "count", "longest", "new_tokens")
+        self.require_at_least(0, "count", "longest", "new_tokens")
         remedy = f"too small: use {_LEAST} or more, half for each end of the prompt, or 0"
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make a list of samples of the benchmark's chosen parts: the first `count` rows of each file (0: all)."""
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
+        """Make the samples of the benchmark's selected parts: the first `count` rows of each file (0: all)."""
         # Files are checked first, because tokenizing may take hours.
-        rows = {name: self._rows(name) for name in self.tasks or table(self.benchmark)}
+        rows = {
+            name: self._read_rows(name)
+            for name in self.tasks or load_benchmark_table(self.benchmark)
+        }
         made = []
         for name, mine in rows.items():
             for number, row in enumerate(mine):
                 try:
-                    made.append(self._sample(params, name, number, row))
+                    made.append(self._make_sample(params, name, number, row))
                 except (LookupError, TypeError) as error:
                     remedy = f"not a row of the official file ({error!r}): check the file"
-                    raise invalid("data", f"{name}, row {number}", remedy) from None
+                    raise build_value_error("data", f"{name}, row {number}", remedy) from None
         return made
 
-    def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the right answers in a row of benchmark part `name`, as texts for the part's metric."""
+    def extract_answers(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return a row's right answers as texts, in the form of the metric of benchmark part `name`."""
         answers = row["answers"]
         if isinstance(answers, str):
             raise TypeError("answers are a text, not a list")
         return tuple(answers)
 
-    def fields_of(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
-        """Return texts by field for the prompt template of benchmark part `name`, from a row, without the context."""
+    def extract_template_fields(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
+        """Return a row's texts by placeholder of the prompt template of benchmark part `name`, without the context."""
         return {"question": row["input"], "input": row["input"]}
 
-    def score(self, sample: Sample, prediction: str) -> float:
-        """Score in [0, 1] by the official metric of the sample's part; the highest over its answers."""
-        part = table(self.benchmark)[sample.group]
+    def score(self, sample: TaskSample, prediction: str) -> float:
+        """Return the score in [0, 1] of a prediction by its part's official metric: the highest over its answers."""
+        part = load_benchmark_table(self.benchmark)[sample.group]
         measure = getattr(metrics, part["metric"])
         if part.get("choice"):
             return measure(prediction, sample.answers)
@@ -103,11 +106,11 @@ class StoredTask(QuestionTask):
         given = {"classes": sample.tags["classes"]} if part["metric"] == "one_class" else {}
         return max((measure(prediction, answer, **given) for answer in sample.answers), default=0.0)
 
-    def _rows(self, name: str) -> list[dict[str, Any]]:
-        """Read the rows of a part's file in the folder `data`, or from the hub; FileNotFoundError if missing."""
+    def _read_rows(self, name: str) -> list[dict[str, Any]]:
+        """Read a part's rows as dicts from the folder `data`, or from the hub; FileNotFoundError if missing."""
         if self.data is not None:
             path = Path(self.data).expanduser() / f"{name}.jsonl"
-            return rows_of_file(path, ("context", "input"), self.count)
+            return read_json_lines(path, ("context", "input"), self.count)
         from huggingface_hub import hf_hub_download
 
         file = self.file.format(name=name)
@@ -120,47 +123,52 @@ class StoredTask(QuestionTask):
                 f"https://huggingface.co/datasets/{self.repo}, and use its folder with {name}.jsonl as data"
             ) from error
         if not self.member:
-            return rows_of_file(path, ("context", "input"), self.count)
+            return read_json_lines(path, ("context", "input"), self.count)
         with zipfile.ZipFile(path) as archive, archive.open(self.member.format(name=name)) as lines:
-            return json_lines(lines, f"{path.name}, {name}", ("context", "input"), self.count)
+            return parse_json_lines(lines, f"{path.name}, {name}", ("context", "input"), self.count)
 
-    def _sample(
+    def _make_sample(
         self, params: LanguageModel, name: str, number: int, row: Mapping[str, Any]
-    ) -> Sample:
-        """Make the `Sample` of row `number` of a benchmark part, its prompt truncated to the model's length."""
-        part, fields = table(self.benchmark)[name], self.fields_of(name, row)
+    ) -> TaskSample:
+        """Make the `TaskSample` of row `number` of a benchmark part, the middle of a long prompt cut."""
+        part, fields = (
+            load_benchmark_table(self.benchmark)[name],
+            self.extract_template_fields(name, row),
+        )
         # Texts of fields may contain braces.
         before, after = (
             re.sub(r"\{(\w+)\}", lambda field: fields[field[1]], text)
             for text in part["prompt"].split("{context}")
         )
         new, raw = self.new_tokens or part["new_tokens"], part.get("raw", False)
-        context, question, length = _fitted(
+        context, question, length = _truncate_prompt(
             params, before + row["context"], after, new_tokens=new, longest=self.longest, raw=raw
         )
         classes = row.get("all_classes")
-        return Sample(
+        return TaskSample(
             id=f"{name}-{number:03d}",
             group=name,
             context=context,
             question=question,
-            answers=self.answers_of(name, row),
+            answers=self.extract_answers(name, row),
             new_tokens=new,
             raw=raw,
             tags={"prompt_tokens": length, **({"classes": tuple(classes)} if classes else {})},
         )
 
 
-def _fitted(
+def _truncate_prompt(
     params: LanguageModel, before: str, after: str, *, new_tokens: int, longest: int, raw: bool
 ) -> tuple[str, str, int]:
-    """Return context text, question text and token count; cut the middle of prompts over `longest`.
+    """Return context text, question text and token count of a prompt; of one above `longest` tokens, cut the middle.
 
     `longest` is the maximum of prompt tokens, 0 for the positions that `new_tokens` leave. Raises ValueError if no
     prompt fits.
     """
     text = params.tokenizer
-    around = "" if raw or not text.has_template else text.turns.opening + text.turns.closing
+    around = (
+        "" if raw or not text.has_template else text.turn_texts.opening + text.turn_texts.closing
+    )
     room = params.config.max_positions - new_tokens - len(text.encode(around, bos=True))
     ids = text.encode(before + after, bos=True)
     if longest:
@@ -180,7 +188,7 @@ def _fitted(
 
 @task("longbench")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LongBench(StoredTask):
+class LongBench(BenchmarkTask):
     """Task LongBench (v1): question answering, summaries, few-shot learning, synthetic tasks and code, in English.
 
     A question-agnostic run hides from the policy the text after the document in the official prompt, such as the
@@ -201,7 +209,7 @@ class LongBench(StoredTask):
 
 @task("infinitebench")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class InfiniteBench(StoredTask):
+class InfiniteBench(BenchmarkTask):
     """Task InfiniteBench: retrieval, books, dialogue, mathematics and code at lengths above 100,000 tokens.
 
     Prompts are the official ones for open models (YaRN-Mistral, Yi and ChatGLM3), which begin the answer and have no
@@ -219,9 +227,9 @@ class InfiniteBench(StoredTask):
     benchmark = "infinitebench"
     repo, file = "xinrongzhang2022/InfiniteBench", "{name}.jsonl"
 
-    def fields_of(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
-        """Return texts by placeholder of the prompt template, from a row: question, options, call."""
-        fields = super().fields_of(name, row)
+    def extract_template_fields(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
+        """Return a row's texts by placeholder of the prompt template: question, options, function call, prefix."""
+        fields = super().extract_template_fields(name, row)
         options = zip(metrics.LETTERS, row.get("options") or (), strict=False)
         fields |= {f"OPTION_{letter}": str(each) for letter, each in options}
         if name == "code_run":
@@ -232,9 +240,9 @@ class InfiniteBench(StoredTask):
             fields["prefix"] = f"What is {sought} in the following list?"
         return fields
 
-    def answers_of(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return a row's right answers as texts: numbers as JSON, a choice as option and letter."""
-        right, part = row["answer"], table(self.benchmark)[name]
+    def extract_answers(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return a row's right answers as texts: numbers as JSON, a choice as its text and letter."""
+        right, part = row["answer"], load_benchmark_table(self.benchmark)[name]
         several = right if isinstance(right, list) else [right]
         if part.get("choice") and len(several) != 2:
             several = [several[0], metrics.LETTERS[row["options"].index(several[0])]]

@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from jaxkv._errors import require
 from jaxkv.evals import metrics
-from jaxkv.evals.question_tasks import QuestionTask, ids_of
-from jaxkv.evals.task import Sample, task
-from jaxkv.evals.texts import rows_of_file, text_of_file
+from jaxkv.evals.question_tasks import QuestionTask, encode_sample
+from jaxkv.evals.task import TaskSample, task
+from jaxkv.evals.texts import read_json_lines, read_utf8_file
 from jaxkv.loading import LanguageModel
 
 JUDGES: dict[str, Callable[[str, str], float]] = {
-    "contains": metrics.contains,
-    "exact": metrics.exact,
+    "contains": metrics.contains_answer,
+    "exact": metrics.exact_match,
     "f1": metrics.answer_f1,
     "rouge-l": metrics.rouge_l,
 }
@@ -25,7 +25,7 @@ _FORM = 'lines such as {"document": "...", "questions": [{"question": "...", "an
 
 @task("qa")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DocumentQuestions(QuestionTask):
+class DocumentQuestionsTask(QuestionTask):
     """Task: questions on your own documents, each answer scored against the right ones in the file.
 
     A line of the file is a document: "document" with its text, or "file" with the path of a text relative to the file,
@@ -56,20 +56,20 @@ class DocumentQuestions(QuestionTask):
         require(
             self.judge in JUDGES, "judge", self.judge, f"unknown: use one of {', '.join(JUDGES)}"
         )
-        self.require_least(0, "count")
-        self.require_least(1, "new_tokens")
+        self.require_at_least(0, "count")
+        self.require_at_least(1, "new_tokens")
         fields = re.findall(r"\{document\}|\{question\}", self.prompt)
         remedy = "incomplete: use {document}, and {question} after it, once each"
         require(fields == ["{document}", "{question}"], "prompt", self.prompt, remedy)
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         """Make one sample per question, by document; ValueError if prompt plus answer exceed the positions."""
         before, between, after = re.split(r"\{document\}|\{question\}", self.prompt)
         made, most = [], params.config.max_positions
-        for name, text, questions in _documents(self.data, self.count):
+        for name, text, questions in _read_documents(self.data, self.count):
             for number, asked in enumerate(questions):
                 tags = {"document": name, **({"choices": asked.choices} if asked.choices else {})}
-                sample = Sample(
+                sample = TaskSample(
                     id=f"{name}-{number}",
                     group=asked.group,
                     context=before + text,
@@ -79,22 +79,22 @@ class DocumentQuestions(QuestionTask):
                     prefix=self.prefix,
                     tags=tags,
                 )
-                length = sum(map(len, ids_of(params.tokenizer, sample))) + self.new_tokens
+                length = sum(map(len, encode_sample(params.tokenizer, sample))) + self.new_tokens
                 remedy = f"it has {length} tokens with its answer, but the model {most} positions: shorten it"
                 require(length <= most, "data", sample.id, remedy)
                 made.append(sample)
         return made
 
-    def score(self, sample: Sample, prediction: str) -> float:
+    def score(self, sample: TaskSample, prediction: str) -> float:
         """Highest score in [0, 1] of a prediction over the sample's right answers, by the judge or for its choices."""
         choices = sample.tags.get("choices", ())
         if choices:
-            return metrics.choice(prediction, choices, choices.index(sample.answers[0]))
+            return metrics.score_choice(prediction, choices, choices.index(sample.answers[0]))
         return max(JUDGES[self.judge](prediction, answer) for answer in sample.answers)
 
 
-class _Question(NamedTuple):
-    """One question of a document: its text, right answers, choices (empty for a free answer), group of the scores."""
+class _ParsedQuestion(NamedTuple):
+    """One question of a document in the file: text, right answers, choices (empty for a free answer), and group."""
 
     text: str
     answers: tuple[str, ...]
@@ -102,33 +102,33 @@ class _Question(NamedTuple):
     group: str
 
 
-def _documents(data: str, count: int) -> list[tuple[str, str, list[_Question]]]:
-    """Read the name, text and questions of each line of a file."""
+def _read_documents(data: str, count: int) -> list[tuple[str, str, list[_ParsedQuestion]]]:
+    """Read the first `count` documents (0: all) of a JSON lines file: name, text and questions of each."""
     path = Path(data).expanduser()
     found = []
-    for number, row in enumerate(rows_of_file(path, (), count)):
+    for number, row in enumerate(read_json_lines(path, (), count)):
         where = f"{data}, row {number + 1}"
         given, group = row.get("questions", [row]), row.get("group", "questions")
         fits = isinstance(given, list) and bool(given) and all(isinstance(x, dict) for x in given)
         require(fits, "data", where, f'it has no list of "questions": use {_FORM}')
-        questions = [_asked({"group": group, **each}, where) for each in given]
+        questions = [_parse_question({"group": group, **each}, where) for each in given]
         name = str(row.get("id", f"{number:03d}"))
         remedy = f'it needs one of "document" and "file": use {_FORM}'
         require(("document" in row) != ("file" in row), "data", where, remedy)
-        given = row["document"] if "document" in row else text_of_file(path.parent / row["file"])
-        (text,) = _texts(given, "document", where)
+        given = row["document"] if "document" in row else read_utf8_file(path.parent / row["file"])
+        (text,) = _parse_texts(given, "document", where)
         found.append((name, text, questions))
     return found
 
 
-def _asked(given: Mapping[str, Any], where: str) -> _Question:
-    """Parse a question of the file; its choices, if any, are appended to its text by letter."""
-    (text,) = _texts(given.get("question"), "question", where)
-    (group,) = _texts(given["group"], "group", where)
-    answers = _texts(given.get("answers", given.get("answer")), "answers", where)
+def _parse_question(given: Mapping[str, Any], where: str) -> _ParsedQuestion:
+    """Convert a question of the file to a `_ParsedQuestion`; any choices are appended to its text by letter."""
+    (text,) = _parse_texts(given.get("question"), "question", where)
+    (group,) = _parse_texts(given["group"], "group", where)
+    answers = _parse_texts(given.get("answers", given.get("answer")), "answers", where)
     if "choices" not in given:
-        return _Question(text, answers, (), group)
-    choices = _texts(given["choices"], "choices", where)
+        return _ParsedQuestion(text, answers, (), group)
+    choices = _parse_texts(given["choices"], "choices", where)
     letters = dict(zip(string.ascii_uppercase, choices, strict=False))
     meant = answers[0] if answers[0] in choices else letters.get(answers[0])
     fits = 2 <= len({*choices}) == len(choices) == len(letters)
@@ -136,11 +136,13 @@ def _asked(given: Mapping[str, Any], where: str) -> _Question:
     remedy = 'invalid: use 2 to 26 different "choices", and as "answer" one of them, or its letter'
     require(fits, "data", where, remedy)
     listed = "\n".join(f"{letter}. {choice}" for letter, choice in letters.items())
-    return _Question(f"{text}\n{listed}\nAnswer with the letter.", (str(meant),), choices, group)
+    return _ParsedQuestion(
+        f"{text}\n{listed}\nAnswer with the letter.", (str(meant),), choices, group
+    )
 
 
-def _texts(given: Any, name: str, where: str) -> tuple[str, ...]:
-    """Return the texts of a text or a list, numbers as texts; reject other values, empty texts and empty lists."""
+def _parse_texts(given: Any, name: str, where: str) -> tuple[str, ...]:
+    """Return a text, or a list of texts, as a tuple, with numbers as texts; ValueError for other or empty values."""
     several = given if isinstance(given, list) else [given]
     texts = [str(each) if type(each) in (int, float) else each for each in several]
     fits = all(isinstance(each, str) and each.strip() for each in texts)

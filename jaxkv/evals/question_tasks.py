@@ -7,26 +7,26 @@ from functools import partial
 
 import numpy as np
 
-from jaxkv.cache import Turn
-from jaxkv.evals.task import How, Outcome, Sample, Task
+from jaxkv.cache import ConversationState
+from jaxkv.evals.task import EvaluationTask, How, SampleOutcome, TaskSample
 from jaxkv.generation import generate, prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import host
-from jaxkv.text.prompts import rendered
-from jaxkv.text.tokenizer import Text, user
+from jaxkv.sharding.mesh import copy_to_host
+from jaxkv.text.prompts import render_added_messages
+from jaxkv.text.tokenizer import ChatTokenizer, make_user_message
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class QuestionTask(Task):
+class QuestionTask(EvaluationTask):
     """Base class of tasks with text answers: a subclass defines `samples`, and `score` for a predicted text.
 
     A question-agnostic run compresses a context once for all samples of a batch that share it.
     """
 
     @abc.abstractmethod
-    def score(self, sample: Sample, prediction: str) -> float:
-        """Return the score in [0, 1] of the predicted text of one sample.
+    def score(self, sample: TaskSample, prediction: str) -> float:
+        """Return the score in [0, 1] of one sample's predicted text.
 
         Args:
             sample: the sample.
@@ -37,27 +37,29 @@ class QuestionTask(Task):
         """
 
     def run(
-        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
-    ) -> list[Outcome]:
-        """Generate the answers to a batch of samples; return a scored `Outcome` per sample: text, entries and bytes."""
-        outcomes = asked(params, policy, samples, how)
+        self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
+    ) -> list[SampleOutcome]:
+        """Generate answers to a batch of samples; return a `SampleOutcome` each: score, text, entries and bytes."""
+        outcomes = answer_samples(params, policy, samples, how)
         return [
             dataclasses.replace(each, score=self.score(sample, each.prediction))
             for sample, each in zip(samples, outcomes, strict=True)
         ]
 
-    def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
-        """Return the ids of the prompt, or in a question-agnostic run of the context."""
-        return _split(params, sample, how)[0]
+    def list_compressed_ids(self, params: LanguageModel, sample: TaskSample, how: How) -> list[int]:
+        """Return the prompt's token ids, or only those of the context in a question-agnostic run."""
+        return _split_compressed_ids(params, sample, how)[0]
 
 
-def ids_of(text: Text, sample: Sample, *, raw: bool = False) -> tuple[list[int], list[int]]:
+def encode_sample(
+    text: ChatTokenizer, sample: TaskSample, *, raw: bool = False
+) -> tuple[list[int], list[int]]:
     """Encode a sample's context and question as two lists of token ids, which together are the prompt.
 
     Args:
         text: the model's tokenizer.
         sample: the sample.
-        raw: True to leave out the chat template, as `Sample.raw` does.
+        raw: True to leave out the chat template, as `TaskSample.raw` does.
 
     Returns:
         The context's ids, with the template's opening; the question's, with the template's closing and the prefix.
@@ -67,16 +69,20 @@ def ids_of(text: Text, sample: Sample, *, raw: bool = False) -> tuple[list[int],
         return text.encode(sample.context, bos=True), text.encode(
             question + sample.prefix, bos=False
         )
-    context = rendered([user(sample.context)], text, turn=Turn.START, close=False)
-    asked = rendered([user(question)], text, turn=Turn.USER, close=True, parted=False)
+    context = render_added_messages(
+        [make_user_message(sample.context)], text, turn=ConversationState.START, close=False
+    )
+    asked = render_added_messages(
+        [make_user_message(question)], text, turn=ConversationState.USER, close=True, parted=False
+    )
     encode = partial(text.encode, bos=False, shielded=True)
     return encode(context), encode(asked + sample.prefix)
 
 
-def asked(
-    params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
-) -> list[Outcome]:
-    """Sample answers to a batch of samples over compressed caches; return an unscored `Outcome` for each.
+def answer_samples(
+    params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
+) -> list[SampleOutcome]:
+    """Generate answers to a batch of samples over compressed caches; return a `SampleOutcome` of score 0 for each.
 
     Entries and bytes are those of the compressed tokens at the end of the answer. Samples that compress the same tokens
     share their cache.
@@ -91,24 +97,28 @@ def asked(
         One outcome per sample, in order, with a score of 0.
     """
     # A sample without a question is the same in both settings.
-    # Answers of equal `new_tokens` are sampled together, so that no sample gets more tokens than it needs.
+    # Answers of equal `create_new_tokens` are sampled together, so that no sample gets more tokens than it needs.
     kinds: dict[tuple[bool, int], dict[int, tuple[list[int], list[int]]]] = {}
     for number, sample in enumerate(samples):
-        pair = _split(params, sample, how)
+        pair = _split_compressed_ids(params, sample, how)
         kinds.setdefault((bool(pair[1]), sample.new_tokens), {})[number] = pair
-    found: dict[int, Outcome] = {}
+    found: dict[int, SampleOutcome] = {}
     for (_, new), pairs in kinds.items():
-        found |= _drawn(params, policy, pairs, size=len(samples), new=new, seed=how.seed)
+        found |= _generate_outcomes(
+            params, policy, pairs, size=len(samples), new=new, seed=how.seed
+        )
     return [found[number] for number in range(len(samples))]
 
 
-def _split(params: LanguageModel, sample: Sample, how: How) -> tuple[list[int], list[int]]:
-    """Return the ids of a sample that are compressed, and the ids after them: the question's if question-agnostic."""
-    context, question = ids_of(params.tokenizer, sample, raw=how.raw)
+def _split_compressed_ids(
+    params: LanguageModel, sample: TaskSample, how: How
+) -> tuple[list[int], list[int]]:
+    """Return a sample's ids to compress and the ids after them: the question's if question-agnostic, else none."""
+    context, question = encode_sample(params.tokenizer, sample, raw=how.raw)
     return (context, question) if how.agnostic else (context + question, [])
 
 
-def _drawn(
+def _generate_outcomes(
     params: LanguageModel,
     policy: Policy,
     pairs: Mapping[int, tuple[list[int], list[int]]],
@@ -116,8 +126,8 @@ def _drawn(
     size: int,
     new: int,
     seed: int,
-) -> dict[int, Outcome]:
-    """Return outcomes by sample number, from ids to compress and ids after them, which all samples have or none."""
+) -> dict[int, SampleOutcome]:
+    """Answer samples given as (ids to compress, ids after), the latter all empty or none; return outcomes by number."""
     # The first sample of each context and question: a batch may contain copies.
     asks: dict[tuple[int, ...], dict[tuple[int, ...], int]] = {}
     first = {
@@ -132,7 +142,7 @@ def _drawn(
     follows = any(question for _, question in pairs.values())
     if follows:
         cache = prefill(params, contexts, policy=policy, key=seed, progress=False)
-    found: dict[int, Outcome] = {}
+    found: dict[int, SampleOutcome] = {}
     for turn in range(max(map(len, several))):
         rows = [numbers[min(turn, len(numbers) - 1)] for numbers in several]
         if follows:
@@ -140,9 +150,9 @@ def _drawn(
         else:
             out = answered(contexts, policy=policy)
         # Entries beyond the limit belong to later tokens; a policy that evicts one for each new token has none.
-        kept = np.minimum(host(out.cache.limit)[:, : len(rows)], out.cache.kept)
+        kept = np.minimum(copy_to_host(out.cache.limit)[:, : len(rows)], out.cache.kept)
         for row, (number, completion) in enumerate(zip(rows, out, strict=True)):
-            found[number] = Outcome(
+            found[number] = SampleOutcome(
                 score=0.0,
                 prediction=completion.text or "",
                 tokens=sum(map(len, pairs[number])),

@@ -1,6 +1,7 @@
 """Results of evaluations: the file `results.jsonl` of a folder, and `Evaluation`, read from one folder or more.
 
-The first line of the file is the `Run`, on which the results depend; every other line is a `Record`, one sample under
+The first line of the file is the `EvaluationSettings`, on which the results depend; every other line is a
+`SampleRecord`, one sample under
 one policy. Lines are only appended, so that a killed run resumes after its last complete batch.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv._checks import shortened
+from jaxkv._checks import shorten_text
 from jaxkv._errors import require
 
 RESULTS = "results.jsonl"
@@ -29,8 +30,8 @@ _OWN = ("shard", "model", "devices")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
-    """Settings on which the results of an evaluation depend: task, model, batch and seed.
+class EvaluationSettings:
+    """Settings on which an evaluation's results depend: task, model, batch, seed; first line of `results.jsonl`.
 
     Attributes:
         task: name of the task.
@@ -72,8 +73,8 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Record:
-    """One line of `results.jsonl`: prediction, score, and tokens, entries and bytes of one sample under one policy.
+class SampleRecord:
+    """One line of `results.jsonl`: a sample's prediction, score, tokens, and kept entries and bytes under one policy.
 
     Attributes:
         policy: row of the table, such as "adakv@128".
@@ -112,21 +113,21 @@ class Record:
     held: Mapping[str, Any] | None = None
 
 
-def dumped(value: Any) -> bytes:
-    """Encode JSON or NumPy values, paths, mappings as a JSON line; ValueError for NaN and inf, TypeError for others."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
+def dump_json_line(value: Any) -> bytes:
+    """Encode a value as a line of UTF-8 JSON, also NumPy values and paths; ValueError for NaN, TypeError for others."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_convert_for_json)
     # Half of a surrogate pair is written as a JSON escape.
     return (text + "\n").encode("utf-8", "backslashreplace")
 
 
-def _plain(value: Any) -> Any:
+def _convert_for_json(value: Any) -> Any:
     """Convert NumPy values to numbers or lists, paths to texts, mappings to dicts; TypeError for other objects."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.tolist() if isinstance(value, (np.generic, np.ndarray)) else dict(value)
 
 
-def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
+def require_evaluation_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
     """Return `out` as a Path, without writing; ValueError for a file, or a folder with other contents."""
     path = Path(out).expanduser()
     inside = {each.name for each in path.iterdir()} - {".lock"} if path.is_dir() else set()
@@ -137,7 +138,7 @@ def require_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
 
 
 @contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
+def lock_folder(folder: Path) -> Iterator[None]:
     """Context manager that creates a folder and locks it; ValueError if another process has locked it."""
     import filelock  # 50 ms
 
@@ -152,16 +153,16 @@ def locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def append(folder: Path, lines: bytes) -> None:
-    """Append lines to the `results.jsonl` of a locked folder, and sync it to disk."""
+def append_lines(folder: Path, lines: bytes) -> None:
+    """Append lines, as bytes, to the `results.jsonl` of a locked folder, and sync it to disk."""
     with (folder / RESULTS).open("ab") as file:
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())
 
 
-def begin(folder: Path, run: Run) -> list[Record]:
-    """Return the records of a locked folder, or write `run` to a new one; ValueError for a folder of another run.
+def resume_or_create_results(folder: Path, run: EvaluationSettings) -> list[SampleRecord]:
+    """Return a locked folder's records, or write `run` to a new one; ValueError for a folder of other settings.
 
     An incomplete last line, of a killed run, is removed.
     """
@@ -170,33 +171,37 @@ def begin(folder: Path, run: Run) -> list[Record]:
     whole = data[: data.rfind(b"\n") + 1]
     if not whole:
         path.unlink(missing_ok=True)
-        append(folder, dumped(vars(run)))
+        append_lines(folder, dump_json_line(vars(run)))
         return []
     os.truncate(path, len(whole))
-    there, records = _read(folder, "out")
-    found = _differences(there, run, but=("model",))
+    there, records = _read_results(folder, "out")
+    found = _describe_differences(there, run, but=("model",))
     remedy = "use the same settings, or another folder"
     require(not found, "out", str(folder), f"it has another evaluation ({found}): {remedy}")
     return records
 
 
-def _differences(one: Run, other: Run, but: Sequence[str]) -> str:
-    """Describe the fields in which two runs differ, such as "batch: 8 there, 4 here"; empty if none does."""
+def _describe_differences(
+    one: EvaluationSettings, other: EvaluationSettings, but: Sequence[str]
+) -> str:
+    """Describe the fields in which two settings differ, such as "batch: 8 there, 4 here"; empty if none does."""
     pairs = []
     for run in (one, other):
-        fields = json.loads(dumped(vars(run)))
+        fields = json.loads(dump_json_line(vars(run)))
         settings = fields.pop("settings")
         pairs.append(fields | {f"settings.{name}": value for name, value in settings.items()})
     first, second = pairs
     return "; ".join(
-        f"{name}: {shortened(str(first.get(name)))} there, {shortened(str(second.get(name)))} here"
+        f"{name}: {shorten_text(str(first.get(name)))} there, {shorten_text(str(second.get(name)))} here"
         for name in first | second
         if name not in but and first.get(name) != second.get(name)
     )
 
 
-def _read(folder: str | os.PathLike[str], field: str) -> tuple[Run, list[Record]]:
-    """Read the `Run` and records of a folder's complete lines; ValueError without them, or for a changed line."""
+def _read_results(
+    folder: str | os.PathLike[str], field: str
+) -> tuple[EvaluationSettings, list[SampleRecord]]:
+    """Read the settings and records in a folder's complete lines; ValueError without a file, or for a changed line."""
     path = Path(folder).expanduser() / RESULTS
     require(
         path.is_file(),
@@ -206,7 +211,10 @@ def _read(folder: str | os.PathLike[str], field: str) -> tuple[Run, list[Record]
     )
     head, *lines = path.read_bytes().split(b"\n")[:-1] or [b"{}"]
     try:
-        run, records = Run(**json.loads(head)), [Record(**json.loads(line)) for line in lines]
+        run, records = (
+            EvaluationSettings(**json.loads(head)),
+            [SampleRecord(**json.loads(line)) for line in lines],
+        )
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{field}={str(folder)!r}: {RESULTS} was changed ({error}): use another folder"
@@ -216,8 +224,8 @@ def _read(folder: str | os.PathLike[str], field: str) -> tuple[Run, list[Record]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cell:
-    """Mean score, its 95% interval, and mean cache costs of one policy over the samples of one group.
+class PolicySummary:
+    """Mean score, its 95% interval, and mean tokens, entries and bytes of one policy over the samples of one group.
 
     Attributes:
         policy: name of the row, such as "adakv@128".
@@ -243,7 +251,7 @@ class Cell:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Difference:
+class ScoreDifference:
     """Mean difference of two policies' scores on the same samples, its 95% interval, and numbers of wins.
 
     Attributes:
@@ -263,10 +271,10 @@ class Difference:
     n: int
 
 
-def interval(
+def compute_confidence_interval(
     scores: Float[np.ndarray, " n"], bounds: tuple[int, int] | None = (0, 1)
 ) -> tuple[float, float] | None:
-    """Compute the 95% confidence interval (low, high) of the mean of independent scores.
+    """Return the 95% confidence interval (low, high) of the mean of independent scores; None for one unbounded score.
 
     Args:
         scores: the n scores.
@@ -294,10 +302,10 @@ def interval(
     return float(max(least, mean - half)), float(min(most, mean + half))
 
 
-def _mean_of(
-    records: Sequence[Record], values: Iterable[float], bounds: tuple[int, int] | None
+def _average_groups(
+    records: Sequence[SampleRecord], values: Iterable[float], bounds: tuple[int, int] | None
 ) -> tuple[float, float | None, float | None]:
-    """Mean of the groups' means with equal weights, and its 95% interval from the groups' intervals (MOVER).
+    """Return the equally weighted mean of the groups' means, and both ends of its 95% interval (MOVER).
 
     There is one value per record.
     """
@@ -306,7 +314,7 @@ def _mean_of(
         groups.setdefault(record.group, []).append(value)
     means = np.asarray([np.mean(part) for part in groups.values()])
     mean = float(means.mean())
-    found = [interval(np.asarray(part), bounds) for part in groups.values()]
+    found = [compute_confidence_interval(np.asarray(part), bounds) for part in groups.values()]
     ends = [each for each in found if each is not None]
     if len(ends) < len(found):
         return mean, None, None
@@ -317,7 +325,7 @@ def _mean_of(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Evaluation of a task: its run and records, with mean scores and tables.
+    """Results of an evaluation: settings and records, with mean scores, policy differences and tables from them.
 
     Attributes:
         folder: the folder, or the first of several.
@@ -326,12 +334,12 @@ class Evaluation:
     """
 
     folder: Path
-    run: Run
-    records: tuple[Record, ...] = dataclasses.field(repr=False)
+    run: EvaluationSettings
+    records: tuple[SampleRecord, ...] = dataclasses.field(repr=False)
 
     @classmethod
     def read(cls, *folders: str | os.PathLike[str]) -> "Evaluation":
-        """Read an evaluation, complete or not, from its folder, or from the folders of its shards.
+        """Read a complete or incomplete evaluation from its folder, or combine the folders of its shards.
 
         Args:
             *folders: folders given as `out`; several are shards, or further policies, of one evaluation.
@@ -343,10 +351,10 @@ class Evaluation:
             ValueError: if a folder has no evaluation, or one with other settings.
             TypeError: for a folder that is not a path.
         """
-        found = [_read(folder, "folder") for folder in folders]
-        run, records = found[0][0], dict[tuple[str, str], Record]()
+        found = [_read_results(folder, "folder") for folder in folders]
+        run, records = found[0][0], dict[tuple[str, str], SampleRecord]()
         for folder, (other, lines) in zip(folders, found, strict=True):
-            wrong = _differences(run, other, but=_OWN)
+            wrong = _describe_differences(run, other, but=_OWN)
             require(
                 not wrong,
                 "folder",
@@ -364,29 +372,31 @@ class Evaluation:
         return cls(folder=Path(folders[0]).expanduser(), run=run, records=tuple(sort))
 
     @functools.cached_property
-    def methods(self) -> dict[str, str]:
-        """The policies' `repr` by row, in the order in which they ran."""
+    def policy_reprs(self) -> dict[str, str]:
+        """Each policy's `repr` by row name, such as "adakv@128", in the order in which they ran."""
         return {record.policy: record.method for record in self.records}
 
     @property
-    def policies(self) -> tuple[str, ...]:
-        """Names of the table's rows, such as "adakv@128", in order."""
-        return tuple(self.methods)
+    def policy_names(self) -> tuple[str, ...]:
+        """Names of the table's rows, one per policy and budget, such as "adakv@128", in order."""
+        return tuple(self.policy_reprs)
 
     @functools.cached_property
-    def groups(self) -> tuple[str, ...]:
-        """Distinct names of the records' groups, in order of first occurrence."""
+    def group_names(self) -> tuple[str, ...]:
+        """Distinct names of the samples' groups, in order of first occurrence."""
         return tuple(dict.fromkeys(record.group for record in self.records))
 
     @functools.cached_property
-    def lengths(self) -> tuple[int, ...]:
-        """Distinct prompt lengths (tag "length"), ascending; empty if any is missing, or if not 2 to 25."""
+    def distinct_prompt_lengths(self) -> tuple[int, ...]:
+        """Distinct prompt lengths (tag "length"), ascending; empty if a sample has none, or if not 2 to 25."""
         found = set[Any](record.tags.get("length") for record in self.records)
         fits = None not in found and 1 < len(found) <= _MOST_LENGTHS
         return tuple(sorted(found)) if fits else ()
 
-    def of(self, policy: str, group: str | None = None, **tags: Any) -> list[Record]:
-        """Return the records of one policy, in the order of the samples; optionally of one group, or with given tags.
+    def select_records(
+        self, policy: str, group: str | None = None, **tags: Any
+    ) -> list[SampleRecord]:
+        """Return the records of one policy in sample order, optionally only of one group or with given tags.
 
         Args:
             policy: name of a row.
@@ -400,10 +410,10 @@ class Evaluation:
             ValueError: for an unknown row or group, and for tags that no sample has.
         """
         require(
-            policy in self.methods,
+            policy in self.policy_reprs,
             "policy",
             policy,
-            f"unknown row: use one of {', '.join(self.policies)}",
+            f"unknown row: use one of {', '.join(self.policy_names)}",
         )
         found = [
             record
@@ -416,11 +426,13 @@ class Evaluation:
         return found
 
     def scores(self, policy: str, group: str | None = None, **tags: Any) -> Float[np.ndarray, " n"]:
-        """Return one policy's scores, one per sample in order, filtered by group and tags."""
-        return np.asarray([record.score for record in self.of(policy, group, **tags)], np.float64)
+        """Return one policy's scores as float64 `[n]`, in sample order, optionally of one group or with tags."""
+        return np.asarray(
+            [record.score for record in self.select_records(policy, group, **tags)], np.float64
+        )
 
-    def cell(self, policy: str, group: str | None = None, **tags: Any) -> Cell:
-        """Return the `Cell` of one policy: its mean score with a 95% interval, and mean tokens, entries and bytes.
+    def cell(self, policy: str, group: str | None = None, **tags: Any) -> PolicySummary:
+        """Return the `PolicySummary` of one policy: mean score with 95% interval, mean tokens, entries and bytes.
 
         Args:
             policy: name of a row.
@@ -433,10 +445,10 @@ class Evaluation:
         Raises:
             ValueError: for an unknown row or group, and for tags that no sample has.
         """
-        records = self.of(policy, group, **tags)
+        records = self.select_records(policy, group, **tags)
         scores = [record.score for record in records]
-        mean, low, high = _mean_of(records, scores, (0, 1) if self.run.unit == "%" else None)
-        return Cell(
+        mean, low, high = _average_groups(records, scores, (0, 1) if self.run.unit == "%" else None)
+        return PolicySummary(
             policy=policy,
             group="mean" if group is None else group,
             n=len(records),
@@ -444,12 +456,12 @@ class Evaluation:
             low=low,
             high=high,
             tokens=float(np.mean([record.tokens or 0 for record in records])),
-            rows=_mean([record.rows for record in records]),
-            nbytes=_mean([record.nbytes for record in records]),
+            rows=_average_or_none([record.rows for record in records]),
+            nbytes=_average_or_none([record.nbytes for record in records]),
         )
 
-    def difference(self, first: str, second: str, group: str | None = None) -> Difference:
-        """Return the `Difference` of two policies' scores on their common samples, first minus second.
+    def difference(self, first: str, second: str, group: str | None = None) -> ScoreDifference:
+        """Return the `ScoreDifference` of two policies' scores on their common samples, first minus second.
 
         Args:
             first: name of a row.
@@ -462,53 +474,76 @@ class Evaluation:
         Raises:
             ValueError: for an unknown row or group, and for rows without a common sample.
         """
-        others = {record.id: record.score for record in self.of(second, group)}
-        ones = [record for record in self.of(first, group) if record.id in others]
+        others = {record.id: record.score for record in self.select_records(second, group)}
+        ones = [record for record in self.select_records(first, group) if record.id in others]
         require(bool(ones), "second", second, f"no sample in common with {first}: use another row")
         apart = np.asarray([record.score - others[record.id] for record in ones])
-        mean, low, high = _mean_of(ones, apart, (-1, 1) if self.run.unit == "%" else None)
+        mean, low, high = _average_groups(ones, apart, (-1, 1) if self.run.unit == "%" else None)
         above, below = int((apart > 0).sum()), int((apart < 0).sum())
-        return Difference(mean=mean, low=low, high=high, above=above, below=below, n=len(apart))
+        return ScoreDifference(
+            mean=mean, low=low, high=high, above=above, below=below, n=len(apart)
+        )
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values: the run, and a cell for each policy and group and each policy's mean."""
+        """Return settings, and summaries by policy and group and of each policy's mean over groups, as JSON values."""
         cells = [
             dataclasses.asdict(self.cell(policy, group))
-            for policy in self.policies
-            for group in (*self.groups, None)
+            for policy in self.policy_names
+            for group in (*self.group_names, None)
         ]
         return {"run": vars(self.run), "cells": cells}
 
-    def tables(self) -> dict[str, list[list[str]]]:
-        """Return tables of texts by name, heads first: scores and costs, then scores by group and by length."""
-        head = ["policy", self.scale, "95% interval", "n", "entries kept", "MB", "prompt tokens"]
+    def build_tables(self) -> dict[str, list[list[str]]]:
+        """Return tables (rows of texts, headings first) by title: scores and costs, scores by group and by length."""
+        head = [
+            "policy",
+            self.score_label,
+            "95% interval",
+            "n",
+            "entries kept",
+            "MB",
+            "prompt tokens",
+        ]
         tables = {"Policies": [head]}
-        for cell in map(self.cell, self.policies):
-            costs = [number(cell.rows, 1), number(cell.nbytes, 3, 1e6), number(cell.tokens, 0)]
-            ends = "-" if cell.low is None else f"{self.shown(cell.low)} to {self.shown(cell.high)}"
-            row = [cell.policy, self.shown(cell.mean), ends, str(cell.n), *costs]
+        for cell in map(self.cell, self.policy_names):
+            costs = [
+                format_decimal_number(cell.rows, 1),
+                format_decimal_number(cell.nbytes, 3, 1e6),
+                format_decimal_number(cell.tokens, 0),
+            ]
+            ends = (
+                "-"
+                if cell.low is None
+                else f"{self.format_score(cell.low)} to {self.format_score(cell.high)}"
+            )
+            row = [cell.policy, self.format_score(cell.mean), ends, str(cell.n), *costs]
             tables["Policies"].append(row)
-        parts: dict[str, tuple[Any, ...]] = {"group": self.groups, "length": self.lengths}
+        parts: dict[str, tuple[Any, ...]] = {
+            "group": self.group_names,
+            "length": self.distinct_prompt_lengths,
+        }
         for name, values in parts.items():
             if len(values) > 1:
                 tables[f"By {name}"] = [["policy", *map(str, values)]]
-                for policy in self.policies:
+                for policy in self.policy_names:
                     cells = [self.cell(policy, **{name: value}) for value in values]
-                    row = [policy, *(self.shown(cell.mean) for cell in cells)]
+                    row = [policy, *(self.format_score(cell.mean) for cell in cells)]
                     tables[f"By {name}"].append(row)
         return tables
 
     def table(self) -> str:
-        """Format as Markdown: title, notes, and the tables."""
-        lines = [f"# {self.title}", *self.notes]
-        for head, *rows in self.tables().values():
-            first, *others = [f"| {' | '.join(map(_escaped, row))} |" for row in (head, *rows)]
+        """Return the evaluation as Markdown text: title, notes and all tables."""
+        lines = [f"# {self.run_title}", *self.result_warnings]
+        for head, *rows in self.build_tables().values():
+            first, *others = [
+                f"| {' | '.join(map(_escape_markdown_cell, row))} |" for row in (head, *rows)
+            ]
             lines.append("\n".join([first, "|---|" + "---:|" * (len(head) - 1), *others]))
         return "\n\n".join(lines)
 
     @property
-    def notes(self) -> list[str]:
-        """Notes on policies with missing samples, and on a full cache whose score is 0."""
+    def result_warnings(self) -> list[str]:
+        """Warnings as texts: policies with missing samples, and a full cache that scores 0; empty if neither occurs."""
         counts = Counter(record.policy for record in self.records)
         lacking = [f"{name} {n}" for name, n in counts.items() if n < self.run.samples]
         full = [each.score for each in self.records if each.method.startswith("FullKV(")]
@@ -520,8 +555,8 @@ class Evaluation:
         return notes
 
     @property
-    def title(self) -> str:
-        """One line of text: task, number of samples, model and settings."""
+    def run_title(self) -> str:
+        """One-line title: task, number of samples, model, and if so question-agnostic, no chat template, shard."""
         run = self.run
         said = [run.model, run.agnostic * "question-agnostic", run.raw * "no chat template"]
         if run.shard is not None:
@@ -529,26 +564,30 @@ class Evaluation:
         return ", ".join(filter(None, [f"{run.task}: {run.samples} samples", *said]))
 
     @property
-    def scale(self) -> str:
-        """Unit of the scores, such as "score, %, higher is better"."""
+    def score_label(self) -> str:
+        """Label of scores with unit and direction, such as "score, %, higher is better"."""
         return f"score, {self.run.unit}, {'higher' if self.run.higher else 'lower'} is better"
 
-    def shown(self, score: float | None) -> str:
-        """Format a score: percent without a sign if the unit is "%", else four decimals; a dash for None."""
-        return number(score, 1, 0.01) if self.run.unit == "%" else number(score, 4)
+    def format_score(self, score: float | None) -> str:
+        """Format a score as text: percent without a sign if the unit is "%", else four decimals; a dash for None."""
+        return (
+            format_decimal_number(score, 1, 0.01)
+            if self.run.unit == "%"
+            else format_decimal_number(score, 4)
+        )
 
 
-def _mean(values: Sequence[int | float | None]) -> float | None:
-    """Mean of the values; None if any of them is None."""
+def _average_or_none(values: Sequence[int | float | None]) -> float | None:
+    """Return the mean of the values; None if there are none, or if any is None."""
     known = [value for value in values if value is not None]
     return float(np.mean(known)) if known and len(known) == len(values) else None
 
 
-def number(value: int | float | None, digits: int, unit: int | float = 1.0) -> str:
-    """Format `value / unit` with `digits` decimals and commas between thousands; a dash for None."""
+def format_decimal_number(value: int | float | None, digits: int, unit: int | float = 1.0) -> str:
+    """Format `value / unit` as text with `digits` decimals and commas between thousands; a dash for None."""
     return "-" if value is None else f"{value / unit:,.{digits}f}"
 
 
-def _escaped(text: str) -> str:
-    """Format a text as one line with "|" escaped, for a cell of a Markdown table."""
+def _escape_markdown_cell(text: str) -> str:
+    """Join a text's lines, and escape each "|", for a cell of a Markdown table."""
     return " ".join(text.splitlines()).replace("|", "\\|")

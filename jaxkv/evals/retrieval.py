@@ -13,25 +13,25 @@ from jaxtyping import Bool, Float
 
 from jaxkv._checks import settled
 from jaxkv._errors import require
-from jaxkv.analysis.retention import paid
-from jaxkv.attention.filters import FilterQuery, by_row
-from jaxkv.engine.lengths import bucket
-from jaxkv.engine.prefill import read_layers
+from jaxkv.analysis.retention import sum_masked_attention
+from jaxkv.attention.filters import FilterQuery, score_positions_by_row
+from jaxkv.engine.lengths import round_up_to_bucket
+from jaxkv.engine.prefill import iterate_layer_outputs
 from jaxkv.engine.prefill_layer import LayerOut
 from jaxkv.engine.session import Session
-from jaxkv.engine.sparse import choose
-from jaxkv.engine.tokens import Choosable
-from jaxkv.evals.perplexity import feed
-from jaxkv.evals.question_tasks import QuestionTask, ids_of
-from jaxkv.evals.task import How, Outcome, Sample, Task, task
+from jaxkv.engine.sparse import select_top_positions
+from jaxkv.engine.tokens import SelectionBounds
+from jaxkv.evals.perplexity import feed_one_token
+from jaxkv.evals.question_tasks import QuestionTask, encode_sample
+from jaxkv.evals.task import EvaluationTask, How, SampleOutcome, TaskSample, task
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.methods import FullKV
-from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.reads import WHOLE, Reading, tokens_read
+from jaxkv.policies.reads import WHOLE, LayerReadConfig, count_attended_prompt_tokens
 from jaxkv.policies.scorer import Needs
-from jaxkv.sharding.mesh import host
+from jaxkv.sharding.mesh import copy_to_host
 
 COLOURS = tuple(
     "red blue green yellow purple orange pink brown black white gray gold silver cyan magenta lime teal navy "
@@ -47,7 +47,7 @@ _OPENING = (
 @task("2stageretr")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TwoStage(QuestionTask):
-    """Task 2StageRetr (OmniKV, appendix A): a sum, then its result to look up in a dictionary before it.
+    """Task 2StageRetr (OmniKV, appendix A): work out a sum, then look its result up in a dictionary before it.
 
     Attributes:
         count: number of samples.
@@ -68,12 +68,12 @@ class TwoStage(QuestionTask):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_least(1, "count", "new_tokens")
+        self.require_at_least(1, "count", "new_tokens")
         fits = min(self.sizes, default=0) >= 3
         require(fits, "sizes", self.sizes, "too small: use dictionaries of at least 3 entries")
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make a list of one sample per question: the dictionary is its context, the equation its question."""
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
+        """Make one sample per question: the dictionary is its context, the sum to work out its question."""
         rng, made = np.random.default_rng(self.seed), []
         asked = "Answer the corresponding color based on the addition result."
         if self.reason:
@@ -83,7 +83,7 @@ class TwoStage(QuestionTask):
             key = int(rng.integers(2, size))
             first = int(rng.integers(1, key))
             entries = ", ".join(f"{at}: {colour}" for at, colour in enumerate(colours))
-            sample = Sample(
+            sample = TaskSample(
                 id=f"{number:04d}",
                 group="2stageretr",
                 # The question starts with the equation, so that the compressed context is only the dictionary.
@@ -96,15 +96,15 @@ class TwoStage(QuestionTask):
             made.append(sample)
         return made
 
-    def score(self, sample: Sample, prediction: str) -> float:
-        """1 if the colour occurs in the prediction, in any case and also inside a word; else 0."""
+    def score(self, sample: TaskSample, prediction: str) -> float:
+        """Return 1.0 if the right colour occurs in the prediction, in any case and also inside a word, else 0.0."""
         return float(sample.answers[0].lower() in prediction.lower())
 
 
 @task("visible")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Visible(Task):
-    """Task on 2StageRetr's prompts: share of full attention's weights on entries that a policy can see.
+class VisibleAttentionTask(EvaluationTask):
+    """Task: share of full attention on entries that a policy can see, on 2StageRetr's prompts; answers are not scored.
 
     Every policy reads the tokens that full attention samples, so that the share can be measured even for a model that
     answers wrongly.
@@ -123,9 +123,9 @@ class Visible(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_least(1, "count", "steps")
+        self.require_at_least(1, "count", "steps")
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
         """Make `count` samples, prompts of 2StageRetr, with dictionary sizes spread from small to large."""
         # Small and large dictionaries, even for few samples.
         sizes = SIZES[:: max(1, len(SIZES) // self.count)]
@@ -133,24 +133,26 @@ class Visible(Task):
         return [dataclasses.replace(case, group="visible", new_tokens=self.steps) for case in cases]
 
     def run(
-        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
-    ) -> list[Outcome]:
-        """Return one `Outcome` per sample: full attention's share on visible entries, mean and by token."""
-        prompts = [sum(ids_of(params.tokenizer, sample, raw=how.raw), []) for sample in samples]
+        self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
+    ) -> list[SampleOutcome]:
+        """Return a `SampleOutcome` each: full attention's share on the policy's visible entries, mean and by token."""
+        prompts = [
+            sum(encode_sample(params.tokenizer, sample, raw=how.raw), []) for sample in samples
+        ]
         completions = generate(
             params, prompts, policy=FullKV(), max_new_tokens=self.steps, progress=False
         )
         out = []
         for ids, completion in zip(prompts, completions, strict=True):
             answer = completion.tokens.tolist()
-            found, rows = visible_attention(params, policy, ids, answer, key=how.seed)
+            found, rows = measure_visible_attention(params, policy, ids, answer, key=how.seed)
             score, figures = float(found.mean()), {"visible": found.tolist()}
-            out.append(Outcome(score=score, figures=figures, tokens=len(ids), rows=rows))
+            out.append(SampleOutcome(score=score, figures=figures, tokens=len(ids), rows=rows))
         return out
 
 
 @settled
-def visible_attention(
+def measure_visible_attention(
     params: LanguageModel,
     policy: Policy,
     prompt: Sequence[int],
@@ -158,7 +160,7 @@ def visible_attention(
     *,
     key: int = 0,
 ) -> tuple[Float[np.ndarray, " n"], float]:
-    """Return full attention's share on entries that a policy can see, by answer token, and mean entries kept or read.
+    """Return full attention's share `[n]` on entries that a policy sees, by answer token; and mean number of them.
 
     Args:
         params: from `jaxkv.load`.
@@ -184,68 +186,78 @@ def visible_attention(
     require(
         params.axes is None, "mesh", "given", "attention is measured on one device: leave it out"
     )
-    policy = policy_for(policy, config, params.filter_layers, dtype=params.dtype)
-    parts, whole, steps = policy.parts(), [*prompt, *answer], len(answer)
+    policy = resolve_policy_for_model(policy, config, params.filter_layers, dtype=params.dtype)
+    parts, whole, steps = policy.build_policy_parts(), [*prompt, *answer], len(answer)
     padded_len, reading = (
-        bucket(len(whole)),
-        parts.reading(config.sliding_windows, bucket(len(prompt))),
+        round_up_to_bucket(len(whole)),
+        parts.build_read_config(config.sliding_windows, round_up_to_bucket(len(prompt))),
     )
     remedy = "not supported: use a policy that evicts entries, or chooses in filter layers, without pages"
-    fits = not (reading.page or (reading.filters and parts.drops))
+    fits = not (reading.page or (reading.filters and parts.compresses_prompts))
     require(fits, "policy", type(policy).__name__, remedy)
     now, position = len(prompt) + np.arange(steps), np.arange(padded_len)
     below = now if reading.include_generated else np.full(steps, len(prompt))
     causal = np.tile((position <= now[:, None])[:, None], (1, config.kv_heads, 1))
     session = Session(params, policy, key=key)
-    held = _held(session, prompt, answer, padded_len) if parts.drops else None
+    held = (
+        _record_cache_masks(session, prompt, answer, padded_len)
+        if parts.compresses_prompts
+        else None
+    )
     tokens = jnp.asarray([whole + [0] * (padded_len - len(whole))], jnp.int32)
     length, chosen = jnp.asarray([len(whole)], jnp.int32), dict[int, np.ndarray]()
     shares, rows, needs = [], [], Needs(queries=steps + reading.window - 1)
-    for index, out in enumerate(read_layers(params.flat, tokens, length, needs=needs)):
+    for index, out in enumerate(
+        iterate_layer_outputs(params.flat_decoder, tokens, length, needs=needs)
+    ):
         seen = causal if held is None else held[:, index]
         if index in reading.filters:
             budget = int(
-                tokens_read(parts.read, np.asarray([len(prompt)]), config.sliding_windows)[0]
+                count_attended_prompt_tokens(
+                    parts.read, np.asarray([len(prompt)]), config.sliding_windows
+                )[0]
             )
             each = zip(range(steps), now.tolist(), below.tolist(), strict=True)
-            chosen[index] = np.stack([_choose(reading, out, budget, *at) for at in each])
+            chosen[index] = np.stack(
+                [_choose_filter_entries(reading, out, budget, *at) for at in each]
+            )
         source = reading.sources[index]
         if source != WHOLE:
             seen = causal & (chosen[source] | (position >= below[:, None]))[:, None]
         q, positions = out.q[..., -steps:, :], out.q_positions[:, -steps:]
         sets = jnp.moveaxis(jnp.asarray(seen), 0, -1)[None]
-        every = np.asarray(paid(q, out.k, positions, sets, axes=None))[0]
+        every = np.asarray(sum_masked_attention(q, out.k, positions, sets, axes=None))[0]
         shares.append(np.diagonal(every, axis1=2, axis2=3).mean(axis=(0, 1)))
         rows.append(seen[0, :, : len(prompt)].sum(axis=-1).mean())
     return np.stack(shares).astype(np.float64).mean(axis=0), float(np.mean(rows))
 
 
-def _held(
+def _record_cache_masks(
     session: Session, prompt: Sequence[int], answer: Sequence[int], padded_len: int
 ) -> Bool[np.ndarray, "n L K S"]:
-    """Run prompt and answer; return the mask [n, L, K, S] of cached entries at each of n answer tokens."""
+    """Prefill a prompt, feed its answer; return masks `[n, L, K, S]` of cached entries at each of n answer tokens."""
     masks = []
     cache = session.prefill(list(prompt), new=len(answer))
     for step, token in enumerate(answer):
-        masks.append(cache.holds(0, padded_len))
+        masks.append(cache.mask_kept_tokens(0, padded_len))
         masks[-1][..., len(prompt) + step] = True
         if step + 1 < len(answer):
-            cache = feed(session, cache, [token], donate=True)
+            cache = feed_one_token(session, cache, [token], donate=True)
     return np.stack(masks)
 
 
-def _choose(
-    reading: Reading, out: LayerOut, budget: int, step: int, now: int, below: int
+def _choose_filter_entries(
+    reading: LayerReadConfig, out: LayerOut, budget: int, step: int, now: int, below: int
 ) -> Bool[np.ndarray, " S"]:
-    """Return the mask [S] of entries that a filter layer chooses with full attention's queries, for one token."""
+    """Return the mask `[S]` of entries that a filter layer chooses for one token, with full attention's queries."""
     # The newest query first, because weights depend on age.
     window = slice(step, step + reading.window)
     q, at = out.q[:, :, :, window][:, :, :, ::-1], out.q_positions[:, window][:, ::-1]
-    weights = jnp.asarray(reading.selector.weights(reading.window))[None]
+    weights = jnp.asarray(reading.selector.compute_query_weights(reading.window))[None]
     k, end = out.k.reshape(1, -1, out.k.shape[-1]), jnp.asarray([below], jnp.int32)
-    scores = by_row(FilterQuery(q=q, positions=at, weights=weights), k, end, None)
-    candidates = Choosable(end, jnp.asarray([budget], jnp.int32))
-    found = choose(scores, candidates, reading, now=jnp.asarray([now], jnp.int32))
+    scores = score_positions_by_row(FilterQuery(q=q, positions=at, weights=weights), k, end, None)
+    candidates = SelectionBounds(end, jnp.asarray([budget], jnp.int32))
+    found = select_top_positions(scores, candidates, reading, now=jnp.asarray([now], jnp.int32))
     mask = np.zeros(out.k.shape[2], bool)
-    mask[host(found.positions)[0, : int(found.count[0])]] = True
+    mask[copy_to_host(found.positions)[0, : int(found.count[0])]] = True
     return mask

@@ -17,25 +17,25 @@ from tqdm import tqdm
 
 from jaxkv import _checks as checks
 from jaxkv._errors import require
-from jaxkv.arguments import as_model
-from jaxkv.checkpoints.whole_files import write_whole
-from jaxkv.evals.pictures import PLOTS_MISSING, draw
+from jaxkv.arguments import validate_model
+from jaxkv.checkpoints.whole_files import write_file_atomically
+from jaxkv.evals.pictures import PLOTS_MISSING, draw_plots
 from jaxkv.evals.results import (
     Evaluation,
-    Record,
-    Run,
-    append,
-    begin,
-    dumped,
-    locked,
-    require_folder,
+    EvaluationSettings,
+    SampleRecord,
+    append_lines,
+    dump_json_line,
+    lock_folder,
+    require_evaluation_folder,
+    resume_or_create_results,
 )
-from jaxkv.evals.task import TASKS, How, Outcome, Sample, Task
-from jaxkv.evals.token_shading import held
+from jaxkv.evals.task import TASKS, EvaluationTask, How, SampleOutcome, TaskSample
+from jaxkv.evals.token_shading import count_keeping_heads
 from jaxkv.loading import LanguageModel
-from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.registry import POLICIES, policy_class, takes_budget
+from jaxkv.policies.registry import POLICIES, find_policy_class, takes_budget
 
 # Linux allows a process 65,530 mappings by default; one row of an evaluation adds thousands.
 _MOST_MAPPINGS = 30_000
@@ -45,7 +45,7 @@ _ROUNDING = 1e-6
 
 def evaluate(
     params: LanguageModel,
-    task: Task | str,
+    task: EvaluationTask | str,
     policies: Mapping[str, Policy | type[Policy] | str | None],
     out: str | os.PathLike[str],
     *,
@@ -55,7 +55,7 @@ def evaluate(
     mesh: Mesh | None = None,
     progress: bool | None = None,
 ) -> Evaluation:
-    """Run every policy over every sample of a task; write one line per policy and sample, and return all results.
+    """Run every policy over every sample of a task; append one line per policy and sample, and return an `Evaluation`.
 
     The same call resumes an interrupted run after its last complete batch, and ends with the same bytes. With further
     policies, it runs only these.
@@ -81,12 +81,16 @@ def evaluate(
         TypeError: for an argument of the wrong type.
         OSError: if the folder cannot be written, as on a full disk.
     """
-    params, task, how = as_model(params, mesh), as_task(task), How() if how is None else how
-    rows = as_rows(params, policies)
-    folder = require_folder(out)
-    require_how(task, how)
-    samples = _samples(params, task)
-    batch = checks.whole("batch", batch)
+    params, task, how = (
+        validate_model(params, mesh),
+        resolve_task(task),
+        How() if how is None else how,
+    )
+    rows = resolve_policies(params, policies)
+    folder = require_evaluation_folder(out)
+    require_questions(task, how)
+    samples = _list_samples(params, task)
+    batch = checks.validate_int("batch", batch)
     batches = [range(len(samples))[at : at + batch] for at in range(0, len(samples), batch)]
     if shard is not None:
         fits = 0 <= shard[0] < shard[1] <= len(batches)
@@ -97,8 +101,8 @@ def evaluate(
             f"invalid: use (i, n), i below n, n at most {len(batches)} (batches)",
         )
         batches = batches[shard[0] :: shard[1]]
-    run = Run(
-        task=name_of(task),
+    run = EvaluationSettings(
+        task=get_task_name(task),
         settings=vars(task),
         unit=task.unit,
         higher=task.higher,
@@ -109,46 +113,48 @@ def evaluate(
         batch=batch,
         shard=shard,
         samples=len(samples),
-        digest=_digest(samples),
+        digest=_hash_samples(samples),
         versions={name: importlib.metadata.version(name) for name in ("jaxkv", "jax", "jaxlib")},
-        devices=_devices(params),
+        devices=_describe_devices(params),
     )
-    with locked(folder):
-        there = begin(folder, run)
+    with lock_folder(folder):
+        there = resume_or_create_results(folder, run)
         for record in there:
             asked = rows.get(record.policy)
             remedy = f"the folder has {record.method} under this name: use another name, or folder"
             same = asked is None or repr(asked) == record.method
             require(same, f"policies[{record.policy!r}]", asked, remedy)
         done = {(record.policy, record.number) for record in there}
-        _fill(_Job(params, task, rows, samples, how, run), folder, batches, done, progress)
+        _run_batches(
+            _EvaluationJob(params, task, rows, samples, how, run), folder, batches, done, progress
+        )
         evaluation = Evaluation.read(folder)
-        write_whole(folder / "table.md", (evaluation.table() + "\n").encode())
+        write_file_atomically(folder / "table.md", (evaluation.table() + "\n").encode())
         if not PLOTS_MISSING:
-            for name, data in draw(evaluation, ("svg", "png")).items():
-                write_whole(folder / name, data)
+            for name, data in draw_plots(evaluation, ("svg", "png")).items():
+                write_file_atomically(folder / name, data)
     return evaluation
 
 
-class _Job(NamedTuple):
-    """Validated arguments of `evaluate`, and the `Run` of them."""
+class _EvaluationJob(NamedTuple):
+    """Validated arguments of `evaluate`, and the `EvaluationSettings` made from them."""
 
     params: LanguageModel
-    task: Task
+    task: EvaluationTask
     policies: Mapping[str, Policy]
-    samples: Sequence[Sample]
+    samples: Sequence[TaskSample]
     how: How
-    run: Run
+    run: EvaluationSettings
 
 
-def _fill(
-    job: _Job,
+def _run_batches(
+    job: _EvaluationJob,
     folder: Path,
     batches: Sequence[range],
     done: Set[tuple[str, int]],
     progress: bool | None,
 ) -> None:
-    """Run all batches that are not `done`, under each policy; append a line per sample, with a progress bar.
+    """Run the batches that are not `done` under each policy; append a line per sample, with a progress bar.
 
     Errors get a note that names the batch.
     """
@@ -164,38 +170,48 @@ def _fill(
         new = [at for at in part if (name, at) not in done]
         if new:
             if before not in (None, name):
-                _free_programs()
+                _free_compiled_programs()
             before = name
             batch = [job.samples[at] for at in part]
             try:
-                outcomes = dict(zip(part, _outcomes(job, job.policies[name], batch), strict=True))
-                records = [_record(job, name, at, outcomes[at]) for at in new]
-                append(folder, b"".join(dumped(vars(record)) for record in records))
+                outcomes = dict(zip(part, _run_batch(job, job.policies[name], batch), strict=True))
+                records = [_make_record(job, name, at, outcomes[at]) for at in new]
+                append_lines(folder, b"".join(dump_json_line(vars(record)) for record in records))
             except Exception as error:
                 ids = f"{batch[0].id} to {batch[-1].id}"
                 error.add_note(f"{name}, samples {ids}: the same call resumes from there")
                 raise
 
 
-def _outcomes(job: _Job, policy: Policy, batch: Sequence[Sample]) -> list[Outcome]:
-    """Return a batch's outcomes; a policy that uses random numbers runs sample by sample, each with its seed."""
+def _run_batch(
+    job: _EvaluationJob, policy: Policy, batch: Sequence[TaskSample]
+) -> list[SampleOutcome]:
+    """Run a batch and return its outcomes; sample by sample, each with its seed, if the policy uses random numbers."""
     # Programs are compiled for a batch size: the last batch is filled up with copies of its last sample.
     more = min(job.run.batch, job.run.samples) - len(batch)
-    parts = [[one] for one in batch] if policy.parts().uses_key else [[*batch, *[batch[-1]] * more]]
+    parts = (
+        [[one] for one in batch]
+        if policy.build_policy_parts().uses_random_key
+        else [[*batch, *[batch[-1]] * more]]
+    )
     outcomes = []
     for part in parts:
-        how = dataclasses.replace(job.how, seed=_seed(job, policy, part[0]))
+        how = dataclasses.replace(job.how, seed=_seed_for_sample(job, policy, part[0]))
         outcomes += job.task.run(job.params, policy, part, how)
     return outcomes[: len(batch)]
 
 
-def _seed(job: _Job, policy: Policy, sample: Sample) -> int:
-    """Return the seed of a sample's run: its own for a policy that uses random numbers."""
-    return seed_of(job.how.seed, sample.id) if policy.parts().uses_key else job.how.seed
+def _seed_for_sample(job: _EvaluationJob, policy: Policy, sample: TaskSample) -> int:
+    """Return a sample's seed: a hash of the run's and its id if the policy uses random numbers, else the run's."""
+    return (
+        derive_seed(job.how.seed, sample.id)
+        if policy.build_policy_parts().uses_random_key
+        else job.how.seed
+    )
 
 
-def _record(job: _Job, name: str, at: int, outcome: Outcome) -> Record:
-    """Make the `Record` of one sample's outcome; ValueError for a score not finite, or for shares not in [0, 1]."""
+def _make_record(job: _EvaluationJob, name: str, at: int, outcome: SampleOutcome) -> SampleRecord:
+    """Make the `SampleRecord` of an outcome; ValueError for a score that is not finite, or a share not in [0, 1]."""
     score, sample, policy = float(outcome.score), job.samples[at], job.policies[name]
     fits = math.isfinite(score)
     if job.run.unit == "%":
@@ -208,49 +224,56 @@ def _record(job: _Job, name: str, at: int, outcome: Outcome) -> Record:
         f"invalid for sample {sample.id}: return a share, or a finite number",
     )
     kept = policy.composed.budget
-    ids = [] if at else job.task.compressed(job.params, sample, job.how)
+    ids = [] if at else job.task.list_compressed_ids(job.params, sample, job.how)
     said = {name: getattr(sample, name) for name in ("id", "group", "tags", "question", "answers")}
-    return Record(
+    return SampleRecord(
         policy=name,
         method=repr(policy),
         budget=None if kept is None else kept.value,
         number=at,
         **said,
         **{**vars(outcome), "score": score},
-        held=held(job.params, policy, ids, seed=_seed(job, policy, sample)) if ids else None,
+        held=count_keeping_heads(
+            job.params, policy, ids, seed=_seed_for_sample(job, policy, sample)
+        )
+        if ids
+        else None,
     )
 
 
-def _samples(params: LanguageModel, task: Task) -> list[Sample]:
+def _list_samples(params: LanguageModel, task: EvaluationTask) -> list[TaskSample]:
     """List the task's samples; ValueError if there are none, or two with one id."""
     samples = list(task.samples(params))
     require(
-        bool(samples), "samples", 0, f"{name_of(task)} makes none with its settings: use others"
+        bool(samples),
+        "samples",
+        0,
+        f"{get_task_name(task)} makes none with its settings: use others",
     )
     (twice, count), *_ = Counter(sample.id for sample in samples).most_common(1)
     require(
         count == 1,
         "samples",
         twice,
-        f"{name_of(task)} has two samples with this id: make ids unique",
+        f"{get_task_name(task)} has two samples with this id: make ids unique",
     )
     return samples
 
 
-def _digest(samples: Sequence[Sample]) -> str:
-    """Return the first 16 hexadecimal digits of the SHA-256 of all samples."""
-    return hashlib.sha256(dumped([vars(sample) for sample in samples])).hexdigest()[:16]
+def _hash_samples(samples: Sequence[TaskSample]) -> str:
+    """Return the first 16 hexadecimal digits of the SHA-256 of all samples as JSON."""
+    return hashlib.sha256(dump_json_line([vars(sample) for sample in samples])).hexdigest()[:16]
 
 
-def _devices(params: LanguageModel) -> str:
-    """Format the kind of device with the sizes of the mesh, such as "cpu, 1x8"."""
+def _describe_devices(params: LanguageModel) -> str:
+    """Return the kind of device and the mesh's sizes as text, such as "cpu, 1x8"; "cpu, 1" without a mesh."""
     if params.axes is None:
         return f"{jax.devices()[0].device_kind}, 1"
     mesh = params.axes.mesh
     return f"{mesh.devices.flat[0].device_kind}, {'x'.join(map(str, mesh.shape.values()))}"
 
 
-def _free_programs() -> None:
+def _free_compiled_programs() -> None:
     """Clear JAX's compiled programs if the process has over 30,000 memory mappings, as Linux allows only 65,530."""
     maps = Path("/proc/self/maps")
     if maps.exists() and maps.read_bytes().count(b"\n") > _MOST_MAPPINGS:
@@ -260,7 +283,7 @@ def _free_programs() -> None:
 def at_budgets(
     names: Iterable[str], budgets: Iterable[int | float | str] = ()
 ) -> dict[str, Policy]:
-    """Return each named policy at each budget by row name such as "adakv@128"; once for a policy without a budget.
+    """Make policies from names and budgets, by row name such as "adakv@128"; one without a budget is made once.
 
     Args:
         names: names of registered policies.
@@ -274,7 +297,7 @@ def at_budgets(
     """
     budgets, rows = list(budgets), dict[str, Policy]()
     for name in names:
-        cls = policy_class(name)
+        cls = find_policy_class(name)
         known = next(each for each, one in POLICIES.items() if one is cls)
         if not takes_budget(cls):
             rows[known] = cls()
@@ -285,22 +308,22 @@ def at_budgets(
     return rows
 
 
-def as_task(task: Task | str) -> Task:
+def resolve_task(task: EvaluationTask | str) -> EvaluationTask:
     """Return `task` itself, or the task of that name with default settings; ValueError for an unknown name."""
-    if isinstance(task, Task):
+    if isinstance(task, EvaluationTask):
         return task
     require(task in TASKS, "task", task, f"unknown task: use one of {', '.join(TASKS)}")
     return TASKS[task]()
 
 
-def name_of(task: Task) -> str:
-    """Return the registered name of a task; its class name in lower case if it is not registered."""
+def get_task_name(task: EvaluationTask) -> str:
+    """Return the name under which a task's class is registered, or else the class's name in lower case."""
     cls = type(task)
     return next((name for name, each in TASKS.items() if each is cls), cls.__name__.lower())
 
 
-def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Policy]:
-    """Fit policies, classes or names to the model's layers, by row name; raise for invalid ones."""
+def resolve_policies(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Policy]:
+    """Fit policies, classes or names to the model's layers; return `Policy` by row name, raise if invalid."""
     require(
         bool(policies),
         "policies",
@@ -308,7 +331,7 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Pol
         "no policy: use at least one, under a name such as 'adakv@128'",
     )
     return {
-        name: policy_for(
+        name: resolve_policy_for_model(
             each,
             field=f"policies[{name!r}]",
             config=params.config,
@@ -319,13 +342,13 @@ def as_rows(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Pol
     }
 
 
-def seed_of(seed: int, name: str) -> int:
+def derive_seed(seed: int, name: str) -> int:
     """Hash `seed` and a name such as a sample's id to a 32-bit seed, the same in every process."""
     text = f"{seed} {name}".encode("utf-8", "backslashreplace")
     return int.from_bytes(hashlib.sha256(text).digest()[:4], "big")
 
 
-def require_how(task: Task, how: How) -> None:
-    """Raise ValueError for a question-agnostic run of a task without questions."""
+def require_questions(task: EvaluationTask, how: How) -> None:
+    """Raise ValueError for a question-agnostic run (`How.agnostic`) of a task without questions."""
     fits = task.asks or not how.agnostic
-    require(fits, "agnostic", how.agnostic, f"{name_of(task)} has no questions: leave it out")
+    require(fits, "agnostic", how.agnostic, f"{get_task_name(task)} has no questions: leave it out")

@@ -12,7 +12,7 @@ from jaxkv.policies.policy import Policy
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Sample:
+class TaskSample:
     """One sample of a task: its prompt is `context + question`, and the answer starts with `prefix`.
 
     Attributes:
@@ -39,7 +39,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Outcome:
+class SampleOutcome:
     """Result of one sample under one policy: score, sampled text, and tokens, entries and bytes of its cache.
 
     Attributes:
@@ -61,7 +61,7 @@ class Outcome:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class How:
-    """Settings of a run that belong to no task: whether policies see questions, the chat template, and the seed.
+    """Settings of a run that belong to no task: question-agnostic or not, with or without chat template, and seed.
 
     Attributes:
         agnostic: True to compress the context before the question is seen, as in Ada-KV's harder setting. A sample
@@ -77,8 +77,8 @@ class How:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Task(abc.ABC):
-    """Base class of tasks, which make samples and run policies on them; its fields are settings and CLI options.
+class EvaluationTask(abc.ABC):
+    """Base class of evaluation tasks, which make samples and run policies on them; fields are settings and CLI options.
 
     A task is a frozen dataclass. NumPy scalars become Python numbers, and lists become tuples. A `__post_init__` of a
     subclass calls this one first.
@@ -94,10 +94,10 @@ class Task(abc.ABC):
     asks: ClassVar[bool] = True
 
     def __post_init__(self):
-        checks.normalise(self)
+        checks.normalise_fields(self)
 
-    def require_least(self, least: int, *names: str) -> None:
-        """Raise ValueError for the first of these settings that is below `least`."""
+    def require_at_least(self, least: int, *names: str) -> None:
+        """Raise ValueError for the first of the fields `names` whose value is below `least`."""
         for name in names:
             require(
                 getattr(self, name) >= least,
@@ -107,8 +107,8 @@ class Task(abc.ABC):
             )
 
     @abc.abstractmethod
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make the task's `Sample` values for a model; the same for equal settings and tokenizer.
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
+        """Make the task's list of `TaskSample` for a model; equal for equal settings and tokenizer.
 
         Args:
             params: the model, whose tokenizer counts tokens and whose positions limit them.
@@ -123,9 +123,9 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def run(
-        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
-    ) -> list[Outcome]:
-        """Run a batch of samples under one policy; return one scored `Outcome` per sample.
+        self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
+    ) -> list[SampleOutcome]:
+        """Run a batch of samples under one policy; return one scored `SampleOutcome` per sample.
 
         Args:
             params: the model.
@@ -137,17 +137,17 @@ class Task(abc.ABC):
             One outcome per sample, in order.
         """
 
-    def compressed(self, params: LanguageModel, sample: Sample, how: How) -> list[int]:
-        """Return the token ids of a sample that are compressed, for the report; empty by default."""
+    def list_compressed_ids(self, params: LanguageModel, sample: TaskSample, how: How) -> list[int]:
+        """Return the ids of a sample's tokens that a policy compresses, for the report's shading; empty by default."""
         return []
 
 
-class TaskRegistry(dict[str, type[Task]]):
-    """Registered task classes by name; the decorator `task` adds to it."""
+class TaskRegistry(dict[str, type[EvaluationTask]]):
+    """Dict of registered task classes by name; the decorator `task` adds to it."""
 
 
 TASKS = TaskRegistry()
-_Task = TypeVar("_Task", bound=type[Task])
+_Task = TypeVar("_Task", bound=type[EvaluationTask])
 
 
 def task(name: str) -> Callable[[_Task], _Task]:

@@ -10,35 +10,35 @@ from typing import Any
 from jaxkv._errors import require
 
 
-def shipped(name: str) -> str:
-    """Return the text of a file packaged with jaxkv's evaluations, decompressed."""
+def read_packaged_file(name: str) -> str:
+    """Return the text of a file packaged with `jaxkv.evals`; .gz files are decompressed."""
     content = resources.files("jaxkv.evals").joinpath(name).read_bytes()
     return (gzip.decompress(content) if name.endswith(".gz") else content).decode("utf-8")
 
 
-def texts_of(data: str | None, count: int = 0) -> Mapping[str, str]:
-    """Read the first `count` texts (0: all) of a text file, a folder of .txt files or a .jsonl file, by title.
+def read_texts(data: str | None, count: int = 0) -> Mapping[str, str]:
+    """Read the first `count` texts (0: all) of a text file, a folder of .txt files or a .jsonl file, as dict by title.
 
     None reads the packaged documents. Raises FileNotFoundError for a path without texts.
     """
     if data is None:
-        rows = json.loads(shipped("data/documents.json.gz"))
+        rows = json.loads(read_packaged_file("data/documents.json.gz"))
         return {row["title"]: row["text"] for row in rows[: count or None]}
     path = Path(data).expanduser()
     if path.suffix == ".jsonl" and path.is_file():
         return {
             f"{number:03d} {row.get('title', '')}".strip(): row["text"]
-            for number, row in enumerate(rows_of_file(path, ("text",), count))
+            for number, row in enumerate(read_json_lines(path, ("text",), count))
         }
     files = sorted(path.glob("*.txt")) if path.is_dir() else [path] if path.is_file() else []
     if not files:
         remedy = "use a text file, a .jsonl file of texts, or a folder of .txt files, such as PG-19's test set"
         raise FileNotFoundError(f"data={data!r}: no text found: {remedy}")
-    return {each.stem: text_of_file(each) for each in files[: count or None]}
+    return {each.stem: read_utf8_file(each) for each in files[: count or None]}
 
 
-def text_of_file(path: Path, name: str = "data") -> str:
-    """Read a UTF-8 file without byte order mark; ValueError for other encodings, FileNotFoundError if missing."""
+def read_utf8_file(path: Path, name: str = "data") -> str:
+    """Read a UTF-8 text file, without byte order mark; ValueError for other encodings, FileNotFoundError if missing."""
     _require_file(path, name)
     try:
         return path.read_text("utf-8-sig")
@@ -48,7 +48,7 @@ def text_of_file(path: Path, name: str = "data") -> str:
         ) from None
 
 
-def json_lines(
+def parse_json_lines(
     lines: Iterable[bytes], where: str, keys: Sequence[str], count: int = 0
 ) -> list[dict[str, Any]]:
     """Parse the first `count` rows (0: all) of JSON lines as dicts; ValueError for bad JSON or missing `keys`.
@@ -70,14 +70,14 @@ def json_lines(
     return rows
 
 
-def rows_of_file(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """Parse the JSON lines of a file, as `json_lines` does; FileNotFoundError if missing."""
+def read_json_lines(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
+    """Read a file of JSON lines as dicts, as `parse_json_lines` does; FileNotFoundError if missing."""
     _require_file(path, "data")
     with path.open("rb") as file:
-        return json_lines(file, str(path), keys, count)
+        return parse_json_lines(file, str(path), keys, count)
 
 
 def _require_file(path: Path, name: str) -> None:
-    """Raise FileNotFoundError unless the file exists."""
+    """Raise FileNotFoundError, which names the argument `name`, unless the file exists."""
     if not path.is_file():
         raise FileNotFoundError(f"{name}={str(path)!r}: no such file")

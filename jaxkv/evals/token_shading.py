@@ -6,17 +6,17 @@ from typing import Any
 from jaxkv.generation import prefill
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Policy
-from jaxkv.text.shown import pieces_of
-from jaxkv.text.tokenizer import Text
+from jaxkv.text.shown import decode_token_texts
+from jaxkv.text.tokenizer import ChatTokenizer
 
 # Number of tokens shown at each end of a longer prompt.
 _EITHER_END = 500
 
 
-def held(
+def count_keeping_heads(
     params: LanguageModel, policy: Policy, ids: Sequence[int], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Return a `Record.held`: texts of a prompt's tokens, and how many kv heads keep each after prefill.
+    """Return the `SampleRecord.held` of a prompt: texts of its tokens, and how many kv heads keep each after prefill.
 
     Args:
         params: the model.
@@ -29,27 +29,32 @@ def held(
         token reads, evicts entries "later" as well, or "merges" them. If it evicts entries, also the kept "share", and
         "ends": texts and counts of the shown tokens, for long prompts those of both ends.
     """
-    cache, parts = prefill(params, [ids], policy=policy, key=seed, progress=False), policy.parts()
+    cache, parts = (
+        prefill(params, [ids], policy=policy, key=seed, progress=False),
+        policy.build_policy_parts(),
+    )
     heads = len(cache.compressed_layers) * cache.config.kv_heads
     said: dict[str, Any] = {
         "heads": heads,
-        "chooses": not parts.read.everything,
-        "later": parts.ongoing.compresses,
+        "chooses": not parts.read.reads_all_entries,
+        "later": parts.decoding_compression.compresses,
         "merges": parts.merge is not None,
         "tokens": len(ids),
         "ends": [],
         "share": None,
     }
-    if parts.drops:
+    if parts.compresses_prompts:
         counts = cache.counts()[0].tolist()
         said["share"] = sum(counts) / (heads * len(ids))
-        said["ends"] = ends_of(ids, counts, params.tokenizer)
+        said["ends"] = select_prompt_ends(ids, counts, params.tokenizer)
     return said
 
 
-def ends_of(ids: Sequence[int], counts: Sequence[int], text: Text) -> list[list[Any]]:
-    """Return [texts, counts] of a prompt's tokens, or of both ends of a long one."""
+def select_prompt_ends(
+    ids: Sequence[int], counts: Sequence[int], text: ChatTokenizer
+) -> list[list[Any]]:
+    """Return [token texts, counts] of a prompt, as a list of one, or of two for the ends of one above 1,000 tokens."""
     ends = [slice(None)]
     if len(ids) > 2 * _EITHER_END:
         ends = [slice(_EITHER_END), slice(-_EITHER_END, None)]
-    return [[pieces_of(ids[end], text).texts, list(counts[end])] for end in ends]
+    return [[decode_token_texts(ids[end], text).texts, list(counts[end])] for end in ends]

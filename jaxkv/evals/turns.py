@@ -8,27 +8,27 @@ from collections.abc import Sequence
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.evals.task import How, Outcome, Sample, Task, task
-from jaxkv.evals.texts import shipped, texts_of
+from jaxkv.evals.task import EvaluationTask, How, SampleOutcome, TaskSample, task
+from jaxkv.evals.texts import read_packaged_file, read_texts
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import host
+from jaxkv.sharding.mesh import copy_to_host
 
 # Separates the turns in a sample's context.
 _NEXT = "\x1e"
 
 
 @functools.cache
-def facts() -> list[list[str]]:
-    """Read sentences with a gap, the question for each, and values to sample from."""
-    return json.loads(shipped("data/facts.json"))
+def load_facts() -> list[list[str]]:
+    """Load packaged facts: for each a sentence with a gap, the question for it, and values of the gap; cached."""
+    return json.loads(read_packaged_file("data/facts.json"))
 
 
 @task("turns")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Turns(Task):
-    """Task: conversations on one cache (D2O, appendix, MT-bench's setting): facts come first, questions last.
+class ConversationTask(EvaluationTask):
+    """Task: conversations on one cache (D2O, appendix, MT-bench's setting): the user states facts, then asks for them.
 
     Policies that evict an entry for every new one, such as H2O and D2O, keep within their budget. Others compress only
     the first turn, and keep all entries of later ones: use them with `every=n`, which recompresses every n tokens.
@@ -54,24 +54,24 @@ class Turns(Task):
 
     def __post_init__(self):
         super().__post_init__()
-        most = 3 * len(facts())
+        most = 3 * len(load_facts())
         require(
             2 <= self.turns <= most,
             "turns",
             self.turns,
             f"out of range: use 2 to {most}, for facts and their questions",
         )
-        self.require_least(1, "count", "words", "new_tokens")
+        self.require_at_least(1, "count", "words", "new_tokens")
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make a list of one sample per conversation, its turns joined in `context`."""
-        passages = [text.split() for text in texts_of(None).values()]
-        return [self._sample(number, passages) for number in range(self.count)]
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
+        """Make one sample per conversation, with the texts of the user's turns joined in `context`."""
+        passages = [text.split() for text in read_texts(None).values()]
+        return [self._make_conversation(number, passages) for number in range(self.count)]
 
-    def _sample(self, number: int, passages: Sequence[Sequence[str]]) -> Sample:
-        """Make one conversation, which depends only on the seed and its number; an empty answer is not scored."""
+    def _make_conversation(self, number: int, passages: Sequence[Sequence[str]]) -> TaskSample:
+        """Make a conversation's sample, from the seed and its number; turns with an empty answer are not scored."""
         rng, told = np.random.default_rng([self.seed, number]), max(1, self.turns * 3 // 10)
-        chosen = [facts()[at] for at in rng.permutation(len(facts()))[:told]]
+        chosen = [load_facts()[at] for at in rng.permutation(len(load_facts()))[:told]]
         values = [str(rng.choice(several.split())) for *_, several in chosen]
         said = [text.format(value) for (text, *_), value in zip(chosen, values, strict=True)]
         for _ in range(self.turns - 2 * told):
@@ -80,7 +80,7 @@ class Turns(Task):
             passage = " ".join(text[first : first + self.words])
             said.append(f'Here is a passage: "{passage}" Say in a few words what it is about.')
         order = rng.permutation(told)
-        return Sample(
+        return TaskSample(
             id=f"{number:03d}",
             group="facts and questions",
             context=_NEXT.join([*said, *(chosen[at][1] for at in order)]),
@@ -90,9 +90,9 @@ class Turns(Task):
         )
 
     def run(
-        self, params: LanguageModel, policy: Policy, samples: Sequence[Sample], how: How
-    ) -> list[Outcome]:
-        """Run a batch of conversations; return an `Outcome` each: mean score, answers, entries after each turn."""
+        self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
+    ) -> list[SampleOutcome]:
+        """Run a batch of conversations; return a `SampleOutcome` each: mean score, answers, entries after each turn."""
         spoken, kept, cache = list[Sequence[str]](), list[np.ndarray](), None
         for texts in zip(*(sample.context.split(_NEXT) for sample in samples), strict=True):
             if how.raw or not params.tokenizer.has_template:
@@ -112,14 +112,14 @@ class Turns(Task):
             kept.append(cache.kept)
             spoken.append([each.text or "" for each in out])
         assert cache is not None
-        tokens, outcomes = host(cache.seen), []
+        tokens, outcomes = copy_to_host(cache.seen), []
         for row, (sample, said) in enumerate(zip(samples, zip(*spoken, strict=True), strict=True)):
             pairs = zip(said, sample.answers, strict=True)
             scores = [float(right.lower() in text.lower()) for text, right in pairs if right]
             rows = [each[:, row] for each in kept]
             means = [float(each.mean()) for each in rows]
             most = [int(each.max()) for each in rows]
-            outcome = Outcome(
+            outcome = SampleOutcome(
                 score=float(np.mean(scores)),
                 prediction=json.dumps(said, ensure_ascii=False),
                 figures={"rows": means, "most_rows": most, "scores": scores},

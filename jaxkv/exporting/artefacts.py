@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export as jax_export
 
-from jaxkv.attention import backend_of
+from jaxkv.attention import get_attention_backend
 from jaxkv.exporting.exported_programs import BucketSpec
-from jaxkv.sharding.logical_axes import hints_of, logical_axes_at
+from jaxkv.sharding.logical_axes import find_logical_axes, resolve_annotations
 from jaxkv.sharding.sharded_program import ShardedProgram
 
 
-class Artefact(NamedTuple):
+class SerialisedProgram(NamedTuple):
     """A program serialised by `jax.export`: its bytes (`data`), its manifest `entry` and its abstract results."""
 
     data: bytes
@@ -23,26 +23,28 @@ class Artefact(NamedTuple):
     out: Any
 
 
-class Names(NamedTuple):
-    """Manifest names of the parameters: embedding and head (`ends`), and each block."""
+class ParameterNames(NamedTuple):
+    """Names of the model's parameters in the manifest: embedding, norm and head (`ends`), and those of each block."""
 
     ends: tuple[str, ...]
     blocks: tuple[tuple[str, ...], ...]
 
 
-def artefact(
+def serialise_program(
     door: ShardedProgram,
     *args: Any,
     spec: BucketSpec,
-    names: Names,
+    names: ParameterNames,
     platform: str,
     batch: int,
-) -> Artefact:
-    """Trace and serialise a program with `jax.export`; return bytes, manifest entry and abstract results."""
-    run, leaves, donated = door.apart(*args, spec=spec)
+) -> SerialisedProgram:
+    """Trace a program and serialise it with `jax.export`; return bytes, manifest entry and abstract results."""
+    run, leaves, donated = door.flatten_call_for_export(*args, spec=spec)
     fn: Any = vars(door)["__wrapped__"]
     # Donated arrays come first; both groups are sorted by name, the fields of `asked` by their own names.
-    order = sorted(range(len(leaves)), key=lambda at: (at >= donated, str(_keys(leaves[at][0])[0])))
+    order = sorted(
+        range(len(leaves)), key=lambda at: (at >= donated, str(_list_path_keys(leaves[at][0])[0]))
+    )
     leaves = [leaves[at] for at in order]
     outs: list[Any] = []
 
@@ -53,14 +55,17 @@ def artefact(
 
     flat.__name__ = fn.__name__
     jitted = jax.jit(flat, donate_argnums=tuple(range(donated)), keep_unused=True)
-    calls = backend_of(spec.implementation).can.custom_calls
+    calls = get_attention_backend(spec.implementation).can.custom_calls
     checks = [jax_export.DisabledSafetyCheck.custom_call(each) for each in calls]
-    shapes = [_abstract(leaf) for _, _, leaf in leaves]
+    shapes = [_make_array_abstract(leaf) for _, _, leaf in leaves]
     exported = jax_export.export(jitted, platforms=[platform], disabled_checks=checks)(*shapes)
-    inputs = [_entry(_name(path, names), leaf, logical_axes) for path, logical_axes, leaf in leaves]
+    inputs = [
+        _build_manifest_entry(_build_manifest_name(path, names), leaf, logical_axes)
+        for path, logical_axes, leaf in leaves
+    ]
     for at, each in enumerate(inputs):
         each["donated"] = at < donated
-    out, hint = outs[0], hints_of(fn)["return"]
+    out, hint = outs[0], resolve_annotations(fn)["return"]
     results = jax.tree_util.tree_flatten_with_path(out)[0]
     data = bytes(exported.serialize())
     entry = {
@@ -72,27 +77,29 @@ def artefact(
         "sha256": hashlib.sha256(data).hexdigest(),
         "inputs": inputs,
         "outputs": [
-            _entry(_name(path, names), leaf, logical_axes_at(out, hint, path))
+            _build_manifest_entry(
+                _build_manifest_name(path, names), leaf, find_logical_axes(out, hint, path)
+            )
             for path, leaf in results
         ],
     }
-    return Artefact(data, entry, abstract(out))
+    return SerialisedProgram(data, entry, make_abstract(out))
 
 
-def abstract(tree: Any) -> Any:
+def make_abstract(tree: Any) -> Any:
     """Replace each array of a pytree by a `ShapeDtypeStruct`; dataclasses are rebuilt without validation."""
     if tree is None or jax.tree_util.all_leaves([tree]):
-        return _abstract(tree) if hasattr(tree, "dtype") else tree
+        return _make_array_abstract(tree) if hasattr(tree, "dtype") else tree
     if dataclasses.is_dataclass(tree):
         made = object.__new__(type(tree))
         for each in dataclasses.fields(tree):
-            object.__setattr__(made, each.name, abstract(getattr(tree, each.name)))
+            object.__setattr__(made, each.name, make_abstract(getattr(tree, each.name)))
         return made
-    parts = [abstract(each) for each in tree]
+    parts = [make_abstract(each) for each in tree]
     return tuple.__new__(type(tree), parts)
 
 
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+def _make_array_abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     """Return the `ShapeDtypeStruct` of an array: shape, dtype, and sharding if the array is on a mesh."""
     sharding = getattr(leaf, "sharding", None)
     split = isinstance(sharding, jax.sharding.NamedSharding)
@@ -101,8 +108,8 @@ def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def _keys(path: tuple[Any, ...]) -> list[Any]:
-    """List the names and indices along a pytree path, without a leading `asked`."""
+def _list_path_keys(path: tuple[Any, ...]) -> list[Any]:
+    """List the names and indices along a pytree path, without a leading `asked`, the loop inputs' argument name."""
     keys = [
         next(getattr(key, each) for each in ("name", "idx", "key") if hasattr(key, each))
         for key in path
@@ -110,9 +117,9 @@ def _keys(path: tuple[Any, ...]) -> list[Any]:
     return keys[1:] if keys[0] == "asked" else keys
 
 
-def _name(path: tuple[Any, ...], names: Names) -> str:
-    """Return the manifest name of an argument or result, such as `pools.0.k`; parameters have their model names."""
-    keys = _keys(path)
+def _build_manifest_name(path: tuple[Any, ...], names: ParameterNames) -> str:
+    """Return an argument's or result's name in the manifest, such as `pools.0.k`; for parameters, the model's name."""
+    keys = _list_path_keys(path)
     if keys[0] == "ends":
         return names.ends[keys[1]]
     if keys[0] == "blocks":
@@ -120,8 +127,8 @@ def _name(path: tuple[Any, ...], names: Names) -> str:
     return ".".join(map(str, keys))
 
 
-def _entry(name: str, leaf: Any, logical_axes: str | None) -> dict[str, Any]:
-    """Return the manifest entry of an array: name, dtype and shape, with "B" as the size of the batch axis."""
+def _build_manifest_entry(name: str, leaf: Any, logical_axes: str | None) -> dict[str, Any]:
+    """Return an array's manifest entry, a dict of name, dtype and shape, with "B" as the size of the batch axis."""
     axes = (logical_axes or "").split()
     sequences = axes.index("B") if "B" in axes else None
     shape = ["B" if at == sequences else int(size) for at, size in enumerate(np.shape(leaf))]

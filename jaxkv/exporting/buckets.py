@@ -8,76 +8,80 @@ import jax
 import numpy as np
 from jaxtyping import Bool, Int
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.attention import Implementation
-from jaxkv.cache.stores import held_dtype
+from jaxkv.cache.stores import choose_cache_dtype
 from jaxkv.engine.lengths import (
-    ByLength,
-    bucket,
-    entry_counts,
-    rows_of,
+    EntryCounts,
+    compute_entry_counts,
+    compute_layer_budgets,
+    round_up_to_bucket,
     tokens_per_call,
 )
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
-from jaxkv.engine.spec import specialise
+from jaxkv.engine.spec import create_decode_spec
 from jaxkv.exporting.exported_programs import BucketSpec
 from jaxkv.models.config import SlidingWindows
-from jaxkv.models.decoder import Flat
+from jaxkv.models.decoder import SplitDecoder
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 
 
-class BucketLimits(NamedTuple):
-    """Maximum number of `question` tokens appended to a cache, and of sampled `new` tokens."""
+class TokenLimits(NamedTuple):
+    """Maximum numbers of tokens of an export: `question` tokens appended to a cache, and sampled `new` tokens."""
 
     question: int
     new: int
 
     @property
-    def every_token(self) -> int:
+    def max_added_tokens(self) -> int:
         """Maximum number of entries that exported programs append to a cache: `question` plus `new` tokens."""
         return self.question + self.new
 
 
-class Table(NamedTuple):
-    """The policy's budgets and entry counts by prompt length, -1 if rejected, and the `allowed` lengths, ascending."""
+class BudgetTable(NamedTuple):
+    """A policy's budgets and entry counts for every prompt length of a bucket, -1 if rejected; `allowed` lengths."""
 
-    numbers: ByLength
+    numbers: EntryCounts
     allowed: Int[np.ndarray, " n"]
 
 
-def table(parts: Parts, sliding_windows: SlidingWindows, padded_len: int) -> Table:
-    """Tabulate a policy's budgets for prompts of 1 to `padded_len` tokens; ValueError if all lengths are rejected."""
+def tabulate_budgets(parts: Parts, sliding_windows: SlidingWindows, padded_len: int) -> BudgetTable:
+    """Return the `BudgetTable` of a policy for 1 to `padded_len` tokens; ValueError if all lengths are rejected."""
     lengths = np.arange(1, padded_len + 1)
-    allowed = lengths[_allowed(lambda some: _numbers(parts, some, sliding_windows), lengths)]
+    allowed = lengths[
+        _find_allowed_lengths(lambda some: _compute_budgets(parts, some, sliding_windows), lengths)
+    ]
     if not allowed.size:
-        _numbers(parts, lengths[-1:], sliding_windows)
-    known = _numbers(parts, allowed, sliding_windows)
+        _compute_budgets(parts, lengths[-1:], sliding_windows)
+    known = _compute_budgets(parts, allowed, sliding_windows)
 
-    def by_index(numbers: np.ndarray) -> np.ndarray:
-        """Spread numbers of allowed lengths into a table `[..., S + 1]` by length, -1 elsewhere."""
+    def spread_by_length(numbers: np.ndarray) -> np.ndarray:
+        """Spread numbers of the allowed lengths into an array `[..., S + 1]` indexed by length, -1 elsewhere."""
         wide = np.full((*numbers.shape[:-1], padded_len + 1), -1, np.int32)
         wide[..., allowed] = numbers
         return wide
 
-    return Table(jax.tree.map(by_index, known), allowed)
+    return BudgetTable(jax.tree.map(spread_by_length, known), allowed)
 
 
-def _numbers(
+def _compute_budgets(
     parts: Parts, lengths: Int[np.ndarray, " N"], sliding_windows: SlidingWindows
-) -> ByLength:
-    """Return the policy's `ByLength` numbers for some prompt lengths; ValueError if one length is rejected."""
-    known = entry_counts(parts, lengths, sliding_windows)
-    if parts.layer_weights:
+) -> EntryCounts:
+    """Return the policy's `EntryCounts` numbers for the given prompt lengths; ValueError if a length is rejected."""
+    known = compute_entry_counts(parts, lengths, sliding_windows)
+    if parts.uses_layer_weights:
         layer_weights = np.ones((sliding_windows.count(None), len(lengths)))
-        rows_of(parts, known.budget, lengths, known.always_kept, sliding_windows, layer_weights)
+        compute_layer_budgets(
+            parts, known.budget, lengths, known.always_kept, sliding_windows, layer_weights
+        )
     return known
 
 
-def _allowed(
+def _find_allowed_lengths(
     numbers: Callable[[np.ndarray], object], lengths: np.ndarray
 ) -> Bool[np.ndarray, " n"]:
-    """Mask of the lengths for which `numbers` raises no ValueError, found by bisection."""
+    """Return the mask of the lengths for which `numbers` raises no ValueError, found by bisection."""
     try:
         numbers(lengths)
     except ValueError:
@@ -85,29 +89,29 @@ def _allowed(
             return np.zeros(1, bool)
         half = len(lengths) // 2
         return np.concatenate(
-            [_allowed(numbers, part) for part in (lengths[:half], lengths[half:])]
+            [_find_allowed_lengths(numbers, part) for part in (lengths[:half], lengths[half:])]
         )
     return np.ones(len(lengths), bool)
 
 
-def spec_of_bucket(
-    flat: Flat,
+def create_bucket_spec(
+    flat: SplitDecoder,
     policy: Policy,
-    known: Table,
-    limits: BucketLimits,
+    known: BudgetTable,
+    limits: TokenLimits,
     *,
     platform: str,
     implementation: Implementation,
 ) -> BucketSpec:
-    """Build the static config (`BucketSpec`) of the exported programs of one bucket, for one platform."""
+    """Return the `BucketSpec` of the exported programs of one bucket of prompt lengths, for one platform."""
     parts, padded_len = policy.composed, known.numbers.budget.shape[0] - 1
-    dtype = held_dtype(flat.ends[0].dtype, platform)
+    dtype = choose_cache_dtype(flat.ends[0].dtype, platform)
     # The longest allowed prompt of each bucket up to `padded_len`: shapes depend only on buckets.
-    buckets = np.asarray([bucket(int(n)) for n in known.allowed])
+    buckets = np.asarray([round_up_to_bucket(int(n)) for n in known.allowed])
     longest = [int(known.allowed[buckets == each].max()) for each in np.unique(buckets)]
 
-    def planned(headroom: int | tuple[int, ...]) -> PrefillPlan:
-        """The engine's `PrefillPlan` of the bucket, with `headroom` free places behind every segment."""
+    def plan_with_headroom(headroom: int | tuple[int, ...]) -> PrefillPlan:
+        """Return the `PrefillPlan` of the bucket's longest prompts, with `headroom` free places per segment."""
         return plan_prefill(
             flat.config,
             policy,
@@ -118,35 +122,41 @@ def spec_of_bucket(
             mesh=flat.mesh,
         )
 
-    headroom = _room(parts, known, planned(0), flat.config.sliding_windows, limits)
+    headroom = _compute_headroom(
+        parts, known, plan_with_headroom(0), flat.config.sliding_windows, limits
+    )
     return BucketSpec(
         flat=flat,
         policy=policy,
-        needed=dataclasses.replace(planned(tuple(headroom.tolist())), padded_len=padded_len),
-        decoding=specialise(
+        needed=dataclasses.replace(
+            plan_with_headroom(tuple(headroom.tolist())), padded_len=padded_len
+        ),
+        decoding=create_decode_spec(
             flat,
             parts,
             padded_len=padded_len,
-            extended=parts.evicts and not parts.heads.uniform and limits.question > 0,
+            extended=parts.evicts_while_decoding
+            and not parts.heads.is_uniform
+            and limits.question > 0,
             implementation=implementation,
         ),
         implementation=implementation,
         steps=tokens_per_call(limits.new),
-        longest=bucket(padded_len + limits.every_token),
+        longest=round_up_to_bucket(padded_len + limits.max_added_tokens),
     )
 
 
-def _room(
+def _compute_headroom(
     parts: Parts,
-    known: Table,
+    known: BudgetTable,
     bare: PrefillPlan,
     sliding_windows: SlidingWindows,
-    limits: BucketLimits,
+    limits: TokenLimits,
 ) -> Int[np.ndarray, " L"]:
-    """Headroom `[L]` of every segment, enough for all question and new tokens of any prompt of the bucket."""
+    """Return the headroom `[L]` per segment for all question and new tokens after any prompt of the bucket."""
     layers = len(sliding_windows)
-    if not parts.ongoing.compresses:
-        return np.full(layers, limits.every_token)
+    if not parts.decoding_compression.compresses:
+        return np.full(layers, limits.max_added_tokens)
     numbers, lengths = known.numbers, known.allowed
     assert isinstance(numbers.most, np.ndarray)
     # Segments of prompts below the budget may grow to it; segments of other prompts keep their size.
@@ -157,11 +167,11 @@ def _room(
         else np.asarray(numbers.rows)[:, lengths].max(axis=1)
     )
     capacity = np.asarray(bare.capacity)
-    if parts.layout.one_pool:
+    if parts.cache_layout.uses_shared_pool:
         capacity = np.minimum(capacity, layers * bare.padded_len) // layers
     grows = np.maximum(np.maximum(most.max(), kept) - capacity, 0).astype(np.int64)
-    grows = grows + limits.every_token * parts.unlimited(sliding_windows)
-    return grows + limits.question + (parts.every or 1)
+    grows = grows + limits.max_added_tokens * parts.mask_layers_without_eviction(sliding_windows)
+    return grows + limits.question + (parts.recompression_interval or 1)
 
 
 def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_len: int) -> None:
@@ -171,32 +181,36 @@ def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_l
         f"{name} loads entries from host memory while sampling, which an exported program cannot: "
     )
     remedy += "export OmniKV without offload, or a policy that evicts entries"
-    require(not parts.reading(sliding_windows, padded_len).offloaded, "policy", policy, remedy)
+    require(
+        not parts.build_read_config(sliding_windows, padded_len).offloaded, "policy", policy, remedy
+    )
     remedy = (
         f"{name} prefills in chunks, whose number depends on the prompt: leave prefill_ratio out"
     )
-    require(not parts.read.chunk, "policy", policy, remedy)
+    require(not parts.read.prefill_chunk_tokens, "policy", policy, remedy)
     remedy = f"{name} prefills twice in chunks, whose number depends on the prompt: use jaxkv, and save the cache"
     require(parts.needs.replay is None, "policy", policy, remedy)
     remedy = f"{name} reads a gate, which exported programs do not contain: use jaxkv, and save the cache"
     require(not parts.needs.hidden, "policy", policy, remedy)
-    if parts.every is not None and not parts.layers.from_scores:
+    if parts.recompression_interval is not None and not parts.layers.depends_on_scores:
         remedy = "its layer budgets are computed in numpy, but every= needs them on the device: leave one out"
         given = jax.ShapeDtypeStruct((1,), np.int32)
         try:
-            jax.eval_shape(lambda n: rows_of(parts, n, n, n, (None, None)), given)
+            jax.eval_shape(lambda n: compute_layer_budgets(parts, n, n, n, (None, None)), given)
         except (TypeError, ValueError, jax.errors.JAXTypeError) as error:
-            raise invalid("policy", policy, remedy) from error
+            raise build_value_error("policy", policy, remedy) from error
 
 
-def require_positions(parts: Parts, known: Table, limits: BucketLimits, positions: int) -> None:
+def require_enough_positions(
+    parts: Parts, known: BudgetTable, limits: TokenLimits, positions: int
+) -> None:
     """Raise ValueError if a cache can outgrow the model's positions, for policies whose positions count its entries."""
     of = known.allowed[known.allowed <= positions]
     if not parts.rolling or not of.size:
         return
-    numbers, every = known.numbers, parts.every
+    numbers, every = known.numbers, parts.recompression_interval
     assert isinstance(numbers.rows, np.ndarray) and isinstance(numbers.most, np.ndarray)
-    held = int(numbers.rows[:, of].max()) + limits.every_token
+    held = int(numbers.rows[:, of].max()) + limits.max_added_tokens
     held = (
         held if every is None else min(held, int(numbers.most[of].max()) + every + limits.question)
     )

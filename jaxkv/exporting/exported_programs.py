@@ -12,31 +12,31 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 from jaxkv.attention import Implementation
-from jaxkv.cache import Cache, KVCache, Pool, Tables
+from jaxkv.cache import CacheArrays, EntryPool, KVCache, SegmentTables
 from jaxkv.engine import token_loop
-from jaxkv.engine.decode import extend
-from jaxkv.engine.embedding import logits_of
-from jaxkv.engine.lengths import ByLength
+from jaxkv.engine.decode import run_new_tokens
+from jaxkv.engine.embedding import compute_logits
+from jaxkv.engine.lengths import EntryCounts
 from jaxkv.engine.plan import PrefillPlan
-from jaxkv.engine.prefill import Prompts, read
-from jaxkv.engine.progress import run_to_end
-from jaxkv.engine.recompress import Fixed, recompress
-from jaxkv.engine.spec import Spec
-from jaxkv.models.decoder import Flat, Leaves
+from jaxkv.engine.prefill import PrefillLayerSource, prefill_layers
+from jaxkv.engine.progress import run_generator
+from jaxkv.engine.recompress import FixedSizes, recompress
+from jaxkv.engine.spec import DecodeSpec
+from jaxkv.models.decoder import Leaves, SplitDecoder
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.sharded_program import sharded_jit
 
 # Data of a random key; logits of the next tokens; pools and blocks of all layers.
 KeyData = UInt[Array, " two"]
 Logits = Float[Array, "B V"]
-Pools = tuple[Pool, ...]
+Pools = tuple[EntryPool, ...]
 Blocks = tuple[Leaves, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BucketSpec:
-    """Static config of the exported programs of one bucket of prompt lengths: model, policy, prefill plan.
+    """Static config of one bucket's exported programs: decoder, policy, prefill plan, decode config, loop length.
 
     Attributes:
         flat: the decoder; only the shapes of its leaves matter.
@@ -48,16 +48,16 @@ class BucketSpec:
         longest: upper bound of a segment's entries: padded length, question and new tokens, rounded up to a bucket.
     """
 
-    flat: Flat
+    flat: SplitDecoder
     policy: Policy
     needed: PrefillPlan
-    decoding: Spec
+    decoding: DecodeSpec
     implementation: Implementation
     steps: int
     longest: int
 
     @property
-    def axes(self) -> Axes | None:
+    def axes(self) -> ShardingMesh | None:
         """Axes of the mesh that the exported programs run on; None without a mesh."""
         return self.flat.axes
 
@@ -76,14 +76,14 @@ class LoopInputs(NamedTuple):
     sampling: Any
 
 
-class After(NamedTuple):
+class ProgramResult(NamedTuple):
     """Result of an exported program: cache, next logits, `ordered` (True if no score is NaN).
 
     Fields that a program does not compute are None, and are not outputs.
     """
 
     pools: Pools
-    cache: Tables
+    cache: SegmentTables
     logits: Logits | None = None
     ordered: Bool[Array, ""] | None = None
 
@@ -92,7 +92,7 @@ class LoopResult(NamedTuple):
     """Result of an exported decode loop: ids (-1 after an end), steps `ran`, logits, cache, mask of ended sequences."""
 
     pools: Pools
-    cache: Tables
+    cache: SegmentTables
     logits: Logits
     done: Bool[Array, " B"]
     sampled: Int[Array, "B steps"]
@@ -100,90 +100,98 @@ class LoopResult(NamedTuple):
 
 
 @sharded_jit(static=("spec",), on="spec")
-def prompt(
+def prefill_prompts(
     ends: Leaves,
     blocks: Blocks,
     tokens: Int[Array, "B S"],
     length: Int[Array, " B"],
-    told: ByLength,
+    told: EntryCounts,
     key: KeyData,
     *,
     spec: BucketSpec,
-) -> After:
-    """Prefill prompts; return compressed cache, next logits, and True if no score is NaN (exported program)."""
-    flat = spec.flat.around(ends, blocks)
+) -> ProgramResult:
+    """Prefill prompts (exported program); return the compressed cache, next logits, and True if no score is NaN."""
+    flat = spec.flat.replace_arrays(ends, blocks)
     needed = dataclasses.replace(spec.needed, numbers=told)
-    prompts = Prompts(flat, tokens, length, spec.policy, needed, _key(key), spec.implementation)
-    cache = run_to_end(read(prompts))
-    logits = logits_of(ends, prompts.x, graphs=flat.graphs)
-    return After(cache.pools, cache.tables, logits, prompts.ordered())
+    prompts = PrefillLayerSource(
+        flat, tokens, length, spec.policy, needed, _wrap_key_data(key), spec.implementation
+    )
+    cache = run_generator(prefill_layers(prompts))
+    logits = compute_logits(ends, prompts.x, graphs=flat.graphs)
+    return ProgramResult(cache.pools, cache.tables, logits, prompts.has_no_nan_scores())
 
 
 @sharded_jit(static=("spec",), donate=("pools", "cache"), on="spec")
-def question(
+def append_question(
     ends: Leaves,
     blocks: Blocks,
     pools: Pools,
-    cache: Tables,
+    cache: SegmentTables,
     logits: Logits,
     tokens: Int[Array, "B N"],
     count: Int[Array, " B"],
     *,
     spec: BucketSpec,
-) -> After:
-    """Append `count` tokens per sequence to a cache (donated); return cache and next logits (exported program)."""
-    flat = spec.flat.around(ends, blocks)
-    after, whole = extend(flat, Cache(pools=pools, tables=cache), tokens, count, spec=spec.decoding)
-    return After(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
+) -> ProgramResult:
+    """Append the first `count` of N tokens per sequence to a donated cache; return it and logits (exported program)."""
+    flat = spec.flat.replace_arrays(ends, blocks)
+    after, whole = run_new_tokens(
+        flat, CacheArrays(pools=pools, tables=cache), tokens, count, spec=spec.decoding
+    )
+    return ProgramResult(whole.pools, whole.tables, jnp.where(count[:, None] > 0, after, logits))
 
 
 @sharded_jit(static=("spec",), donate=("pools", "cache"), on="spec")
-def again(
+def recompress_due_sequences(
     ends: Leaves,
     blocks: Blocks,
     pools: Pools,
-    cache: Tables,
+    cache: SegmentTables,
     key: KeyData,
     *,
     spec: BucketSpec,
-) -> After:
-    """Recompress due sequences; return the cache (donated) with all segments repacked (exported program)."""
-    flat = spec.flat.around(ends, blocks)
+) -> ProgramResult:
+    """Recompress a donated cache's due sequences and repack all segments; return the cache (exported program)."""
+    flat = spec.flat.replace_arrays(ends, blocks)
     handle = KVCache(
-        arrays=Cache(pools=pools, tables=cache),
-        layout=spec.policy.composed.layout,
+        arrays=CacheArrays(pools=pools, tables=cache),
+        layout=spec.policy.composed.cache_layout,
         policy=spec.policy,
         config=flat.config,
         dtype=flat.ends[0].dtype.name,
         padded_len=spec.needed.padded_len,
         axes=flat.axes,
     )
-    fixed = Fixed(rows=spec.needed.pools, padded_len=spec.longest)
+    fixed = FixedSizes(rows=spec.needed.pools, padded_len=spec.longest)
     made = recompress(
-        flat, handle, key=_key(key), headroom=np.asarray(spec.needed.headroom), fixed=fixed
+        flat,
+        handle,
+        key=_wrap_key_data(key),
+        headroom=np.asarray(spec.needed.headroom),
+        fixed=fixed,
     )
-    return After(made.pools, made.tables)
+    return ProgramResult(made.pools, made.tables)
 
 
 @sharded_jit(static=("spec",), donate=("pools", "cache"), on="spec")
-def sample(
+def run_exported_loop(
     ends: Leaves,
     blocks: Blocks,
     pools: Pools,
-    cache: Tables,
+    cache: SegmentTables,
     logits: Logits,
     asked: LoopInputs,
     *,
     spec: BucketSpec,
 ) -> LoopResult:
-    """Sample tokens and append them to the pools (donated); return a `LoopResult` (exported decode loop)."""
-    flat = spec.flat.around(ends, blocks)
-    begun = token_loop.first_sampling_state(
-        logits, asked.done, _key(asked.key), asked.eos, axes=spec.axes
+    """Sample up to `asked.steps` tokens per sequence (exported program); donate the cache; return a `LoopResult`."""
+    flat = spec.flat.replace_arrays(ends, blocks)
+    begun = token_loop.create_sampling_state(
+        logits, asked.done, _wrap_key_data(asked.key), asked.eos, axes=spec.axes
     )
     after, now, tokens, ran = token_loop.decode(
         flat,
-        Cache(pools=pools, tables=cache),
+        CacheArrays(pools=pools, tables=cache),
         begun,
         asked.steps,
         spec=spec.decoding,
@@ -193,6 +201,6 @@ def sample(
     return LoopResult(after.pools, after.tables, now.logits, now.done, tokens, ran)
 
 
-def _key(data: KeyData) -> Array:
+def _wrap_key_data(data: KeyData) -> Array:
     """Wrap raw key data as a threefry random key, independent of JAX's default implementation at run time."""
     return jax.random.wrap_key_data(data, impl="threefry2x32")

@@ -9,14 +9,14 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxkv.sharding.mesh import host
+from jaxkv.sharding.mesh import copy_to_host
 
 _MOST_BYTES = 1 << 30
 
 
 def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Write arrays into one or more safetensors files; return size in bytes and SHA-256 by file name."""
-    parts = list(_parts(arrays))
+    """Write arrays into one or more safetensors files in a folder; return a dict of file name to bytes and SHA-256."""
+    parts = list(_group_arrays_by_file(arrays))
     files = {}
     for at, names in enumerate(parts):
         file = (
@@ -24,12 +24,12 @@ def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[st
             if len(parts) == 1
             else f"{name}-{at + 1:05}-of-{len(parts):05}.safetensors"
         )
-        files[file] = _write(folder / file, {each: arrays[each] for each in names})
+        files[file] = _write_tensor_file(folder / file, {each: arrays[each] for each in names})
     return files
 
 
-def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Yield the array names of each file, which holds at most `_MOST_BYTES` or a single array."""
+def _group_arrays_by_file(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
+    """Yield the list of array names of each file, which holds at most `_MOST_BYTES` or a single array."""
     names, size = list[str](), 0
     for name, array in arrays.items():
         if names and size + array.nbytes > _MOST_BYTES:
@@ -40,9 +40,9 @@ def _parts(arrays: Mapping[str, Any]) -> Iterator[list[str]]:
     yield names
 
 
-def _write(file: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Write arrays into one safetensors file; return its size in bytes and its SHA-256."""
-    held = {name: np.asarray(host(array), order="C") for name, array in arrays.items()}
+def _write_tensor_file(file: Path, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """Write arrays into one safetensors file; return a dict with its size in bytes and its SHA-256."""
+    held = {name: np.asarray(copy_to_host(array), order="C") for name, array in arrays.items()}
     try:
         safetensors.numpy.save_file(held, file)
     except safetensors.SafetensorError as error:  # such as a full disk

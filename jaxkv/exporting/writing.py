@@ -19,29 +19,45 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
-from jaxkv._checks import settled, whole
+from jaxkv._checks import settled, validate_int
 from jaxkv._errors import require
-from jaxkv.arguments import as_model, as_sampling
-from jaxkv.attention import PREFILL_ONLY, Implementation, backend_of, named
-from jaxkv.cache.encoding import encode
+from jaxkv.arguments import validate_model, validate_sampler
+from jaxkv.attention import (
+    PREFILL_ONLY,
+    Implementation,
+    get_attention_backend,
+    parse_attention_implementation,
+)
+from jaxkv.cache.encoding import encode_as_json
 from jaxkv.checkpoints.json_files import write_json
-from jaxkv.checkpoints.orbax_files import whole_folder
-from jaxkv.engine.lengths import bucket, tokens_per_call
-from jaxkv.engine.sampling import GREEDY, Sampler, argument, by_numbers, is_greedy
+from jaxkv.checkpoints.orbax_files import create_folder_atomically
+from jaxkv.engine.lengths import round_up_to_bucket, tokens_per_call
+from jaxkv.engine.sampling import (
+    GREEDY,
+    Sampler,
+    convert_sampler_to_pytree,
+    is_builtin_sampling,
+    is_greedy,
+)
 from jaxkv.exporting import exported_programs
-from jaxkv.exporting.artefacts import Artefact, Names, abstract, artefact
+from jaxkv.exporting.artefacts import (
+    ParameterNames,
+    SerialisedProgram,
+    make_abstract,
+    serialise_program,
+)
 from jaxkv.exporting.buckets import (
-    BucketLimits,
-    Table,
+    BudgetTable,
+    TokenLimits,
+    create_bucket_spec,
+    require_enough_positions,
     require_exportable,
-    require_positions,
-    spec_of_bucket,
-    table,
+    tabulate_budgets,
 )
 from jaxkv.exporting.tensors import write_tensors
 from jaxkv.loading import LanguageModel
-from jaxkv.models.decoder import Ends
-from jaxkv.policies.model_policy import policy_for
+from jaxkv.models.decoder import EmbeddingAndHead
+from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
 
 FORMAT, VERSION = "jaxkv export", 5
@@ -100,16 +116,21 @@ def export(
         TypeError: for an argument of the wrong type.
         OSError: if the folder cannot be written; nothing is left behind.
     """
-    params = as_model(params, mesh)
+    params = validate_model(params, mesh)
     held = params.decoder.weights
     remedy = "quantised weights cannot be exported: load the model without weights="
     require(held is None, "params", f"{held} weights", remedy)
     positions = params.config.max_positions
-    chosen = policy_for(policy, params.config, params.filter_layers, dtype=params.dtype)
-    longest = _counts("lengths", lengths)
-    batches, new = _counts("batch", batch), whole("new", new, "sample at least 1 token")
-    question = whole("question", question, "use a number of tokens, or 0 for none", least=0)
-    groups = 1 if params.axes is None else params.axes.size("B")
+    chosen = resolve_policy_for_model(
+        policy, params.config, params.filter_layers, dtype=params.dtype
+    )
+    longest = _parse_counts("lengths", lengths)
+    batches, new = (
+        _parse_counts("batch", batch),
+        validate_int("new", new, "sample at least 1 token"),
+    )
+    question = validate_int("question", question, "use a number of tokens, or 0 for none", least=0)
+    groups = 1 if params.axes is None else params.axes.count_axis_shards("B")
     odd = [size for size in batches if size % groups]
     require(
         not odd,
@@ -117,7 +138,7 @@ def export(
         odd,
         f"the mesh has {groups} groups of sequences: use multiples of {groups}",
     )
-    # If positions count cached entries, only kept entries matter: `require_positions` checks them by the tables.
+    # If positions count cached entries, only kept entries matter: `require_enough_positions` checks them by the tables.
     rolling = chosen.composed.rolling
     most = max(longest) + (0 if rolling else question + new)
     texts = "a prompt" if rolling else "prompt, question and new tokens together"
@@ -132,7 +153,7 @@ def export(
         unknown or listed,
         f"unknown platform: use some of {', '.join(PLATFORMS)}",
     )
-    backend = named(implementation)
+    backend = parse_attention_implementation(implementation)
     usable = backend not in (Implementation.AUTO, *PREFILL_ONLY)
     require(
         usable,
@@ -140,43 +161,43 @@ def export(
         implementation,
         "not supported: use 'xla', or 'pallas' for its kernels",
     )
-    padded_len = tuple(sorted({bucket(n) for n in longest}))
+    padded_len = tuple(sorted({round_up_to_bucket(n) for n in longest}))
     require_exportable(chosen, params.config.sliding_windows, padded_len[-1])
-    job = _Job(
+    job = _ExportJob(
         params=params,
         policy=chosen,
         padded_len=padded_len,
         batches=batches,
-        limits=BucketLimits(question, new),
+        limits=TokenLimits(question, new),
         platforms=tuple(dict.fromkeys(listed)),
-        samplings=_samplings(sampling),
+        samplings=_collect_samplers(sampling),
         implementation=backend,
     )
     if not isinstance(directory, (str, os.PathLike)):
         raise TypeError(f"directory={directory!r}: not a path: use that of a new folder")
     folder = Path(os.path.expanduser(directory))
     # Written to a temporary folder next to it, so that the last step is a rename.
-    with whole_folder(folder, "directory") as part:
-        _write(part, job, _programs(part, job), weights)
+    with create_folder_atomically(folder, "directory") as part:
+        _write_remaining_files(part, job, _write_programs(part, job), weights)
     return folder
 
 
 # Manifest entries of the written programs, and the policy's budget tables by bucket.
-_Made = tuple[list[dict[str, Any]], dict[int, Table]]
+_Made = tuple[list[dict[str, Any]], dict[int, BudgetTable]]
 
 
-def _counts(name: str, given: Any) -> tuple[int, ...]:
-    """Return the distinct positive integers of one or several, ascending; ValueError for anything else."""
+def _parse_counts(name: str, given: Any) -> tuple[int, ...]:
+    """Return one or several positive integers as a sorted tuple without duplicates; ValueError for anything else."""
     listed = given if isinstance(given, (list, tuple, np.ndarray)) else (given,)
     remedy = "use one number or several, at least 1"
     require(len(listed) > 0, name, given, remedy)
-    return tuple(sorted({whole(name, each, remedy) for each in listed}))
+    return tuple(sorted({validate_int(name, each, remedy) for each in listed}))
 
 
-def _samplings(given: Any) -> dict[str, Sampler]:
-    """Return samplers by name: "Greedy" and the given ones by class; ValueError for two of one name."""
+def _collect_samplers(given: Any) -> dict[str, Sampler]:
+    """Return a dict of samplers by class name, with "Greedy" added; ValueError for two of one class or a greedy one."""
     listed = given if isinstance(given, (list, tuple)) else (given,)
-    chosen = [as_sampling(each) for each in listed]
+    chosen = [validate_sampler(each) for each in listed]
     found = {"Greedy": GREEDY} | {type(each).__name__: each for each in chosen}
     remedy = "use one sampler per class, none greedy: its numbers are arguments at run time"
     fine = len(found) == 1 + len(chosen) and not any(map(is_greedy, chosen))
@@ -185,105 +206,120 @@ def _samplings(given: Any) -> dict[str, Sampler]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Job:
-    """Validated arguments of `export`: model, policy, and the buckets, batches and platforms of the programs."""
+class _ExportJob:
+    """Validated arguments of `export`: model, policy, and the padded lengths, batches and platforms of the programs."""
 
     params: LanguageModel
     policy: Policy
     padded_len: tuple[int, ...]
     batches: tuple[int, ...]
-    limits: BucketLimits
+    limits: TokenLimits
     platforms: tuple[str, ...]
     samplings: dict[str, Sampler]
     implementation: Implementation
 
     @functools.cached_property
-    def names(self) -> Names:
-        """Manifest names of the model's parameters, in the order of the programs' arguments."""
+    def parameter_names(self) -> ParameterNames:
+        """`ParameterNames` of the model, in the order of the programs' arguments."""
         decoder = self.params.decoder
         blocks = tuple(
-            _leaf_names(block, f"blocks.{at}.") for at, block in enumerate(decoder.blocks)
+            _list_parameter_names(block, f"blocks.{at}.") for at, block in enumerate(decoder.blocks)
         )
-        return Names(_leaf_names(Ends(decoder), ""), blocks)
+        return ParameterNames(_list_parameter_names(EmbeddingAndHead(decoder), ""), blocks)
 
     @property
-    def eos(self) -> list[int]:
-        """Token ids that end a sequence, from config and tokenizer; [-2], which is not a token, without any."""
-        return list(self.params.ends) or [-2]
+    def end_ids(self) -> list[int]:
+        """Token ids that end a sequence, from config and tokenizer; [-2], which matches no token, without any."""
+        return list(self.params.end_token_ids) or [-2]
 
 
-def _leaf_names(module: Any, prefix: str) -> tuple[str, ...]:
-    """Dotted names of a module's parameters, each after `prefix`, in the order of the module's leaves."""
+def _list_parameter_names(module: Any, prefix: str) -> tuple[str, ...]:
+    """Return the dotted names of a module's parameters, each after `prefix`, in the order of the module's leaves."""
     leaves = jax.tree_util.tree_flatten_with_path(nnx.split(module)[1])[0]
     return tuple(
         prefix + ".".join(str(key.key) for key in path if hasattr(key, "key")) for path, _ in leaves
     )
 
 
-def _programs(part: Path, job: _Job) -> _Made:
-    """Write the programs of every bucket, platform and batch into `part`; return entries, and tables by bucket."""
-    entries, tables = list[dict[str, Any]](), dict[int, Table]()
+def _write_programs(part: Path, job: _ExportJob) -> _Made:
+    """Write the programs of every bucket, platform and batch into `part`; return manifest entries and budget tables."""
+    entries, tables = list[dict[str, Any]](), dict[int, BudgetTable]()
     parts, config = job.policy.composed, job.params.config
     (part / "programs").mkdir()
     for padded_len in job.padded_len:
-        known = tables[padded_len] = table(parts, config.sliding_windows, padded_len)
-        require_positions(parts, known, job.limits, config.max_positions)
+        known = tables[padded_len] = tabulate_budgets(parts, config.sliding_windows, padded_len)
+        require_enough_positions(parts, known, job.limits, config.max_positions)
         for platform, batch in itertools.product(job.platforms, job.batches):
-            for kind, each in _of_bucket(job, known, padded_len, platform, batch):
+            for kind, each in _serialise_bucket(job, known, padded_len, platform, batch):
                 name = f"{kind}-{padded_len}x{batch}-{platform}.bin"
                 (part / "programs" / name).write_bytes(each.data)
                 entries.append({"kind": kind, "padded_len": padded_len, "file": name} | each.entry)
     return entries, tables
 
 
-def _of_bucket(
-    job: _Job, known: Table, padded_len: int, platform: str, batch: int
-) -> Iterator[tuple[str, Artefact]]:
-    """Yield (kind, serialised program) for every program of one bucket, platform and batch."""
-    flat, limits = job.params.flat, job.limits
-    spec = spec_of_bucket(
+def _serialise_bucket(
+    job: _ExportJob, known: BudgetTable, padded_len: int, platform: str, batch: int
+) -> Iterator[tuple[str, SerialisedProgram]]:
+    """Yield pairs (kind, `SerialisedProgram`) for all programs of one bucket, platform and batch size."""
+    flat, limits = job.params.flat_decoder, job.limits
+    spec = create_bucket_spec(
         flat, job.policy, known, limits, platform=platform, implementation=job.implementation
     )
-    made = functools.partial(artefact, spec=spec, names=job.names, platform=platform, batch=batch)
+    made = functools.partial(
+        serialise_program, spec=spec, names=job.parameter_names, platform=platform, batch=batch
+    )
 
-    def array(dtype: Any, *shape: int) -> Any:
-        """Return the `ShapeDtypeStruct` of a dtype and a shape."""
+    def make_shape_struct(dtype: Any, *shape: int) -> Any:
+        """Return the `ShapeDtypeStruct` of an array with the given dtype and shape."""
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    weights = abstract((flat.ends, flat.blocks))
-    key, done, count = array(jnp.uint32, 2), array(jnp.bool_, batch), array(jnp.int32, batch)
-    numbers = abstract(
+    weights = make_abstract((flat.ends, flat.blocks))
+    key, done, count = (
+        make_shape_struct(jnp.uint32, 2),
+        make_shape_struct(jnp.bool_, batch),
+        make_shape_struct(jnp.int32, batch),
+    )
+    numbers = make_abstract(
         jax.tree.map(lambda each: each[..., np.zeros(batch, np.int32)], known.numbers)
     )
     first = made(
-        exported_programs.prompt, *weights, array(jnp.int32, batch, padded_len), count, numbers, key
+        exported_programs.prefill_prompts,
+        *weights,
+        make_shape_struct(jnp.int32, batch, padded_len),
+        count,
+        numbers,
+        key,
     )
     yield "prompt", first
     pools, cache, logits, _ = first.out
     if limits.question:
-        tokens = array(jnp.int32, batch, tokens_per_call(limits.question))
+        tokens = make_shape_struct(jnp.int32, batch, tokens_per_call(limits.question))
         yield (
             "question",
-            made(exported_programs.question, *weights, pools, cache, logits, tokens, count),
+            made(exported_programs.append_question, *weights, pools, cache, logits, tokens, count),
         )
-    if job.policy.composed.ongoing.compresses:
-        yield "again", made(exported_programs.again, *weights, pools, cache, key)
+    if job.policy.composed.decoding_compression.compresses:
+        yield "again", made(exported_programs.recompress_due_sequences, *weights, pools, cache, key)
     for name, sampling in job.samplings.items():
         asked = exported_programs.LoopInputs(
-            done, key, array(jnp.int32, len(job.eos)), array(jnp.int32), argument(sampling)
+            done,
+            key,
+            make_shape_struct(jnp.int32, len(job.end_ids)),
+            make_shape_struct(jnp.int32),
+            convert_sampler_to_pytree(sampling),
         )
         yield (
             f"sample.{name}",
-            made(exported_programs.sample, *weights, pools, cache, logits, asked),
+            made(exported_programs.run_exported_loop, *weights, pools, cache, logits, asked),
         )
 
 
-def _write(part: Path, job: _Job, made: _Made, weights: bool) -> None:
-    """Write the other files into `part`: manifest, weights, budget tables, tokenizer and `runtime.py`."""
+def _write_remaining_files(part: Path, job: _ExportJob, made: _Made, weights: bool) -> None:
+    """Write all files but the programs into `part`: manifest, weights, budget tables, tokenizer and `runtime.py`."""
     entries, tables = made
-    manifest = _manifest(part, job, entries)
+    manifest = _build_manifest(part, job, entries)
     if weights:
-        names, flat = job.names, job.params.flat
+        names, flat = job.parameter_names, job.params.flat_decoder
         leaves = dict(zip(names.ends, flat.ends, strict=True))
         for of_block, block in zip(names.blocks, flat.blocks, strict=True):
             leaves |= dict(zip(of_block, block, strict=True))
@@ -293,20 +329,23 @@ def _write(part: Path, job: _Job, made: _Made, weights: bool) -> None:
         told = vars(known.numbers).items()
         numbers = {f"told.{name}": value for name, value in told if value is not None}
         manifest["lengths"][str(padded_len)] = write_tensors(part, f"lengths-{padded_len}", numbers)
-    manifest["text"] = _write_text(part, job.params)
+    manifest["text"] = _write_tokenizer(part, job.params)
     (part / "runtime.py").write_bytes(Path(__file__).with_name("runtime.py").read_bytes())
     write_json(part / "manifest.json", manifest)
 
 
-def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the manifest as JSON values, without the entries of weights, budget tables and tokenizer."""
-    params, names, parts = job.params, job.names, job.policy.composed
+def _build_manifest(part: Path, job: _ExportJob, entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the manifest as a dict of JSON values; entries of weights, budget tables and tokenizer come later."""
+    params, names, parts = job.params, job.parameter_names, job.policy.composed
     config, axes = params.config, params.axes
     data = (part / "programs" / entries[0]["file"]).read_bytes()
-    today, unstable = datetime.date.today(), bool(backend_of(job.implementation).can.custom_calls)
+    today, unstable = (
+        datetime.date.today(),
+        bool(get_attention_backend(job.implementation).can.custom_calls),
+    )
     stable = re.search(rb"StableHLO_v([\d.]+)", data)
     try:
-        policy = encode(job.policy, None, "policy")
+        policy = encode_as_json(job.policy, None, "policy")
     except ValueError:  # a scorer with arrays cannot be encoded, but the programs contain it
         policy = {"class": type(job.policy).__qualname__, "text": repr(job.policy)}
     return {
@@ -322,8 +361,8 @@ def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str,
             "jax": jax.__version__,
             "from": list(jax.__version_info__[:2]),
             "calling_convention": entries[0]["calling_convention"],
-            "by_later_jax_until": None if unstable else _day(today, _BACKWARD),
-            "by_earlier_jax_from": None if unstable else _day(today, -_FORWARD),
+            "by_later_jax_until": None if unstable else _shift_date(today, _BACKWARD),
+            "by_earlier_jax_from": None if unstable else _shift_date(today, -_FORWARD),
             "lost": _CUSTOM_CALLS if unstable else None,
         },
         "platforms": list(job.platforms),
@@ -335,18 +374,18 @@ def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str,
         "vocab": config.vocab,
         "positions": config.max_positions,
         "rolling": parts.rolling,
-        "eos": job.eos,
+        "eos": job.end_ids,
         "policy": policy,
-        "every": parts.every,
-        "evicts": parts.evicts,
+        "every": parts.recompression_interval,
+        "evicts": parts.evicts_while_decoding,
         "batch": list(job.batches),
         "question": job.limits.question,
         "new": job.limits.new,
-        "headroom": job.limits.every_token,
-        "grows": not parts.ongoing.compresses
-        or bool(parts.unlimited(config.sliding_windows).any()),
+        "headroom": job.limits.max_added_tokens,
+        "grows": not parts.decoding_compression.compresses
+        or bool(parts.mask_layers_without_eviction(config.sliding_windows).any()),
         "samplings": {
-            name: dataclasses.asdict(each) if by_numbers(each) and name != "Greedy" else {}
+            name: dataclasses.asdict(each) if is_builtin_sampling(each) and name != "Greedy" else {}
             for name, each in job.samplings.items()
         },
         "parameters": [*names.ends, *(name for block in names.blocks for name in block)],
@@ -355,24 +394,24 @@ def _manifest(part: Path, job: _Job, entries: list[dict[str, Any]]) -> dict[str,
     }
 
 
-def _day(day: datetime.date, later: int) -> str:
-    """Return the ISO date `later` days after a date."""
+def _shift_date(day: datetime.date, later: int) -> str:
+    """Return the date `later` days after `day` as ISO text."""
     return (day + datetime.timedelta(days=later)).isoformat()
 
 
-def _write_text(part: Path, params: LanguageModel) -> dict[str, Any] | None:
-    """Write `tokenizer.json`; return its manifest entry with the chat template's turns; None without a tokenizer."""
+def _write_tokenizer(part: Path, params: LanguageModel) -> dict[str, Any] | None:
+    """Write `tokenizer.json` into `part`; return its manifest entry with the chat turns; None without a tokenizer."""
     if params.text is None:
         return None
     text, turns = params.text, None
     if text.has_template:
         try:
-            turns = text.marked_turns()
+            turns = text.export_turn_texts()
         except ValueError as error:
             warnings.warn(f"the runtime treats prompts as plain text: {error}", stacklevel=3)
     data = text.tokenizer_json().encode()
     (part / "tokenizer.json").write_bytes(data)
     digest = hashlib.sha256(data).hexdigest()
     entry = {"file": "tokenizer.json", "bytes": len(data), "sha256": digest}
-    bos = None if text.has_template else text.begins_with
-    return entry | {"turns": turns, "bos": bos} | text.special_tokens()
+    bos = None if text.has_template else text.prepended_bos_id
+    return entry | {"turns": turns, "bos": bos} | text.export_special_tokens()

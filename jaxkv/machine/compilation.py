@@ -42,7 +42,9 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     require(path is None or bool(str(path).strip()), "path", path, "empty: use a folder")
     # JAX opens the folder for each program, possibly after a change of the working folder.
     folder = (
-        cache_dir() / "compiled" / _processor() if path is None else Path(os.path.expanduser(path))
+        cache_dir() / "compiled" / _identify_processor()
+        if path is None
+        else Path(os.path.expanduser(path))
     ).absolute()
     require(
         not folder.exists() or folder.is_dir(), "path", str(folder), "it is a file: use a folder"
@@ -56,8 +58,8 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
     return folder
 
 
-def tell_if_slow(seconds: float) -> None:
-    """Log, once per process, that a call compiled for more than 10 s without a compile cache on disk."""
+def log_slow_compilation(seconds: float) -> None:
+    """Log once per process that compiling took over 10 s of a call and no compile cache on disk is enabled."""
     global _told
     kept = jax.config.values["jax_compilation_cache_dir"] is not None
     if _told or seconds <= _SLOW or kept:
@@ -67,8 +69,8 @@ def tell_if_slow(seconds: float) -> None:
     _LOG.warning("compiling took %.0f s of this call: %s", seconds, remedy)
 
 
-def _processor() -> str:
-    """Name this type of processor by its architecture and a hash of its features, for the cache folder."""
+def _identify_processor() -> str:
+    """Return a folder name for this type of processor: its architecture and a hash of its features."""
     flags = platform.processor()
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -87,8 +89,8 @@ _EVENTS = (
 )
 
 
-class Clock:
-    """Context manager that sums the seconds spent inside, and those that JAX spends compiling in this thread.
+class StageClock:
+    """Context manager that sums the wall-clock seconds spent inside, and JAX's compile seconds in this thread.
 
     A device runs while the host compiles, so the difference of the two is not a meaningful time.
 
@@ -105,7 +107,7 @@ class Clock:
         self._started = 0.0
         self._spans: list[tuple[float, float]] = []
 
-    def __enter__(self) -> "Clock":
+    def __enter__(self) -> "StageClock":
         """Start the clock and return it."""
         self._started = time.perf_counter()
         _RUNNING.clocks.append(self)
@@ -118,8 +120,8 @@ class Clock:
         self.compile_seconds += sum(end - begin for begin, end in self._spans)
         self._spans = []
 
-    def record(self, event: str, duration: float) -> None:
-        """Add one of JAX's compilation events, which lasted `duration` seconds and ends now."""
+    def add_compile_event(self, event: str, duration: float) -> None:
+        """Add one of JAX's compile events, which lasted `duration` seconds and ends now; nested ones count once."""
         end = time.perf_counter()
         begin = end - duration
         self.programs += event == _BACKEND
@@ -131,43 +133,43 @@ class Clock:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Clocks:
-    """One `Clock` for each stage of a call: prefill and decode.
+class StageClocks:
+    """Two clocks of a call's stages, prefill and decode, with sums of compile seconds and programs over both.
 
     Attributes:
         prefill: up to the first logits, including planning and compilation.
         decode: from the first logits to the last token.
     """
 
-    prefill: Clock = dataclasses.field(default_factory=Clock)
-    decode: Clock = dataclasses.field(default_factory=Clock)
+    prefill: StageClock = dataclasses.field(default_factory=StageClock)
+    decode: StageClock = dataclasses.field(default_factory=StageClock)
 
     @property
     def compile_seconds(self) -> float:
-        """Compilation seconds of all stages."""
+        """Seconds of tracing, lowering and compiling (or reading the compile cache), of prefill and decode together."""
         return self.prefill.compile_seconds + self.decode.compile_seconds
 
     @property
-    def programs(self) -> int:
-        """Number of programs compiled in all stages, or read from the compile cache on disk."""
+    def program_count(self) -> int:
+        """Number of programs that prefill and decode compiled, or read from the compile cache on disk."""
         return self.prefill.programs + self.decode.programs
 
 
-class _Running(threading.local):
+class _RunningClocks(threading.local):
     """Thread-local list of the running clocks (`clocks`); JAX reports events in the thread that compiles."""
 
     def __init__(self) -> None:
-        self.clocks: list[Clock] = []
+        self.clocks: list[StageClock] = []
 
 
-_RUNNING = _Running()
+_RUNNING = _RunningClocks()
 
 
-def _on_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """Add a compilation event of JAX to all running clocks of this thread (listener)."""
+def _record_compile_event(event: str, duration_secs: float, **kwargs: str | int) -> None:
+    """Listener of JAX's events: add a compile event to all running clocks of this thread; ignore other events."""
     if event in _EVENTS:
         for clock in _RUNNING.clocks:
-            clock.record(event, duration_secs)
+            clock.add_compile_event(event, duration_secs)
 
 
-jax.monitoring.register_event_duration_secs_listener(_on_event)
+jax.monitoring.register_event_duration_secs_listener(_record_compile_event)

@@ -18,18 +18,18 @@ _PER_DEVICE = 3
 _MOST = 2**31 - 1
 
 
-def threads_for(devices: int) -> int:
-    """Number of threads (value for NPROC) that a process with `devices` CPU devices needs; at least one per core."""
-    return max(_PER_DEVICE * devices, _cores())
+def compute_needed_threads(devices: int) -> int:
+    """Return how many threads (NPROC) a process with `devices` CPU devices needs: 3 each, at least one per core."""
+    return max(_PER_DEVICE * devices, _count_cores())
 
 
-def client_threads(devices: int) -> int:
-    """Return the number of threads per pool in XLA's CPU client, from the environment as XLA does.
+def count_client_threads(devices: int) -> int:
+    """Return how many threads a pool of XLA's CPU client has: PJRT_NPROC, NPROC or the cores, at least `devices`.
 
     The client reads the environment once, when it starts.
     """
-    found = (_number(os.environ.get(name)) for name in _VARIABLES)
-    return max(devices, next((each for each in found if each is not None), _cores()))
+    found = (_parse_integer(os.environ.get(name)) for name in _VARIABLES)
+    return max(devices, next((each for each in found if each is not None), _count_cores()))
 
 
 def warn_of_few_threads(mesh: Mesh) -> None:
@@ -42,10 +42,10 @@ def warn_of_few_threads(mesh: Mesh) -> None:
     if first.platform != "cpu" or count < 2:
         return
     clients = len(first.client.local_devices())
-    threads, wanted = client_threads(clients), threads_for(clients)
+    threads, wanted = count_client_threads(clients), compute_needed_threads(clients)
     if threads >= _PER_DEVICE * count:
         return
-    given = (each for each in _VARIABLES if _number(os.environ.get(each)) is not None)
+    given = (each for each in _VARIABLES if _parse_integer(os.environ.get(each)) is not None)
     name = next(given, _VARIABLES[-1])
     value = os.environ.get(name)
     warn_once(
@@ -57,13 +57,13 @@ def warn_of_few_threads(mesh: Mesh) -> None:
     )
 
 
-def _cores() -> int:
-    """Number of cores that this process may use."""
+def _count_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _number(text: str | None) -> int | None:
-    """Parse a variable's text as XLA does; None if it is not a 32-bit integer."""
+def _parse_integer(text: str | None) -> int | None:
+    """Parse an environment variable's text as XLA does; None if the text is no 32-bit integer."""
     if text is None or re.fullmatch(r"\s*[+-]?\d+\s*", text, re.ASCII) is None:
         return None
     number = int(text)

@@ -19,10 +19,10 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxkv._checks import shortened
+from jaxkv._checks import shorten_text
 from jaxkv._errors import require
 from jaxkv.machine.cpu_threads import warn_of_few_threads
-from jaxkv.sharding.mesh import host
+from jaxkv.sharding.mesh import copy_to_host
 
 # Bytes of one message to the other processes, and characters of an error in it.
 _BYTES, _CHARACTERS = 2048, 300
@@ -31,18 +31,18 @@ _SHOWN = 60
 _COMPARED = 2**24
 
 
-def speaks() -> bool:
-    """True in the first process, which shows progress bars and warnings."""
+def is_first_process() -> bool:
+    """Return True in the process of index 0, the only one that shows progress bars and warnings."""
     return jax.process_index() == 0
 
 
-def spans(mesh: Any) -> bool:
-    """True if the mesh's devices belong to several processes, which must all make the same calls."""
+def has_several_processes(mesh: Any) -> bool:
+    """Return True if a mesh's devices belong to several processes, which must all make the same calls."""
     return isinstance(mesh, Mesh) and mesh.is_multi_process
 
 
-def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
-    """Raise ValueError in all processes of a mesh if their arguments differ; all must call this in step.
+def require_same_arguments(call: str, params: Any, mesh: Any, **given: Any) -> None:
+    """Raise ValueError in all processes of a mesh if the arguments of their calls differ; all must call this in step.
 
     Args:
         call: name of the called function.
@@ -55,22 +55,22 @@ def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
     """
     if not isinstance(mesh, Mesh):
         mesh = getattr(getattr(params, "axes", None), "mesh", None)
-    if not spans(mesh):
+    if not has_several_processes(mesh):
         return
     weights = [getattr(params, name, None) for name in ("fingerprint", "filter_layers")]
     given = {"mesh": mesh, "params": weights} | given
     digests = {
-        name: hashlib.sha256(_text_of(value).encode()).hexdigest()[:12]
+        name: hashlib.sha256(_describe_value(value).encode()).hexdigest()[:12]
         for name, value in given.items()
     }
-    heard = _exchanged(mesh, call, digests)
+    heard = _exchange_messages(mesh, call, digests)
     for name, value in given.items():
         first, *others = heard
         other = next((each for each in others if heard[each][name] != heard[first][name]), None)
         mine = (
             params
             if name == "params"
-            else _text_of(value)
+            else _describe_value(value)
             if isinstance(value, jax.Array)
             else value
         )
@@ -80,42 +80,43 @@ def require_same(call: str, params: Any, mesh: Any, **given: Any) -> None:
         require(
             other is None,
             name,
-            mine if len(repr(mine)) <= _SHOWN else shortened(str(mine), _SHOWN),
+            mine if len(repr(mine)) <= _SHOWN else shorten_text(str(mine), _SHOWN),
             remedy,
         )
 
 
 @contextlib.contextmanager
-def together(what: str, mesh: Any) -> Iterator[None]:
-    """Context manager for work that may fail in one process of a mesh: then all of its processes raise.
+def share_failures(what: str, mesh: Any) -> Iterator[None]:
+    """Context manager: if the work inside fails in one process of a mesh, all of its processes raise.
 
     The block must not wait for another process. `what` names the work in errors; with mesh None there is one process.
     """
-    if not spans(mesh):
+    if not has_several_processes(mesh):
         yield
         return
     try:
         yield
     except Exception as error:
-        _exchanged(mesh, what, {"failed": f"{type(error).__name__}: {error}"[:_CHARACTERS]})
+        _exchange_messages(mesh, what, {"failed": f"{type(error).__name__}: {error}"[:_CHARACTERS]})
         raise
-    for process, message in _exchanged(mesh, what, {}).items():
+    for process, message in _exchange_messages(mesh, what, {}).items():
         if "failed" in message:
             raise RuntimeError(f"{what} failed in process {process}: {message['failed']}")
 
 
-def least(number: int | None, mesh: Any) -> int | None:
-    """Return the minimum of one number per process over a mesh's processes, without None; None if all are None."""
-    if not spans(mesh):
+def find_process_minimum(number: int | None, mesh: Any) -> int | None:
+    """Return the minimum of one number per process over a mesh's processes, ignoring None; None if all are None."""
+    if not has_several_processes(mesh):
         return number
     numbers = [
-        message["number"] for message in _exchanged(mesh, "least", {"number": number}).values()
+        message["number"]
+        for message in _exchange_messages(mesh, "least", {"number": number}).values()
     ]
     return min((each for each in numbers if each is not None), default=None)
 
 
-def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
-    """Send a dictionary to all processes of a mesh; return every process's dictionary by process index.
+def _exchange_messages(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Send a dict to all processes of a mesh; return a dict of every process's message by process index.
 
     Raises ValueError if the processes are at different calls.
     """
@@ -128,7 +129,7 @@ def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[st
     devices = sorted(mesh.devices.flat, key=lambda device: device.id)
     flat = Mesh(np.asarray(devices), ("all",), axis_types=(AxisType.Auto,))
     there = NamedSharding(flat, P("all"))
-    messages = host(
+    messages = copy_to_host(
         jax.make_array_from_callback((len(devices), _BYTES), there, lambda index: message)
     )
     texts = {
@@ -146,15 +147,15 @@ def _exchanged(mesh: Mesh, call: str, mine: dict[str, Any]) -> dict[int, dict[st
     return heard
 
 
-def _text_of(value: Any) -> str:
-    """Return a text of a value that is equal in all processes for equal values; only the name for unknown classes."""
+def _describe_value(value: Any) -> str:
+    """Return a text of a value, equal in all processes for equal values; for unknown classes, the class name only."""
     if isinstance(value, (list, tuple)):
         plain = all(type(each) in (int, str) for each in value)
-        return repr(list(value)) if plain else f"[{','.join(map(_text_of, value))}]"
+        return repr(list(value)) if plain else f"[{','.join(map(_describe_value, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{_text_of(key)}:{_text_of(each)}' for key, each in value.items())}}}"
+        return f"{{{','.join(f'{_describe_value(key)}:{_describe_value(each)}' for key, each in value.items())}}}"
     if isinstance(value, (jax.Array, np.ndarray)):
-        return _array_text(value)
+        return _describe_array(value)
     if isinstance(value, Mesh):
         return (
             f"{value.axis_names}{value.devices.shape}{[device.id for device in value.devices.flat]}"
@@ -163,14 +164,14 @@ def _text_of(value: Any) -> str:
     name = f"{of.__module__}.{of.__qualname__}"
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = [each for each in dataclasses.fields(value) if each.compare]
-        return f"{name}({','.join(f'{each.name}={_text_of(getattr(value, each.name))}' for each in fields)})"
+        return f"{name}({','.join(f'{each.name}={_describe_value(getattr(value, each.name))}' for each in fields)})"
     known = value is None or isinstance(
         value, (bool, int, float, str, bytes, np.generic, enum.Enum)
     )
     return f"{name}:{value!r}" if known else name
 
 
-def _array_text(array: jax.Array | np.ndarray) -> str:
+def _describe_array(array: jax.Array | np.ndarray) -> str:
     """Return a text of an array's dtype and shape, with a hash of its bytes if it is small and fully addressable."""
     shape = f"{array.dtype}{array.shape}"
     if isinstance(array, jax.Array):

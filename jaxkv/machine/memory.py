@@ -9,7 +9,7 @@ import jax.numpy as jnp
 _SMALLER = "lower the budget, the batch or the length of the prompt"
 
 
-def check_bytes(
+def require_free_bytes(
     needed: int,
     what: str,
     device: jax.Device | None = None,
@@ -30,13 +30,13 @@ def check_bytes(
 
 
 def available_bytes(device: jax.Device) -> int:
-    """Return the number of bytes that can still be allocated on the device; on a CPU, the machine's free memory."""
-    own = allocator_bytes(device)
-    return machine_bytes() if own is None else own
+    """Return the bytes that can still be allocated on a device; on a CPU, the machine's free memory."""
+    own = get_allocator_bytes(device)
+    return get_machine_bytes() if own is None else own
 
 
-def allocator_bytes(device: jax.Device) -> int | None:
-    """Return the number of bytes that the device's allocator has left; None without a limit, as on a CPU."""
+def get_allocator_bytes(device: jax.Device) -> int | None:
+    """Return the bytes left of the limit of a device's allocator; None without a limit, as on a CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     return (
         stats["bytes_limit"] - stats["bytes_in_use"] if stats and "bytes_limit" in stats else None
@@ -48,14 +48,14 @@ def default_device() -> jax.Device:
     return next(iter(jnp.zeros(()).devices()))
 
 
-def machine_bytes() -> int:
-    """Return the number of bytes of the machine's memory that are available to processes."""
+def get_machine_bytes() -> int:
+    """Return the bytes of this machine's main memory that are available to processes."""
     import psutil
 
     return psutil.virtual_memory().available
 
 
-def trim() -> None:
-    """Return freed memory to the operating system, if the C library can; compilation leaves gigabytes."""
+def release_freed_memory() -> None:
+    """Return freed heap memory of this process to the operating system, if the C library has `malloc_trim`."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

@@ -1,5 +1,5 @@
 """The Flax decoder for all model families; a family is a set of switches in `ModelConfig`."""
 
-from jaxkv.models.decoder import Block, Decoder
+from jaxkv.models.decoder import Decoder, DecoderBlock
 
-__all__ = ["Block", "Decoder"]
+__all__ = ["DecoderBlock", "Decoder"]

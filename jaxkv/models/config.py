@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from jaxkv._checks import whole
+from jaxkv._checks import validate_int
 from jaxkv._errors import require
 from jaxkv.checkpoints.hub_config import Config
-from jaxkv.checkpoints.text_part import text_config
-from jaxkv.models.hub import read
+from jaxkv.checkpoints.text_part import extract_text_config
+from jaxkv.models.hub import read_config_fields
 from jaxkv.models.values import (
-    Experts,
+    ExpertsConfig,
     LayerSpec,
     LongRope,
     Rope,
-    channel_order,
-    check_numbers,
+    check_number_fields,
+    compute_channel_order,
 )
 
 # Sliding window of each layer in tokens, None for full attention.
@@ -25,7 +25,7 @@ SlidingWindows = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """Static config of a decoder-only transformer: its sizes and its family's switches.
+    """Static config of a decoder-only transformer: sizes, and switches for what differs between model families.
 
     Attributes:
         vocab: tokens in the vocabulary, V.
@@ -98,24 +98,24 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     logit_softcap: float | None = None
-    experts: Experts | None = None
+    experts: ExpertsConfig | None = None
     bos: int | None = None
     eos: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_number_fields(self)
         ids = (*self.eos, *(() if self.bos is None else (self.bos,)))
         for each in ids:
-            whole("bos or eos", each, least=0)
+            validate_int("bos or eos", each, least=0)
         object.__setattr__(self, "eos", tuple(map(int, self.eos)))
         object.__setattr__(self, "kinds", tuple(self.kinds))
-        for name, holds, remedy in self._rules():
+        for name, holds, remedy in self._yield_field_rules():
             require(holds, name, getattr(self, name), remedy)
-        self._check_ropes()
+        self._check_rotated_channels()
 
-    def _check_ropes(self) -> None:
-        """Raise ValueError if layers rotate different channels, or an odd number of channels."""
-        ropes = {self.spec_of(layer).rope for layer in range(max(1, len(self.kinds)))}
+    def _check_rotated_channels(self) -> None:
+        """Raise ValueError if layers rotate different shares of channels, or an odd or too small number of them."""
+        ropes = {self.get_layer_spec(layer).rope for layer in range(max(1, len(self.kinds)))}
         shares = {rope.share for rope in ropes}
         remedy = "layers differ in the order of channels: give all the same"
         require(len(shares) == 1, "share", sorted(shares), remedy)
@@ -133,8 +133,8 @@ class ModelConfig:
             )
             require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
 
-    def _rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield each rule on fields that depend on each other: a field's name, whether it holds, and the remedy."""
+    def _yield_field_rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield each rule on fields that depend on each other: field name, True if the rule holds, and the remedy."""
         alone = not self.kinds or self.rope == Rope()
         yield "rope", alone, "each of kinds has its own: omit rope"
         whole_groups = self.heads % self.kv_heads == 0
@@ -149,7 +149,7 @@ class ModelConfig:
         normed = self.qk_norm or self.qk_norm_wide
         one = self.qk_norm + self.qk_norm_wide + self.qk_layer_norm < 2
         yield "qk_norm", one, "exclusive: keep one of qk_norm, qk_norm_wide, qk_layer_norm"
-        ordered = not normed or self.channels is None
+        ordered = not normed or self.channel_permutation is None
         remedy = "not supported with RMS norms of queries and keys: give interleaved=False"
         yield "interleaved", ordered, remedy
         gated = not self.tanh_gelu or (self.gated and self.experts is None)
@@ -166,20 +166,20 @@ class ModelConfig:
             yield "experts", alone, remedy
 
     @property
-    def alternates(self) -> bool:
-        """True if blocks alternate RMS norms, attention and SwiGLU MLPs as in Llama, which fused steps require."""
+    def has_llama_blocks(self) -> bool:
+        """True if blocks are Llama's: RMS norms before attention and dense SwiGLU MLP, as fused steps require."""
         plain = (
             self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
         )
         norms = self.norms == "before" and not (self.layer_norm or self.norm_offset)
-        return plain and norms and not (self.parallel or self.qk_gains)
+        return plain and norms and not (self.parallel or self.has_qk_gains)
 
     @property
-    def qk_gains(self) -> bool:
-        """True if the norms of queries and keys have a weight per channel of each head."""
+    def has_qk_gains(self) -> bool:
+        """True if query and key norms have a weight per channel of each head, not one set shared by all heads."""
         return self.qk_norm_wide or self.qk_layer_norm
 
-    def spec_of(self, layer: int) -> LayerSpec:
+    def get_layer_spec(self, layer: int) -> LayerSpec:
         """Return the `LayerSpec` of a layer: its rotary embedding, attention scale, sliding window and softcap.
 
         Args:
@@ -192,22 +192,24 @@ class ModelConfig:
 
     @property
     def sliding_windows(self) -> SlidingWindows:
-        """Sliding window of each layer in tokens, None for full attention."""
-        return tuple(self.spec_of(layer).sliding_window for layer in range(self.layers))
+        """Sliding window of each layer in tokens, as a tuple of L; None for full attention."""
+        return tuple(self.get_layer_spec(layer).sliding_window for layer in range(self.layers))
 
     @property
-    def group(self) -> int:
-        """Number of query heads per kv head, G."""
+    def group_size(self) -> int:
+        """Number of query heads that share a kv head, G."""
         return self.heads // self.kv_heads
 
     @property
-    def channels(self) -> tuple[int, ...] | None:
-        """Indices of a checkpoint's query and key channels in the order of loaded weights, D; None if equal."""
-        order = channel_order(self.spec_of(0).rope, self.head_dim, interleaved=self.interleaved)
+    def channel_permutation(self) -> tuple[int, ...] | None:
+        """Checkpoint index of each loaded query and key channel, D integers; None if the order is the same."""
+        order = compute_channel_order(
+            self.get_layer_spec(0).rope, self.head_dim, interleaved=self.interleaved
+        )
         return None if order == tuple(range(self.head_dim)) else order
 
-    def on_one_of(self, kv: int, model: int) -> ModelConfig:
-        """Return one device's config: kv heads over `kv`; query heads, MLP width, vocabulary over `model`."""
+    def shard_config(self, kv: int, model: int) -> ModelConfig:
+        """Return one device's config: kv heads divided by `kv`; query heads, MLP width and vocabulary by `model`."""
         return dataclasses.replace(
             self,
             kv_heads=self.kv_heads // kv,
@@ -216,8 +218,8 @@ class ModelConfig:
             vocab=self.vocab // model,
         )
 
-    def within(self, max_positions: int) -> ModelConfig:
-        """Return the config for sequences of at most `max_positions` tokens; LongRoPE uses the list for that length.
+    def limit_positions(self, max_positions: int) -> ModelConfig:
+        """Return a copy for at most `max_positions` tokens; LongRoPE then selects its short or long list by that limit.
 
         Args:
             max_positions: tokens of the longest sequence, including new ones; at most this config's.
@@ -228,17 +230,18 @@ class ModelConfig:
         Raises:
             ValueError: if it is not an integer from 1 to this config's `max_positions`.
         """
-        most = whole("max_positions", max_positions, most=self.max_positions)
+        most = validate_int("max_positions", max_positions, most=self.max_positions)
         kinds = tuple(
-            dataclasses.replace(each, rope=_within(each.rope, most)) for each in self.kinds
+            dataclasses.replace(each, rope=_limit_rope_positions(each.rope, most))
+            for each in self.kinds
         )
         return dataclasses.replace(
-            self, rope=_within(self.rope, most), kinds=kinds, max_positions=most
+            self, rope=_limit_rope_positions(self.rope, most), kinds=kinds, max_positions=most
         )
 
     @classmethod
     def from_hf(cls, config: Config) -> ModelConfig:
-        """Build a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unknown keys and values.
+        """Build a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unsupported keys or values.
 
         A missing key has the default of the family's config class in transformers.
 
@@ -251,11 +254,11 @@ class ModelConfig:
         Raises:
             ValueError: for a model type, activation, RoPE type or key that is not supported; the message names it.
         """
-        return cls(**read(text_config(config)))
+        return cls(**read_config_fields(extract_text_config(config)))
 
 
-def _within(rope: Rope, positions: int) -> Rope:
-    """Return the rotary embedding for sequences of at most `positions` tokens: LongRoPE may change lists."""
+def _limit_rope_positions(rope: Rope, positions: int) -> Rope:
+    """Return a LongRoPE that selects its list for at most `positions` tokens; other rotary embeddings unchanged."""
     if not isinstance(rope, LongRope):
         return rope
     return dataclasses.replace(rope, long=positions > rope.original_max_position)

@@ -12,26 +12,26 @@ from jax import lax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int, Shaped
 
-from jaxkv.attention.shaping import Shaping
-from jaxkv.attention.xla import capped
+from jaxkv.attention.shaping import LogitShaping
+from jaxkv.attention.xla import apply_softcap
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.layers import (
     DenseMLP,
     LayerNorm,
     RMSNorm,
-    add_linear,
-    empty,
-    linear,
-    linear_parts,
-    project,
-    value_of,
+    add_linear_weight,
+    apply_linear,
+    apply_linear_split_k,
+    get_parameter_array,
+    make_empty_parameter,
+    multiply_by_weight,
 )
 from jaxkv.models.mixture import MixtureMLP
-from jaxkv.models.rope import Angles, rotate
-from jaxkv.models.stored import Stored
+from jaxkv.models.rope import RopeTables, apply_rope
+from jaxkv.models.stored import StoredWeight
 from jaxkv.models.values import LayerSpec
-from jaxkv.sharding.collectives import first, total
-from jaxkv.sharding.mesh import Axes
+from jaxkv.sharding.collectives import get_shard_offset, sum_over_devices
+from jaxkv.sharding.mesh import ShardingMesh
 
 # Hidden states of several tokens per sequence.
 Hidden = Float[Array, "B N E"]
@@ -41,22 +41,26 @@ Leaves = tuple[Shaped[Array, "..."], ...]
 _SUMMED_AT_ONCE = 128, 4096
 
 
-class Attention(nnx.Module):
-    """Module of grouped-query attention's parameters (q, kv, out, biases, norms, sink logits); has no forward pass.
+class AttentionParameters(nnx.Module):
+    """Parameters of grouped-query attention: Q, KV and output weights, biases, norms, sink logits; no forward pass.
 
     Parameters: q `[K, G, D, E]`, kv `[2, K, D, E]`, out `[E, H*D]`, sink_logits `[K, G]`; query head h belongs to kv
     head h // G.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
-        heads, group, dim = config.kv_heads, config.group, config.head_dim
-        add_linear(self, "q", heads, group, dim, config.embed, dtype=weights)
-        add_linear(self, "kv", 2, heads, dim, config.embed, dtype=weights)
-        add_linear(self, "out", config.embed, config.heads * dim, dtype=weights)
-        self.q_bias = empty(heads, group, dim, dtype=dtype) if config.qkv_bias else None
-        self.kv_bias = empty(2, heads, dim, dtype=dtype) if config.qkv_bias else None
-        self.out_bias = empty(config.embed, dtype=dtype) if config.out_bias else None
-        self.sink_logits = empty(heads, group, dtype=dtype) if config.sink_logits else None
+        heads, group, dim = config.kv_heads, config.group_size, config.head_dim
+        add_linear_weight(self, "q", heads, group, dim, config.embed, dtype=weights)
+        add_linear_weight(self, "kv", 2, heads, dim, config.embed, dtype=weights)
+        add_linear_weight(self, "out", config.embed, config.heads * dim, dtype=weights)
+        self.q_bias = (
+            make_empty_parameter(heads, group, dim, dtype=dtype) if config.qkv_bias else None
+        )
+        self.kv_bias = make_empty_parameter(2, heads, dim, dtype=dtype) if config.qkv_bias else None
+        self.out_bias = make_empty_parameter(config.embed, dtype=dtype) if config.out_bias else None
+        self.sink_logits = (
+            make_empty_parameter(heads, group, dtype=dtype) if config.sink_logits else None
+        )
         kind: dict[str, Any] = {
             "eps": config.norm_eps,
             "dtype": dtype,
@@ -64,64 +68,68 @@ class Attention(nnx.Module):
         }
         self.q_norm = RMSNorm(dim, **kind) if config.qk_norm else None
         self.k_norm = RMSNorm(dim, **kind) if config.qk_norm else None
-        self.q_gain = empty(heads, group, dim, dtype=dtype) if config.qk_gains else None
-        self.k_gain = empty(heads, dim, dtype=dtype) if config.qk_gains else None
+        self.q_gain = (
+            make_empty_parameter(heads, group, dim, dtype=dtype) if config.has_qk_gains else None
+        )
+        self.k_gain = make_empty_parameter(heads, dim, dtype=dtype) if config.has_qk_gains else None
 
 
-class Block(nnx.Module):
-    """Transformer block in two halves, before and after attention; callers compute attention between them."""
+class DecoderBlock(nnx.Module):
+    """Transformer block without its attention: QKV projections before it, output projection and MLP after it."""
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
         self.config = config
-        self.axes: Axes | None = None
+        self.axes: ShardingMesh | None = None
         self.spec = LayerSpec()
         before, after = config.norms != "after", config.norms != "before"
-        self.attention_norm: Any = _norm(config, dtype) if before else None
-        self.attention = Attention(config, dtype=dtype, weights=weights)
-        self.attention_out_norm: Any = _norm(config, dtype) if after else None
-        self.mlp_norm: Any = _norm(config, dtype) if before and not config.shared_norm else None
+        self.attention_norm: Any = _make_norm(config, dtype) if before else None
+        self.attention = AttentionParameters(config, dtype=dtype, weights=weights)
+        self.attention_out_norm: Any = _make_norm(config, dtype) if after else None
+        self.mlp_norm: Any = (
+            _make_norm(config, dtype) if before and not config.shared_norm else None
+        )
         self.mlp = _mlp(config, dtype, weights)
-        self.mlp_out_norm: Any = _norm(config, dtype) if after else None
+        self.mlp_out_norm: Any = _make_norm(config, dtype) if after else None
 
-    def normed(self, x: Hidden) -> Hidden:
-        """Return hidden states after the norm before attention, if the block has one."""
+    def normalise_for_attention(self, x: Hidden) -> Hidden:
+        """Apply the norm before attention to hidden states `[B, N, E]`; unchanged for blocks without that norm."""
         return x if self.attention_norm is None else self.attention_norm(x)
 
     @property
     def sink_logits(self) -> Float[Array, "K G"] | None:
-        """Sink logits in the softmax of each query head, without a value; None for most families."""
-        return value_of(self.attention.sink_logits)
+        """Learned sink logits `[K, G]` in each query head's softmax, which have no value; None for most families."""
+        return get_parameter_array(self.attention.sink_logits)
 
     @property
-    def shaping(self) -> Shaping:
-        """`Shaping` of the block's attention logits: softcap and sink logits."""
-        return Shaping(softcap=self.spec.softcap, sink_logits=self.sink_logits)
+    def logits_shaping(self) -> LogitShaping:
+        """`LogitShaping` of the block's attention logits: softcap and sink logits."""
+        return LogitShaping(softcap=self.spec.softcap, sink_logits=self.sink_logits)
 
-    def queries(self, normed: Hidden, by: Angles) -> Float[Array, "B K G N D"]:
-        """Return queries `[B, K, G, N, D]` after RoPE at the angles of their positions, in the dtype of `normed`."""
-        return rotate(self.unrotated_queries(normed), by, normed.dtype)
+    def compute_rotated_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B K G N D"]:
+        """Return queries `[B, K, G, N, D]` after RoPE by the tables `by`, in the dtype of the normed hidden states."""
+        return apply_rope(self.compute_unrotated_queries(normed), by, normed.dtype)
 
-    def unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
-        """Return queries `[B, K, G, N, D]` before RoPE; float32, or the norm's dtype for models with a query norm."""
+    def compute_unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
+        """Return queries `[B, K, G, N, D]` before RoPE, in float32 unless the model normalises queries."""
         norm, gain = self.attention.q_norm, self.attention.q_gain
         # Queries without a norm are float32 until RoPE, which computes in float32, so that they are rounded only once.
-        q = linear(self.attention, "q", normed, wide=norm is None and gain is None)
+        q = apply_linear(self.attention, "q", normed, wide=norm is None and gain is None)
         if gain is not None:
-            q = self._gained(q, gain[...], "H")
-        return self._scaled(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
+            q = self._normalise_with_gain(q, gain[...], "H")
+        return self._scale_queries(jnp.moveaxis(q if norm is None else norm(q), 1, 3))
 
-    def _scaled(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
-        """Scale queries so that q.k / sqrt(D) has the layer's own attention scale; unchanged for the default."""
+    def _scale_queries(self, q: Float[Array, "*n D"]) -> Float[Array, "*n D"]:
+        """Scale queries so that q.k / sqrt(D) has the layer's own attention scale; unchanged for 1 / sqrt(D)."""
         if self.spec.scale is None:
             return q
         return (q.astype(jnp.float32) * (self.spec.scale * math.sqrt(q.shape[-1]))).astype(q.dtype)
 
-    def _gained(
+    def _normalise_with_gain(
         self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str
     ) -> Float[Array, "B N *h"]:
-        """Normalise queries or keys with a weight per channel of each head: a layer norm per head, or over heads."""
+        """Normalise queries or keys, per head (LayerNorm) or over all heads (RMS), by a weight per head and channel."""
         if not self.config.qk_layer_norm:
-            return self._normed_over_heads(x, gain, letter)
+            return self._normalise_over_heads(x, gain, letter)
         wide = x.astype(jnp.float32)
         centred = wide - wide.mean(axis=-1, keepdims=True)
         variance = (centred * centred).mean(axis=-1, keepdims=True)
@@ -129,82 +137,86 @@ class Block(nnx.Module):
             centred * lax.rsqrt(variance + self.config.norm_eps) * gain.astype(jnp.float32)
         ).astype(x.dtype)
 
-    def _normed_over_heads(
+    def _normalise_over_heads(
         self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str
     ) -> Array:
-        """RMS norm over all heads' channels of each token; on a mesh, over all devices along `letter`."""
+        """RMS-normalise each token's queries or keys over all heads and channels, of all devices along `letter`."""
         wide, axes = x.astype(jnp.float32), tuple(range(2, x.ndim))
-        count = gain.size * (1 if self.axes is None else self.axes.size(letter))
-        square = total((wide * wide).sum(axis=axes, keepdims=True), self.axes, letter) / count
+        count = gain.size * (1 if self.axes is None else self.axes.count_axis_shards(letter))
+        square = (
+            sum_over_devices((wide * wide).sum(axis=axes, keepdims=True), self.axes, letter) / count
+        )
         return (wide * lax.rsqrt(square + self.config.norm_eps) * gain.astype(jnp.float32)).astype(
             x.dtype
         )
 
-    def keys_values(
+    def compute_keys_values(
         self, normed: Hidden
     ) -> tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]]:
-        """Return keys before RoPE and values, each `[B, K, N, D]`; keys are float32, or in a key norm's dtype."""
+        """Return unrotated keys and values, each `[B, K, N, D]`; keys are float32 unless the model normalises them."""
         norm, gain = self.attention.k_norm, self.attention.k_gain
-        kv = linear(self.attention, "kv", normed, wide=norm is None and gain is None)
+        kv = apply_linear(self.attention, "kv", normed, wide=norm is None and gain is None)
         k, v = kv[:, :, 0], jnp.moveaxis(kv[:, :, 1], 1, 2)
-        k = jnp.moveaxis(k if gain is None else self._gained(k, gain[...], "K"), 1, 2)
+        k = jnp.moveaxis(k if gain is None else self._normalise_with_gain(k, gain[...], "K"), 1, 2)
         return k if norm is None else norm(k), v.astype(normed.dtype)
 
-    def parts(
+    def compute_qkv_partial_sums(
         self, normed: Float[Array, "M 1 E"]
     ) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
-        """Return unrotated Q, and K and V, of one token per sequence, as n float32 partial sums (split-K) or one."""
+        """Return one token's unrotated Q `[n, M, K, G, D]` and KV `[n, M, 2, K, D]` as n partial sums (split-K)."""
         attention = self.attention
         # The barrier keeps XLA from merging both products into one and copying its halves.
-        q = linear_parts(attention, "q", normed[:, 0])
-        kv = linear_parts(attention, "kv", lax.optimization_barrier(normed)[:, 0])
+        q = apply_linear_split_k(attention, "q", normed[:, 0])
+        kv = apply_linear_split_k(attention, "kv", lax.optimization_barrier(normed)[:, 0])
         if attention.q_norm is None or attention.k_norm is None:
-            return self._scaled(q), kv
+            return self._scale_queries(q), kv
         narrow = kv.sum(axis=0).astype(normed.dtype)
         kv = jnp.stack([attention.k_norm(narrow[:, 0]), narrow[:, 1]], axis=1)
-        return self._scaled(attention.q_norm(q.sum(axis=0).astype(normed.dtype)))[None], kv[None]
+        return self._scale_queries(attention.q_norm(q.sum(axis=0).astype(normed.dtype)))[None], kv[
+            None
+        ]
 
-    def finish(
+    def apply_output_and_mlp(
         self, x: Hidden, attended: Float[Array, "B K G N D"], *, apart: bool = False
     ) -> Hidden:
-        """Return hidden states `[B, N, E]` after attention's output projection, the MLP and the residual sums.
+        """Return hidden states `[B, N, E]` after the output projection of attention, the MLP and both residual sums.
 
         With `apart`, the operands of a dense MLP's products are computed before the products, not fused into them.
         """
         merged = jnp.moveaxis(attended, 3, 1).reshape(*x.shape[:2], -1)
         how = {"apart": True} if apart and self.config.experts is None else {}
         if self.config.parallel:
-            return self._finish_parallel(x, merged, how)
-        added = linear(self.attention, "out", merged, wide=True, over=self.axes)
-        wide = x.astype(jnp.float32) + self._joining(added, self.attention_out_norm)
+            return self._apply_parallel_mlp(x, merged, how)
+        added = apply_linear(self.attention, "out", merged, wide=True, over=self.axes)
+        wide = x.astype(jnp.float32) + self._scale_residual_branch(added, self.attention_out_norm)
         # Without a norm the MLP reads hidden states in the dtype in which they enter a block: the model's.
         read = wide.astype(x.dtype) if self.mlp_norm is None else self.mlp_norm(wide)
-        return (wide + self._joining(self.mlp(read, self.axes, **how), self.mlp_out_norm)).astype(
-            x.dtype
-        )
+        return (
+            wide + self._scale_residual_branch(self.mlp(read, self.axes, **how), self.mlp_out_norm)
+        ).astype(x.dtype)
 
-    def _joining(self, added: Hidden, norm: Any) -> Hidden:
-        """Scale attention's or the MLP's output for the residual stream, after its norm if there is one."""
+    def _scale_residual_branch(self, added: Hidden, norm: Any) -> Hidden:
+        """Apply the norm after attention or MLP, if any, and the residual scale to its output before it is added."""
         added = added if norm is None else norm(added).astype(jnp.float32)
         return added if self.config.residual_scale == 1 else added * self.config.residual_scale
 
-    def _finish_parallel(
+    def _apply_parallel_mlp(
         self, x: Hidden, merged: Float[Array, "B N H"], how: dict[str, bool]
     ) -> Hidden:
-        """Return hidden states after attention output and MLP are added to the residual stream in a parallel block."""
+        """Return hidden states of a parallel block: input plus attention's output projection plus MLP of the input."""
         normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
-        both = linear(self.attention, "out", merged, bias=False, wide=True) + self.mlp.part(
-            normed, **how
-        )
-        added = total(both, self.axes)
+        both = apply_linear(
+            self.attention, "out", merged, bias=False, wide=True
+        ) + self.mlp.compute_shard_output(normed, **how)
+        added = sum_over_devices(both, self.axes)
         for bias in (self.attention.out_bias, getattr(self.mlp, "down_bias", None)):
             added = added if bias is None else added + bias[...].astype(jnp.float32)
-        return (x.astype(jnp.float32) + self._joining(added, None)).astype(x.dtype)
+        return (x.astype(jnp.float32) + self._scale_residual_branch(added, None)).astype(x.dtype)
 
 
 # Typed Any: callers that use a specific norm's fields check `config.alternates` first.
-def _norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
-    """Make an uninitialised norm over E of the model's family: a LayerNorm or an RMSNorm."""
+def _make_norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
+    """Make an uninitialised norm over E, a `LayerNorm` or `RMSNorm` by the config."""
     if config.layer_norm:
         return LayerNorm(config.embed, eps=config.norm_eps, dtype=dtype, bias=config.norm_bias)
     return RMSNorm(config.embed, eps=config.norm_eps, dtype=dtype, offset=float(config.norm_offset))
@@ -217,7 +229,7 @@ def _mlp(config: ModelConfig, dtype: jnp.dtype, weights: jnp.dtype) -> Any:
 
 
 class Decoder(nnx.Module):
-    """Decoder-only transformer: embedding, blocks, norm and output matrix; parameters are shapes until loaded.
+    """Decoder-only transformer as a module of parameters: embedding, blocks, norm, output matrix; shapes until loaded.
 
     With `weights="int8"` linear maps are int8 codes and a scale per output; with "int4" they are 4-bit codes with a
     scale and a minimum per 32 codes. The embedding (which may also be the output matrix), norms, biases and a mixture's
@@ -230,20 +242,20 @@ class Decoder(nnx.Module):
         self.config, self.weights = config, weights
         dtype = jnp.dtype(dtype)
         narrow = dtype if weights is None else jnp.dtype(weights)
-        self.embedding = empty(config.vocab, config.embed, dtype=dtype)
+        self.embedding = make_empty_parameter(config.vocab, config.embed, dtype=dtype)
         self.blocks = nnx.List(
-            [Block(config, dtype=dtype, weights=narrow) for _ in range(config.layers)]
+            [DecoderBlock(config, dtype=dtype, weights=narrow) for _ in range(config.layers)]
         )
-        self.norm = _norm(config, dtype)
+        self.norm = _make_norm(config, dtype)
         # Flax decides by the first value whether an attribute is a parameter.
         if config.tied:
             self.head: nnx.Param | None = None
         else:
-            add_linear(self, "head", config.vocab, config.embed, dtype=narrow)
+            add_linear_weight(self, "head", config.vocab, config.embed, dtype=narrow)
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of weights, activations and cache."""
+        """Dtype of embedding, norms, activations and cache; linear weights may instead be int8 or int4 codes."""
         return self.embedding[...].dtype
 
     @property
@@ -254,18 +266,18 @@ class Decoder(nnx.Module):
         )
 
 
-class Ends(nnx.Module):
-    """The decoder's parts outside its blocks: embedding, final norm and output matrix."""
+class EmbeddingAndHead(nnx.Module):
+    """Parts of the decoder outside its blocks: token embedding, final norm and output matrix."""
 
     def __init__(self, decoder: Decoder):
         self.embedding, self.norm, self.head = decoder.embedding, decoder.norm, decoder.head
         for each in ("head_scale", "head_scales", "head_leasts"):
             setattr(self, each, getattr(decoder, each, None))
-        self.axes: Axes | None = None
+        self.axes: ShardingMesh | None = None
         self.config = decoder.config
 
-    def embed(self, tokens: Int[Array, "B N"], *, in_blocks: bool = False) -> Hidden:
-        """Return embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, so callers reject them.
+    def embed_tokens(self, tokens: Int[Array, "B N"], *, in_blocks: bool = False) -> Hidden:
+        """Return embeddings `[B, N, E]` of token ids, times the config's scale; ids outside the vocabulary are clipped.
 
         On a mesh with `in_blocks`, devices sum the embeddings of one block of tokens at a time. libtpu of JAX 0.12
         needs two more copies of what is summed, 2.1 GB for 4 prompts of 32,768 tokens of Llama 3 8B.
@@ -274,50 +286,56 @@ class Ends(nnx.Module):
         least, most = _SUMMED_AT_ONCE
         size = math.gcd(tokens.size, most)
         if in_blocks and self.axes is not None and least <= size < tokens.size:
-            found = lax.map(lambda some: self._rows_of(table, some), tokens.reshape(-1, 1, size))
+            found = lax.map(
+                lambda some: self._gather_embedding_rows(table, some), tokens.reshape(-1, 1, size)
+            )
             found = found.reshape(*tokens.shape, -1)
         else:
-            found = self._rows_of(table, tokens)
+            found = self._gather_embedding_rows(table, tokens)
         # Rounded to the model's dtype first, as Gemma's is.
         scale = self.config.embedding_scale
         return found if scale == 1 else found * jnp.asarray(scale, found.dtype)
 
-    def _rows_of(self, table: Float[Array, "V E"], tokens: Int[Array, "B N"]) -> Hidden:
-        """Gather rows `[B, N, E]` of the embedding; on a mesh, from the devices that hold them."""
+    def _gather_embedding_rows(
+        self, table: Float[Array, "V E"], tokens: Int[Array, "B N"]
+    ) -> Hidden:
+        """Gather embedding rows `[B, N, E]` of token ids; on a mesh, summed over devices that shard the vocabulary."""
         if self.axes is None:
             return jnp.take(table, tokens, axis=0, mode="clip")
-        row = tokens - first("V", table.shape[0], self.axes)
+        row = tokens - get_shard_offset("V", table.shape[0], self.axes)
         mine = (row >= 0) & (row < table.shape[0])
         found = jnp.take(table, row, axis=0, mode="clip")
-        return total(jnp.where(mine[..., None], found, jnp.zeros_like(found)), self.axes)
+        return sum_over_devices(jnp.where(mine[..., None], found, jnp.zeros_like(found)), self.axes)
 
-    def logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Return float32 logits of hidden states `[B, E]` after the final norm; on a mesh, this device's shard of V."""
-        return self.logits_of(self.norm(x))
+    def compute_logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
+        """Apply final norm and output matrix to hidden states `[B, E]`; return float32 logits, on a mesh a V shard."""
+        return self.project_to_logits(self.norm(x))
 
-    def logits_of(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Return float32 logits of normed hidden states; on a mesh, this device's shard of V."""
+    def project_to_logits(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
+        """Return float32 logits `[B, V]` of normed hidden states, scaled and soft-capped; on a mesh, a shard of V."""
         logits = (
-            project(normed, Stored(self.embedding[...]))
+            multiply_by_weight(normed, StoredWeight(self.embedding[...]))
             if self.head is None
-            else linear(self, "head", normed)
+            else apply_linear(self, "head", normed)
         )
         logits, scale = logits.astype(jnp.float32), self.config.logit_scale
-        return capped(logits if scale == 1 else logits * scale, self.config.logit_softcap)
+        return apply_softcap(logits if scale == 1 else logits * scale, self.config.logit_softcap)
 
 
-def parts_of(module: nnx.Module) -> Iterator[tuple[dict[str, Any], str, nnx.Module | nnx.Param]]:
-    """Yield (owner's attributes, name, part) for each nested module and parameter, modules before their parts."""
+def walk_module_parts(
+    module: nnx.Module,
+) -> Iterator[tuple[dict[str, Any], str, nnx.Module | nnx.Param]]:
+    """Yield (owner's attributes, name, part) of each nested module and parameter, a module before its parts."""
     held = vars(module)
     for name, part in held.items():
         if isinstance(part, (nnx.Param, nnx.Module)):
             yield held, name, part
         if isinstance(part, nnx.Module):
-            yield from parts_of(part)
+            yield from walk_module_parts(part)
 
 
 def named_parameters(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str, nnx.Param]]:
-    """Yield (path, `nnx.Param`) for every parameter of a module; a path is such as `blocks.0.attention.q`."""
+    """Yield (path, `nnx.Param`) of every parameter of a module; a path is such as `blocks.0.attention.q`."""
     for name, part in vars(module).items():
         if isinstance(part, nnx.Param):
             yield f"{prefix}{name}", part
@@ -325,8 +343,8 @@ def named_parameters(module: nnx.Module, prefix: str = "") -> Iterator[tuple[str
             yield from named_parameters(part, f"{prefix}{name}.")
 
 
-class Flat:
-    """Decoder split for jitted code: static `graphs`, and flat tuples of parameter arrays of its `ends` and `blocks`.
+class SplitDecoder:
+    """Decoder split for jitted code: parameter arrays as flat tuples, and static graphs to rebuild its modules.
 
     Attributes:
         ends: parameters of embedding, final norm and output matrix.
@@ -340,45 +358,45 @@ class Flat:
 
     def __init__(self, decoder: Decoder):
         self.config = decoder.config
-        self.on_mesh: dict[Axes, Any] = {}
+        self.on_mesh: dict[ShardingMesh, Any] = {}
         self.gates: dict[Any, dict[int, Any]] = {}
-        self._decoder, self._parts = decoder, tuple(parts_of(decoder))
+        self._decoder, self._parts = decoder, tuple(walk_module_parts(decoder))
         self._source = tuple(
             (part, part.get_raw_value()) for *_, part in self._parts if isinstance(part, nnx.Param)
         )
-        ends_graph, ends = nnx.split(Ends(decoder))
+        ends_graph, ends = nnx.split(EmbeddingAndHead(decoder))
         self.ends: Leaves = tuple(jax.tree.leaves(ends))
         parts = [nnx.split(block) for block in decoder.blocks]
         self.blocks: tuple[Leaves, ...] = tuple(tuple(jax.tree.leaves(state)) for _, state in parts)
-        self.axes = Axes.of(self.ends[0])
-        self.graphs = Graphs(
-            of_ends=Graph(ends_graph, jax.tree.structure(ends)),
-            of_block=Graph(parts[0][0], jax.tree.structure(parts[0][1])),
+        self.axes = ShardingMesh.get_array_mesh(self.ends[0])
+        self.graphs = DecoderGraphs(
+            of_ends=ModuleGraph(ends_graph, jax.tree.structure(ends)),
+            of_block=ModuleGraph(parts[0][0], jax.tree.structure(parts[0][1])),
             axes=self.axes,
-            spec=self.config.spec_of(0),
+            spec=self.config.get_layer_spec(0),
         )
 
     @property
     def mesh(self) -> Mesh | None:
-        """Mesh of the parameters, or None."""
+        """Mesh on which the parameters are sharded; None on one device."""
         return None if self.axes is None else self.axes.mesh
 
-    def graphs_of(self, layer: int) -> "Graphs":
-        """Return the static `Graphs` for the compiled functions of one layer; equal for layers with equal specs."""
-        return self.graphs.of(self.config.spec_of(layer))
+    def get_layer_graphs(self, layer: int) -> "DecoderGraphs":
+        """Return the static graphs with a layer's spec, for its compiled functions; equal for equal specs."""
+        return self.graphs.replace_layer_spec(self.config.get_layer_spec(layer))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         """Pickle and copy as None, so that a copied model splits its own arrays."""
         return type(None), ()
 
-    def around(self, ends: Leaves, blocks: tuple[Leaves, ...]) -> "Flat":
+    def replace_arrays(self, ends: Leaves, blocks: tuple[Leaves, ...]) -> "SplitDecoder":
         """Return a copy with other parameter arrays `ends` and `blocks`, such as traced ones."""
-        other = object.__new__(Flat)
+        other = object.__new__(SplitDecoder)
         vars(other).update(vars(self), ends=ends, blocks=blocks)
         return other
 
-    def is_of(self, decoder: Decoder) -> bool:
-        """True if `decoder` still holds the arrays of this split; False after training replaced some."""
+    def is_split_of(self, decoder: Decoder) -> bool:
+        """True if `decoder` still has the modules and arrays of this split; False after any was replaced."""
         # A server calls this at every step: it only does lookups, and does not walk through the modules.
         same = decoder is self._decoder and all(
             held.get(name) is part for held, name, part in self._parts
@@ -387,20 +405,20 @@ class Flat:
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class Graph:
-    """Static, hashable half of a split module: its graph definition and the tree structure of its parameters."""
+class ModuleGraph:
+    """Static, hashable part of a split `nnx` module: its graph definition and its parameters' tree structure."""
 
     definition: Any
     structure: Any
 
-    def bind(self, leaves: Leaves) -> Any:
-        """Rebuild the module from this graph, with `leaves` as its parameters; cheap enough to call inside a trace."""
+    def rebuild_module(self, leaves: Leaves) -> Any:
+        """Rebuild the `nnx` module from this graph, with the arrays `leaves` as its parameters."""
         return nnx.merge(self.definition, jax.tree.unflatten(self.structure, leaves))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class Graphs:
-    """Static description of a decoder: a `Graph` of the ends and one of a block, mesh axes, the block's layer spec.
+class DecoderGraphs:
+    """Static graphs of a decoder's ends and of one block, with mesh axes and the block's `LayerSpec`.
 
     Attributes:
         of_ends: graph of the ends.
@@ -409,28 +427,30 @@ class Graphs:
         spec: `LayerSpec` of the block's layer.
     """
 
-    of_ends: Graph
-    of_block: Graph
-    axes: Axes | None
+    of_ends: ModuleGraph
+    of_block: ModuleGraph
+    axes: ShardingMesh | None
     spec: LayerSpec
 
-    def of(self, spec: LayerSpec) -> "Graphs":
-        """Return a copy of these graphs with another layer spec for the block."""
+    def replace_layer_spec(self, spec: LayerSpec) -> "DecoderGraphs":
+        """Return a copy with another `LayerSpec` for the block."""
         return dataclasses.replace(self, spec=spec)
 
-    def ends(self, leaves: Leaves) -> Ends:
-        """Rebuild the `Ends` module with `leaves` as its parameters."""
-        bound = self.of_ends.bind(leaves)
+    def rebuild_embedding_and_head(self, leaves: Leaves) -> EmbeddingAndHead:
+        """Rebuild the module of embedding, final norm and output matrix, with the arrays `leaves` as its parameters."""
+        bound = self.of_ends.rebuild_module(leaves)
         bound.axes = self.axes
         return bound
 
-    def block(self, leaves: Leaves) -> Block:
-        """Rebuild the `Block` module with `leaves` as its parameters; on a mesh, with one device's config."""
-        bound = self.of_block.bind(leaves)
+    def rebuild_block(self, leaves: Leaves) -> DecoderBlock:
+        """Rebuild a `DecoderBlock` with the arrays `leaves` as its parameters; on a mesh, with one device's config."""
+        bound = self.of_block.rebuild_module(leaves)
         bound.spec = self.spec
         if self.axes is not None:
             bound.axes, bound.config = (
                 self.axes,
-                bound.config.on_one_of(self.axes.size("K"), self.axes.size("H")),
+                bound.config.shard_config(
+                    self.axes.count_axis_shards("K"), self.axes.count_axis_shards("H")
+                ),
             )
         return bound

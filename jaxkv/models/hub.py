@@ -4,85 +4,95 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jaxkv._checks import flag, whole
+from jaxkv._checks import validate_bool, validate_int
 from jaxkv._errors import require
-from jaxkv.checkpoints.hub_config import FAMILIES, LAYER_TYPES, Config, completed, rotations
+from jaxkv.checkpoints.hub_config import (
+    FAMILIES,
+    LAYER_TYPES,
+    Config,
+    complete_config,
+    read_rope_keys,
+)
 from jaxkv.models.hub_rope import read_rope
-from jaxkv.models.values import Experts, LayerSpec, NoRope, Rope, positive
+from jaxkv.models.values import ExpertsConfig, LayerSpec, NoRope, Rope, check_positive
 
 
-def read(raw: Config) -> dict[str, Any]:
-    """Return `ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys and values."""
-    config = completed(raw)
+def read_config_fields(raw: Config) -> dict[str, Any]:
+    """Return `ModelConfig` fields by name from a parsed `config.json`; ValueError for unsupported keys or values."""
+    config = complete_config(raw)
     kind = config["model_type"]
     family = FAMILIES[kind]
-    names, keys = family.names, family.keys
+    names, keys = family.names, family.required_keys
 
-    def of(check: Callable[[str, Any], Any], key: str) -> Any:
-        """Return the value of a key by Llama's name."""
+    def read_config_key(check: Callable[[str, Any], Any], key: str) -> Any:
+        """Return the value of a config key, given by Llama's name of it, as returned by `check`."""
         name = names.get(key, key)
         return check(name, config.get(name))
 
-    def has(key: str) -> bool:
-        """True if the family supports such biases or norms, and the config enables them."""
-        return names.get(key, key) in keys and of(flag, key)
+    def is_switch_enabled(key: str) -> bool:
+        """True if the family has the switch for biases or norms, by Llama's name, and the config enables it."""
+        return names.get(key, key) in keys and read_config_key(validate_bool, key)
 
     embed, heads, layers = (
-        of(whole, key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
+        read_config_key(validate_int, key)
+        for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
     # Command R's files have another key for the context.
     longest = max(
-        whole(key, config[key])
+        validate_int(key, config[key])
         for key in ("max_position_embeddings", "model_max_length")
         if key in config
     )
     fields = {
-        "vocab": of(whole, "vocab_size"),
+        "vocab": read_config_key(validate_int, "vocab_size"),
         "layers": layers,
         "embed": embed,
-        "hidden": of(whole, "intermediate_size"),
+        "hidden": read_config_key(validate_int, "intermediate_size"),
         "heads": heads,
-        "kv_heads": of(whole, "num_key_value_heads"),
-        "head_dim": whole("head_dim", config.get("head_dim", embed // heads)),
-        "norm_eps": of(positive, "rms_norm_eps"),
+        "kv_heads": read_config_key(validate_int, "num_key_value_heads"),
+        "head_dim": validate_int("head_dim", config.get("head_dim", embed // heads)),
+        "norm_eps": read_config_key(check_positive, "rms_norm_eps"),
         "max_positions": longest,
-        "tied": of(flag, "tie_word_embeddings"),
-        "qkv_bias": has("attention_bias"),
-        "out_bias": has("attention_bias"),
-        "mlp_bias": has("mlp_bias"),
-        "qk_layer_norm": has("use_qk_norm"),
-        "bos": next(iter(of(_ids, "bos_token_id")), None),
-        "eos": of(_ids, "eos_token_id"),
-        "experts": _experts(config),
+        "tied": read_config_key(validate_bool, "tie_word_embeddings"),
+        "qkv_bias": is_switch_enabled("attention_bias"),
+        "out_bias": is_switch_enabled("attention_bias"),
+        "mlp_bias": is_switch_enabled("mlp_bias"),
+        "qk_layer_norm": is_switch_enabled("use_qk_norm"),
+        "bos": next(iter(read_config_key(_read_token_ids, "bos_token_id")), None),
+        "eos": read_config_key(_read_token_ids, "eos_token_id"),
+        "experts": _read_experts(config),
     }
-    fields |= {**family.switches, **_scales(config)}
+    fields |= {**family.switches, **_read_scales(config)}
     if kind == "falcon":
-        fields |= _falcon(config, heads, fields["kv_heads"])
-    return fields | _layers(config, layers, longest)
+        fields |= _read_falcon_fields(config, heads, fields["kv_heads"])
+    return fields | _read_layer_fields(config, layers, longest)
 
 
-def _ids(key: str, value: Any) -> tuple[int, ...]:
-    """Return the token ids of a key with one id, several, or null, as a tuple without -1; ValueError for others."""
+def _read_token_ids(key: str, value: Any) -> tuple[int, ...]:
+    """Return the token ids of a key that has one id, a list or null, as a tuple without -1; ValueError for others."""
     values = value if isinstance(value, (list, tuple)) else [] if value is None else [value]
-    return tuple(whole(key, each, least=0) for each in values if each != -1)
+    return tuple(validate_int(key, each, least=0) for each in values if each != -1)
 
 
-def _experts(config: Config) -> Experts | None:
-    """Return a config's mixture of experts, or None."""
+def _read_experts(config: Config) -> ExpertsConfig | None:
+    """Return the `ExpertsConfig` of a model config; None for a dense model."""
     count = next((key for key in ("num_experts", "num_local_experts") if key in config), None)
     if count is None:
         return None
     more: dict[str, Any] = {}
     if config["model_type"] == "gpt_oss":
-        more = {"bias": True, "limit": positive("swiglu_limit", config.get("swiglu_limit", 7.0))}
+        more = {
+            "bias": True,
+            "limit": check_positive("swiglu_limit", config.get("swiglu_limit", 7.0)),
+        }
     if "norm_topk_prob" in config:
-        more = {"normalised": flag("norm_topk_prob", config["norm_topk_prob"])}
-    chosen = whole("num_experts_per_tok", config["num_experts_per_tok"])
-    return Experts(count=whole(count, config[count]), chosen=chosen, **more)
+        more = {"normalised": validate_bool("norm_topk_prob", config["norm_topk_prob"])}
+    chosen = validate_int("num_experts_per_tok", config["num_experts_per_tok"])
+    return ExpertsConfig(count=validate_int(count, config[count]), chosen=chosen, **more)
 
 
-def _scales(config: Config) -> dict[str, Any]:
-    """Return `ModelConfig` fields for scales of embeddings, of block outputs and of logits, and the logits' softcap."""
+def _read_scales(config: Config) -> dict[str, Any]:
+    """Return `ModelConfig` fields by name: scales of embeddings, block outputs and logits, and the logits' softcap."""
     found: dict[str, Any] = {}
     if config["model_type"].startswith("gemma"):
         found["embedding_scale"] = math.sqrt(config["hidden_size"])
@@ -93,21 +103,21 @@ def _scales(config: Config) -> dict[str, Any]:
         ("residual_multiplier", "residual_scale"),
     ):
         if key in config:
-            value = positive(key, config[key])
+            value = check_positive(key, config[key])
             found[name] = 1 / value if key == "logits_scaling" else value
-    found["logit_softcap"] = _cap(config, "final_logit_softcapping")
+    found["logit_softcap"] = _read_softcap(config, "final_logit_softcapping")
     return found
 
 
-def _cap(config: Config, key: str) -> float | None:
-    """Return the softcap of a key, None without."""
-    return None if config.get(key) is None else positive(key, config[key])
+def _read_softcap(config: Config, key: str) -> float | None:
+    """Return the softcap under a config key; None if it is absent or null."""
+    return None if config.get(key) is None else check_positive(key, config[key])
 
 
-def _falcon(config: Config, heads: int, kv_heads: int) -> dict[str, Any]:
-    """Return `ModelConfig` fields of Falcon (kv heads, parallel, shared norm); ValueError for unsupported values."""
+def _read_falcon_fields(config: Config, heads: int, kv_heads: int) -> dict[str, Any]:
+    """Return a Falcon's `kv_heads`, `parallel`, `shared_norm` for `ModelConfig`; ValueError for unsupported values."""
     groups, one, parallel = (
-        flag(key, config[key])
+        validate_bool(key, config[key])
         for key in ("new_decoder_architecture", "multi_query", "parallel_attn")
     )
     remedy = "blocks of new_decoder_architecture=true are parallel: give true"
@@ -124,43 +134,47 @@ def _falcon(config: Config, heads: int, kv_heads: int) -> dict[str, Any]:
     }
 
 
-def _layers(config: Config, layers: int, longest: int) -> dict[str, Any]:
-    """Return the field `rope` of `ModelConfig`, or `kinds` if layers differ, or have a scale, window or softcap."""
+def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, Any]:
+    """Return `ModelConfig`'s `rope` for equal layers without window, scale, softcap; else `kinds`, specs by period."""
     kind = config["model_type"]
-    local, whole_prompt = (read_rope(each, config, longest) for each in rotations(config))
-    widths, sliding = _windows(config, layers, longest)
+    local, whole_prompt = (read_rope(each, config, longest) for each in read_rope_keys(config))
+    widths, sliding = _read_sliding_windows(config, layers, longest)
     ropes = [local if each else whole_prompt for each in sliding]
     if kind in ("cohere2", "smollm3"):
-        rotated = sliding if kind == "cohere2" else _rotated(config["no_rope_layers"], layers)
+        rotated = (
+            sliding if kind == "cohere2" else _find_rotated_layers(config["no_rope_layers"], layers)
+        )
         ropes = [rope if each else NoRope() for rope, each in zip(ropes, rotated, strict=True)]
-    scale, softcap = None, _cap(config, "attn_logit_softcapping")
+    scale, softcap = None, _read_softcap(config, "attn_logit_softcapping")
     if "attention_multiplier" in config:
-        scale = positive("attention_multiplier", config["attention_multiplier"])
+        scale = check_positive("attention_multiplier", config["attention_multiplier"])
     if "query_pre_attn_scalar" in config:
-        scale = positive("query_pre_attn_scalar", config["query_pre_attn_scalar"]) ** -0.5
+        scale = check_positive("query_pre_attn_scalar", config["query_pre_attn_scalar"]) ** -0.5
     specs = [
         LayerSpec(rope=rope, sliding_window=width, scale=scale, softcap=softcap)
         for rope, width in zip(ropes, widths, strict=True)
     ]
     if set(specs) == {LayerSpec(rope=whole_prompt)}:
         return {"rope": whole_prompt}
-    return {"rope": Rope(), "kinds": _period(specs)}
+    return {"rope": Rope(), "kinds": _find_shortest_period(specs)}
 
 
-def _rotated(given: Any, layers: int) -> list[bool]:
-    """Return a mask of a SmolLM3's layers with a rotary embedding."""
+def _find_rotated_layers(given: Any, layers: int) -> list[bool]:
+    """Return a mask of a SmolLM3's layers, True with a rotary embedding, from `no_rope_layers` (1: with)."""
     sound = isinstance(given, (list, tuple)) and all(each in (0, 1) for each in given)
     remedy = f"give a 1 for each of {layers} layers with rotary embeddings, a 0 for each without"
     require(sound and len(given) >= layers, "no_rope_layers", given, remedy)
     return [each == 1 for each in given[:layers]]
 
 
-def _windows(config: Config, layers: int, longest: int) -> tuple[list[int | None], list[bool]]:
-    """Return each layer's sliding window in tokens (None for none), and a mask of the layers of the sliding type.
+def _read_sliding_windows(
+    config: Config, layers: int, longest: int
+) -> tuple[list[int | None], list[bool]]:
+    """Return each layer's sliding window in tokens (None: full attention), and a mask of layers of the sliding type.
 
     A sliding window of at least the model's positions counts as none. ValueError for unknown types.
     """
-    kind, keys = config["model_type"], FAMILIES[config["model_type"]].keys
+    kind, keys = config["model_type"], FAMILIES[config["model_type"]].required_keys
     windowed = kind.startswith("qwen") or "sliding_window" in keys
     typed = "layer_types" in keys or kind in ("qwen2", "qwen3")
     types, width = config.get("layer_types"), config.get("sliding_window")
@@ -174,10 +188,10 @@ def _windows(config: Config, layers: int, longest: int) -> tuple[list[int | None
         "sliding windows"
     )
     require(sound, "layer_types", types, remedy)
-    used = flag("use_sliding_window", config.get("use_sliding_window", True))
+    used = validate_bool("use_sliding_window", config.get("use_sliding_window", True))
     # Classes that always have sliding windows ignore the switch.
     width = width if used or (windowed and "use_sliding_window" not in keys) else None
-    width = None if width is None else whole("sliding_window", width)
+    width = None if width is None else validate_int("sliding_window", width)
     # transformers' caches evict entries outside a sliding window even if the family's class does not support one.
     remedy = (
         f"no {kind} has sliding windows in transformers: give null, or use_sliding_window=false"
@@ -192,8 +206,8 @@ def _windows(config: Config, layers: int, longest: int) -> tuple[list[int | None
     return [narrow if each else None for each in sliding], sliding
 
 
-def _period(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return the shortest tuple of specs that, repeated in turn, yields those of all layers."""
+def _find_shortest_period(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """Return the shortest prefix of layer specs whose repetition yields the specs of all layers."""
     count = len(specs)
     period = next(
         n for n in range(1, count + 1) if all(specs[at] == specs[at % n] for at in range(count))

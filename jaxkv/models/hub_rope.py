@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jaxkv._checks import real
+from jaxkv._checks import validate_float
 from jaxkv._errors import require
 from jaxkv.checkpoints.hub_config import Config
 from jaxkv.models.values import (
@@ -14,7 +14,7 @@ from jaxkv.models.values import (
     LongRope,
     Rope,
     YarnRope,
-    positive,
+    check_positive,
 )
 
 _ROPES = {
@@ -28,7 +28,7 @@ _ROPES = {
 
 
 def read_rope(given: Config, config: Config, longest: int) -> Rope:
-    """Return the `Rope` config of one type of layer.
+    """Return the `Rope`, or scaled variant, described by the config keys of one layer type's rotary embedding.
 
     Args:
         given: keys of its rotary embedding.
@@ -68,8 +68,8 @@ def read_rope(given: Config, config: Config, longest: int) -> Rope:
         value = keys.pop(key, None) if kind == "yarn" else None
         require(not value, f"rope_scaling.{key}", value, "not supported: omit it")
     values: dict[str, Any] = {
-        "theta": positive("rope_theta", theta),
-        "share": real("partial_rotary_factor", share, remedy, high=1.0, open_low=True),
+        "theta": check_positive("rope_theta", theta),
+        "share": validate_float("partial_rotary_factor", share, remedy, high=1.0, open_low=True),
     }
     for field in dataclasses.fields(known[kind]):
         if field.name in (*values, "long"):

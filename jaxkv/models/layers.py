@@ -10,9 +10,9 @@ from jaxtyping import Array, Float
 
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.stored import GROUP, Stored
-from jaxkv.sharding.collectives import total
-from jaxkv.sharding.mesh import Axes
+from jaxkv.models.stored import GROUP, StoredWeight
+from jaxkv.sharding.collectives import sum_over_devices
+from jaxkv.sharding.mesh import ShardingMesh
 
 # Vectors, the inputs of linear maps, norms and MLPs.
 Vectors = Float[Array, "*rows E"]
@@ -21,120 +21,126 @@ Vectors = Float[Array, "*rows E"]
 _FEW_ROWS, _OUTPUTS, _MOST_PARTS, _LEAST_PART = 64, 32768, 8, 64
 
 
-def empty(*shape: int, dtype: jnp.dtype) -> nnx.Param:
-    """Make an uninitialised `nnx.Param` that holds a shape and dtype without values."""
+def make_empty_parameter(*shape: int, dtype: jnp.dtype) -> nnx.Param:
+    """Make an `nnx.Param` with a shape and dtype but no array, to be loaded later."""
     return nnx.Param(jax.ShapeDtypeStruct(shape, dtype))
 
 
-def add_linear(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> None:
-    """Add an uninitialised weight `name` to a module, stored as floats or, for int8 and int4, as codes.
+def add_linear_weight(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> None:
+    """Add an uninitialised linear weight `name` to a module: floats, or int8 or 4-bit codes with their scales.
 
     Codes have a `name_scale` (8 bits), or `name_scales` and `name_leasts` (4 bits); the others are None.
     """
     scale = scales = leasts = None
     if dtype == jnp.int8:
-        scale = empty(*shape[:-1], dtype=jnp.dtype(jnp.float32))
+        scale = make_empty_parameter(*shape[:-1], dtype=jnp.dtype(jnp.float32))
     elif dtype == jnp.int4:
         remedy = (
             f"rows of {shape[-1]} elements are no complete groups of {GROUP}: use 'int8', or None"
         )
         require(shape[-1] % GROUP == 0, "weights", "int4", remedy)
         scales, leasts = (
-            empty(*shape[:-1], shape[-1] // GROUP, dtype=jnp.dtype(jnp.float16)) for _ in range(2)
+            make_empty_parameter(*shape[:-1], shape[-1] // GROUP, dtype=jnp.dtype(jnp.float16))
+            for _ in range(2)
         )
         shape, dtype = (*shape[:-1], shape[-1] // 2), jnp.dtype(jnp.uint8)
-    setattr(module, name, empty(*shape, dtype=dtype))
+    setattr(module, name, make_empty_parameter(*shape, dtype=dtype))
     setattr(module, f"{name}_scale", scale)
     setattr(module, f"{name}_scales", scales)
     setattr(module, f"{name}_leasts", leasts)
 
 
-def held(module: Any, name: str) -> Stored:
-    """Return a module's weight `name` as it is stored."""
+def get_stored_weight(module: Any, name: str) -> StoredWeight:
+    """Return a module's linear weight `name`, floats or codes with scales, as a `StoredWeight`."""
     beside = {
-        each: value_of(getattr(module, f"{name}_{each}")) for each in ("scale", "scales", "leasts")
+        each: get_parameter_array(getattr(module, f"{name}_{each}"))
+        for each in ("scale", "scales", "leasts")
     }
-    return Stored(getattr(module, name)[...], **beside)
+    return StoredWeight(getattr(module, name)[...], **beside)
 
 
-def linear(
+def apply_linear(
     module: Any,
     name: str,
     x: Vectors,
     *,
     bias: bool = True,
     wide: bool = False,
-    over: Axes | None = None,
+    over: ShardingMesh | None = None,
 ) -> Float[Array, "..."]:
-    """Multiply x by a module's weight `name`, and add its bias if it has one; see `project`."""
+    """Apply a module's linear map `name`, with its bias if any, to x; in x's dtype, or float32 if `wide`."""
     added = getattr(module, f"{name}_bias", None) if bias else None
-    return project(x, held(module, name), value_of(added), wide=wide, over=over)
+    return multiply_by_weight(
+        x, get_stored_weight(module, name), get_parameter_array(added), wide=wide, over=over
+    )
 
 
-def linear_parts(module: Any, name: str, x: Vectors) -> Float[Array, "n ..."]:
-    """Linear map as `linear`, as n float32 partial sums, see `products`; n is 1 for a weight with a bias."""
+def apply_linear_split_k(module: Any, name: str, x: Vectors) -> Float[Array, "n ..."]:
+    """Apply a module's linear map `name`; return n float32 partial sums (split-K), one if it has a bias."""
     if getattr(module, f"{name}_bias", None) is None:
-        return products(x, held(module, name))
-    return linear(module, name, x, wide=True)[None]
+        return multiply_split_k(x, get_stored_weight(module, name))
+    return apply_linear(module, name, x, wide=True)[None]
 
 
-def float_weight(module: Any, name: str) -> Float[Array, "*out E"]:
-    """Return a module's weight `name` in float32."""
-    return held(module, name).wide()
+def get_float_weight(module: Any, name: str) -> Float[Array, "*out E"]:
+    """Return a module's linear weight `name` `[*out, E]`, dequantised to float32."""
+    return get_stored_weight(module, name).dequantise_to_float32()
 
 
-def project(
+def multiply_by_weight(
     x: Vectors,
-    weight: Stored,
+    weight: StoredWeight,
     bias: Float[Array, "*out"] | None = None,
     *,
     wide: bool = False,
-    over: Axes | None = None,
+    over: ShardingMesh | None = None,
 ) -> Float[Array, "..."]:
-    """Linear map of x's last axis by `weight [*out, E]`, summed in float32, with an optional bias.
+    """Multiply x by a weight `[*out, E]` in float32, and add an optional bias; in x's dtype, or float32 if `wide`.
 
     `weight` may have several output axes. Output is in x's dtype, or float32 if `wide`. `over` sums it over the devices
     of a mesh that shard E.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
     out = (
-        _product_as_stored(flat, weight, split=False)[0]
-        if read_as_stored(flat, weight)
-        else _product(flat, weight)
+        _multiply_by_codes(flat, weight, split=False)[0]
+        if uses_quantised_kernel(flat, weight)
+        else _multiply_by_xla(flat, weight)
     )
-    out = total(out.reshape(*rows, *weight.outputs), over)
+    out = sum_over_devices(out.reshape(*rows, *weight.output_shape), over)
     if bias is not None:
         out = out + bias.astype(jnp.float32)
     return out if wide else out.astype(x.dtype)
 
 
-def products(x: Vectors, weight: Stored) -> Float[Array, "n ..."]:
-    """Linear map as n float32 partial sums `[n, *rows, *out]` that a kernel adds (split-K).
+def multiply_split_k(x: Vectors, weight: StoredWeight) -> Float[Array, "n ..."]:
+    """Multiply x's last axis by a weight; return n float32 partial sums `[n, *rows, *out]` over parts of E (split-K).
 
     A product of few rows with few outputs leaves most of a GPU idle unless the summed axis is split. XLA also splits
     it, but needs a separate kernel for the sum.
     """
     rows, flat = x.shape[:-1], x.reshape(-1, x.shape[-1])
     parts = (
-        _product_as_stored(flat, weight, split=True)
-        if read_as_stored(flat, weight)
-        else _split_product(flat, weight)
+        _multiply_by_codes(flat, weight, split=True)
+        if uses_quantised_kernel(flat, weight)
+        else _multiply_split_k_by_xla(flat, weight)
     )
-    return parts.reshape(parts.shape[0], *rows, *weight.outputs)
+    return parts.reshape(parts.shape[0], *rows, *weight.output_shape)
 
 
-def _product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "n O"]:
-    """Float32 product by XLA."""
-    x, weight = _in_place(x, weight)
-    matrix = weight.factor(x.dtype).reshape(-1, x.shape[-1])
+def _multiply_by_xla(x: Float[Array, "n E"], weight: StoredWeight) -> Float[Array, "n O"]:
+    """Multiply vectors by a weight with XLA; return float32 `[n, O]`."""
+    x, weight = _delay_dequantisation(x, weight)
+    matrix = weight.get_weight_matrix(x.dtype).reshape(-1, x.shape[-1])
     out = lax.dot_general(x, matrix, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     return out if weight.scale is None else out * weight.scale.reshape(-1)
 
 
-def _split_product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "parts n O"]:
-    """Float32 partial products by XLA, enough to occupy all multiprocessors."""
-    (count, width), (x, weight) = x.shape, _in_place(x, weight)
-    matrix = weight.factor(x.dtype).reshape(-1, width)
+def _multiply_split_k_by_xla(
+    x: Float[Array, "n E"], weight: StoredWeight
+) -> Float[Array, "parts n O"]:
+    """Multiply vectors by a weight with XLA; return float32 partial sums over parts of E, one for many vectors."""
+    (count, width), (x, weight) = x.shape, _delay_dequantisation(x, weight)
+    matrix = weight.get_weight_matrix(x.dtype).reshape(-1, width)
     parts = 1
     if count <= _FEW_ROWS:
         while (
@@ -150,26 +156,30 @@ def _split_product(x: Float[Array, "n E"], weight: Stored) -> Float[Array, "part
     return out if weight.scale is None else out * weight.scale.reshape(-1)
 
 
-def read_as_stored(x: Float[Array, "n E"], weight: Stored) -> bool:
-    """True if an NVIDIA GPU multiplies x by codes directly: one vector, on a GPU that Triton supports.
+def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
+    """True if products with these codes use the kernel on NVIDIA GPUs: one vector, and no GPU before Ampere.
 
     On an H200 the kernel, which does not use tensor cores, took 80 us for one vector and 289 for four; bfloat16 weights
     took 113.
     """
     major = str(getattr(jax.devices()[0], "compute_capability", "")).split(".")[0]
-    return x.shape[0] == 1 and weight.has_kernel and not (major.isdecimal() and int(major) < 8)
+    return (
+        x.shape[0] == 1
+        and weight.supports_quantised_kernel
+        and not (major.isdecimal() and int(major) < 8)
+    )
 
 
-def _product_as_stored(
-    x: Float[Array, "n E"], weight: Stored, *, split: bool
+def _multiply_by_codes(
+    x: Float[Array, "n E"], weight: StoredWeight, *, split: bool
 ) -> Float[Array, "parts n O"]:
-    """Float32 product with codes: by a kernel on NVIDIA GPUs, in partial sums if `split`; elsewhere by XLA."""
+    """Multiply x by codes, on NVIDIA GPUs in a kernel, else by XLA; float32 `[parts, n, O]`, one unless `split`."""
     # Imported late because models in floats need no kernels.
     import pallas_kernels
 
-    def by_kernel(x: Array, weight: Stored) -> Array:
+    def by_kernel(x: Array, weight: StoredWeight) -> Array:
         flat = jax.tree.map(
-            lambda leaf: leaf.reshape(-1, *leaf.shape[len(weight.outputs) :]), weight
+            lambda leaf: leaf.reshape(-1, *leaf.shape[len(weight.output_shape) :]), weight
         )
         parts = pallas_kernels.multiply_codes(x, *flat)
         return parts if split else parts.sum(axis=0, keepdims=True)
@@ -177,14 +187,16 @@ def _product_as_stored(
     # Both results have the kernel's shape.
     parts = jax.eval_shape(by_kernel, x, weight).shape[0]
 
-    def by_xla(x: Array, weight: Stored) -> Array:
-        return jnp.pad(_product(x, weight)[None], ((0, parts - 1), (0, 0), (0, 0)))
+    def by_xla(x: Array, weight: StoredWeight) -> Array:
+        return jnp.pad(_multiply_by_xla(x, weight)[None], ((0, parts - 1), (0, 0), (0, 0)))
 
     return lax.platform_dependent(x, weight, cuda=by_kernel, default=by_xla)
 
 
-def _in_place(x: Float[Array, "n E"], weight: Stored) -> tuple[Float[Array, "n E"], Stored]:
-    """Return both unchanged; a 4-bit weight gets a dependency on x, so that XLA dequantises it next to the product.
+def _delay_dequantisation(
+    x: Float[Array, "n E"], weight: StoredWeight
+) -> tuple[Float[Array, "n E"], StoredWeight]:
+    """Return x and weight unchanged, but keep XLA from dequantising a 4-bit weight before x is computed.
 
     Without it XLA dequantises the weights of all layers before a loop over tokens, and keeps them.
     """
@@ -192,30 +204,30 @@ def _in_place(x: Float[Array, "n E"], weight: Stored) -> tuple[Float[Array, "n E
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square norm over the last axis, in float32 (arXiv:1910.07467), times `scale` plus `offset`."""
+    """RMS norm over the last axis, computed in float32, times (`scale` + `offset`) (arXiv:1910.07467)."""
 
     def __init__(self, width: int, *, eps: float, dtype: jnp.dtype, offset: float = 0.0):
-        self.scale = empty(width, dtype=dtype)
+        self.scale = make_empty_parameter(width, dtype=dtype)
         self.eps, self.offset = eps, offset
 
     def __call__(self, x: Vectors) -> Vectors:
-        """Normalise the last axis; the result has the dtype of the scale parameter."""
+        """RMS-normalise x over its last axis; the result has the dtype of the scale parameter."""
         wide, scale = x.astype(jnp.float32), self.scale[...]
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         return (wide * (scale.astype(jnp.float32) + self.offset)).astype(scale.dtype)
 
 
 class LayerNorm(nnx.Module):
-    """Layer norm over the last axis, with or without a bias, in float32 (arXiv:1607.06450)."""
+    """Layer norm over the last axis, computed in float32, with or without a bias (arXiv:1607.06450)."""
 
     def __init__(self, width: int, *, eps: float, dtype: jnp.dtype, bias: bool):
-        self.scale = empty(width, dtype=dtype)
-        self.bias = empty(width, dtype=dtype) if bias else None
+        self.scale = make_empty_parameter(width, dtype=dtype)
+        self.bias = make_empty_parameter(width, dtype=dtype) if bias else None
         self.eps = eps
 
     def __call__(self, x: Vectors) -> Vectors:
-        """Normalise the last axis; the result has the dtype of the parameters."""
-        wide, scale, bias = x.astype(jnp.float32), self.scale[...], value_of(self.bias)
+        """Layer-normalise x over its last axis; the result has the dtype of the parameters."""
+        wide, scale, bias = x.astype(jnp.float32), self.scale[...], get_parameter_array(self.bias)
         wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
         wide = wide * lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
         wide = wide * scale.astype(jnp.float32)
@@ -223,45 +235,59 @@ class LayerNorm(nnx.Module):
 
 
 class DenseMLP(nnx.Module):
-    """Dense MLP, down(hidden(x)), gated or not.
+    """Dense MLP: down(silu(gate(x)) * up(x)), or with GELU for silu, or ungated down(gelu(up(x))).
 
     If gated, hidden is silu(gate(x)) * up(x), or GELU by tanh in place of silu; gate and up are one parameter `[2, F,
-    E]`. Otherwise hidden is the exact gelu(up(x)), and up is `[F, E]`. With `apart`, the operands of both products are
-    computed before the products, not fused into them.
+    E]`. Otherwise compute_activations is the exact gelu(up(x)), and up is `[F, E]`. With `apart`, the operands of both
+    products are computed before the products, not fused into them.
     """
 
     def __init__(self, config: ModelConfig, *, dtype: jnp.dtype, weights: jnp.dtype):
         self.gated, self.tanh_gelu = config.gated, config.tanh_gelu
-        add_linear(self, "down", config.embed, config.hidden, dtype=weights)
-        self.down_bias = empty(config.embed, dtype=dtype) if config.mlp_bias else None
+        add_linear_weight(self, "down", config.embed, config.hidden, dtype=weights)
+        self.down_bias = (
+            make_empty_parameter(config.embed, dtype=dtype) if config.mlp_bias else None
+        )
         name, rows = ("gate_up", (2, config.hidden)) if config.gated else ("up", (config.hidden,))
-        add_linear(self, name, *rows, config.embed, dtype=weights)
-        setattr(self, f"{name}_bias", empty(*rows, dtype=dtype) if config.mlp_bias else None)
+        add_linear_weight(self, name, *rows, config.embed, dtype=weights)
+        setattr(
+            self,
+            f"{name}_bias",
+            make_empty_parameter(*rows, dtype=dtype) if config.mlp_bias else None,
+        )
 
-    def __call__(self, x: Vectors, over: Axes | None = None, *, apart: bool = False) -> Vectors:
+    def __call__(
+        self, x: Vectors, over: ShardingMesh | None = None, *, apart: bool = False
+    ) -> Vectors:
         """Return the MLP's float32 output `[*rows, E]`, without the residual; summed over the devices of `over`."""
-        return linear(self, "down", self._operand(x, apart), wide=True, over=over)
+        return apply_linear(
+            self, "down", self._compute_unfused_activations(x, apart), wide=True, over=over
+        )
 
-    def part(self, x: Vectors, *, apart: bool = False) -> Vectors:
-        """Return the float32 output of this device's shard of F, without bias; the caller sums over devices."""
-        return linear(self, "down", self._operand(x, apart), bias=False, wide=True)
+    def compute_shard_output(self, x: Vectors, *, apart: bool = False) -> Vectors:
+        """Return the float32 output of this device's shard of F, without down's bias; the caller sums over devices."""
+        return apply_linear(
+            self, "down", self._compute_unfused_activations(x, apart), bias=False, wide=True
+        )
 
-    def _operand(self, x: Vectors, apart: bool) -> Float[Array, "*rows F"]:
-        """Return activations before the down projection; with `apart`, x and they are behind a barrier."""
+    def _compute_unfused_activations(self, x: Vectors, apart: bool) -> Float[Array, "*rows F"]:
+        """Return activations `[*rows, F]` before down; with `apart`, XLA cannot fuse them into the products."""
         if not apart:
-            return self.hidden(x)
-        return lax.optimization_barrier(self.hidden(lax.optimization_barrier(x)))
+            return self.compute_activations(x)
+        return lax.optimization_barrier(self.compute_activations(lax.optimization_barrier(x)))
 
-    def hidden(self, x: Vectors) -> Float[Array, "*rows F"]:
-        """Return activations `[*rows, F]` before the down projection, in x's dtype."""
+    def compute_activations(self, x: Vectors) -> Float[Array, "*rows F"]:
+        """Return the MLP's activations `[*rows, F]` before the down projection, in x's dtype."""
         if not self.gated:
-            return jax.nn.gelu(linear(self, "up", x, wide=True), approximate=False).astype(x.dtype)
-        both = linear(self, "gate_up", x, wide=True)
+            return jax.nn.gelu(apply_linear(self, "up", x, wide=True), approximate=False).astype(
+                x.dtype
+            )
+        both = apply_linear(self, "gate_up", x, wide=True)
         gate, up = both[..., 0, :], both[..., 1, :]
         gate = jax.nn.gelu(gate, approximate=True) if self.tanh_gelu else jax.nn.silu(gate)
         return (gate * up).astype(x.dtype)
 
 
-def value_of(parameter: nnx.Param | None) -> Array | None:
-    """Return the array of a parameter; None for None."""
+def get_parameter_array(parameter: nnx.Param | None) -> Array | None:
+    """Return the array of an `nnx.Param`; None for None."""
     return None if parameter is None else parameter[...]

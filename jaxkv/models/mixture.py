@@ -12,11 +12,18 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.models.layers import Vectors, add_linear, empty, held, project, value_of
-from jaxkv.models.stored import Stored
-from jaxkv.models.values import Experts
-from jaxkv.sharding.collectives import total
-from jaxkv.sharding.mesh import Axes
+from jaxkv.models.layers import (
+    Vectors,
+    add_linear_weight,
+    get_parameter_array,
+    get_stored_weight,
+    make_empty_parameter,
+    multiply_by_weight,
+)
+from jaxkv.models.stored import StoredWeight
+from jaxkv.models.values import ExpertsConfig
+from jaxkv.sharding.collectives import sum_over_devices
+from jaxkv.sharding.mesh import ShardingMesh
 
 # Token vectors; ids of each token's experts, and their weights in the sum.
 Tokens = Float[Array, "T E"]
@@ -37,45 +44,58 @@ class MixtureMLP(nnx.Module):
     """
 
     def __init__(
-        self, width: int, hidden: int, experts: Experts, *, dtype: jnp.dtype, weights: jnp.dtype
+        self,
+        width: int,
+        hidden: int,
+        experts: ExpertsConfig,
+        *,
+        dtype: jnp.dtype,
+        weights: jnp.dtype,
     ):
         self.experts = experts
-        self.router = empty(experts.count, width, dtype=dtype)
-        add_linear(self, "experts_gate_up", experts.count, 2, hidden, width, dtype=weights)
-        add_linear(self, "experts_down", experts.count, width, hidden, dtype=weights)
-        self.router_bias = empty(experts.count, dtype=dtype) if experts.bias else None
-        self.experts_gate_up_bias = (
-            empty(experts.count, 2, hidden, dtype=dtype) if experts.bias else None
+        self.router = make_empty_parameter(experts.count, width, dtype=dtype)
+        add_linear_weight(self, "experts_gate_up", experts.count, 2, hidden, width, dtype=weights)
+        add_linear_weight(self, "experts_down", experts.count, width, hidden, dtype=weights)
+        self.router_bias = (
+            make_empty_parameter(experts.count, dtype=dtype) if experts.bias else None
         )
-        self.experts_down_bias = empty(experts.count, width, dtype=dtype) if experts.bias else None
+        self.experts_gate_up_bias = (
+            make_empty_parameter(experts.count, 2, hidden, dtype=dtype) if experts.bias else None
+        )
+        self.experts_down_bias = (
+            make_empty_parameter(experts.count, width, dtype=dtype) if experts.bias else None
+        )
 
-    def __call__(self, x: Vectors, over: Axes | None = None) -> Vectors:
-        """Return the mixture's float32 output `[*rows, E]`, without the residual; summed over the devices of `over`."""
+    def __call__(self, x: Vectors, over: ShardingMesh | None = None) -> Vectors:
+        """Return the weighted sum of each token's experts, float32 `[*rows, E]`, summed over the devices of `over`."""
         flat = x.reshape(-1, x.shape[-1])
-        ids, shares = self.chosen(flat)
-        out = total(self._part(flat, ids, shares).reshape(x.shape), over)
+        ids, shares = self.select_experts(flat)
+        out = sum_over_devices(
+            self._compute_expert_outputs(flat, ids, shares).reshape(x.shape), over
+        )
         if self.experts_down_bias is None:
             return out
         # Replicated on every device of a mesh, and added once.
-        return out + added_biases(ids, shares, self.experts_down_bias[...]).reshape(x.shape)
+        return out + sum_expert_biases(ids, shares, self.experts_down_bias[...]).reshape(x.shape)
 
-    def part(self, x: Vectors) -> Vectors:
+    def compute_shard_output(self, x: Vectors) -> Vectors:
         """Return the float32 output of this device's shard of F, without down's bias; the caller sums over devices."""
         flat = x.reshape(-1, x.shape[-1])
-        return self._part(flat, *self.chosen(flat)).reshape(x.shape)
+        return self._compute_expert_outputs(flat, *self.select_experts(flat)).reshape(x.shape)
 
-    def _part(self, x: Tokens, ids: Chosen, shares: Shares) -> Tokens:
-        """Return the selected experts' float32 output from this device's shard of F, without down's bias."""
+    def _compute_expert_outputs(self, x: Tokens, ids: Chosen, shares: Shares) -> Tokens:
+        """Return the weighted sum of selected experts, for this device's shard of F, float32, without down's bias."""
         given = (
             x,
             ids,
             shares,
-            held(self, "experts_gate_up"),
-            held(self, "experts_down"),
-            value_of(self.experts_gate_up_bias),
+            get_stored_weight(self, "experts_gate_up"),
+            get_stored_weight(self, "experts_down"),
+            get_parameter_array(self.experts_gate_up_bias),
         )
         by_blocks, singly = (
-            functools.partial(way, limit=self.experts.limit) for way in (in_blocks, one_by_one)
+            functools.partial(way, limit=self.experts.limit)
+            for way in (apply_experts_in_blocks, apply_experts_by_token)
         )
         if ids.size > self.experts.count:
             return by_blocks(*given)
@@ -83,33 +103,37 @@ class MixtureMLP(nnx.Module):
         # multiplies, all experts in one product; a CPU would copy them first.
         return lax.platform_dependent(*given, cpu=by_blocks, default=singly)
 
-    def chosen(self, x: Tokens) -> tuple[Chosen, Shares]:
-        """Return the ids `[T, k]` of each token's experts, most probable first, ties to the lowest; float32 weights."""
-        bias = value_of(self.router_bias)
-        likely = jax.nn.softmax(project(x, Stored(self.router[...]), bias, wide=True), axis=-1)
+    def select_experts(self, x: Tokens) -> tuple[Chosen, Shares]:
+        """Return each token's top-k expert ids `[T, k]`, most probable first, and their float32 weights in the sum."""
+        bias = get_parameter_array(self.router_bias)
+        likely = jax.nn.softmax(
+            multiply_by_weight(x, StoredWeight(self.router[...]), bias, wide=True), axis=-1
+        )
         shares, ids = lax.top_k(likely, self.experts.chosen)
         return ids, shares / shares.sum(
             axis=-1, keepdims=True
         ) if self.experts.normalised else shares
 
 
-def one_by_one(
+def apply_experts_by_token(
     x: Tokens,
     ids: Chosen,
     shares: Shares,
-    gate_up: Stored,
-    down: Stored,
+    gate_up: StoredWeight,
+    down: StoredWeight,
     bias: Float[Array, "X 2 F"] | None = None,
     *,
     limit: float | None = None,
 ) -> Tokens:
-    """Compute the float32 mixture output `[T, E]` by gathering the weights of each token's experts; for few tokens.
+    """Compute mixture outputs, float32 `[T, E]`, by gathering the weights of every token's experts; for few tokens.
 
-    `bias` is the bias of gates and ups, `limit` as in `Experts`.
+    `bias` is the bias of gates and ups, `limit` as in `ExpertsConfig`.
     """
 
-    def chosen(weights: Stored) -> Float[Array, "T k *rest"]:
-        return jax.tree.map(lambda each: each.at[ids].get(mode="promise_in_bounds"), weights).wide()
+    def chosen(weights: StoredWeight) -> Float[Array, "T k *rest"]:
+        return jax.tree.map(
+            lambda each: each.at[ids].get(mode="promise_in_bounds"), weights
+        ).dequantise_to_float32()
 
     both = (x.astype(jnp.float32)[:, None, None, None] * chosen(gate_up)).sum(axis=-1)
     both = (
@@ -117,26 +141,28 @@ def one_by_one(
         if bias is None
         else both + bias.at[ids].get(mode="promise_in_bounds").astype(jnp.float32)
     )
-    hidden = _hidden(both[:, :, 0], both[:, :, 1], shares[..., None], x.dtype, limit)
+    hidden = _compute_expert_activations(
+        both[:, :, 0], both[:, :, 1], shares[..., None], x.dtype, limit
+    )
     return (hidden.astype(jnp.float32)[:, :, None] * chosen(down)).sum(axis=(1, 3))
 
 
-def in_blocks(
+def apply_experts_in_blocks(
     x: Tokens,
     ids: Chosen,
     shares: Shares,
-    gate_up: Stored,
-    down: Stored,
+    gate_up: StoredWeight,
+    down: StoredWeight,
     bias: Float[Array, "X 2 F"] | None = None,
     *,
     limit: float | None = None,
 ) -> Tokens:
-    """Compute the float32 mixture output `[T, E]` in blocks of tokens that are sorted by expert.
+    """Compute mixture outputs, float32 `[T, E]`, in blocks of tokens of one expert each, after a sort by expert.
 
-    `bias` is the bias of gates and ups, `limit` as in `Experts`.
+    `bias` is the bias of gates and ups, `limit` as in `ExpertsConfig`.
     """
     (tokens, chosen), count = ids.shape, gate_up.codes.shape[0]
-    size = block_rows(tokens, chosen, count)
+    size = choose_block_rows(tokens, chosen, count)
     order = jnp.argsort(ids.reshape(-1), stable=True)
     row, share = order // chosen, shares.reshape(-1)[order]
     taken = jnp.zeros(count, jnp.int32).at[ids.reshape(-1)].add(1)
@@ -153,29 +179,35 @@ def in_blocks(
         ups, downs, added = jax.tree.map(
             lambda each: lax.dynamic_index_in_dim(each, expert, keepdims=False), whole
         )
-        both = project(x[row[at]], ups, added, wide=True)
-        hidden = _hidden(both[:, 0], both[:, 1], share[at, None], x.dtype, limit)
+        both = multiply_by_weight(x[row[at]], ups, added, wide=True)
+        hidden = _compute_expert_activations(
+            both[:, 0], both[:, 1], share[at, None], x.dtype, limit
+        )
         # Rows after the expert's last one are dropped; their indices are unique.
         to = jnp.where(mine, row[at], tokens + jnp.arange(size, dtype=jnp.int32))
-        return out.at[to].add(project(hidden, downs, wide=True), mode="drop", unique_indices=True)
+        return out.at[to].add(
+            multiply_by_weight(hidden, downs, wide=True), mode="drop", unique_indices=True
+        )
 
     return lax.fori_loop(0, after[-1], block, jnp.zeros(x.shape, jnp.float32))
 
 
-def added_biases(ids: Chosen, shares: Shares, bias: Float[Array, "X E"]) -> Tokens:
-    """Sum the biases of each token's experts, `f32[T, E]`, by their weights."""
+def sum_expert_biases(ids: Chosen, shares: Shares, bias: Float[Array, "X E"]) -> Tokens:
+    """Return each token's sum of its experts' biases, times their routing weights, float32 `[T, E]`."""
     spread = (jax.nn.one_hot(ids, bias.shape[0], dtype=jnp.float32) * shares[..., None]).sum(axis=1)
     return lax.dot(spread, bias.astype(jnp.float32), precision=lax.Precision.HIGHEST)
 
 
-def block_rows(tokens: int, chosen: int, count: int) -> int:
-    """Rows per block: an expert's mean number of tokens, rounded up to a power of two in 8 .. 256; at most `tokens`."""
+def choose_block_rows(tokens: int, chosen: int, count: int) -> int:
+    """Return the tokens per block: mean tokens of an expert, as a power of two from 8 to 256, at most `tokens`."""
     share = -(-tokens * chosen // count)
     return min(tokens, max(_LEAST_ROWS, min(_MOST_ROWS, 1 << (share - 1).bit_length())))
 
 
-def _hidden(gate: Array, up: Array, share: Array, dtype: jnp.dtype, limit: float | None) -> Array:
-    """Activations of `Experts.limit` times `share`, the expert's weight in the sum, in `dtype`."""
+def _compute_expert_activations(
+    gate: Array, up: Array, share: Array, dtype: jnp.dtype, limit: float | None
+) -> Array:
+    """Return an expert's activations, SwiGLU or gpt-oss's clipped variant with a `limit`, times its weight `share`."""
     # The expert's weight in the sum is applied before the down projection, where it costs least.
     if limit is None:
         return (jax.nn.silu(gate) * up * share).astype(dtype)

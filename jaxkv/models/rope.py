@@ -16,19 +16,19 @@ from jaxkv.models.values import (
     NoRope,
     Rope,
     YarnRope,
-    rotated_channels,
+    count_rotated_channels,
 )
 
 
-def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return RoPE frequencies in radians per position `[D/2]`, float64, and factors on cosine and sine.
+def compute_rope_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return RoPE frequencies in radians per position, float64 `[D/2]`, and factors `[D/2]` of cosine and sine.
 
     The factors are 1 except for YaRN and LongRoPE.
 
     References:
         RoFormer, arXiv:2104.09864, eq. 15; YaRN, arXiv:2309.00071, section 3; LongRoPE, arXiv:2402.13753.
     """
-    dim = rotated_channels(rope, head_dim)
+    dim = count_rotated_channels(rope, head_dim)
     plain, factor = rope.theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim), 1.0
     match rope:
         case NoRope():
@@ -36,26 +36,28 @@ def inverse_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarr
         case LinearRope():
             plain = plain / rope.factor
         case Llama3Rope():
-            plain = _llama3(plain, rope)
+            plain = _scale_llama3_frequencies(plain, rope)
         case YarnRope():
-            plain, factor = _yarn(plain, rope, dim)
+            plain, factor = _scale_yarn_frequencies(plain, rope, dim)
         case LongRope():
-            plain, factor = _long(plain, rope)
+            plain, factor = _scale_longrope_frequencies(plain, rope)
     # Pairs of channels without rotation come last: their angles are 0.
     beyond = (0, (head_dim - dim) // 2)
     return np.pad(plain, beyond), np.pad(np.full(dim // 2, factor), beyond, constant_values=1.0)
 
 
-def _llama3(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
-    """RoPE frequencies `[D/2]` of Llama 3.1: low ones divided by the factor, high ones unchanged, a ramp between."""
+def _scale_llama3_frequencies(plain: np.ndarray, rope: Llama3Rope) -> np.ndarray:
+    """Return Llama 3.1's RoPE frequencies `[D/2]`: low ones divided by the factor, high ones kept, others between."""
     turns = rope.original_max_position * plain / (2 * math.pi)
     smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
     smooth = np.clip(smooth, 0.0, 1.0)
     return (1 - smooth) * plain / rope.factor + smooth * plain
 
 
-def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray, float]:
-    """RoPE frequencies `[D/2]` after YaRN's interpolation by parts, and YaRN's factor on cosine and sine."""
+def _scale_yarn_frequencies(
+    plain: np.ndarray, rope: YarnRope, head_dim: int
+) -> tuple[np.ndarray, float]:
+    """Return YaRN's RoPE frequencies `[D/2]`, interpolated by wavelength, and its factor on cosine and sine."""
 
     def channel(turns: float) -> float:
         # Return the (fractional) index of the channel pair with `turns` rotations within the original context.
@@ -74,8 +76,8 @@ def _yarn(plain: np.ndarray, rope: YarnRope, head_dim: int) -> tuple[np.ndarray,
     return plain / rope.factor * interpolated + plain * (1 - interpolated), factor
 
 
-def _long(plain: np.ndarray, rope: LongRope) -> tuple[np.ndarray, float]:
-    """RoPE frequencies `[D/2]` divided by the selected list of a LongRoPE, and its factor on cosine and sine."""
+def _scale_longrope_frequencies(plain: np.ndarray, rope: LongRope) -> tuple[np.ndarray, float]:
+    """Return RoPE frequencies `[D/2]` divided by LongRoPE's short or long list, and its factor on cosine and sine."""
     factor = rope.attention_factor
     if factor is None:
         factor = math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position))
@@ -84,7 +86,7 @@ def _long(plain: np.ndarray, rope: LongRope) -> tuple[np.ndarray, float]:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Angles:
+class RopeTables:
     """RoPE tables of positions: cosine and sine of every channel pair, times the attention factor.
 
     Computed once for a prompt, a chunk or a step, and read by every layer and head, because sines cost more than the
@@ -98,28 +100,28 @@ class Angles:
     cos: Float[Array, "#B N half"]
     sin: Float[Array, "#B N half"]
 
-    def block(self, first: Int[Array, ""], size: int) -> "Angles":
-        """Return the `Angles` of `size` consecutive positions from index `first` on."""
+    def slice_positions(self, first: Int[Array, ""], size: int) -> "RopeTables":
+        """Return the tables of `size` consecutive positions, from index `first` of the tables on."""
         return jax.tree.map(lambda a: lax.dynamic_slice_in_dim(a, first, size, axis=1), self)
 
-    def at(self, rows: Int[Array, "B N"]) -> "Angles":
-        """Gather `Angles` at indices `[B, N]` from a table `[1, positions, D/2]` for all sequences."""
+    def gather_positions(self, rows: Int[Array, "B N"]) -> "RopeTables":
+        """Gather tables `[B, N, D/2]` at the indices `rows` `[B, N]` of one table `[1, positions, D/2]`."""
         return jax.tree.map(lambda a: a[0, rows], self)
 
 
-def angles(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> Angles:
-    """Return float32 `Angles` (RoPE cosines and sines) of absolute positions; `[1, N]` if all sequences share them."""
+def compute_rope_tables(positions: Int[Array, "B N"], rope: Rope, head_dim: int) -> RopeTables:
+    """Return float32 `RopeTables` (cosines and sines) of absolute positions `[B, N]`, or `[1, N]` for all sequences."""
     frequencies, factors = (
-        jnp.asarray(each, jnp.float32) for each in inverse_frequencies(rope, head_dim)
+        jnp.asarray(each, jnp.float32) for each in compute_rope_frequencies(rope, head_dim)
     )
     turned = positions[..., None].astype(jnp.float32) * frequencies
-    made = Angles(cos=jnp.cos(turned) * factors, sin=jnp.sin(turned) * factors)
+    made = RopeTables(cos=jnp.cos(turned) * factors, sin=jnp.sin(turned) * factors)
     # The barrier keeps XLA from fusing the tables into every rotation and recomputing them for every head.
     return lax.optimization_barrier(made)
 
 
-def rotate(
-    x: Float[Array, "B *heads N D"], by: Angles, dtype: jnp.dtype | None = None
+def apply_rope(
+    x: Float[Array, "B *heads N D"], by: RopeTables, dtype: jnp.dtype | None = None
 ) -> Float[Array, "B *heads N D"]:
     """Apply RoPE to queries or keys: rotate channel pairs (i, i + D/2) by their position's angle, in float32."""
     heads = tuple(range(1, x.ndim - 2))

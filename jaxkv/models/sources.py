@@ -19,7 +19,7 @@ _MIXTURES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TensorSource:
-    """Checkpoint tensor with a parameter or a slice of it: its name, and how its axes map to the parameter's.
+    """Checkpoint tensor that contains a parameter or a slice of it: tensor name, and map of its axes and channels.
 
     Attributes:
         name: name of the tensor.
@@ -42,12 +42,12 @@ class TensorSource:
 
     @property
     def shape(self) -> Shape:
-        """Shape of the checkpoint tensor as a tuple of ints."""
+        """Expected shape of the whole checkpoint tensor, from the sizes of the parameter's axes."""
         sizes = tuple(math.prod(each) for each in self.axes)
         return sizes if self.within is None else (self.within[1], *sizes[1:])
 
-    def spans(self, part: list[range]) -> list[list[tuple[int, int]]]:
-        """Return index spans (first, end) of a parameter's shard in the checkpoint tensor: one list per tensor axis.
+    def locate_shard_in_tensor(self, part: list[range]) -> list[list[tuple[int, int]]]:
+        """Return (first, end) index spans of a parameter's shard in the checkpoint tensor, one list per tensor axis.
 
         `part` has one range for each of the parameter's axes after those in `at`.
         """
@@ -62,17 +62,17 @@ class TensorSource:
                 there.append(pick[span.start : span.stop])
         ends = itertools.accumulate(map(len, self.axes))
         flat = [
-            _flat_spans(there[end - len(axis) : end], axis)
+            _flatten_ranges(there[end - len(axis) : end], axis)
             for axis, end in zip(self.axes, ends, strict=True)
         ]
         before = 0 if self.within is None else self.within[0]
         return [[(before + begin, before + end) for begin, end in flat[0]], *flat[1:]]
 
 
-def _flat_spans(part: list[range], shape: Shape) -> list[tuple[int, int]]:
-    """Return (first, end) index spans on one flattened axis, for a shard given as one range per flattened axis."""
+def _flatten_ranges(part: list[range], shape: Shape) -> list[tuple[int, int]]:
+    """Convert one range per axis of `shape` to (first, end) spans of indices of the flattened axis."""
     inner = math.prod(shape[1:])
-    below = _flat_spans(part[1:], shape[1:]) if len(part) > 1 else [(0, 1)]
+    below = _flatten_ranges(part[1:], shape[1:]) if len(part) > 1 else [(0, 1)]
     if below == [(0, inner)]:
         return [(part[0].start * inner, part[0].stop * inner)]
     return [
@@ -80,10 +80,10 @@ def _flat_spans(part: list[range], shape: Shape) -> list[tuple[int, int]]:
     ]
 
 
-def sources_of(
+def map_parameter_sources(
     decoder: Decoder, family: str, names: frozenset[str]
 ) -> dict[str, tuple[TensorSource, ...]]:
-    """Map each parameter path of a decoder to its checkpoint tensors (`TensorSource`s).
+    """Return the `TensorSource`s of each parameter of a decoder, by parameter path; not of scales and minima.
 
     `names` are the checkpoint's tensors, which determine how mixtures are stored. All sources of one parameter have an
     `at` of the same length.
@@ -100,11 +100,13 @@ def sources_of(
         if path.startswith("blocks."):
             _, index, inner = path.split(".", 2)
             prefix = f"{FAMILIES[family].layers}.{index}."
-        found[path] = tuple(_of(inner, prefix, shape, family, decoder.config, names))
+        found[path] = tuple(
+            _yield_parameter_sources(inner, prefix, shape, family, decoder.config, names)
+        )
     return found
 
 
-def _of(
+def _yield_parameter_sources(
     inner: str,
     prefix: str,
     shape: Shape,
@@ -112,15 +114,15 @@ def _of(
     config: ModelConfig,
     names: frozenset[str],
 ) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of a parameter `inner` of a block or of the ends, with tensors named from `prefix`."""
+    """Yield the `TensorSource`s of parameter `inner`, in the family's names; `prefix` is that of its block."""
     kind = "bias" if inner.endswith(("_bias", ".bias")) else "weight"
     base = inner.removesuffix("_bias")
     fused = base in ("attention.q", "attention.kv")
     if family == "falcon" and fused:
         name = f"{prefix}self_attention.query_key_value.{kind}"
-        yield from _falcon(base, name, kind == "bias", config)
+        yield from _yield_falcon_sources(base, name, kind == "bias", config)
     elif family == "phi3" and fused:
-        yield from _phi3(base, f"{prefix}self_attn.qkv_proj.weight", shape, config)
+        yield from _yield_phi3_sources(base, f"{prefix}self_attn.qkv_proj.weight", shape, config)
     elif base == "attention.sink_logits":
         yield TensorSource(name=f"{prefix}self_attn.sinks", axes=(shape,))
     elif base.startswith("mlp.experts") and family == "gpt_oss":
@@ -130,7 +132,7 @@ def _of(
             axes = tuple((size,) for size in shape)
             yield TensorSource(name=name, axes=axes, at=(expert,), pick=(expert,))
     elif base.startswith(("mlp.experts", "mlp.router")) and family != "gpt_oss":
-        yield from _mixture(base, prefix, shape, family, names)
+        yield from _yield_mixture_sources(base, prefix, shape, family, names)
     else:
         tensors = {**TENSORS, **FAMILIES[family].tensors}[base].split()
         if family == "falcon" and "_norm." in base and config.parallel and not config.shared_norm:
@@ -138,13 +140,17 @@ def _of(
             tensors = ["ln_mlp" if base.startswith("mlp") else "ln_attn"]
         for index, each in enumerate(tensors):
             name, stacked = f"{prefix}{each}.{kind}", len(tensors) > 1
-            source = _plain(name, shape[1:], (index,)) if stacked else _plain(name, shape)
-            yield _ordered(source, base, config)
+            source = (
+                _make_tensor_source(name, shape[1:], (index,))
+                if stacked
+                else _make_tensor_source(name, shape)
+            )
+            yield _add_channel_order(source, base, config)
 
 
-def _ordered(source: TensorSource, base: str, config: ModelConfig) -> TensorSource:
-    """Return a parameter's source with the order of rotated channels, if the checkpoint's differs."""
-    order, along = config.channels or (), -1 if len(source.axes) == 1 else -2
+def _add_channel_order(source: TensorSource, base: str, config: ModelConfig) -> TensorSource:
+    """Return the source of a Q or K weight, bias or gain with the checkpoint's channel order; others unchanged."""
+    order, along = config.channel_permutation or (), -1 if len(source.axes) == 1 else -2
     if base in ("attention.q_gain", "attention.k_gain"):
         if not config.qk_layer_norm:
             return dataclasses.replace(source, axes=(source.axes[0] + source.axes[1],))
@@ -156,47 +162,55 @@ def _ordered(source: TensorSource, base: str, config: ModelConfig) -> TensorSour
     return dataclasses.replace(source, order=order, along=along)
 
 
-def _plain(name: str, shape: Shape, at: Shape = ()) -> TensorSource:
-    """Return the `TensorSource` of a complete tensor: flattened output axes, and an input axis unless a vector."""
+def _make_tensor_source(name: str, shape: Shape, at: Shape = ()) -> TensorSource:
+    """Return a `TensorSource` for a tensor with all of a parameter, or of its slice `at`, output axes flattened."""
     vector = name.endswith(".bias") or len(shape) == 1
     return TensorSource(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
 
 
-def _falcon(base: str, name: str, bias: bool, config: ModelConfig) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of a Falcon's queries, or of its keys and values, which share one tensor."""
+def _yield_falcon_sources(
+    base: str, name: str, bias: bool, config: ModelConfig
+) -> Iterator[TensorSource]:
+    """Yield the `TensorSource`s of a Falcon's queries, or of its keys and values, in one tensor by kv head."""
     # The tensor holds, for every kv head, its queries, then its key, then its value.
-    outputs = (config.kv_heads, config.group + 2, config.head_dim)
+    outputs = (config.kv_heads, config.group_size + 2, config.head_dim)
     axes = (outputs,) if bias else (outputs, (config.embed,))
     if base == "attention.q":
-        yield TensorSource(name=name, axes=axes, pick=(range(config.kv_heads), range(config.group)))
+        yield TensorSource(
+            name=name, axes=axes, pick=(range(config.kv_heads), range(config.group_size))
+        )
         return
     for index in range(2):
-        pick = range(config.kv_heads), config.group + index
+        pick = range(config.kv_heads), config.group_size + index
         yield TensorSource(name=name, axes=axes, at=(index,), pick=pick)
 
 
-def _phi3(base: str, name: str, shape: Shape, config: ModelConfig) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of a Phi-3's queries, or of its keys and values, which share one tensor."""
+def _yield_phi3_sources(
+    base: str, name: str, shape: Shape, config: ModelConfig
+) -> Iterator[TensorSource]:
+    """Yield the `TensorSource`s of a Phi-3's queries, or of its keys and values, in one tensor one after the other."""
     queries, keys = config.heads, config.kv_heads
     rows = (queries + 2 * keys) * config.head_dim
     parts: list[tuple[Shape, Shape, int]] = [(shape, (), 0)]
     if base == "attention.kv":
         parts = [(shape[1:], (index,), queries + index * keys) for index in range(2)]
     for of, at, heads in parts:
-        source = dataclasses.replace(_plain(name, of, at), within=(heads * config.head_dim, rows))
-        yield _ordered(source, base, config)
+        source = dataclasses.replace(
+            _make_tensor_source(name, of, at), within=(heads * config.head_dim, rows)
+        )
+        yield _add_channel_order(source, base, config)
 
 
-def _mixture(
+def _yield_mixture_sources(
     base: str, prefix: str, shape: Shape, family: str, names: frozenset[str]
 ) -> Iterator[TensorSource]:
-    """Yield the `TensorSource`s of a mixture's router or experts: one fused tensor, or one tensor per expert."""
+    """Yield the `TensorSource`s of a mixture's router or experts: one tensor of all experts, or tensors per expert."""
     # transformers 5 stores all experts in one tensor; files on the hub have one tensor per expert.
     fused = f"{prefix}mlp.experts.gate_up_proj" in names
     called = "block_sparse_moe" if family == "mixtral" and not fused else "mlp"
     gate, up, down = _MIXTURES[called]
     if base == "mlp.router":
-        yield _plain(f"{prefix}{called}.gate.weight", shape)
+        yield _make_tensor_source(f"{prefix}{called}.gate.weight", shape)
         return
     experts, each, upwards = shape[0], f"{prefix}{called}.experts", base == "mlp.experts_gate_up"
     if fused:
@@ -206,6 +220,8 @@ def _mixture(
     for expert in range(experts):
         if upwards:
             for index, name in enumerate((gate, up)):
-                yield _plain(f"{each}.{expert}.{name}.weight", shape[2:], (expert, index))
+                yield _make_tensor_source(
+                    f"{each}.{expert}.{name}.weight", shape[2:], (expert, index)
+                )
         else:
-            yield _plain(f"{each}.{expert}.{down}.weight", shape[1:], (expert,))
+            yield _make_tensor_source(f"{each}.{expert}.{down}.weight", shape[1:], (expert,))

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Num
 GROUP, GROUP_BYTES = 32, 16
 
 
-class Stored(NamedTuple):
-    """Linear weight `[*out, E]` as it is stored, a pytree: floats, or codes with their scales and minima.
+class StoredWeight(NamedTuple):
+    """Linear weight `[*out, E]` as stored, a pytree: floats, or 8-bit or 4-bit codes with scales and minima.
 
     Attributes:
         codes: `[*out, E]` floats or int8; in 4 bits uint8 `[*out, E/2]`: byte j of a group of 16 has element j in the
@@ -26,18 +26,18 @@ class Stored(NamedTuple):
     leasts: Float[Array, "*out g"] | None = None
 
     @property
-    def has_kernel(self) -> bool:
-        """True for codes that `pallas_kernels.multiply_codes` supports: complete pieces, offsets within 32 bits."""
+    def supports_quantised_kernel(self) -> bool:
+        """True if the weight is codes that `multiply_codes` supports: rows of 16 n bytes, fewer than 2**31 in all."""
         coded = self.scale is not None or self.scales is not None
         return coded and self.codes.shape[-1] % GROUP_BYTES == 0 and self.codes.size < 2**31
 
     @property
-    def outputs(self) -> tuple[int, ...]:
-        """Sizes of the weight's output axes."""
+    def output_shape(self) -> tuple[int, ...]:
+        """Sizes of the weight's output axes, `*out`."""
         return self.codes.shape[:-1]
 
-    def factor(self, dtype: jnp.dtype) -> Float[Array, "*out E"]:
-        """Return the matrix in `dtype` that multiplies inputs; the product applies `scale`, if there is one."""
+    def get_weight_matrix(self, dtype: jnp.dtype) -> Float[Array, "*out E"]:
+        """Return the matrix that multiplies inputs: floats, 8-bit codes without their scale, or 4-bit dequantised."""
         if self.scales is None or self.leasts is None:
             # Codes up to 127 are exact in 16 bits: a GPU converts them while it multiplies.
             return self.codes if self.scale is None else self.codes.astype(dtype)
@@ -46,9 +46,9 @@ class Stored(NamedTuple):
         wide = codes * self.scales[..., None].astype(jnp.float32) + self.leasts[..., None].astype(
             jnp.float32
         )
-        return wide.reshape(*self.outputs, -1).astype(dtype)
+        return wide.reshape(*self.output_shape, -1).astype(dtype)
 
-    def wide(self) -> Float[Array, "*out E"]:
-        """Return the weight in float32."""
-        wide = self.factor(jnp.dtype(jnp.float32)).astype(jnp.float32)
+    def dequantise_to_float32(self) -> Float[Array, "*out E"]:
+        """Return the weight `[*out, E]` in float32, dequantised if it is codes."""
+        wide = self.get_weight_matrix(jnp.dtype(jnp.float32)).astype(jnp.float32)
         return wide if self.scale is None else wide * self.scale[..., None]

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv._checks import flag, real, whole
+from jaxkv._checks import validate_bool, validate_float, validate_int
 from jaxkv._errors import require
 
 # Formats of linear weights other than the model's dtype.
@@ -18,32 +18,32 @@ WEIGHTS = ("int8", "int4")
 _WEIGHTS = f"not supported: use {', '.join(map(repr, WEIGHTS))}, or None for the model's dtype"
 
 
-def positive(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
-    """Validate a positive number below 1e38 and return it as a float; raise ValueError for anything else."""
-    return real(name, value, remedy, high=math.nextafter(1e38, 0), open_low=True)
+def check_positive(name: str, value: Any, remedy: str = "give a positive, finite number") -> float:
+    """Validate a number above 0 and below 1e38; return it as a float, raise ValueError for anything else."""
+    return validate_float(name, value, remedy, high=math.nextafter(1e38, 0), open_low=True)
 
 
-def factors(name: str, value: Any) -> tuple[float, ...]:
-    """Validate a list of positive numbers and return them as a tuple of floats; raise ValueError for others."""
+def check_positive_numbers(name: str, value: Any) -> tuple[float, ...]:
+    """Validate a non-empty list of positive numbers; return a tuple of floats, raise ValueError for anything else."""
     listed = isinstance(value, (list, tuple)) and len(value) > 0
     require(
         listed, name, value, "give a list with a positive number for each pair of rotated channels"
     )
-    return tuple(positive(name, each, "give positive, finite numbers only") for each in value)
+    return tuple(check_positive(name, each, "give positive, finite numbers only") for each in value)
 
 
 # Check of a field by its declared type.
 READERS: dict[Any, Callable[..., Any]] = {
-    "int": whole,
-    "float": positive,
-    "float | None": positive,
-    "bool": flag,
-    "tuple[float, ...]": factors,
+    "int": validate_int,
+    "float": check_positive,
+    "float | None": check_positive,
+    "bool": validate_bool,
+    "tuple[float, ...]": check_positive_numbers,
 }
 
 
-def check_numbers(value: Any) -> None:
-    """Validate a frozen dataclass's int, float and bool fields and store Python values; raise ValueError."""
+def check_number_fields(value: Any) -> None:
+    """Validate a dataclass's number and bool fields, and replace them by Python values; ValueError if invalid."""
     for field in dataclasses.fields(value):
         given = getattr(value, field.name)
         if field.type in READERS and not (given is None and field.default is None):
@@ -52,7 +52,7 @@ def check_numbers(value: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Static config of an unscaled rotary position embedding (RoPE) with base `theta`; base class of scaled ones.
+    """Static config of a rotary position embedding (RoPE): base and share of channels; base class of scaled variants.
 
     Attributes:
         theta: base of the geometric progression of wavelengths.
@@ -63,7 +63,7 @@ class Rope:
     share: float = 1.0
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_number_fields(self)
         require(
             self.share <= 1,
             "share",
@@ -76,7 +76,7 @@ class Rope:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoRope(Rope):
-    """Static config without a rotary embedding: positions do not act on queries and keys (NoPE, arXiv:2305.19466)."""
+    """Static config of a layer without positions: queries and keys are not rotated (NoPE, arXiv:2305.19466)."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class LinearRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DynamicRope(Rope):
-    """Static config of dynamic NTK scaling for texts within the model's original length: unscaled RoPE.
+    """Static config of dynamic NTK RoPE, supported only within the original length, where it equals unscaled RoPE.
 
     Beyond that length the base would change with every token, which cached keys cannot follow.
 
@@ -101,7 +101,7 @@ class DynamicRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Llama3Rope(Rope):
-    """Static config of Llama 3.1's RoPE scaling: long wavelengths times `factor`, short ones kept, a ramp between."""
+    """Static config of Llama 3.1's RoPE: low frequencies divided by `factor`, high ones kept, others between."""
 
     factor: float
     low_freq_factor: float
@@ -121,7 +121,7 @@ class Llama3Rope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class YarnRope(Rope):
-    """Static config of YaRN RoPE scaling: interpolation by parts and an attention temperature (arXiv:2309.00071)."""
+    """Static config of YaRN: RoPE interpolated by wavelength, with an attention factor (arXiv:2309.00071)."""
 
     factor: float
     original_max_position: int
@@ -142,7 +142,7 @@ class YarnRope(Rope):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongRope(Rope):
-    """Static config of LongRoPE scaling: one divisor per frequency, from one of two lists.
+    """Static config of LongRoPE: frequencies divided by a list, one for short texts or one for long ones.
 
     transformers selects the list in each forward pass by the longest text of the batch, and prefills again when an
     answer exceeds the original length. A compressed cache cannot be prefilled again, and its keys keep their rotation.
@@ -178,13 +178,13 @@ class LongRope(Rope):
         require(same, "long_factor", f"{len(self.long_factor)} numbers", remedy)
 
 
-def rotated_channels(rope: Rope, head_dim: int) -> int:
-    """Return the number of a head's channels that a rotary embedding rotates, rounded down as in transformers."""
+def count_rotated_channels(rope: Rope, head_dim: int) -> int:
+    """Return how many of a head's D channels RoPE rotates: the share of D, rounded down."""
     return int(head_dim * rope.share)
 
 
-def channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int, ...]:
-    """Return a checkpoint's channels of queries and keys in this model's order, with pairs (i, i + D/2).
+def compute_channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int, ...]:
+    """Return the checkpoint index of each query and key channel in this model's order, with pairs (i, i + D/2).
 
     Args:
         rope: the rotary embedding.
@@ -194,7 +194,7 @@ def channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int,
     Returns:
         D indices; 0 to D - 1 if the orders are equal.
     """
-    dim = rotated_channels(rope, head_dim)
+    dim = count_rotated_channels(rope, head_dim)
     rotated, rest = list(range(dim)), list(range(dim, head_dim))
     first, second = (
         (rotated[::2], rotated[1::2]) if interleaved else (rotated[: dim // 2], rotated[dim // 2 :])
@@ -205,7 +205,7 @@ def channel_order(rope: Rope, head_dim: int, *, interleaved: bool) -> tuple[int,
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """Static config of one layer other than its weights: rotary embedding, attention scale, sliding window.
+    """Static config of one layer's attention: rotary embedding, scale, sliding window, softcap.
 
     Layers with equal specs share compiled programs.
 
@@ -222,18 +222,20 @@ class LayerSpec:
     softcap: float | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_number_fields(self)
         if self.sliding_window is not None:
             object.__setattr__(
                 self,
                 "sliding_window",
-                whole("sliding_window", self.sliding_window, "give 1 or more tokens, or None"),
+                validate_int(
+                    "sliding_window", self.sliding_window, "give 1 or more tokens, or None"
+                ),
             )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Experts:
-    """Static config of a mixture of experts: number of experts, and experts selected per token.
+class ExpertsConfig:
+    """Static config of a mixture of experts: number of experts, experts per token, routing and activation.
 
     Attributes:
         count: X, experts in every block.
@@ -251,7 +253,7 @@ class Experts:
     limit: float | None = None
 
     def __post_init__(self) -> None:
-        check_numbers(self)
+        check_number_fields(self)
         require(
             self.chosen <= self.count,
             "chosen",
@@ -260,8 +262,8 @@ class Experts:
         )
 
 
-def as_weights(given: Any) -> str | None:
-    """Validate the format of linear weights: "int8" or "int4", as text or dtype, or None; ValueError for others."""
+def check_weight_format(given: Any) -> str | None:
+    """Validate a format of linear weights, "int8", "int4" or None; return its name, ValueError for others."""
     name = given
     if not (given is None or isinstance(given, str)):
         with contextlib.suppress(TypeError):

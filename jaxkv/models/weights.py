@@ -13,34 +13,34 @@ from jaxtyping import Float, Float16, Int8, UInt8
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.models.sources import TensorSource
 from jaxkv.models.stored import GROUP, GROUP_BYTES
-from jaxkv.sharding.parameters import spec_of
+from jaxkv.sharding.parameters import get_parameter_spec
 
 # The checkpoint's tensors of one parameter.
 Tensors = list[tuple[TensorSource, StoredTensor]]
 
 
-def read(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
-    """Return one parameter as a JAX array, read from its tensors; sharded over `mesh` if one is given."""
+def read_parameter(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> jax.Array:
+    """Read one float parameter from its checkpoint tensors as a JAX array of `like`'s dtype; sharded if on a mesh."""
     shape, dtype = like.shape, like.dtype
     if mesh is None:
-        return jnp.array(_part(parts, shape, dtype, (slice(None),) * len(shape)))
+        return jnp.array(_read_shard(parts, shape, dtype, (slice(None),) * len(shape)))
     # Devices with the same shard share one read.
     held: dict[tuple, np.ndarray] = {}
 
     def part(index: Any) -> np.ndarray:
         key = tuple(each.indices(size) for each, size in zip(index, shape, strict=True))
         if key not in held:
-            held[key] = _part(parts, shape, dtype, index)
+            held[key] = _read_shard(parts, shape, dtype, index)
         return held[key]
 
-    where = NamedSharding(mesh, spec_of(path, mesh))
+    where = NamedSharding(mesh, get_parameter_spec(path, mesh))
     return jax.make_array_from_callback(shape, where, part, dtype=dtype)
 
 
-def read_codes(
+def read_quantised_weight(
     parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh: Mesh | None
 ) -> list[jax.Array]:
-    """Quantise a linear weight while reading it; return codes, scales and minima, sharded over `mesh` if given.
+    """Read a linear weight and quantise it to 8 or 4 bits; return codes, scales and minima, sharded if on a mesh.
 
     Args:
         parts: the checkpoint's tensors.
@@ -58,43 +58,51 @@ def read_codes(
     stepped = all(tensor.stepped for _, tensor in parts)
     rounded: dict[tuple, tuple[np.ndarray, ...]] = {}
 
-    def of(index: tuple[slice, ...], groups: slice) -> tuple[np.ndarray, ...]:
-        """Return codes, scales and minima of a shard of the outputs; in 4 bits also of a shard of the groups."""
+    def quantise_shard(index: tuple[slice, ...], groups: slice) -> tuple[np.ndarray, ...]:
+        """Return codes, scales and minima of a shard of outputs, in 4 bits also of groups; cached between devices."""
         sizes = (*outputs, shape[-1] // GROUP)
         spans = [each.indices(size) for each, size in zip((*index, groups), sizes, strict=True)]
         key = tuple(spans) if grouped else tuple(spans[:-1])
         if key not in rounded:
             elements = slice(spans[-1][0] * GROUP, spans[-1][1] * GROUP) if grouped else slice(None)
-            weight = _part(parts, shape, np.dtype(np.float32), (*index, elements))
-            rounded[key] = groups_of(weight, stepped=stepped) if grouped else codes_of(weight)
+            weight = _read_shard(parts, shape, np.dtype(np.float32), (*index, elements))
+            rounded[key] = (
+                quantise_to_int4(weight, stepped=stepped) if grouped else quantise_to_int8(weight)
+            )
         return rounded[key]
 
     if mesh is None:
-        return [jnp.array(each) for each in of((slice(None),) * len(outputs), slice(None))]
+        return [
+            jnp.array(each) for each in quantise_shard((slice(None),) * len(outputs), slice(None))
+        ]
 
     def codes_at(index: Any) -> np.ndarray:
         if not grouped:
-            return of(index[:-1], slice(None))[0][..., index[-1]]
+            return quantise_shard(index[:-1], slice(None))[0][..., index[-1]]
         first, end, _ = index[-1].indices(last)
-        return of(index[:-1], slice(first // GROUP_BYTES, end // GROUP_BYTES))[0]
+        return quantise_shard(index[:-1], slice(first // GROUP_BYTES, end // GROUP_BYTES))[0]
 
     def beside_at(at: int) -> Callable[[Any], np.ndarray]:
-        return lambda index: of(index[: len(outputs)], index[-1] if grouped else slice(None))[at]
+        return lambda index: quantise_shard(
+            index[: len(outputs)], index[-1] if grouped else slice(None)
+        )[at]
 
     made: list[jax.Array] = [
-        jax.make_array_from_callback(like.shape, NamedSharding(mesh, spec_of(path, mesh)), codes_at)
+        jax.make_array_from_callback(
+            like.shape, NamedSharding(mesh, get_parameter_spec(path, mesh)), codes_at
+        )
     ]
     size = (*outputs, shape[-1] // GROUP) if grouped else tuple(outputs)
     for at, each in enumerate(beside, start=1):
         made.append(
             jax.make_array_from_callback(
-                size, NamedSharding(mesh, spec_of(each, mesh)), beside_at(at)
+                size, NamedSharding(mesh, get_parameter_spec(each, mesh)), beside_at(at)
             )
         )
     return made
 
 
-def groups_of(
+def quantise_to_int4(
     weight: Float[np.ndarray, "*out E"], *, stepped: bool = False
 ) -> tuple[
     UInt8[np.ndarray, "*out n"], Float16[np.ndarray, "*out g"], Float16[np.ndarray, "*out g"]
@@ -108,13 +116,13 @@ def groups_of(
     with np.errstate(invalid="ignore", over="ignore", divide="ignore"):  # NaN is rejected later
         least, span = grouped.min(axis=-1), np.ptp(grouped, axis=-1)
         scales, leasts = (span / np.float32(15)).astype(np.float16), least.astype(np.float16)
-        codes, off = _steps(grouped, scales, leasts)
+        codes, off = _round_to_steps(grouped, scales, leasts)
         if stepped:
             gaps = np.diff(np.sort(grouped, axis=-1), axis=-1)
             # Equal values differ by 0 or by rounding.
             step = gaps.min(axis=-1, where=gaps > span[..., None] / 30, initial=np.inf)
             own = (span / np.rint(span / step).clip(1, 15)).astype(np.float16)
-            theirs, closer = _steps(grouped, own, leasts)
+            theirs, closer = _round_to_steps(grouped, own, leasts)
             better = closer < off
             codes, scales = (
                 np.where(better[..., None], theirs, codes),
@@ -124,32 +132,32 @@ def groups_of(
     return packed.reshape(*weight.shape[:-1], -1), scales, leasts
 
 
-def _steps(
+def _round_to_steps(
     grouped: Float[np.ndarray, "*out g 32"],
     scales: Float16[np.ndarray, "*out g"],
     leasts: Float16[np.ndarray, "*out g"],
 ) -> tuple[UInt8[np.ndarray, "*out g 32"], Float[np.ndarray, "*out g"]]:
-    """Return codes from 0 to 15 of groups by scales and minima, and each group's sum of squared errors."""
+    """Return codes 0 to 15 of groups for given scales and minima, and each group's sum of squared errors."""
     step = np.where(scales == 0, np.float16(1), scales).astype(np.float32)[..., None]
     above = grouped - leasts.astype(np.float32)[..., None]
     codes = np.rint(above / step).clip(0, 15)
     return codes.astype(np.uint8), ((codes * step - above) ** 2).sum(axis=-1)
 
 
-def codes_of(
+def quantise_to_int8(
     weight: Float[np.ndarray, "*out E"],
 ) -> tuple[Int8[np.ndarray, "*out E"], Float[np.ndarray, "*out"]]:
-    """Quantise a weight to int8 codes from -127 to 127, with float32 scales per output; 0 for outputs of zeros."""
+    """Quantise a weight to int8 codes -127 to 127 and one float32 scale per output (its largest magnitude / 127)."""
     scale = np.abs(weight).max(axis=-1) / np.float32(127)
     with np.errstate(invalid="ignore"):  # NaN and infinity are rejected later, by their scales.
         codes = np.rint(weight / np.where(scale == 0, np.float32(1), scale)[..., None])
         return codes.astype(np.int8), scale
 
 
-def _part(
+def _read_shard(
     parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Return shard `index` of a parameter as a numpy array, read from its tensors."""
+    """Read shard `index` of a parameter from its checkpoint tensors, as a NumPy array of `dtype`."""
     ranges = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
     buffer = np.empty([len(each) for each in ranges], dtype)
     for source, tensor in parts:
@@ -157,9 +165,9 @@ def _part(
         if not all(at in span for at, span in zip(source.at, ranges, strict=False)):
             continue
         part = buffer[tuple(at - span.start for at, span in zip(source.at, ranges, strict=False))]
-        spans = source.spans(ranges[depth:])
+        spans = source.locate_shard_in_tensor(ranges[depth:])
         mine = part.reshape([sum(last - first for first, last in axis) for axis in spans])
-        for places in itertools.product(*map(_packed, spans)):
+        for places in itertools.product(*map(_pack_spans, spans)):
             there = tuple(slice(first, last) for first, last, _ in places)
             whole = all(
                 (each.start, each.stop) == (0, size)
@@ -172,8 +180,8 @@ def _part(
     return buffer
 
 
-def _packed(spans: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
-    """Return (first, end, slice) per (first, end) span: its slice in the concatenation of all spans."""
+def _pack_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int, slice]]:
+    """Return (first, end, slice) for each (first, end) span, the slice being its place in all spans concatenated."""
     ends = itertools.accumulate(last - first for first, last in spans)
     return [
         (first, last, slice(end - last + first, end))

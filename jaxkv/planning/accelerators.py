@@ -8,7 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Device:
-    """A kind of device, by name and bytes of memory: this machine's CPU, or the base class of `Accelerator`.
+    """A kind of device by name and bytes of memory: this machine's CPU; base class of `Accelerator`.
 
     Attributes:
         word: "CPU", "GPU" or "TPU", for texts.
@@ -56,15 +56,15 @@ class Accelerator(Device):
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All texts that select this kind: its name and aliases."""
+        """All texts by which users select this kind of device: its name and its aliases."""
         return self.name, *self.aliases
 
 
 Kind = TypeVar("Kind", bound=Accelerator)
 
 
-def sheets(file: str, kind: type[Kind]) -> dict[str, Kind]:
-    """Read a packaged JSON file of data sheets; return a dict of its devices, of class `kind`, by name."""
+def load_data_sheets(file: str, kind: type[Kind]) -> dict[str, Kind]:
+    """Read a packaged JSON file of data sheets; return a dict of devices, instances of `kind`, by name."""
     data = json.loads(resources.files(__package__).joinpath("data", file).read_text("utf-8"))
     found = {}
     for name, given in data.items():

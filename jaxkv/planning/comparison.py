@@ -2,8 +2,16 @@
 
 from collections.abc import Sequence
 
-from jaxkv._checks import amount
-from jaxkv.planning.plans import Plan, Served, gigabytes, notes, policy_name, prompts, title
+from jaxkv._checks import format_number
+from jaxkv.planning.plans import (
+    Plan,
+    ServingPlan,
+    format_gigabytes,
+    format_notes,
+    format_plan_title,
+    format_policy,
+    format_prompts,
+)
 from jaxkv.planning.speed import ASSUMED
 
 _HEAD = ["policy", "cache", "peak", "fits", "largest batch", "largest context", "prefill, s"]
@@ -11,32 +19,39 @@ _HEAD += ["tokens/s", "requests/h", "requests/h, largest batch"]
 
 
 def compared(plans: Sequence[Plan]) -> str:
-    """Format plans as a table of memory and speed, with a line per policy; a dash for unknown figures."""
+    """Return a text table of plans, one line per policy: cache, peak memory, whether it fits, largest batch, speed."""
     first, served = plans[0].setting, any(plan.served is not None for plan in plans)
     compiled, rows = list[str](), [[*_HEAD, *(["slots", "served/h"] if served else [])]]
     for plan in plans:
-        name, one, most = policy_name(plan.setting.policy), plan.speed, plan.fastest
+        name, one, most = format_policy(plan.setting.policy), plan.speed, plan.fastest
         row = [
             name,
-            gigabytes(plan.cache),
-            gigabytes(plan.sizes.peak),
+            format_gigabytes(plan.cache),
+            format_gigabytes(plan.sizes.peak_device_bytes),
             "yes" if plan.fits else "NO",
         ]
         row += [f"{plan.largest_batch:,}", f"{plan.largest_context:,}"]
         figures: list[float | None] = [None] * 4
         if one is not None:
-            figures[:3] = one.prefill, one.tokens, one.requests
+            figures[:3] = one.prefill, one.tokens_per_second, one.requests
         figures[3] = None if most is None else most.requests
-        row += ["-" if each is None else amount(each) for each in figures]
-        if isinstance(plan.served, Served):
+        row += ["-" if each is None else format_number(each) for each in figures]
+        if isinstance(plan.served, ServingPlan):
             requests = plan.served.requests
-            row += [f"{plan.served.slots:,}", "-" if requests is None else amount(requests)]
+            row += [f"{plan.served.slots:,}", "-" if requests is None else format_number(requests)]
         rows.append(row + ["-"] * (len(rows[0]) - len(row)))
-        compiled += ["", name, *plan.compiled_lines()] if plan.compiled is not None else []
+        compiled += ["", name, *plan.format_compiled_figures()] if plan.compiled is not None else []
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     table = [
         "  ".join((row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:]))) for row in rows
     ]
-    memory = f"sizes are per {first.gpu.word} with {gigabytes(first.gpu.memory)}"
-    lines = [title(first), f"{prompts(first)}; {memory}", "", *table, "", f"Speeds: {ASSUMED}."]
-    return "\n".join([*lines, *notes(plans), *compiled])
+    memory = f"sizes are per {first.gpu.word} with {format_gigabytes(first.gpu.memory)}"
+    lines = [
+        format_plan_title(first),
+        f"{format_prompts(first)}; {memory}",
+        "",
+        *table,
+        "",
+        f"Speeds: {ASSUMED}.",
+    ]
+    return "\n".join([*lines, *format_notes(plans), *compiled])

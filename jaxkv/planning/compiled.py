@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxkv._errors import require
-from jaxkv.engine.lengths import bucket
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.planning.accelerators import Device
 from jaxkv.planning.setting import Workload
 from jaxkv.planning.tpus import TPU
@@ -46,21 +46,21 @@ class CompiledProgram:
     beside: int = 0
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """Peak bytes of one device: other live arrays, arguments, outputs without aliases, temporaries."""
         return self.beside + self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
         """One line of text: peak, argument and temporary bytes of the program."""
         return (
-            f"{self.name}: peak {self.peak / 1e9:.2f} GB a device (arguments {self.arguments / 1e9:.2f}, "
+            f"{self.name}: peak {self.peak_bytes / 1e9:.2f} GB a device (arguments {self.arguments / 1e9:.2f}, "
             f"temporaries {self.temporaries / 1e9:.3f}, other arrays {self.beside / 1e9:.2f})"
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompiledPlan:
-    """XLA's memory figures of a plan's decode loop and prefill programs, in bytes, compiled without a device.
+    """XLA's memory figures in bytes of a plan's decode loop and prefill programs, compiled without the device.
 
     Attributes:
         decode: the decode loop with all layers.
@@ -86,7 +86,7 @@ class CompiledPlan:
     word: str = "GPU"
 
     def __str__(self) -> str:
-        """Report as text: figures of the decode loop and of prefill."""
+        """Report in three lines: the compiler, and the figures of the decode loop and of prefill's largest program."""
         head = f"compiled by XLA of jaxlib {self.jaxlib} in {self.seconds:.0f} s"
         lines = [
             f"{head}; nothing has run on a {self.word}",
@@ -96,8 +96,8 @@ class CompiledPlan:
         return "\n".join(lines)
 
 
-def plugin(gpu: Device) -> str:
-    """Return the version of jaxlib whose compiler is installed for a device; else ImportError with the pip command."""
+def require_compiler_plugin(gpu: Device) -> str:
+    """Return the version of jaxlib whose compiler for a device is installed; else ImportError with the pip command."""
     jaxlib = importlib.metadata.version("jaxlib")
     if gpu.platform == "tpu":
         if importlib.util.find_spec("libtpu") is None:
@@ -121,7 +121,7 @@ def plugin(gpu: Device) -> str:
 
 
 def compile_plan(setting: Workload) -> CompiledPlan:
-    """Compile a setting's decode and prefill programs in a child process, without a device; return a `CompiledPlan`.
+    """Compile a workload's decode and prefill programs in a child process, without a device; return a `CompiledPlan`.
 
     The child process is needed because JAX may be in use on other devices here; its output is discarded.
 
@@ -131,12 +131,14 @@ def compile_plan(setting: Workload) -> CompiledPlan:
             offloaded entries.
         TypeError: for a policy that cannot be pickled.
     """
-    jaxlib = plugin(setting.gpu)
+    jaxlib = require_compiler_plugin(setting.gpu)
     parts = setting.policy.composed
-    reading = parts.reading(setting.config.sliding_windows, bucket(setting.context))
+    reading = parts.build_read_config(
+        setting.config.sliding_windows, round_up_to_bucket(setting.context)
+    )
     # Without a GPU the compiler ignores memory kinds, and would count host memory as device memory.
     whole = not reading.offloaded
-    whole &= parts.needs.replay is None and not parts.read.chunk
+    whole &= parts.needs.replay is None and not parts.read.prefill_chunk_tokens
     remedy = "chunked prefill, second passes and offloaded entries cannot be compiled: plan without the compiler"
     require(whole, "policy", setting.policy, remedy)
     try:
@@ -147,10 +149,10 @@ def compile_plan(setting: Workload) -> CompiledPlan:
         ) from None
     gpu = setting.gpu
     if isinstance(gpu, TPU):
-        gpu.slice_of(setting.gpus)
+        gpu.find_slice(setting.gpus)
     with tempfile.TemporaryDirectory() as folder:
-        made = _in_another_process(given, Path(folder), setting)
-    largest = max(made["prefill"], key=lambda each: each.peak)
+        made = _compile_in_child_process(given, Path(folder), setting)
+    largest = max(made["prefill"], key=lambda each: each.peak_bytes)
     return CompiledPlan(
         decode=made["decode"],
         prefill=largest,
@@ -162,8 +164,8 @@ def compile_plan(setting: Workload) -> CompiledPlan:
     )
 
 
-def _in_another_process(given: bytes, folder: Path, setting: Workload) -> dict[str, Any]:
-    """Run `worker.main` in a child process and return its results; ValueError if XLA rejects a program."""
+def _compile_in_child_process(given: bytes, folder: Path, setting: Workload) -> dict[str, Any]:
+    """Run `worker.main` in a child process; return its dict of figures; ValueError if XLA rejects a program."""
     # Silences warnings about missing GPUs, and hides present ones.
     quiet = {
         "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1",

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from typing import ClassVar
 
-from jaxkv.planning.accelerators import Accelerator, sheets
+from jaxkv.planning.accelerators import Accelerator, load_data_sheets
 
 _TARGET = """gpu_device_info {{ threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
   shared_memory_per_core: {shared_core} threads_per_core_limit: {threads} core_count: {cores} fpus_per_core: {fpus}
@@ -47,13 +47,13 @@ class GPU(Accelerator):
 
     @property
     def architecture(self) -> str:
-        """Architecture name for ptxas, such as `sm_90a`."""
+        """Architecture name of this GPU for NVIDIA's assembler ptxas, such as `sm_90a`."""
         major, minor = self.capability
         return f"sm_{major}{minor}{'a' * (major >= 9)}"
 
     @property
-    def target(self) -> str:
-        """XLA's target config of this GPU, as text, to compile programs without the GPU."""
+    def xla_target_config(self) -> str:
+        """XLA's target config of this GPU as text, with which programs compile without the GPU."""
         major, minor = self.capability
         return _TARGET.format(
             major=major, minor=minor, ghz=self.clock / 1e9, **dataclasses.asdict(self)
@@ -62,5 +62,5 @@ class GPU(Accelerator):
 
 @functools.cache
 def gpus() -> dict[str, GPU]:
-    """Read the packaged data sheets; return every known `GPU` by name, cached."""
-    return sheets("gpus.json", GPU)
+    """Return a dict of every known `GPU` by name, read from the packaged data sheets; cached."""
+    return load_data_sheets("gpus.json", GPU)

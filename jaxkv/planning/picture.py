@@ -4,34 +4,43 @@ import contextlib
 import dataclasses
 from collections.abc import Sequence
 
-from jaxkv._plotting import saved, sheet, style
-from jaxkv.planning.memory_sizes import sizes_of
-from jaxkv.planning.plans import Plan, policy_name, title
+from jaxkv._plotting import get_line_style, make_figure, render_figure
+from jaxkv.planning.memory_sizes import compute_memory_sizes
+from jaxkv.planning.plans import Plan, format_plan_title, format_policy
 from jaxkv.planning.setting import Workload
 
 _LEAST, _POINTS = 1024, 15
 
 
 def peaks(setting: Workload) -> list[tuple[int, int]]:
-    """List (context, peak bytes of one GPU) up to the model's positions, without contexts that a budget rejects."""
+    """List pairs (context, peak bytes of one device) of a workload, up to the model's positions."""
     limit, found = setting.config.max_positions, list[tuple[int, int]]()
     for step in reversed(range(_POINTS)):
         length = limit >> step
         if length >= min(_LEAST, limit):
             with contextlib.suppress(ValueError):
-                found.append((length, sizes_of(dataclasses.replace(setting, context=length)).peak))
+                found.append(
+                    (
+                        length,
+                        compute_memory_sizes(
+                            dataclasses.replace(setting, context=length)
+                        ).peak_device_bytes,
+                    )
+                )
     return found
 
 
-def rendered(plans: Sequence[Plan], kind: str) -> bytes:
-    """Plot peak memory over context, one line per plan; return the bytes of the picture in format `kind`."""
+def plot_peak_memory(plans: Sequence[Plan], kind: str) -> bytes:
+    """Plot peak memory over context length, one line per plan; return the picture's bytes in format `kind`."""
     first = plans[0].setting
-    figure = sheet(7.5, 4.5)
+    figure = make_figure(7.5, 4.5)
     axes = figure.subplots()
     for at, each in enumerate(plans):
         points = peaks(each.setting)
         xs, ys = [length for length, _ in points], [size / 1e9 for _, size in points]
-        axes.plot(xs, ys, markersize=4, label=policy_name(each.setting.policy), **style(at))
+        axes.plot(
+            xs, ys, markersize=4, label=format_policy(each.setting.policy), **get_line_style(at)
+        )
     axes.axhline(first.gpu.memory / 1e9, color="black", linewidth=1.5)
     label = f"{first.gpu.name}: {first.gpu.memory / 1e9:.0f} GB"
     axes.annotate(
@@ -46,6 +55,6 @@ def rendered(plans: Sequence[Plan], kind: str) -> bytes:
     axes.set_ylim(bottom=0)
     axes.set_xlabel(f"tokens of each of {first.batch} prompts")
     axes.set_ylabel(f"peak memory per {first.gpu.word}, GB")
-    axes.set_title(title(first), fontsize=10)
+    axes.set_title(format_plan_title(first), fontsize=10)
     axes.legend(fontsize=9)
-    return saved(figure, kind)
+    return render_figure(figure, kind)

@@ -9,30 +9,30 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv._checks import flag
+from jaxkv._checks import validate_bool
 from jaxkv._errors import require
-from jaxkv.cache.stores import held_dtype
-from jaxkv.engine.lengths import buckets
-from jaxkv.engine.slot_shape import slot_shape
-from jaxkv.loading import LanguageModel, as_dtype
+from jaxkv.cache.stores import choose_cache_dtype
+from jaxkv.engine.lengths import list_buckets
+from jaxkv.engine.slot_shape import compute_slot_shape
+from jaxkv.loading import LanguageModel, validate_dtype
 from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig
 from jaxkv.planning.accelerators import Device
-from jaxkv.planning.catalog import Known, model_named, scaled
+from jaxkv.planning.catalog import KnownModel, apply_rope_scaling, model_named
 from jaxkv.planning.compiled import compile_plan
-from jaxkv.planning.memory_sizes import sizes_of
-from jaxkv.planning.named import accelerators_named
-from jaxkv.planning.plans import Plan, Remedy, Served
-from jaxkv.planning.setting import Workload, tokens_of
-from jaxkv.planning.speed import estimate, unmeasured
-from jaxkv.policies.checks import Tokens
+from jaxkv.planning.memory_sizes import compute_memory_sizes
+from jaxkv.planning.named import parse_accelerators
+from jaxkv.planning.plans import Plan, Remedy, ServingPlan
+from jaxkv.planning.setting import Workload, parse_token_count
+from jaxkv.planning.speed import estimate_speed, explain_missing_rate
+from jaxkv.policies.checks import EntryBudget
 from jaxkv.policies.methods.snapkv import SnapKV
-from jaxkv.policies.model_policy import policy_for
+from jaxkv.policies.model_policy import resolve_policy_for_model
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.registry import as_policy
-from jaxkv.policies.wrapper import with_budget
-from jaxkv.serving.slot_memory import ahead_of
-from jaxkv.sharding.mesh_argument import mesh_sizes
+from jaxkv.policies.registry import resolve_policy
+from jaxkv.policies.wrapper import replace_policy_budget
+from jaxkv.serving.slot_memory import get_max_prefills_ahead
+from jaxkv.sharding.mesh_argument import parse_mesh_sizes
 
 # Remedies propose at least _LEAST_BUDGET entries, and _USUAL_BUDGET for policies that keep all entries.
 _LEAST_BUDGET, _USUAL_BUDGET = 128, 2048
@@ -84,59 +84,61 @@ def plan(
         TypeError: for an argument of the wrong type.
         ImportError: if the compiler is needed and not installed, with the command to install it.
     """
-    known, notes = scaled(known_model(model), rope_scaling), list[str]()
+    known, notes = apply_rope_scaling(resolve_model(model), rope_scaling), list[str]()
     if isinstance(gpus, str) and gpus.strip().lower() == "cpu":
-        gpu, count = Device(name="cpu", memory=memory.machine_bytes()), 1
+        gpu, count = Device(name="cpu", memory=memory.get_machine_bytes()), 1
     else:
-        gpu, count = accelerators_named(gpus)
+        gpu, count = parse_accelerators(gpus)
     here = gpu.platform == "cpu"
     require(not (here and compile), "compile", compile, "not supported on a CPU: leave it out")
-    given, filters = as_policy(policy), known.filters
+    given, filters = resolve_policy(policy), known.filters
     if filters is None and getattr(given, "filter_layers", ()) is None:
-        filters = known.likely_filters
+        filters = known.likely_filter_layers
         layers = ", ".join(map(str, filters))
         notes.append(f"filter layers {layers} are assumed; `jaxkv filters` finds those of a model")
-    dtype = as_dtype(("float32" if here else "bfloat16") if dtype is None else dtype).name
+    dtype = validate_dtype(("float32" if here else "bfloat16") if dtype is None else dtype).name
     setting = Workload(
         model=known.name,
         config=known.config,
-        policy=policy_for(given, known.config, filters, dtype=held_dtype(dtype, gpu.platform)),
+        policy=resolve_policy_for_model(
+            given, known.config, filters, dtype=choose_cache_dtype(dtype, gpu.platform)
+        ),
         batch=batch,
-        context=tokens_of(context),
+        context=parse_token_count(context),
         new=new,
         dtype=dtype,
         weights=weights,
         questions=questions,
         gpu=gpu,
         gpus=count,
-        data=_groups(mesh, count),
+        data=_count_groups(mesh, count),
     )
-    sizes, most = sizes_of(setting), largest_batch(setting)
-    notes += [setting.beyond] if setting.beyond else []
-    enough = sizes.peak <= gpu.memory
-    if enough and gpu.platform == "cuda" and sizes.peak > _PREALLOCATED * gpu.memory:
+    sizes, most = compute_memory_sizes(setting), find_largest_batch(setting)
+    notes += [setting.position_warning] if setting.position_warning else []
+    enough = sizes.peak_device_bytes <= gpu.memory
+    if enough and gpu.platform == "cuda" and sizes.peak_device_bytes > _PREALLOCATED * gpu.memory:
         notes.append("JAX uses three quarters of a GPU: set XLA_PYTHON_CLIENT_MEM_FRACTION=0.95")
     return Plan(
         setting=setting,
         sizes=sizes,
         largest_batch=most,
-        largest_context=largest_context(setting),
-        remedies=() if enough else tuple(_remedies(setting)),
-        speed=estimate(setting) if enough else None,
-        fastest=estimate(dataclasses.replace(setting, batch=most)) if most else None,
-        silent=unmeasured(setting) if enough else "it does not fit",
-        served=served_of(setting) if flag("serve", serve) else None,
+        largest_context=find_largest_context(setting),
+        remedies=() if enough else tuple(_find_remedies(setting)),
+        speed=estimate_speed(setting) if enough else None,
+        fastest=estimate_speed(dataclasses.replace(setting, batch=most)) if most else None,
+        silent=explain_missing_rate(setting) if enough else "it does not fit",
+        served=plan_serving(setting) if validate_bool("serve", serve) else None,
         notes=tuple(notes),
         compiled=compile_plan(setting) if compile else None,
     )
 
 
-def known_model(given: Any) -> Known:
-    """Return the `Known` of a model name, path, config or loaded model; TypeError for others."""
+def resolve_model(given: Any) -> KnownModel:
+    """Return the `KnownModel` of a model name, path, `ModelConfig` or loaded model; TypeError for others."""
     if isinstance(given, LanguageModel):
-        return Known(name=given.name, config=given.config, filters=given.filter_layers)
+        return KnownModel(name=given.name, config=given.config, filters=given.filter_layers)
     if isinstance(given, ModelConfig):
-        return Known(name=f"a model of {given.layers} layers", config=given)
+        return KnownModel(name=f"a model of {given.layers} layers", config=given)
     if not isinstance(given, (str, os.PathLike)):
         kind = type(given).__name__
         raise TypeError(
@@ -145,22 +147,22 @@ def known_model(given: Any) -> Known:
     return model_named(given)
 
 
-def _groups(mesh: Any, count: int) -> int:
-    """Return the number of data-parallel groups of a mesh such as `2x4`; ValueError unless it has `count` GPUs."""
+def _count_groups(mesh: Any, count: int) -> int:
+    """Return the number of data-parallel groups of a mesh such as `2x4`; ValueError unless it has `count` devices."""
     if mesh is None:
         return 1
     text = "x".join(map(str, mesh)) if isinstance(mesh, (tuple, list)) else str(mesh)
-    data, split = mesh_sizes("".join(text.lower().split()), "mesh")
+    data, split = parse_mesh_sizes("".join(text.lower().split()), "mesh")
     remedy = f"it must have {count} GPUs: use groups and GPUs per group, such as 1x{count}"
     require(data * split == count, "mesh", mesh, remedy)
     return data
 
 
-def served_of(setting: Workload) -> Served | str:
-    """Plan an engine's slots for a setting's prompts, as `Served`; return the error text if it rejects the policy."""
+def plan_serving(setting: Workload) -> ServingPlan | str:
+    """Plan an engine's slots for a workload's prompts; return `ServingPlan`, or the error text if it is rejected."""
     config, parts, groups = setting.config, setting.policy.composed, setting.data
     try:
-        shape = slot_shape(
+        shape = compute_slot_shape(
             parts,
             config,
             prompt=setting.context,
@@ -171,68 +173,82 @@ def served_of(setting: Workload) -> Served | str:
     except ValueError as error:
         return str(error)
     one = dataclasses.replace(setting, batch=groups)
-    alone, row = sizes_of(one), parts.row_bytes(config.head_dim, jnp.dtype(setting.dtype).itemsize)
+    alone, row = (
+        compute_memory_sizes(one),
+        parts.compute_entry_bytes(config.head_dim, jnp.dtype(setting.dtype).itemsize),
+    )
     each = sum(shape.rows) * row
 
     def fit(count: int) -> bool:
         # Next to the slots: one prefill, and prompts per group that wait for slots.
-        every = sizes_of(dataclasses.replace(one, batch=count * groups))
-        held = (count + ahead_of(count * groups)) * each
+        every = compute_memory_sizes(dataclasses.replace(one, batch=count * groups))
+        held = (count + get_max_prefills_ahead(count * groups)) * each
         return alone.weights + alone.process + alone.prefill + every.decode + held <= one.gpu.memory
 
-    slots = groups * largest(fit)
-    full = estimate(dataclasses.replace(one, batch=slots)) if slots else None
-    first = estimate(one)
+    slots = groups * find_largest_integer(fit)
+    full = estimate_speed(dataclasses.replace(one, batch=slots)) if slots else None
+    first = estimate_speed(one)
     if first is None or full is None:
-        return Served(slots=slots, slot_bytes=each)
+        return ServingPlan(slots=slots, slot_bytes=each)
     # A request uses the devices for its prefill and for its share of the steps of all slots.
     seconds = first.prefill / setting.questions + setting.new * full.step / slots
     pause = 2 * first.prefill / config.layers + full.step
-    return Served(slots=slots, slot_bytes=each, requests=3600 / seconds, pause=pause)
+    return ServingPlan(slots=slots, slot_bytes=each, requests=3600 / seconds, pause=pause)
 
 
-def fits(setting: Workload, **changes: Any) -> bool:
-    """True if a setting with some changed fields fits its memory; False for invalid settings."""
+def has_enough_memory(setting: Workload, **changes: Any) -> bool:
+    """Return True if a workload with some fields changed fits its device's memory; False for an invalid one."""
     try:
         changed = dataclasses.replace(setting, **changes)
-        return sizes_of(changed).peak <= changed.gpu.memory
+        return compute_memory_sizes(changed).peak_device_bytes <= changed.gpu.memory
     except ValueError:
         return False
 
 
-def largest(sound: Callable[[int], bool], low: int = 0) -> int:
-    """Largest integer from `low` to 65,536 where the monotone predicate `sound` holds; `low` if it holds for none."""
+def find_largest_integer(sound: Callable[[int], bool], low: int = 0) -> int:
+    """Return the largest integer from `low` to 65,536 for which the monotone predicate `sound` holds, else `low`."""
     return low + bisect.bisect(range(low + 1, _MOST_BATCH + 1), 0, key=lambda n: not sound(n))
 
 
-def largest_batch(setting: Workload) -> int:
-    """Largest number of prompts of the setting's length that fits, at most 65,536; 0 if none does."""
+def find_largest_batch(setting: Workload) -> int:
+    """Return the largest number of prompts of the workload's length that fits, at most 65,536; 0 if none does."""
     # Not monotone for few prompts, which pass the MLP in blocks of one prompt's tokens: 5 may need less than 4.
-    few = next((each for each in range(_FEW * setting.data, 0, -1) if fits(setting, batch=each)), 0)
+    few = next(
+        (
+            each
+            for each in range(_FEW * setting.data, 0, -1)
+            if has_enough_memory(setting, batch=each)
+        ),
+        0,
+    )
     more = few == _FEW * setting.data
-    return largest(lambda each: fits(setting, batch=each), few) if more else few
+    return (
+        find_largest_integer(lambda each: has_enough_memory(setting, batch=each), few)
+        if more
+        else few
+    )
 
 
-def largest_context(setting: Workload) -> int:
-    """Largest prompt length, the model's limit or a bucket, that fits with the setting's batch; 0 if none."""
+def find_largest_context(setting: Workload) -> int:
+    """Return the longest prompt length, the model's limit or a bucket, that fits for the workload's batch; else 0."""
     limit = setting.config.max_positions
     # Not monotone in the length: a short prompt may not allow the budget.
-    lengths = [limit, *(slots for _, slots in buckets(limit)[-2::-1])]
-    return next((each for each in lengths if fits(setting, context=each)), 0)
+    lengths = [limit, *(slots for _, slots in list_buckets(limit)[-2::-1])]
+    return next((each for each in lengths if has_enough_memory(setting, context=each)), 0)
 
 
-def _remedies(setting: Workload) -> Iterator[Remedy]:
-    """Yield `Remedy` values, changed settings that fit: a smaller budget, quantised weights, more GPUs.
+def _find_remedies(setting: Workload) -> Iterator[Remedy]:
+    """Yield a `Remedy` for each kind of change that makes a workload fit: smaller budget, quantised weights, more GPUs.
 
     For policies that keep all entries, the budget is SnapKV's.
     """
     policy, kept = setting.policy, setting.policy.composed.budget
-    rows = kept.value if isinstance(kept, Tokens) else 0
-    if not setting.policy.composed.drops:
+    rows = kept.value if isinstance(kept, EntryBudget) else 0
+    if not setting.policy.composed.compresses_prompts:
         policy, rows = SnapKV(), 2 * min(_USUAL_BUDGET, setting.context)
     halves = (rows // _LEAST_BUDGET).bit_length()
     kinds: tuple[Iterable[dict[str, Any]], ...] = (
-        ({"policy": with_budget(policy, rows >> by)} for by in range(1, halves)),
+        ({"policy": replace_policy_budget(policy, rows >> by)} for by in range(1, halves)),
         ({"weights": f"int{bits}"} for bits in (8, 4) if setting.weights is None),
         (
             {"gpus": setting.gpus * times, "data": data}
@@ -244,8 +260,12 @@ def _remedies(setting: Workload) -> Iterator[Remedy]:
     for changes in kinds:
         with contextlib.suppress(ValueError):
             for each in changes:
-                if fits(setting, **each):
+                if has_enough_memory(setting, **each):
                     changed = dataclasses.replace(setting, **each)
                     about = ", ".join(f"{name}={value}" for name, value in each.items())
-                    yield Remedy(about=about, setting=changed, peak=sizes_of(changed).peak)
+                    yield Remedy(
+                        about=about,
+                        setting=changed,
+                        peak=compute_memory_sizes(changed).peak_device_bytes,
+                    )
                     break

@@ -4,23 +4,23 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
-from jaxkv._checks import amount, brief
+from jaxkv._checks import format_non_default_fields, format_number
 from jaxkv.planning.compiled import CompiledPlan
-from jaxkv.planning.memory_sizes import Sizes
+from jaxkv.planning.memory_sizes import MemorySizes
 from jaxkv.planning.setting import Workload
 from jaxkv.planning.speed import ASSUMED, Speed
 from jaxkv.policies.policy import Policy
 
 
-def gigabytes(size: int) -> str:
-    """Format bytes in decimal gigabytes, as data sheets do; in megabytes below 0.1 GB."""
+def format_gigabytes(size: int) -> str:
+    """Return bytes as text in decimal gigabytes, as data sheets do; in megabytes below 0.1 GB."""
     return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
-def policy_name(policy: Policy) -> str:
-    """Format a policy briefly: its class, its budget and its other non-default fields."""
-    shown, inner = brief(policy), policy
-    while isinstance(below := getattr(inner, "inner", None), Policy):
+def format_policy(policy: Policy) -> str:
+    """Return a policy as short text: its class, its budget and its other non-default fields."""
+    shown, inner = format_non_default_fields(policy), policy
+    while isinstance(below := getattr(inner, "base_policy", None), Policy):
         inner = below
     budget, name = inner.composed.budget, type(inner).__name__
     if budget is None or "budget=" in shown:
@@ -31,16 +31,16 @@ def policy_name(policy: Policy) -> str:
     return shown.replace(f"{name}(", f"{name}(budget={budget!r}, ", 1).replace(", )", ")", 1)
 
 
-def title(setting: Workload) -> str:
-    """Format model name, dtype, number and kind of GPUs, and how the model is sharded, as one line."""
-    split = f"split over {setting.split}" if setting.split > 1 else "not split"
+def format_plan_title(setting: Workload) -> str:
+    """Return a plan's title line: model, dtype, number and kind of devices, and how the model is sharded."""
+    split = f"split over {setting.gpus_per_group}" if setting.gpus_per_group > 1 else "not split"
     groups = f" in each of {setting.data} groups" if setting.data > 1 else ""
     where = f"{setting.gpus} x {setting.gpu.name}: {split}{groups}"
     return f"{setting.model}, {setting.dtype}, on {where}"
 
 
-def prompts(setting: Workload) -> str:
-    """Format a setting's prompts, such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
+def format_prompts(setting: Workload) -> str:
+    """Return a workload's prompts as text, such as `2 format_prompts of 4,096 tokens, 256 new tokens each`."""
     asked = f", {setting.questions:,} questions each" if setting.questions > 1 else ""
     several = f"{setting.batch} prompt{'s' * (setting.batch > 1)}"
     return f"{several} of {setting.context:,} tokens{asked}, {setting.new:,} new tokens each"
@@ -48,7 +48,7 @@ def prompts(setting: Workload) -> str:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """A changed setting that fits into memory: its description (`about`), the `setting`, peak bytes of a device."""
+    """A changed workload that fits into memory: the change as text (`about`), the `setting`, peak bytes of a device."""
 
     about: str
     setting: Workload
@@ -56,8 +56,8 @@ class Remedy:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Served:
-    """Slots of a serving engine that fit, and their throughput under constant load.
+class ServingPlan:
+    """Plan of a serving engine: the number of slots that fit, bytes per slot, requests per hour, longest pause.
 
     Attributes:
         slots: largest number of slots that fit on all devices; 0 if none does.
@@ -73,18 +73,16 @@ class Served:
     pause: float | None = None
 
     def __str__(self) -> str:
-        """One line of text: slots, requests per hour, longest pause."""
-        text = f"served: {self.slots:,} slots of {gigabytes(self.slot_bytes)} fit"
+        """One line of text: number and size of slots, requests per hour, longest pause."""
+        text = f"served: {self.slots:,} slots of {format_gigabytes(self.slot_bytes)} fit"
         if self.requests is not None and self.pause is not None:
-            text += (
-                f", {amount(self.requests)} requests per hour; longest pause {amount(self.pause)} s"
-            )
+            text += f", {format_number(self.requests)} requests per hour; longest pause {format_number(self.pause)} s"
         return text
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Result of `plan`: bytes of one device (`sizes`), whether they fit, the largest batch and context, speed.
+    """Result of `plan`: memory sizes of one device, largest batch and context, remedies, estimated speeds, notes.
 
     Attributes:
         setting: the validated workload.
@@ -101,64 +99,74 @@ class Plan:
     """
 
     setting: Workload
-    sizes: Sizes
+    sizes: MemorySizes
     largest_batch: int
     largest_context: int
     remedies: tuple[Remedy, ...] = ()
     speed: Speed | None = None
     fastest: Speed | None = None
     silent: str = ""
-    served: Served | str | None = None
+    served: ServingPlan | str | None = None
     notes: tuple[str, ...] = ()
     compiled: CompiledPlan | None = None
 
     @property
     def weights(self) -> int:
-        """Bytes of the parameters on one device."""
+        """Bytes of the model's parameters on one device."""
         return self.sizes.weights
 
     @property
     def cache(self) -> int:
-        """Bytes of one device's shard of the compressed cache at the end of the answer, with policy state."""
+        """Bytes of one device's shard of the compressed cache at its largest, at the end of the answer."""
         return self.sizes.grown
 
     @property
     def prefill_peak(self) -> int:
-        """Peak bytes of one device during prefill: weights, cache and activations."""
+        """Peak bytes of one device during prefill: weights, cache, activations, and on a CPU the process."""
         return self.sizes.prefill_peak
 
     @property
     def decode_peak(self) -> int:
-        """Peak bytes of one device during decoding: weights, cache and activations."""
+        """Peak bytes of one device during decoding: weights, largest cache, activations, and on a CPU the process."""
         return self.sizes.decode_peak
 
     @property
-    def host(self) -> int:
-        """Bytes of host memory for the offloaded entries of one device."""
+    def host_bytes(self) -> int:
+        """Bytes of host memory for the entries that one device offloads."""
         return self.sizes.host
 
     @property
     def fits(self) -> bool:
         """True if the peak of prefill and decoding fits one device's memory."""
-        return self.sizes.peak <= self.setting.gpu.memory
+        return self.sizes.peak_device_bytes <= self.setting.gpu.memory
 
     def __str__(self) -> str:
-        """Report of a plan, as `jaxkv plan` prints it."""
+        """Report in several lines, as `jaxkv plan` prints it: memory, whether it fits, limits, remedies, speed."""
         setting, sizes = self.setting, self.sizes
-        memory, word = gigabytes(setting.gpu.memory), setting.gpu.word
+        memory, word = format_gigabytes(setting.gpu.memory), setting.gpu.word
         rows = f"{sizes.kept:,.0f} of {setting.context:,} entries per kv head"
-        lines = [title(setting), f"{policy_name(setting.policy)}: {prompts(setting)}", ""]
+        lines = [
+            format_plan_title(setting),
+            f"{format_policy(setting.policy)}: {format_prompts(setting)}",
+            "",
+        ]
         for name, size, remark in (
             ("weights", sizes.weights, ""),
             ("process", sizes.process, "Python, JAX and compiled programs"),
-            ("cache", sizes.grown, f"{rows}; uncompressed {gigabytes(sizes.full)}"),
-            ("activations", sizes.prefill, f"of prefill; {gigabytes(sizes.decode)} of a step"),
+            ("cache", sizes.grown, f"{rows}; uncompressed {format_gigabytes(sizes.full)}"),
+            (
+                "activations",
+                sizes.prefill,
+                f"of prefill; {format_gigabytes(sizes.decode)} of a step",
+            ),
             ("peak of prefill", sizes.prefill_peak, f"of {memory}"),
             ("peak of decode", sizes.decode_peak, f"of {memory}"),
             ("in host memory", sizes.host, f"for each {word}"),
         ):
-            lines += [f"  {name:<16} {gigabytes(size):>10}  {remark}".rstrip()] if size else []
-        spare = gigabytes(abs(setting.gpu.memory - sizes.peak))
+            lines += (
+                [f"  {name:<16} {format_gigabytes(size):>10}  {remark}".rstrip()] if size else []
+            )
+        spare = format_gigabytes(abs(setting.gpu.memory - sizes.peak_device_bytes))
         verdict = (
             f"It fits, with {spare} to spare"
             if self.fits
@@ -171,7 +179,9 @@ class Plan:
             context += " (the model's limit)"
         lines += ["", f"{verdict} on each {word}.", f"Largest batch of such prompts: {batch}."]
         lines.append(f"Longest context of this batch: {context}.")
-        lines += [f"  would fit: {each.about} ({gigabytes(each.peak)})" for each in self.remedies]
+        lines += [
+            f"  would fit: {each.about} ({format_gigabytes(each.peak)})" for each in self.remedies
+        ]
         if not self.fits and not self.remedies:
             lines.append("  no change that was tried would fit")
         lines.append(f"No estimate of speed: {self.silent}." if self.silent else "Estimated speed:")
@@ -179,39 +189,39 @@ class Plan:
             lines.append(f"  {each.batch:,} at a time: {each}")
         lines += [f"  {ASSUMED}"] if self.speed or self.fastest else []
         lines += [f"Not served: {self.served}"] if isinstance(self.served, str) else []
-        lines += [f"  {self.served}"] if isinstance(self.served, Served) else []
-        return "\n".join([*lines, *notes([self]), *self.compiled_lines()])
+        lines += [f"  {self.served}"] if isinstance(self.served, ServingPlan) else []
+        return "\n".join([*lines, *format_notes([self]), *self.format_compiled_figures()])
 
     def __repr__(self) -> str:
-        """One line of text: model, GPUs, and whether the plan fits."""
-        return f"Plan({title(self.setting)}: {'it fits' if self.fits else 'it does NOT fit'})"
+        """One line of text: model, dtype, GPUs, and whether the plan fits."""
+        return f"Plan({format_plan_title(self.setting)}: {'it fits' if self.fits else 'it does NOT fit'})"
 
-    def compiled_lines(self) -> list[str]:
-        """Lines of XLA's figures and their relative deviation from the arithmetic; none if not compiled."""
+    def format_compiled_figures(self) -> list[str]:
+        """List lines of XLA's figures and their relative deviation from the arithmetic; none if not compiled."""
         compiled, weights = self.compiled, self.sizes.weights
         if compiled is None:
             return []
         lines = ["", str(compiled)]
         for name, ours, theirs in (
-            ("prefill", self.prefill_peak, compiled.prefill.peak),
-            ("decode", self.decode_peak, compiled.decode.peak),
+            ("prefill", self.prefill_peak, compiled.prefill.peak_bytes),
+            ("decode", self.decode_peak, compiled.decode.peak_bytes),
         ):
             beside = (ours - weights) / max(1, theirs - weights) - 1
-            both = f"{gigabytes(ours)} by arithmetic, {gigabytes(theirs)} by the compiler"
+            both = f"{format_gigabytes(ours)} by arithmetic, {format_gigabytes(theirs)} by the compiler"
             lines.append(
                 f"  {name}: {both}: off by {ours / theirs - 1:+.2%}, without weights by {beside:+.2%}"
             )
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values of the plan: workload, sizes in bytes, whether it fits, remedies, speed, notes."""
+        """Return the plan as a dict of JSON values: workload, bytes, whether it fits, remedies, speeds, notes."""
         setting, sizes = self.setting, self.sizes
         asked = ("model", "gpus", "batch", "context", "new", "questions", "dtype")
         found: dict[str, Any] = {
             **{name: getattr(setting, name) for name in asked},
-            "policy": policy_name(setting.policy),
+            "policy": format_policy(setting.policy),
             "gpu": setting.gpu.name,
-            "mesh": {"data": setting.data, "model": setting.split},
+            "mesh": {"data": setting.data, "model": setting.gpus_per_group},
             "memory_bytes": setting.gpu.memory,
             "weights_bytes": sizes.weights,
             "process_bytes": sizes.process,
@@ -238,14 +248,14 @@ class Plan:
             found["served"] = None if isinstance(served, str) else dataclasses.asdict(served)
         if self.compiled is not None:
             peaks = {
-                f"{name}_peak_bytes": getattr(self.compiled, name).peak
+                f"{name}_peak_bytes": getattr(self.compiled, name).peak_bytes
                 for name in ("prefill", "decode")
             }
             found["compiled"] = peaks | dataclasses.asdict(self.compiled)
         return found
 
 
-def notes(plans: Iterable[Plan]) -> list[str]:
-    """Format all plans' notes as lines `Note: ...`, each note once."""
+def format_notes(plans: Iterable[Plan]) -> list[str]:
+    """List the notes of all plans as lines `Note: ...`, each note once."""
     found = dict.fromkeys(note for each in plans for note in each.notes)
     return [f"Note: {note}." for note in found]

@@ -8,21 +8,21 @@ from typing import Any
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 
-from jaxkv._checks import field, whole
+from jaxkv._checks import validate_field, validate_int
 from jaxkv._errors import require
-from jaxkv.attention import Implementation, choose
-from jaxkv.loading import as_dtype
+from jaxkv.attention import Implementation, choose_attention_implementations
+from jaxkv.loading import validate_dtype
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.values import as_weights
+from jaxkv.models.values import check_weight_format
 from jaxkv.planning.accelerators import Device
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.parameters import abstract_mesh
+from jaxkv.sharding.parameters import make_abstract_mesh
 
 _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([km]?)", re.IGNORECASE)
 _MANY = {"": 1, "k": 1 << 10, "m": 1 << 20}
 
 
-def tokens_of(given: Any, name: str = "context") -> Any:
+def parse_token_count(given: Any, name: str = "context") -> Any:
     """Parse a number of tokens such as `131072`, `128K` (times 1024) or `1M`; return non-text unchanged."""
     if not isinstance(given, str):
         return given
@@ -36,7 +36,7 @@ def tokens_of(given: Any, name: str = "context") -> Any:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Workload to plan: a model, a policy, `batch` prompts of `context` tokens, `new` tokens per answer.
+    """Workload to plan: a model, a policy, devices, and `batch` prompts of `context` tokens with `new` tokens each.
 
     Each prompt is compressed once and answers `questions` requests, one after the other. The `gpus` devices of kind
     `gpu` form `data` groups; each group has the whole model and a share of the prompts.
@@ -57,10 +57,10 @@ class Workload:
 
     def __post_init__(self) -> None:
         for name in ("batch", "context", "questions", "gpus", "data"):
-            field(self, name, whole, "use 1 or more")
-        field(self, "new", whole, "use 0 tokens or more", least=0)
-        object.__setattr__(self, "dtype", as_dtype(self.dtype).name)
-        object.__setattr__(self, "weights", as_weights(self.weights))
+            validate_field(self, name, validate_int, "use 1 or more")
+        validate_field(self, "new", validate_int, "use 0 tokens or more", least=0)
+        object.__setattr__(self, "dtype", validate_dtype(self.dtype).name)
+        object.__setattr__(self, "weights", check_weight_format(self.weights))
         limit = self.config.max_positions
         times = -(-self.context // limit)
         remedy = f"{self.model} has {limit} positions: use at most that many, or --rope-scaling yarn:{times}"
@@ -73,38 +73,40 @@ class Workload:
         _ = self.mesh
 
     @property
-    def beyond(self) -> str | None:
-        """Warning that some new tokens exceed the model's positions; None if all fit."""
+    def position_warning(self) -> str | None:
+        """Warning text that some new tokens exceed the model's positions; None if all fit or positions roll."""
         limit = self.config.max_positions
         if self.context + self.new <= limit or self.policy.composed.rolling:
             return None
         return f"the model has {limit:,} positions: only {limit - self.context:,} of {self.new:,} new tokens have one"
 
     @property
-    def implementation(self) -> Implementation:
-        """`Implementation` of attention in prefill: jaxkv's kernels on GPUs, AUTO's choice elsewhere."""
+    def prefill_implementation(self) -> Implementation:
+        """`Implementation` of attention in prefill: Pallas kernels on GPUs, elsewhere what AUTO chooses."""
         platform, dtype = self.gpu.platform, jnp.dtype(self.dtype)
         if platform == "cuda":
             return Implementation.PALLAS
         dim = self.config.head_dim
-        return choose(Implementation.AUTO, platform=platform, dtype=dtype, head_dim=dim).prefill
+        return choose_attention_implementations(
+            Implementation.AUTO, platform=platform, dtype=dtype, head_dim=dim
+        ).prefill
 
     @property
-    def split(self) -> int:
-        """Number of GPUs in a data-parallel group, over which the model is sharded."""
+    def gpus_per_group(self) -> int:
+        """Number of devices in a data-parallel group, over which the model is sharded."""
         return self.gpus // self.data
 
     @functools.cached_property
     def mesh(self) -> AbstractMesh:
-        """`AbstractMesh` of the GPUs: axes "data" (prompts), "kv" (kv heads) and "rep" (a kv head's query heads)."""
-        return abstract_mesh(self.data, self.split, self.config)
+        """`AbstractMesh` of all devices: axes "data" (prompts), "kv" (kv heads) and "rep" (heads of one kv head)."""
+        return make_abstract_mesh(self.data, self.gpus_per_group, self.config)
 
     @property
-    def local(self) -> ModelConfig:
-        """`ModelConfig` of one GPU's shard of the model."""
-        return self.config.on_one_of(self.mesh.shape["kv"], self.split)
+    def local_config(self) -> ModelConfig:
+        """`ModelConfig` of one device's shard of the model."""
+        return self.config.shard_config(self.mesh.shape["kv"], self.gpus_per_group)
 
     @property
-    def sequences(self) -> int:
-        """Prompts per data-parallel group, rounded up; groups with one less get a copy of the last."""
+    def prompts_per_group(self) -> int:
+        """Number of prompts per data-parallel group, rounded up; groups with one less get a copy of the last prompt."""
         return -(-self.batch // self.data)

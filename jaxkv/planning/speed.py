@@ -10,12 +10,12 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxkv._checks import amount
-from jaxkv.cache import Dense
-from jaxkv.engine.lengths import bucket
+from jaxkv._checks import format_number
+from jaxkv.cache import DenseStore
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.engine.plan import plan_prefill
 from jaxkv.planning.accelerators import Accelerator
-from jaxkv.planning.memory_sizes import weights_of
+from jaxkv.planning.memory_sizes import compute_weight_bytes
 from jaxkv.planning.setting import Workload
 from jaxkv.policies.reads import WHOLE
 
@@ -39,7 +39,7 @@ ASSUMED = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Estimated seconds of a batch: `prefill`, and a decode `step` with its reads of `weights` and `rows` (entries).
+    """Estimated seconds of a batch: prefill, and one decode step with its reads of weights and of entries (`rows`).
 
     Each of the `batch` prompts answers `questions` requests of `new` tokens, which share its prefill.
     """
@@ -53,87 +53,93 @@ class Speed:
     questions: int
 
     @property
-    def tokens(self) -> float:
-        """New tokens per second of all prompts while decoding."""
+    def tokens_per_second(self) -> float:
+        """New tokens per second of all prompts together while decoding."""
         return self.batch / self.step
 
     @property
-    def seconds(self) -> float:
-        """Estimated seconds of a batch per question: its prefill divided by `questions`, plus its decode steps."""
+    def batch_seconds(self) -> float:
+        """Estimated seconds of a batch per question: prefill divided by `questions`, plus `new` decode steps."""
         return self.prefill / self.questions + self.new * self.step
 
     @property
     def requests(self) -> float:
-        """Requests per hour with one batch after the other."""
-        return 3600 * self.batch / self.seconds
+        """Requests per hour if batches run one after the other."""
+        return 3600 * self.batch / self.batch_seconds
 
     def __str__(self) -> str:
         """One line of text: seconds of prefill, tokens per second, seconds per step, requests per hour."""
-        step = f"{self.tokens:,.0f} tokens/s ({self.step * 1e3:.1f} ms per step)"
-        return f"prefill {self.prefill:,.1f} s, {step}, {amount(self.requests)} requests per hour"
+        step = f"{self.tokens_per_second:,.0f} tokens/s ({self.step * 1e3:.1f} ms per step)"
+        return f"prefill {self.prefill:,.1f} s, {step}, {format_number(self.requests)} requests per hour"
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON values: the fields, tokens per second, seconds per request, requests per hour."""
-        found = {"tokens_per_second": self.tokens, "request_seconds": self.seconds}
+        """Return a dict of JSON values: the fields, tokens per second, seconds per request, requests per hour."""
+        found = {"tokens_per_second": self.tokens_per_second, "request_seconds": self.batch_seconds}
         return dataclasses.asdict(self) | found | {"requests_per_hour": self.requests}
 
 
-def unmeasured(setting: Workload) -> str:
-    """Explain why no rate was measured for a setting; return an empty text if one was."""
+def explain_missing_rate(setting: Workload) -> str:
+    """Return the reason why no rate was measured for a workload, as text; empty if rates were measured."""
     parts, config = setting.policy.composed, setting.config
-    reading = parts.reading(config.sliding_windows, bucket(setting.context))
-    several = setting.sequences > 1 or config.experts is not None
+    reading = parts.build_read_config(config.sliding_windows, round_up_to_bucket(setting.context))
+    several = setting.prompts_per_group > 1 or config.experts is not None
     reasons = {
         "no rates were measured on a CPU": not isinstance(setting.gpu, Accelerator),
         "attention within sliding windows has not been measured": any(config.sliding_windows),
         "entries are loaded from host memory": bool(reading.offloaded),
         "each step converts weights in 4 bits": setting.weights == "int4" and several,
-        "each step decodes these entries": not parts.read_as_stored(config.head_dim),
+        "each step decodes these entries": not parts.kernels_read_as_stored(config.head_dim),
         "attention over entries in 4 bits has not been measured": "nibbles" in parts.store.kernels,
     }
     return next((why for why, found in reasons.items() if found), "")
 
 
-def estimate(setting: Workload) -> Speed | None:
-    """Estimate a setting's `Speed`; None if no rate was measured."""
+def estimate_speed(setting: Workload) -> Speed | None:
+    """Estimate the `Speed` of a workload from data sheets and measured rates; None if no rate was measured."""
     gpu = setting.gpu
-    if unmeasured(setting) or not isinstance(gpu, Accelerator):
+    if explain_missing_rate(setting) or not isinstance(gpu, Accelerator):
         return None
-    parts, local, item = setting.policy.composed, setting.local, jnp.dtype(setting.dtype).itemsize
-    layers, prompts = setting.config.layers, setting.sequences
+    parts, local, item = (
+        setting.policy.composed,
+        setting.local_config,
+        jnp.dtype(setting.dtype).itemsize,
+    )
+    layers, prompts = setting.config.layers, setting.prompts_per_group
     held, wide = (
-        weights_of(setting.config, setting.dtype, setting.mesh, of)
+        compute_weight_bytes(setting.config, setting.dtype, setting.mesh, of)
         for of in (setting.weights, None)
     )
     # An untied embedding table is read one row per token.
     table = 0 if local.tied else local.vocab * local.embed * item
-    read, used = _weights_read(setting, wide - table)
+    read, used = _compute_weight_reads(setting, wide - table)
     # TensorFloat-32 runs at half of bfloat16's rate.
     flops = gpu.products * (0.5 if setting.dtype == "float32" else 1.0)
     weights = max(
         (held - table) / (wide - table) * read / (WEIGHTS[setting.weights] * gpu.bandwidth),
         2 * used / item * prompts / (PRODUCTS * flops),
     )
-    kept, filters = rows_read(setting)
-    each = parts.store.row_bytes(local.head_dim, item)
-    if parts.ongoing.attends:
+    kept, filters = count_entries_read(setting)
+    each = parts.store.compute_entry_bytes(local.head_dim, item)
+    if parts.decoding_compression.updates_scores:
         # A logit per query head and entry, and the accumulated attention mass.
-        each += 4 * local.group + 8
+        each += 4 * local.group_size + 8
     # A filter layer reads its keys twice, to score them.
     rows = each * float(kept.sum()) + local.head_dim * item * float(kept[list(filters)].sum())
     rows *= local.kv_heads * prompts
-    rows /= gpu.bandwidth * (ROWS if parts.store.kernels == Dense.kernels else CODES)
+    rows /= gpu.bandwidth * (ROWS if parts.store.kernels == DenseStore.kernels else CODES)
     launched = APPENDS
-    if not parts.read.everything:
+    if not parts.read.reads_all_entries:
         launched = CHOOSES
-    elif parts.evicts:
-        launched = EVICTS if parts.ongoing.merge is None else MERGES
+    elif parts.evicts_while_decoding:
+        launched = EVICTS if parts.decoding_compression.merge is None else MERGES
     # A step is one program, which a TPU runs without launches.
     launches = (launched[0] * layers + launched[1]) * (gpu.platform == "cuda")
     # Two sums of hidden states in float32 per layer and one for the embedding; NCCL sends a flag with every 4 bytes.
-    sent = (2 * layers + 1) * all_reduce(setting, 2 * 4 * prompts * local.embed)
-    products, attention, scores = prefill_work(setting, used / item - local.vocab * local.embed)
-    hidden = 2 * layers * all_reduce(setting, 4 * prompts * setting.context * local.embed)
+    sent = (2 * layers + 1) * estimate_all_reduce(setting, 2 * 4 * prompts * local.embed)
+    products, attention, scores = count_prefill_flops(
+        setting, used / item - local.vocab * local.embed
+    )
+    hidden = 2 * layers * estimate_all_reduce(setting, 4 * prompts * setting.context * local.embed)
     prefill = products / PRODUCTS + attention / ATTENTION + scores / SCORES
     return Speed(
         prefill=prefill / flops + hidden,
@@ -146,9 +152,9 @@ def estimate(setting: Workload) -> Speed | None:
     )
 
 
-def all_reduce(setting: Workload, size: int) -> float:
-    """Seconds of a ring all-reduce of `size` bytes in a group; 0 for one device."""
-    count, gpu = setting.split, setting.gpu
+def estimate_all_reduce(setting: Workload, size: int) -> float:
+    """Return the seconds of a ring all-reduce of `size` bytes among a group's devices; 0 for one device."""
+    count, gpu = setting.gpus_per_group, setting.gpu
     if count == 1 or not isinstance(gpu, Accelerator):
         return 0.0
     link, hop = gpu.link, NVLINK if gpu.link > _NVLINK_FROM else PCIE
@@ -157,20 +163,20 @@ def all_reduce(setting: Workload, size: int) -> float:
     return START + 2 * (count - 1) * (hop + size / count / link)
 
 
-def rows_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Entries per kv head `[L]` that a decode step reads midway through an answer, and the filter layer indices."""
+def count_entries_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
+    """Return the entries per kv head `[L]` that a decode step reads midway through an answer, and the filter layers."""
     parts, layers, behind = setting.policy.composed, setting.config.layers, setting.new // 2
     planned = plan_prefill(setting.config, setting.policy, [setting.context], dtype=setting.dtype)
     # Layer budgets that depend on the prompt are assumed uniform.
     kept = np.full(layers, float(planned.budget.mean()))
     if planned.rows is not None:
         kept = planned.rows.mean(axis=1)
-    reading = parts.reading(setting.config.sliding_windows, planned.padded_len)
-    if parts.read.everything:
-        grows = not parts.evicts
-        period = parts.every or 2 * behind
+    reading = parts.build_read_config(setting.config.sliding_windows, planned.padded_len)
+    if parts.read.reads_all_entries:
+        grows = not parts.evicts_while_decoding
+        period = parts.recompression_interval or 2 * behind
         # Recompressed caches hold half a period of new entries on average; evicting caches hold none once full.
-        return kept + (min(behind, period // 2) if grows or parts.every else 0), ()
+        return kept + (min(behind, period // 2) if grows or parts.recompression_interval else 0), ()
     whole = np.asarray([source == WHOLE for source in reading.sources])
     if reading.page:
         # The bounds of a page are read like one entry: a minimum and a maximum instead of a key and a value.
@@ -180,23 +186,23 @@ def rows_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
     return read + behind, tuple(reading.filters)
 
 
-def _weights_read(setting: Workload, held: int) -> tuple[int, int]:
-    """Bytes of the `held` parameters that a decode step reads, and bytes that each token is multiplied by.
+def _compute_weight_reads(setting: Workload, held: int) -> tuple[int, int]:
+    """Return the bytes of the `held` parameters that a decode step reads, and those that each token is multiplied by.
 
     With experts these are fewer: tokens are assumed to choose different experts until all are chosen.
     """
-    local, experts = setting.local, setting.config.experts
+    local, experts = setting.local_config, setting.config.experts
     if experts is None:
         return held, held
     each = 3 * local.embed * local.hidden * local.layers * jnp.dtype(setting.dtype).itemsize
     others = held - experts.count * each
-    chosen = min(experts.count, experts.chosen * setting.sequences)
+    chosen = min(experts.count, experts.chosen * setting.prompts_per_group)
     return others + chosen * each, others + experts.chosen * each
 
 
-def prefill_work(setting: Workload, weights: float) -> tuple[float, float, float]:
-    """FLOP of one device's prefill: products with `weights` parameters, attention, and scores of the policy."""
-    local, parts, tokens = setting.local, setting.policy.composed, setting.context
+def count_prefill_flops(setting: Workload, weights: float) -> tuple[float, float, float]:
+    """Return FLOP counts of one device's prefill: products with `weights` parameters, attention, policy scores."""
+    local, parts, tokens = setting.local_config, setting.policy.composed, setting.context
     needs, again = parts.needs, 0.0
     # 4 FLOP per query, key and channel, and half of the pairs.
     pairs, channels = tokens**2 / 2, local.layers * local.heads * local.head_dim
@@ -208,7 +214,7 @@ def prefill_work(setting: Workload, weights: float) -> tuple[float, float, float
     # The last queries, and comparisons of keys, for policies that use them.
     scores += 2.0 * needs.queries * tokens * channels
     if parts.scorer.compares_keys:
-        scores += 2.0 * tokens**2 * channels / local.group
-    prompts, products = setting.sequences, 2 * weights * tokens * (1 + again)
+        scores += 2.0 * tokens**2 * channels / local.group_size
+    prompts, products = setting.prompts_per_group, 2 * weights * tokens * (1 + again)
     attention = 4 * pairs * channels * (1 + 2 * again)
     return prompts * products, prompts * attention, prompts * scores

@@ -6,12 +6,12 @@ import math
 from typing import ClassVar
 
 from jaxkv._errors import require
-from jaxkv.planning.accelerators import Accelerator, sheets
+from jaxkv.planning.accelerators import Accelerator, load_data_sheets
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TPU(Accelerator):
-    """A kind of TPU device, as JAX counts devices: memory, bandwidth and FLOP/s of its data sheet, and its slices.
+    """A kind of TPU device, as JAX counts devices, with memory, bandwidth and FLOP/s of its data sheet, and slices.
 
     A chip is one device, except for TPU7x: it has two, each with half of the chip's memory, bandwidth and FLOP/s.
 
@@ -26,8 +26,8 @@ class TPU(Accelerator):
     devices: int
     slices: tuple[str, ...]
 
-    def slice_of(self, count: int) -> str:
-        """Return the name, such as `v6e:2x4`, of libtpu's smallest slice of `count` devices; ValueError without one."""
+    def find_slice(self, count: int) -> str:
+        """Return the name, such as `v6e:2x4`, of libtpu's smallest slice for `count` devices; ValueError if none."""
         sizes = [self.devices * math.prod(map(int, sides.split("x"))) for sides in self.slices]
         remedy = f"too many: use at most {sizes[-1]}, the largest slice"
         require(count <= sizes[-1], "gpus", f"{self.name}x{count}", remedy)
@@ -37,5 +37,5 @@ class TPU(Accelerator):
 
 @functools.cache
 def tpus() -> dict[str, TPU]:
-    """Read the packaged data sheets; return every known `TPU` by name, cached."""
-    return sheets("tpus.json", TPU)
+    """Return a dict of every known `TPU` by name, read from the packaged data sheets; cached."""
+    return load_data_sheets("tpus.json", TPU)

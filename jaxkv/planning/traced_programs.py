@@ -12,61 +12,61 @@ from flax import nnx
 
 from jaxkv._checks import is_traced
 from jaxkv.attention import Implementation
-from jaxkv.cache import KVCache, Pool
+from jaxkv.cache import EntryPool, KVCache
 from jaxkv.engine import token_loop
-from jaxkv.engine.embedding import logits_of
-from jaxkv.engine.headroom import first_headroom
+from jaxkv.engine.embedding import compute_logits
+from jaxkv.engine.headroom import compute_prefill_headroom
 from jaxkv.engine.lengths import BLOCK
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
-from jaxkv.engine.prefill import Prompts, read
-from jaxkv.engine.progress import run_to_end
+from jaxkv.engine.prefill import PrefillLayerSource, prefill_layers
+from jaxkv.engine.progress import run_generator
 from jaxkv.engine.sampling import GREEDY
-from jaxkv.engine.spec import spec_for
+from jaxkv.engine.spec import create_cache_spec
 from jaxkv.models.config import ModelConfig
-from jaxkv.models.decoder import Decoder, Flat
+from jaxkv.models.decoder import Decoder, SplitDecoder
 from jaxkv.policies.policy import Policy
-from jaxkv.sharding.mesh import Axes
-from jaxkv.sharding.parameters import spec_of
-from jaxkv.sharding.record import RecordedCall, record, weigh
+from jaxkv.sharding.mesh import ShardingMesh
+from jaxkv.sharding.parameters import get_parameter_spec
+from jaxkv.sharding.record import RecordedCall, count_device_bytes, record_program_calls
 
 # Purposes of prefill programs, by function name.
 _NAMES = {
     "observe": "score",
     "_choose": "choose",
-    "_merged": "merge",
-    "pack_shared": "pack",
-    "thinned": "thin",
-    "chosen_apart": "choose",
-    "pack_chosen": "pack",
-    "bounds_of": "bounds",
-    "logits_of": "logits",
+    "_run_merger": "merge",
+    "pack_into_shared_pool": "pack",
+    "update_candidate_buffer": "thin",
+    "select_entries_per_head": "choose",
+    "pack_buffer_entries": "pack",
+    "compute_page_bounds": "bounds",
+    "compute_logits": "logits",
 }
 # Programs on a few integers: their memory is negligible, so they are not compiled.
-SMALL = ("placed", "counted", "fill_query_buffer")
+SMALL = ("compute_all_segment_starts", "count_kept_by_layer", "fill_query_buffer")
 
 
-def abstract_model(
+def build_abstract_model(
     config: ModelConfig,
     dtype: Any = jnp.bfloat16,
-    axes: Axes | None = None,
+    axes: ShardingMesh | None = None,
     *,
     weights: str | None = None,
-) -> Flat:
-    """Build a flattened decoder of abstract parameters (shapes and dtypes), sharded if `axes` is given."""
+) -> SplitDecoder:
+    """Return a decoder with abstract parameters (shapes and dtypes), sharded over a mesh if `axes` is given."""
     decoder = Decoder(config, dtype=dtype, weights=weights)
     if axes is None:
-        return Flat(decoder)
+        return SplitDecoder(decoder)
     graph, leaves = nnx.split(decoder)
 
-    def placed(path: Any, leaf: Any) -> Any:
-        """Return a parameter's abstract array with its sharding on the mesh (mapped over all parameters)."""
+    def shard_parameter(path: Any, leaf: Any) -> Any:
+        """Return a parameter's abstract array with its sharding on the mesh, by the last name in its path."""
         name = next(str(each.key) for each in reversed(path) if hasattr(each, "key"))
-        return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, spec_of(name)))
+        return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, get_parameter_spec(name)))
 
-    return Flat(nnx.merge(graph, jax.tree_util.tree_map_with_path(placed, leaves)))
+    return SplitDecoder(nnx.merge(graph, jax.tree_util.tree_map_with_path(shard_parameter, leaves)))
 
 
-class Prefilled(NamedTuple):
+class TracedPrefill(NamedTuple):
     """A prefill traced on abstract arrays: the recorded `calls` of its programs, and the `cache` that it returns."""
 
     calls: list[RecordedCall]
@@ -75,9 +75,9 @@ class Prefilled(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TraceInputs:
-    """Abstract model, policy and batch; plans and traces the engine's prefill for them, without arrays."""
+    """Abstract model, policy, batch and prompt length, from which properties plan and trace the engine's prefill."""
 
-    flat: Flat
+    flat: SplitDecoder
     policy: Policy
     batch: int
     tokens: int
@@ -91,10 +91,10 @@ class TraceInputs:
         return jnp.dtype(self.flat.ends[0].dtype)
 
     @property
-    def planned(self) -> PrefillPlan:
-        """The engine's `PrefillPlan` (entries and bytes) for these prompts, with headroom for the new tokens."""
+    def prefill_plan(self) -> PrefillPlan:
+        """The engine's `PrefillPlan` of these prompts: entries and bytes, with headroom for the new tokens."""
         lengths = np.full(self.batch, self.tokens)
-        headroom = first_headroom(
+        headroom = compute_prefill_headroom(
             self.policy.composed, self.flat.config.sliding_windows, lengths, self.new
         )
         return plan_prefill(
@@ -108,16 +108,18 @@ class TraceInputs:
         )
 
     @cached_property
-    def prefill(self) -> Prefilled:
-        """Prefill traced on abstract arrays, as `Prefilled`; computed once."""
-        flat, planned, of = self.flat, self.planned, jax.ShapeDtypeStruct
+    def traced_prefill(self) -> TracedPrefill:
+        """`TracedPrefill` of these prompts, traced on abstract arrays; computed once."""
+        flat, planned, of = self.flat, self.prefill_plan, jax.ShapeDtypeStruct
 
-        def walk(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
+        def run_prefill(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
             """Run prefill on abstract arrays; return cache, logits, and the prompt arrays that live to its end."""
             needed = dataclasses.replace(planned, numbers=numbers)
-            prompts = Prompts(flat, tokens, lengths, self.policy, needed, key, self.implementation)
-            cache = run_to_end(read(prompts))
-            logits = logits_of(flat.ends, prompts.x, graphs=flat.graphs)
+            prompts = PrefillLayerSource(
+                flat, tokens, lengths, self.policy, needed, key, self.implementation
+            )
+            cache = run_generator(prefill_layers(prompts))
+            logits = compute_logits(flat.ends, prompts.x, graphs=flat.graphs)
             # Angles are a dict by rotary embedding, whose keys JAX cannot sort.
             held = [
                 list(each.values()) if isinstance(each, dict) else each
@@ -125,8 +127,8 @@ class TraceInputs:
             ]
             return cache, logits, [leaf for leaf in jax.tree.leaves(held) if is_traced(leaf)]
 
-        calls, (cache, *_) = record(
-            walk,
+        calls, (cache, *_) = record_program_calls(
+            run_prefill,
             of((self.batch, planned.padded_len), jnp.int32),
             of((self.batch,), jnp.int32),
             jax.tree.map(lambda each: each.astype(np.int32), planned.numbers),
@@ -134,46 +136,50 @@ class TraceInputs:
             resident=(flat.ends, flat.blocks),
             sharding=self.sharding,
         )
-        return Prefilled(calls, cache)
+        return TracedPrefill(calls, cache)
 
-    def placed(self, tree: Any) -> Any:
-        """Replace each array of a pytree by its `ShapeDtypeStruct`, with `sharding` if it is set."""
+    def make_abstract_arrays(self, tree: Any) -> Any:
+        """Replace each array of a pytree by its `ShapeDtypeStruct`, with this object's `sharding` if that is set."""
 
-        def shape(leaf: Any) -> jax.ShapeDtypeStruct:
-            """Return the `ShapeDtypeStruct` of one array (mapped over the pytree)."""
+        def describe_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
+            """Return the `ShapeDtypeStruct` of one array, with the sharding if set (mapped over the pytree)."""
             known = isinstance(leaf, jax.ShapeDtypeStruct)
             made = leaf if known else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
             return made if self.sharding is None else made.update(sharding=self.sharding)
 
-        return jax.tree.map(shape, tree)
+        return jax.tree.map(describe_leaf, tree)
 
 
-def traced_loop(work: TraceInputs) -> tuple[Any, tuple[Pool, ...]]:
-    """Trace the decode loop on abstract arrays; return the traced program and the abstract pools that it updates."""
-    flat, cache = work.flat, work.prefill.cache
-    spec = spec_for(flat, cache, work.implementation)
+def trace_token_loop(work: TraceInputs) -> tuple[Any, tuple[EntryPool, ...]]:
+    """Trace the decode loop on abstract arrays; return the traced program, and the pools that the program updates."""
+    flat, cache = work.flat, work.traced_prefill.cache
+    spec = create_cache_spec(flat, cache, work.implementation)
     logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
     done = jax.ShapeDtypeStruct((work.batch,), bool)
     eos = jax.ShapeDtypeStruct((1,), jnp.int32)
     state = jax.eval_shape(
-        token_loop.first_sampling_state,
+        token_loop.create_sampling_state,
         logits,
         done,
         jax.eval_shape(lambda: jax.random.key(0)),
         eos,
     )
-    given = token_loop.loop_arguments(flat, cache.arrays, state, work.new, GREEDY, 0, spec=spec)
-    return token_loop._loop.trace(*work.placed(given), spec=spec, size=BLOCK), cache.pools
+    given = token_loop.collect_loop_arguments(
+        flat, cache.arrays, state, work.new, GREEDY, 0, spec=spec
+    )
+    return token_loop._loop.trace(
+        *work.make_abstract_arrays(given), spec=spec, size=BLOCK
+    ), cache.pools
 
 
-def prefill_calls(work: TraceInputs) -> Iterator[RecordedCall]:
-    """Yield the largest `RecordedCall` of each purpose in a prefill, without tiny programs.
+def select_largest_calls(work: TraceInputs) -> Iterator[RecordedCall]:
+    """Yield the `RecordedCall` with the most live bytes of each purpose in a prefill, without tiny programs.
 
     Layers of different specs are different purposes: a sliding-window layer runs another program, with other
     temporaries.
     """
     heaviest = dict[Any, RecordedCall]()
-    for call in work.prefill.calls:
+    for call in work.traced_prefill.calls:
         if call.name not in SMALL:
             graphs = call.options.get("graphs")
             kind = (
@@ -181,11 +187,11 @@ def prefill_calls(work: TraceInputs) -> Iterator[RecordedCall]:
                 jax.tree.structure(call.arguments),
                 None if graphs is None else graphs.spec,
             )
-            heaviest[kind] = max(heaviest.get(kind, call), call, key=_live_bytes)
+            heaviest[kind] = max(heaviest.get(kind, call), call, key=_count_live_bytes)
     for (name, *_), call in heaviest.items():
         yield dataclasses.replace(call, name=name)
 
 
-def _live_bytes(call: RecordedCall) -> int:
-    """Bytes on one device during a recorded call: its arguments, its results and all other live arrays."""
-    return call.beside + weigh(call.arguments) + weigh(call.results)
+def _count_live_bytes(call: RecordedCall) -> int:
+    """Return the bytes on one device during a recorded call: arguments, results and all other live arrays."""
+    return call.beside + count_device_bytes(call.arguments) + count_device_bytes(call.results)

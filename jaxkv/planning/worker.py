@@ -15,18 +15,23 @@ from jaxkv.planning.compiled import CompiledProgram
 from jaxkv.planning.gpus import GPU
 from jaxkv.planning.setting import Workload
 from jaxkv.planning.tpus import TPU
-from jaxkv.planning.traced_programs import TraceInputs, abstract_model, prefill_calls, traced_loop
-from jaxkv.sharding.mesh import Axes
-from jaxkv.sharding.parameters import model_mesh
-from jaxkv.sharding.record import weigh
+from jaxkv.planning.traced_programs import (
+    TraceInputs,
+    build_abstract_model,
+    select_largest_calls,
+    trace_token_loop,
+)
+from jaxkv.sharding.mesh import ShardingMesh
+from jaxkv.sharding.parameters import make_model_mesh
+from jaxkv.sharding.record import count_device_bytes
 
 
-def described(setting: Workload) -> Any:
-    """Return JAX's descriptions of a setting's devices, which suffice to compile programs, as an array."""
+def describe_devices(setting: Workload) -> Any:
+    """Return an array of JAX's descriptions of a workload's devices, for which programs compile without them."""
     gpu = setting.gpu
     if isinstance(gpu, TPU):
         found = topologies.get_topology_desc(
-            platform="tpu", topology_name=gpu.slice_of(setting.gpus)
+            platform="tpu", topology_name=gpu.find_slice(setting.gpus)
         )
         return np.asarray(found.devices[: setting.gpus])
     assert isinstance(gpu, GPU)
@@ -34,42 +39,43 @@ def described(setting: Workload) -> Any:
     hosts = hosts if setting.gpus % hosts == 0 else 1
     # Slices x hosts x GPUs per host.
     shape = f"1x{hosts}x{setting.gpus // hosts}"
-    known = {"topology_name": gpu.name, "target_config": gpu.target, "topology": shape}
+    known = {"topology_name": gpu.name, "target_config": gpu.xla_target_config, "topology": shape}
     return np.asarray(topologies.get_topology_desc(platform="cuda", **known).devices)
 
 
 @contextlib.contextmanager
-def on_devices(setting: Workload) -> Iterator[TraceInputs]:
-    """Context manager of the `TraceInputs` for a setting's GPUs or TPUs, present or not."""
-    devices = described(setting)
+def prepare_trace_inputs(setting: Workload) -> Iterator[TraceInputs]:
+    """Context manager that gives the `TraceInputs` of a workload on its GPUs or TPUs, present or not."""
+    devices = describe_devices(setting)
     axes = sharding = None
     if setting.gpus > 1:
-        mesh = model_mesh(
-            Mesh(devices.reshape(setting.data, setting.split), ("data", "model")), setting.config
+        mesh = make_model_mesh(
+            Mesh(devices.reshape(setting.data, setting.gpus_per_group), ("data", "model")),
+            setting.config,
         )
-        axes = Axes(mesh=mesh)
+        axes = ShardingMesh(mesh=mesh)
     else:
         mesh = Mesh(devices, ("x",))
         sharding = NamedSharding(mesh, PartitionSpec())
     work = TraceInputs(
-        flat=abstract_model(setting.config, setting.dtype, axes, weights=setting.weights),
+        flat=build_abstract_model(setting.config, setting.dtype, axes, weights=setting.weights),
         policy=setting.policy,
         # Groups with one prompt less get a copy of the last one.
-        batch=setting.sequences * setting.data,
+        batch=setting.prompts_per_group * setting.data,
         tokens=setting.context,
         new=max(1, setting.new),
         sharding=sharding,
-        implementation=setting.implementation,
+        implementation=setting.prefill_implementation,
     )
     # From JAX 0.11 on, kernels are lowered for the device of the current mesh; without a mesh they need a GPU.
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         yield work
 
 
-def compiled_program(
+def compile_traced_program(
     name: str, traced: Any, *, platform: str = "cuda", beside: int = 0
 ) -> tuple[CompiledProgram, str]:
-    """Lower and compile a traced program for a platform; return its `CompiledProgram` and its HLO text.
+    """Lower and compile a traced program for a platform; return its `CompiledProgram` and its optimised HLO as text.
 
     `beside` is the number of bytes of other live arrays.
     """
@@ -86,18 +92,20 @@ def compiled_program(
     return made, compiled.as_text()
 
 
-def programs_of(setting: Workload) -> dict[str, Any]:
-    """Compile a setting's programs; return `decode`, `prefill` and `weights`, or the failed `program` and `error`."""
+def compile_workload(setting: Workload) -> dict[str, Any]:
+    """Compile a workload's programs; return a dict: `decode`, `prefill`, `weights`, or failed `program` and `error`."""
     name, platform = f"such {setting.gpu.word}s", setting.gpu.platform
     try:
-        with on_devices(setting) as work:
-            weights = weigh((work.flat.ends, work.flat.blocks))
+        with prepare_trace_inputs(setting) as work:
+            weights = count_device_bytes((work.flat.ends, work.flat.blocks))
             name = "the decode loop"
-            decode, _ = compiled_program("decode", traced_loop(work)[0], platform=platform)
+            decode, _ = compile_traced_program(
+                "decode", trace_token_loop(work)[0], platform=platform
+            )
             name, prefill = "a prefill's programs", []
-            for call in prefill_calls(work):
+            for call in select_largest_calls(work):
                 name = f"a prefill's program: {call.name}"
-                made, _ = compiled_program(
+                made, _ = compile_traced_program(
                     call.name, call.traced, platform=platform, beside=call.beside
                 )
                 prefill.append(made)
@@ -107,10 +115,10 @@ def programs_of(setting: Workload) -> dict[str, Any]:
 
 
 def main(given: IO[bytes]) -> None:
-    """Read a setting and a path as pickles; compile the programs, and pickle their figures or error to the path."""
+    """Read a pickled workload and path from a stream; compile its programs; pickle figures or errors to it."""
     began = time.perf_counter()
     setting, result = pickle.load(given), pickle.load(given)
-    made = programs_of(setting) | {"seconds": time.perf_counter() - began}
+    made = compile_workload(setting) | {"seconds": time.perf_counter() - began}
     part = result.with_suffix(".part")
     part.write_bytes(pickle.dumps(made))
     part.rename(result)

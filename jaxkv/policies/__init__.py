@@ -8,62 +8,75 @@ from jaxkv.policies.attended import (
     LastAttention,
     MaxPool,
     NoPool,
+    ObservationWindowAttention,
     PoolOrder,
-    WindowAttention,
 )
-from jaxkv.policies.checks import Bytes, Share, Tokens
-from jaxkv.policies.folding import Decision, Merge, Metric, Scope, ValueMerge, Weights
+from jaxkv.policies.checks import ByteBudget, EntryBudget, ShareBudget
+from jaxkv.policies.folding import (
+    Merge,
+    MergeDecision,
+    MergeMetric,
+    MergeWeights,
+    ThresholdScope,
+    ValueMerge,
+)
 from jaxkv.policies.gates import Gate
 from jaxkv.policies.head_budgets import (
     AdaptiveHeads,
     HeadBudgets,
-    Order,
     ProtectedHeads,
-    ScoredRows,
+    ScoredEntries,
+    SelectionOrder,
     SharedHeads,
     ThresholdHeads,
     TwoStageHeads,
     UniformHeads,
 )
-from jaxkv.policies.head_shares import CurveBudgets, Importance
+from jaxkv.policies.head_shares import CurveBudgets, ImportanceBudgets
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layer_budgets import (
-    Division,
     EntropyLayers,
     ExponentialLayers,
     GeometricLayers,
     GiniLayers,
     GlobalLayers,
     KVPressLayers,
+    LayerBudgetInputs,
     LayerBudgets,
     LinearLayers,
     OfficialLayers,
     UniformLayers,
 )
-from jaxkv.policies.merger import Joined, Merged, Merger, Row
+from jaxkv.policies.merger import EntryPerSegment, Joined, Merged, Merger
 from jaxkv.policies.methods import *  # noqa: F403
-from jaxkv.policies.methods.cake import PreferenceLayers, VaryingAttention
-from jaxkv.policies.methods.duoattention import HeadKinds
-from jaxkv.policies.methods.heavy import Mode
-from jaxkv.policies.methods.kvzip import ReplayAttention
-from jaxkv.policies.methods.qfilters import HeadFilters
-from jaxkv.policies.methods.quest import PagedReads
-from jaxkv.policies.methods.simlayerkv import LazyLayers
+from jaxkv.policies.methods.cake import AttentionMeanVarianceScorer, PreferenceLayerBudgets
+from jaxkv.policies.methods.duoattention import RetrievalHeadBudgets
+from jaxkv.policies.methods.heavy import EvictionMode
+from jaxkv.policies.methods.kvzip import ReplayAttentionScorer
+from jaxkv.policies.methods.qfilters import QFilterVectors
+from jaxkv.policies.methods.quest import TopPageReads
+from jaxkv.policies.methods.simlayerkv import LazyLayerBudgets
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import Append, Evict, KeepAll, Recompress, Select
 from jaxkv.policies.policy import CustomPolicy, Policy
-from jaxkv.policies.rank import Anew, ByAge, ByAttention, Rank
-from jaxkv.policies.reads import FilteredReads, LoadedReads, ReadAll, Reads, Selector
+from jaxkv.policies.rank import ByAge, ByAttention, ByNewScores, Rank
+from jaxkv.policies.reads import (
+    AttentionReads,
+    FilteredReads,
+    OffloadedReads,
+    QueryWeighting,
+    ReadAll,
+)
 from jaxkv.policies.registry import register
 from jaxkv.policies.scorer import (
     BlockAttention,
-    FutureQueries,
+    FutureQuerySettings,
     GroupReduce,
     Needs,
-    Observed,
+    PromptReplay,
     QueryMoments,
-    Replay,
     Scorer,
+    ScorerInputs,
 )
 from jaxkv.policies.trained import FastKVzipGate, KVzapGate
 from jaxkv.policies.unseen import (
@@ -71,33 +84,33 @@ from jaxkv.policies.unseen import (
     GateScores,
     KeyDifference,
     KeyNorm,
-    Position,
-    Uniform01,
+    PositionScores,
+    UniformRandomScores,
     WorstAttention,
 )
-from jaxkv.policies.variance import OfficialVarianceLayers, Statistic, VarianceLayers
-from jaxkv.policies.wrapper import Wrapper
+from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers, VarianceWeighting
+from jaxkv.policies.wrapper import PolicyWrapper
 
 __all__ = [
     "AdaptiveHeads",
-    "Anew",
+    "ByNewScores",
     "Append",
     "AvgPool",
     "BlockAttention",
     "ByAge",
     "ByAttention",
-    "Bytes",
+    "ByteBudget",
     "CumulativeAttention",
     "CurveBudgets",
-    "Decision",
-    "Division",
+    "MergeDecision",
+    "LayerBudgetInputs",
     "EntropyLayers",
     "Evict",
     "ExponentialLayers",
     "FastKVzipGate",
     "FilteredReads",
     "FutureAttention",
-    "FutureQueries",
+    "FutureQuerySettings",
     "Gate",
     "GateScores",
     "GeometricLayers",
@@ -105,9 +118,9 @@ __all__ = [
     "GlobalLayers",
     "GroupReduce",
     "HeadBudgets",
-    "HeadFilters",
-    "HeadKinds",
-    "Importance",
+    "QFilterVectors",
+    "RetrievalHeadBudgets",
+    "ImportanceBudgets",
     "Joined",
     "KVPressLayers",
     "KVzapGate",
@@ -117,59 +130,59 @@ __all__ = [
     "KeyNorm",
     "LastAttention",
     "LayerBudgets",
-    "LazyLayers",
+    "LazyLayerBudgets",
     "LinearLayers",
-    "LoadedReads",
+    "OffloadedReads",
     "MaxPool",
     "Merge",
     "Merged",
     "Merger",
     "Policy",
-    "Metric",
-    "Mode",
+    "MergeMetric",
+    "EvictionMode",
     "Needs",
     "NoPool",
-    "Observed",
+    "ScorerInputs",
     "OfficialLayers",
     "OfficialVarianceLayers",
-    "Order",
-    "PagedReads",
+    "SelectionOrder",
+    "TopPageReads",
     "Parts",
     "CustomPolicy",
     "PoolOrder",
-    "Position",
-    "PreferenceLayers",
+    "PositionScores",
+    "PreferenceLayerBudgets",
     "ProtectedHeads",
     "QueryMoments",
     "Rank",
     "ReadAll",
-    "Reads",
+    "AttentionReads",
     "Recompress",
-    "Replay",
-    "ReplayAttention",
-    "Row",
-    "Scope",
-    "ScoredRows",
+    "PromptReplay",
+    "ReplayAttentionScorer",
+    "EntryPerSegment",
+    "ThresholdScope",
+    "ScoredEntries",
     "Scorer",
     "Select",
-    "Selector",
-    "Share",
+    "QueryWeighting",
+    "ShareBudget",
     "SharedHeads",
-    "Statistic",
+    "VarianceWeighting",
     "ThresholdHeads",
-    "Tokens",
+    "EntryBudget",
     "TwoStageHeads",
-    "Uniform01",
+    "UniformRandomScores",
     "UnseenQuestionWarning",
     "UniformHeads",
     "UniformLayers",
     "ValueMerge",
     "VarianceLayers",
-    "VaryingAttention",
-    "Weights",
-    "WindowAttention",
+    "AttentionMeanVarianceScorer",
+    "MergeWeights",
+    "ObservationWindowAttention",
     "WorstAttention",
-    "Wrapper",
+    "PolicyWrapper",
     "register",
 ]
 __all__ += methods.__all__

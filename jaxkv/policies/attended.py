@@ -8,16 +8,22 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._checks import choice, field, flag, instance, whole
+from jaxkv._checks import (
+    require_instance,
+    validate_bool,
+    validate_enum,
+    validate_field,
+    validate_int,
+)
 from jaxkv._errors import require
-from jaxkv.attention import backend_of
-from jaxkv.attention.columns import mean_over_window
+from jaxkv.attention import get_attention_backend
+from jaxkv.attention.columns import average_over_queries
 from jaxkv.policies.rank import ByAttention, Rank
-from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Scorer, Scores
+from jaxkv.policies.scorer import GroupReduce, Needs, Scorer, ScorerInputs, Scores
 
 
 class PoolOrder(enum.Enum):
-    """Order of pooling over neighbouring entries: before (FIRST) or after (LAST) the reduction over queries.
+    """When neighbouring scores are pooled: before (FIRST) or after (LAST) the reduction over queries and query heads.
 
     Published code uses LAST, Ada-KV's text FIRST.
     """
@@ -28,7 +34,7 @@ class PoolOrder(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class MaxPool:
-    """Max-pool scores over `kernel` neighbouring positions, so that neighbours of a peak are kept too.
+    """Callable that max-pools scores over `kernel` neighbouring positions, so that neighbours of a peak are kept too.
 
     Attributes:
         kernel: odd number of neighbours, the position itself included.
@@ -37,18 +43,20 @@ class MaxPool:
     kernel: int = 7
 
     def __post_init__(self) -> None:
-        _require_odd(self)
+        _require_odd_kernel(self)
 
     def __call__(
         self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
     ) -> Float[Array, "*rows S"]:
         """Return scores `[..., S]`: the largest among a position's neighbours in the mask `inside`; -inf for none."""
-        return _slide(jnp.where(inside, scores, -jnp.inf), self.kernel, -jnp.inf, lax.max)
+        return _combine_neighbours(
+            jnp.where(inside, scores, -jnp.inf), self.kernel, -jnp.inf, lax.max
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class AvgPool:
-    """Average scores over `kernel` neighbouring positions; missing neighbours count as 0, as published.
+    """Callable that averages scores over `kernel` neighbouring positions; missing neighbours count as 0, as published.
 
     Attributes:
         kernel: odd number of neighbours, the position itself included.
@@ -57,18 +65,21 @@ class AvgPool:
     kernel: int = 5
 
     def __post_init__(self) -> None:
-        _require_odd(self)
+        _require_odd_kernel(self)
 
     def __call__(
         self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
     ) -> Float[Array, "*rows S"]:
         """Return scores `[..., S]`: the sum over a position's neighbours in the mask `inside`, divided by `kernel`."""
-        return _slide(jnp.where(inside, scores, 0.0), self.kernel, 0.0, lax.add) / self.kernel
+        return (
+            _combine_neighbours(jnp.where(inside, scores, 0.0), self.kernel, 0.0, lax.add)
+            / self.kernel
+        )
 
 
 @dataclasses.dataclass(frozen=True)
 class NoPool:
-    """Return scores unchanged: no pooling over neighbouring positions."""
+    """Callable that returns scores unchanged: no pooling over neighbouring positions."""
 
     def __call__(
         self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
@@ -80,9 +91,9 @@ class NoPool:
 Pooling = MaxPool | AvgPool | NoPool
 
 
-def _require_odd(pool: "MaxPool | AvgPool") -> None:
-    """Store a pool's field `kernel` as an int; ValueError unless it is positive and odd."""
-    field(pool, "kernel", whole, "give a positive odd number of neighbours")
+def _require_odd_kernel(pool: "MaxPool | AvgPool") -> None:
+    """Validate a pool's field `kernel` and store it as an int; ValueError unless it is positive and odd."""
+    validate_field(pool, "kernel", validate_int, "give a positive odd number of neighbours")
     require(
         pool.kernel % 2 == 1,
         "kernel",
@@ -91,10 +102,10 @@ def _require_odd(pool: "MaxPool | AvgPool") -> None:
     )
 
 
-def _slide(
+def _combine_neighbours(
     values: Float[Array, "*rows S"], kernel: int, empty: float, combine
 ) -> Float[Array, "*rows S"]:
-    """Combine the `kernel` values around each position `[..., S]` by `combine`, with `empty` past the ends."""
+    """Return `[..., S]`: the `kernel` values around each position, reduced by `combine`; `empty` beyond the ends."""
     # Shifts, not reduce_window: few vector operations, and a fixed order of summation.
     half = kernel // 2
     pad = [(0, 0)] * (values.ndim - 1) + [(half, half)]
@@ -123,21 +134,21 @@ class CumulativeAttention(Scorer):
     mean: bool = False
 
     def __post_init__(self) -> None:
-        field(self, "mean", flag)
+        validate_field(self, "mean", validate_bool)
 
     @property
-    def rank(self) -> Rank:
-        """Rank of evictions while decoding: attention summed over queries, divided by age with `mean`."""
+    def eviction_rank(self) -> Rank:
+        """`ByAttention` rank for decoding: attention summed over queries, divided by the entry's age with `mean`."""
         return ByAttention(mean=self.mean)
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return the attention `[B, K, S]` to entries, summed over queries, mean over the group."""
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return the attention `[B, K, S]` that entries receive: summed over all queries, mean over query heads."""
         return seen.sums.mean(axis=2)
 
-    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
+    def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Return scores `[B, K, S]`: the attention received; with `mean`, divided by the entry's age in queries."""
         age = length[:, None] - jnp.arange(observed.shape[-1], dtype=jnp.int32)
-        return self.rank.rank(observed, age[:, None])
+        return self.eviction_rank.rank_entries(observed, age[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,11 +156,11 @@ class LastAttention(Scorer):
     """TOVA's scorer: attention of the last query alone, averaged over the query heads of a group."""
 
     needs = Needs(queries=1)
-    rank = ByAttention(decay=0.0)
+    eviction_rank = ByAttention(decay=0.0)
 
-    def observe(self, seen: Observed) -> Scores:
+    def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return attention probabilities `[B, K, S]` of the last query, mean over the group's query heads."""
-        return seen.window_mass(lambda p, _: p.mean(axis=(0, 1)))
+        return seen.reduce_window_attention(lambda p, _: p.mean(axis=(0, 1)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -165,23 +176,26 @@ class WindowScorer(Scorer):
     pooling: Pooling = MaxPool(7)
 
     def __post_init__(self) -> None:
-        field(self, "window", whole, "observe at least 1 query")
-        field(self, "pooling", instance, Callable, "give MaxPool(7), AvgPool(5) or NoPool()")
+        validate_field(self, "window", validate_int, "observe at least 1 query")
+        validate_field(
+            self, "pooling", require_instance, Callable, "give MaxPool(7), AvgPool(5) or NoPool()"
+        )
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of the scorer: the last `window` queries."""
+        """`Needs` of the scorer: the queries of the prompt's last `window` tokens."""
         return Needs(queries=self.window)
 
-    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Return scores `[B, K, S]`: observations pooled over neighbours, the window's own columns left out."""
+    def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
+        """Return scores `[B, K, S]`: raw scores pooled over neighbours, without the window's own entries."""
         return self.pooling(
-            observed, _before((length - self.window)[:, None, None], observed.shape[-1])
+            observed,
+            _mask_positions_before((length - self.window)[:, None, None], observed.shape[-1]),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowAttention(WindowScorer):
+class ObservationWindowAttention(WindowScorer):
     """SnapKV's scorer: mean attention of the prompt's last `window` queries to each entry, pooled over neighbours.
 
     Attributes:
@@ -199,22 +213,25 @@ class WindowAttention(WindowScorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        field(self, "group", choice, GroupReduce)
-        field(self, "order", choice, PoolOrder)
+        validate_field(self, "group", validate_enum, GroupReduce)
+        validate_field(self, "order", validate_enum, PoolOrder)
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return the window's attention `[B, K, S]` to each entry: mean over queries, then mean or max over heads."""
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return window attention `[B, K, S]`: mean over queries, then mean or max over heads; FIRST pools before."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
-            window_mean, of = backend_of(seen.implementation).window_mean, (seen.queries, seen.k)
-            return window_mean(*of, seen.q_positions, seen.length, shaping=seen.shaping)
-        return self.reduced(seen, mean_over_window)
+            window_mean, of = (
+                get_attention_backend(seen.implementation).average_window_attention,
+                (seen.queries, seen.k),
+            )
+            return window_mean(*of, seen.q_positions, seen.length, shaping=seen.attention_shaping)
+        return self.reduce_attention(seen, average_over_queries)
 
-    def reduced(
+    def reduce_attention(
         self,
-        seen: Observed,
+        seen: ScorerInputs,
         over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]],
     ) -> Scores:
-        """Reduce attention by `over_queries`, then over query heads, to `[B, K, S]`; `FIRST` pools before both.
+        """Reduce window attention by `over_queries`, then over query heads, to `[B, K, S]`; FIRST pools before both.
 
         Args:
             seen: the layer.
@@ -227,19 +244,23 @@ class WindowAttention(WindowScorer):
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             if self.order is PoolOrder.FIRST:
-                pooled = self.pooling(p, _before(position[-1:] + 1 - self.window, p.shape[-1]))
+                pooled = self.pooling(
+                    p, _mask_positions_before(position[-1:] + 1 - self.window, p.shape[-1])
+                )
                 # Queries before the start of a prompt count nothing, not even infinities.
                 p = jnp.where((position >= 0)[:, None], pooled, 0.0)
             heads = over_queries(p, position)
             return heads.mean(axis=0) if self.group is GroupReduce.MEAN else heads.max(axis=0)
 
-        return seen.window_mass(reduce)
+        return seen.reduce_window_attention(reduce)
 
-    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Return scores `[B, K, S]`: observations pooled over neighbours; unchanged with `PoolOrder.FIRST`."""
-        return observed if self.order is PoolOrder.FIRST else super().scores(observed, length)
+    def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
+        """Return scores `[B, K, S]`: raw scores pooled over neighbours; unchanged with `PoolOrder.FIRST`."""
+        return (
+            observed if self.order is PoolOrder.FIRST else super().finalise_scores(observed, length)
+        )
 
 
-def _before(end: Int[Array, "*rows 1"], padded_len: int) -> Bool[Array, "*rows S"]:
+def _mask_positions_before(end: Int[Array, "*rows 1"], padded_len: int) -> Bool[Array, "*rows S"]:
     """Return the mask `[..., S]` of positions below `end`."""
     return jnp.arange(padded_len, dtype=jnp.int32) < end

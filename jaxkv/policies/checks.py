@@ -9,8 +9,17 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._checks import ENDLESS, FARTHEST, is_whole, plain, real, several, share_of, whole
-from jaxkv._errors import invalid, require
+from jaxkv._checks import (
+    ENDLESS,
+    FARTHEST,
+    compute_floor_share,
+    is_int_at_least,
+    to_python_scalar,
+    validate_float,
+    validate_int,
+    validate_non_empty_tuple,
+)
+from jaxkv._errors import build_value_error, require
 from jaxkv.cache.named_stores import STORES
 from jaxkv.cache.stores import Store
 
@@ -23,53 +32,55 @@ _REMEDY = "give entries per head (an int), a share in (0, 1] (a float), or bytes
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
-class _Amount:
-    """Base of budgets, whose unit is their class: equal numbers of different units are different budgets."""
+class _TypedBudget:
+    """Base of budgets whose class is their unit: equal numbers of different units are different budgets."""
 
     value: Any
 
     @property
-    def given(self) -> Any:
-        """The budget as in a policy's field: an int, a float, or text."""
+    def field_value(self) -> Any:
+        """Budget as written in a policy's field: an int of entries, a float share, or text with bytes."""
         return self.value
 
     def __repr__(self) -> str:
-        return repr(self.given)
+        return repr(self.field_value)
 
 
-class Tokens(_Amount):
-    """Budget in entries per kv head and layer."""
+class EntryBudget(_TypedBudget):
+    """Budget as a number of entries per kv head and layer on average, or of tokens that a layer attends to."""
 
-    def rows(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Return entries of prompts `[B]`: the budget, or all entries of shorter prompts."""
+    def count_entries(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Return entries per kv head `[B]` of prompts: the budget, or the length of shorter prompts."""
         return np.minimum(self.value, lengths)
 
 
-class Share(_Amount):
-    """Budget as a share, in (0, 1], of each sequence's own prompt."""
+class ShareBudget(_TypedBudget):
+    """Budget as a share, in (0, 1], of each sequence's own prompt tokens."""
 
-    def rows(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Return entries of prompts `[B]`: the share rounded down, at least 1."""
-        return np.maximum(share_of(lengths, self.value), 1)
+    def count_entries(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Return entries per kv head `[B]` of prompts: the share of each length rounded down, at least 1."""
+        return np.maximum(compute_floor_share(lengths, self.value), 1)
 
 
-class Bytes(_Amount):
-    """Budget in bytes of a sequence's cache, over all layers; `policy_for` converts it to entries of a model."""
+class ByteBudget(_TypedBudget):
+    """Budget in bytes of one sequence's cache, all layers together; `resolve_policy_for_model` makes it entries."""
 
     @property
-    def given(self) -> str:
-        """The bytes as text."""
+    def field_value(self) -> str:
+        """Text of the number of bytes with the unit B, such as "64000000B"."""
         return f"{self.value}B"
 
-    def rows(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Raise ValueError: the number of entries depends on the model."""
-        raise invalid("budget", self, "bytes depend on the model: give entries, or a share")
+    def count_entries(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
+        """Raise ValueError: the number of entries in these bytes depends on the model."""
+        raise build_value_error(
+            "budget", self, "bytes depend on the model: give entries, or a share"
+        )
 
 
-Kept = Tokens | Share | Bytes
+Kept = EntryBudget | ShareBudget | ByteBudget
 
 
-def bytes_of(text: str) -> int | None:
+def parse_byte_count(text: str) -> int | None:
     """Return the number of bytes in text such as "64MB" (10^6), "1.5 GB" or "64MiB" (2^20); None for other text."""
     match = _BYTES.fullmatch(text)
     if match is None or (match[3] and not match[2]):
@@ -78,22 +89,22 @@ def bytes_of(text: str) -> int | None:
     return int(Fraction(match[1]) * unit)
 
 
-def as_budget(given: Any) -> Kept | None:
-    """Return a budget with its unit: `Tokens` for an int, `Share` for other numbers, `Bytes` for text; or None."""
-    given = plain(given)
+def parse_budget(given: Any) -> Kept | None:
+    """Return a typed budget: `EntryBudget` for an int, `ShareBudget` for a float, `ByteBudget` for text, or None."""
+    given = to_python_scalar(given)
     if given is None or isinstance(given, Kept):
         return given
     if isinstance(given, str):
-        count = bytes_of(given)
+        count = parse_byte_count(given)
         require(bool(count), "budget", given, _REMEDY)
-        return Bytes(count)
+        return ByteBudget(count)
     if isinstance(given, int):
-        return Tokens(whole("budget", min(given, ENDLESS), _REMEDY))
-    return Share(real("budget", given, _REMEDY, high=1.0, open_low=True))
+        return EntryBudget(validate_int("budget", min(given, ENDLESS), _REMEDY))
+    return ShareBudget(validate_float("budget", given, _REMEDY, high=1.0, open_low=True))
 
 
-def as_store(given: Any) -> str | type[Store]:
-    """Return the name of a built-in store, such as "int8", or a user's `Store` subclass; else ValueError."""
+def normalise_store(given: Any) -> str | type[Store]:
+    """Return the name of a built-in store, given by name or class; a user's `Store` subclass unchanged."""
     for name, kind in STORES.items():
         if given is kind or (isinstance(given, str) and given == name):
             return name
@@ -103,19 +114,19 @@ def as_store(given: Any) -> str | type[Store]:
     return given  # type: ignore[no-any-return]
 
 
-def store_class(store: str | type[Store]) -> type[Store]:
-    """Return the `Store` subclass for a store's name, such as "dense", or for the class itself."""
+def get_store_class(store: str | type[Store]) -> type[Store]:
+    """Return the `Store` subclass of a built-in store's name, such as "dense"; a class unchanged."""
     return STORES[store] if isinstance(store, str) else store
 
 
-def as_spans(name: str, given: Any) -> tuple[Span, ...]:
-    """Return spans of positions as `(start, stop)` pairs of ints; ValueError for anything else."""
+def parse_spans(name: str, given: Any) -> tuple[Span, ...]:
+    """Return spans of positions as a tuple of `(start, stop)` int pairs; ValueError for anything else."""
     remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
     spans = []
     require(np.iterable(given), name, given, remedy)
     for pair in given:
-        edges = [*map(plain, several(name, pair, remedy))]
-        fits = len(edges) == 2 and all(is_whole(edge, -math.inf) for edge in edges)
+        edges = [*map(to_python_scalar, validate_non_empty_tuple(name, pair, remedy))]
+        fits = len(edges) == 2 and all(is_int_at_least(edge, -math.inf) for edge in edges)
         require(fits, name, given, remedy)
         # Clipped to the range of positions, int32, for use on the device.
         start, stop = (max(-FARTHEST, min(edge, FARTHEST)) for edge in edges)

@@ -11,16 +11,28 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import choice, field, flag, optional, real, whole
-from jaxkv.policies.merger import Joined, Merged, Merger, Row
-from jaxkv.sharding.collectives import any_of_devices, first, gathered, own_shard
-from jaxkv.sharding.mesh import Axes
+from jaxkv._checks import (
+    validate_bool,
+    validate_enum,
+    validate_field,
+    validate_float,
+    validate_int,
+    validate_optional_field,
+)
+from jaxkv.policies.merger import EntryPerSegment, Joined, Merged, Merger
+from jaxkv.sharding.collectives import (
+    all_gather_shards,
+    any_over_devices,
+    get_shard_offset,
+    slice_own_shard,
+)
+from jaxkv.sharding.mesh import ShardingMesh
 
 # Evicted entries, and kept entries, compared at a time.
 _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
 
-class Metric(enum.Enum):
+class MergeMetric(enum.Enum):
     """Tensor whose cosine similarity decides how evicted entries merge: KEY, VALUE, or BOTH (each by its own)."""
 
     KEY = "key"
@@ -28,8 +40,8 @@ class Metric(enum.Enum):
     BOTH = "both"
 
 
-class Weights(enum.Enum):
-    """Weights in the average of a kept entry and its evicted entries.
+class MergeWeights(enum.Enum):
+    """Weights in the average of a kept entry and the entries merged into it: SOFTMAX, AVERAGE or SCATTER_MEAN.
 
     SOFTMAX: evicted entries weigh exp(cosine), the kept entry e, over their sum. AVERAGE: all entries weigh the same.
 
@@ -42,15 +54,15 @@ class Weights(enum.Enum):
     SCATTER_MEAN = "scatter_mean"
 
 
-class Scope(enum.Enum):
+class ThresholdScope(enum.Enum):
     """Scope of a running merge threshold: one per kv head (HEAD), or one per layer for all its heads (LAYER)."""
 
     HEAD = "head"
     LAYER = "layer"
 
 
-class Decision(enum.Enum):
-    """Cosine that decides a merge: the evicted entry's own (TOKEN), or a mean over heads' i-th ones (SHARED_POSITION).
+class MergeDecision(enum.Enum):
+    """Cosine that decides a merge: the entry's own (TOKEN), or the mean over heads' i-th evicted (SHARED_POSITION).
 
     SHARED_POSITION, as in published code, decides for the i-th evicted entries of all heads together.
     """
@@ -65,10 +77,10 @@ class Merge(Merger):
 
     Attributes:
         beta: weight of the latest similarity in the running threshold.
-        metric: `Metric`, or its value: cosines of keys or of values.
-        weights: `Weights`, or its value: weights of the averaged entries.
-        scope: `Scope`, or its value: one threshold per head or per layer.
-        decision: `Decision`, or its value: decide for each entry, or for several heads together.
+        metric: `MergeMetric`, or its value: cosines of keys or of values.
+        weights: `MergeWeights`, or its value: weights of the averaged entries.
+        scope: `ThresholdScope`, or its value: one threshold per head or per layer.
+        decision: `MergeDecision`, or its value: decide for each entry, or for several heads together.
         threshold: a fixed threshold instead of the running one: -inf merges every entry, +inf none.
 
     References:
@@ -78,51 +90,51 @@ class Merge(Merger):
     """
 
     beta: float = 0.7
-    metric: Metric | str = Metric.KEY
-    weights: Weights | str = Weights.SOFTMAX
-    scope: Scope | str = Scope.HEAD
-    decision: Decision | str = Decision.TOKEN
+    metric: MergeMetric | str = MergeMetric.KEY
+    weights: MergeWeights | str = MergeWeights.SOFTMAX
+    scope: ThresholdScope | str = ThresholdScope.HEAD
+    decision: MergeDecision | str = MergeDecision.TOKEN
     threshold: float | None = None
 
     def __post_init__(self) -> None:
-        field(self, "beta", real, "give a weight between 0 and 1", high=1.0)
+        validate_field(self, "beta", validate_float, "give a weight between 0 and 1", high=1.0)
         for name, kind in (
-            ("metric", Metric),
-            ("weights", Weights),
-            ("scope", Scope),
-            ("decision", Decision),
+            ("metric", MergeMetric),
+            ("weights", MergeWeights),
+            ("scope", ThresholdScope),
+            ("decision", MergeDecision),
         ):
-            field(self, name, choice, kind)
+            validate_field(self, name, validate_enum, kind)
         remedy = "give a cosine, an infinity, or None"
-        optional(self, "threshold", real, remedy, low=-math.inf)
+        validate_optional_field(self, "threshold", validate_float, remedy, low=-math.inf)
 
     @property
-    def thresholds(self) -> int:
-        """Number of running thresholds per kv head: 2 with `Metric.BOTH`, else 1."""
-        return len(self.compares)
+    def threshold_count(self) -> int:
+        """Number of running merge thresholds per kv head: 2 with `MergeMetric.BOTH`, else 1."""
+        return len(self.compared_tensors)
 
     @property
-    def needs_equal_heads(self) -> bool:
-        """True if all kv heads must evict the same number of entries: with `Decision.SHARED_POSITION`."""
-        return self.decision is Decision.SHARED_POSITION
+    def needs_equal_evictions(self) -> bool:
+        """True if kv heads must evict equally many entries: with `MergeDecision.SHARED_POSITION`."""
+        return self.decision is MergeDecision.SHARED_POSITION
 
     @property
-    def across_heads(self) -> bool:
+    def depends_on_other_heads(self) -> bool:
         """True if kv heads share a threshold or a decision, so that a head's result depends on other heads."""
-        return self.scope is Scope.LAYER or self.decision is Decision.SHARED_POSITION
+        return self.scope is ThresholdScope.LAYER or self.decision is MergeDecision.SHARED_POSITION
 
     @property
-    def compares(self) -> tuple[str, ...]:
+    def compared_tensors(self) -> tuple[str, ...]:
         """Tensors whose cosines find an evicted entry's nearest kept entry: ("k",), ("v",) or ("k", "v")."""
-        return {Metric.KEY: ("k",), Metric.VALUE: ("v",), Metric.BOTH: ("k", "v")}[
-            Metric(self.metric)
+        return {MergeMetric.KEY: ("k",), MergeMetric.VALUE: ("v",), MergeMetric.BOTH: ("k", "v")}[
+            MergeMetric(self.metric)
         ]
 
-    def _changes(self, index: int) -> str:
-        """Return the tensors, "k", "v" or "kv", that merge by the cosines of the tensor `compares[index]`."""
-        return self.compares[index] if self.metric is Metric.BOTH else "kv"
+    def _list_merged_tensors(self, index: int) -> str:
+        """Return the tensors, "k", "v" or "kv", that merge by the cosines of tensor `compared_tensors[index]`."""
+        return self.compared_tensors[index] if self.metric is MergeMetric.BOTH else "kv"
 
-    def moved(
+    def update_thresholds(
         self,
         tau: Float[Array, "B K"],
         similarity: Float[Array, "B K N"],
@@ -138,7 +150,7 @@ class Merge(Merger):
         Returns:
             The thresholds; unchanged without evicted entries.
         """
-        if self.scope is Scope.LAYER:
+        if self.scope is ThresholdScope.LAYER:
             axes: tuple[int, ...] = (1, 2)
         else:
             axes = (2,)
@@ -149,7 +161,7 @@ class Merge(Merger):
         after = jnp.where(jnp.isneginf(tau), latest, self.beta * latest + (1 - self.beta) * tau)
         return jnp.where(jnp.broadcast_to(count[..., 0] > 0, tau.shape), after, tau)
 
-    def joins(
+    def mask_entries_to_merge(
         self,
         tau: Float[Array, "B K"],
         similarity: Float[Array, "B K N"],
@@ -166,7 +178,7 @@ class Merge(Merger):
             The mask.
         """
         level = tau if self.threshold is None else jnp.full_like(tau, self.threshold)
-        if self.decision is Decision.SHARED_POSITION:
+        if self.decision is MergeDecision.SHARED_POSITION:
             # The i-th evicted entries of all heads, in order of position, are different tokens.
             order = jnp.argsort(~dropped, axis=-1, stable=True)
             together = jnp.take_along_axis(similarity, order, axis=-1).mean(axis=1, keepdims=True)
@@ -176,25 +188,30 @@ class Merge(Merger):
             )
         return dropped & (similarity >= level[..., None])
 
-    def _decided(
-        self, tau: Array | None, index: int, similarity: Array, dropped: Array, axes: Axes | None
+    def _decide_merges(
+        self,
+        tau: Array | None,
+        index: int,
+        similarity: Array,
+        dropped: Array,
+        axes: ShardingMesh | None,
     ) -> tuple[Array, Array]:
-        """Return thresholds, updated for the `index`-th compared tensor, and the mask of entries to merge."""
+        """Return merge thresholds, updated for the `index`-th compared tensor, and the mask of entries to merge."""
         assert tau is not None
-        over = axes if self.across_heads else None
+        over = axes if self.depends_on_other_heads else None
         level, similarity, dropped = (
-            gathered(each, "K", 1, over) for each in (tau[..., index], similarity, dropped)
+            all_gather_shards(each, "K", 1, over) for each in (tau[..., index], similarity, dropped)
         )
-        level = self.moved(level, similarity, dropped)
-        joins = self.joins(level, similarity, dropped)
-        return tau.at[..., index].set(own_shard(level, "K", 1, over)), own_shard(
+        level = self.update_thresholds(level, similarity, dropped)
+        joins = self.mask_entries_to_merge(level, similarity, dropped)
+        return tau.at[..., index].set(slice_own_shard(level, "K", 1, over)), slice_own_shard(
             joins, "K", 1, over
         )
 
-    def shares(
+    def compute_merge_weights(
         self, similarity: Float[Array, "..."]
     ) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
-        """Return the weights of a merge by cosine.
+        """Return the weights of a merge by cosine: evicted entries' in sum and divisor, and the kept entry's.
 
         Args:
             similarity: cosines of evicted entries and their nearest kept entries.
@@ -202,13 +219,13 @@ class Merge(Merger):
         Returns:
             Each evicted entry's weight in the sum, its weight in the divisor, and the kept entry's weight in both.
         """
-        if self.weights is Weights.SOFTMAX:
+        if self.weights is MergeWeights.SOFTMAX:
             weight = jnp.exp(similarity)
             return weight, weight, math.e
         one = jnp.ones_like(similarity)
-        return (one if self.weights is Weights.AVERAGE else similarity), one, 1.0
+        return (one if self.weights is MergeWeights.AVERAGE else similarity), one, 1.0
 
-    def merge(
+    def merge_evicted_entries(
         self,
         k: Float[Array, "B K S D"],
         v: Float[Array, "B K S D"],
@@ -217,45 +234,47 @@ class Merge(Merger):
         mass: Float[Array, "B K S"],
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
-        axes: Axes | None = None,
+        axes: ShardingMesh | None = None,
     ) -> Merged:
-        """Merge evicted entries whose cosine reaches the threshold into kept entries; return `Merged`.
+        """Merge evicted entries whose cosine reaches the threshold into their nearest kept ones; return `Merged`.
 
         Entries are compared in blocks: memory is O(S).
         """
         dropped = inside & ~kept
         given = {"k": k, "v": v}
         rows = dict(given)
-        for index, metric in enumerate(self.compares):
-            similarity, nearest = nearest_kept(given[metric], kept, dropped)
-            tau, joins = self._decided(tau, index, similarity, dropped, axes)
-            for name in self._changes(index):
-                rows[name] = self._join(rows[name], similarity, nearest, joins)
+        for index, metric in enumerate(self.compared_tensors):
+            similarity, nearest = find_nearest_kept(given[metric], kept, dropped)
+            tau, joins = self._decide_merges(tau, index, similarity, dropped, axes)
+            for name in self._list_merged_tensors(index):
+                rows[name] = self._average_into_nearest(rows[name], similarity, nearest, joins)
         return Merged(rows["k"], rows["v"], tau)
 
-    def merge_one(
+    def merge_entry_while_decoding(
         self,
         index: int,
         cosine: Float[Array, "N K"],
-        dropped: Row,
-        nearest: Row,
+        dropped: EntryPerSegment,
+        nearest: EntryPerSegment,
         goes: Bool[Array, "N K"],
         tau: Float[Array, "N K n"] | None,
-        axes: Axes | None = None,
+        axes: ShardingMesh | None = None,
     ) -> Joined:
-        """Merge each segment's evicted entry into its nearest kept entry if their cosine reaches the threshold."""
-        tau, joins = self._decided(tau, index, cosine[..., None], goes[..., None], axes)
-        add, divide, own = self.shares(cosine)
+        """Merge each segment's evicted entry into its nearest kept one if their cosine is high; return `Joined`."""
+        tau, joins = self._decide_merges(tau, index, cosine[..., None], goes[..., None], axes)
+        add, divide, own = self.compute_merge_weights(cosine)
         new = {
             name: (own * getattr(nearest, name) + add[..., None] * getattr(dropped, name))
             / (own + divide)[..., None]
-            for name in self._changes(index)
+            for name in self._list_merged_tensors(index)
         }
         return Joined(joins[..., 0], new.get("k"), new.get("v"), tau)
 
-    def _join(self, rows: Array, similarity: Array, nearest: Array, joins: Array) -> Array:
+    def _average_into_nearest(
+        self, rows: Array, similarity: Array, nearest: Array, joins: Array
+    ) -> Array:
         """Return keys or values `[B, K, S, D]` after averaging entries in `joins` into their nearest kept entries."""
-        add, divide, own = self.shares(similarity)
+        add, divide, own = self.compute_merge_weights(similarity)
         add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
 
         @jax.vmap
@@ -271,13 +290,13 @@ class Merge(Merger):
         return one(rows, add, divide, nearest)
 
 
-def unit(rows: Float[Array, "*n D"], least: float = 1e-6) -> Float[Array, "*n D"]:
+def normalise_vectors(rows: Float[Array, "*n D"], least: float = 1e-6) -> Float[Array, "*n D"]:
     """Return float32 vectors `[..., D]` divided by their L2 norm; norms below `least` count as `least`."""
     wide = rows.astype(jnp.float32)
     return wide / jnp.maximum(jnp.sqrt((wide**2).sum(axis=-1, keepdims=True)), least)
 
 
-def nearest_kept(
+def find_nearest_kept(
     rows: Float[Array, "B K S D"], kept: Bool[Array, "B K S"], dropped: Bool[Array, "B K S"]
 ) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"]]:
     """Return each evicted entry's largest cosine `[B, K, S]` to a kept entry of its head, and that entry's index.
@@ -297,7 +316,7 @@ def nearest_kept(
         )
         count = kept.sum(dtype=jnp.int32)
         end = count + dropped.sum(dtype=jnp.int32)
-        units = unit(rows[order])
+        units = normalise_vectors(rows[order])
 
         def block(number, found):
             begin = jnp.minimum(count + number * take, padded_len - take)
@@ -349,23 +368,29 @@ class ValueMerge(Merger):
         KVCache-Factory. It changes a copy: the prompt's own attention uses the original values.
     """
 
-    across_heads = True
+    depends_on_other_heads = True
 
     window: int = 32
     start: float = 0.1
     expected: bool = False
 
     def __post_init__(self) -> None:
-        field(self, "window", whole, "give at least 1 token")
-        field(self, "start", real, "give a share from 0 to below 1", high=math.nextafter(1, 0))
-        field(self, "expected", flag)
+        validate_field(self, "window", validate_int, "give at least 1 token")
+        validate_field(
+            self,
+            "start",
+            validate_float,
+            "give a share from 0 to below 1",
+            high=math.nextafter(1, 0),
+        )
+        validate_field(self, "expected", validate_bool)
 
     @property
-    def uses_key(self) -> bool:
-        """True if `merge` uses random numbers; False with `expected`, which multiplies by the probability."""
+    def uses_random_key(self) -> bool:
+        """True if merging samples random numbers; False with `expected`, which multiplies by the probability."""
         return not self.expected
 
-    def merge(
+    def merge_evicted_entries(
         self,
         k: Float[Array, "B K S D"],
         v: Float[Array, "B K S D"],
@@ -374,27 +399,27 @@ class ValueMerge(Merger):
         mass: Float[Array, "B K S"],
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
-        axes: Axes | None = None,
+        axes: ShardingMesh | None = None,
     ) -> Merged:
-        """Add a part of each value to the next `window` values if entries are evicted; keys are unchanged."""
+        """Return `Merged`: parts of values added to the next `window` ones if any entry is evicted; keys unchanged."""
         batch, heads, padded_len, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:
-            head = head + first("K", heads, axes)
+            head = head + get_shard_offset("K", heads, axes)
         keys = jax.vmap(lambda h: jax.random.fold_in(key, h))(head)
         each = jax.vmap(
             lambda k, at: jax.random.uniform(jax.random.fold_in(k, at)), in_axes=(None, 0)
         )
         samples = jax.vmap(each, in_axes=(0, None))(keys, jnp.arange(padded_len, dtype=jnp.int32))
         length = inside.sum(axis=-1, dtype=jnp.int32)
-        fold = jax.vmap(jax.vmap(self._fold), in_axes=(0, 0, 0, None))
+        fold = jax.vmap(jax.vmap(self._spread_head_values), in_axes=(0, 0, 0, None))
         if padded_len <= self.window:
             return Merged(k, v, tau)
-        drops = any_of_devices((inside & ~kept).any(axis=(1, 2)), "K", axes)[:, None, None, None]
+        drops = any_over_devices((inside & ~kept).any(axis=(1, 2)), "K", axes)[:, None, None, None]
         return Merged(k, jnp.where(drops, fold(v, mass, length, samples), v), tau)
 
     @partial(jax.jit, static_argnums=0)
-    def _fold(
+    def _spread_head_values(
         self,
         v: Float[Array, "S D"],
         mass: Float[Array, " S"],

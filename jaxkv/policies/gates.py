@@ -34,16 +34,16 @@ class Gate(FileArrays):
     embed: int
 
     @classmethod
-    def of_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
+    def create_from_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
         """Create a gate from stored tensors by name; ValueError for tensors that are missing, left over or unfit."""
-        layers = cls._by_layer(stored)
-        weights = tuple(cls.of_layer(each) for each in layers)
+        layers = cls._group_tensors_by_layer(stored)
+        weights = tuple(cls.read_layer_weights(each) for each in layers)
         for each in layers:
-            each.require_all_taken()
-        return cls.of_weights(weights)
+            each.require_none_left()
+        return cls.create_from_weights(weights)
 
     @classmethod
-    def of_weights(cls: type[Kind], weights: tuple[Any, ...]) -> Kind:
+    def create_from_weights(cls: type[Kind], weights: tuple[Any, ...]) -> Kind:
         """Create a gate from each layer's weights, numpy arrays; ValueError if layers differ in shapes."""
         shapes = [[each.shape for each in jax.tree.leaves(layer)] for layer in weights]
         for layer, each in enumerate(shapes):
@@ -53,23 +53,27 @@ class Gate(FileArrays):
                 each,
                 f"shapes of tensors differ from layer 0's, {shapes[0]}",
             )
-        heads, embed = cls.sizes(weights[0])
+        heads, embed = cls.infer_gate_sizes(weights[0])
         heading = repr((cls.__name__, jax.tree.structure(weights), shapes))
-        return cls.of_arrays(weights, heading, layers=len(weights), heads=heads, embed=embed)
+        return cls.create_from_arrays(
+            weights, heading, layers=len(weights), heads=heads, embed=embed
+        )
 
     @classmethod
     @abc.abstractmethod
-    def of_layer(cls, found: NamedTensors) -> Any:
-        """Read one layer's weights from its named tensors: a registered dataclass of numpy arrays."""
+    def read_layer_weights(cls, found: NamedTensors) -> Any:
+        """Return one layer's weights, a registered dataclass of numpy arrays, from its `NamedTensors`."""
 
     @classmethod
     @abc.abstractmethod
-    def sizes(cls, weights: Any) -> tuple[int, int]:
+    def infer_gate_sizes(cls, weights: Any) -> tuple[int, int]:
         """Return the number of kv heads K and the width of hidden states E, from one layer's weights."""
 
     @abc.abstractmethod
-    def scores(self, weights: Any, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
-        """Return float32 scores `[B, K, S]` of entries, from a layer's weights and normed hidden states.
+    def score_hidden_states(
+        self, weights: Any, hidden: Float[Array, "B S E"]
+    ) -> Float[Array, "B K S"]:
+        """Return float32 scores `[B, K, S]` of entries from a layer's gate weights and hidden states `[B, S, E]`.
 
         Args:
             weights: the layer's weights.
@@ -80,8 +84,8 @@ class Gate(FileArrays):
         """
 
     @classmethod
-    def _by_layer(cls, stored: Mapping[str, StoredTensor]) -> list[NamedTensors]:
-        """Return each layer's `NamedTensors`; ValueError for names of another kind of gate, and for missing layers."""
+    def _group_tensors_by_layer(cls, stored: Mapping[str, StoredTensor]) -> list[NamedTensors]:
+        """Return each layer's `NamedTensors`, bottom first; ValueError for another gate's names or missing layers."""
         layers: dict[int, NamedTensors] = {}
         for name, tensor in stored.items():
             match = re.match(cls.beginning, name)
@@ -97,11 +101,11 @@ class Gate(FileArrays):
         return [layers[layer] for layer in range(len(layers))]
 
     @property
-    def weights(self) -> tuple[Any, ...]:
-        """All layers' weights, on the host; ValueError for a saved cache's gate, which has only a digest."""
-        return self.arrays
+    def host_weights(self) -> tuple[Any, ...]:
+        """Tuple of each layer's weights, on the host; ValueError in a saved cache's gate, which has only a digest."""
+        return self.host_arrays
 
     @property
-    def tree(self) -> Any:
-        """Tree structure (`PyTreeDef`) of the gate's weights for one layer."""
-        return jax.tree.structure(self.weights[0])
+    def weights_treedef(self) -> Any:
+        """Tree structure (`PyTreeDef`) of one layer's weights."""
+        return jax.tree.structure(self.host_weights[0])

@@ -9,10 +9,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-from jaxkv._checks import field, instance, optional, overrides, real
+from jaxkv._checks import (
+    has_overridden_methods,
+    require_instance,
+    validate_field,
+    validate_float,
+    validate_optional_field,
+)
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
-from jaxkv.policies.topk import count, keys_of, only, top
+from jaxkv.policies.topk import compute_candidate_sort_keys, count_true, mask_sort_keys, mask_top_k
 
 # The largest capacity: more than the number of devices that hold a layer's kv heads.
 _UNLIMITED = 1000.0
@@ -21,7 +27,7 @@ _LARGEST, _LEAST_SCORE = 1e30, "give the lowest score of a kept entry"
 Numbers = TypeVar("Numbers", int, Array)
 
 
-class Order(enum.Enum):
+class SelectionOrder(enum.Enum):
     """How a layer's kv heads choose entries: each by its own scores, by their mean, all ranked together, or other.
 
     Attributes:
@@ -37,8 +43,8 @@ class Order(enum.Enum):
     OTHER = "other"
 
 
-class ScoredRows(NamedTuple):
-    """One layer's scored entries, and the number of entries that its kv heads choose.
+class ScoredEntries(NamedTuple):
+    """NamedTuple of one layer's scores `[B, K, S]`, candidates, and how many entries its kv heads choose.
 
     Attributes:
         scores: `f32[B, K, S]`; higher scores are kept.
@@ -57,42 +63,42 @@ class ScoredRows(NamedTuple):
     layer: Int[Array, ""] | None = None
 
     @property
-    def keys(self) -> UInt[Array, "B K S"]:
-        """Sort keys of the candidates' scores; 0, the lowest key, for all other entries."""
-        return keys_of(self.scores, self.candidates)
+    def sort_keys(self) -> UInt[Array, "B K S"]:
+        """Sort keys `u32[B, K, S]` of the candidates' scores; 0, the lowest key, for all other entries."""
+        return compute_candidate_sort_keys(self.scores, self.candidates)
 
 
 class HeadBudgets:
-    """Base of head budgets, which divide a layer's budget among its kv heads: `choose` returns the mask to keep."""
+    """Base of head budgets, which divide a layer's budget among its kv heads: `choose_entries` masks what to keep."""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Set `order` to OTHER for a subclass that overrides a method without declaring an `order`."""
+        """Set `selection_order` to OTHER for a subclass that overrides a method without declaring an order."""
         super().__init_subclass__(**options)
-        if overrides(cls, "order"):
-            cls.order = Order.OTHER  # type: ignore[assignment,method-assign]
+        if has_overridden_methods(cls, "selection_order"):
+            cls.selection_order = SelectionOrder.OTHER  # type: ignore[assignment,method-assign]
 
     @property
-    def order(self) -> Order:
-        """`Order` in which heads keep their best entries; the engine decides by it what it can choose early."""
-        return Order.OTHER
+    def selection_order(self) -> SelectionOrder:
+        """`SelectionOrder` of the heads' choice, OTHER by default; it tells the engine what it can choose early."""
+        return SelectionOrder.OTHER
 
     @property
-    def uniform(self) -> bool:
-        """True if every kv head keeps the same number of entries."""
+    def is_uniform(self) -> bool:
+        """True if every kv head keeps the same number of entries; False by default."""
         return False
 
     @property
-    def needs_norms(self) -> bool:
-        """True if `choose` reads `norms`, the norms of value vectors after the output projection."""
+    def needs_value_norms(self) -> bool:
+        """True if `choose_entries` reads `norms`, the norms of values after the output projection."""
         return False
 
     @property
-    def needs_layer(self) -> bool:
-        """True if budgets differ by layer: `choose` then reads the layer's index, `layer`."""
+    def needs_layer_index(self) -> bool:
+        """True if budgets differ by layer: `choose_entries` then reads the layer's index, `layer`."""
         return False
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of the best K * base candidates; ties go to the lowest head, then position.
+    def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
+        """Return the mask `[B, K, S]` of candidates to keep, usually K * base in a layer; subclasses implement it.
 
         Args:
             rows: the scored entries of one layer.
@@ -102,26 +108,26 @@ class HeadBudgets:
         """
         raise NotImplementedError
 
-    def limits(self) -> Int[np.ndarray, "L K"] | None:
+    def get_segment_limits(self) -> Int[np.ndarray, "L K"] | None:
         """Return limits `[L, K]` of kv heads' segments under `Evict`; None, the default, if the budget limits them.
 
         Head budgets with limits must also be the policy's layer budgets.
         """
         return None
 
-    def among(self, sliding_windows: SlidingWindows) -> "HeadBudgets":
-        """Return the head budgets for the layers without a sliding window; the same object by default.
+    def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "HeadBudgets":
+        """Return the head budgets of the layers without a sliding window; the same object by default.
 
         `sliding_windows` are `ModelConfig.sliding_windows`. Override this where budgets differ by layer: otherwise
         models with sliding windows are rejected.
         """
         return self
 
-    def require_fits(self, config: ModelConfig) -> None:
+    def require_fits_model(self, config: ModelConfig) -> None:
         """Raise ValueError if the model does not fit these head budgets; by default every model fits."""
 
 
-def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
+def _average_over_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
     """Return scores averaged over the kv heads, broadcast to `[B, K, S]`."""
     return jnp.broadcast_to(scores.mean(axis=1, keepdims=True), scores.shape)
 
@@ -130,41 +136,41 @@ def _mean_of_heads(scores: Float[Array, "B K S"]) -> Float[Array, "B K S"]:
 class UniformHeads(HeadBudgets):
     """Head budgets that keep the same number of entries in every kv head: the best by the head's own scores."""
 
-    order = Order.OWN
-    uniform = True
+    selection_order = SelectionOrder.OWN
+    is_uniform = True
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of the `base` best-scored candidates of each head."""
-        return top(rows.keys, rows.base[:, None])
+    def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
+        """Return the mask `[B, K, S]` of each head's `base` candidates of highest score."""
+        return mask_top_k(rows.sort_keys, rows.base[:, None])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedHeads(HeadBudgets):
     """Head budgets that keep the same positions in all kv heads of a layer: the best by the mean score over heads."""
 
-    order = Order.MEAN
-    uniform = True
+    selection_order = SelectionOrder.MEAN
+    is_uniform = True
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of the `base` candidates of highest mean score, the same in each head."""
-        return UniformHeads().choose(rows._replace(scores=_mean_of_heads(rows.scores)))
+    def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
+        """Return the mask `[B, K, S]` of `base` candidates, equal in all heads: the best by mean score over heads."""
+        return UniformHeads().choose_entries(rows._replace(scores=_average_over_heads(rows.scores)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Uneven(HeadBudgets):
+class _CompetingHeads(HeadBudgets):
     """Base of head budgets whose kv heads compete: `alpha` is guaranteed to each head, `capacity` limits a device."""
 
     alpha: float = 0.2
     capacity: float = 1.5
 
     def __post_init__(self) -> None:
-        field(self, "alpha", real, "give a share between 0 and 1", high=1.0)
+        validate_field(self, "alpha", validate_float, "give a share between 0 and 1", high=1.0)
         remedy = f"give 1 to {_UNLIMITED:g}: the entries of a device's heads over their even share"
-        field(self, "capacity", real, remedy, low=1.0, high=_UNLIMITED)
+        validate_field(self, "capacity", validate_float, remedy, low=1.0, high=_UNLIMITED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaptiveHeads(_Uneven):
+class AdaptiveHeads(_CompetingHeads):
     """Ada-KV's head budgets: kv heads compete for a layer's entries; each is guaranteed `alpha` of an even share.
 
     Attributes:
@@ -177,18 +183,20 @@ class AdaptiveHeads(_Uneven):
         on Table 4 agrees with the code, the printed formula is reversed.
     """
 
-    order = Order.COMMON
+    selection_order = SelectionOrder.COMMON
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of each head's best entries, as many as `targets` gives it."""
-        keys = rows.keys
+    def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
+        """Return the mask `[B, K, S]` of each head's best entries, as many as `compute_head_entries` gives it."""
+        keys = rows.sort_keys
         batch, heads, padded_len = keys.shape
-        winners = top(keys.reshape(batch, heads * padded_len), heads * rows.base).reshape(
+        winners = mask_top_k(keys.reshape(batch, heads * padded_len), heads * rows.base).reshape(
             keys.shape
         )
-        return top(keys, self.targets(count(winners), rows.base))
+        return mask_top_k(keys, self.compute_head_entries(count_true(winners), rows.base))
 
-    def targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
+    def compute_head_entries(
+        self, won: Int[Array, "B K"], base: Int[Array, " B"]
+    ) -> Int[Array, "B K"]:
         """Return entries per head `[B, K]`: (1 - alpha) * won + alpha * base, rounded by largest remainder.
 
         Args:
@@ -198,20 +206,22 @@ class AdaptiveHeads(_Uneven):
         Returns:
             Entries per head, of the same sum as `won`. Ties of remainders go to the lowest head.
         """
-        floor, remainder = self._divided(won, base)
+        floor, remainder = self._mix_won_and_base(won, base)
         missing = won.sum(axis=-1, keepdims=True, dtype=jnp.int32) - floor.sum(
             axis=-1, keepdims=True, dtype=jnp.int32
         )
         # Keys start at 1: heads with a remainder precede heads without one.
-        extra = top((remainder + 1).astype(jnp.uint32), missing[:, 0])
+        extra = mask_top_k((remainder + 1).astype(jnp.uint32), missing[:, 0])
         return floor + extra.astype(jnp.int32)
 
-    def most_targets(self, won: Int[Array, "B K"], base: Int[Array, " B"]) -> Int[Array, "B K"]:
-        """Return the upper bound `[B, K]` of `targets`: (1 - alpha) * won + alpha * base, rounded up."""
-        floor, remainder = self._divided(won, base)
+    def bound_head_entries(
+        self, won: Int[Array, "B K"], base: Int[Array, " B"]
+    ) -> Int[Array, "B K"]:
+        """Return an upper bound `[B, K]` of a head's entries: (1 - alpha) * won + alpha * base, rounded up."""
+        floor, remainder = self._mix_won_and_base(won, base)
         return floor + (remainder > 0).astype(jnp.int32)
 
-    def _divided(
+    def _mix_won_and_base(
         self, won: Int[Array, "B K"], base: Int[Array, " B"]
     ) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
         """Return (1 - alpha) * won + alpha * base `[B, K]`, rounded down, and its remainders times the denominator."""
@@ -222,8 +232,10 @@ class AdaptiveHeads(_Uneven):
         rest = (den - num) * (won % den) + num * (base % den)
         return (den - num) * (won // den) + num * (base // den) + rest // den, rest % den
 
-    def floor(self, base: Int[Array, " B"], always_kept: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Return the guaranteed entries per head `[B]`: alpha * base, rounded down.
+    def count_guaranteed_entries(
+        self, base: Int[Array, " B"], always_kept: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        """Return the entries `[B]` that each head is guaranteed: alpha * base, rounded down.
 
         Args:
             base: entries to choose per head, on average.
@@ -232,11 +244,11 @@ class AdaptiveHeads(_Uneven):
         Returns:
             Guaranteed entries per head.
         """
-        return most_rows(self.alpha, base)
+        return multiply_rounding_down(self.alpha, base)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ProtectedHeads(_Uneven):
+class ProtectedHeads(_CompetingHeads):
     """kvpress' head budgets: each kv head is guaranteed `alpha` of an even share; heads compete for the rest.
 
     Attributes:
@@ -244,19 +256,21 @@ class ProtectedHeads(_Uneven):
         capacity: as in `AdaptiveHeads`.
     """
 
-    order = Order.COMMON
+    selection_order = SelectionOrder.COMMON
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of K * base entries: each head's `floor` best, then the best of all heads."""
-        keys = rows.keys
+    def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
+        """Return the mask `[B, K, S]` of K * base entries: each head's guaranteed best, then the best of all heads."""
+        keys = rows.sort_keys
         batch, heads, padded_len = keys.shape
-        safe = top(keys, self.floor(rows.base, rows.always_kept)[:, None])
-        rest = only(keys, ~safe).reshape(batch, heads * padded_len)
+        safe = mask_top_k(keys, self.count_guaranteed_entries(rows.base, rows.always_kept)[:, None])
+        rest = mask_sort_keys(keys, ~safe).reshape(batch, heads * padded_len)
         left = heads * rows.base - safe.sum(axis=(1, 2), dtype=jnp.int32)
-        return safe | top(rest, left).reshape(keys.shape)
+        return safe | mask_top_k(rest, left).reshape(keys.shape)
 
-    def floor(self, base: Int[Array, " B"], always_kept: Int[Array, " B"]) -> Int[Array, " B"]:
-        """Return guaranteed entries per head `[B]` in addition to always-kept ones.
+    def count_guaranteed_entries(
+        self, base: Int[Array, " B"], always_kept: Int[Array, " B"]
+    ) -> Int[Array, " B"]:
+        """Return the entries `[B]` that each head is guaranteed in addition to always-kept ones.
 
         The number is max(1, alpha * (base + always_kept)) - always_kept, clipped to [0, base].
 
@@ -277,32 +291,36 @@ class ProtectedHeads(_Uneven):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadsAround(HeadBudgets):
+class HeadBudgetsWrapper(HeadBudgets):
     """Base of head budgets that wrap other head budgets, the field `budgets`, and change their choice of entries."""
 
     budgets: HeadBudgets = UniformHeads()
 
     def __post_init__(self) -> None:
-        instance("budgets", self.budgets, HeadBudgets, "give head budgets, such as UniformHeads()")
+        require_instance(
+            "budgets", self.budgets, HeadBudgets, "give head budgets, such as UniformHeads()"
+        )
         outermost = not isinstance(self.budgets, ThresholdHeads)
         require(outermost, "budgets", self.budgets, "two thresholds: wrap all other budgets in one")
 
     @property
-    def needs_layer(self) -> bool:
-        """True if the wrapped `budgets` differ by layer."""
-        return self.budgets.needs_layer
+    def needs_layer_index(self) -> bool:
+        """True if the wrapped `budgets` differ by layer and read the layer's index."""
+        return self.budgets.needs_layer_index
 
-    def limits(self) -> Int[np.ndarray, "L K"] | None:
+    def get_segment_limits(self) -> Int[np.ndarray, "L K"] | None:
         """Return limits `[L, K]` of the wrapped `budgets`; None if they have none."""
-        return self.budgets.limits()
+        return self.budgets.get_segment_limits()
 
-    def among(self, sliding_windows: SlidingWindows) -> "HeadsAround":
+    def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "HeadBudgetsWrapper":
         """Return a copy that wraps the `budgets` of the layers without a sliding window."""
-        return dataclasses.replace(self, budgets=self.budgets.among(sliding_windows))
+        return dataclasses.replace(
+            self, budgets=self.budgets.restrict_to_full_attention(sliding_windows)
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TwoStageHeads(HeadsAround):
+class TwoStageHeads(HeadBudgetsWrapper):
     """CriticalKV's head budgets: the share `first` of a head's entries by score, the rest by score times value norm.
 
     Attributes:
@@ -315,46 +333,48 @@ class TwoStageHeads(HeadsAround):
         arXiv:2502.03805, algorithm 1.
     """
 
-    needs_norms = True
+    needs_value_norms = True
 
     first: float = 0.5
     epsilon: float = 1e-4
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        field(self, "first", real, "give a share between 0 and 1", high=1.0)
-        field(self, "epsilon", real, "give 0 or a small number", high=1e30)
+        validate_field(self, "first", validate_float, "give a share between 0 and 1", high=1.0)
+        validate_field(self, "epsilon", validate_float, "give 0 or a small number", high=1e30)
 
     @property
-    def order(self) -> Order:
-        """`Order` of the wrapped `budgets`: they set a head's number of entries, its own scores choose the entries."""
-        return self.budgets.order
+    def selection_order(self) -> SelectionOrder:
+        """`SelectionOrder` of the wrapped `budgets`, which set each head's number of entries."""
+        return self.budgets.selection_order
 
     @property
-    def uniform(self) -> bool:
+    def is_uniform(self) -> bool:
         """True if the wrapped `budgets` keep the same number of entries in every kv head."""
-        return self.budgets.uniform
+        return self.budgets.is_uniform
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of as many entries per head as `budgets` choose, in two stages."""
-        return self.staged(rows, count(self.budgets.choose(rows)))
+    def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
+        """Return the mask `[B, K, S]` of as many entries per head as `budgets` choose: by score, then with norms."""
+        return self.choose_in_two_stages(rows, count_true(self.budgets.choose_entries(rows)))
 
-    def staged(self, rows: ScoredRows, each: Int[Array, "B K"]) -> Bool[Array, "B K S"]:
+    def choose_in_two_stages(
+        self, rows: ScoredEntries, each: Int[Array, "B K"]
+    ) -> Bool[Array, "B K S"]:
         """Return the mask `[B, K, S]` of `each` entries per head: share `first` by score, the rest by score * norm."""
         scores, candidates, always_kept = rows.scores, rows.candidates, rows.always_kept[:, None]
         assert rows.norms is not None
         share = Fraction(repr(float(self.first))).limit_denominator(10_000)
-        safe = jnp.clip(_part(share, each + always_kept) - always_kept, 0, each)
+        safe = jnp.clip(_multiply_by_fraction(share, each + always_kept) - always_kept, 0, each)
         weighted = (scores + jnp.float32(self.epsilon)) * rows.norms
-        if shares_positions(self.budgets):
-            scores, weighted = (_mean_of_heads(each) for each in (scores, weighted))
-        chosen = top(keys_of(scores, candidates), safe)
-        rest = keys_of(weighted, candidates & ~chosen)
-        return chosen | top(rest, each - safe)
+        if heads_share_positions(self.budgets):
+            scores, weighted = (_average_over_heads(each) for each in (scores, weighted))
+        chosen = mask_top_k(compute_candidate_sort_keys(scores, candidates), safe)
+        rest = compute_candidate_sort_keys(weighted, candidates & ~chosen)
+        return chosen | mask_top_k(rest, each - safe)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ThresholdHeads(HeadsAround):
+class ThresholdHeads(HeadBudgetsWrapper):
     """KVzap's head budgets: of the entries that the wrapped `budgets` choose, keep those scored at least `threshold`.
 
     Attributes:
@@ -369,100 +389,104 @@ class ThresholdHeads(HeadsAround):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        field(self, "threshold", real, _LEAST_SCORE, low=-_LARGEST, high=_LARGEST)
+        validate_field(
+            self, "threshold", validate_float, _LEAST_SCORE, low=-_LARGEST, high=_LARGEST
+        )
         remedy = (
             "heads that keep the same entries share scores: give UniformHeads() or AdaptiveHeads()"
         )
-        require(not shares_positions(self.budgets), "budgets", self.budgets, remedy)
+        require(not heads_share_positions(self.budgets), "budgets", self.budgets, remedy)
 
     @property
-    def needs_norms(self) -> bool:
+    def needs_value_norms(self) -> bool:
         """True if the wrapped `budgets` read the norms of values."""
-        return self.budgets.needs_norms
+        return self.budgets.needs_value_norms
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of the entries that the wrapped `budgets` choose and that reach the threshold."""
-        return self.above(self.budgets.choose(rows), rows)[0]
+    def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
+        """Return the mask `[B, K, S]` of the entries that the wrapped `budgets` choose and that reach `threshold`."""
+        return self.apply_score_threshold(self.budgets.choose_entries(rows), rows)[0]
 
-    def above(
-        self, chosen: Bool[Array, "B K S"], rows: ScoredRows
+    def apply_score_threshold(
+        self, chosen: Bool[Array, "B K S"], rows: ScoredEntries
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
-        """Return the chosen entries `[B, K, S]` that reach `threshold`, and how many others `[B, K]` reach it."""
+        """Return the chosen entries `[B, K, S]` scored at least `threshold`, and how many others `[B, K]` reach it."""
         high = rows.scores >= jnp.float32(self.threshold)
-        return chosen & high, count(rows.candidates & high & ~chosen)
+        return chosen & high, count_true(rows.candidates & high & ~chosen)
 
 
-def as_threshold(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
-    """Check and store the field `threshold` of a dataclass: None, or a float in [low, high] (else ValueError)."""
-    optional(value, "threshold", real, f"{_LEAST_SCORE}, or None", low=low, high=high)
+def check_threshold_field(value: Any, low: float = -_LARGEST, high: float = _LARGEST) -> None:
+    """Validate and store a dataclass's field `threshold`: None, or a float in [low, high]; else ValueError."""
+    validate_optional_field(
+        value, "threshold", validate_float, f"{_LEAST_SCORE}, or None", low=low, high=high
+    )
 
 
-def threshold_of(heads: HeadBudgets) -> float | None:
+def get_score_threshold(heads: HeadBudgets) -> float | None:
     """Return the lowest score of a kept entry under `ThresholdHeads`; None for other head budgets."""
     return heads.threshold if isinstance(heads, ThresholdHeads) else None
 
 
-def without_threshold(heads: HeadBudgets) -> HeadBudgets:
+def remove_score_threshold(heads: HeadBudgets) -> HeadBudgets:
     """Return the head budgets inside `ThresholdHeads`; other head budgets unchanged."""
     return heads.budgets if isinstance(heads, ThresholdHeads) else heads
 
 
-def with_threshold(heads: HeadBudgets, threshold: float | None) -> HeadBudgets:
+def add_score_threshold(heads: HeadBudgets, threshold: float | None) -> HeadBudgets:
     """Return the head budgets wrapped in `ThresholdHeads` of this threshold; unchanged if it is None."""
     return heads if threshold is None else ThresholdHeads(threshold=threshold, budgets=heads)
 
 
-def inner_budgets(heads: HeadBudgets) -> HeadBudgets:
-    """Return the head budgets inside all `HeadsAround` wrappers; others unchanged."""
-    return inner_budgets(heads.budgets) if isinstance(heads, HeadsAround) else heads
+def unwrap_head_budgets(heads: HeadBudgets) -> HeadBudgets:
+    """Return the innermost head budgets, inside all `HeadBudgetsWrapper` wrappers; others unchanged."""
+    return unwrap_head_budgets(heads.budgets) if isinstance(heads, HeadBudgetsWrapper) else heads
 
 
-def within_stages(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:
+def replace_inner_budgets(heads: HeadBudgets, budgets: HeadBudgets) -> HeadBudgets:
     """Return `heads` with its innermost budgets replaced by `budgets`; `budgets` if `heads` wraps none."""
-    if not isinstance(heads, HeadsAround):
+    if not isinstance(heads, HeadBudgetsWrapper):
         return budgets
-    return dataclasses.replace(heads, budgets=within_stages(heads.budgets, budgets))
+    return dataclasses.replace(heads, budgets=replace_inner_budgets(heads.budgets, budgets))
 
 
-def shares_positions(heads: HeadBudgets) -> bool:
+def heads_share_positions(heads: HeadBudgets) -> bool:
     """Return True if head budgets keep the same positions in all kv heads: `SharedHeads`, also inside wrappers."""
-    return isinstance(inner_budgets(heads), SharedHeads)
+    return isinstance(unwrap_head_budgets(heads), SharedHeads)
 
 
-def own_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
+def get_competing_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads | None:
     """Return the `AdaptiveHeads` or `ProtectedHeads` of head budgets, also inside wrappers; None for other classes."""
-    inner = inner_budgets(heads)
+    inner = unwrap_head_budgets(heads)
     return inner if isinstance(inner, (AdaptiveHeads, ProtectedHeads)) else None
 
 
-def capacity_of(heads: HeadBudgets) -> float:
-    """Return the most entries of one device's heads over an even share: 1 for equal heads, 1000 if unlimited."""
-    if inner_budgets(heads).uniform:
+def get_device_capacity(heads: HeadBudgets) -> float:
+    """Return the limit of a device's entries over its even share: 1 for equal heads, 1000 if unlimited."""
+    if unwrap_head_budgets(heads).is_uniform:
         return 1.0
-    own = own_budgets(heads)
+    own = get_competing_budgets(heads)
     return _UNLIMITED if own is None else own.capacity
 
 
-def most_rows(capacity: float, even: Numbers) -> Numbers:
+def multiply_rounding_down(capacity: float, even: Numbers) -> Numbers:
     """Return `capacity * even` rounded down; `capacity` counts as a fraction of denominator 1000 at most."""
-    return _part(Fraction(capacity).limit_denominator(1000), even)
+    return _multiply_by_fraction(Fraction(capacity).limit_denominator(1000), even)
 
 
-def _part(share: Fraction, rows: Numbers) -> Numbers:
+def _multiply_by_fraction(share: Fraction, rows: Numbers) -> Numbers:
     """Return `share * rows` rounded down; exact in int32 whenever the result fits."""
     # Dividing by the denominator first is exact in int32 at any length.
     part, rest = rows // share.denominator, rows % share.denominator
     return part * share.numerator + rest * share.numerator // share.denominator
 
 
-def within_capacity(
+def limit_entries_per_device(
     chosen: Bool[Array, "B K S"],
     keys: UInt[Array, "B K S"],
     floor: Int[Array, " B"],
     most: Int[Array, " B"],
     devices: int,
 ) -> tuple[Bool[Array, "B K S"], Int[Array, " B"]]:
-    """Choose entries again so that no device's heads keep more than `most`.
+    """Return the mask changed so that no device's heads keep more than `most`, and the number `[B]` of moved entries.
 
     Heads of a device above `most` give up their weakest entries, ranked together, but none goes below `floor`. The
     best candidates of other devices replace them, so that the sum is unchanged.
@@ -485,16 +509,18 @@ def within_capacity(
     def flat(array: Array) -> Array:
         return array.reshape(batch, -1)
 
-    safe = top(only(keys, chosen), jnp.minimum(floor[:, None], count(chosen)))
-    loose = by_device(only(keys, chosen & ~safe))
-    headroom = most[:, None] - count(by_device(safe))
-    kept = top(loose, jnp.minimum(headroom, count(loose > 0))) | by_device(safe)
-    others = only(by_device(keys), ~kept)
+    safe = mask_top_k(mask_sort_keys(keys, chosen), jnp.minimum(floor[:, None], count_true(chosen)))
+    loose = by_device(mask_sort_keys(keys, chosen & ~safe))
+    headroom = most[:, None] - count_true(by_device(safe))
+    kept = mask_top_k(loose, jnp.minimum(headroom, count_true(loose > 0))) | by_device(safe)
+    others = mask_sort_keys(by_device(keys), ~kept)
     # The best candidates that each device has headroom for, then the best of these over all devices.
-    could = flat(top(others, jnp.minimum(most[:, None] - count(kept), count(others > 0))))
+    could = flat(
+        mask_top_k(others, jnp.minimum(most[:, None] - count_true(kept), count_true(others > 0)))
+    )
     others = flat(others)
-    moved = count(flat(chosen)) - count(flat(kept))
-    taken = top(only(others, could), jnp.minimum(moved, count(could)))
+    moved = count_true(flat(chosen)) - count_true(flat(kept))
+    taken = mask_top_k(mask_sort_keys(others, could), jnp.minimum(moved, count_true(could)))
     # In a loaded cache a device may hold less than its share: other devices then exceed `most`.
-    more = top(only(others, ~taken), moved - count(taken))
+    more = mask_top_k(mask_sort_keys(others, ~taken), moved - count_true(taken))
     return (flat(kept) | taken | more).reshape(chosen.shape), moved

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv._checks import shortened
-from jaxkv._errors import invalid, require
+from jaxkv._checks import shorten_text
+from jaxkv._errors import build_value_error, require
 
 # Far above published files: models have thousands of heads, with a few numbers each.
 _MOST_BYTES = 32 << 20
@@ -20,21 +20,23 @@ _REMEDY = (
 )
 
 
-def as_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
-    """Return head importances as tuples `[L][H]`, from a table, {"layer-head": [numbers]} or a JSON file.
+def load_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
+    """Return head importances as tuples `[L][H]`, from a table, a dict {"layer-head": [numbers]} or a JSON file.
 
     ValueError, which names `field`, for files that cannot be read, and for numbers that are not finite, below 0, or all
     0.
     """
     path = isinstance(given, (str, os.PathLike))
-    table = _read(field, given, _REMEDY, _content) if path else given
-    array = _numbers(table)
+    table = _load_limited_file(field, given, _REMEDY, _parse_json_file) if path else given
+    array = _convert_table_to_array(table)
     fits = array.ndim == 2 and bool((array >= 0).all() and 0 < array.sum() < np.inf)
     require(fits, field, given, _REMEDY)
     return tuple(map(tuple, array.tolist()))
 
 
-def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], dict[str, Any]]:
+def load_duoattention_pattern(
+    field: str, given: Any
+) -> tuple[tuple[tuple[float, ...], ...], dict[str, Any]]:
     """Return DuoAttention's head scores `[L][K]`, clipped to [0, 1], and their config.json as a dict.
 
     `given` is a table, or the path of a published `full_attention_heads.tsv` or of its folder. A `config.json` next to
@@ -46,11 +48,13 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
         path = Path(os.path.expanduser(given))
         path = path / _PATTERN if path.is_dir() else path
         beside = path.with_name("config.json")
-        config = _read(field, beside, remedy, _content) if beside.exists() else {}
-        lines = _read(field, path, remedy, _text).splitlines()
+        config = (
+            _load_limited_file(field, beside, remedy, _parse_json_file) if beside.exists() else {}
+        )
+        lines = _load_limited_file(field, path, remedy, _read_utf8_text).splitlines()
         table = [line.split("\t") for line in lines if line.strip()]
     # Only numbers from a file may be text.
-    array = _numbers(table, "iufV" if table is given else "U")
+    array = _convert_table_to_array(table, "iufV" if table is given else "U")
     fits = (
         array.ndim == 2
         and array.size > 0
@@ -61,7 +65,9 @@ def as_pattern(field: str, given: Any) -> tuple[tuple[tuple[float, ...], ...], d
     return tuple(map(tuple, array.clip(0, 1).tolist())), config
 
 
-def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
+def load_eviction_curves(
+    field: str, given: Any, count: int
+) -> tuple[tuple[tuple[float, ...], ...], ...]:
     """Return LU-KV's shares of entries to evict by head, as tuples `[count][L][K]`, from a table or .npy file.
 
     ValueError, which names `field`, for files that cannot be read. Tables must be `count`, of numbers from 0 to 1, each
@@ -70,8 +76,10 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
     remedy = f"give {count} tables of a number from 0 to 1, not 1 alone, for each layer and kv head"
     table = given
     if isinstance(given, (str, os.PathLike)):
-        table = _read(field, given, remedy, lambda path: np.load(path, allow_pickle=False))
-    array = _numbers(table)
+        table = _load_limited_file(
+            field, given, remedy, lambda path: np.load(path, allow_pickle=False)
+        )
+    array = _convert_table_to_array(table)
     fits = array.ndim == 3 and len(array) == count and array.size > 0
     fits = fits and all(each.min() >= 0 and each.max() <= 1 and each.min() < 1 for each in array)
     require(fits, field, given, f"{remedy}, or a .npy file")
@@ -79,19 +87,19 @@ def as_curves(field: str, given: Any, count: int) -> tuple[tuple[tuple[float, ..
     return tuple(tuple(map(tuple, each)) for each in tables)
 
 
-def _numbers(table: Any, kinds: str = "iufV") -> np.ndarray:
+def _convert_table_to_array(table: Any, kinds: str = "iufV") -> np.ndarray:
     """Return a table or {"layer-head": [numbers]} as float64; empty if unfit or of a dtype kind not in `kinds`.
 
     Text and bools are not numbers; JAX's 16-bit floats have numpy's kind "V".
     """
     try:
-        array = np.asarray(_of_names(table) if isinstance(table, dict) else table)
+        array = np.asarray(_average_named_numbers(table) if isinstance(table, dict) else table)
         return array.astype(np.float64) if array.dtype.kind in kinds else np.zeros(0)
     except (AttributeError, OverflowError, TypeError, ValueError):
         return np.zeros(0)
 
 
-def _read(
+def _load_limited_file(
     field: str, given: str | os.PathLike[str], remedy: str, load: Callable[[Path], Any]
 ) -> Any:
     """Return what `load` reads from a regular file of at most 32 MiB; ValueError that names `field` otherwise."""
@@ -103,21 +111,21 @@ def _read(
             raise ValueError(f"more than {_MOST_BYTES >> 20} MiB")
         return load(path)
     except Exception as error:  # numpy raises many kinds of errors for damaged headers
-        fault = f"it cannot be read ({shortened(str(error))}): {remedy}"
-        raise invalid(field, given, fault) from None
+        fault = f"it cannot be read ({shorten_text(str(error))}): {remedy}"
+        raise build_value_error(field, given, fault) from None
 
 
-def _text(path: Path) -> str:
+def _read_utf8_text(path: Path) -> str:
     """Return the text of a file in UTF-8, with or without a byte order mark."""
     return path.read_text("utf-8-sig")
 
 
-def _content(path: Path) -> Any:
-    """Return the content of a JSON file."""
-    return json.loads(_text(path))
+def _parse_json_file(path: Path) -> Any:
+    """Return the parsed content of a JSON file."""
+    return json.loads(_read_utf8_text(path))
 
 
-def _of_names(numbers: dict[str, Any]) -> np.ndarray:
+def _average_named_numbers(numbers: dict[str, Any]) -> np.ndarray:
     """Return each head's mean number `[L, H]`, from {"layer-head": [numbers]}; ValueError if a head has none."""
     places = [tuple(map(int, name.split("-"))) for name in numbers]
     shape = tuple(max(of_axis) + 1 for of_axis in zip(*places, strict=True))

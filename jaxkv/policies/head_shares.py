@@ -6,20 +6,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._checks import field, real
+from jaxkv._checks import validate_field, validate_float
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
-from jaxkv.policies.head_budgets import HeadBudgets, ScoredRows
-from jaxkv.policies.head_scores import as_head_scores
-from jaxkv.policies.layer_budgets import Division, LayerBudgets, Table, round_remainders
-from jaxkv.policies.of_model import OfModel
-from jaxkv.policies.topk import count, top
+from jaxkv.policies.head_budgets import HeadBudgets, ScoredEntries
+from jaxkv.policies.head_scores import load_head_scores
+from jaxkv.policies.layer_budgets import (
+    LayerBudgetInputs,
+    LayerBudgets,
+    Table,
+    round_by_largest_remainder,
+)
+from jaxkv.policies.of_model import ModelSpecificValue
+from jaxkv.policies.topk import count_true, mask_top_k
 
 _PARTS = 1 << 15  # parts of a layer; kv heads get an integer number of them: exact in int32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Importance(OfModel, LayerBudgets, HeadBudgets):
+class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     """HeadKV's layer and head budgets: entries in proportion to each head's share by importance `scores`; exact sums.
 
     A layer gets the sum of its heads' shares, in integer entries per kv head. A kv head gets the sum of its query
@@ -31,23 +36,30 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
 
     of_field = "scores"
     wanted = "a score for each layer and kv head, or query head"
-    needs_layer = True
+    needs_layer_index = True
 
     scores: str | tuple[tuple[float, ...], ...]
     beta: int | float = 1.2
 
     def __post_init__(self) -> None:
-        field(self, "scores", as_head_scores)
-        field(self, "beta", real, "give at least 1 (all entries by the scores)", low=1.0, high=1e30)
+        validate_field(self, "scores", load_head_scores)
+        validate_field(
+            self,
+            "beta",
+            validate_float,
+            "give at least 1 (all entries by the scores)",
+            low=1.0,
+            high=1e30,
+        )
 
-    def shares(self) -> Float[np.ndarray, "L H"]:
+    def compute_head_shares(self) -> Float[np.ndarray, "L H"]:
         """Return each head's share of all entries `[L, H]`, of sum 1: 1/beta by scores, the rest evenly."""
         scores = np.asarray(self.scores)
         return (1 - 1 / self.beta) / scores.size + scores / scores.sum() / self.beta
 
     @property
     def layers(self) -> int:
-        """Number of layers with scores: the model's, or those without a sliding window after `among`."""
+        """Number of layers with scores: the model's, or only its full-attention layers in a restricted copy."""
         return len(self.scores)
 
     @property
@@ -55,15 +67,15 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
         """Number of heads with a score in each layer: the model's kv heads or query heads."""
         return len(self.scores[0])
 
-    def agrees(self, name: str, size: int) -> bool:
+    def accepts_model_size(self, name: str, size: int) -> bool:
         """Return True if `scores` has `size` layers, or, for "heads", a multiple of `size` kv heads."""
         return self.heads % size == 0 if name == "heads" else self.layers == size
 
-    def require_fits(self, config: ModelConfig) -> None:
+    def require_fits_model(self, config: ModelConfig) -> None:
         """Raise ValueError unless each of the model's layers has a score for each kv head, or for each query head."""
-        self.require_sizes(layers=config.layers)
+        self.require_model_sizes(layers=config.layers)
         if any(config.sliding_windows):
-            self.among(config.sliding_windows)
+            self.restrict_to_full_attention(config.sliding_windows)
         remedy = f"the model has {config.kv_heads} kv heads and {config.heads} query heads: give {self.wanted}"
         require(
             self.heads in (config.kv_heads, config.heads),
@@ -72,9 +84,9 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
             remedy,
         )
 
-    def among(self, sliding_windows: SlidingWindows) -> "Importance":
+    def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "ImportanceBudgets":
         """Return a copy with the scores of the layers without a sliding window; ValueError if all are 0."""
-        self.require_sizes(layers=len(sliding_windows))
+        self.require_model_sizes(layers=len(sliding_windows))
         assert not isinstance(self.scores, str)
         scores = tuple(
             row for row, width in zip(self.scores, sliding_windows, strict=True) if width is None
@@ -83,36 +95,39 @@ class Importance(OfModel, LayerBudgets, HeadBudgets):
         require(any(map(any, scores)), self.of_field, f"of {len(scores)} layers", remedy)
         return dataclasses.replace(self, scores=scores)
 
-    def rows(self, of: Division) -> Table:
+    def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
         """Return entries per kv head `[L, N]`: always-kept ones, and the layer's share of the rest of the budget."""
-        self.require_sizes(layers=of.layers)
-        return of.divided(of.xp.asarray(self.shares().sum(axis=1)[:, None]))
+        self.require_model_sizes(layers=of.layers)
+        return of.divide_by_shares(
+            of.array_module.asarray(self.compute_head_shares().sum(axis=1)[:, None])
+        )
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's K * base."""
-        shares, heads = self.shares(), rows.scores.shape[1]
-        self.require_sizes(heads=heads)
+    def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
+        """Return the mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's entries."""
+        shares, heads = self.compute_head_shares(), rows.scores.shape[1]
+        self.require_model_sizes(heads=heads)
         each = (
             shares.reshape(len(shares), heads, -1).sum(axis=-1).T + 1e-300
         )  # even shares in a layer without any
         parts = jnp.asarray(
-            round_remainders(each / each.sum(axis=0) * _PARTS, _PARTS, _PARTS).T, jnp.int32
+            round_by_largest_remainder(each / each.sum(axis=0) * _PARTS, _PARTS, _PARTS).T,
+            jnp.int32,
         )[rows.layer]
         total = heads * rows.base[:, None]
         rest, each = (
             total % _PARTS * parts,
             total // _PARTS * parts + total % _PARTS * parts // _PARTS,
         )
-        more = top(
+        more = mask_top_k(
             (rest % _PARTS + 1).astype(jnp.uint32), total[:, 0] - each.sum(axis=-1, dtype=jnp.int32)
         )
-        each, keys = each + more.astype(jnp.int32), rows.keys
-        return top(keys, jnp.minimum(each, count(keys > 0)))
+        each, keys = each + more.astype(jnp.int32), rows.sort_keys
+        return mask_top_k(keys, jnp.minimum(each, count_true(keys > 0)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CurveBudgets(Importance):
-    """LU-KV's layer and head budgets: entries in proportion to the share that each head keeps by its curve."""
+class CurveBudgets(ImportanceBudgets):
+    """LU-KV's layer and head budgets: entries in proportion to the share that each kv head keeps by its curve."""
 
     of_field = "curves"
     wanted = "curves for each layer and kv head of this model"
@@ -120,4 +135,7 @@ class CurveBudgets(Importance):
     beta: int | float = 1.0
 
     # Curves are of kv heads only.
-    agrees, require_fits = OfModel.agrees, OfModel.require_fits
+    accepts_model_size, require_fits_model = (
+        ModelSpecificValue.accepts_model_size,
+        ModelSpecificValue.require_fits_model,
+    )

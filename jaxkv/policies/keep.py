@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxkv._checks import field, namespace, real, whole
-from jaxkv.policies.checks import Span, as_spans
+from jaxkv._checks import select_array_module, validate_field, validate_float, validate_int
+from jaxkv.policies.checks import Span, parse_spans
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,14 +30,14 @@ class Keep:
     recent: float = 0.0
 
     def __post_init__(self) -> None:
-        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
-        field(self, "window", whole, "give 0 or more last tokens", least=0)
+        validate_field(self, "sinks", validate_int, "give 0 or more first tokens", least=0)
+        validate_field(self, "window", validate_int, "give 0 or more last tokens", least=0)
         remedy = "give the share of a layer's entries, between 0 and 1; a number of last tokens is window="
-        field(self, "recent", real, remedy, high=1.0)
-        field(self, "protect", as_spans)
+        validate_field(self, "recent", validate_float, remedy, high=1.0)
+        validate_field(self, "protect", parse_spans)
 
-    def mask(self, lengths: Any, padded_len: int) -> Any:
-        """Return the mask `[B, S]` of a prompt's always-kept entries, without the share `recent`.
+    def mask_always_kept(self, lengths: Any, padded_len: int) -> Any:
+        """Return the mask `[B, S]` of always-kept entries of B prompts, without the share `recent`.
 
         Args:
             lengths: `[B]` tokens of each prompt: numbers on the host, or a JAX array, which may be traced.
@@ -46,13 +46,15 @@ class Keep:
         Returns:
             `bool[B, S]`, a numpy or JAX array as the lengths are.
         """
-        xp = namespace(lengths)
+        xp = select_array_module(lengths)
         length = xp.asarray(lengths)[:, None]
         position = xp.arange(padded_len, dtype=xp.int32)
-        return _inside(position, self._spans(length, length)) & (position < length)
+        return _mask_positions_in_spans(position, self._list_kept_spans(length, length)) & (
+            position < length
+        )
 
-    def counts(self, lengths: Any, prompts: Any = None) -> Any:
-        """Return the number `[N]` of always-kept entries of N texts, without the share `recent`.
+    def count_always_kept(self, lengths: Any, prompts: Any = None) -> Any:
+        """Return the number `[N]` of always-kept entries per kv head of N texts, without the share `recent`.
 
         Args:
             lengths: `[N]` tokens of each text: numbers on the host, or a JAX array, which may be traced.
@@ -61,9 +63,9 @@ class Keep:
         Returns:
             `[N]` entries, a numpy or JAX array as the lengths are.
         """
-        xp = namespace(lengths)
+        xp = select_array_module(lengths)
         lengths = lengths if xp is jnp else np.asarray(lengths, np.int64)
-        spans = self._spans(
+        spans = self._list_kept_spans(
             lengths if prompts is None else xp.asarray(prompts, lengths.dtype), lengths
         )
         first = xp.stack([xp.maximum(first, xp.zeros_like(lengths)) for first, _ in spans])
@@ -77,8 +79,10 @@ class Keep:
             ended = xp.maximum(ended, end)
         return count
 
-    def protected(self, pos: Int[Array, "..."], prompt: Int[Array, "..."]) -> Bool[Array, "..."]:
-        """Return the mask of positions that are sinks or in protected spans, without the window.
+    def mask_protected_positions(
+        self, pos: Int[Array, "..."], prompt: Int[Array, "..."]
+    ) -> Bool[Array, "..."]:
+        """Return the mask of positions that are sinks or in protected spans, without the observation window.
 
         Args:
             pos: positions of entries.
@@ -87,19 +91,21 @@ class Keep:
         Returns:
             The mask, of the positions' shape.
         """
-        return _inside(pos, self._spans(prompt))
+        return _mask_positions_in_spans(pos, self._list_kept_spans(prompt))
 
-    def _spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
+    def _list_kept_spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
         """Return always-kept spans `(first, last + 1)`: sinks, the window if `length` is given, protected spans."""
         spans: list[tuple[Any, Any]] = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:
             first, last = (prompt + edge if edge < 0 else edge for edge in (start, stop))
             # Spans refer to the prompt: tokens sampled after a short prompt are not in them.
-            spans.append((first, last if stop < 0 else namespace(prompt).minimum(last, prompt)))
+            spans.append(
+                (first, last if stop < 0 else select_array_module(prompt).minimum(last, prompt))
+            )
         return spans
 
 
-def _inside(position: Any, spans: list[tuple[Any, Any]]) -> Any:
+def _mask_positions_in_spans(position: Any, spans: list[tuple[Any, Any]]) -> Any:
     """Return the mask of positions that are in any of the spans `(first, last + 1)`."""
     return reduce(operator.or_, ((position >= first) & (position < last) for first, last in spans))

@@ -10,10 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._checks import field, halved, is_traced, namespace, real
+from jaxkv._checks import (
+    bisect_elementwise,
+    is_traced,
+    select_array_module,
+    validate_field,
+    validate_float,
+)
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
-from jaxkv.policies.scorer import Observed, Scores
+from jaxkv.policies.scorer import ScorerInputs, Scores
 
 # numpy arrays on the host, or traced JAX arrays: int64[N] of N prompts; int64[L, N] and float64[L, N] of L layers.
 Counts = Any
@@ -21,8 +27,8 @@ Table = Any
 Reals = Any
 
 
-class Division(NamedTuple):
-    """Entries of N prompts to divide among layers.
+class LayerBudgetInputs(NamedTuple):
+    """NamedTuple input of layer budgets: budgets, lengths and always-kept entries of N prompts, and L.
 
     Attributes:
         budget: `[N]` entries per kv head and layer on average, always-kept ones included.
@@ -30,7 +36,8 @@ class Division(NamedTuple):
         always_kept: `[N]` always-kept entries, in every layer.
         layers: L.
         window: the observation window, for schedules that exclude it.
-        weights: `[L, N]` from `LayerBudgets.weight`, if `from_scores`; of the layers that have run so far.
+        weights: `[L, N]` from `LayerBudgets.compute_layer_weight`, if `depends_on_scores`; of the layers that have run
+            so far.
     """
 
     budget: Counts
@@ -41,64 +48,64 @@ class Division(NamedTuple):
     weights: Any = None
 
     @property
-    def xp(self) -> Any:
-        """`numpy`, or `jax.numpy` for traced numbers."""
-        return namespace(self.budget, self.weights)
+    def array_module(self) -> Any:
+        """Array module of these numbers: `jax.numpy` if they are JAX arrays, else `numpy`."""
+        return select_array_module(self.budget, self.weights)
 
     @property
-    def base(self) -> Counts:
-        """Entries `[N]` per kv head and layer on average, without always-kept ones."""
+    def mean_entries_to_choose(self) -> Counts:
+        """Average entries `[N]` per kv head and layer to choose by score: the budget without always-kept ones."""
         return self.budget - self.always_kept
 
-    def divided(self, shares: Reals) -> Table:
+    def divide_by_shares(self, shares: Reals) -> Table:
         """Return entries per kv head `[L, N]`: always-kept ones, and L * base split by `shares` `[L, N]`, of sum 1."""
-        total = self.layers * self.base
-        wanted = shares * total.astype(self.xp.float64)
+        total = self.layers * self.mean_entries_to_choose
+        wanted = shares * total.astype(self.array_module.float64)
         return self.always_kept + round_to_sum(wanted, total, self.length - self.always_kept)
 
 
 class LayerBudgets:
-    """Base of layer budgets, which divide a policy's budget among layers: `rows` returns entries per kv head."""
+    """Base of layer budgets, which divide a budget among layers: `compute_layer_entries` returns entries per head."""
 
     @property
-    def from_scores(self) -> bool:
+    def depends_on_scores(self) -> bool:
         """True if budgets depend on all layers' scores: one pool of all layers is packed after the last layer."""
         return False
 
     @property
-    def exact(self) -> bool:
+    def has_exact_sum(self) -> bool:
         """True if entries per kv head sum to L times the budget; False for published code whose sum may differ."""
         return True
 
     @property
-    def joint(self) -> bool:
-        """True if the kv heads of all layers compete for one budget; `of_heads` and `weight` are then unused."""
+    def uses_joint_budget(self) -> bool:
+        """True if the kv heads of all layers compete for one budget, without statistics or weights of layers."""
         return False
 
     @property
-    def needs_sums(self) -> bool:
-        """True if `of_heads` reads `seen.sums`, the attention that each entry receives from all queries."""
+    def needs_attention_sums(self) -> bool:
+        """True if `compute_head_statistic` reads `seen.sums`, the attention that entries receive from all queries."""
         return False
 
     @property
-    def needs_queries(self) -> bool:
-        """True if `of_heads` reads `seen.queries`, the last queries: scorers without queries are then rejected."""
+    def needs_last_queries(self) -> bool:
+        """True if `compute_head_statistic` reads `seen.queries`: scorers without last queries are then rejected."""
         return False
 
     @property
-    def sets_rows(self) -> bool:
-        """True if `average` sets the number of entries, as in DuoAttention; the policy's budget is then None."""
+    def sets_entry_count(self) -> bool:
+        """True if these budgets set the number of entries, as in DuoAttention; the policy's budget is then None."""
         return False
 
     @property
-    def grows_to(self) -> int | None:
-        """Entries to which segments of shorter prompts grow under `Evict`, if `sets_rows`; None for no limit."""
+    def growth_limit(self) -> int | None:
+        """Entries to which segments of short prompts grow under `Evict`, if `sets_entry_count`; None for no limit."""
         return None
 
-    def of_heads(
-        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
+    def compute_head_statistic(
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: ScorerInputs
     ) -> Float[Array, "B K *G"]:
-        """Return a statistic of one layer per kv or query head, which `weight` reads; TypeError unless overridden.
+        """Return one layer's statistic per kv or query head, for `compute_layer_weight`; TypeError unless overridden.
 
         Args:
             scores: scores before pooling.
@@ -110,12 +117,12 @@ class LayerBudgets:
         """
         raise TypeError(f"{type(self).__name__} has no statistic of scores: override `of_heads`")
 
-    def weight(self, heads: Float[Array, "B H *n"]) -> Float[Array, " B"]:
+    def compute_layer_weight(self, heads: Float[Array, "B H *n"]) -> Float[Array, " B"]:
         """Return the layer's weight `[B]` in the division of entries: the mean of its heads' statistics."""
         return heads.mean(axis=-1)
 
-    def rows(self, of: Division) -> Table:
-        """Return entries per kv head `[L, N]` of each layer and prompt.
+    def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
+        """Return entries per kv head `[L, N]` to keep in each layer of each prompt; subclasses implement it.
 
         Args:
             of: the prompts and their average budgets.
@@ -125,33 +132,35 @@ class LayerBudgets:
         """
         raise NotImplementedError
 
-    def average(self, length: Counts, always_kept: Counts) -> Counts:
-        """Return entries per kv head and layer on average `[N]`, if `sets_rows`; TypeError unless overridden."""
+    def compute_average_entries(self, length: Counts, always_kept: Counts) -> Counts:
+        """Return entries per kv head and layer on average `[N]`, if `sets_entry_count`; TypeError unless overridden."""
         raise TypeError(f"{type(self).__name__} lacks `average`, which `sets_rows` needs: write it")
 
-    def among(self, sliding_windows: SlidingWindows) -> "LayerBudgets":
+    def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "LayerBudgets":
         """Return the budgets of the layers without a sliding window, counted from 0; the same object by default.
 
         `sliding_windows` are `ModelConfig.sliding_windows`. Override this where budgets use layer indices.
         """
         return self
 
-    def require_fits(self, config: ModelConfig) -> None:
+    def require_fits_model(self, config: ModelConfig) -> None:
         """Raise ValueError if the model does not fit these layer budgets; by default every model fits."""
 
-    def bound(self, budget: Counts, length: Counts, always_kept: Counts, *, layers: int) -> Counts:
-        """Return an upper bound `[N]` of entries per kv head summed over layers: L times the budget."""
+    def bound_total_entries(
+        self, budget: Counts, length: Counts, always_kept: Counts, *, layers: int
+    ) -> Counts:
+        """Return an upper bound `[N]` of entries per kv head summed over layers: L times the budget by default."""
         return layers * np.asarray(budget, np.int64)
 
-    def widest(self, budget: Counts, length: Counts) -> Counts:
-        """Return an upper bound `[N]` of the entries per kv head of any layer: the prompt's length."""
+    def bound_layer_entries(self, budget: Counts, length: Counts) -> Counts:
+        """Return an upper bound `[N]` of the entries per kv head of any layer: the prompt's length by default."""
         return np.asarray(length, np.int64)
 
-    def recents(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
+    def count_recent_entries(self, budget: Counts, length: Counts, weights: Any) -> Table | None:
         """Return how many recent entries `[L, N]` each layer keeps; None, the default, for the share `Keep.recent`."""
         return None
 
-    def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
+    def mask_layers_without_eviction(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Return the mask `[L]` of layers that keep all new entries, even under `Evict`; all False by default."""
         return np.zeros(layers, bool)
 
@@ -161,7 +170,7 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
 
     `total` is between 0 and L * most; ties of remainders go to the lowest layer.
     """
-    xp = namespace(values, total, most)
+    xp = select_array_module(values, total, most)
     total, most = xp.asarray(total, xp.int64), xp.asarray(most, xp.int64)
     values, sums, ends = (xp.asarray(each, xp.float64) for each in (values, total, most))
 
@@ -170,16 +179,16 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
 
     # The sum of clipped values does not decrease with the shift: bisection finds the shift.
     low, high = -values.max(axis=0) - 1.0, ends - values.min(axis=0) + 1.0
-    high = halved(low, high, lambda middle: shifted(middle).sum(axis=0) < sums)
-    return round_remainders(shifted(high), total, most)
+    high = bisect_elementwise(low, high, lambda middle: shifted(middle).sum(axis=0) < sums)
+    return round_by_largest_remainder(shifted(high), total, most)
 
 
-def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
+def round_by_largest_remainder(real: Reals, total: Counts, most: Counts) -> Table:
     """Round reals by largest remainder to integers `[L, N]` of sum `total` over layers, at most `most` each.
 
     Ties of remainders go to the lowest layer.
     """
-    xp = namespace(real, total, most)
+    xp = select_array_module(real, total, most)
     floor = xp.floor(real + 1e-9)
     fraction = xp.round(real - floor, 9)
     floor = floor.astype(xp.int64)
@@ -190,9 +199,9 @@ def round_remainders(real: Reals, total: Counts, most: Counts) -> Table:
     return floor + (rank < missing).astype(xp.int64)
 
 
-def finite(weights: np.ndarray | Array | None) -> Reals:
+def require_finite_weights(weights: np.ndarray | Array | None) -> Reals:
     """Return layer weights as a float64 array; ValueError if they are on the host and not finite."""
-    xp = namespace(weights)
+    xp = select_array_module(weights)
     values = xp.asarray(weights, xp.float64)
     sound = is_traced(values) or bool(np.isfinite(values).all())
     require(sound, "weights", "not finite", "the model's attention is not finite: check the model")
@@ -203,30 +212,30 @@ def finite(weights: np.ndarray | Array | None) -> Reals:
 class UniformLayers(LayerBudgets):
     """Layer budgets that keep the same number of entries per kv head in every layer: the budget."""
 
-    def rows(self, of: Division) -> Table:
+    def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
         """Return entries per kv head `[L, N]`: the budget in every layer."""
-        return of.xp.broadcast_to(of.budget, (of.layers, *np.shape(of.budget)))
+        return of.array_module.broadcast_to(of.budget, (of.layers, *np.shape(of.budget)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GlobalLayers(UniformLayers):
     """Layer budgets under which the kv heads of all layers compete by score for one budget."""
 
-    from_scores = True
-    joint = True
+    depends_on_scores = True
+    uses_joint_budget = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _WithBeta(LayerBudgets):
-    """Base of pyramid schedules with PyramidKV's `beta`: average entries over the top layer's, at least 1."""
+class _PyramidSchedule(LayerBudgets):
+    """Base of pyramid schedules by PyramidKV's `beta`: average entries over the top layer's entries, at least 1."""
 
     beta: int | float = 20.0
 
     def __post_init__(self) -> None:
-        field(
+        validate_field(
             self,
             "beta",
-            real,
+            validate_float,
             "give at least 1 (uniform); the paper uses 14 to 20",
             low=1.0,
             high=1e30,
@@ -234,10 +243,10 @@ class _WithBeta(LayerBudgets):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Decreasing(_WithBeta):
-    """Base of pyramid schedules whose entries sum exactly to the budget; subclasses define `shape`."""
+class _ExactPyramid(_PyramidSchedule):
+    """Base of pyramid schedules whose entries sum to the budget; subclasses define `compute_relative_entries`."""
 
-    def shape(self, base: Any, depth: Any) -> Reals:
+    def compute_relative_entries(self, base: Any, depth: Any) -> Reals:
         """Return relative entries of layers at depths from 0 (bottom) to 1 (top); subclasses override it.
 
         Args:
@@ -245,27 +254,27 @@ class _Decreasing(_WithBeta):
             depth: depth of each layer, in [0, 1].
 
         Returns:
-            Positive numbers; `rows` scales them to the budget's sum.
+            Positive numbers; `compute_layer_entries` scales them to the budget's sum.
         """
         raise NotImplementedError
 
-    def rows(self, of: Division) -> Table:
-        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by `shape`."""
-        xp, layers = of.xp, of.layers
+    def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
+        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by the schedule."""
+        xp, layers = of.array_module, of.layers
         depth = xp.asarray(np.arange(layers)[:, None] / max(layers - 1, 1))
-        shape = self.shape(of.base.astype(xp.float64), depth)
-        return of.divided(shape / xp.maximum(shape.sum(axis=0), 1e-300))
+        shape = self.compute_relative_entries(of.mean_entries_to_choose.astype(xp.float64), depth)
+        return of.divide_by_shares(shape / xp.maximum(shape.sum(axis=0), 1e-300))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LinearLayers(_Decreasing):
+class LinearLayers(_ExactPyramid):
     """PyramidKV's schedule (arXiv:2406.02069, eq. 1): entries fall linearly from bottom to top layer; exact sum.
 
     Attributes:
         beta: average entries over entries of the top layer; at least 1.
     """
 
-    def shape(self, base: Any, depth: Any) -> Reals:
+    def compute_relative_entries(self, base: Any, depth: Any) -> Reals:
         """Return entries on a line from 2 * base - base / beta (bottom layer) to base / beta (top layer)."""
         top = base / self.beta
         bottom = 2 * base - top
@@ -273,20 +282,20 @@ class LinearLayers(_Decreasing):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GeometricLayers(_Decreasing):
+class GeometricLayers(_ExactPyramid):
     """Pyramid schedule: entries fall by a constant ratio per layer, in all by 2 * beta - 1 (PyramidKV, Table 5).
 
     Attributes:
         beta: as in `LinearLayers`.
     """
 
-    def shape(self, base: Any, depth: Any) -> Reals:
+    def compute_relative_entries(self, base: Any, depth: Any) -> Reals:
         """Return relative entries that fall by a constant ratio per layer, in all by 2 * beta - 1."""
         return base * (1 / (2 * self.beta - 1)) ** depth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExponentialLayers(_Decreasing):
+class ExponentialLayers(_ExactPyramid):
     """Pyramid schedule: entries decay exponentially, by `rate`, from bottom to top layer (PyramidKV, Table 5).
 
     Attributes:
@@ -298,52 +307,58 @@ class ExponentialLayers(_Decreasing):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        field(self, "rate", real, "give a positive decay rate", high=1e30, open_low=True)
+        validate_field(
+            self, "rate", validate_float, "give a positive decay rate", high=1e30, open_low=True
+        )
 
-    def shape(self, base: Any, depth: Any) -> Reals:
+    def compute_relative_entries(self, base: Any, depth: Any) -> Reals:
         """Return relative entries: base / beta plus a part that decays as exp(-rate * depth)."""
         top = base / self.beta
-        return top + (2 * base - 2 * top) * namespace(depth).exp(-self.rate * depth)
+        return top + (2 * base - 2 * top) * select_array_module(depth).exp(-self.rate * depth)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FromScores(LayerBudgets):
-    """Base of layer budgets that divide entries in proportion to a statistic of each layer's scores."""
+class WeightedLayers(LayerBudgets):
+    """Base of layer budgets that divide entries in proportion to layer weights, a statistic of each layer's scores."""
 
-    from_scores = True
+    depends_on_scores = True
 
-    def proportions(self, weights: Any) -> Reals:
+    def compute_proportions(self, weights: Any) -> Reals:
         """Return the proportions `[L, N]`, 0 or more, of the layers' entries: the weights, checked to be finite.
 
         Only a common factor may depend on other layers' weights.
         """
-        return finite(weights)
+        return require_finite_weights(weights)
 
-    def rows(self, of: Division) -> Table:
-        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by `weights`."""
-        return of.divided(self._share(of.weights))
+    def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
+        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by layer weights."""
+        return of.divide_by_shares(self._compute_layer_shares(of.weights))
 
-    def at_most(self, of: Division) -> Table:
-        """Return an upper bound `[n, N]` of the lowest n layers' entries, for any weights of later layers.
+    def bound_lower_layers(self, of: LayerBudgetInputs) -> Table:
+        """Return an upper bound `[n, N]` of the lowest n layers' entries per head, for any weights of later layers.
 
         `of.weights` are those of the n layers. All layers' bounds sum to at most L * (2 * budget + 1).
         """
         # A layer's share falls with every further layer. Entries above the length of full layers are spread evenly
         # over the other layers, at most L - 1; at least one layer is full then.
-        xp, total, headroom = of.xp, of.layers * of.base, of.length - of.always_kept
+        xp, total, headroom = (
+            of.array_module,
+            of.layers * of.mean_entries_to_choose,
+            of.length - of.always_kept,
+        )
         spread = xp.maximum(total - headroom, 0) / max(of.layers - 1, 1)
-        wanted = self._share(of.weights) * total.astype(xp.float64)
+        wanted = self._compute_layer_shares(of.weights) * total.astype(xp.float64)
         most = xp.floor(wanted + spread + 1e-6).astype(xp.int64) + 1
         return of.always_kept + xp.minimum(most, headroom)
 
-    def _share(self, weights: Any) -> Reals:
-        """Return each layer's share `[L, N]` by `proportions`; even shares if all proportions are 0."""
-        xp, parts = namespace(weights), self.proportions(weights)
+    def _compute_layer_shares(self, weights: Any) -> Reals:
+        """Return each layer's share `[L, N]` of entries by `compute_proportions`; even shares if all are 0."""
+        xp, parts = select_array_module(weights), self.compute_proportions(weights)
         total = parts.sum(axis=0)
         return xp.where(total > 0, parts / xp.where(total > 0, total, 1.0), 1 / len(parts))
 
 
-def _shares(
+def _normalise_scores(
     scores: Float[Array, "B K S"], candidates: Bool[Array, "B 1 S"]
 ) -> Float[Array, "B K S"]:
     """Return candidates' scores `[B, K, S]` divided by their sum in each kv head; 0 for other entries."""
@@ -353,27 +368,27 @@ def _shares(
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EntropyLayers(FromScores):
+class EntropyLayers(WeightedLayers):
     """Layer budgets by entropy: layers of more evenly spread attention get more entries (PyramidKV, Table 5)."""
 
-    def of_heads(
-        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
+    def compute_head_statistic(
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: ScorerInputs
     ) -> Float[Array, "B K"]:
         """Return the entropy in nats `[B, K]` of each kv head's scores, normalised over the candidates."""
-        share = _shares(scores, candidates)
+        share = _normalise_scores(scores, candidates)
         terms = jnp.where(share > 0, share * jnp.log(jnp.where(share > 0, share, 1.0)), 0.0)
         return -terms.sum(axis=-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GiniLayers(FromScores):
+class GiniLayers(WeightedLayers):
     """Layer budgets by Gini coefficient: layers of more concentrated attention get more (PyramidKV, Table 5)."""
 
-    def of_heads(
-        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
+    def compute_head_statistic(
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: ScorerInputs
     ) -> Float[Array, "B K"]:
         """Return the Gini coefficient `[B, K]` of each kv head's scores, normalised over the candidates."""
-        share = jnp.where(candidates, _shares(scores, candidates), -1.0)
+        share = jnp.where(candidates, _normalise_scores(scores, candidates), -1.0)
         count = candidates.sum(axis=-1, dtype=jnp.float32)
         # Ascending order puts the -1 of other entries first: ranks start after them.
         ordered = jnp.sort(share, axis=-1)
@@ -386,33 +401,37 @@ class GiniLayers(FromScores):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Published(_WithBeta):
+class _PublishedPyramid(_PyramidSchedule):
     """Base of pyramid schedules as in published code; the sum over layers may differ from the budget."""
 
-    exact = False
+    has_exact_sum = False
 
-    def rows(self, of: Division) -> Table:
-        """Return entries per kv head `[L, N]`: `_one` of each prompt, clipped to its always-kept entries and length."""
+    def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
+        """Return entries per kv head `[L, N]` of each prompt's schedule, clipped to always-kept entries and length."""
         columns = [
-            self._one(int(capacity), int(length), of.layers, of.window)
+            self._schedule_prompt_entries(int(capacity), int(length), of.layers, of.window)
             for capacity, length in zip(of.budget, of.length, strict=True)
         ]
         return np.clip(np.stack(columns, axis=1), np.asarray(of.always_kept), np.asarray(of.length))
 
-    def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
-        """Return one prompt's entries per kv head `[L]`, window included; subclasses override it."""
+    def _schedule_prompt_entries(
+        self, capacity: int, length: int, layers: int, window: int
+    ) -> Int[np.ndarray, " L"]:
+        """Return one prompt's entries per kv head `[L]`, window included; subclasses implement it."""
         raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfficialLayers(_Published):
+class OfficialLayers(_PublishedPyramid):
     """KVCache-Factory's pyramid schedule: integer steps, up to 27% over budget; uniform for short prompts.
 
     Attributes:
         beta: as in `LinearLayers`.
     """
 
-    def _one(self, capacity: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
+    def _schedule_prompt_entries(
+        self, capacity: int, length: int, layers: int, window: int
+    ) -> Int[np.ndarray, " L"]:
         base = capacity - window
         least = int(base // self.beta)
         most = 2 * base - least
@@ -426,14 +445,16 @@ class OfficialLayers(_Published):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KVPressLayers(_Published):
+class KVPressLayers(_PublishedPyramid):
     """kvpress' pyramid schedule, rounded half to even; uniform if a layer would get fewer entries than the window.
 
     Attributes:
         beta: as in `LinearLayers`.
     """
 
-    def _one(self, kept: int, length: int, layers: int, window: int) -> Int[np.ndarray, " L"]:
+    def _schedule_prompt_entries(
+        self, kept: int, length: int, layers: int, window: int
+    ) -> Int[np.ndarray, " L"]:
         least = kept / self.beta
         most = 2 * kept - least
         if most >= length - window:

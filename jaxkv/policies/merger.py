@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, PRNGKeyArray
 
-from jaxkv._checks import instance
-from jaxkv.sharding.mesh import Axes
+from jaxkv._checks import require_instance
+from jaxkv.sharding.mesh import ShardingMesh
 
 # The threshold before the first eviction.
 UNSET = -math.inf
 
 
 class Merged(NamedTuple):
-    """Result of `Merger.merge`: all keys and values of a layer, after merging, and the running thresholds.
+    """Result of `Merger.merge_evicted_entries`: a layer's keys and values after merging, and the running thresholds.
 
     Attributes:
         k: `[B, K, S, D]` keys, those of kept entries changed.
@@ -27,8 +27,8 @@ class Merged(NamedTuple):
     tau: Float[Array, "B K n"] | None
 
 
-class Row(NamedTuple):
-    """Key and value of one entry of each of N * K segments, in float32.
+class EntryPerSegment(NamedTuple):
+    """Key and value vectors of one entry in each of N * K segments, in float32.
 
     Attributes:
         k: `f32[N, K, D]` keys.
@@ -40,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Result of `Merger.merge_one`: mask of kept entries that change, their new keys and values, and the thresholds.
+    """Result of `merge_entry_while_decoding`: mask of kept entries that change, their keys and values, thresholds.
 
     Attributes:
         joins: `bool[N, K]` where the kept entry changes.
@@ -56,29 +56,29 @@ class Joined(NamedTuple):
 
 
 class Merger:
-    """Base of mergers of evicted entries: `merge` for a layer's, `merge_one` for single entries while decoding.
+    """Base of mergers of evicted entries: a layer's by `merge_evicted_entries`, single ones while decoding.
 
-    Subclass it in a frozen dataclass and write `merge`.
+    Subclass it in a frozen dataclass and write `merge_evicted_entries`.
 
-    A merger that names tensors in `compares` also merges while decoding: `merge_one` is then called for every evicted
-    entry.
+    A merger that names tensors in `compared_tensors` also merges while decoding: `merge_entry_while_decoding` is then
+    called for every evicted entry.
 
     On a mesh, both methods run on every device, for the device's kv heads. A merger whose heads depend on one another
-    sets `across_heads`.
+    sets `depends_on_other_heads`.
     """
 
     @property
-    def thresholds(self) -> int:
-        """Number n of running thresholds per kv head, the size of tau's last axis; 0 without thresholds."""
+    def threshold_count(self) -> int:
+        """Number n of running merge thresholds per kv head, the size of tau's last axis; 0 without thresholds."""
         return 0
 
     @property
-    def needs_equal_heads(self) -> bool:
-        """True if all kv heads of a layer must evict the same number of entries."""
+    def needs_equal_evictions(self) -> bool:
+        """True if all kv heads of a layer must evict the same number of entries; False by default."""
         return False
 
     @property
-    def across_heads(self) -> bool:
+    def depends_on_other_heads(self) -> bool:
         """True if a kv head's result depends on other heads or on the head's index.
 
         Both methods then receive `axes=`: the mesh axes over which the heads are sharded, None if one device has them
@@ -88,19 +88,19 @@ class Merger:
         return False
 
     @property
-    def uses_key(self) -> bool:
-        """True if `merge` uses random numbers from its argument `key`."""
+    def uses_random_key(self) -> bool:
+        """True if merging uses random numbers, from the argument `key`; False by default."""
         return False
 
     @property
-    def compares(self) -> tuple[str, ...]:
-        """Names of tensors ("k", "v") whose cosines find the kept entry nearest to an evicted one; () by default.
+    def compared_tensors(self) -> tuple[str, ...]:
+        """Tensors ("k", "v") whose cosines find the kept entry nearest to an evicted one; () by default.
 
         With (), prompts and recompressed caches are merged; single entries evicted while decoding are not.
         """
         return ()
 
-    def merge(
+    def merge_evicted_entries(
         self,
         k: Float[Array, "B K S D"],
         v: Float[Array, "B K S D"],
@@ -110,7 +110,7 @@ class Merger:
         tau: Float[Array, "B K n"] | None,
         key: PRNGKeyArray,
     ) -> Merged:
-        """Merge all evicted entries of a layer into its kept ones.
+        """Merge all evicted entries of a layer into its kept ones; return `Merged`. Subclasses implement it.
 
         Args:
             k: keys, in order of position.
@@ -126,21 +126,21 @@ class Merger:
         """
         raise NotImplementedError
 
-    def merge_one(
+    def merge_entry_while_decoding(
         self,
         index: int,
         cosine: Float[Array, "N K"],
-        dropped: Row,
-        nearest: Row,
+        dropped: EntryPerSegment,
+        nearest: EntryPerSegment,
         goes: Bool[Array, "N K"],
         tau: Float[Array, "N K n"] | None,
     ) -> Joined:
-        """Merge one evicted entry per segment into its nearest kept entry while decoding; by default no change.
+        """Merge one evicted entry per segment into its nearest kept entry; return `Joined`. By default no change.
 
         All kv heads on the device are passed together, so that they may decide together.
 
         Args:
-            index: index in `compares` of the tensor that found the nearest entry.
+            index: index in `compared_tensors` of the tensor that found the nearest entry.
             cosine: cosine of the evicted entry and the nearest one.
             dropped: the evicted entry.
             nearest: the kept entry.
@@ -153,16 +153,19 @@ class Merger:
         return Joined(jnp.zeros_like(goes), None, None, tau)
 
 
-def axes_for(merger: Merger, axes: Axes | None) -> dict[str, Any]:
-    """Return keyword arguments for a merger's methods: `{"axes": axes}` if it works across heads, else {}."""
-    return {"axes": axes} if merger.across_heads else {}
+def build_axes_argument(merger: Merger, axes: ShardingMesh | None) -> dict[str, Any]:
+    """Return keyword arguments of a merger's methods: `{"axes": axes}` if its heads depend on one another, else {}."""
+    return {"axes": axes} if merger.depends_on_other_heads else {}
 
 
 def check_merger(label: str, merge: Any) -> None:
     """Raise TypeError unless `merge` is None or a Merger with the methods that it needs."""
     if merge is None:
         return
-    instance(label, merge, Merger, "give Merge(...), or None")
-    for name, wanted in (("merge", True), ("merge_one", bool(merge.compares))):
+    require_instance(label, merge, Merger, "give Merge(...), or None")
+    for name, wanted in (
+        ("merge", True),
+        ("merge_entry_while_decoding", bool(merge.compared_tensors)),
+    ):
         if wanted and getattr(type(merge), name) is getattr(Merger, name):
             raise TypeError(f"{label}={type(merge).__name__}: no `{name}`. Write the method.")

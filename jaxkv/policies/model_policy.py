@@ -5,15 +5,15 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv._checks import ENDLESS
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.models.config import ModelConfig
-from jaxkv.policies.checks import Bytes
+from jaxkv.policies.checks import ByteBudget
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.registry import as_policy
-from jaxkv.policies.wrapper import with_budget
+from jaxkv.policies.registry import resolve_policy
+from jaxkv.policies.wrapper import replace_policy_budget
 
 
-def policy_for(
+def resolve_policy_for_model(
     given: Any,
     config: ModelConfig,
     filters: tuple[int, ...] | None = None,
@@ -21,7 +21,7 @@ def policy_for(
     dtype: Any,
     field: str = "policy",
 ) -> Policy:
-    """Return a policy fitted to a model, from an instance, a name, a class or None.
+    """Return a policy fitted to a model's layers and sizes, from an instance, a name, a class or None (FullKV).
 
     Args:
         given: the policy.
@@ -37,19 +37,19 @@ def policy_for(
         ValueError: if the model does not support the policy.
         TypeError: for anything but a policy.
     """
-    policy = as_policy(given, field=field).for_model(config.layers, filters)
-    policy.composed.require_fits(config)
-    return _in_rows(policy, config, dtype)
+    policy = resolve_policy(given, field=field).fill_model_fields(config.layers, filters)
+    policy.composed.require_fits_model(config)
+    return _convert_byte_budget(policy, config, dtype)
 
 
-def _in_rows(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:
+def _convert_byte_budget(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:
     """Return the policy with a budget in bytes converted to entries per kv head; ValueError for too few bytes."""
     parts = policy.composed
     budget = parts.budget
-    if not isinstance(budget, Bytes):
+    if not isinstance(budget, ByteBudget):
         return policy
     # Bytes of one entry in every kv head and layer; sliding-window layers hold their windows in addition.
-    row = config.kv_heads * parts.row_bytes(config.head_dim, jnp.dtype(dtype).itemsize)
+    row = config.kv_heads * parts.compute_entry_bytes(config.head_dim, jnp.dtype(dtype).itemsize)
     each, sliding_windows = (
         config.sliding_windows.count(None) * row,
         sum(width or 0 for width in config.sliding_windows) * row,
@@ -63,9 +63,9 @@ def _in_rows(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:
         f"an entry of every kv head and layer takes {each:,} bytes{beside}: give more",
     )
     try:
-        return with_budget(policy, min(rows, ENDLESS))
+        return replace_policy_budget(policy, min(rows, ENDLESS))
     except ValueError as error:
         # The policy's own least entries, for its sinks and window.
-        raise invalid(
+        raise build_value_error(
             "budget", budget, f"of {each:,} bytes an entry in all kv heads and layers, {error}"
         ) from None

@@ -1,4 +1,4 @@
-"""Values that belong to one model: `OfModel` rejects models of other sizes, `FileArrays` come from a file."""
+"""Values of one model: `ModelSpecificValue` rejects models of other sizes, `FileArrays` come from a file."""
 
 import abc
 import dataclasses
@@ -13,16 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxkv._errors import invalid, require
+from jaxkv._errors import build_value_error, require
 from jaxkv.checkpoints import StoredTensor
-from jaxkv.checkpoints.safetensors_files import read_header, tensors
+from jaxkv.checkpoints.safetensors_files import read_folder_headers, read_safetensors_header
 from jaxkv.models.config import ModelConfig
 
 Kind = TypeVar("Kind", bound="FileArrays")
 
 
-class OfModel:
-    """Base of values that belong to one model, by its sizes (`layers`, `heads`, `embed`, `dim`).
+class ModelSpecificValue:
+    """Base of values that fit one model only, checked by its sizes (`layers`, `heads`, `embed`, `dim`).
 
     Subclasses set `of_field`, the policy's field that holds the value, and `wanted`, the value to give.
     """
@@ -30,27 +30,27 @@ class OfModel:
     of_field: ClassVar[str]
     wanted: ClassVar[str]
 
-    def agrees(self, name: str, size: int) -> bool:
-        """Return True if the value's size of this name fits a model's `size`; by default, if both are equal."""
+    def accepts_model_size(self, name: str, size: int) -> bool:
+        """Return True if the value's size of this name fits a model's `size`: by default, if both are equal."""
         return getattr(self, name) == size
 
-    def require_sizes(self, **of_model: int) -> None:
+    def require_model_sizes(self, **of_model: int) -> None:
         """Raise ValueError unless the value fits model sizes given by name (`layers=32`); others are ignored."""
         for name, size in of_model.items():
             if hasattr(self, name):
                 own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"
-                require(self.agrees(name, size), self.of_field, f"{name}={own}", remedy)
+                require(self.accepts_model_size(name, size), self.of_field, f"{name}={own}", remedy)
 
-    def require_fits(self, config: ModelConfig) -> None:
+    def require_fits_model(self, config: ModelConfig) -> None:
         """Raise ValueError unless the value fits a model's layers, kv heads, hidden and head dimensions."""
-        self.require_sizes(
+        self.require_model_sizes(
             layers=config.layers, heads=config.kv_heads, embed=config.embed, dim=config.head_dim
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FileArrays(OfModel, abc.ABC):
-    """Base of one model's arrays from safetensors files, compared by their sizes and digest.
+class FileArrays(ModelSpecificValue, abc.ABC):
+    """Base of one model's arrays from safetensors files; instances are equal if sizes and digests are.
 
     The arrays are not a field: compiled programs are cached by a policy's fields, and saved caches hold the digest.
 
@@ -70,8 +70,8 @@ class FileArrays(OfModel, abc.ABC):
         object.__setattr__(self, "held", held)
 
     @classmethod
-    def read(cls: type[Kind], name: str, given: Any) -> Kind:
-        """Read an instance from a safetensors file or a folder; return an instance unchanged.
+    def load_from_file(cls: type[Kind], name: str, given: Any) -> Kind:
+        """Return an instance read from a safetensors file or a folder of them; an instance unchanged.
 
         Args:
             name: the field, for error messages.
@@ -90,27 +90,29 @@ class FileArrays(OfModel, abc.ABC):
             raise TypeError(f"{name}={given!r}: give {cls.wanted}")
         path = Path(os.path.expanduser(given))
         try:
-            return cls.of_tensors(tensors(path) if path.is_dir() else read_header(path))
+            return cls.create_from_tensors(
+                read_folder_headers(path) if path.is_dir() else read_safetensors_header(path)
+            )
         except (OSError, ValueError) as error:
-            raise invalid(
+            raise build_value_error(
                 name, os.fspath(given), f"no {cls.__name__} in it: {error}: give {cls.wanted}"
             ) from None
 
     @classmethod
     @abc.abstractmethod
-    def of_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
-        """Create an instance from stored tensors by name; overrides raise ValueError for unfit tensors."""
+    def create_from_tensors(cls: type[Kind], stored: Mapping[str, StoredTensor]) -> Kind:
+        """Create an instance from stored tensors by name, ValueError if they do not fit; subclasses implement it."""
 
     @classmethod
-    def of_arrays(cls: type[Kind], arrays: Any, heading: str, **sizes: int) -> Kind:
-        """Create an instance that holds a pytree of arrays; its digest is SHA-256 of `heading` and arrays."""
+    def create_from_arrays(cls: type[Kind], arrays: Any, heading: str, **sizes: int) -> Kind:
+        """Create an instance that holds a pytree of arrays; its digest is the SHA-256 of `heading` and the arrays."""
         sha = hashlib.sha256(heading.encode())
         for leaf in jax.tree.leaves(arrays):
             sha.update(np.ascontiguousarray(leaf, np.float32).tobytes())
         return cls(digest=sha.hexdigest(), held=arrays, **sizes)
 
     @property
-    def arrays(self) -> Any:
+    def host_arrays(self) -> Any:
         """Pytree of the arrays, on the host; ValueError in a saved cache's policy, which has only the digest."""
         held = vars(self)["held"]
         remedy = "a digest without arrays, as in a saved cache: load it with policy=..., created from their file"
@@ -118,8 +120,8 @@ class FileArrays(OfModel, abc.ABC):
         return held
 
 
-def given(value: Kind | None, kind: type[Any]) -> Kind:
-    """Return `value`, a gate or filters; ValueError with the file to give if it is None."""
+def require_value(value: Kind | None, kind: type[Any]) -> Kind:
+    """Return a gate or filters unchanged; ValueError with the file to give if the value is None."""
     require(value is not None, kind.of_field, None, f"give {kind.wanted}")
     assert value is not None
     return value
@@ -127,7 +129,7 @@ def given(value: Kind | None, kind: type[Any]) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
-    """Stored tensors by name suffix that have not been read yet, and the prefix that their names share.
+    """Stored tensors, not read yet, by the suffix of their names; and the prefix that the names share.
 
     Attributes:
         beginning: the common prefix.
@@ -137,7 +139,7 @@ class NamedTensors:
     beginning: str
     stored: dict[str, StoredTensor]
 
-    def take(self, name: str, *shape: int | None) -> Float[np.ndarray, "..."]:
+    def pop_tensor(self, name: str, *shape: int | None) -> Float[np.ndarray, "..."]:
         """Read a tensor as float32 and remove it; ValueError if it is missing, misshapen, or not finite floats.
 
         Args:
@@ -167,7 +169,7 @@ class NamedTensors:
             raise ValueError(f"tensor {whole} holds numbers that are not finite")
         return array
 
-    def require_all_taken(self) -> None:
-        """Raise ValueError that names a stored tensor which `take` has not read."""
+    def require_none_left(self) -> None:
+        """Raise ValueError that names a stored tensor which `pop_tensor` has not read."""
         if self.stored:
             raise ValueError(f"tensor {self.beginning}{min(self.stored)} belongs to no such gate")

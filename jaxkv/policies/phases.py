@@ -2,26 +2,26 @@
 
 import dataclasses
 
-from jaxkv._checks import ENDLESS, field, flag, instance, whole
+from jaxkv._checks import ENDLESS, require_instance, validate_bool, validate_field, validate_int
 from jaxkv._errors import require
-from jaxkv.policies.checks import Kept, Tokens, as_budget
+from jaxkv.policies.checks import EntryBudget, Kept, parse_budget
 from jaxkv.policies.head_budgets import (
     HeadBudgets,
     UniformHeads,
-    own_budgets,
-    shares_positions,
-    threshold_of,
+    get_competing_budgets,
+    get_score_threshold,
+    heads_share_positions,
 )
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layer_budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.merger import Merger, check_merger
-from jaxkv.policies.rank import Anew, Rank, check_rank
+from jaxkv.policies.rank import ByNewScores, Rank, check_eviction_rank
 from jaxkv.policies.scorer import Scorer, check_scorer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeepAll:
-    """Selection of every entry of a prompt: its scorer has no needs, and is not called."""
+    """Selection that keeps every entry of a prompt: its scorer has no needs, and is not called."""
 
     scorer = Scorer()
     budget = None
@@ -39,9 +39,10 @@ class Select:
 
     Attributes:
         scorer: scorer of entries.
-        budget: `Tokens`: entries kept per kv head and layer on average, sinks and window included. `Share`: of each
-            sequence's own prompt. `Bytes` of a sequence's cache, which `policy_for` converts to entries. Numbers and
-            text, as in policies, become one of these. None: `layers` set the number of entries.
+        budget: `EntryBudget`: entries kept per kv head and layer on average, sinks and window included. `ShareBudget`:
+            of each
+            sequence's own prompt. `ByteBudget` of a sequence's cache, which `resolve_policy_for_model` converts to
+            entries. Numbers and text, as in policies, become one of these. None: `layers` set the number of entries.
         clamp: True raises a share that is below a sequence's always-kept entries; False rejects it.
         keep: always-kept entries.
         layers: layer budgets: how the budget is divided among layers.
@@ -60,43 +61,51 @@ class Select:
     nested: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "budget", as_budget(self.budget))
+        object.__setattr__(self, "budget", parse_budget(self.budget))
         check_scorer("scorer", self.scorer)
-        field(self, "keep", instance, Keep, "give Keep(...)")
+        validate_field(self, "keep", require_instance, Keep, "give Keep(...)")
         remedy = "give an instance of a subclass of LayerBudgets, such as UniformLayers()"
-        field(self, "layers", instance, LayerBudgets, remedy)
+        validate_field(self, "layers", require_instance, LayerBudgets, remedy)
         remedy = "give an instance of a subclass of HeadBudgets, such as UniformHeads()"
-        field(self, "heads", instance, HeadBudgets, remedy)
+        validate_field(self, "heads", require_instance, HeadBudgets, remedy)
         check_merger("merge", self.merge)
-        field(self, "clamp", flag)
-        field(self, "nested", flag)
-        self._check_rows()
+        validate_field(self, "clamp", validate_bool)
+        validate_field(self, "nested", validate_bool)
+        self._check_entry_count()
 
-    def _check_rows(self) -> None:
-        """Raise ValueError unless budget, layers and heads together set the number of kept entries, once."""
+    def _check_entry_count(self) -> None:
+        """Raise ValueError unless budget, layer budgets and head budgets together set the number of entries, once."""
         budget, layers, heads = self.budget, self.layers, self.heads
         remedy = "give entries per head or a ratio; FullKV keeps every entry"
-        if layers.sets_rows:
+        if layers.sets_entry_count:
             remedy = f"{layers} sets the number of kept entries: leave it out"
-        require((budget is None) is layers.sets_rows, "budget", budget, remedy)
+        require((budget is None) is layers.sets_entry_count, "budget", budget, remedy)
         remedy = "head budgets with limits are layer budgets, too: give the same value as layers"
-        require(heads.limits() is None or layers == heads, "heads", heads, remedy)
-        if isinstance(budget, Tokens):
+        require(heads.get_segment_limits() is None or layers == heads, "heads", heads, remedy)
+        if isinstance(budget, EntryBudget):
             first, last = self.keep.sinks, self.keep.window
             remedy = f"below sinks + window = {first} + {last}: give at least {first + last}, or a smaller window"
             require(budget.value >= first + last, "budget", budget, remedy)
         remedy = f"layer budgets by last queries need a scorer with queries, not {self.scorer}: "
         remedy += "give SnapKV's, for example"
-        read = bool(self.scorer.needs.queries) or not layers.needs_queries
+        read = bool(self.scorer.needs.queries) or not layers.needs_last_queries
         require(read, "layers", layers, remedy)
         remedy = "heads of all layers share one budget: use AdaptiveHeads(alpha=0), for example"
-        require(not layers.joint or own_budgets(heads) is not None, "layers", layers, remedy)
+        require(
+            not layers.uses_joint_budget or get_competing_budgets(heads) is not None,
+            "layers",
+            layers,
+            remedy,
+        )
         remedy = f"{layers} sets the number of kept entries: give UniformLayers() or GlobalLayers()"
-        threshold, free = threshold_of(heads), layers.joint or not layers.from_scores
+        threshold, free = (
+            get_score_threshold(heads),
+            layers.uses_joint_budget or not layers.depends_on_scores,
+        )
         require(threshold is None or free, "threshold", threshold, remedy)
         remedy = "heads need one set of positions: use SharedHeads()"
-        require(not self.nested or shares_positions(heads), "nested", self.nested, remedy)
-        equal = self.merge is None or heads.uniform or not self.merge.needs_equal_heads
+        require(not self.nested or heads_share_positions(heads), "nested", self.nested, remedy)
+        equal = self.merge is None or heads.is_uniform or not self.merge.needs_equal_evictions
         remedy = (
             "a decision shared by heads needs as many evicted entries in each: use decision='token'"
         )
@@ -107,8 +116,8 @@ class Select:
 class Append:
     """Phase after the prompt that appends new entries to the kept ones and evicts none."""
 
-    def check_over(self, select: Select) -> None:
-        """Raise ValueError if the phase cannot follow a selection; this one can follow any."""
+    def require_fits_selection(self, select: Select) -> None:
+        """Accept every selection: appending can follow any, so that nothing is raised."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -122,17 +131,17 @@ class Evict:
     rank: Rank
 
     def __post_init__(self) -> None:
-        check_rank("rank", self.rank)
+        check_eviction_rank("rank", self.rank)
 
-    def check_over(self, select: Select) -> None:
+    def require_fits_selection(self, select: Select) -> None:
         """Raise ValueError if a selection does not allow evictions of single entries."""
         remedy = "single evictions compare entries with one another, not with a threshold: give every=64, for example"
-        threshold = threshold_of(select.heads)
+        threshold = get_score_threshold(select.heads)
         require(threshold is None, "threshold", threshold, remedy)
         remedy = "evicting one position in all heads needs segments of equal layout: give a schedule, or every=64"
-        alike = not (shares_positions(select.heads) and select.layers.from_scores)
+        alike = not (heads_share_positions(select.heads) and select.layers.depends_on_scores)
         require(alike, "after", self, remedy)
-        fits = select.merge is None or bool(select.merge.compares)
+        fits = select.merge is None or bool(select.merge.compared_tensors)
         require(fits, "merge", select.merge, "it merges in prompts only: give Merge(), or None")
 
 
@@ -143,22 +152,22 @@ class Recompress:
     Attributes:
         every: number of new tokens between compressions: the cache never holds more than the budget and this many
             entries.
-        rank: how scores change until then; `Anew()` scores again, with the last queries that the scorer needs.
+        rank: how scores change until then; `ByNewScores()` scores again, with the last queries that the scorer needs.
     """
 
     every: int
-    rank: Rank = Anew()
+    rank: Rank = ByNewScores()
 
     def __post_init__(self) -> None:
-        field(self, "every", whole, "give a number of tokens, at least 1")
+        validate_field(self, "every", validate_int, "give a number of tokens, at least 1")
         object.__setattr__(self, "every", min(self.every, ENDLESS))
-        check_rank("rank", self.rank)
+        check_eviction_rank("rank", self.rank)
 
-    def check_over(self, select: Select) -> None:
-        """Raise ValueError if a selection's scorer needs inputs that no cache holds."""
-        scorer, anew = select.scorer, isinstance(self.rank, Anew)
+    def require_fits_selection(self, select: Select) -> None:
+        """Raise ValueError if a selection's scorer needs inputs that the cache does not hold."""
+        scorer, anew = select.scorer, isinstance(self.rank, ByNewScores)
         needs = scorer.needs
-        once = anew and bool(needs.replay or needs.gate or scorer.two_stages)
+        once = anew and bool(needs.replay or needs.gate or scorer.has_first_stage)
         remedy = f"{scorer} needs inputs of the prompt that no cache holds: leave it out"
         require(needs.blocks is None and not once, "every", self.every, remedy)
         forgets = anew and needs.moments is not None and not needs.queries

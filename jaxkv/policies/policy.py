@@ -3,10 +3,25 @@
 import dataclasses
 from typing import Any, ClassVar, TypeVar
 
-from jaxkv._checks import as_real, brief, field, instance, normalise, static
+from jaxkv._checks import (
+    format_non_default_fields,
+    normalise_fields,
+    require_hashable,
+    require_instance,
+    to_float_or_none,
+    validate_field,
+)
 from jaxkv._errors import require
 from jaxkv.cache.stores import Store
-from jaxkv.policies.checks import Budget, Share, Span, as_budget, as_spans, as_store, store_class
+from jaxkv.policies.checks import (
+    Budget,
+    ShareBudget,
+    Span,
+    get_store_class,
+    normalise_store,
+    parse_budget,
+    parse_spans,
+)
 from jaxkv.policies.head_budgets import HeadBudgets, UniformHeads
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.layer_budgets import LayerBudgets, UniformLayers
@@ -22,7 +37,7 @@ Part = TypeVar("Part")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Base class of all policies: budget, protected spans, recompression, merging, store; subclasses implement `parts`.
+    """Base of all policies, with budget, protected spans, recompression, merger and store; subclasses build `Parts`.
 
     Attributes:
         budget: int: entries kept per kv head and layer on average, sinks and window included. float in (0, 1]: share of
@@ -39,7 +54,7 @@ class Policy:
         store: how entries are held: "dense" as the model computes them; "int8" in 8 bits with a scale per key and
             value; "int4" in 4 bits with a scale per 32 elements; "mixed" with keys in 8 bits and values in 4; or a
             subclass of `jaxkv.cache.Store`.
-        composed: the `Parts` that `parts` returned at construction, all that the engine reads.
+        composed: the `Parts` that `build_policy_parts` returned at construction, all that the engine reads.
     """
 
     budget: Budget = None
@@ -51,9 +66,9 @@ class Policy:
     composed: Parts = dataclasses.field(init=False, repr=False)
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        """Create a policy; TypeError, with the right budget, for kvpress' compression ratio, the share removed."""
+        """Create a policy; TypeError, with the right budget, for kvpress' argument `compression_ratio`."""
         if "compression_ratio" in options:
-            removed = as_real(options["compression_ratio"])
+            removed = to_float_or_none(options["compression_ratio"])
             # Rounded: in floats 1 - 0.9 is a little less than 0.1.
             kept = "1 - compression_ratio" if removed is None else round(1 - removed, 9)
             raise TypeError(
@@ -65,26 +80,29 @@ class Policy:
 
     def __str__(self) -> str:
         """Return one line with the class and its fields that differ from their defaults, as errors name a policy."""
-        return brief(self)
+        return format_non_default_fields(self)
 
     def __post_init__(self) -> None:
-        normalise(self)
-        if isinstance(share := as_budget(self.budget), Share):
+        normalise_fields(self)
+        if isinstance(share := parse_budget(self.budget), ShareBudget):
             object.__setattr__(self, "budget", share.value)
         known = isinstance(self.min_budget, str) and self.min_budget in ("raise", "clamp")
         require(known, "min_budget", self.min_budget, "no such rule: give 'raise' or 'clamp'")
-        field(self, "protect", as_spans)
-        object.__setattr__(self, "store", as_store(self.store))
-        self._check()
+        validate_field(self, "protect", parse_spans)
+        object.__setattr__(self, "store", normalise_store(self.store))
+        self._check_fields()
         remedy = "return Parts(...), or self.compose(scorer=...)"
-        parts = static("parts", instance("parts", self.parts(), Parts, remedy))
+        parts = require_hashable(
+            "build_policy_parts",
+            require_instance("build_policy_parts", self.build_policy_parts(), Parts, remedy),
+        )
         object.__setattr__(self, "composed", parts)
 
-    def _check(self) -> None:
-        """Check and normalise fields at construction, before `parts`; a hook for subclasses, empty here."""
+    def _check_fields(self) -> None:
+        """Validate and normalise fields at construction, before the parts are built; a hook, empty here."""
 
-    def part(self, kind: type[Part], **others: Any) -> Part:
-        """Create a part from this policy's fields of the same names, and store the part's checked values in them.
+    def create_part(self, kind: type[Part], **others: Any) -> Part:
+        """Create a part of class `kind` from this policy's fields of the same names; store its checked values in them.
 
         Args:
             kind: the part's class, a dataclass.
@@ -100,7 +118,7 @@ class Policy:
             object.__setattr__(self, name, getattr(made, name))
         return made
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return the policy's `Parts`, stored as `composed`; TypeError unless a subclass overrides it.
 
         Returns:
@@ -119,7 +137,7 @@ class Policy:
         rolling: bool = False,
         **parts: Any,
     ) -> Parts:
-        """Return `Parts` of the arguments and the fields of every policy: budget, spans, `every`, merger and store.
+        """Return `Parts` of the arguments and of every policy's fields: budget, spans, `every`, merger and store.
 
         Args:
             scorer: scorer of entries; None keeps every entry.
@@ -135,24 +153,26 @@ class Policy:
             ValueError: for parts that exclude one another.
             TypeError: for parts of a wrong type.
         """
-        keep = instance("keep", Keep() if keep is None else keep, Keep, "give Keep(sinks=4)")
+        keep = require_instance(
+            "keep", Keep() if keep is None else keep, Keep, "give Keep(sinks=4)"
+        )
         after: After = Append() if evict is None else Evict(rank=evict)
         if self.every is not None:
             remedy = "this policy evicts an entry for every token already: leave it out"
             require(evict is None, "every", self.every, remedy)
-            after = Recompress(every=self.every, rank=(scorer or KeepAll.scorer).rank)
+            after = Recompress(every=self.every, rank=(scorer or KeepAll.scorer).eviction_rank)
         usual: dict[str, Any] = {
-            "budget": as_budget(self.budget),
+            "budget": parse_budget(self.budget),
             "clamp": self.min_budget == "clamp",
             "merge": self.merge,
             "keep": dataclasses.replace(keep, protect=keep.protect + self.protect),
             "after": after,
             "read": ReadAll(rolling=rolling),
-            "store": store_class(self.store),
+            "store": get_store_class(self.store),
         }
-        return Parts.of(scorer=scorer, **(usual | parts))
+        return Parts.create_from_fields(scorer=scorer, **(usual | parts))
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> "Policy":
+    def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> "Policy":
         """Return the policy with model-dependent fields filled in, such as filter layers; itself by default.
 
         Args:
@@ -178,27 +198,27 @@ class BudgetMethod(Policy):
     scored_by: ClassVar[type[Scorer]]
 
     @property
-    def stays(self) -> Keep:
-        """Always-kept entries: the first `sinks` and the last `window` tokens, if the policy has such fields."""
-        return self.part(Keep, protect=(), recent=0.0)
+    def always_kept_entries(self) -> Keep:
+        """`Keep` of the first `sinks` and the last `window` tokens, 0 where the policy has no such field."""
+        return self.create_part(Keep, protect=(), recent=0.0)
 
-    def scoring(self) -> Scorer:
+    def create_scorer(self) -> Scorer:
         """Return the scorer, of class `scored_by` with this policy's fields; override it for other fields."""
-        return self.part(self.scored_by)
+        return self.create_part(self.scored_by)
 
-    def observed(self, **parts: Any) -> Parts:
+    def compose_with_scorer(self, **parts: Any) -> Parts:
         """Return `Parts` with this policy's scorer and always-kept entries, and with the other fields `parts`."""
-        usual: dict[str, Any] = {"scorer": self.scoring(), "keep": self.stays}
+        usual: dict[str, Any] = {"scorer": self.create_scorer(), "keep": self.always_kept_entries}
         return self.compose(**(usual | parts))
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return `Parts` that keep entries by the scores of `scored_by`, equally many in each kv head and layer."""
-        return self.observed()
+        return self.compose_with_scorer()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CustomPolicy(Policy):
-    """Policy put together by hand: `CustomPolicy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
+    """Policy composed by hand from parts: `CustomPolicy(budget=256, scorer=KeyNorm(), keep=Keep(sinks=4))`.
 
     Attributes:
         scorer: scorer of entries; None keeps every entry.
@@ -218,7 +238,7 @@ class CustomPolicy(Policy):
     rolling: bool = False
     nested: bool = False
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return `Parts` of this policy's fields: scorer, always-kept entries, layer and head budgets, eviction."""
         names = ("scorer", "keep", "layers", "heads", "evict", "rolling", "nested")
         return self.compose(**{name: getattr(self, name) for name in names})

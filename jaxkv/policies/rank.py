@@ -6,44 +6,51 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import checked, field, flag, instance, overrides, real
+from jaxkv._checks import (
+    has_overridden_methods,
+    require_instance,
+    require_shape_and_dtype,
+    validate_bool,
+    validate_field,
+    validate_float,
+)
 
 
 class Rank:
-    """Base of ranks: how entries' scores change while decoding; the entry of lowest rank is evicted.
+    """Base of ranks: how entries' scores change while decoding; the entry of lowest rank is evicted next.
 
     Subclass it in a frozen dataclass and override what differs. A prompt's entries start with the scorer's `observe`.
     At each new token a score becomes `decay * score` plus the attention that the entry receives.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Reset `in_kernels` for a subclass that overrides a method without setting it."""
+        """Set `runs_in_kernels` to False for a subclass that overrides a method without declaring it."""
         super().__init_subclass__(**options)
-        if overrides(cls, "in_kernels"):
-            cls.in_kernels = False  # type: ignore[assignment,method-assign]
+        if has_overridden_methods(cls, "runs_in_kernels"):
+            cls.runs_in_kernels = False  # type: ignore[assignment,method-assign]
 
     @property
-    def in_kernels(self) -> bool:
-        """True if GPU and TPU kernels can compute `rank`: elementwise jax.numpy of its two arguments only."""
+    def runs_in_kernels(self) -> bool:
+        """True if GPU and TPU kernels can run `rank_entries`: elementwise jax.numpy of its two arguments only."""
         return False
 
     @property
-    def scored(self) -> bool:
-        """True if the cache stores a score for each entry; if False, `rank` receives zeros."""
+    def stores_scores(self) -> bool:
+        """True if the cache stores a score for each entry; if False, `rank_entries` receives zeros."""
         return True
 
     @property
     def decay(self) -> float | None:
-        """Factor in [0, 1] on scores at each new token, before its attention is added; None if attention is not added.
+        """Factor in [0, 1] on scores at each new token, before attention is added; None if no attention is added.
 
         With None, entries keep their first scores.
         """
         return None
 
-    def begin(
+    def score_new_entries(
         self, k: Float[Array, "B K N D"], v: Float[Array, "B K N D"]
     ) -> Float[Array, "B K N"]:
-        """Return initial float32 scores `[B, K, N]` of new entries, before attention; zeros by default.
+        """Return initial float32 scores `[B, K, N]` of new entries, before attention is added; zeros by default.
 
         Args:
             k: the new entries' keys.
@@ -54,7 +61,9 @@ class Rank:
         """
         return jnp.zeros(k.shape[:3], jnp.float32)
 
-    def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
+    def rank_entries(
+        self, score: Float[Array, "..."], age: Int[Array, "..."]
+    ) -> Float[Array, "..."]:
         """Return float32 ranks of entries from scores and ages, the lowest evicted first; the scores by default.
 
         Args:
@@ -69,23 +78,31 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByAttention(Rank):
-    """Rank by received attention, decayed or averaged over queries: the entry with the least is evicted.
+    """Rank by received attention, decayed or averaged over queries: the entry with the least attention is evicted.
 
     Attributes:
         decay: factor on older attention at each new token: 1 sums all attention (H2O), 0 uses the newest alone (TOVA).
         mean: divide by the number of queries that could see the entry (RoCo), so that early entries have no advantage.
     """
 
-    in_kernels = True
+    runs_in_kernels = True
 
     decay: float = 1.0
     mean: bool = False
 
     def __post_init__(self) -> None:
-        field(self, "decay", real, "give a factor between 0 and 1: 1 forgets nothing", high=1.0)
-        field(self, "mean", flag)
+        validate_field(
+            self,
+            "decay",
+            validate_float,
+            "give a factor between 0 and 1: 1 forgets nothing",
+            high=1.0,
+        )
+        validate_field(self, "mean", validate_bool)
 
-    def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
+    def rank_entries(
+        self, score: Float[Array, "..."], age: Int[Array, "..."]
+    ) -> Float[Array, "..."]:
         """Return ranks of entries: attention scores, divided by ages in tokens if `mean`."""
         return score / jnp.maximum(age, 1).astype(jnp.float32) if self.mean else score
 
@@ -94,35 +111,39 @@ class ByAttention(Rank):
 class ByAge(Rank):
     """Rank by age: the oldest entry is evicted."""
 
-    in_kernels = True
-    scored = False
+    runs_in_kernels = True
+    stores_scores = False
 
-    def rank(self, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
+    def rank_entries(
+        self, score: Float[Array, "..."], age: Int[Array, "..."]
+    ) -> Float[Array, "..."]:
         """Return float32 ranks of entries: minus their ages, so that the oldest entry is evicted."""
         return -age.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Anew(Rank):
-    """Rank without stored scores: a scorer computes scores again at each compression."""
+class ByNewScores(Rank):
+    """Rank without stored scores: the scorer computes all scores again at each compression."""
 
-    scored = False
+    stores_scores = False
 
 
-def ranked(rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]) -> Float[Array, "..."]:
-    """Return float32 ranks of entries, with NaN as -inf; scores and ages are broadcast.
+def compute_entry_ranks(
+    rank: Rank, score: Float[Array, "..."], age: Int[Array, "..."]
+) -> Float[Array, "..."]:
+    """Return float32 ranks of entries by `rank`, with NaN as -inf; scores and ages are broadcast.
 
     TypeError if the rank returns another shape or dtype.
     """
     shape = jnp.broadcast_shapes(score.shape, age.shape)
-    given = rank.rank(jnp.broadcast_to(score, shape), jnp.broadcast_to(age, shape))
-    ranks = checked(rank, "rank", given, shape, "entry")
+    given = rank.rank_entries(jnp.broadcast_to(score, shape), jnp.broadcast_to(age, shape))
+    ranks = require_shape_and_dtype(rank, "rank_entries", given, shape, "entry")
     return jnp.where(jnp.isnan(ranks), -jnp.inf, ranks)
 
 
-def check_rank(label: str, rank: Any) -> None:
+def check_eviction_rank(label: str, rank: Any) -> None:
     """Raise TypeError unless `rank` is an instance of Rank, and ValueError for a decay outside [0, 1]."""
-    instance(label, rank, Rank, "give a rank such as ByAttention(), of a subclass of Rank")
+    require_instance(label, rank, Rank, "give a rank such as ByAttention(), of a subclass of Rank")
     if rank.decay is not None:
         remedy = "give a factor between 0 and 1, or None if attention does not change scores"
-        real(f"{label}.decay", rank.decay, remedy, high=1.0)
+        validate_float(f"{label}.decay", rank.decay, remedy, high=1.0)

@@ -9,18 +9,26 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxkv._checks import choice, field, flag, optional, real, several, whole
+from jaxkv._checks import (
+    validate_bool,
+    validate_enum,
+    validate_field,
+    validate_float,
+    validate_int,
+    validate_non_empty_tuple,
+    validate_optional_field,
+)
 from jaxkv._errors import require
 from jaxkv.models.config import ModelConfig, SlidingWindows
-from jaxkv.policies.checks import Budget, Kept, Share, Tokens, as_budget
+from jaxkv.policies.checks import Budget, EntryBudget, Kept, ShareBudget, parse_budget
 from jaxkv.policies.phases import After, Append, Evict, Select
 
 # The source of a layer that attends to every entry.
 WHOLE = -1
 
 
-class Selector(enum.Enum):
-    """Weights of the last queries by which filter layers choose tokens.
+class QueryWeighting(enum.Enum):
+    """Weighting of the last queries by which filter layers choose tokens: LAST, EXPONENTIAL or UNIFORM.
 
     LAST: the newest query alone. EXPONENTIAL: halved for every token of age. UNIFORM: equal weights.
     """
@@ -29,8 +37,8 @@ class Selector(enum.Enum):
     EXPONENTIAL = "exponential"
     UNIFORM = "uniform"
 
-    def weights(self, window: int) -> Float[np.ndarray, " w"]:
-        """Return float32 weights `[w]` of the last queries, newest first.
+    def compute_query_weights(self, window: int) -> Float[np.ndarray, " w"]:
+        """Return float32 weights `[w]` of the last queries, newest first: halved by age, equal, or a single 1.
 
         Args:
             window: number of queries; LAST ignores it and uses one.
@@ -38,15 +46,15 @@ class Selector(enum.Enum):
         Returns:
             The weights: halved per token of age, all 1, or a single 1 for LAST.
         """
-        if self is Selector.LAST:
+        if self is QueryWeighting.LAST:
             return np.ones(1, np.float32)
-        base = 0.5 if self is Selector.EXPONENTIAL else 1.0
+        base = 0.5 if self is QueryWeighting.EXPONENTIAL else 1.0
         return base ** np.arange(window, dtype=np.float32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reading:
-    """Static config of the entries that layers attend to while decoding, and of offloaded layers.
+class LayerReadConfig:
+    """Static config of the entries that each layer attends to while decoding, and of offloaded layers.
 
     Attributes:
         filters: filter layers, ascending.
@@ -69,7 +77,7 @@ class Reading:
     padded_len: int = 0
     width: int = 0
     filters: tuple[int, ...] = ()
-    selector: Selector = Selector.LAST
+    selector: QueryWeighting = QueryWeighting.LAST
     window: int = 1
     include_generated: bool = False
     offloaded: tuple[int, ...] = ()
@@ -78,13 +86,13 @@ class Reading:
     page: int = 0
 
     @property
-    def chooses(self) -> bool:
+    def has_sparse_layers(self) -> bool:
         """True if some layers attend to chosen entries only: by filter layers or by pages."""
         return bool(self.filters or self.page)
 
     @property
-    def loaded(self) -> int:
-        """Most entries per kv head, summed over layers, loaded from host memory at a time; 0 without offloading."""
+    def max_loaded_entries(self) -> int:
+        """Most entries per kv head, summed over layers, loaded from host memory at once; 0 without offloading."""
         if not self.offloaded:
             return 0
         if not self.filters:
@@ -92,18 +100,18 @@ class Reading:
         return self.width * max(self.sources.count(each) for each in self.filters)
 
     @property
-    def query_buffer(self) -> int:
-        """Number of last queries in each filter layer's query buffer; 0 with `Selector.LAST`."""
-        return 0 if self.selector is Selector.LAST else self.window
+    def filter_query_count(self) -> int:
+        """Number of last queries in each filter layer's query buffer; 0 with `QueryWeighting.LAST`."""
+        return 0 if self.selector is QueryWeighting.LAST else self.window
 
-    def beside(self, sliding_windows: SlidingWindows) -> "Reading":
-        """Return the config of all layers, from this config of the layers without a sliding window.
+    def add_sliding_window_layers(self, sliding_windows: SlidingWindows) -> "LayerReadConfig":
+        """Return the config of all layers, from this config of the layers without a sliding window only.
 
         `sliding_windows` are `ModelConfig.sliding_windows`. Sliding-window layers attend to all entries they hold.
         """
         if not any(sliding_windows):
             return self
-        index, sources = without_window(sliding_windows), [WHOLE] * len(sliding_windows)
+        index, sources = list_full_attention_layers(sliding_windows), [WHOLE] * len(sliding_windows)
         for layer, source in zip(index, self.sources, strict=True):
             sources[layer] = source if source == WHOLE else index[source]
         filters, offloaded = (
@@ -114,13 +122,13 @@ class Reading:
         )
 
 
-def without_window(sliding_windows: SlidingWindows) -> tuple[int, ...]:
-    """Return the indices of the layers that attend to the whole prompt, from `ModelConfig.sliding_windows`."""
+def list_full_attention_layers(sliding_windows: SlidingWindows) -> tuple[int, ...]:
+    """Return the ascending indices of the layers without a sliding window, from `ModelConfig.sliding_windows`."""
     return tuple(layer for layer, width in enumerate(sliding_windows) if width is None)
 
 
-def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Return the layers that attend to every entry: all below the first filter, the filters, `adjacent` above each.
+def find_unfiltered_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
+    """Return the indices of layers that attend to every entry: below the first filter, filters, `adjacent` above each.
 
     Hao et al., OmniKV, section 4.1: these are (2m + F0) / L of all layers for adjacent = 1 and filters apart.
     """
@@ -132,66 +140,68 @@ def whole_layers(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[
     )
 
 
-def sources(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
+def map_layers_to_filters(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
     """Return, for each layer, the filter layer whose choice it uses; WHOLE (-1) if it attends to every entry."""
-    whole = set(whole_layers(filters, adjacent, layers))
+    whole = set(find_unfiltered_layers(filters, adjacent, layers))
     return tuple(
         WHOLE if layer in whole else max(f for f in filters if f < layer) for layer in range(layers)
     )
 
 
-class Reads:
+class AttentionReads:
     """Base of a policy's part `read`: the entries that layers attend to while decoding, and those in host memory."""
 
     @property
-    def everything(self) -> bool:
-        """True if every layer attends to all kept entries, and all are on the device."""
+    def reads_all_entries(self) -> bool:
+        """True if every layer attends to all kept entries, and all are on the device; False by default."""
         return False
 
     @property
-    def by_layer(self) -> bool:
-        """True if each layer chooses its own entries, and all entries are on the device."""
-        return self.everything
+    def chooses_per_layer(self) -> bool:
+        """True if each layer chooses the entries it attends to by itself, and all entries are on the device."""
+        return self.reads_all_entries
 
     @property
     def rolling(self) -> bool:
-        """True if positions count within the cache: keys are stored before RoPE and rotated on each read."""
+        """True if RoPE positions count within the cache: keys are stored before RoPE, and rotated on each read."""
         return False
 
     @property
-    def queries(self) -> int:
-        """Number of the prompt's last queries that the cache stores for filter layers."""
+    def stored_query_count(self) -> int:
+        """Number of the prompt's last queries that the cache stores for filter layers; 0 by default."""
         return 0
 
     @property
-    def chunk(self) -> int:
-        """Tokens per chunk of a chunked prefill; 0 for a prefill of whole prompts."""
+    def prefill_chunk_tokens(self) -> int:
+        """Tokens per chunk of a chunked prefill; 0, the default, for a prefill of whole prompts."""
         return 0
 
     @property
-    def whole_prompts(self) -> bool:
-        """True if no entry of a prompt may be evicted, because of offloading or chunked prefill."""
-        return self.chunk > 0
+    def needs_whole_prompts(self) -> bool:
+        """True if offloading or chunked prefill needs every entry of a prompt, so that none may be evicted."""
+        return self.prefill_chunk_tokens > 0
 
-    def check_over(self, select: Select, after: After) -> None:
-        """Raise ValueError if these reads do not work with a selection of entries and with what follows it."""
+    def require_fits_selection(self, select: Select, after: After) -> None:
+        """Raise ValueError if these reads do not work with a selection of entries and the phase after the prompt."""
         remedy = "host memory and chunked prefill need whole prompts: leave the scorer out"
-        require(not self.whole_prompts, "read", self, remedy)
+        require(not self.needs_whole_prompts, "read", self, remedy)
         remedy = "choosing tokens needs kept entries that do not change: give a policy that appends"
         require(isinstance(after, Append), "read", self, remedy)
 
-    def require_fits(self, config: ModelConfig) -> None:
+    def require_fits_model(self, config: ModelConfig) -> None:
         """Raise ValueError if the model does not fit these reads; by default every model fits."""
 
-    def among(self, sliding_windows: SlidingWindows) -> "Reads":
-        """Return the config with layers counted among those without a sliding window; the same object by default.
+    def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "AttentionReads":
+        """Return the reads with layers counted among those without a sliding window; the same object by default.
 
         `sliding_windows` are `ModelConfig.sliding_windows`.
         """
         return self
 
-    def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
-        """Return the number `[B]` of each prompt's tokens that a sparse layer attends to per decode step.
+    def count_attended_tokens(
+        self, lengths: Int[np.ndarray, " B"], layers: int
+    ) -> Int[np.ndarray, " B"]:
+        """Return how many of each prompt's tokens `[B]` a sparse layer attends to per decode step; by default all.
 
         Args:
             lengths: tokens of each prompt.
@@ -202,8 +212,10 @@ class Reads:
         """
         return lengths
 
-    def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Return `Reading`, the static config of the entries that each layer attends to.
+    def build_read_config(
+        self, layers: int, padded_len: int, *, every_entry: bool
+    ) -> LayerReadConfig:
+        """Return `LayerReadConfig`, the static config of the entries each layer attends to; subclasses implement it.
 
         Args:
             layers: number of layers that attend to the whole prompt; indices count these.
@@ -217,22 +229,22 @@ class Reads:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReadAll(Reads):
-    """Reads of every kept entry in every layer.
+class ReadAll(AttentionReads):
+    """Reads in which every layer attends to every kept entry.
 
     Attributes:
         rolling: count positions within the cache: keys are stored before RoPE and rotated on each read.
     """
 
-    everything = True
+    reads_all_entries = True
 
     rolling: bool = False
 
     def __post_init__(self) -> None:
-        field(self, "rolling", flag)
+        validate_field(self, "rolling", validate_bool)
 
-    def check_over(self, select: Select, after: After) -> None:
-        """Raise ValueError if rolling positions do not work with a selection and with what follows it."""
+    def require_fits_selection(self, select: Select, after: After) -> None:
+        """Raise ValueError if rolling positions do not work with a selection and the phase after the prompt."""
         if not self.rolling:
             return
         remedy = "a merger compares keys after RoPE: leave rolling positions out"
@@ -240,29 +252,33 @@ class ReadAll(Reads):
         remedy = (
             "segments must be of equal size: use UniformHeads() or SharedHeads(), and a schedule"
         )
-        equal = select.heads.uniform and not select.layers.from_scores
+        equal = select.heads.is_uniform and not select.layers.depends_on_scores
         require(equal, "rolling", self.rolling, remedy)
         remedy = "rolling positions do not move token by token: give every=64, for example"
         require(not isinstance(after, Evict), "after", after, remedy)
 
-    def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Return `Reading`, the static config: every layer attends to every entry, for prompts of any bucket."""
-        return Reading(sources=(WHOLE,) * layers, every_entry=every_entry)
+    def build_read_config(
+        self, layers: int, padded_len: int, *, every_entry: bool
+    ) -> LayerReadConfig:
+        """Return `LayerReadConfig`: every layer attends to every entry, for prompts of any bucket."""
+        return LayerReadConfig(sources=(WHOLE,) * layers, every_entry=every_entry)
 
 
-def as_tokens(given: Any, least: int) -> Tokens | Share:
-    """Return the budget of tokens that a layer attends to, 1024 by default; ValueError below `least` tokens."""
-    budget = as_budget(1024 if given is None else given)
-    fits = isinstance(budget, Share) or isinstance(budget, Tokens) and budget.value >= least
+def parse_token_budget(given: Any, least: int) -> EntryBudget | ShareBudget:
+    """Return a typed budget of tokens that a layer attends to, 1024 by default; ValueError below `least` tokens."""
+    budget = parse_budget(1024 if given is None else given)
+    fits = (
+        isinstance(budget, ShareBudget) or isinstance(budget, EntryBudget) and budget.value >= least
+    )
     require(
         fits, "budget", budget, f"give at least {least} tokens, which are always used, or a share"
     )
-    assert isinstance(budget, Tokens | Share)
+    assert isinstance(budget, EntryBudget | ShareBudget)
     return budget
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FilteredReads(Reads):
+class FilteredReads(AttentionReads):
     """OmniKV's reads: filter layers choose, for every new token, the tokens that the layers above them attend to.
 
     Fields are those of `OmniKV`.
@@ -271,7 +287,7 @@ class FilteredReads(Reads):
     filter_layers: tuple[int, ...] | None
     budget: Kept | Budget
     mem: float | None
-    selector: Selector | str
+    selector: QueryWeighting | str
     window: int
     adjacent: int
     include_generated: bool
@@ -280,61 +296,67 @@ class FilteredReads(Reads):
     prefill_chunk: int
 
     def __post_init__(self) -> None:
-        field(self, "selector", choice, Selector)
+        validate_field(self, "selector", validate_enum, QueryWeighting)
         given = self.filter_layers
         if given is not None:
             remedy = "give one or more layers, ascending, such as (2, 8, 18)"
             layers = tuple(
-                whole("filter_layers", each, remedy, least=0)
-                for each in several("filter_layers", given, remedy)
+                validate_int("filter_layers", each, remedy, least=0)
+                for each in validate_non_empty_tuple("filter_layers", given, remedy)
             )
             require(sorted(set(layers)) == list(layers), "filter_layers", given, remedy)
             object.__setattr__(self, "filter_layers", layers)
         for name, least in (("window", 1), ("adjacent", 0), ("prefill_chunk", 16)):
-            field(self, name, whole, f"give a number, at least {least}", least=least)
+            validate_field(
+                self, name, validate_int, f"give a number, at least {least}", least=least
+            )
         for name in ("include_generated", "offload"):
-            field(self, name, flag)
+            validate_field(self, name, validate_bool)
         chunk = self.prefill_chunk
         blocks = chunk <= 256 or chunk % 256 == 0
         require(blocks, "prefill_chunk", chunk, "not a multiple of 256: give one, or less")
         remedy = "give chosen tokens per token of a chunk, such as 2, or None for full attention"
-        optional(self, "prefill_ratio", real, remedy, high=1e9, open_low=True)
+        validate_optional_field(
+            self, "prefill_ratio", validate_float, remedy, high=1e9, open_low=True
+        )
         generated, offload = self.include_generated, self.offload
         remedy = "entries after the prompt are on the device and always used: leave one out"
         require(not (generated and offload), "include_generated", generated, remedy)
-        self._check_budget()
+        self._check_mem_or_budget()
 
-    def _check_budget(self) -> None:
-        """Check that only one of `mem` and the budget is given, else ValueError; store the default budget."""
+    def _check_mem_or_budget(self) -> None:
+        """Raise ValueError unless at most one of `mem` and the budget is given; store the checked or default budget."""
         mem, budget = self.mem, self.budget
         remedy = f"it determines the budget, and budget={budget!r} is set: give one of them"
         require(None in (mem, budget), "mem", mem, remedy)
         remedy = "give the share of the cache on the device, in (0, 1]"
-        optional(self, "mem", real, remedy, high=1.0, open_low=True)
+        validate_optional_field(self, "mem", validate_float, remedy, high=1.0, open_low=True)
         if mem is None:
-            object.__setattr__(self, "budget", as_tokens(budget, self._least))
+            object.__setattr__(
+                self, "budget", parse_token_budget(budget, self._min_attended_tokens)
+            )
 
     @property
-    def _least(self) -> int:
-        """Fewest tokens that a layer attends to: `window`, or 1 with `Selector.LAST`."""
-        return max(1, self.queries)
+    def _min_attended_tokens(self) -> int:
+        """Fewest tokens that a layer attends to: `window`, or 1 with `QueryWeighting.LAST`."""
+        return max(1, self.stored_query_count)
 
     @property
-    def queries(self) -> int:
-        """Number of the prompt's last queries that the cache stores: `window`, or 0 with `Selector.LAST`."""
-        return 0 if self.selector is Selector.LAST else self.window
+    def stored_query_count(self) -> int:
+        """Number of the prompt's last queries that the cache stores: `window`, or 0 with `QueryWeighting.LAST`."""
+        return 0 if self.selector is QueryWeighting.LAST else self.window
 
     @property
-    def chunk(self) -> int:
+    def prefill_chunk_tokens(self) -> int:
         """Tokens per chunk of a prompt: `prefill_chunk` if `prefill_ratio` is given, else 0."""
         return 0 if self.prefill_ratio is None else self.prefill_chunk
 
     @property
-    def whole_prompts(self) -> bool:
+    def needs_whole_prompts(self) -> bool:
         """True if no entry of a prompt may be evicted: with `offload` or `prefill_ratio`."""
-        return self.offload or self.chunk > 0
+        return self.offload or self.prefill_chunk_tokens > 0
 
-    def require_fits(self, config: ModelConfig) -> None:
+    def require_fits_model(self, config: ModelConfig) -> None:
         """Raise ValueError for filter layers with sliding windows, filters that no layer uses, and too low a `mem`.
 
         Args:
@@ -343,37 +365,37 @@ class FilteredReads(Reads):
         Raises:
             ValueError: naming `filter_layers` or `mem`.
         """
-        filters, sliding_windows = self._filters, config.sliding_windows
-        index = without_window(sliding_windows)
+        filters, sliding_windows = self._required_filter_layers, config.sliding_windows
+        index = list_full_attention_layers(sliding_windows)
         named = ", ".join(map(str, index))
         remedy = f"only layers {named} of this model attend to the whole prompt: choose among them"
         require(set(filters) <= set(index), "filter_layers", filters, remedy)
-        mine, layers = self.among(sliding_windows), len(index)
+        mine, layers = self.restrict_to_full_attention(sliding_windows), len(index)
         remedy = "no layer is left to use their choice: all that attend to the whole prompt use every entry, with "
         remedy += f"adjacent={self.adjacent}: {named}"
-        require(len(mine.whole(layers)) < layers, "filter_layers", filters, remedy)
+        require(len(mine.list_unfiltered_layers(layers)) < layers, "filter_layers", filters, remedy)
         if mine.mem is not None:
-            mine._share(layers)
+            mine._compute_chosen_share(layers)
 
-    def among(self, sliding_windows: SlidingWindows) -> "FilteredReads":
+    def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "FilteredReads":
         """Return a copy whose filter layers are counted among the layers that attend to the whole prompt."""
         if not any(sliding_windows):
             return self
-        index = without_window(sliding_windows)
+        index = list_full_attention_layers(sliding_windows)
         return dataclasses.replace(
-            self, filter_layers=tuple(index.index(layer) for layer in self._filters)
+            self, filter_layers=tuple(index.index(layer) for layer in self._required_filter_layers)
         )
 
     @property
-    def _filters(self) -> tuple[int, ...]:
-        """Indices of the filter layers; ValueError if they are None."""
+    def _required_filter_layers(self) -> tuple[int, ...]:
+        """Indices of the filter layers; ValueError if `filter_layers` is None."""
         remedy = (
             "give them, such as (2, 8, 18); `generate` and `prefill` use those found for the model"
         )
         require(self.filter_layers is not None, "filter_layers", None, remedy)
         return self.filter_layers or ()
 
-    def whole(self, layers: int) -> tuple[int, ...]:
+    def list_unfiltered_layers(self, layers: int) -> tuple[int, ...]:
         """Return the indices, ascending, of the layers that attend to every entry.
 
         Args:
@@ -382,21 +404,26 @@ class FilteredReads(Reads):
         Returns:
             Their indices.
         """
-        return whole_layers(self._filters, self.adjacent, layers)
+        return find_unfiltered_layers(self._required_filter_layers, self.adjacent, layers)
 
-    def _share(self, layers: int) -> Fraction:
+    def _compute_chosen_share(self, layers: int) -> Fraction:
         """Return the share of a prompt's tokens that a filter layer chooses; ValueError for too low a `mem`."""
         if self.mem is None:
             assert isinstance(
-                self.budget, Share
+                self.budget, ShareBudget
             )  # `mem` is None, so the budget is set; a budget in tokens does not come here.
             return Fraction(repr(self.budget.value))
-        whole, mem = Fraction(len(self.whole(layers)), layers), Fraction(repr(self.mem))
+        whole, mem = (
+            Fraction(len(self.list_unfiltered_layers(layers)), layers),
+            Fraction(repr(self.mem)),
+        )
         remedy = f"layers that use every entry hold {float(whole):.4g} of the cache: give more, or lower filter layers"
         require(mem > whole, "mem", self.mem, remedy)
         return (mem - whole) / (1 - whole)
 
-    def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
+    def count_attended_tokens(
+        self, lengths: Int[np.ndarray, " B"], layers: int
+    ) -> Int[np.ndarray, " B"]:
         """Return the number `[B]` of each prompt's tokens that a filter layer chooses, from the budget or `mem`.
 
         Args:
@@ -410,37 +437,39 @@ class FilteredReads(Reads):
         References:
             OmniKV, section 5: Mem% = whole + share * (1 - whole).
         """
-        if isinstance(self.budget, Tokens):
+        if isinstance(self.budget, EntryBudget):
             wanted = np.full_like(lengths, self.budget.value)
         else:
-            share = self._share(layers)
+            share = self._compute_chosen_share(layers)
             wanted = np.asarray(
                 [n * share.numerator // share.denominator for n in lengths.tolist()], np.int64
             )
-        wanted = np.maximum(wanted, self._least)
+        wanted = np.maximum(wanted, self._min_attended_tokens)
         # Generated tokens are chosen from as well: a budget in tokens may exceed a short prompt.
-        grows = self.include_generated and isinstance(self.budget, Tokens)
+        grows = self.include_generated and isinstance(self.budget, EntryBudget)
         return wanted if grows else np.minimum(wanted, lengths)
 
-    def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Return `Reading`, the static config: filter layers, layers that use their choices, offloaded layers."""
-        filters, whole = self._filters, self.whole(layers)
-        return Reading(
+    def build_read_config(
+        self, layers: int, padded_len: int, *, every_entry: bool
+    ) -> LayerReadConfig:
+        """Return `LayerReadConfig`: filter layers, the layers that use their choices, and offloaded layers."""
+        filters, whole = self._required_filter_layers, self.list_unfiltered_layers(layers)
+        return LayerReadConfig(
             filters=filters,
-            sources=sources(filters, self.adjacent, layers),
-            selector=Selector(self.selector),
-            window=self._least,
+            sources=map_layers_to_filters(filters, self.adjacent, layers),
+            selector=QueryWeighting(self.selector),
+            window=self._min_attended_tokens,
             include_generated=self.include_generated,
             every_entry=every_entry,
             offloaded=tuple(sorted(set(range(layers)) - set(whole))) if self.offload else (),
             ahead=1,
             padded_len=padded_len,
-            width=int(self.tokens(np.asarray([padded_len]), layers)[0]),
+            width=int(self.count_attended_tokens(np.asarray([padded_len]), layers)[0]),
         )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LoadedReads(Reads):
+class OffloadedReads(AttentionReads):
     """BrutalOffload's reads: every layer attends to every entry; upper layers load their entries from host memory.
 
     Fields are those of `BrutalOffload`.
@@ -449,19 +478,23 @@ class LoadedReads(Reads):
     resident_layers: int
     ahead: int
 
-    whole_prompts = True
+    needs_whole_prompts = True
 
     def __post_init__(self) -> None:
         for name, least in (("resident_layers", 1), ("ahead", 0)):
-            field(self, name, whole, f"give a number, at least {least}", least=least)
+            validate_field(
+                self, name, validate_int, f"give a number, at least {least}", least=least
+            )
 
-    def require_fits(self, config: ModelConfig) -> None:
+    def require_fits_model(self, config: ModelConfig) -> None:
         """Raise ValueError if the model has no layer above the resident ones to offload."""
-        require_fewer("resident_layers", self.resident_layers, config)
+        require_fewer_layers("resident_layers", self.resident_layers, config)
 
-    def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Return `Reading`, the static config: every layer attends to every entry, and upper layers are offloaded."""
-        return Reading(
+    def build_read_config(
+        self, layers: int, padded_len: int, *, every_entry: bool
+    ) -> LayerReadConfig:
+        """Return `LayerReadConfig`: every layer attends to every entry, and upper layers are offloaded."""
+        return LayerReadConfig(
             sources=(WHOLE,) * layers,
             every_entry=True,
             offloaded=tuple(range(self.resident_layers, layers)),
@@ -471,8 +504,8 @@ class LoadedReads(Reads):
         )
 
 
-def require_fewer(name: str, layers: int, config: ModelConfig) -> None:
-    """Raise ValueError unless `layers` is below the number of layers that attend to the whole prompt."""
+def require_fewer_layers(name: str, layers: int, config: ModelConfig) -> None:
+    """Raise ValueError unless `layers` is below the model's number of layers without a sliding window."""
     whole, beside = (
         config.sliding_windows.count(None),
         " without a sliding window" * any(config.sliding_windows),
@@ -480,12 +513,12 @@ def require_fewer(name: str, layers: int, config: ModelConfig) -> None:
     require(layers < whole, name, layers, f"the model has {whole} layers{beside}: give fewer")
 
 
-def tokens_read(
-    read: Reads, lengths: Int[np.ndarray, " B"], sliding_windows: SlidingWindows
+def count_attended_prompt_tokens(
+    read: AttentionReads, lengths: Int[np.ndarray, " B"], sliding_windows: SlidingWindows
 ) -> Int[np.ndarray, " B"]:
-    """Return the number `[B]` of each prompt's tokens that a sparse layer attends to per decode step.
+    """Return how many of each prompt's tokens `[B]` sparse layers attend to per decode step, by a policy's reads.
 
     `sliding_windows` are `ModelConfig.sliding_windows`.
     """
-    mine = read.among(sliding_windows)
-    return mine.tokens(np.asarray(lengths, np.int64), sliding_windows.count(None))
+    mine = read.restrict_to_full_attention(sliding_windows)
+    return mine.count_attended_tokens(np.asarray(lengths, np.int64), sliding_windows.count(None))

@@ -14,7 +14,7 @@ POLICIES: dict[str, type[Policy]] = {}
 
 
 def register(cls: type[Policy] | None = None, *, name: str = "") -> Any:
-    """Add a policy to `POLICIES` by name; a class decorator.
+    """Add a policy class to `POLICIES` by name, and return it; a class decorator.
 
     Args:
         cls: the class; absent in `@register(name=...)`.
@@ -31,7 +31,7 @@ def register(cls: type[Policy] | None = None, *, name: str = "") -> Any:
         return lambda cls: register(cls, name=name)
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
         raise TypeError(f"cls={cls!r}: not a policy. Give a class derived from Policy.")
-    known = _spelled(name or cls.__name__)
+    known = _normalise_policy_name(name or cls.__name__)
     mine = POLICIES.setdefault(known, cls)
     same = (mine.__module__, mine.__qualname__) == (cls.__module__, cls.__qualname__)
     require(same, "name", known, f"{mine.__module__}.{mine.__qualname__} has it: choose another")
@@ -40,14 +40,14 @@ def register(cls: type[Policy] | None = None, *, name: str = "") -> Any:
     return cls
 
 
-def _spelled(name: str) -> str:
+def _normalise_policy_name(name: str) -> str:
     """Return the name of a policy in lower case, without hyphens and underscores."""
     return name.lower().replace("-", "").replace("_", "")
 
 
-def policy_class(name: str, field: str = "policy") -> type[Policy]:
-    """Return the policy class of a name, in any case or hyphenation; ValueError with similar names without any."""
-    plain = _spelled(name)
+def find_policy_class(name: str, field: str = "policy") -> type[Policy]:
+    """Return the policy class of a name, in any case or hyphenation; ValueError with similar names if unknown."""
+    plain = _normalise_policy_name(name)
     plain = "full" if plain == "fullkv" else plain
     near = difflib.get_close_matches(plain, POLICIES, n=2)
     meant = f"; did you mean {' or '.join(near)}?" if near else ""
@@ -60,17 +60,17 @@ def policy_class(name: str, field: str = "policy") -> type[Policy]:
     return POLICIES[plain]
 
 
-def as_policy(
+def resolve_policy(
     given: Any, *, field: str = "policy", options: Mapping[str, Any] | None = None
 ) -> Policy:
-    """Return a policy from an instance, a name or class (created with fields `options`), or None for FullKV.
+    """Return a policy: an instance unchanged, a name or class created with fields `options`, FullKV for None.
 
     Error messages call the argument `field`.
     """
     if isinstance(given, Policy):
         return given
     given = "full" if given is None else given
-    cls = policy_class(given, field) if isinstance(given, str) else given
+    cls = find_policy_class(given, field) if isinstance(given, str) else given
     if not (isinstance(cls, type) and issubclass(cls, Policy)):
         remedy = "give a policy such as SnapKV(budget=256), or a name such as 'snapkv'"
         raise TypeError(f"{field}={type(given).__name__}: {remedy}")
@@ -89,8 +89,8 @@ def takes_budget(cls: type[Policy]) -> bool:
     return True
 
 
-def documented(cls: type[Any]) -> dict[str, str]:
-    """Return descriptions of a class's fields, from "Attributes:" in the docstrings of the class and its bases."""
+def parse_field_descriptions(cls: type[Any]) -> dict[str, str]:
+    """Return a dict of field descriptions, from "Attributes:" in the docstrings of a class and its bases."""
     about: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         lines = inspect.cleandoc(each.__doc__ or "").splitlines()

@@ -1,4 +1,4 @@
-"""`Scorer`, the base of scorers of a layer's entries; `Needs`, their inputs; `Observed`, the layer as they see it."""
+"""`Scorer`, base of scorers of a layer's entries; `Needs`, what they declare; `ScorerInputs`, what they receive."""
 
 import dataclasses
 import enum
@@ -12,27 +12,34 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from jaxkv import attention
-from jaxkv._checks import choice, field, flag, instance, static, whole
-from jaxkv.attention import Implementation, Shaping
+from jaxkv._checks import (
+    require_hashable,
+    require_instance,
+    validate_bool,
+    validate_enum,
+    validate_field,
+    validate_int,
+)
+from jaxkv.attention import Implementation, LogitShaping
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.gates import Gate
-from jaxkv.policies.rank import Anew, Rank
-from jaxkv.sharding.mesh import Axes
+from jaxkv.policies.rank import ByNewScores, Rank
+from jaxkv.sharding.mesh import ShardingMesh
 
 # A number per entry; higher is kept.
 Scores = Float[Array, "B K S"]
 
 
 class GroupReduce(enum.Enum):
-    """How query heads' scores are reduced to their kv head's score: MEAN or MAX."""
+    """How the scores of a kv head's query heads are reduced to one score per entry: MEAN or MAX."""
 
     MEAN = "mean"
     MAX = "max"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FutureQueries:
-    """Config of query statistics for positions after the text.
+class FutureQuerySettings:
+    """Config of `QueryMoments`: statistics of queries, rotated (RoPE) to positions after the text.
 
     Attributes:
         skip: number of first tokens left out of the statistics.
@@ -45,14 +52,14 @@ class FutureQueries:
     covariance: bool = True
 
     def __post_init__(self) -> None:
-        field(self, "skip", whole, "give 0 or more first tokens", least=0)
-        field(self, "positions", whole, "average over at least 1 position")
-        field(self, "covariance", flag)
+        validate_field(self, "skip", validate_int, "give 0 or more first tokens", least=0)
+        validate_field(self, "positions", validate_int, "average over at least 1 position")
+        validate_field(self, "covariance", validate_bool)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Replay:
-    """Config of KVzip's second pass over the prompt, on its full cache: chunks, prompts between them, weighting.
+class PromptReplay:
+    """Config of KVzip's second pass over the prompt, on its full cache: chunks, texts before them, weighting.
 
     The model repeats the prompt chunk by chunk. Only the attention that entries receive is kept of this pass.
 
@@ -79,17 +86,17 @@ class Replay:
     weighted: bool = False
 
     def __post_init__(self) -> None:
-        field(self, "chunk", whole, "give chunks of at least 1 token")
-        field(self, "sinks", whole, "give 0 or more first tokens", least=0)
-        field(self, "tail", whole, "repeat 0 or more tokens", least=0)
-        field(self, "weighted", flag)
+        validate_field(self, "chunk", validate_int, "give chunks of at least 1 token")
+        validate_field(self, "sinks", validate_int, "give 0 or more first tokens", least=0)
+        validate_field(self, "tail", validate_int, "repeat 0 or more tokens", least=0)
+        validate_field(self, "weighted", validate_bool)
         for name in ("first", "following", "closing"):
             given = getattr(self, name)
             if isinstance(given, str) or (name == "closing" and given is None):
                 continue
             remedy = "give text, or token ids, 0 or more"
-            instance(name, given, (list, tuple, np.ndarray), remedy)
-            ids = tuple(whole(name, each, remedy, least=0) for each in given)
+            require_instance(name, given, (list, tuple, np.ndarray), remedy)
+            ids = tuple(validate_int(name, each, remedy, least=0) for each in given)
             object.__setattr__(self, name, ids)
 
 
@@ -109,7 +116,7 @@ class QueryMoments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockAttention:
-    """Config of non-causal attention within blocks of a prompt.
+    """Config of non-causal attention within blocks of a prompt, whose sums a scorer may need.
 
     Attributes:
         size: tokens per block.
@@ -124,19 +131,19 @@ class BlockAttention:
     zeros: bool = False
 
     def __post_init__(self) -> None:
-        field(self, "size", whole, "give blocks of at least 1 token")
-        field(self, "first", whole, "give 0 or more first tokens", least=0)
-        field(self, "last", whole, "give 0 or more last tokens", least=0)
-        field(self, "zeros", flag)
+        validate_field(self, "size", validate_int, "give blocks of at least 1 token")
+        validate_field(self, "first", validate_int, "give 0 or more first tokens", least=0)
+        validate_field(self, "last", validate_int, "give 0 or more last tokens", least=0)
+        validate_field(self, "zeros", validate_bool)
 
-    def tokens(self, padded_len: int) -> int:
+    def compute_block_size(self, padded_len: int) -> int:
         """Return the tokens per block: `size`, limited to the padded prompt without `first` tokens, unless `zeros`."""
         return self.size if self.zeros else min(self.size, max(1, padded_len - self.first))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Needs:
-    """Inputs of a scorer in addition to keys and values; `Observed` has each under the same name.
+    """Inputs that a scorer needs in addition to keys and values; `ScorerInputs` has each under the same name.
 
     Attributes:
         queries: w, for `[B, K, G, w, D]` rotated queries of the last w tokens of each sequence; 0 for none.
@@ -158,25 +165,25 @@ class Needs:
     norms: bool = False
     unrotated: bool = False
     hidden: bool = False
-    moments: FutureQueries | None = None
-    replay: Replay | None = None
+    moments: FutureQuerySettings | None = None
+    replay: PromptReplay | None = None
     blocks: BlockAttention | None = None
     gate: Gate | None = None
 
     @property
-    def extras(self) -> tuple[str, ...]:
-        """Names of the requested inputs, each a key of `Observed.extras`."""
+    def requested_inputs(self) -> tuple[str, ...]:
+        """Names of the needed inputs, each a key of `ScorerInputs.extras`."""
         names = (each.name for each in dataclasses.fields(self))
         return tuple(name for name in names if getattr(self, name))
 
     @property
-    def query_heads(self) -> bool:
-        """True if an input depends on query heads, which several devices of a mesh may share."""
+    def uses_query_heads(self) -> bool:
+        """True if a needed input depends on query heads, which several devices of a mesh may share."""
         return bool(self.queries or self.sums or self.moments or self.replay or self.blocks)
 
 
-class Extras(TypedDict, total=False):
-    """Extra inputs by their names in `Needs`; the shapes determine their sharding on a mesh."""
+class ExtraInputs(TypedDict, total=False):
+    """TypedDict of a scorer's extra inputs by their names in `Needs`; the shapes determine their sharding."""
 
     queries: Float[Array, "B K G w D"]
     sums: Float[Array, "B K G S"]
@@ -198,8 +205,8 @@ class Extras(TypedDict, total=False):
     meta_fields=["softcap", "implementation", "axes", "group_axes"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Observed:
-    """Pytree input of `Scorer.observe`: one layer of right-padded prompts, with the inputs of the scorer's `Needs`.
+class ScorerInputs:
+    """Pytree input of `Scorer.score_entries`: one layer of right-padded prompts, with the inputs of `Needs`.
 
     Attributes:
         q_positions: `i32[B, w]` positions of the last w tokens, w being `Needs.queries`; negative before the start of
@@ -224,23 +231,23 @@ class Observed:
     length: Int[Array, " B"]
     layer: Int[Array, ""]
     key: PRNGKeyArray
-    extras: Extras = dataclasses.field(default_factory=Extras)
+    extras: ExtraInputs = dataclasses.field(default_factory=ExtraInputs)
     sink_logits: Float[Array, "B K G"] | None = None
     softcap: float | None = None
     implementation: Implementation = Implementation.XLA
-    axes: Axes | None = None
-    group_axes: Axes | None = None
+    axes: ShardingMesh | None = None
+    group_axes: ShardingMesh | None = None
 
     def __getattr__(self, name: str) -> Any:
-        """Return the extra input of this name in `Needs`; AttributeError if not requested or not in the cache."""
+        """Return the extra input of this name in `Needs`; AttributeError if not requested or not available."""
         extras: Any = self.__dict__.get("extras", {})
         if name not in extras:
             remedy = f"give the scorer needs = Needs({name}=...); recompression provides fewer"
             raise AttributeError(f"seen.{name}: not among the requested inputs: {remedy}")
         return extras[name]
 
-    def window_mass(self, reduce: Callable[..., Array], *of_heads: Array) -> Array:
-        """Return a statistic `[B, K, ...]` of the last queries' attention, under the layer's softmax.
+    def reduce_window_attention(self, reduce: Callable[..., Array], *of_heads: Array) -> Array:
+        """Return `reduce` of the last queries' attention probabilities in each kv head, stacked to `[B, K, ...]`.
 
         Args:
             reduce: function from one kv head's probabilities `[G, w, S]`, the queries' positions and the head's slices
@@ -250,36 +257,36 @@ class Observed:
         Returns:
             The statistic.
         """
-        return attention.window_mass(
+        return attention.reduce_window_attention(
             self.queries,
             self.k,
             self.q_positions,
             reduce,
             *of_heads,
-            shaping=self.shaping,
+            shaping=self.attention_shaping,
         )
 
-    def between(self, first: int = 0, last: int = 0) -> Bool[Array, "B 1 S"]:
-        """Return the mask of each sequence's entries without its `first` first and `last` last ones, and padding."""
-        index = self.index
+    def mask_entries_between(self, first: int = 0, last: int = 0) -> Bool[Array, "B 1 S"]:
+        """Return the mask `[B, 1, S]` of entries except the `first` first and `last` last ones, and padding."""
+        index = self.entry_positions
         inside = index < (self.length - last)[:, None, None]
         return inside & (index >= first) if first else inside
 
     @property
-    def index(self) -> Int[Array, " S"]:
+    def entry_positions(self) -> Int[Array, " S"]:
         """Positions `i32[S]` of the entries."""
         return jnp.arange(self.k.shape[2], dtype=jnp.int32)
 
     @property
-    def shaping(self) -> Shaping:
-        """`Shaping` of the layer's attention: softcap, and sink logits `[B, K, G]`."""
-        return Shaping(softcap=self.softcap, sink_logits=self.sink_logits)
+    def attention_shaping(self) -> LogitShaping:
+        """`LogitShaping` of the layer's attention logits: softcap, and sink logits `[B, K, G]`."""
+        return LogitShaping(softcap=self.softcap, sink_logits=self.sink_logits)
 
 
 class Scorer:
     """Base of scorers, which score the entries of each kv head: entries of higher scores are kept.
 
-    Subclass it in a frozen dataclass and write `observe`:
+    Subclass it in a frozen dataclass and write `score_entries`:
 
     ```python
     @dataclasses.dataclass(frozen=True)
@@ -299,30 +306,31 @@ class Scorer:
             return seen.sums.mean(axis=2)
     ```
 
-    On a mesh, `observe` runs on every device, for the device's heads: a scorer that treats each head alone needs no
+    On a mesh, `score_entries` runs on every device, for the device's heads: a scorer that treats each head alone needs
+    no
     change. A scorer that compares heads, or uses random numbers, finds the mesh axes in `seen.axes`. The functions of
     jaxkv.sharding.collectives help: `gathered(x, "K", 1, seen.axes)` all-gathers the numbers of all kv heads,
-    `own_shard` selects the device's.
+    `slice_own_shard` selects the device's.
     """
 
     @property
     def needs(self) -> Needs:
-        """Inputs of `observe` in addition to keys and values, such as the last queries; none by default."""
+        """`Needs` of the scorer: inputs in addition to keys and values, such as last queries; none by default."""
         return Needs()
 
     @property
     def group(self) -> GroupReduce | str:
-        """`GroupReduce` or its value: how `observe` reduces a kv head's query heads, also over devices; MEAN."""
+        """`GroupReduce`, or its value: how a kv head's query heads are reduced, also over devices; MEAN by default."""
         return GroupReduce.MEAN
 
     @property
-    def uses_key(self) -> bool:
-        """True if `observe` uses random numbers from `seen.key`."""
+    def uses_random_key(self) -> bool:
+        """True if the scorer uses random numbers, from `seen.key`; False by default."""
         return False
 
     @property
-    def looks_at_end(self) -> bool:
-        """True if scores follow the attention of a prompt's last queries; by default, if `needs.queries` is above 0.
+    def follows_last_queries(self) -> bool:
+        """True if scores follow the attention of a prompt's last queries; by default, if `needs.queries` is not 0.
 
         `jaxkv.prefill` then warns for documents whose questions come later: entries that they need may be evicted.
         Override this for a scorer that uses these queries but keeps other entries, for example by their worst case.
@@ -330,27 +338,27 @@ class Scorer:
         return bool(self.needs.queries)
 
     @property
-    def two_stages(self) -> bool:
-        """True if the scorer has a `first_stage`, whose entries are kept before all others."""
+    def has_first_stage(self) -> bool:
+        """True if the scorer has a first stage of entries, kept before all others; False by default."""
         return False
 
     @property
     def compares_keys(self) -> bool:
-        """True if `observe` compares each key with all others, which plans count."""
+        """True if the scorer compares each key with all others, whose memory plans count; False by default."""
         return False
 
     @property
-    def model_layers(self) -> int | None:
-        """Number of layers of the model that the scorer belongs to; None for a scorer of any model."""
+    def model_layer_count(self) -> int | None:
+        """Number of layers of the model that the scorer belongs to; None, the default, for any model."""
         return None
 
     @property
-    def rank(self) -> Rank:
-        """`Rank` by which scores change while decoding; `Anew()`, the default, scores again at each compression."""
-        return Anew()
+    def eviction_rank(self) -> Rank:
+        """`Rank` by which scores change while decoding; by default `ByNewScores()`, which scores again."""
+        return ByNewScores()
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return float32 observations `[B, K, S]` of entries, such as attention received, the input of `scores`.
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return float32 raw scores `[B, K, S]` of entries, such as attention received; subclasses implement it.
 
         Args:
             seen: the layer, with the inputs of `needs`. Entries past a length are arbitrary.
@@ -360,23 +368,23 @@ class Scorer:
         """
         raise NotImplementedError
 
-    def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
-        """Return int32 ranks `[B, K, S]`, within their head, of the first stage's entries; S for all other entries.
+    def rank_first_stage(self, seen: ScorerInputs) -> Int[Array, "B K S"]:
+        """Return int32 ranks `[B, K, S]` within each head of the first stage's entries; S for all other entries.
 
-        Called if `two_stages`. The first stage has at most a head's even share of the layer budget.
+        Called if `has_first_stage`. The first stage has at most a head's even share of the layer budget.
         """
         raise TypeError(
             f"{type(self).__name__} has `two_stages` without `first_stage`: write the method"
         )
 
-    def require_fits(self, config: ModelConfig) -> None:
+    def require_fits_model(self, config: ModelConfig) -> None:
         """Raise ValueError if the model does not fit this scorer; by default every model fits."""
 
-    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Return float32 scores `[B, K, S]`; entries of higher scores are kept. By default the observations.
+    def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
+        """Return final float32 scores `[B, K, S]` from raw ones, for example pooled; by default unchanged.
 
         Args:
-            observed: from `observe`.
+            observed: from `score_entries`.
             length: tokens of each sequence.
 
         Returns:
@@ -386,11 +394,15 @@ class Scorer:
 
 
 def check_scorer(label: str, scorer: Any) -> None:
-    """Raise TypeError or ValueError unless `scorer` is a hashable instance of `Scorer` that overrides `observe`."""
-    instance(label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer")
-    if type(scorer).observe is Scorer.observe:
+    """Raise TypeError or ValueError unless `scorer` is a hashable `Scorer` that overrides `score_entries`."""
+    require_instance(
+        label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer"
+    )
+    if type(scorer).score_entries is Scorer.score_entries:
         raise TypeError(f"{label}={scorer!r}: no scores without `observe`: write the method")
-    needs = instance(f"{label}.needs", scorer.needs, Needs, "give Needs(queries=32), for example")
-    whole(f"{label}.needs.queries", needs.queries, least=0)
-    choice(f"{label}.group", scorer.group, GroupReduce)
-    static(label, scorer)
+    needs = require_instance(
+        f"{label}.needs", scorer.needs, Needs, "give Needs(queries=32), for example"
+    )
+    validate_int(f"{label}.needs.queries", needs.queries, least=0)
+    validate_enum(f"{label}.group", scorer.group, GroupReduce)
+    require_hashable(label, scorer)

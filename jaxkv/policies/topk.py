@@ -5,7 +5,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt
 
 
-def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
+def encode_sort_keys(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
     """Return uint32 sort keys in the order of float32 scores, all above 0; -0.0 counts as 0.0, NaN as -inf."""
     ordered = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), -jnp.inf, scores))
     bits = lax.bitcast_convert_type(ordered.astype(jnp.float32), jnp.uint32)
@@ -13,21 +13,21 @@ def sortable(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
     return jnp.where(bits & sign, ~bits, bits | sign)
 
 
-def keys_of(
+def compute_candidate_sort_keys(
     scores: Float[Array, "B K S"],
     candidates: Bool[Array, "B #K S"],  # noqa: F821
 ) -> UInt[Array, "B K S"]:
-    """Return sort keys `[B, K, S]` of scores; 0, the lowest key, for entries that are not candidates."""
-    return only(sortable(scores), candidates)
+    """Return uint32 sort keys `[B, K, S]` of scores; 0, the lowest key, for entries that are not candidates."""
+    return mask_sort_keys(encode_sort_keys(scores), candidates)
 
 
-def only(keys: UInt[Array, "*rows"], mask: Bool[Array, "*#rows"]) -> UInt[Array, "*rows"]:
-    """Return sort keys where the mask is True; elsewhere 0, which cannot be chosen."""
+def mask_sort_keys(keys: UInt[Array, "*rows"], mask: Bool[Array, "*#rows"]) -> UInt[Array, "*rows"]:
+    """Return sort keys where the mask is True, and 0, the key that is never chosen, elsewhere."""
     return jnp.where(mask, keys, jnp.uint32(0))
 
 
-def count(mask: Bool[Array, "*rows S"]) -> Int[Array, "*rows"]:
-    """Return the number of True along the last axis."""
+def count_true(mask: Bool[Array, "*rows S"]) -> Int[Array, "*rows"]:
+    """Return the int32 number of True elements along the last axis."""
     return mask.sum(axis=-1, dtype=jnp.int32)
 
 
@@ -48,7 +48,7 @@ def kth_largest(
     return lax.fori_loop(0, 32, narrow, jnp.zeros_like(keys[..., :1]))
 
 
-def top(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:
+def mask_top_k(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:
     """Return the mask of the `count` largest sort keys along the last axis; ties go to the lowest index.
 
     A key of 0 marks an entry that cannot be chosen: `count` is at most the number of other keys. A threshold and a

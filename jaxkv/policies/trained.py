@@ -47,27 +47,30 @@ class KVzapGate(Gate):
     beginning = r"layers\.(\d+)\."
 
     @classmethod
-    def of_layer(cls, found: NamedTensors) -> KVzapWeights:
-        """Read one layer's `KVzapWeights`, of one linear map or two, from its named tensors."""
+    def read_layer_weights(cls, found: NamedTensors) -> KVzapWeights:
+        """Return one layer's `KVzapWeights`, of one linear map or two, read from its named tensors."""
         if "weight" in found.stored:
-            weight = found.take("weight", None, None)
-            return KVzapWeights(weight=weight, bias=found.take("bias", len(weight)))
-        inner = found.take("0.weight", None, None)
-        weight = found.take("2.weight", None, len(inner))
-        bias, inner_bias = found.take("2.bias", len(weight)), found.take("0.bias", len(inner))
+            weight = found.pop_tensor("weight", None, None)
+            return KVzapWeights(weight=weight, bias=found.pop_tensor("bias", len(weight)))
+        inner = found.pop_tensor("0.weight", None, None)
+        weight = found.pop_tensor("2.weight", None, len(inner))
+        bias, inner_bias = (
+            found.pop_tensor("2.bias", len(weight)),
+            found.pop_tensor("0.bias", len(inner)),
+        )
         return KVzapWeights(weight=weight, bias=bias, inner=inner, inner_bias=inner_bias)
 
     @classmethod
-    def sizes(cls, weights: KVzapWeights) -> tuple[int, int]:
+    def infer_gate_sizes(cls, weights: KVzapWeights) -> tuple[int, int]:
         """Return the number of kv heads K and the width of hidden states E, from one layer's weights."""
         return len(weights.bias), (
             weights.weight if weights.inner is None else weights.inner
         ).shape[1]
 
-    def to_bytes(self) -> bytes:
+    def encode_safetensors(self) -> bytes:
         """Return the bytes of a safetensors file of this gate, with the published tensor names."""
         found: dict[str, np.ndarray] = {}
-        for layer, weights in enumerate(self.weights):
+        for layer, weights in enumerate(self.host_weights):
             names = {"weight": weights.weight, "bias": weights.bias}
             if weights.inner is not None:
                 names = {f"2.{name}": array for name, array in names.items()}
@@ -78,7 +81,9 @@ class KVzapGate(Gate):
             }
         return safetensors.numpy.save(found, metadata={"format": "pt"})
 
-    def scores(self, weights: KVzapWeights, hidden: Float[Array, "B S E"]) -> Float[Array, "B K S"]:
+    def score_hidden_states(
+        self, weights: KVzapWeights, hidden: Float[Array, "B S E"]
+    ) -> Float[Array, "B K S"]:
         """Return scores `[B, K, S]` of entries from normed hidden states: predicted logarithms of KVzip+'s scores."""
         x = hidden.astype(jnp.float32)
         if weights.inner is not None and weights.inner_bias is not None:
@@ -114,43 +119,45 @@ class FastKVzipGate(Gate):
     beginning = r"(\d+)\."
 
     @classmethod
-    def of_layer(cls, found: NamedTensors) -> FastKVzipWeights:
-        """Read one layer's `FastKVzipWeights` from its named tensors, with query and key maps split by kv head."""
-        base = found.take("k_base", None, 1, None, None)[:, 0]
+    def read_layer_weights(cls, found: NamedTensors) -> FastKVzipWeights:
+        """Return one layer's `FastKVzipWeights` from its named tensors, with query and key maps split by kv head."""
+        base = found.pop_tensor("k_base", None, 1, None, None)[:, 0]
         heads, _, width = base.shape
-        bias = found.take("b", heads, 1, None)[:, 0]
+        bias = found.pop_tensor("b", heads, 1, None)[:, 0]
         rows = bias.size * width
-        q = found.take("q_proj.weight", rows, None)
+        q = found.pop_tensor("q_proj.weight", rows, None)
         return FastKVzipWeights(
             q=q.reshape(heads, -1, width, q.shape[1]),
-            q_bias=found.take("q_proj.bias", rows).reshape(heads, -1, width),
-            k=found.take("k_proj.weight", heads * width, q.shape[1]).reshape(heads, width, -1),
-            q_norm=found.take("q_norm.weight", width),
-            k_norm=found.take("k_norm.weight", width),
+            q_bias=found.pop_tensor("q_proj.bias", rows).reshape(heads, -1, width),
+            k=found.pop_tensor("k_proj.weight", heads * width, q.shape[1]).reshape(
+                heads, width, -1
+            ),
+            q_norm=found.pop_tensor("q_norm.weight", width),
+            k_norm=found.pop_tensor("k_norm.weight", width),
             base=base,
             bias=bias,
         )
 
     @classmethod
-    def sizes(cls, weights: FastKVzipWeights) -> tuple[int, int]:
+    def infer_gate_sizes(cls, weights: FastKVzipWeights) -> tuple[int, int]:
         """Return the number of kv heads K and the width of hidden states E, from one layer's weights."""
         return weights.k.shape[0], weights.k.shape[2]
 
-    def scores(
+    def score_hidden_states(
         self, weights: FastKVzipWeights, hidden: Float[Array, "B S E"]
     ) -> Float[Array, "B K S"]:
         """Return scores `[B, K, S]` in [0, 1]: the own key's softmax share among base keys, mean over query maps."""
         x, divisor = hidden.astype(jnp.float32), weights.base.shape[2] ** 0.5
         q = exact_einsum("bse,kwce->bkswc", x, weights.q) + weights.q_bias[:, None]
-        q = _normed(q, weights.q_norm)
-        k = _normed(exact_einsum("bse,kce->bksc", x, weights.k), weights.k_norm)
+        q = _apply_rms_norm(q, weights.q_norm)
+        k = _apply_rms_norm(exact_einsum("bse,kce->bksc", x, weights.k), weights.k_norm)
         own = exact_einsum("bkswc,bksc->bksw", q, k) / divisor + weights.bias[:, None]
         base = exact_einsum("bkswc,knc->bkswn", q, weights.base) / divisor
         return jax.nn.sigmoid(own - jax.nn.logsumexp(base, axis=-1)).mean(axis=-1)
 
 
-def _normed(
+def _apply_rms_norm(
     x: Float[Array, "... C"], weight: Shaped[Array | np.ndarray, " C"]
 ) -> Float[Array, "... C"]:
-    """Return vectors after RMS normalisation over the last axis, times `weight`."""
+    """Return vectors after RMS normalisation over the last axis, multiplied by `weight`."""
     return x * lax.rsqrt((x * x).mean(axis=-1, keepdims=True) + _EPSILON) * weight

@@ -7,26 +7,26 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv._checks import field, flag, real, whole
+from jaxkv._checks import validate_bool, validate_field, validate_float, validate_int
 from jaxkv._errors import require
-from jaxkv.attention.columns import mean_over_window
-from jaxkv.attention.xla import exact_einsum, logit_divisor
+from jaxkv.attention.columns import average_over_queries
+from jaxkv.attention.xla import compute_logit_divisor, exact_einsum
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.attended import AvgPool
-from jaxkv.policies.folding import unit
+from jaxkv.policies.folding import normalise_vectors
 from jaxkv.policies.gates import Gate
-from jaxkv.policies.of_model import given
-from jaxkv.policies.rank import Anew, ByAge, Rank
+from jaxkv.policies.of_model import require_value
+from jaxkv.policies.rank import ByAge, ByNewScores, Rank
 from jaxkv.policies.scorer import (
-    FutureQueries,
+    FutureQuerySettings,
     GroupReduce,
     Needs,
-    Observed,
     QueryMoments,
     Scorer,
+    ScorerInputs,
     Scores,
 )
-from jaxkv.sharding.collectives import mean_of_devices, most_of_devices, own_shard
+from jaxkv.sharding.collectives import average_over_devices, max_over_devices, slice_own_shard
 
 # Entries multiplied by a covariance at a time.
 _BLOCK = 512
@@ -41,12 +41,12 @@ class KeyDifference(Scorer):
         Resource-Constrained Environments, arXiv:2504.15364.
     """
 
-    def observe(self, seen: Observed) -> Scores:
+    def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: minus the cosine of each key and the mean of the head's normalised keys."""
-        k = jnp.where(seen.between()[..., None], seen.k.astype(jnp.float32), 0.0)
-        mine = unit(k, 1e-12)
+        k = jnp.where(seen.mask_entries_between()[..., None], seen.k.astype(jnp.float32), 0.0)
+        mine = normalise_vectors(k, 1e-12)
         mean = mine.sum(axis=2) / jnp.maximum(seen.length, 1).astype(jnp.float32)[:, None, None]
-        return -(mine * unit(mean, 1e-12)[:, :, None]).sum(axis=-1)
+        return -(mine * normalise_vectors(mean, 1e-12)[:, :, None]).sum(axis=-1)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class FutureAttention(Scorer):
         Distribution, arXiv:2510.00636.
     """
 
-    looks_at_end = False
+    follows_last_queries = False
 
     sinks: int = 4
     positions: int = 512
@@ -79,23 +79,23 @@ class FutureAttention(Scorer):
     remembered: int = 0
 
     def __post_init__(self) -> None:
-        # `FutureQueries` and `Keep` check the other fields.
-        field(self, "remembered", whole, "give 0 or more last queries", least=0)
-        field(self, "value_norms", flag)
-        field(self, "epsilon", real, "give 0 or a small number", high=1e30)
+        # `FutureQuerySettings` and `Keep` check the other fields.
+        validate_field(self, "remembered", validate_int, "give 0 or more last queries", least=0)
+        validate_field(self, "value_norms", validate_bool)
+        validate_field(self, "epsilon", validate_float, "give 0 or a small number", high=1e30)
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of the scorer: moments of queries, and last queries for the next compression."""
-        moments = FutureQueries(
+        """`Needs` of the scorer: `QueryMoments`, and last queries for recompression."""
+        moments = FutureQuerySettings(
             skip=self.sinks, positions=self.positions, covariance=self.covariance
         )
         return Needs(queries=self.remembered, moments=moments)
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return scores `[B, K, S]`: expected attention, mean over the group, times value norms if `value_norms`."""
-        counts = seen.between(first=self.sinks)[:, :, None]
-        logits = jnp.where(counts, _expected_logits(seen.k, seen.moments), -jnp.inf)
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return scores `[B, K, S]`: expected attention, mean over query heads; times value norms if `value_norms`."""
+        counts = seen.mask_entries_between(first=self.sinks)[:, :, None]
+        logits = jnp.where(counts, _compute_expected_logits(seen.k, seen.moments), -jnp.inf)
         most = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
         weight = jnp.where(counts, jnp.exp(logits - most), 0.0)
         share = weight / jnp.maximum(
@@ -107,7 +107,9 @@ class FutureAttention(Scorer):
         return score * jnp.sqrt((seen.v.astype(jnp.float32) ** 2).sum(axis=-1))
 
 
-def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float[Array, "B K G S"]:
+def _compute_expected_logits(
+    k: Float[Array, "B K S D"], moments: QueryMoments
+) -> Float[Array, "B K G S"]:
     """Return the log `[B, K, G, S]` of each key's expected exp(logit), for normal queries of these moments."""
     (batch, heads, padded_len, dim), group = k.shape, moments.mean.shape[2]
     size = min(_BLOCK, padded_len)
@@ -115,7 +117,7 @@ def _expected_logits(k: Float[Array, "B K S D"], moments: QueryMoments) -> Float
 
     def block(first: Int[Array, ""]) -> Float[Array, "B K G N"]:
         keys = lax.dynamic_slice_in_dim(padded, first, size, axis=2).astype(jnp.float32)
-        logits = exact_einsum("bkgd,bknd->bkgn", moments.mean, keys) / logit_divisor(dim)
+        logits = exact_einsum("bkgd,bknd->bkgn", moments.mean, keys) / compute_logit_divisor(dim)
         if moments.covariance is None:
             return logits
         turned = exact_einsum("bkgij,bknj->bkgni", moments.covariance, keys)
@@ -145,7 +147,7 @@ class WorstAttention(Scorer):
         DefensiveKV, arXiv:2510.13334; its first stage is that of CriticalKV, arXiv:2502.03805.
     """
 
-    looks_at_end = False
+    follows_last_queries = False
     group = GroupReduce.MAX
 
     window: int = 32
@@ -153,24 +155,24 @@ class WorstAttention(Scorer):
     stage: str = "none"
 
     def __post_init__(self) -> None:
-        field(self, "window", whole, "observe at least 1 query")
+        validate_field(self, "window", validate_int, "observe at least 1 query")
         AvgPool(self.kernel)
         known = isinstance(self.stage, str) and self.stage in ("none", "mass", "published")
         require(known, "stage", self.stage, "no such stage: give 'none', 'mass' or 'published'")
 
     @property
-    def two_stages(self) -> bool:
-        """True if the scorer has a first stage, whose entries are kept before all others."""
+    def has_first_stage(self) -> bool:
+        """True if the scorer has a first stage, whose entries are kept before all others: if `stage` is not "none"."""
         return self.stage != "none"
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of the scorer: the last `window` queries, and norms of values."""
+        """`Needs` of the scorer: the queries of the last `window` tokens, and norms of values."""
         return Needs(queries=self.window, norms=True)
 
-    def observe(self, seen: Observed) -> Scores:
+    def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: largest pooled attention of any window query, times the share of value norms."""
-        pool, index = AvgPool(self.kernel), seen.index
+        pool, index = AvgPool(self.kernel), seen.entry_positions
 
         def worst(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
             before = index < position[-1] + 1 - self.window
@@ -180,21 +182,23 @@ class WorstAttention(Scorer):
             ratio = p.sum(axis=-1, keepdims=True) / jnp.where(total > 0, total, 1.0)
             return (pooled * ratio).max(axis=(0, 1))
 
-        most = seen.window_mass(worst)
+        most = seen.reduce_window_attention(worst)
         # Reduced over devices first: the mean over entries needs the maximum over the whole group.
-        most = most_of_devices(most, "G", seen.group_axes)
+        most = max_over_devices(most, "G", seen.group_axes)
         before = (seen.length - self.window)[:, None, None]
-        mean = jnp.where(seen.between(last=self.window), most, 0.0).sum(axis=-1, keepdims=True)
+        mean = jnp.where(seen.mask_entries_between(last=self.window), most, 0.0).sum(
+            axis=-1, keepdims=True
+        )
         raised = jnp.maximum(most, mean / jnp.maximum(before, 1).astype(jnp.float32))
         share = seen.norms / jnp.where(seen.norm_totals > 0, seen.norm_totals, 1.0)
         return raised * share
 
-    def first_stage(self, seen: Observed) -> Int[Array, "B K S"]:
+    def rank_first_stage(self, seen: ScorerInputs) -> Int[Array, "B K S"]:
         """Return int32 ranks `[B, K, S]` of the first stage's entries, 0 for most attention; S for other entries."""
         padded_len, before = seen.k.shape[2], (seen.length - self.window)[:, None, None]
-        column = seen.index
-        mean = seen.window_mass(lambda p, at: mean_over_window(p, at).mean(axis=0))
-        paid = mean_of_devices(mean, "G", seen.group_axes)
+        column = seen.entry_positions
+        mean = seen.reduce_window_attention(lambda p, at: average_over_queries(p, at).mean(axis=0))
+        paid = average_over_devices(mean, "G", seen.group_axes)
         paid = jnp.where(column < before, paid, 0.0)
         total = paid.sum(axis=-1, keepdims=True)
         order = jnp.argsort(jnp.where(column < before, -paid, jnp.inf), axis=-1, stable=True)
@@ -202,7 +206,7 @@ class WorstAttention(Scorer):
             wanted, reached = total - 0.1, 1
         else:
             near = jnp.where(column >= before - self.window, paid, 0.0).sum(axis=-1).mean(axis=1)
-            wanted, reached = 0.9 - mean_of_devices(near, "K", seen.axes)[:, None, None], 0
+            wanted, reached = 0.9 - average_over_devices(near, "K", seen.axes)[:, None, None], 0
             paid = paid / jnp.where(total > 0, total, 1.0)
         sums = jnp.cumsum(jnp.take_along_axis(paid, order, axis=-1), axis=-1)
         short = (sums < wanted).sum(axis=-1, keepdims=True, dtype=jnp.int32)
@@ -212,12 +216,12 @@ class WorstAttention(Scorer):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Position(Scorer):
+class PositionScores(Scorer):
     """Scorer by position: later entries score higher, so that the most recent ones are kept."""
 
-    rank = ByAge()
+    eviction_rank = ByAge()
 
-    def observe(self, seen: Observed) -> Scores:
+    def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: each entry's position, exact in float32 up to 2**24."""
         batch, heads, padded_len = seen.k.shape[:3]
         return jnp.broadcast_to(
@@ -229,27 +233,27 @@ class Position(Scorer):
 class KeyNorm(Scorer):
     """Scorer by key norm: smaller L2 norms score higher (arXiv:2406.11430); RoPE does not change norms."""
 
-    def observe(self, seen: Observed) -> Scores:
+    def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: minus the L2 norm of each entry's key."""
         return -jnp.sqrt((seen.k.astype(jnp.float32) ** 2).sum(axis=-1))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Uniform01(Scorer):
+class UniformRandomScores(Scorer):
     """Scorer by uniform random numbers per layer, kv head and position; independent of batch and padding."""
 
-    uses_key = True
+    uses_random_key = True
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return scores `[B, K, S]` sampled uniformly from [0, 1)."""
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return scores `[B, K, S]` sampled uniformly from [0, 1) by the call's random key."""
         batch, heads, padded_len = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)
         keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(
             jnp.arange(padded_len, dtype=jnp.int32)
         )
         # Sampled for all heads, also on a mesh: a head's samples do not depend on the sharding.
-        whole = heads if seen.axes is None else heads * seen.axes.size("K")
-        samples = own_shard(
+        whole = heads if seen.axes is None else heads * seen.axes.count_axis_shards("K")
+        samples = slice_own_shard(
             jax.vmap(lambda k: jax.random.uniform(k, (whole,)))(keys), "K", 1, seen.axes
         )
         return jnp.broadcast_to(samples.T, (batch, heads, padded_len))
@@ -282,15 +286,15 @@ class GateScores(Scorer):
         return Needs(hidden=self.gate is not None, gate=self.gate)
 
     @property
-    def rank(self) -> Rank:
-        """`GateRank` of the gate: entries keep their first scores; `Anew()` without a gate."""
-        return Anew() if self.gate is None else GateRank(gate=self.gate)
+    def eviction_rank(self) -> Rank:
+        """`GateRank` of the gate, so that entries keep their first scores; `ByNewScores()` without a gate."""
+        return ByNewScores() if self.gate is None else GateRank(gate=self.gate)
 
-    def require_fits(self, config: ModelConfig) -> None:
+    def require_fits_model(self, config: ModelConfig) -> None:
         """Raise ValueError without a gate, or for the gate of a model of other sizes."""
-        given(self.gate, Gate).require_fits(config)
+        require_value(self.gate, Gate).require_fits_model(config)
 
-    def observe(self, seen: Observed) -> Scores:
+    def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return the gate's scores `[B, K, S]` of hidden states; ValueError without a gate."""
-        gate = given(self.gate, Gate)
-        return gate.scores(seen.gate, seen.hidden)
+        gate = require_value(self.gate, Gate)
+        return gate.score_hidden_states(seen.gate, seen.hidden)

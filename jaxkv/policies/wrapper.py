@@ -1,60 +1,62 @@
-"""`Wrapper` and `Reader`, bases of policies built on another policy: its parts, some of them replaced."""
+"""`PolicyWrapper` and `SparseReadPolicy`, bases of policies that replace some parts of another policy."""
 
 import dataclasses
 import functools
 from typing import ClassVar
 
-from jaxkv._checks import alike
+from jaxkv._checks import is_strictly_equal
 from jaxkv._errors import require
-from jaxkv.policies.checks import Budget, store_class
+from jaxkv.policies.checks import Budget, get_store_class
 from jaxkv.policies.head_budgets import (
     AdaptiveHeads,
     HeadBudgets,
     ProtectedHeads,
     UniformHeads,
-    inner_budgets,
-    within_stages,
+    replace_inner_budgets,
+    unwrap_head_budgets,
 )
 from jaxkv.policies.layer_budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.reads import Reads
-from jaxkv.policies.registry import as_policy
+from jaxkv.policies.reads import AttentionReads
+from jaxkv.policies.registry import resolve_policy
 
 _SHARED = {field.name: field.default for field in dataclasses.fields(Policy) if field.init}
 
 
-def check_shared(
+def reject_conflicting_fields(
     policy: Policy, base: Policy | None, remedy: str, *, but: tuple[str, ...] = ()
 ) -> None:
     """Raise ValueError if a field of `Policy`, outside `but`, has neither its default nor the base policy's value."""
     for name, default in _SHARED.items():
         mine = getattr(policy, name)
         its = default if base is None else getattr(base, name)
-        same = name in but or alike(mine, default) or alike(mine, its)
+        same = name in but or is_strictly_equal(mine, default) or is_strictly_equal(mine, its)
         require(same, name, mine, remedy.format(its))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Built(Policy):
+class _DerivedPolicy(Policy):
     """Base class of policies built on another policy, `base`."""
 
     base: Policy | type[Policy] | str | None = None
 
     @functools.cached_property
-    def inner(self) -> Policy | None:
+    def base_policy(self) -> Policy | None:
         """Base policy as an instance, created from its name or class if necessary; None without a base."""
-        return None if self.base is None else as_policy(self.base, field="base")
+        return None if self.base is None else resolve_policy(self.base, field="base")
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Policy:
+    def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> Policy:
         """Return the policy with its base's model-dependent fields filled in, such as filter layers."""
-        its = None if self.inner is None else self.inner.for_model(layers, found)
-        return self if its is self.inner else dataclasses.replace(self, base=its)
+        its = (
+            None if self.base_policy is None else self.base_policy.fill_model_fields(layers, found)
+        )
+        return self if its is self.base_policy else dataclasses.replace(self, base=its)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Wrapper(_Built):
-    """Base class of policies built on another policy, `base`: a subclass's `wrap` replaces some of its parts.
+class PolicyWrapper(_DerivedPolicy):
+    """Base class of policies built on another policy, `base`: `replace_base_parts` replaces some of its parts.
 
     Attributes:
         base: the policy to build on, with its budget, protected spans and decoding; or its name or class, with the
@@ -66,26 +68,26 @@ class Wrapper(_Built):
     once: ClassVar[bool] = False
 
     @functools.cached_property
-    def inner(self) -> Policy:
+    def base_policy(self) -> Policy:
         """Base policy as an instance; a name, class or default is created with this policy's shared fields."""
         options = {
             name: getattr(self, name)
             for name, default in _SHARED.items()
-            if not alike(getattr(self, name), default)
+            if not is_strictly_equal(getattr(self, name), default)
         }
-        return as_policy(
+        return resolve_policy(
             self.usual if self.base is None else self.base, field="base", options=options
         )
 
-    def _check(self) -> None:
-        inner = self.inner
-        _require_drops(inner)
+    def _check_fields(self) -> None:
+        inner = self.base_policy
+        _require_compressing_base(inner)
         remedy = "it evicts single entries, by their rank alone: give it mode='prefill'"
-        require(not (self.once and inner.composed.evicts), "base", inner, remedy)
-        self.check_base(inner, inner.composed)
-        check_shared(self, inner, "the base has {!r}: set it in the base only")
+        require(not (self.once and inner.composed.evicts_while_decoding), "base", inner, remedy)
+        self.check_base_policy(inner, inner.composed)
+        reject_conflicting_fields(self, inner, "the base has {!r}: set it in the base only")
 
-    def check_base(self, base: Policy, parts: Parts) -> None:
+    def check_base_policy(self, base: Policy, parts: Parts) -> None:
         """Raise ValueError for base policies that this policy cannot wrap; a hook for subclasses, empty here.
 
         Args:
@@ -93,36 +95,36 @@ class Wrapper(_Built):
             parts: its parts.
         """
 
-    def competing(
+    def resolve_adaptive_heads(
         self, given: AdaptiveHeads | ProtectedHeads | None
     ) -> AdaptiveHeads | ProtectedHeads:
-        """Return `given`, or `AdaptiveHeads` of this policy's fields `alpha` and `capacity`.
+        """Return `given`, or by default `AdaptiveHeads` of this policy's fields `alpha` and `capacity`.
 
         ValueError if both set a share or a capacity.
         """
         if given is None:
-            return self.part(AdaptiveHeads)
+            return self.create_part(AdaptiveHeads)
         for name in ("alpha", "capacity"):
             mine = getattr(self, name)
             same = mine in (getattr(type(self), name), getattr(given, name, mine))
             require(same, name, mine, f"heads={given!r} sets it, too: give it there only")
         return given
 
-    def with_heads(self, base: Parts, heads: HeadBudgets) -> Parts:
-        """Return the base's parts with these head budgets, inside its stages; ValueError if it has others already."""
-        free = isinstance(inner_budgets(base.heads), UniformHeads)
+    def replace_head_budgets(self, base: Parts, heads: HeadBudgets) -> Parts:
+        """Return the base's `Parts` with its innermost, uniform head budgets replaced; ValueError if it has others."""
+        free = isinstance(unwrap_head_budgets(base.heads), UniformHeads)
         remedy = "its heads have budgets of their own: give SnapKV(), for example"
-        require(free, "base", self.inner, remedy)
-        return base.replace(heads=within_stages(base.heads, heads))
+        require(free, "base", self.base_policy, remedy)
+        return base.replace(heads=replace_inner_budgets(base.heads, heads))
 
-    def with_layers(self, base: Parts, layers: LayerBudgets) -> Parts:
-        """Return the base's parts with these layer budgets; ValueError if it has others already."""
+    def replace_layer_budgets(self, base: Parts, layers: LayerBudgets) -> Parts:
+        """Return the base's `Parts` with these layer budgets; ValueError unless the base's are `UniformLayers()`."""
         remedy = "its layers have budgets of their own: give a base with UniformLayers()"
-        require(base.layers == UniformLayers(), "base", self.inner, remedy)
+        require(base.layers == UniformLayers(), "base", self.base_policy, remedy)
         return base.replace(layers=layers)
 
-    def wrap(self, base: Parts) -> Parts:
-        """Return the base's `Parts` with some replaced; TypeError unless a subclass overrides it.
+    def replace_base_parts(self, base: Parts) -> Parts:
+        """Return the base policy's `Parts` with some replaced; TypeError unless a subclass overrides it.
 
         Args:
             base: the base policy's parts.
@@ -134,13 +136,13 @@ class Wrapper(_Built):
             f"{type(self).__name__}: no `wrap`. Write the method: return base.replace(...)"
         )
 
-    def parts(self) -> Parts:
-        """Return the base policy's `Parts`, changed by this policy's `wrap`."""
-        return self.wrap(self.inner.composed)
+    def build_policy_parts(self) -> Parts:
+        """Return the base policy's `Parts`, changed by this policy's `replace_base_parts`."""
+        return self.replace_base_parts(self.base_policy.composed)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Reader(_Built):
+class SparseReadPolicy(_DerivedPolicy):
     """Base class of policies that attend to few entries per token, of all entries or of those that `base` keeps.
 
     A subclass sets its reads, `read_by`. The budget is the number of entries to attend to.
@@ -150,37 +152,45 @@ class Reader(_Built):
     """
 
     # The reads' class; its fields are this policy's.
-    read_by: ClassVar[type[Reads]]
+    read_by: ClassVar[type[AttentionReads]]
 
-    def _check(self) -> None:
-        base = self.inner
+    def _check_fields(self) -> None:
+        base = self.base_policy
         if base is not None:
-            _require_drops(base)
+            _require_compressing_base(base)
         own = ("budget", "store") if base is None else ("budget",)
-        check_shared(self, base, "only a base evicts entries: set it in the base", but=own)
+        reject_conflicting_fields(
+            self, base, "only a base evicts entries: set it in the base", but=own
+        )
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return the base's `Parts`, or those of all entries, with reads of this policy's fields."""
-        base = Parts(store=store_class(self.store)) if self.inner is None else self.inner.composed
+        base = (
+            Parts(store=get_store_class(self.store))
+            if self.base_policy is None
+            else self.base_policy.composed
+        )
         remedy = "choosing tokens needs kept entries that do not move: give a base without rolling positions"
         require(not base.rolling, "base", self.base, remedy)
-        return base.replace(read=self.part(self.read_by, budget=self.budget))
+        return base.replace(read=self.create_part(self.read_by, budget=self.budget))
 
 
-def _require_drops(base: Policy) -> None:
+def _require_compressing_base(base: Policy) -> None:
     """Raise ValueError unless a base policy evicts entries, and attends to all that it keeps."""
     parts = base.composed
     remedy = "it evicts nothing, or reads few entries: give SnapKV(), OmniKV(base=...) around all"
-    require(parts.drops and parts.read.everything, "base", base, remedy)
+    require(parts.compresses_prompts and parts.read.reads_all_entries, "base", base, remedy)
 
 
-def with_budget(policy: Policy, budget: Budget) -> Policy:
+def replace_policy_budget(policy: Policy, budget: Budget) -> Policy:
     """Return a copy of the policy, or of its base, with this budget of kept entries; unchanged without a budget."""
     if policy.composed.budget is None:
         return policy
-    if isinstance(policy, Reader) and policy.inner is not None:
+    if isinstance(policy, SparseReadPolicy) and policy.base_policy is not None:
         # A reader's own budget counts entries to attend to.
-        return dataclasses.replace(policy, base=with_budget(policy.inner, budget))
-    if isinstance(policy, Wrapper) and isinstance(policy.base, Policy):
-        return dataclasses.replace(policy, budget=None, base=with_budget(policy.base, budget))
+        return dataclasses.replace(policy, base=replace_policy_budget(policy.base_policy, budget))
+    if isinstance(policy, PolicyWrapper) and isinstance(policy.base, Policy):
+        return dataclasses.replace(
+            policy, budget=None, base=replace_policy_budget(policy.base, budget)
+        )
     return dataclasses.replace(policy, budget=budget)

@@ -1,4 +1,4 @@
-"""`Access`: ASGI middleware around all routes: API key, draining, body limits, one log line and count per request."""
+"""`AccessMiddleware`: ASGI middleware for all routes: API key, draining, body limits, request log and counts."""
 
 import asyncio
 import contextlib
@@ -11,25 +11,25 @@ import urllib.parse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from jaxkv.serving.errors import ClientGone, HttpError, draining
-from jaxkv.serving.service import RequestLog, Service
+from jaxkv.serving.errors import ClientDisconnected, HttpError, make_draining_error
+from jaxkv.serving.service import RequestRecord, ServerState
 
 LOG = logging.getLogger("jaxkv.serving")
 _QUIET = ("/health", "/metrics")
 
 
-class Access:
-    """ASGI middleware that admits, counts and logs requests."""
+class AccessMiddleware:
+    """ASGI middleware that checks the API key and limits, and counts and logs each HTTP request."""
 
-    def __init__(self, app: ASGIApp, service: Service):
+    def __init__(self, app: ASGIApp, service: ServerState):
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one HTTP request; pass any other message through."""
+        """Admit, answer, count and log one HTTP request; pass scopes other than HTTP to the application unchanged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        record, service = RequestLog(id=f"req-{secrets.token_hex(8)}"), self._service
+        record, service = RequestRecord(id=f"req-{secrets.token_hex(8)}"), self._service
         scope["state"] = {**scope.get("state", {}), "record": record}
         works = scope["path"].startswith("/v1/") and scope["method"] not in ("GET", "HEAD")
 
@@ -41,24 +41,24 @@ class Access:
 
         service.active += works
         try:
-            self._admit(scope, works=works)
-            given = await self._read(scope, receive) if scope["method"] == "POST" else receive
+            self._check_admission(scope, works=works)
+            given = await self._read_body(scope, receive) if scope["method"] == "POST" else receive
             # Starlette answers an unexpected error and then raises it again.
             with contextlib.suppress(Exception):
                 await self._app(scope, given, noted)
         except HttpError as error:
-            await error.response()(scope, receive, noted)
-        except ClientGone:
+            await error.make_json_response()(scope, receive, noted)
+        except ClientDisconnected:
             pass  # the client cannot be answered
         finally:
             service.active -= works
             # A request rejected before routing has no route.
             route = getattr(scope.get("route"), "path_format", "other")
-            service.metrics.ended(route, record.status)
-            _log(scope, record)
+            service.metrics.count_http_request(route, record.status)
+            _log_request(scope, record)
 
-    def _admit(self, scope: Scope, *, works: bool) -> None:
-        """Reject a request before reading its body: 401 for a wrong key, 503 while draining."""
+    def _check_admission(self, scope: Scope, *, works: bool) -> None:
+        """Raise `HttpError` before the body is read: 401 for a wrong API key, 503 for new work while draining."""
         key, path = self._service.limits.api_key, scope["path"]
         if key is not None and (path.startswith("/v1/") or path == "/metrics"):
             given = Headers(scope=scope).get("authorization", "")
@@ -67,10 +67,10 @@ class Access:
                 headers = {"WWW-Authenticate": "Bearer"}
                 raise HttpError(401, message, code="invalid_api_key", headers=headers)
         if works and self._service.draining:
-            raise draining()
+            raise make_draining_error()
 
-    async def _read(self, scope: Scope, receive: Receive) -> Receive:
-        """Read a body; return a receive function that replays it and then continues with `receive`.
+    async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
+        """Read a JSON body to its end; return a receive function that replays it and then continues with `receive`.
 
         Raises `HttpError` 415 if the content type is not JSON, 413 if the body is too long, 408 if it is too slow.
         """
@@ -89,7 +89,7 @@ class Access:
                 while more and size <= limits.body_bytes:
                     message = await receive()
                     if message["type"] == "http.disconnect":
-                        raise ClientGone
+                        raise ClientDisconnected
                     data += message.get("body", b"")
                     more, size = message.get("more_body", False), max(size, len(data))
         except TimeoutError:
@@ -106,8 +106,8 @@ class Access:
         return given
 
 
-def _log(scope: Scope, record: RequestLog) -> None:
-    """Log one line per request: id, method, path, status, tokens of prompt and answer, seconds; never its text."""
+def _log_request(scope: Scope, record: RequestRecord) -> None:
+    """Log one line for an HTTP request: id, method, path, status, numbers of tokens, seconds; never its text."""
     path = urllib.parse.quote(scope["path"][:100], errors="replace")
     counts = [
         "-" if count is None else str(count) for count in (record.prompt_tokens, record.new_tokens)

@@ -1,4 +1,4 @@
-"""`Ledger`: which lines of a batch are answered; appends answers to a partial file, and completes it."""
+"""`ResumableBatchOutput`: which lines of a batch are answered; appends answers to a partial file, and completes it."""
 
 import contextlib
 import dataclasses
@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from jaxkv._errors import invalid, require
-from jaxkv.checkpoints.whole_files import write_whole
-from jaxkv.serving.batch_lines import PREFIX, Line, lines_of
+from jaxkv._errors import build_value_error, require
+from jaxkv.checkpoints.whole_files import write_file_atomically
+from jaxkv.serving.batch_lines import PREFIX, ParsedBatchLine, read_batch_lines
 
 # First bytes of a partial file.
 _BEGIN = f'{{"id":"{PREFIX}'.encode()
 
 
-class Ledger:
-    """Answers of a batch: those of earlier runs are kept, new ones are appended to a partial file.
+class ResumableBatchOutput:
+    """Output of a batch that a later run resumes: keeps earlier answers, appends new ones to a partial file.
 
     Attributes:
         lines: number of lines with a request or a fault.
@@ -26,7 +26,7 @@ class Ledger:
     """
 
     def __init__(self, requests: Path, out: Path, about: str):
-        """Read all lines and earlier answers; ValueError if the files contain answers to other requests.
+        """Read all lines and earlier answers; ValueError if a file has other data than answers to these requests.
 
         `about` names what else decides the answers. A line whose answer has not status 200 is answered again.
         """
@@ -34,23 +34,23 @@ class Ledger:
         self.partial = out.with_name(out.name + ".partial")
         # The first line of each custom_id, and answers by line id.
         self._named, self._answers = dict[str, int](), dict[str, bytes]()
-        self._ids = [line.id for line in self._checked()]
+        self._ids = [line.id for line in self._mark_repeated_ids()]
         wanted, self._end = set(self._ids), 0
         if out.exists():
-            self._find(out, wanted)
+            self._collect_file_answers(out, wanted)
         if self.partial.exists():
-            self._end = self._find(self.partial, wanted)
+            self._end = self._collect_file_answers(self.partial, wanted)
         self.lines, self.kept = len(self._ids), len(self._answers)
         self._file: Any = None
 
-    def left(self) -> Iterator[Line]:
-        """Yield the unanswered lines; a repeated custom_id is a fault."""
-        for line in self._checked():
+    def iterate_unanswered_lines(self) -> Iterator[ParsedBatchLine]:
+        """Yield the lines that have no answer yet; one that repeats an earlier custom_id is marked as invalid."""
+        for line in self._mark_repeated_ids():
             if line.id not in self._answers:
                 yield line
 
-    def add(self, line: Line, answer: dict[str, Any]) -> None:
-        """Append the answer of a line to the partial file."""
+    def append_answer(self, line: ParsedBatchLine, answer: dict[str, Any]) -> None:
+        """Append a line's answer, an output object of OpenAI, to the partial file as one line of JSON."""
         if self._file is None:
             self._file = open(self.partial, "ab")
             self._file.truncate(self._end)
@@ -59,31 +59,31 @@ class Ledger:
         self._file.flush()
         self._answers[line.id] = data
 
-    def finish(self) -> int:
-        """Write the output file in the order of the requests, and remove the partial file.
+    def write_output_file(self) -> int:
+        """Write all answers to the output file in the order of the requests, and remove the partial file.
 
         Returns:
             Number of lines without status 200.
         """
-        self.close()
+        self.close_partial_file()
         answered = sum(each in self._answers for each in self._ids)
         remedy = f"only {answered} of {self.lines} lines are answered: the file was changed: run the command again"
         require(answered == self.lines, "FILE", str(self._requests), remedy)
         whole = [self._answers[each] for each in self._ids]
-        write_whole(self._out, b"".join(whole))
+        write_file_atomically(self._out, b"".join(whole))
         self.partial.unlink(missing_ok=True)
-        return sum(_status(json.loads(each)) != 200 for each in whole)
+        return sum(_get_status_code(json.loads(each)) != 200 for each in whole)
 
-    def close(self) -> None:
-        """Close the partial file."""
+    def close_partial_file(self) -> None:
+        """Sync the partial file to disk and close it; nothing if it is not open."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
 
-    def _checked(self) -> Iterator[Line]:
-        """Yield all lines; one that repeats a custom_id gets a fault and an id of its own."""
-        for line in lines_of(self._requests, self._about):
+    def _mark_repeated_ids(self) -> Iterator[ParsedBatchLine]:
+        """Yield all lines; a line that repeats a custom_id gets an error text and an id of its own."""
+        for line in read_batch_lines(self._requests, self._about):
             first = line.number
             if line.fault is None and line.custom_id is not None:
                 first = self._named.setdefault(line.custom_id, line.number)
@@ -97,31 +97,31 @@ class Ledger:
                     fault=f"line {line.number}: {said}",
                 )
 
-    def _find(self, path: Path, wanted: set[str]) -> int:
-        """Collect the answers in a file; return the bytes of its complete lines before the first invalid one."""
+    def _collect_file_answers(self, path: Path, wanted: set[str]) -> int:
+        """Collect a file's answers of status 200; return the bytes of complete lines before the first invalid one."""
         end = total = ours = 0
         with open(path, "rb") as lines:
             for data in lines:
-                answer = _answer(data)
+                answer = _parse_answer_line(data)
                 if answer is None:
                     break
                 total, same = total + 1, answer["id"] in wanted
                 ours += same
-                if same and _status(answer) == 200:
+                if same and _get_status_code(answer) == 200:
                     self._answers[answer["id"]] = data
                 end += len(data)
         if path == self._out:
             strange = path.stat().st_size > end
         else:
-            strange = not _BEGIN.startswith(_head(path))
+            strange = not _BEGIN.startswith(_read_first_bytes(path))
         if strange or (total and not ours):
             remedy = "it holds other data than answers to these requests under this model, policy and limits"
-            raise invalid("-o", str(path), f"{remedy}: remove it, or use another file")
+            raise build_value_error("-o", str(path), f"{remedy}: remove it, or use another file")
         return end
 
 
-def _answer(data: bytes) -> dict[str, Any] | None:
-    """Return the output object of a complete line; None for anything else."""
+def _parse_answer_line(data: bytes) -> dict[str, Any] | None:
+    """Return the output object in a complete line of an answer file; None for anything else."""
     try:
         found = json.loads(data) if data.endswith(b"\n") else None
     except (ValueError, RecursionError):
@@ -133,21 +133,21 @@ def _answer(data: bytes) -> dict[str, Any] | None:
     )
 
 
-def _head(path: Path) -> bytes:
-    """Return the first bytes of a file, as many as all partial files share."""
+def _read_first_bytes(path: Path) -> bytes:
+    """Return the first bytes of a file, as many as all partial files have in common."""
     with open(path, "rb") as file:
         return file.read(len(_BEGIN))
 
 
-def _status(answer: dict[str, Any]) -> int | None:
-    """Return the status of an output object's response; None without a response."""
+def _get_status_code(answer: dict[str, Any]) -> int | None:
+    """Return the HTTP status in an output object; None if it has an error instead of a response."""
     response = answer["response"]
     return response.get("status_code") if isinstance(response, dict) else None
 
 
 @contextlib.contextmanager
-def alone(out: Path) -> Iterator[None]:
-    """Context manager that keeps other processes from writing the same output file."""
+def lock_output_file(out: Path) -> Iterator[None]:
+    """Context manager that keeps other processes from writing the same output file; ValueError if one does."""
     import filelock  # 50 ms
 
     path = out.with_name(out.name + ".lock")
@@ -163,7 +163,7 @@ def alone(out: Path) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except filelock.Timeout:
-        raise invalid(
+        raise build_value_error(
             "-o", str(out), "another process writes it: wait for its end, or use another file"
         ) from None
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import from_json
 
-from jaxkv.serving.errors import http_error
+from jaxkv.serving.errors import convert_to_http_error
 from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.schemas import BatchLine
 
@@ -19,8 +19,8 @@ PREFIX, _DIGITS = "batch_req_", 32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Line:
-    """One line of a batch file: a request, or the reason why it is invalid.
+class ParsedBatchLine:
+    """One line of a batch file after parsing: a request, or the reason why it is invalid.
 
     Attributes:
         number: line number, from 1 on.
@@ -39,13 +39,13 @@ class Line:
     fault: str | None = None
 
     @property
-    def seed(self) -> int:
-        """Seed of 32 bits for a request without one; the same file gets the same answers again."""
+    def default_seed(self) -> int:
+        """Seed of 32 bits, from the line's id, for a request without a seed; equal in every run of the same file."""
         return int(self.id[-8:], 16)
 
 
-def lines_of(path: Path, about: str) -> Iterator[Line]:
-    """Yield the lines of a file without blank ones; `about` names what else decides the answers."""
+def read_batch_lines(path: Path, about: str) -> Iterator[ParsedBatchLine]:
+    """Yield the parsed lines of a batch file, without blank ones; `about` is text hashed into their answer ids."""
     most = RequestLimits().body_bytes
     with open(path, "rb") as file:
         number = 0
@@ -58,43 +58,49 @@ def lines_of(path: Path, about: str) -> Iterator[Line]:
                 data = file.readline(most)
             if long:
                 fault = f"line {number}: it is longer than {most} bytes: use a shorter request"
-                yield Line(number=number, id=_id(about, number), custom_id=None, fault=fault)
+                yield ParsedBatchLine(
+                    number=number, id=_compute_answer_id(about, number), custom_id=None, fault=fault
+                )
             elif data.strip():
-                yield _line(data, number, about)
+                yield _parse_batch_line(data, number, about)
 
 
-def _line(data: bytes, number: int, about: str) -> Line:
-    """Read one line; a fault becomes its `fault`."""
+def _parse_batch_line(data: bytes, number: int, about: str) -> ParsedBatchLine:
+    """Parse one line of a batch file; an invalid one gets its error text as `fault`."""
     given: Any = None
     try:
         given = from_json(data, allow_inf_nan=False)
         read = BatchLine.model_validate(given)
     except ValueError as error:
-        told = http_error(error) if isinstance(error, ValidationError) else error
+        told = convert_to_http_error(error) if isinstance(error, ValidationError) else error
         named = given.get("custom_id") if isinstance(given, dict) else None
-        return Line(
+        return ParsedBatchLine(
             number=number,
-            id=_id(about, [number, hashlib.sha256(data).hexdigest()]),
+            id=_compute_answer_id(about, [number, hashlib.sha256(data).hexdigest()]),
             custom_id=named if isinstance(named, str) else None,
             fault=f"line {number}: {told}",
         )
-    digest = _id(about, [read.custom_id, read.url, read.body])
-    return Line(number=number, id=digest, custom_id=read.custom_id, url=read.url, body=read.body)
+    digest = _compute_answer_id(about, [read.custom_id, read.url, read.body])
+    return ParsedBatchLine(
+        number=number, id=digest, custom_id=read.custom_id, url=read.url, body=read.body
+    )
 
 
-def _id(about: str, what: Any) -> str:
-    """Return the id of an answer: a digest of what decides it."""
+def _compute_answer_id(about: str, what: Any) -> str:
+    """Return the id of an answer: a prefix and SHA-256 digest of `about` and `what`, which decide the answer."""
     whole = json.dumps([about, what], sort_keys=True)
     return f"{PREFIX}{hashlib.sha256(whole.encode()).hexdigest()[:_DIGITS]}"
 
 
-def failed(line: Line, code: str, message: str) -> dict[str, Any]:
-    """Return OpenAI's output object of an invalid line."""
+def make_error_output(line: ParsedBatchLine, code: str, message: str) -> dict[str, Any]:
+    """Return OpenAI's output object of an invalid line: an error code and message, without a response."""
     error = {"code": code, "message": message}
     return {"id": line.id, "custom_id": line.custom_id, "response": None, "error": error}
 
 
-def responded(line: Line, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return OpenAI's output object of a request with a response."""
+def make_response_output(
+    line: ParsedBatchLine, status: int, body: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return OpenAI's output object of a line with an HTTP response: its status and body."""
     response = {"status_code": status, "request_id": f"req-{line.id[-16:]}", "body": body}
     return {"id": line.id, "custom_id": line.custom_id, "response": response, "error": None}

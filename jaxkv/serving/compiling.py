@@ -1,4 +1,4 @@
-"""`compile_rest`: compiles programs of further padded lengths while the engine runs."""
+"""`compile_remaining_lengths`: compiles programs of further padded lengths while the engine runs."""
 
 import time
 import weakref
@@ -14,28 +14,30 @@ PATIENCE = 0.02
 COMPUTING = weakref.WeakSet[Scheduler]()
 
 
-def compile_rest(slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]) -> None:
-    """Compile the lengths that requests wait for, and other prompt lengths while no engine computes (thread body).
+def compile_remaining_lengths(
+    slots: Slots, scheduler: Scheduler, ended: Callable[[], bool]
+) -> None:
+    """Compile lengths that requests wait for, and other prompt lengths while no engine computes (thread body).
 
     Ends when no length is left, or between two programs once `ended` returns True.
     """
     left = slots.uncompiled
     try:
         while left and not ended():
-            length = scheduler.missed or left[0]
-            if scheduler.missed is None and length[0]:
+            length = scheduler.first_uncompiled_length or left[0]
+            if scheduler.first_uncompiled_length is None and length[0]:
                 # Programs of questions are the largest, so they compile only for a waiting request.
                 time.sleep(PATIENCE)
                 continue
-            for _ in slots.compiling(*length):
-                while COMPUTING and not (scheduler.missed or ended()):
+            for _ in slots.compile_padded_length(*length):
+                while COMPUTING and not (scheduler.first_uncompiled_length or ended()):
                     time.sleep(PATIENCE)
-                if ended() or scheduler.missed not in (None, length):
+                if ended() or scheduler.first_uncompiled_length not in (None, length):
                     # Programs compiled so far remain cached.
                     break
             else:
                 left.remove(length)
-                memory.trim()
+                memory.release_freed_memory()
     finally:
         # After an error, a request of such a length compiles its own programs and gets the error.
         left.clear()

@@ -10,44 +10,46 @@ from starlette.requests import Request as HttpRequest
 
 from jaxkv.serving.document_store import Document
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.errors import ClientGone, HttpError
-from jaxkv.serving.requests import result_of
+from jaxkv.serving.errors import ClientDisconnected, HttpError
+from jaxkv.serving.requests import await_future
 from jaxkv.serving.schemas import DocumentBody, KeptQuery
-from jaxkv.serving.service import RequestLog, Served
-from jaxkv.serving.submission import while_connected
-from jaxkv.text.shown import pieces_of
+from jaxkv.serving.service import RequestRecord, Served
+from jaxkv.serving.submission import await_while_connected
+from jaxkv.text.shown import decode_token_texts
 
 routes = APIRouter(prefix="/v1/documents")
 
 
 @routes.post("", summary="Compress a document")
-async def add(body: DocumentBody, request: HttpRequest, service: Served) -> dict[str, Any]:
-    """Compress a text or a chat; the document of a client that disconnects is removed."""
-    record: RequestLog = request.state.record
+async def create_document(
+    body: DocumentBody, request: HttpRequest, service: Served
+) -> dict[str, Any]:
+    """Compress a text or a chat as a document; if the client disconnects, cancel this or remove the document."""
+    record: RequestRecord = request.state.record
     if (body.text is None) == (body.messages is None):
         raise HttpError(400, "text: use either text or messages", param="text")
     record.prompt = "text" if body.messages is None else "messages"
-    record.model = service.model(body.model)
+    record.model = service.resolve_model_id(body.model)
     engine = service.models[record.model]
     future = await run_in_threadpool(
         engine.submit_document,
-        body.text if body.messages is None else [each.plain for each in body.messages],
+        body.text if body.messages is None else [each.role_and_content for each in body.messages],
         raw=body.raw,
         budget=body.budget,
         deadline=service.limits.seconds,
     )
     try:
-        document = await while_connected(request.receive, result_of(future))
-    except ClientGone:
+        document = await await_while_connected(request.receive, await_future(future))
+    except ClientDisconnected:
         if not future.cancel():
-            future.add_done_callback(lambda ended: _remove(engine, ended))
+            future.add_done_callback(lambda ended: _remove_abandoned_document(engine, ended))
         raise
     record.prompt_tokens, record.new_tokens = document.tokens, 0
-    return document_object(document, record.model)
+    return make_document_object(document, record.model)
 
 
-def document_object(document: Document, model: str) -> dict[str, Any]:
-    """Return the object of a document: its id, tokens, entries per kv head and layer, bytes on the device.
+def make_document_object(document: Document, model: str) -> dict[str, Any]:
+    """Return a document's JSON object: its id, tokens, entries per kv head and layer, and bytes on the device.
 
     `kept_bytes` is the size of the kept entries alone, `full_bytes` that of all entries of an uncompressed cache.
     """
@@ -63,35 +65,37 @@ def document_object(document: Document, model: str) -> dict[str, Any]:
     }
 
 
-def _remove(engine: Engine, ended: Future[Document]) -> None:
-    """Remove a document whose client has disconnected."""
+def _remove_abandoned_document(engine: Engine, ended: Future[Document]) -> None:
+    """Remove the document of a completed future whose client has disconnected."""
     if ended.exception() is None:
         with contextlib.suppress(ValueError):
-            engine.documents.remove(ended.result().id)
+            engine.documents.remove_document(ended.result().id)
 
 
 @routes.get("", summary="List documents")
-def every(service: Served) -> dict[str, Any]:
-    """List all documents, in order of their ids."""
+def list_documents(service: Served) -> dict[str, Any]:
+    """List all documents of all models, in order of their ids."""
     found = [
-        document_object(each, model)
+        make_document_object(each, model)
         for model, engine in service.models.items()
-        for each in engine.documents.all()
+        for each in engine.documents.get_documents()
     ]
     return {"object": "list", "data": sorted(found, key=lambda each: each["id"])}
 
 
 @routes.get("/{id}", summary="Describe a document")
-def one(id: str, service: Served) -> dict[str, Any]:
-    """Describe one document."""
-    model, document = service.document(id)
-    return document_object(document, model)
+def describe_document(id: str, service: Served) -> dict[str, Any]:
+    """Describe one document: its model, tokens, entries and bytes; 404 if unknown."""
+    model, document = service.find_model_and_document(id)
+    return make_document_object(document, model)
 
 
 @routes.get("/{id}/kept", summary="Show the kept tokens")
-def kept(id: str, where: Annotated[KeptQuery, Query()], service: Served) -> dict[str, Any]:
-    """Return the texts of a document's tokens, and how many (layer, kv head) pairs keep each."""
-    model, document = service.document(id)
+def show_kept_tokens(
+    id: str, where: Annotated[KeptQuery, Query()], service: Served
+) -> dict[str, Any]:
+    """Return a document's tokens as texts, and for each token how many (layer, kv head) pairs keep its entry."""
+    model, document = service.find_model_and_document(id)
     kept, session = document.kept, service.models[model].session
     (layers, heads, _), layer, head = kept.bits.shape, where.layer, where.head
     if layer is not None and layer >= layers:
@@ -101,7 +105,7 @@ def kept(id: str, where: Annotated[KeptQuery, Query()], service: Served) -> dict
         raise HttpError(400, f"head={head}: {remedy}", param="head")
     text = session.params.text
     assert text is not None
-    pieces, parts = pieces_of(kept.ids.tolist(), text), session.policy.parts()
+    pieces, parts = decode_token_texts(kept.ids.tolist(), text), session.policy.build_policy_parts()
     return {
         "id": document.id,
         "object": "document.kept",
@@ -115,13 +119,13 @@ def kept(id: str, where: Annotated[KeptQuery, Query()], service: Served) -> dict
         "special": pieces.special,
         "kept": kept.counts(layer, head).tolist(),
         "merges": parts.merge is not None,
-        "chooses": not parts.read.everything,
+        "chooses": not parts.read.reads_all_entries,
     }
 
 
 @routes.delete("/{id}", summary="Delete a document")
-def delete(id: str, service: Served) -> dict[str, Any]:
-    """Remove a document from the device and the disk."""
-    model, document = service.document(id)
-    service.models[model].documents.remove(document.id)
+def delete_document(id: str, service: Served) -> dict[str, Any]:
+    """Remove a document from the device and the disk; 404 if unknown."""
+    model, document = service.find_model_and_document(id)
+    service.models[model].documents.remove_document(document.id)
     return {"id": document.id, "object": "document", "deleted": True}

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.cache import KVCache, Turn, laid_out
+from jaxkv.cache import ConversationState, KVCache, repack_through_host
 from jaxkv.cache.saved import load_cache
-from jaxkv.checkpoints.whole_files import write_whole
+from jaxkv.checkpoints.whole_files import write_file_atomically
 from jaxkv.engine.slot_shape import SlotShape
 from jaxkv.loading import LanguageModel
 from jaxkv.policies.policy import Policy
@@ -30,7 +30,7 @@ _NOTICES = logging.getLogger("jaxkv")
 
 
 class UnknownDocument(ValueError):
-    """Error for a document id that the engine does not know, or no longer knows."""
+    """Error for a document id that the engine does not know: the document was removed, or is another engine's."""
 
 
 class UnreadableDocument(ValueError):
@@ -59,17 +59,17 @@ class Document:
     kept_nbytes: int
     full_nbytes: int
     kept: KeptTokens = dataclasses.field(repr=False, compare=False)
-    turn: Turn
+    turn: ConversationState
 
 
 def _remove_folder(folder: Path, process: int) -> None:
-    """Remove a folder with its contents, unless this process is a fork of the one that created it."""
+    """Delete a folder with its contents, but not in a forked process: only in the process that created it."""
     if os.getpid() == process:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class DocumentStore:
-    """Caches of an engine's documents: at most `most_bytes` on the device, the least recently used in a folder.
+class DocumentCacheStore:
+    """Compressed caches of an engine's documents: at most `most_bytes` on the device, the least recently used on disk.
 
     In a user's folder, every document is written when it is added. All engines of the same model, policy and slots
     find it there, including those that run now.
@@ -84,7 +84,7 @@ class DocumentStore:
         most_bytes: int,
         folder: Path | None,
     ):
-        """Find the documents in `folder`, if any, without reading their caches.
+        """Find the documents in `folder`, or create a temporary folder for None, without reading their caches.
 
         `shape` is the shape of the slots, which a document enters for each question.
         """
@@ -102,36 +102,36 @@ class DocumentStore:
             self._remove = weakref.finalize(self, _remove_folder, folder, os.getpid())
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._look()
+        self._refresh_known_documents()
 
     @property
-    def nbytes(self) -> int:
-        """Size of the documents' caches on the device, in bytes."""
+    def device_bytes(self) -> int:
+        """Size in bytes of the documents' caches on the device, without those on disk."""
         with self._lock:
             return sum(self._known[name].nbytes for name in self._held)
 
-    def all(self) -> list[Document]:
-        """Return all documents, in order of their ids."""
+    def get_documents(self) -> list[Document]:
+        """Return the `Document` of every document, on the device or on disk, in order of their ids."""
         with self._lock:
-            self._look()
+            self._refresh_known_documents()
             return [self._known[name] for name in sorted(self._known)]
 
-    def of(self, name: str) -> Document:
-        """Return the document with this id; ValueError if unknown."""
+    def get_document(self, name: str) -> Document:
+        """Return the `Document` with this id; `UnknownDocument`, a ValueError, if there is none."""
         with self._lock:
             if _ID.fullmatch(name):
-                self._look(name)
+                self._refresh_known_documents(name)
             if name not in self._known:
                 told = "unknown document: it was removed, or belongs to another engine"
                 raise UnknownDocument(f"document={name!r}: {told}")
             return self._known[name]
 
-    def add(self, cache: KVCache, ids: Sequence[int]) -> Document:
-        """Add the cache of one document with its token ids, without headroom; return its `Document`.
+    def add_document(self, cache: KVCache, ids: Sequence[int]) -> Document:
+        """Add a document's cache, without headroom, and its token ids under a new id; return its `Document`.
 
         Other documents may be moved to disk.
         """
-        tight = laid_out(dataclasses.replace(cache, logits=None), cache.axes)
+        tight = repack_through_host(dataclasses.replace(cache, logits=None), cache.axes)
         made = Document(
             id=f"doc-{secrets.token_hex(8)}",
             tokens=int(np.asarray(cache.seen)[0]),
@@ -139,27 +139,27 @@ class DocumentStore:
             nbytes=tight.nbytes,
             kept_nbytes=cache.kept_nbytes // cache.batch,
             full_nbytes=cache.full_nbytes // cache.batch,
-            kept=KeptTokens.of(cache, ids),
-            turn=cache.turn if isinstance(cache.turn, Turn) else cache.turn[0],
+            kept=KeptTokens.from_cache(cache, ids),
+            turn=cache.turn if isinstance(cache.turn, ConversationState) else cache.turn[0],
         )
         if self._kept:
-            self._write(made, tight)
+            self._write_document(made, tight)
         with self._lock:
             self._known[made.id] = made
         try:
-            self._hold(made.id, tight)
+            self._keep_on_device(made.id, tight)
         except OSError:
             # The document does not fit if no other document can be moved to disk.
-            self.remove(made.id)
+            self.remove_document(made.id)
             raise
         return made
 
-    def cache_of(self, name: str) -> KVCache:
-        """Return the cache of a document in the shape of a slot, read from disk if needed.
+    def get_document_cache(self, name: str) -> KVCache:
+        """Return a document's cache in the shape of a slot, read from disk if it is not on the device.
 
         Raises ValueError if the id is unknown.
         """
-        made = self.of(name)
+        made = self.get_document(name)
         with self._lock:
             cache = self._held.get(name)
         if cache is None:
@@ -167,30 +167,30 @@ class DocumentStore:
                 cache = load_cache(self._folder / made.id, self._params, policy=self._policy)
             except ValueError as error:
                 # Another thread or process may have removed the document and its folder.
-                self.of(name)
+                self.get_document(name)
                 raise UnreadableDocument(
                     f"document={name!r}: cannot read its saved cache: {error}"
                 ) from error
-        self._hold(name, cache)
-        return laid_out(cache, cache.axes, rows=self._shape.rows)
+        self._keep_on_device(name, cache)
+        return repack_through_host(cache, cache.axes, rows=self._shape.rows)
 
-    def remove(self, name: str) -> None:
-        """Remove a document from the device and the disk; ValueError if unknown."""
-        self.of(name)
+    def remove_document(self, name: str) -> None:
+        """Remove a document from the device and the disk; `UnknownDocument`, a ValueError, if there is none."""
+        self.get_document(name)
         with self._lock:
             self._known.pop(name, None)
             self._held.pop(name, None)
-        self._unlink(name)
+        self._delete_document_files(name)
 
-    def close(self) -> None:
-        """Drop all caches; remove the folder unless it is the user's."""
+    def close_document_store(self) -> None:
+        """Drop all caches on the device; delete the folder if it is a temporary one."""
         with self._lock:
             self._held.clear()
         if not self._kept:
             self._remove()
 
-    def _hold(self, name: str, cache: KVCache) -> None:
-        """Keep a cache on the device as the most recently used; move others to disk if it exceeds the bytes."""
+    def _keep_on_device(self, name: str, cache: KVCache) -> None:
+        """Keep a cache on the device as the most recently used; move others to disk while all exceed `most_bytes`."""
         with self._lock:
             if name in self._known:
                 self._held[name] = cache
@@ -203,9 +203,9 @@ class DocumentStore:
                 break
             waiting = self._held.get(document.id)
             # Written first: if that fails, nothing is lost.
-            if waiting is not None and not self._json(document.id).exists():
+            if waiting is not None and not self._get_description_path(document.id).exists():
                 try:
-                    self._write(document, waiting)
+                    self._write_document(document, waiting)
                 except OSError:
                     # Another thread or process may have removed the document and its folder.
                     if document.id in self._known:
@@ -215,57 +215,62 @@ class DocumentStore:
             over -= document.nbytes
             if document.id not in self._known:
                 # The document was removed while it was written.
-                self._unlink(document.id)
+                self._delete_document_files(document.id)
 
-    def _unlink(self, name: str) -> None:
-        """Remove the files of a document, if any."""
-        self._json(name).unlink(missing_ok=True)
+    def _delete_document_files(self, name: str) -> None:
+        """Delete a document's cache and description from disk, if there are any."""
+        self._get_description_path(name).unlink(missing_ok=True)
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
-    def _json(self, name: str) -> Path:
-        """Return the path of a document's description, which is written last: a partial document is not found."""
+    def _get_description_path(self, name: str) -> Path:
+        """Return the path of a document's description, which is written after the cache: it marks complete ones."""
         return self._folder / f"{name}.json"
 
-    def _made_for(self) -> dict[str, Any]:
-        """Return values that identify documents of this engine's model and policy."""
+    def _describe_model_and_policy(self) -> dict[str, Any]:
+        """Return the model's fingerprint and the policy's repr as a dict, which documents on disk must match."""
         return {"model": str(self._params.fingerprint), "policy": repr(self._policy)}
 
-    def _write(self, document: Document, cache: KVCache) -> None:
-        """Write a document's cache and description to disk."""
+    def _write_document(self, document: Document, cache: KVCache) -> None:
+        """Write a document's cache to a folder, then its description as JSON."""
         cache.save(self._folder / document.id)
         described = dataclasses.asdict(document) | {
             "turn": document.turn.value,
-            "kept": document.kept.described(),
-            "made_for": self._made_for(),
+            "kept": document.kept.to_json_values(),
+            "made_for": self._describe_model_and_policy(),
         }
-        write_whole(self._json(document.id), json.dumps(described).encode())
+        write_file_atomically(
+            self._get_description_path(document.id), json.dumps(described).encode()
+        )
 
-    def _look(self, *names: str) -> None:
-        """Find documents, by default all, that other engines wrote into a user's folder; forget removed ones."""
+    def _refresh_known_documents(self, *names: str) -> None:
+        """Register documents, by default all, that other engines wrote to a user's folder; forget deleted ones."""
         if not self._kept:
             return
         for name in names or sorted(
             self._known.keys() | {each.stem for each in self._folder.glob("*.json")}
         ):
-            there = self._json(name).exists()
+            there = self._get_description_path(name).exists()
             if not there:
                 self._known.pop(name, None)
                 self._held.pop(name, None)
             elif name not in self._known and name not in self._others:
                 self._others.add(name)
-                self._find(self._json(name))
+                self._register_described_document(self._get_description_path(name))
 
-    def _find(self, path: Path) -> None:
-        """Add the document that a file describes; skip one of another model or policy with a warning."""
+    def _register_described_document(self, path: Path) -> None:
+        """Register the document that a file describes; skip an invalid, too long or foreign one with a warning."""
         try:
             described = json.loads(path.read_text())
             for_whom = described.pop("made_for")
-            read = {"turn": Turn(described["turn"]), "kept": KeptTokens.read(described["kept"])}
+            read = {
+                "turn": ConversationState(described["turn"]),
+                "kept": KeptTokens.from_json_values(described["kept"]),
+            }
             document = Document(**described | read)
         except (ValueError, TypeError, KeyError, OSError) as error:
             _NOTICES.warning("%s: skipped: not a valid description of a document: %s", path, error)
             return
-        if for_whom != self._made_for() or document.id != path.stem:
+        if for_whom != self._describe_model_and_policy() or document.id != path.stem:
             _NOTICES.warning("%s: skipped: it belongs to another model or policy", path)
         elif document.tokens > self._shape.prompt:
             said = "%s: skipped: its %d tokens exceed the maximum of a prompt"

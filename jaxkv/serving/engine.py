@@ -16,27 +16,32 @@ from jax.sharding import Mesh
 from jaxtyping import PRNGKeyArray
 
 from jaxkv import _checks, arguments
-from jaxkv._checks import own_settings, settled
+from jaxkv._checks import settled, use_package_jax_settings
 from jaxkv._errors import require
 from jaxkv.attention import Implementation
-from jaxkv.cache import Turn
+from jaxkv.cache import ConversationState
 from jaxkv.engine.generation_results import Completion
-from jaxkv.engine.sampling import Sampler, batch_sampling
+from jaxkv.engine.sampling import Sampler, combine_samplers
 from jaxkv.engine.session import Session
 from jaxkv.engine.slots import Slots
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import hosts, memory
 from jaxkv.policies.policy import Policy
-from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_rest
-from jaxkv.serving.document_store import Document, DocumentStore
-from jaxkv.serving.given import own_deadline, own_key, own_policy
-from jaxkv.serving.mapping import mapped, patient
+from jaxkv.serving.compiling import COMPUTING, PATIENCE, compile_remaining_lengths
+from jaxkv.serving.document_store import Document, DocumentCacheStore
+from jaxkv.serving.given import apply_request_budget, compute_deadline, resolve_random_key
+from jaxkv.serving.mapping import answer_prompts, make_waiting_submit
 from jaxkv.serving.requests import EngineClosed, PromptTooLong, QueueFull, Request
 from jaxkv.serving.scheduler import Scheduler
-from jaxkv.serving.slot_memory import ahead_of, device_of, limits_of, slots_that_fit
+from jaxkv.serving.slot_memory import (
+    count_fitting_slots,
+    get_max_prefills_ahead,
+    get_model_device,
+    resolve_token_limits,
+)
 from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.work import PrefillWork, RequestWork
-from jaxkv.text.prompts import Prompt, encode
+from jaxkv.text.prompts import Prompt, encode_prompts
 
 # Default maximum tokens of an answer.
 _USUAL_NEW = 128
@@ -47,7 +52,7 @@ _OPEN = weakref.WeakSet["Engine"]()
 
 
 class Engine:
-    """Answer requests over the slots of one running batch: prefill each, compress it, and add it to a free slot.
+    """Answer many requests over the slots of one running batch: prefill each, compress it, decode it in a free slot.
 
     The tokens of a request equal those of `jaxkv.generate` with its key (in float32), independent of other requests.
     Decode steps of running requests alternate with the layers of a prefill.
@@ -85,7 +90,7 @@ class Engine:
         precompile: bool = True,
         start: bool = True,
     ):
-        """Allocate the slots, compile all programs and start the engine's thread.
+        """Validate the arguments and allocate the slots; with `start`, compile programs and start the engine's thread.
 
         Args:
             params: from `jaxkv.load`.
@@ -114,61 +119,67 @@ class Engine:
             TypeError: for an argument of the wrong type, with the type to use.
             MemoryError: if the slots do not fit, with their bytes.
         """
-        params = arguments.as_model(params, mesh)
-        spread = params.axes is not None and hosts.spans(params.axes.mesh)
+        params = arguments.validate_model(params, mesh)
+        spread = params.axes is not None and hosts.has_several_processes(params.axes.mesh)
         require(
             not spread,
             "mesh",
             "devices of several processes",
             "an engine runs in one process: use only the devices of this one",
         )
-        self._limit = _checks.whole("queue", queue, "allow at least 1 waiting request")
+        self._limit = _checks.validate_int("queue", queue, "allow at least 1 waiting request")
         self.session = Session(
-            params, policy, implementation=arguments.as_implementation(implementation)
+            params, policy, implementation=arguments.validate_implementation(implementation)
         )
-        limits = limits_of(
+        limits = resolve_token_limits(
             params.config,
             prompt=max_prompt_tokens,
             new=max_new_tokens,
             question=max_question_tokens,
         )
-        share = _checks.real("memory_share", memory_share, high=1, open_low=True)
-        wanted = slots_that_fit(self.session, **limits, share=share) if slots == "auto" else slots
-        count = _checks.whole("slots", wanted, 'use at least 1 slot, or "auto"')
+        share = _checks.validate_float("memory_share", memory_share, high=1, open_low=True)
+        wanted = (
+            count_fitting_slots(self.session, **limits, share=share) if slots == "auto" else slots
+        )
+        count = _checks.validate_int("slots", wanted, 'use at least 1 slot, or "auto"')
         self._slots = Slots(
-            self.session, count=count, ends=max(1, len(params.ends)), start=False, **limits
+            self.session, count=count, ends=max(1, len(params.end_token_ids)), start=False, **limits
         )
         self.limits = self._slots.shape
         folder = None if documents is None else Path(os.path.expanduser(documents)).absolute()
         if document_bytes is None:
-            left = memory.available_bytes(device_of(params)) - self._slots.needed
+            left = memory.available_bytes(get_model_device(params)) - self._slots.needed
             document_bytes = int(_DOCUMENT_SHARE * share * max(0, left))
-        most = _checks.whole(
+        most = _checks.validate_int(
             "document_bytes", document_bytes, "use a number of bytes", least=0, most=2**62
         )
-        self.documents = DocumentStore(
+        self.documents = DocumentCacheStore(
             params, self.session.policy, shape=self.limits, most_bytes=most, folder=folder
         )
-        self._scheduler = Scheduler(self._slots, self.documents, ahead=ahead_of(count))
+        self._scheduler = Scheduler(
+            self._slots, self.documents, ahead=get_max_prefills_ahead(count)
+        )
         self._changed = threading.Condition()
         self._rejected, self._closing, self._dropping = 0, False, False
         self.error: BaseException | None = None
-        self._precompile = _checks.flag("precompile", precompile)
+        self._precompile = _checks.validate_bool("precompile", precompile)
         # Daemon threads: an open engine does not keep the process from ending.
-        self._thread = threading.Thread(target=self._run, name="jaxkv.Engine", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_engine_loop, name="jaxkv.Engine", daemon=True
+        )
         rest = self._slots, self._scheduler, lambda: self._closing
-        self._compiler = threading.Thread(target=compile_rest, args=rest, daemon=True)
+        self._compiler = threading.Thread(target=compile_remaining_lengths, args=rest, daemon=True)
         _OPEN.add(self)
-        if _checks.flag("start", start):
+        if _checks.validate_bool("start", start):
             self.start()
 
     @settled
     def start(
         self, tick: Callable[[str], object] = lambda what: None, name: str = "engine"
     ) -> None:
-        """Start an engine created with `start=False`; call `tick` with each part of `name` before it compiles."""
+        """Compile and start an engine created with `start=False`; call `tick` with a text before each compilation."""
         COMPUTING.add(self._scheduler)
-        self._slots.compile(
+        self._slots.compile_programs(
             lambda part: tick(f"compiling {part} of {name}"), lengths=self._precompile
         )
         self._thread.start()
@@ -190,7 +201,7 @@ class Engine:
         offline: bool = False,
         document: Document | None = None,
     ) -> Request:
-        """Queue one prompt and return its `Request` immediately; any thread may call this.
+        """Queue one prompt and return its `Request` without waiting for the answer; any thread may call this.
 
         Args:
             prompt: text, chat messages or token ids; a question if `document` is given.
@@ -217,10 +228,13 @@ class Engine:
         """
         params, most = self.session.params, self.limits.new
         new = min(_USUAL_NEW, most) if max_new_tokens is None else max_new_tokens
-        new = _checks.whole("max_new_tokens", new, "sample at least 1 token", most=most)
-        sampling, stops = arguments.as_sampling(sampling), arguments.as_stops(stop)
+        new = _checks.validate_int("max_new_tokens", new, "sample at least 1 token", most=most)
+        sampling, stops = (
+            arguments.validate_sampler(sampling),
+            arguments.validate_stop_strings(stop),
+        )
         keys = [
-            own_key(each, self.session.key)
+            resolve_random_key(each, self.session.key)
             for each in (key if isinstance(key, Sequence) else [key])
         ]
         require(
@@ -229,41 +243,48 @@ class Engine:
             f"{len(keys)} keys",
             f"not a valid number of answers: use 1 to {self._limit}, the length of the queue",
         )
-        stop_at_eos, raw = _checks.flag("stop_at_eos", stop_at_eos), _checks.flag("raw", raw)
-        offline = _checks.flag("offline", offline)
+        stop_at_eos, raw = (
+            _checks.validate_bool("stop_at_eos", stop_at_eos),
+            _checks.validate_bool("raw", raw),
+        )
+        offline = _checks.validate_bool("offline", offline)
         # Rejects custom samplers, which would have to be compiled into the programs.
-        batch_sampling([sampling])
+        combine_samplers([sampling])
         for each in keys:
-            arguments.require_sampling(params, sampling, each, stops)
+            arguments.check_sampling_options(params, sampling, each, stops)
         if document is not None and not isinstance(document, Document):
             raise TypeError(
                 f"document={type(document).__name__}: pass what this engine's document returned"
             )
-        turn = Turn.START if document is None else self.documents.of(document.id).turn
-        encoded = encode(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
+        turn = (
+            ConversationState.START
+            if document is None
+            else self.documents.get_document(document.id).turn
+        )
+        encoded = encode_prompts(prompt, params.text, params.config, turn=turn, raw=raw, close=True)
         require(
             encoded.single,
             "prompt",
             f"{len(encoded.ids)} prompts",
             "submit takes one prompt: call map for several",
         )
-        self._require_fits(int(encoded.lengths[0]), document)
+        self._require_prompt_fits(int(encoded.prompt_lengths[0]), document)
         answer = functools.partial(
             RequestWork,
             encoded=encoded,
             new=new,
             sampling=sampling,
             stops=stops,
-            eos=params.ends if stop_at_eos else (),
-            policy=own_policy(budget, self.session.policy, document),
-            deadline=own_deadline(deadline),
+            eos=params.end_token_ids if stop_at_eos else (),
+            policy=apply_request_budget(budget, self.session.policy, document),
+            deadline=compute_deadline(deadline),
             offline=offline,
             document=document,
             text=params.text,
         )
         works = [answer(key=each) for each in keys]
         works[0].request.others = tuple(work.request for work in works[1:])
-        self._enqueue(works)
+        self._enqueue_work(works)
         return works[0].request
 
     def document(
@@ -310,29 +331,31 @@ class Engine:
         budget: Any = None,
         deadline: Any = None,
     ) -> Future[Document]:
-        """Queue a `document` with the same arguments; return a future of its handle, which can be cancelled."""
+        """Queue a document to compress, with the arguments of `document`; return a future of its `Document`."""
         params, key, raw = (
             self.session.params,
-            own_key(key, self.session.key),
-            _checks.flag("raw", raw),
+            resolve_random_key(key, self.session.key),
+            _checks.validate_bool("raw", raw),
         )
         remedy = (
             "this engine accepts no questions: create it with Engine(..., max_question_tokens=256)"
         )
         require(self.limits.question > 0, "document", "not supported", remedy)
-        encoded = encode(prompt, params.text, params.config, raw=raw, close=False)
+        encoded = encode_prompts(prompt, params.text, params.config, raw=raw, close=False)
         require(encoded.single, "prompt", f"{len(encoded.ids)} prompts", "pass one document")
-        self._require_fits(int(encoded.lengths[0]), None)
-        arguments.warn_unseen(
-            self.session.policy, encoded, self.session.planned(encoded.lengths, 0).budget
+        self._require_prompt_fits(int(encoded.prompt_lengths[0]), None)
+        arguments.warn_unseen_question(
+            self.session.policy,
+            encoded,
+            self.session.plan_without_memory_check(encoded.prompt_lengths, 0).budget,
         )
         reading = PrefillWork(
             encoded=encoded,
             key=key,
-            policy=own_policy(budget, self.session.policy, None),
-            deadline=own_deadline(deadline),
+            policy=apply_request_budget(budget, self.session.policy, None),
+            deadline=compute_deadline(deadline),
         )
-        self._enqueue([reading])
+        self._enqueue_work([reading])
         return reading.future
 
     def map(
@@ -355,25 +378,27 @@ class Engine:
             An iterator over the answers. At a rejected prompt, it raises ValueError and cancels the requests in flight.
         """
         waiting, most = self._scheduler.waiting, self._limit
-        submit = patient(self.submit, lambda: len(waiting) >= most and self._thread.is_alive())
-        given, at_once = arguments.as_key(key), min(most, 2 * self._slots.count)
-        return mapped(submit, prompts, at_once, key=given, **options)
+        submit = make_waiting_submit(
+            self.submit, lambda: len(waiting) >= most and self._thread.is_alive()
+        )
+        given, at_once = arguments.validate_random_key(key), min(most, 2 * self._slots.count)
+        return answer_prompts(submit, prompts, at_once, key=given, **options)
 
     @property
     def stats(self) -> EngineStats:
-        """Current numbers of requests, slots, tokens and bytes."""
+        """Current numbers of requests, slots, tokens and bytes of the engine, as `EngineStats`."""
         at = self._scheduler
         return EngineStats(
             waiting=len(at.waiting),
-            prefilling=at.prefilling,
-            ready=at.ready,
-            running=at.running,
+            prefilling=at.active_prefills,
+            ready=at.ready_count,
+            running=at.running_count,
             slots=self._slots.count,
             answered=at.answered,
             rejected=self._rejected,
             new_tokens=at.tokens,
             nbytes=self._slots.nbytes,
-            document_bytes=self.documents.nbytes,
+            document_bytes=self.documents.device_bytes,
             longest_pause_seconds=at.longest_pause,
         )
 
@@ -390,10 +415,10 @@ class Engine:
         if threading.current_thread() is not self._thread:
             for thread in filter(threading.Thread.is_alive, (self._thread, self._compiler)):
                 thread.join()
-            self.documents.close()
+            self.documents.close_document_store()
 
     def __enter__(self) -> "Engine":
-        """Return the engine."""
+        """Return the engine itself."""
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -401,12 +426,12 @@ class Engine:
         self.close(drain=error is None)
 
     def __repr__(self) -> str:
-        """One-line text: policy, numbers of slots and requests."""
+        """One-line text: policy, numbers of slots with a request, of all slots and of waiting requests."""
         at = self.stats
         return f"Engine({self.session.policy}; {at.running} of {at.slots} slots taken, {at.waiting + at.ready} wait)"
 
-    def _require_fits(self, tokens: int, document: Document | None) -> None:
-        """Raise `PromptTooLong` for a prompt or question longer than the slots allow."""
+    def _require_prompt_fits(self, tokens: int, document: Document | None) -> None:
+        """Raise `PromptTooLong` if a prompt, or a question on a document, has more tokens than the engine accepts."""
         kind, most = (
             ("prompt", self.limits.prompt)
             if document is None
@@ -416,8 +441,8 @@ class Engine:
             told = f"too long: this engine accepts at most max_{kind}_tokens={most}"
             raise PromptTooLong(f"prompt={tokens} tokens: {told}")
 
-    def _enqueue(self, works: Sequence[PrefillWork]) -> None:
-        """Queue all requests, or a document, or none, for the engine's thread; raise if full, closed or failed."""
+    def _enqueue_work(self, works: Sequence[PrefillWork]) -> None:
+        """Queue all requests, or a document, for the engine's thread, or none; raise if full, closed or failed."""
         with self._changed:
             if self.error is not None:
                 raise RuntimeError(f"the engine has failed: {self.error}") from self.error
@@ -434,41 +459,41 @@ class Engine:
             waiting.extend(works)
             self._changed.notify_all()
 
-    def _run(self) -> None:
-        """Compute until the engine is closed; an error of its own ends all requests (thread body)."""
+    def _run_engine_loop(self) -> None:
+        """Run scheduler steps until the engine is closed; an error of a step ends all requests (thread body)."""
         try:
             while True:
                 with self._changed:
-                    if self._scheduler.idle:
+                    if self._scheduler.is_idle:
                         COMPUTING.discard(self._scheduler)
-                    self._changed.wait_for(lambda: self._closing or not self._scheduler.idle)
+                    self._changed.wait_for(lambda: self._closing or not self._scheduler.is_idle)
                     COMPUTING.add(self._scheduler)
                     if self._dropping:
                         break
-                    if self._closing and self._scheduler.idle:
+                    if self._closing and self._scheduler.is_idle:
                         return
-                with own_settings():
-                    if not self._scheduler.step():
+                with use_package_jax_settings():
+                    if not self._scheduler.run_scheduler_step():
                         time.sleep(PATIENCE)
-            self._scheduler.fail(CancelledError("the engine was closed"))
+            self._scheduler.fail_all_requests(CancelledError("the engine was closed"))
         except BaseException as error:  # noqa: BLE001 - no caller may wait for ever for an answer
             with self._changed:
                 self.error = error
             failed = RuntimeError(f"the engine failed: {type(error).__name__}: {error}")
             failed.__cause__ = error
-            self._scheduler.fail(failed)
+            self._scheduler.fail_all_requests(failed)
         finally:
             COMPUTING.discard(self._scheduler)
 
 
 @atexit.register
-def _close_all() -> None:
-    """Close all open engines when the process ends, without answering their requests."""
+def _close_all_engines() -> None:
+    """Close all open engines when the process ends; requests without an answer are cancelled."""
     for engine in list(_OPEN):
         engine.close(drain=False)
 
 
-def forget_all() -> None:
-    """Remove temporary files of open engines, in a process that ends without closing them."""
+def remove_temporary_files() -> None:
+    """Remove the temporary folders of open engines' documents, in a process that ends without closing them."""
     for engine in list(_OPEN):
-        engine.documents.close()
+        engine.documents.close_document_store()

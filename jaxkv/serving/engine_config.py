@@ -8,12 +8,12 @@ from typing import Any
 from jaxkv.loading import load
 from jaxkv.machine.compilation import enable_compilation_cache
 from jaxkv.serving.engine import Engine
-from jaxkv.sharding.mesh_argument import mesh_of, mesh_sizes
+from jaxkv.sharding.mesh_argument import make_mesh_from_text, parse_mesh_sizes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Model, dtype, mesh and arguments of an `Engine`.
+    """Model, dtype, weights, mesh and other arguments of an `Engine`, which can be sent to another process.
 
     Attributes:
         model: name or folder of the model, as in `jaxkv.load`.
@@ -30,13 +30,13 @@ class EngineConfig:
     options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
-    def devices(self) -> int:
-        """Number of devices that the engine runs on."""
-        return 1 if self.mesh is None else math.prod(mesh_sizes(self.mesh, "mesh"))
+    def device_count(self) -> int:
+        """Number of devices that the engine runs on: the product of the mesh's sizes, 1 without a mesh."""
+        return 1 if self.mesh is None else math.prod(parse_mesh_sizes(self.mesh, "mesh"))
 
-    def made(self) -> Engine:
-        """Load the model and create the engine; ValueError for a model without a tokenizer."""
-        mesh = mesh_of(self.mesh, name="mesh")
+    def create_engine(self) -> Engine:
+        """Load the model and create its `Engine`; ValueError for a model without a tokenizer."""
+        mesh = make_mesh_from_text(self.mesh, name="mesh")
         enable_compilation_cache()
         params = load(self.model, dtype=self.dtype, weights=self.weights)
         _ = params.tokenizer  # answers are texts

@@ -25,12 +25,12 @@ _KINDS = {
 _FIELDS = {"max_new_tokens": "max_tokens", "key": "seed", "sampling": "top_p"}
 
 
-class ClientGone(Exception):
-    """Ends the work for a client that has closed its connection."""
+class ClientDisconnected(Exception):
+    """Exception that ends the work for a client that has closed its connection."""
 
 
 class HttpError(Exception):
-    """Error that ends an HTTP request: status, message, body field, code for programs, and headers."""
+    """Exception that ends an HTTP request with an error: status, message, body field, error code and headers."""
 
     def __init__(
         self,
@@ -45,28 +45,30 @@ class HttpError(Exception):
         self.status, self.param, self.code = status, param, code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, Any]:
+    def make_error_body(self) -> dict[str, Any]:
         """Return OpenAI's error object: {"error": {"message", "type", "param", "code"}}."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
-            "message": _whole(str(self)),
+            "message": _replace_lone_surrogates(str(self)),
             "type": _KINDS.get(self.status, kind),
-            "param": self.param and _whole(self.param),
+            "param": self.param and _replace_lone_surrogates(self.param),
             "code": self.code,
         }
         return {"error": error}
 
-    def response(self) -> Response:
-        """Return the HTTP response."""
-        return JSONResponse(self.body(), self.status, self.headers)
+    def make_json_response(self) -> Response:
+        """Return the error as an HTTP response with its status, headers and JSON body."""
+        return JSONResponse(self.make_error_body(), self.status, self.headers)
 
 
-def _whole(text: str) -> str:
-    """Replace lone surrogates by question marks; escapes in a JSON body may contain them."""
+def _replace_lone_surrogates(text: str) -> str:
+    """Return text with lone surrogates, which escapes in JSON may contain, replaced by question marks."""
     return text.encode("utf-8", "replace").decode()
 
 
-def http_error(error: BaseException, *, retry_after: int = 1, prompt: str = "prompt") -> HttpError:
+def convert_to_http_error(
+    error: BaseException, *, retry_after: int = 1, prompt: str = "prompt"
+) -> HttpError:
     """Convert a Python error to an `HttpError`; `prompt` is the name of the prompt in the body.
 
     ValueError and TypeError become 400, an unknown document 404, a damaged one 410, a full queue 429, a passed
@@ -77,12 +79,12 @@ def http_error(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
             return error
         case RequestValidationError():
             # The first part of the location is "body" or "query".
-            return _of_fields(error.errors(), 1)
+            return _convert_validation_errors(error.errors(), 1)
         case ValidationError():
-            return _of_fields(error.errors(), 0)
+            return _convert_validation_errors(error.errors(), 0)
         case HTTPException():
             return HttpError(error.status_code, error.detail, code=None, headers=error.headers)
-        case ClientGone():
+        case ClientDisconnected():
             return HttpError(499, "the client closed the connection", code="client_gone")
         case QueueFull():
             headers = {"Retry-After": str(retry_after)}
@@ -91,7 +93,7 @@ def http_error(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
             said = str(error) or "the deadline of the request has passed"
             return HttpError(504, said, code="deadline_exceeded")
         case concurrent.futures.CancelledError() | EngineClosed():
-            return draining()
+            return make_draining_error()
         case MemoryError():
             return HttpError(503, str(error) or "out of memory", code="out_of_memory")
         case UnknownDocument():
@@ -116,8 +118,8 @@ def http_error(error: BaseException, *, retry_after: int = 1, prompt: str = "pro
     return HttpError(500, said, code="internal_error")
 
 
-def _of_fields(errors: Any, skipped: int) -> HttpError:
-    """Return the rejection of a body or a query, from the first of pydantic's errors."""
+def _convert_validation_errors(errors: Any, skipped: int) -> HttpError:
+    """Return an `HttpError` 400 for an invalid body or query, from the first of pydantic's errors."""
     first = errors[0]
     path = [str(each) for each in first["loc"][skipped:]]
     named = bool(path) and first["type"] != "json_invalid"
@@ -127,15 +129,15 @@ def _of_fields(errors: Any, skipped: int) -> HttpError:
     return HttpError(400, where + said, param=path[0][:64] if named else None)
 
 
-def unknown_model(name: str, there: Iterable[str]) -> HttpError:
-    """Return the error for a body that names an unknown model; `there` are the known ids."""
+def make_unknown_model_error(name: str, there: Iterable[str]) -> HttpError:
+    """Return the `HttpError` 404 for a body that names an unknown model; its text lists the known ids `there`."""
     known = ", ".join(map(repr, there))
     said = f"unknown model: use one of {known}"
     return HttpError(404, f"model={name[:200]!r}: {said}", param="model", code="model_not_found")
 
 
-def draining() -> HttpError:
-    """Return the error for new requests while the server drains."""
+def make_draining_error() -> HttpError:
+    """Return the `HttpError` 503 for new requests while the server shuts down, with a Retry-After of 5 seconds."""
     remedy = "the server is shutting down and accepts no new requests: try again later"
     return HttpError(
         503, remedy, code="draining", headers={"Retry-After": "5", "Connection": "close"}

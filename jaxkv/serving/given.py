@@ -9,18 +9,18 @@ from jaxtyping import PRNGKeyArray
 
 from jaxkv import _checks
 from jaxkv._errors import require
-from jaxkv.arguments import as_key
-from jaxkv.policies.checks import Tokens, as_budget
+from jaxkv.arguments import validate_random_key
+from jaxkv.policies.checks import EntryBudget, parse_budget
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.wrapper import with_budget
+from jaxkv.policies.wrapper import replace_policy_budget
 from jaxkv.serving.document_store import Document
 
 _SECONDS = "use seconds from now"
 
 
-def own_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
-    """Copy a random key, or make the key of a seed; None for None; ValueError for another kind than `like`."""
-    key = as_key(given)
+def resolve_random_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
+    """Return a copy of a random key, or a seed's key; None for None; ValueError unless it has `like`'s dtype."""
+    key = validate_random_key(given)
     if key is None:
         return None
     require(
@@ -33,37 +33,40 @@ def own_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
     return jax.random.wrap_key_data(jax.device_put(np.asarray(jax.random.key_data(key))))
 
 
-def takes_own_budget(policy: Policy) -> bool:
-    """True if requests under a policy may have a smaller budget of their own."""
-    return policy.parts().budget is not None and policy.parts().every is None
-
-
-def own_deadline(given: Any) -> float | None:
-    """Return the time on the clock `time.monotonic` in `given` seconds; None for None."""
+def supports_request_budget(policy: Policy) -> bool:
+    """True if each request under a policy may have its own, smaller budget."""
     return (
-        None
-        if given is None
-        else time.monotonic() + _checks.real("deadline", given, _SECONDS, open_low=True)
+        policy.build_policy_parts().budget is not None
+        and policy.build_policy_parts().recompression_interval is None
     )
 
 
-def own_policy(given: Any, policy: Policy, document: Document | None) -> Policy | None:
-    """Return the policy with a request's budget; None for None. ValueError for a budget above it, or an invalid one."""
+def compute_deadline(given: Any) -> float | None:
+    """Return the value of `time.monotonic` in `given` seconds from now; None for None."""
+    return (
+        None
+        if given is None
+        else time.monotonic() + _checks.validate_float("deadline", given, _SECONDS, open_low=True)
+    )
+
+
+def apply_request_budget(given: Any, policy: Policy, document: Document | None) -> Policy | None:
+    """Return the policy with a request's own budget; None for None. ValueError for a budget above the policy's."""
     if given is None:
         return None
     require(document is None, "budget", given, "the document is compressed already: leave it out")
-    most = policy.parts().budget
+    most = policy.build_policy_parts().budget
     require(
-        takes_own_budget(policy),
+        supports_request_budget(policy),
         "budget",
         given,
         f"{type(policy).__name__} supports no budget per request: leave it out",
     )
-    budget = as_budget(given)
+    budget = parse_budget(given)
     assert most is not None and budget is not None
-    kind = "entries per kv head" if isinstance(most, Tokens) else "a share of the prompt"
+    kind = "entries per kv head" if isinstance(most, EntryBudget) else "a share of the prompt"
     fits = type(budget) is type(most) and budget.value <= most.value
     require(
         fits, "budget", budget, f"this engine's slots hold {most}: use {kind}, no more than that"
     )
-    return with_budget(policy, budget.given)
+    return replace_policy_budget(policy, budget.field_value)

@@ -1,4 +1,4 @@
-"""`Application`: OpenAI's HTTP interface to engines, as a FastAPI application."""
+"""`HttpApplication`: OpenAI's HTTP interface to engines, as a FastAPI application."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,43 +9,43 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
-from jaxkv._checks import brief
+from jaxkv._checks import format_non_default_fields
 from jaxkv.serving import completing, document_routes
-from jaxkv.serving.access import Access
+from jaxkv.serving.access import AccessMiddleware
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.errors import HttpError, draining
-from jaxkv.serving.given import takes_own_budget
+from jaxkv.serving.errors import HttpError, make_draining_error
+from jaxkv.serving.given import supports_request_budget
 from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.schemas import ErrorBody
-from jaxkv.serving.service import Served, Service
-from jaxkv.serving.web_page import page
+from jaxkv.serving.service import Served, ServerState
+from jaxkv.serving.web_page import serve_web_page
 
 routes = APIRouter()
-routes.get("/", summary="Compress a document and ask", response_class=HTMLResponse)(page)
+routes.get("/", summary="Compress a document and ask", response_class=HTMLResponse)(serve_web_page)
 
 
-class Application(Access):
-    """ASGI application of one or several engines, whose routes share the `Service` in `service`.
+class HttpApplication(AccessMiddleware):
+    """ASGI application of one or several engines: OpenAI's endpoints, documents, metrics, and the web page.
 
     Attributes:
         service: state that all routes share.
     """
 
     def __init__(self, models: Mapping[str, Engine], *, limits: RequestLimits | None = None):
-        """Create the application.
+        """Create the FastAPI application and its routes, inside the access middleware.
 
         Args:
             models: engines by model id; a body without an id uses the first. The caller closes them.
             limits: limits of a request; None for the defaults.
         """
-        self.service = Service(models, limits=limits or RequestLimits())
+        self.service = ServerState(models, limits=limits or RequestLimits())
         caught = (HttpError, RequestValidationError, HTTPException, Exception)
         inner = FastAPI(
             title=f"jaxkv: {self.service.name}",
             docs_url=None,
             redoc_url=None,
             redirect_slashes=False,
-            exception_handlers=dict.fromkeys(caught, self._failed),
+            exception_handlers=dict.fromkeys(caught, self._make_error_response),
             responses={"default": {"model": ErrorBody, "description": "An error"}},
         )
         inner.state.service = self.service
@@ -53,12 +53,14 @@ class Application(Access):
             inner.include_router(each)
         super().__init__(inner, self.service)
 
-    async def _failed(self, request: HttpRequest, error: Exception) -> Response:
-        """Convert an error to a response in OpenAI's form."""
-        return self.service.http_error(error, request.state.record).response()
+    async def _make_error_response(self, request: HttpRequest, error: Exception) -> Response:
+        """Convert an error of a route to an HTTP response in OpenAI's form."""
+        return self.service.convert_and_record_error(
+            error, request.state.record
+        ).make_json_response()
 
 
-def _model_object(service: Service, name: str) -> dict[str, Any]:
+def _make_model_object(service: ServerState, name: str) -> dict[str, Any]:
     """Return OpenAI's object of a model, with its policy and the maximum tokens of a prompt and an answer.
 
     `own_budget` says whether requests and documents may have a smaller budget of their own. `full_cache` says whether
@@ -66,16 +68,16 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
     """
     engine = service.models[name]
     limits, policy = engine.limits, engine.session.policy
-    parts = policy.parts()
+    parts = policy.build_policy_parts()
     return {
         "id": name,
         "object": "model",
         "created": service.created,
         "owned_by": "jaxkv",
-        "policy": brief(policy),
-        "budget": None if parts.budget is None else parts.budget.given,
-        "own_budget": takes_own_budget(policy),
-        "full_cache": parts.read.everything and not parts.drops,
+        "policy": format_non_default_fields(policy),
+        "budget": None if parts.budget is None else parts.budget.field_value,
+        "own_budget": supports_request_budget(policy),
+        "full_cache": parts.read.reads_all_entries and not parts.compresses_prompts,
         "max_prompt_tokens": limits.prompt,
         "max_question_tokens": limits.question,
         "max_tokens": limits.new,
@@ -83,23 +85,26 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
 
 
 @routes.get("/v1/models", summary="List the models")
-async def models(service: Served) -> dict[str, Any]:
-    """List all models, the default one first."""
-    return {"object": "list", "data": [_model_object(service, name) for name in service.models]}
+async def list_models(service: Served) -> dict[str, Any]:
+    """List all models in OpenAI's form, the default one first."""
+    return {
+        "object": "list",
+        "data": [_make_model_object(service, name) for name in service.models],
+    }
 
 
 @routes.get("/v1/models/{id:path}", summary="Look at a model")
-async def model(id: str, service: Served) -> dict[str, Any]:
-    """Describe one model; 404 if unknown."""
-    return _model_object(service, service.model(id))
+async def describe_model(id: str, service: Served) -> dict[str, Any]:
+    """Describe one model in OpenAI's form; 404 if unknown."""
+    return _make_model_object(service, service.resolve_model_id(id))
 
 
 @routes.head("/health", include_in_schema=False)
 @routes.get("/health", summary="Whether requests are accepted")
-async def health(service: Served) -> dict[str, Any]:
-    """Return 200, or 503 while the server drains or after an engine has failed."""
+async def report_health(service: Served) -> dict[str, Any]:
+    """Return status 200, or 503 while the server drains or after an engine has failed."""
     if service.draining:
-        raise draining()
+        raise make_draining_error()
     failed = [name for name, engine in service.models.items() if engine.error is not None]
     if failed:
         message = f"the engine of {', '.join(failed)} has failed: restart the server"
@@ -108,6 +113,8 @@ async def health(service: Served) -> dict[str, Any]:
 
 
 @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
-def metrics(service: Served) -> Response:
-    """Return all metrics in Prometheus' text format."""
-    return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+def export_metrics(service: Served) -> Response:
+    """Return all metrics of the server in Prometheus' text format."""
+    return Response(
+        service.metrics.format_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8"
+    )

@@ -25,27 +25,28 @@ class KeptTokens:
     bits: UInt8[np.ndarray, "L K m"]
 
     @classmethod
-    def of(cls, cache: KVCache, ids: Sequence[int]) -> "KeptTokens":
-        """Read the mask from the cache of one document with token ids `ids`."""
+    def from_cache(cls, cache: KVCache, ids: Sequence[int]) -> "KeptTokens":
+        """Return the kept tokens of one document from its cache and its token ids `ids`."""
         return cls(
-            ids=np.asarray(ids, np.int32), bits=np.packbits(cache.holds(0, len(ids)), axis=-1)
+            ids=np.asarray(ids, np.int32),
+            bits=np.packbits(cache.mask_kept_tokens(0, len(ids)), axis=-1),
         )
 
     def counts(self, layer: int | None = None, head: int | None = None) -> Int[np.ndarray, " n"]:
-        """Count the (layer, kv head) pairs that keep each token, `[n]`; of one layer, or of one head of it."""
+        """Count for each token the (layer, kv head) pairs that keep its entry, `[n]`; of one layer or head if given."""
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         heads = slice(None) if head is None else slice(head, head + 1)
         mask = np.unpackbits(self.bits[layers, heads], axis=-1, count=len(self.ids))
         return mask.sum(axis=(0, 1), dtype=np.int64)
 
-    def described(self) -> dict[str, Any]:
-        """Return the ids and packed mask of kept entries as JSON values, from which `read` restores the object."""
+    def to_json_values(self) -> dict[str, Any]:
+        """Return token ids and compressed mask as JSON values, from which `from_json_values` restores the object."""
         packed = base64.b64encode(zlib.compress(self.bits.tobytes())).decode("ascii")
         return {"ids": self.ids.tolist(), "shape": list(self.bits.shape), "bits": packed}
 
     @classmethod
-    def read(cls, described: Mapping[str, Any]) -> "KeptTokens":
-        """Restore an object from the values of `described`; ValueError, TypeError or KeyError if they are invalid."""
+    def from_json_values(cls, described: Mapping[str, Any]) -> "KeptTokens":
+        """Restore an object from `to_json_values`; ValueError, TypeError or KeyError for invalid values."""
         try:
             data = zlib.decompress(base64.b64decode(described["bits"], validate=True))
         except zlib.error as error:

@@ -25,11 +25,15 @@ class RequestLimits:
     answers: int = 64
 
     def __post_init__(self) -> None:
-        """Validate the numbers, and that a header can hold the key."""
-        _checks.field(self, "body_bytes", _checks.whole, "allow bodies of at least 1 byte")
-        _checks.field(self, "answers", _checks.whole, "allow at least 1 answer")
+        """Validate the numbers, and that the API key has only visible ASCII characters."""
+        _checks.validate_field(
+            self, "body_bytes", _checks.validate_int, "allow bodies of at least 1 byte"
+        )
+        _checks.validate_field(self, "answers", _checks.validate_int, "allow at least 1 answer")
         for name in ("body_seconds", "seconds"):
-            _checks.field(self, name, _checks.real, "give seconds above 0", open_low=True, high=1e9)
+            _checks.validate_field(
+                self, name, _checks.validate_float, "give seconds above 0", open_low=True, high=1e9
+            )
         key = self.api_key
         fine = key is None or (bool(key) and key.isascii() and key.isprintable() and " " not in key)
         require(

@@ -1,4 +1,4 @@
-"""`mapped`: answers any number of prompts, several at a time."""
+"""`answer_prompts`: answers any number of prompts, several at a time."""
 
 import collections
 import contextlib
@@ -15,7 +15,7 @@ from jaxkv.serving.requests import QueueFull, Request
 from jaxkv.text.prompts import Prompt
 
 
-def mapped(
+def answer_prompts(
     submit: Callable[..., Request],
     prompts: Iterable[Prompt],
     most: int,
@@ -23,7 +23,7 @@ def mapped(
     key: PRNGKeyArray | None,
     **options: Any,
 ) -> Iterator[Completion]:
-    """Generator of `Engine.map`, with valid arguments; `most` requests are in flight."""
+    """Submit prompts, at most `most` in flight, and yield each `Completion` in order; cancel the rest on exit."""
     under_way: collections.deque[Request] = collections.deque()
     left = enumerate(prompts)
     try:
@@ -40,8 +40,10 @@ def mapped(
             request.cancel()
 
 
-def patient(submit: Callable[..., Request], full: Callable[[], bool]) -> Callable[..., Request]:
-    """Return a `submit` that waits while the queue is full."""
+def make_waiting_submit(
+    submit: Callable[..., Request], full: Callable[[], bool]
+) -> Callable[..., Request]:
+    """Return a function like `submit` that waits while the queue is full, instead of raising `QueueFull`."""
 
     def patiently(prompt: Prompt, **options: Any) -> Request:
         while True:

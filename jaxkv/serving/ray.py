@@ -8,9 +8,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 
-from jaxkv.policies.registry import as_policy
+from jaxkv.policies.registry import resolve_policy
 from jaxkv.serving.engine_config import EngineConfig
-from jaxkv.serving.http import Application
+from jaxkv.serving.http import HttpApplication
 from jaxkv.serving.limits import RequestLimits
 
 # Requests in flight per replica: the queue of the engine rejects more, not Ray Serve.
@@ -29,7 +29,7 @@ class ModelSettings(BaseModel):
 
 
 class EngineSettings(BaseModel):
-    """Arguments of an `Engine`, by the same names."""
+    """Ray Serve settings of the engine: arguments of `Engine`, by the same names."""
 
     slots: int | str = "auto"
     max_prompt_tokens: int | None = None
@@ -40,8 +40,8 @@ class EngineSettings(BaseModel):
     document_bytes: int | None = None
 
 
-class Settings(ModelSettings, EngineSettings):
-    """The `args` of the application's configuration, as docs/serving.md describes them."""
+class RayServeSettings(ModelSettings, EngineSettings):
+    """Settings of the Ray Serve application: the `args` of its configuration, as docs/serving.md describes them."""
 
     name: str | None = None
     policy: str | None = None
@@ -56,27 +56,27 @@ class Settings(ModelSettings, EngineSettings):
 
 @serve.ingress()
 class Replica:
-    """One engine behind OpenAI's HTTP interface."""
+    """Ray Serve replica: one engine behind OpenAI's HTTP interface."""
 
     def __init__(self, recipe: EngineConfig, name: str, limits: RequestLimits):
         """Load the model and create the engine."""
-        self._engine = recipe.made()
-        self._app = Application({name: self._engine}, limits=limits)
+        self._engine = recipe.create_engine()
+        self._app = HttpApplication({name: self._engine}, limits=limits)
 
-    def __serve_build_asgi_app__(self) -> Application:
-        """Return the application of the engine."""
+    def __serve_build_asgi_app__(self) -> HttpApplication:
+        """Return the engine's ASGI application for Ray Serve."""
         return self._app
 
     def check_health(self) -> None:
-        """Raise if the engine has failed; Ray Serve then starts another replica."""
+        """Raise RuntimeError if the engine has failed; Ray Serve then starts another replica."""
         if self._engine.error is not None:
             raise RuntimeError("the engine has failed") from self._engine.error
 
 
-def app(settings: Settings) -> Any:
-    """Build the Ray Serve application from the `args` of its configuration."""
+def app(settings: RayServeSettings) -> Any:
+    """Build the Ray Serve application, replicas with an engine each, from the `args` of its configuration."""
     options = settings.model_dump(include=set(EngineSettings.model_fields))
-    options["policy"] = as_policy(settings.policy, options=settings.policy_options)
+    options["policy"] = resolve_policy(settings.policy, options=settings.policy_options)
     # Without a shared folder, a replica knows only its own documents.
     if settings.replicas > 1 and settings.documents is None:
         options["max_question_tokens"] = 0

@@ -1,4 +1,4 @@
-"""`cluster_answers`: answers the lines of a batch with Ray Data actors, one engine each."""
+"""`answer_on_ray_cluster`: answers the lines of a batch with Ray Data actors, one engine each."""
 
 import contextlib
 import math
@@ -10,32 +10,34 @@ import ray
 import ray.data
 
 from jaxkv._errors import require
-from jaxkv.serving.batch_answers import BatchRunner
-from jaxkv.serving.batch_lines import Line
+from jaxkv.serving.batch_answers import BatchFileRunner
+from jaxkv.serving.batch_lines import ParsedBatchLine
 from jaxkv.serving.engine_config import EngineConfig
 
 # Lines per block, and blocks that an actor answers at the same time.
 _LINES, _BLOCKS = 8, 32
 
 
-class Worker:
-    """One engine of a batch, in one process of a Ray cluster."""
+class RayBatchWorker:
+    """Ray actor that answers lines of a batch file with one engine, in a process of the cluster."""
 
     def __init__(self, recipe: EngineConfig, name: str):
         """Load the model and create the engine."""
-        self._batch = BatchRunner(recipe.made(), name=name)
+        self._batch = BatchFileRunner(recipe.create_engine(), name=name)
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, list[Any]]:
-        """Answer a block of lines; lines and answers are pickled."""
+        """Answer a block of pickled lines; return pickled (line, output object) pairs."""
         lines = [pickle.loads(each) for each in batch["item"]]
-        return {"answered": [pickle.dumps(each) for each in self._batch.answers(lines)]}
+        return {"answered": [pickle.dumps(each) for each in self._batch.answer_lines(lines)]}
 
 
 @contextlib.contextmanager
-def cluster_answers(
+def answer_on_ray_cluster(
     recipe: EngineConfig, *, name: str, address: str | None, workers: int | None
-) -> Iterator[Callable[[Iterable[Line]], Iterator[tuple[Line, dict[str, Any]]]]]:
-    """Context manager of a Ray cluster; its function yields each line with its output object as it completes.
+) -> Iterator[
+    Callable[[Iterable[ParsedBatchLine]], Iterator[tuple[ParsedBatchLine, dict[str, Any]]]]
+]:
+    """Context manager of a Ray cluster that yields a function from lines to (line, output object) pairs.
 
     Ray restarts an actor that ends, and answers its lines again.
 
@@ -49,17 +51,19 @@ def cluster_answers(
     if begun:
         ray.init(address=address, log_to_driver=False)
     try:
-        gpus = recipe.devices if ray.cluster_resources().get("GPU", 0) else 0
-        count = _workers(gpus) if workers is None else workers
+        gpus = recipe.device_count if ray.cluster_resources().get("GPU", 0) else 0
+        count = _count_cluster_workers(gpus) if workers is None else workers
 
-        def answers(lines: Iterable[Line]) -> Iterator[tuple[Line, dict[str, Any]]]:
+        def answers(
+            lines: Iterable[ParsedBatchLine],
+        ) -> Iterator[tuple[ParsedBatchLine, dict[str, Any]]]:
             items = [pickle.dumps(line) for line in lines]
             data = ray.data.from_items(items, override_num_blocks=math.ceil(len(items) / _LINES))
             actors = ray.data.ActorPoolStrategy(
                 size=count, enable_true_multi_threading=True, max_concurrent_calls_per_actor=_BLOCKS
             )
             done = data.map_batches(
-                Worker,
+                RayBatchWorker,
                 batch_size=None,
                 compute=actors,
                 fn_constructor_args=(recipe, name),
@@ -79,8 +83,8 @@ def cluster_answers(
             ray.shutdown()
 
 
-def _workers(gpus: int) -> int:
-    """Number of workers of a cluster: its GPUs divided by the GPUs of a worker, or its machines."""
+def _count_cluster_workers(gpus: int) -> int:
+    """Return the number of workers: the cluster's GPUs divided by `gpus` of a worker, or its machines if that is 0."""
     if not gpus:
         return sum(node["Alive"] for node in ray.nodes())
     there = int(ray.cluster_resources()["GPU"])

@@ -13,8 +13,8 @@ from jaxkv.serving.stats import RequestStats
 T = TypeVar("T")
 
 
-async def result_of(future: Future[T]) -> T:
-    """Await a future that another thread sets; raise its error unchanged, including its cancellation."""
+async def await_future(future: Future[T]) -> T:
+    """Await a future that another thread sets; return its result or raise its error, including its cancellation."""
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
 
     def tell(_: object) -> None:
@@ -27,15 +27,15 @@ async def result_of(future: Future[T]) -> T:
     return future.result()
 
 
-def claimed(future: Future[Any]) -> bool:
-    """Mark a future as running; return False, and notify `wait`, if it was cancelled or has ended."""
+def mark_future_running(future: Future[Any]) -> bool:
+    """Mark a future as running and return True; return False if it was cancelled or has ended."""
     with contextlib.suppress(InvalidStateError):
         return future.set_running_or_notify_cancel()
     return False
 
 
 class QueueFull(RuntimeError):
-    """Error of `Engine.submit` when the engine's `queue` is full."""
+    """Error of a request to an engine whose queue of waiting requests is full."""
 
 
 class PromptTooLong(ValueError):
@@ -74,11 +74,11 @@ class Request:
         self._readers = 0
         self.stats: RequestStats | None = None
         self.future: Future[Completion] = Future()
-        self.future.add_done_callback(lambda _: self._tell())
+        self.future.add_done_callback(lambda _: self._wake_readers())
 
     @property
     def done(self) -> bool:
-        """True if the request was answered, failed, or was cancelled."""
+        """True if the request has ended: it was answered, failed, or was cancelled."""
         return self.future.done()
 
     @property
@@ -110,7 +110,7 @@ class Request:
     def __iter__(self) -> Iterator[str]:
         """Yield the text of the answer in pieces as they are sampled; raise what `result` raises."""
         at = 0
-        with self._reading():
+        with self._count_reader():
             while True:
                 with self._changed:
                     while len(self._pieces) == at and not self.done:
@@ -124,7 +124,7 @@ class Request:
 
     def __await__(self) -> Generator[Any, None, Completion]:
         """Await the answer in an event loop and return its `Completion`; raise what `result` raises."""
-        return result_of(self.future).__await__()
+        return await_future(self.future).__await__()
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Yield the text of the answer in pieces in an event loop; raise what `result` raises."""
@@ -135,7 +135,7 @@ class Request:
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(changed.set)
 
-        with self._reading():
+        with self._count_reader():
             with self._changed:
                 self._listeners.append(tell)
             try:
@@ -166,8 +166,8 @@ class Request:
         return f"Request({state}, {sum(map(len, self._pieces))} characters)"
 
     @contextlib.contextmanager
-    def _reading(self) -> Iterator[None]:
-        """Context manager that counts one more reader of the text."""
+    def _count_reader(self) -> Iterator[None]:
+        """Context manager that counts one more reader of the text until its exit."""
         with self._changed:
             self._readers += 1
         try:
@@ -177,30 +177,30 @@ class Request:
                 self._readers -= 1
 
     @property
-    def read(self) -> bool:
+    def has_readers(self) -> bool:
         """True while a thread or event loop iterates over the text."""
         return self._readers > 0
 
-    def add(self, piece: str) -> None:
-        """Append a piece of text and wake all readers; for the engine only."""
+    def append_text(self, piece: str) -> None:
+        """Append a piece of text to the answer and wake all readers; for the engine only."""
         if piece:
             with self._changed:
                 self._pieces.append(piece)
-            self._tell()
+            self._wake_readers()
 
-    def finish(self, completion: Completion, stats: RequestStats) -> None:
-        """Complete the request with its answer and wake all readers; for the engine only."""
-        if claimed(self.future):
+    def set_completion(self, completion: Completion, stats: RequestStats) -> None:
+        """Complete the request with its answer and stats, and wake all readers; for the engine only."""
+        if mark_future_running(self.future):
             self.stats = stats
             self.future.set_result(completion)
 
-    def fail(self, error: BaseException) -> None:
-        """End the request with an error, which readers raise; for the engine only."""
-        if claimed(self.future):
+    def fail_with_error(self, error: BaseException) -> None:
+        """End the request with an error, which `result` and readers raise; for the engine only."""
+        if mark_future_running(self.future):
             self.future.set_exception(error)
 
-    def _tell(self) -> None:
-        """Wake all waiting threads and event loops."""
+    def _wake_readers(self) -> None:
+        """Wake all threads and event loops that wait for text or the end of the answer."""
         with self._changed:
             self._changed.notify_all()
             for listener in self._listeners:

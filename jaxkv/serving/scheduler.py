@@ -10,8 +10,8 @@ from jaxkv.cache import KVCache
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.progress import Walk
 from jaxkv.engine.slots import Slots
-from jaxkv.serving.document_store import DocumentStore
-from jaxkv.serving.requests import claimed
+from jaxkv.serving.document_store import DocumentCacheStore
+from jaxkv.serving.requests import mark_future_running
 from jaxkv.serving.work import PrefillWork, RequestWork
 
 # Errors that reject one prompt or document; any other error is the engine's own.
@@ -19,9 +19,9 @@ _REFUSALS = (ValueError, TypeError, MemoryError, OSError)
 
 
 class Scheduler:
-    """Answers requests over slots, first come, first served; prefills prompts ahead while all slots are taken.
+    """Scheduler of an engine's requests in order of arrival: a step computes a prefill layer, new tokens, or both.
 
-    `step` runs on one thread; other threads may append to `waiting`.
+    `run_scheduler_step` runs on one thread; other threads may append to `waiting`.
 
     Attributes:
         slots: the running batch.
@@ -33,8 +33,8 @@ class Scheduler:
         longest_pause: longest time in seconds between two tokens of one request, or two blocks of up to 8 tokens.
     """
 
-    def __init__(self, slots: Slots, documents: DocumentStore, *, ahead: int):
-        """Create the scheduler of free slots."""
+    def __init__(self, slots: Slots, documents: DocumentCacheStore, *, ahead: int):
+        """Create a scheduler without requests; all slots are free."""
         self.slots, self.documents, self.ahead = slots, documents, ahead
         self.waiting: collections.deque[PrefillWork] = collections.deque()
         self.answered, self.tokens, self.longest_pause = 0, 0, 0.0
@@ -46,74 +46,74 @@ class Scheduler:
         self._step_seconds, self._stepped = 0.0, time.monotonic()
 
     @property
-    def running(self) -> int:
-        """Number of slots with a request."""
+    def running_count(self) -> int:
+        """Number of slots that decode a request."""
         return len(self._running)
 
     @property
-    def prefilling(self) -> int:
-        """1 during the prefill of a prompt or a document, else 0."""
+    def active_prefills(self) -> int:
+        """Number of prefills in progress: 1 during the prefill of a prompt or a document, else 0."""
         return int(self._reading is not None)
 
     @property
-    def ready(self) -> int:
+    def ready_count(self) -> int:
         """Number of prefilled requests that wait for a slot."""
         return len(self._ready)
 
     @property
-    def idle(self) -> bool:
-        """True if nothing is to be done until another request arrives."""
+    def is_idle(self) -> bool:
+        """True if no request waits, is prefilled or runs, so nothing is to be done."""
         return not (self.waiting or self._reading or self._ready or self._running)
 
     @property
-    def missed(self) -> tuple[bool, int] | None:
-        """Padded length of the first request that waits for its programs to compile; None without one."""
-        lengths = [each.length for each in list(self.waiting)]
+    def first_uncompiled_length(self) -> tuple[bool, int] | None:
+        """(is a question, padded length) of the first waiting request with programs to compile; None without one."""
+        lengths = [each.length_bucket for each in list(self.waiting)]
         return next((each for each in lengths if each in self.slots.uncompiled), None)
 
-    def step(self) -> bool:
-        """Compute a layer of a prompt, or a block of tokens, or both; return False if nothing was to be done."""
-        self._leave()
-        self._enter()
-        self._begin()
+    def run_scheduler_step(self) -> bool:
+        """Compute a layer of a prefill, or a block of tokens, or both; return False if nothing was to be done."""
+        self._end_cancelled_or_expired()
+        self._fill_free_slots()
+        self._start_next_prefill()
         if self._reading is not None:
-            self._advance()
+            self._advance_prefill()
             # Layers alternate with decode steps, so that no request waits for a whole prefill; each gets half the time.
             # If nobody waits for tokens, slots are filled first: a step costs the same for few of them as for all.
             waited_for = any(not work.offline for work in self._running.values())
             if waited_for and time.monotonic() - self._stepped >= self._step_seconds:
-                self._decode(1)
+                self._decode_running_slots(1)
             return True
         if self._running:
-            streamed = any(work.request.read for work in self._running.values())
-            self._decode(1 if streamed else LOOK)
+            streamed = any(work.request.has_readers for work in self._running.values())
+            self._decode_running_slots(1 if streamed else LOOK)
             return True
         return False
 
-    def fail(self, error: BaseException) -> None:
-        """End every request with an error, waiting or running, without using the device."""
-        for work in self._all():
-            work.fail(error)
+    def fail_all_requests(self, error: BaseException) -> None:
+        """End every waiting, prefilled or running request with an error, without using the device."""
+        for work in self._iterate_requests():
+            work.fail_with_error(error)
         self.waiting.clear()
         self._ready.clear()
         self._running.clear()
         self._reading = None
 
-    def _all(self) -> Iterator[PrefillWork]:
-        """Yield every request that has not ended."""
+    def _iterate_requests(self) -> Iterator[PrefillWork]:
+        """Yield every request and document that has not ended: waiting, in prefill, ready, running."""
         yield from list(self.waiting)
         if self._reading is not None:
             yield from self._reading[0]
         yield from list(self._ready)
         yield from list(self._running.values())
 
-    def _leave(self) -> None:
+    def _end_cancelled_or_expired(self) -> None:
         """End requests that were cancelled or have passed their deadline; free their slots."""
-        gone = [work for work in self._all() if work.gone]
+        gone = [work for work in self._iterate_requests() if work.is_cancelled_or_expired]
         if not gone:
             return
         for work in gone:
-            work.fail(TimeoutError("the deadline passed before the answer was complete"))
+            work.fail_with_error(TimeoutError("the deadline passed before the answer was complete"))
         if self._reading is not None:
             works, walk = self._reading
             left = [work for work in works if work not in gone]
@@ -125,12 +125,12 @@ class Scheduler:
                 self.waiting.remove(work)
         self._ready = collections.deque(work for work in self._ready if work not in gone)
         free = [slot for slot, work in self._running.items() if work in gone]
-        self.slots.release(free)
+        self.slots.release_slots(free)
         for slot in free:
             del self._running[slot]
 
-    def _enter(self) -> None:
-        """Copy prefilled sequences into free slots, in order of arrival."""
+    def _fill_free_slots(self) -> None:
+        """Copy prefilled sequences into free slots, in order of arrival, until either runs out."""
         for slot in range(self.slots.count):
             if not self._ready:
                 return
@@ -138,11 +138,11 @@ class Scheduler:
                 # The request leaves the queue only with its slot, so that an error finds it in one of them.
                 work = self._ready[0]
                 assert work.ready is not None
-                self.slots.insert(work.ready, slot)
+                self.slots.insert_sequence(work.ready, slot)
                 self._running[slot], work.ready = self._ready.popleft(), None
 
-    def _begin(self) -> None:
-        """Start the prefill of the request that has waited longest, for a free slot or ahead.
+    def _start_next_prefill(self) -> None:
+        """Start the next prefill in order of arrival, unless one is in progress or enough prefilled requests wait.
 
         Requests whose programs are not compiled yet are skipped. Further answers to the same prompt share the cache,
         which is copied into the slot of each.
@@ -150,65 +150,67 @@ class Scheduler:
         free = self.slots.count - len(self._running) + self.ahead
         if self._reading is not None or len(self._ready) >= free:
             return
-        ready = [each for each in list(self.waiting) if each.length not in self.slots.uncompiled]
+        ready = [
+            each for each in list(self.waiting) if each.length_bucket not in self.slots.uncompiled
+        ]
         if not ready:
             return
         # A policy with random numbers compresses the prompt with the key of each answer.
-        if self.slots.session.policy.parts().uses_key:
+        if self.slots.session.policy.build_policy_parts().uses_random_key:
             works = ready[:1]
         else:
             works = [each for each in ready if each.encoded is ready[0].encoded]
         for work in works:
             self.waiting.remove(work)
             work.begun = time.monotonic()
-        self._reading = works, works[0].walk(self.slots, self.documents)
+        self._reading = works, works[0].prefill_layers(self.slots, self.documents)
 
-    def _advance(self) -> None:
-        """Compute the next layer of the current prefill; a rejected prompt fails alone."""
+    def _advance_prefill(self) -> None:
+        """Compute the next layer of the current prefill; an error of the prompt ends only its requests."""
         assert self._reading is not None
         (works, walk), begun = self._reading, time.monotonic()
         try:
             next(walk)
         except StopIteration as end:
             for work in works:
-                self._prefilled(work, end.value)
+                self._finish_prefill(work, end.value)
             self._reading = None
         except _REFUSALS as error:
             self._reading = None
             for work in works:
-                work.fail(error)
+                work.fail_with_error(error)
         for work in works:
             work.prefill_seconds += time.monotonic() - begun
 
-    def _prefilled(self, work: PrefillWork, cache: KVCache) -> None:
+    def _finish_prefill(self, work: PrefillWork, cache: KVCache) -> None:
         """Prepare a prefilled request for a slot, and sample its first token if none is free; or add a document."""
         if not isinstance(work, RequestWork):
-            if claimed(work.future):
+            if mark_future_running(work.future):
                 try:
-                    work.future.set_result(self.documents.add(cache, work.encoded.ids[0]))
+                    work.future.set_result(self.documents.add_document(cache, work.encoded.ids[0]))
                 except _REFUSALS as error:
-                    work.fail(error)
+                    work.fail_with_error(error)
             return
         try:
-            work.ready = self.slots.begin(
+            work.ready = self.slots.begin_sequence(
                 cache, max_new_tokens=work.new, sampling=work.sampling, eos=work.eos, key=work.key
             )
         except _REFUSALS as error:
-            work.fail(error)
+            work.fail_with_error(error)
             return
         work.kept = float(np.mean(cache.kept))
         if len(self._running) + len(self._ready) >= self.slots.count:
             # The slot samples the same token again.
-            token = self.slots.peek(work.ready)
-            work.take([token], time.monotonic())
+            token = self.slots.peek_first_token(work.ready)
+            work.add_sampled_tokens([token], time.monotonic())
             self.tokens, work.told = self.tokens + 1, True
-            if work.ends_with(token):
-                self._finish(work)
+            if work.is_complete_after(token):
+                self._deliver_answer(work)
                 return
         self._ready.append(work)
 
-    def _decode(self, steps: int) -> None:
-        """Sample up to `steps` tokens in every slot; complete requests and free their slots."""
+    def _decode_running_slots(self, steps: int) -> None:
+        """Sample up to `steps` tokens in every running slot; deliver complete answers and free their slots."""
         begun = time.monotonic()
         tokens = self.slots.decode(
             steps, until="any" if self._ready or self._reading or self.waiting else "all"
@@ -221,20 +223,20 @@ class Scheduler:
             if sampled and work.told:
                 sampled, work.told = sampled[1:], False
             if sampled:
-                self.longest_pause = max(self.longest_pause, work.take(sampled, now))
+                self.longest_pause = max(self.longest_pause, work.add_sampled_tokens(sampled, now))
                 self.tokens += len(sampled)
-            if self.slots.done[slot] or work.stopped:
+            if self.slots.done[slot] or work.has_stop_string:
                 left.append(slot)
         if left:
-            self.slots.release(left)
+            self.slots.release_slots(left)
         # After the slots are freed: the reader of an answer may inspect the engine immediately.
         for work in [self._running.pop(slot) for slot in left]:
-            self._finish(work)
+            self._deliver_answer(work)
 
-    def _finish(self, work: RequestWork) -> None:
+    def _deliver_answer(self, work: RequestWork) -> None:
         """Count a request as answered and deliver its answer; an error in doing so fails this request alone."""
         self.answered += 1
         try:
-            work.finish()
+            work.complete_request()
         except Exception as error:  # noqa: BLE001 - an error of one answer does not end the others
-            work.fail(error)
+            work.fail_with_error(error)

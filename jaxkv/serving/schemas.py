@@ -22,25 +22,26 @@ Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1,
 
 
 class Body(BaseModel):
-    """A JSON object with strictly typed fields; null is the same as an omitted field."""
+    """Base of request schemas: a JSON object with strictly typed fields; null is the same as an omitted field."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
-    def _asked(cls, body: Any) -> Any:
-        """Remove fields with neutral values."""
+    def _remove_neutral_fields(cls, body: Any) -> Any:
+        """Remove null fields, and unsupported fields whose values have no effect, before validation."""
         if not isinstance(body, dict):
             return body
         return {
             name: value
             for name, value in body.items()
-            if value is not None and (name in cls.model_fields or not _neutral(name, value))
+            if value is not None
+            and (name in cls.model_fields or not _is_neutral_value(name, value))
         }
 
 
-def _neutral(name: str, value: Any) -> bool:
-    """True if a value of a field has no effect; 0.0 equals 0, but False does not."""
+def _is_neutral_value(name: str, value: Any) -> bool:
+    """True if a value of an unsupported field has no effect; 0.0 equals 0, but False does not."""
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool)
         for each in _NEUTRAL.get(name, ())
@@ -48,22 +49,22 @@ def _neutral(name: str, value: Any) -> bool:
 
 
 class Part(Body):
-    """Part of the content of a message."""
+    """Text part of the content of a chat message."""
 
     type: Literal["text"]
     text: str
 
 
 class Message(Body):
-    """Chat message of text."""
+    """Chat message: a role, and a text or a list of text parts."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | Annotated[list[Part], Field(min_length=1)]
     name: str | None = None
 
     @property
-    def plain(self) -> dict[str, str]:
-        """The message as {"role", "content"}, with its parts joined."""
+    def role_and_content(self) -> dict[str, str]:
+        """The message as {"role", "content"}, its text parts joined, the role "developer" as "system"."""
         parts = self.content
         text = parts if isinstance(parts, str) else "".join(each.text for each in parts)
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
@@ -81,7 +82,7 @@ class StreamOptions(Body):
 
 
 class CompletionBody(Body):
-    """Fields that both completion routes share."""
+    """Fields that the bodies of /v1/completions and /v1/chat/completions share."""
 
     model: str | None = None
     document: str | None = None
@@ -104,15 +105,15 @@ class CompletionBody(Body):
     metadata: dict[str, Any] | None = None
 
     @property
-    def sampling(self) -> Sampling:
-        """The temperature of the body, with its top-k, top-p and min-p limits."""
+    def sampling_settings(self) -> Sampling:
+        """The body's temperature, top-k, top-p and min-p as a `Sampling`."""
         return Sampling(
             temperature=self.temperature, top_k=self.top_k, top_p=self.top_p, min_p=self.min_p
         )
 
 
 class TextBody(CompletionBody):
-    """Body of POST /v1/completions."""
+    """Body of POST /v1/completions: prompts as texts or token ids."""
 
     prompt: (
         Filled
@@ -123,30 +124,30 @@ class TextBody(CompletionBody):
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts: texts or lists of token ids."""
+        """List of the body's prompts, also for a single one: texts or lists of token ids."""
         several = isinstance(self.prompt, list) and not isinstance(self.prompt[0], int)
         return list(self.prompt) if several else [self.prompt]
 
     @property
-    def most(self) -> int:
-        """Maximum tokens of an answer; OpenAI's default is 16."""
+    def max_answer_tokens(self) -> int:
+        """Maximum number of tokens of an answer; 16, OpenAI's default, if the body has none."""
         return self.max_tokens or 16
 
 
 class ChatBody(CompletionBody):
-    """Body of POST /v1/chat/completions."""
+    """Body of POST /v1/chat/completions: the messages of one chat."""
 
     messages: Messages
     max_completion_tokens: Count | None = None
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The one conversation."""
-        return [[each.plain for each in self.messages]]
+        """List with the body's one chat as the prompt: its messages as dicts of role and content."""
+        return [[each.role_and_content for each in self.messages]]
 
     @property
-    def most(self) -> int | None:
-        """Maximum tokens of an answer; None for the engine's limit."""
+    def max_answer_tokens(self) -> int | None:
+        """Maximum number of tokens of an answer; None for the engine's limit."""
         return self.max_completion_tokens or self.max_tokens
 
 
@@ -169,7 +170,7 @@ class KeptQuery(Body):
 
 
 class BatchLine(Body):
-    """Line of a batch file."""
+    """Line of a batch file in OpenAI's format: custom_id, method, URL and body of one request."""
 
     custom_id: Annotated[str, Field(min_length=1, max_length=512)]
     method: Literal["POST"] = "POST"
@@ -178,7 +179,7 @@ class BatchLine(Body):
 
 
 class Usage(BaseModel):
-    """Token counts: each prompt once for all of its answers, a document as cached tokens."""
+    """Token counts of a response: each prompt once for all of its answers, a document as cached tokens."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -187,7 +188,7 @@ class Usage(BaseModel):
 
 
 class Choice(BaseModel):
-    """One answer, or a piece of it."""
+    """Base of one answer in a response, or of a piece of it in a stream: index and finish reason."""
 
     index: int
     logprobs: None = None
@@ -195,25 +196,25 @@ class Choice(BaseModel):
 
 
 class TextChoice(Choice):
-    """Answer of /v1/completions."""
+    """One answer of /v1/completions, or a piece of it: its text."""
 
     text: str
 
 
 class ChatChoice(Choice):
-    """Answer of /v1/chat/completions."""
+    """One complete answer of /v1/chat/completions: its message."""
 
     message: dict[str, str | None]
 
 
 class ChatPiece(Choice):
-    """Piece of a chat's answer."""
+    """Piece of an answer of /v1/chat/completions in a stream: its delta."""
 
     delta: dict[str, str]
 
 
 class Reply(BaseModel):
-    """Response of a completion, or one event of its stream."""
+    """Response of a text or chat completion, or one event of its stream."""
 
     id: str
     object: str
@@ -233,6 +234,6 @@ class Error(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Body of every error response."""
+    """Body of every error response, with OpenAI's error object in the field `error`."""
 
     error: Error

@@ -14,9 +14,9 @@ import uvicorn
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from jaxkv._errors import invalid
+from jaxkv._errors import build_value_error
 from jaxkv.serving.errors import HttpError
-from jaxkv.serving.http import Application
+from jaxkv.serving.http import HttpApplication
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds that clients have to read the rest of complete answers.
@@ -24,7 +24,7 @@ _LAST_READ = 5
 
 
 class Server(uvicorn.Server):
-    """uvicorn server that answers 503 until its application exists, and answers its requests before it stops.
+    """uvicorn server that answers 503 until its application exists, and completes running requests before it stops.
 
     Attributes:
         app: the application; None until it exists.
@@ -33,13 +33,13 @@ class Server(uvicorn.Server):
         cut: True if a signal stopped the server before all requests were answered, or during the start.
     """
 
-    def __init__(self, app: Application | None = None):
-        """Create the server; `run` starts it."""
+    def __init__(self, app: HttpApplication | None = None):
+        """Create the server of an application, or of one that is set later; `run` starts the server."""
         self.app, self.progress = app, dict[str, Any]()
         self.error: BaseException | None = None
 
         async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-            await (self.app or self._starting())(scope, receive, send)
+            await (self.app or self._make_starting_response())(scope, receive, send)
 
         config = uvicorn.Config(
             answer,
@@ -57,21 +57,21 @@ class Server(uvicorn.Server):
         self.cut = False
         self._latest: float | None = None
 
-    def _starting(self) -> Response:
-        """Return the response during the start: an error in OpenAI's form, with the progress."""
+    def _make_starting_response(self) -> Response:
+        """Return the 503 response during the start: an error in OpenAI's form, with the progress so far."""
         starting = HttpError(503, "the server is starting: try again later", code="starting")
-        body = {"status": "starting", **self.progress, **starting.body()}
+        body = {"status": "starting", **self.progress, **starting.make_error_body()}
         return JSONResponse(body, 503, {"Retry-After": "5"})
 
-    def make(self, make: Callable[[], object]) -> None:
-        """Call a function that sets `app`, from a thread; its error stops the server."""
+    def run_startup(self, make: Callable[[], object]) -> None:
+        """Call a function that sets `app`, from a thread; store its error in `error` and stop the server."""
         try:
             make()
         except BaseException as error:  # noqa: BLE001 - raised by the caller of `run`
             self.error, self.should_exit = error, True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Start to drain; stop immediately on the second signal, or if nothing is to be drained."""
+        """Start to drain at the first signal; stop immediately at the second, or during the start."""
         if self.app is None or self.app.service.draining:
             self.cut = self.should_exit = self.force_exit = True
             # uvicorn would log a traceback for each aborted answer.
@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
         self._latest = time.monotonic() + self.app.service.limits.seconds + _LAST_READ
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop the server once it drains and is idle, or every deadline has passed."""
+        """Stop the server once it drains and no request is active, or the longest deadline has passed."""
         idle = self.app is not None and self.app.service.active == 0
         if self._latest is not None and (idle or time.monotonic() > self._latest):
             self.should_exit = True
@@ -89,7 +89,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
-        """Context manager that passes signals to `handle_exit`, so that the process stops in order."""
+        """Context manager that passes SIGTERM and SIGINT to `handle_exit`, and restores earlier handlers on exit."""
         before = {each: signal.signal(each, self.handle_exit) for each in _SIGNALS}
         try:
             yield
@@ -98,8 +98,8 @@ class Server(uvicorn.Server):
                 signal.signal(each, handler)
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address, on a free port for port 0; ValueError if unavailable."""
+def open_listening_socket(host: str, port: int) -> socket.socket:
+    """Return a socket that listens at an address, for port 0 at a free port; ValueError if unavailable."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, dualstack_ipv6=":" in host)
@@ -107,11 +107,11 @@ def listening(host: str, port: int) -> socket.socket:
         remedy = (
             f"{os.strerror(error.errno) if error.errno else error}: use another --host or --port"
         )
-        raise invalid("address", f"{host}:{port}", remedy) from None
+        raise build_value_error("address", f"{host}:{port}", remedy) from None
 
 
-def many_files() -> None:
-    """Raise the process's limit of open files to its maximum; each idle connection counts."""
+def raise_open_file_limit() -> None:
+    """Raise the process's limit of open files to its maximum, for many idle connections; ignore failures."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

@@ -16,13 +16,13 @@ _TABLES = tomllib.loads(Path(__file__).with_name("metrics.toml").read_text("utf-
 _KINDS = {"counters": CounterMetricFamily, "gauges": GaugeMetricFamily}
 
 
-class Metrics:
-    """Metrics of one server, in a registry of their own."""
+class ServerMetrics:
+    """Prometheus metrics of one HTTP server and its engines, in a registry of their own."""
 
     def __init__(self, models: Mapping[str, Engine]):
         """Register the metrics of engines by model id, all 0."""
         self._registry = CollectorRegistry()
-        self._registry.register(_State(models))
+        self._registry.register(_EngineStateCollector(models))
         self._models = models
         self._requests = Counter(
             "jaxkv_http_requests",
@@ -46,12 +46,12 @@ class Metrics:
             for name in models:
                 each.labels(name)
 
-    def ended(self, route: str, status: int) -> None:
-        """Count one HTTP request."""
+    def count_http_request(self, route: str, status: int) -> None:
+        """Count one HTTP request by its route and status."""
         self._requests.labels(route, str(status)).inc()
 
-    def answered(self, model: str, stats: RequestStats) -> None:
-        """Record one answer of a model."""
+    def record_answer(self, model: str, stats: RequestStats) -> None:
+        """Record one answer's seconds and token counts in a model's histograms, and update its mean seconds."""
         seen: dict[str, int | float] = {
             "time_to_first_token_seconds": stats.first_token_seconds,
             "answer_seconds": stats.seconds,
@@ -65,24 +65,24 @@ class Metrics:
             self._histograms[name].labels(model).observe(value)
         self._mean[model] += 0.1 * (stats.seconds - self._mean[model])
 
-    def retry_after(self, model: str) -> int:
-        """Estimate seconds, 1 to 60, until a model's queue has a place: mean time of an answer over the slots."""
+    def estimate_retry_seconds(self, model: str) -> int:
+        """Estimate seconds, 1 to 60, until a model's queue has a free place: mean time of an answer over slots."""
         return max(1, min(60, math.ceil(self._mean[model] / self._models[model].stats.slots)))
 
-    def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
+    def format_metrics(self) -> bytes:
+        """Return all metrics in Prometheus' text format, as bytes."""
         return generate_latest(self._registry)
 
 
-class _State(Collector):
-    """Collector of the current state of engines."""
+class _EngineStateCollector(Collector):
+    """Prometheus collector of the current numbers of requests, slots, tokens and documents of engines."""
 
     def __init__(self, models: Mapping[str, Engine]):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the numbers of the engines, labelled by model id."""
-        numbers = {model: _numbers(engine) for model, engine in self._models.items()}
+        """Yield a gauge or counter for each number of the engines, labelled by model id."""
+        numbers = {model: _get_engine_numbers(engine) for model, engine in self._models.items()}
         for kind, family in _KINDS.items():
             for name, row in _TABLES[kind].items():
                 made = family(f"jaxkv_{name}", row["about"], labels=["model"])
@@ -91,8 +91,8 @@ class _State(Collector):
                 yield made
 
 
-def _numbers(engine: Engine) -> dict[str, int | float]:
-    """Return the numbers of an engine by the names of `EngineStats`, and those of its documents."""
-    documents = engine.documents.all()
+def _get_engine_numbers(engine: Engine) -> dict[str, int | float]:
+    """Return an engine's `EngineStats` by field name, and the number of its documents and their entries per kv head."""
+    documents = engine.documents.get_documents()
     rows = sum(each.rows for each in documents)
     return vars(engine.stats) | {"documents": len(documents), "documents_rows": rows}

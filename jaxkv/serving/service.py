@@ -1,4 +1,4 @@
-"""`Service`: state that all HTTP routes share: engines by model id, limits, metrics."""
+"""`ServerState`: state that all HTTP routes share: engines by model id, limits, metrics."""
 
 import contextlib
 import dataclasses
@@ -14,13 +14,13 @@ from starlette.requests import Request as HttpRequest
 from jaxkv._errors import require
 from jaxkv.serving.document_store import Document
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.errors import HttpError, http_error, unknown_model
+from jaxkv.serving.errors import HttpError, convert_to_http_error, make_unknown_model_error
 from jaxkv.serving.limits import RequestLimits
-from jaxkv.serving.server_metrics import Metrics
+from jaxkv.serving.server_metrics import ServerMetrics
 
 
 @dataclasses.dataclass(kw_only=True)
-class RequestLog:
+class RequestRecord:
     """Log record of one HTTP request: id, time of arrival, status, token counts, location of an internal error.
 
     Attributes:
@@ -44,8 +44,8 @@ class RequestLog:
     fault: str = ""
 
 
-class Service:
-    """Engines behind HTTP: their model ids, limits, metrics, and whether the server drains.
+class ServerState:
+    """State that all HTTP routes share: engines by model id, limits, metrics, and whether the server drains.
 
     Attributes:
         models: engines by model id; a body without an id uses the first.
@@ -59,36 +59,38 @@ class Service:
     """
 
     def __init__(self, models: Mapping[str, Engine], *, limits: RequestLimits):
-        """Create the service of running engines."""
+        """Create the state of a server of running engines; ValueError without engines."""
         require(len(models) > 0, "models", models, "no engine: give at least one")
         self.models, self.name, self.limits = dict(models), next(iter(models)), limits
-        self.metrics, self.created = Metrics(self.models), int(time.time())
+        self.metrics, self.created = ServerMetrics(self.models), int(time.time())
         self.active, self.draining = 0, False
         self.submitting = threading.Lock()
 
-    def model(self, name: str | None) -> str:
-        """Return the id of the model that a body names, the first one's for None; `HttpError` 404 if unknown."""
+    def resolve_model_id(self, name: str | None) -> str:
+        """Return a known model id, the first one for None; raise `HttpError` 404 for an unknown one."""
         if name is not None and name not in self.models:
-            raise unknown_model(name, self.models)
+            raise make_unknown_model_error(name, self.models)
         return self.name if name is None else name
 
-    def document(self, name: str) -> tuple[str, Document]:
-        """Return the model id of a document, and the document; `HttpError` 404 if unknown."""
+    def find_model_and_document(self, name: str) -> tuple[str, Document]:
+        """Return the model id and the `Document` of a document id; raise `HttpError` 404 if unknown."""
         for model, engine in self.models.items():
             with contextlib.suppress(ValueError):
-                return model, engine.documents.of(name)
+                return model, engine.documents.get_document(name)
         message = f"document={name[:200]!r}: unknown document: it was removed, or belongs to another server"
         raise HttpError(404, message, param="document", code="document_not_found")
 
-    def asked(self, model: str | None, document: str | None) -> tuple[str, Document | None]:
-        """Return the model id and the document of a body; by default the model of the document.
+    def resolve_model_and_document(
+        self, model: str | None, document: str | None
+    ) -> tuple[str, Document | None]:
+        """Return the model id and the `Document`, if any, of a body's ids; by default the document's model.
 
         Raises `HttpError` 404 for unknown ids, and 400 for a document of another model.
         """
         if document is None:
-            return self.model(model), None
-        owner, found = self.document(document)
-        if model is not None and self.model(model) != owner:
+            return self.resolve_model_id(model), None
+        owner, found = self.find_model_and_document(document)
+        if model is not None and self.resolve_model_id(model) != owner:
             message = (
                 f"document={document!r}: {owner!r} compressed it, "
                 f"not {model!r}: use {owner!r}, or compress it again"
@@ -96,10 +98,10 @@ class Service:
             raise HttpError(400, message, param="document", code="document_of_another_model")
         return owner, found
 
-    def http_error(self, error: BaseException, record: RequestLog) -> HttpError:
-        """Convert any error to an `HttpError`; record in `record` where an unexpected one was raised."""
-        retry_after = self.metrics.retry_after(record.model or self.name)
-        found = http_error(error, retry_after=retry_after, prompt=record.prompt)
+    def convert_and_record_error(self, error: BaseException, record: RequestRecord) -> HttpError:
+        """Convert any error to an `HttpError`; for status 500, store in `record` where the error was raised."""
+        retry_after = self.metrics.estimate_retry_seconds(record.model or self.name)
+        found = convert_to_http_error(error, retry_after=retry_after, prompt=record.prompt)
         if found.status == 500:
             record.fault = f"{type(error).__name__} at " + " < ".join(
                 f"{frame.name} ({frame.filename.rsplit('/', 1)[-1]}:{frame.lineno})"
@@ -108,10 +110,10 @@ class Service:
         return found
 
 
-async def _served(request: HttpRequest) -> Service:
-    """Return the service of the application."""
-    service: Service = request.app.state.service
+async def _get_server_state(request: HttpRequest) -> ServerState:
+    """Return the server state of a request's application, for FastAPI's dependency injection."""
+    service: ServerState = request.app.state.service
     return service
 
 
-Served = Annotated[Service, Depends(_served)]
+Served = Annotated[ServerState, Depends(_get_server_state)]

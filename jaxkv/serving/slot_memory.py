@@ -9,7 +9,7 @@ from jaxkv import _checks
 from jaxkv._checks import settled
 from jaxkv._errors import require
 from jaxkv.engine.session import Session
-from jaxkv.engine.slot_shape import slot_shape
+from jaxkv.engine.slot_shape import compute_slot_shape
 from jaxkv.loading import LanguageModel
 from jaxkv.machine import memory
 from jaxkv.models.config import ModelConfig
@@ -21,29 +21,33 @@ _MOST_ON_CPUS, _MOST = 64, 1024
 _USUAL_PROMPT = 4096
 
 
-def ahead_of(slots: int) -> int:
-    """Maximum number of prompts prefilled while all `slots` slots are taken: a quarter of them, at least 2."""
+def get_max_prefills_ahead(slots: int) -> int:
+    """Return how many prompts may be prefilled while all `slots` slots are taken: a quarter of them, at least 2."""
     return max(2, slots // 4)
 
 
-def limits_of(config: ModelConfig, *, prompt: Any, new: Any, question: Any) -> dict[str, int]:
+def resolve_token_limits(
+    config: ModelConfig, *, prompt: Any, new: Any, question: Any
+) -> dict[str, int]:
     """Return the maximum tokens of a prompt, an answer and a question as arguments of `Slots`; ValueError if invalid.
 
     The default of a prompt is the model's positions less the other limits, at most 4096.
     """
-    new = _checks.whole("max_new_tokens", new, "sample at least 1 token")
-    question = _checks.whole("max_question_tokens", question, "use 0 for no questions", least=0)
+    new = _checks.validate_int("max_new_tokens", new, "sample at least 1 token")
+    question = _checks.validate_int(
+        "max_question_tokens", question, "use 0 for no questions", least=0
+    )
     if prompt is None:
         left = config.max_positions - new - question
         remedy = f"the model has {config.max_positions} positions: leave some for the prompt"
         require(left > 0, "max_new_tokens", new, remedy)
         prompt = min(_USUAL_PROMPT, left)
-    prompt = _checks.whole("max_prompt_tokens", prompt, "allow prompts of at least 1 token")
+    prompt = _checks.validate_int("max_prompt_tokens", prompt, "allow prompts of at least 1 token")
     return {"max_prompt": prompt, "max_new_tokens": new, "max_question": question}
 
 
-def share_of_next(left: int, *, promised: int, device: jax.Device) -> float:
-    """Return the share of the free memory for the next of `left` engines to create.
+def compute_memory_share(left: int, *, promised: int, device: jax.Device) -> float:
+    """Return the share of the free memory, at most 1, for the next of `left` engines to create.
 
     `promised` bytes are reserved for the documents of existing engines.
     """
@@ -52,7 +56,7 @@ def share_of_next(left: int, *, promised: int, device: jax.Device) -> float:
 
 
 @settled
-def slots_that_fit(
+def count_fitting_slots(
     session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
 ) -> int:
     """Return the number of slots that fit into nine tenths of a share of the free memory, in addition to one prefill.
@@ -60,10 +64,12 @@ def slots_that_fit(
     The number is at most 64 on a CPU, else 1024, and on a mesh a multiple of its groups. Raises MemoryError, with the
     bytes, if not even one slot per group fits.
     """
-    params, parts = session.params, session.policy.parts()
+    params, parts = session.params, session.policy.build_policy_parts()
     config, axes = params.config, params.axes
-    groups, kv_shards = (1, 1) if axes is None else (axes.size("B"), axes.size("K"))
-    shape = slot_shape(
+    groups, kv_shards = (
+        (1, 1) if axes is None else (axes.count_axis_shards("B"), axes.count_axis_shards("K"))
+    )
+    shape = compute_slot_shape(
         parts,
         config,
         prompt=max_prompt,
@@ -71,24 +77,31 @@ def slots_that_fit(
         new=max_new_tokens,
         kv_shards=kv_shards,
     )
-    device = device_of(params)
+    device = get_model_device(params)
     # Devices of a CPU mesh share the memory of the machine.
-    together = 1 if axes is None else axes.in_one_memory
+    together = 1 if axes is None else axes.devices_sharing_memory
     each = (
-        sum(shape.rows) * parts.row_bytes(config.head_dim, params.cache_dtype.itemsize) * together
+        sum(shape.rows)
+        * parts.compute_entry_bytes(config.head_dim, params.cache_dtype.itemsize)
+        * together
     )
     # A prompt prefilled ahead waits in the shape of a slot, in each group.
-    beside = session.planned(np.asarray([max_prompt]), 0).peak_bytes
-    memory.check_bytes(
-        beside + each * (1 + ahead_of(groups)), "one slot, its queue and a prefill", device
+    beside = session.plan_without_memory_check(np.asarray([max_prompt]), 0).peak_bytes
+    memory.require_free_bytes(
+        beside + each * (1 + get_max_prefills_ahead(groups)),
+        "one slot, its queue and a prefill",
+        device,
     )
     fit = (int(_SHARE * share * memory.available_bytes(device)) - beside) // each
     made = _MOST_ON_CPUS if device.platform == "cpu" else _MOST
     counts = range(1, made // groups + 1)
-    most = max((count for count in counts if count + ahead_of(count * groups) <= fit), default=1)
+    most = max(
+        (count for count in counts if count + get_max_prefills_ahead(count * groups) <= fit),
+        default=1,
+    )
     return most * groups
 
 
-def device_of(params: LanguageModel) -> jax.Device:
-    """Return a device of the model."""
+def get_model_device(params: LanguageModel) -> jax.Device:
+    """Return the first local device of the model's mesh, or the default device without a mesh."""
     return memory.default_device() if params.axes is None else params.axes.mesh.local_devices[0]

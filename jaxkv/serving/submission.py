@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import jax
 from starlette.types import Receive
 
-from jaxkv.arguments import random_key
+from jaxkv.arguments import make_random_key
 from jaxkv.engine.generation_results import Completion
 from jaxkv.serving.document_store import Document
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.errors import ClientGone, HttpError
+from jaxkv.serving.errors import ClientDisconnected, HttpError
 from jaxkv.serving.limits import RequestLimits
 from jaxkv.serving.requests import Request
 from jaxkv.serving.schemas import ChatBody, ChatChoice, Reply, TextBody, TextChoice, Usage
@@ -22,7 +22,7 @@ from jaxkv.serving.schemas import ChatBody, ChatChoice, Reply, TextBody, TextCho
 T = TypeVar("T")
 
 
-def submitted(
+def submit_body_requests(
     engine: Engine,
     body: TextBody | ChatBody,
     document: Document | None,
@@ -31,7 +31,7 @@ def submitted(
     seed: int | None = None,
     offline: bool = False,
 ) -> list[Request]:
-    """Submit one request per prompt and answer; cancel all of them and raise if one is rejected.
+    """Submit one request per prompt and answer of a body; cancel all of them and raise if one is rejected.
 
     `limits` bound the number of answers and their time. An answer has at most as many tokens as a slot of the engine
     allows. The seed is the body's, else `seed`, else a random one. A single answer samples with the key of the seed,
@@ -43,8 +43,8 @@ def submitted(
         said = f"n={body.n}: {count} answers are too many: {most}"
         raise HttpError(400, said, param="n")
     options: dict[str, Any] = {
-        "max_new_tokens": min(body.most or engine.limits.new, engine.limits.new),
-        "sampling": body.sampling,
+        "max_new_tokens": min(body.max_answer_tokens or engine.limits.new, engine.limits.new),
+        "sampling": body.sampling_settings,
         "stop": body.stop,
         "budget": body.budget,
         "stop_at_eos": not body.ignore_eos,
@@ -59,7 +59,7 @@ def submitted(
         seed = None
     elif seed is None:
         seed = secrets.randbits(32)
-    key = None if seed is None else random_key(seed)
+    key = None if seed is None else make_random_key(seed)
     ends, made = time.monotonic() + limits.seconds, list[Request]()
     try:
         for at, prompt in enumerate(prompts):
@@ -72,27 +72,27 @@ def submitted(
             first = engine.submit(prompt, key=keys, deadline=left, **options)
             made += [first, *first.others]
     except BaseException:
-        cancel(made)
+        cancel_requests(made)
         raise
     return made
 
 
-def whole(
+def make_complete_reply(
     body: TextBody | ChatBody,
     model: str,
     requests: list[Request],
     completions: list[Completion],
     document: Document | None,
 ) -> Reply:
-    """Return OpenAI's response object of complete answers."""
-    choices = [_choice(body, at, each) for at, each in enumerate(completions)]
+    """Return OpenAI's response object with all complete answers of a body and their token counts."""
+    choices = [_make_choice(body, at, each) for at, each in enumerate(completions)]
     kind = "chat.completion" if isinstance(body, ChatBody) else "text_completion"
-    usage = usage_of(requests, body.n, document)
-    return Reply(object=kind, **reply_head(body, model), choices=choices, usage=usage)
+    usage = count_usage_tokens(requests, body.n, document)
+    return Reply(object=kind, **make_reply_head(body, model), choices=choices, usage=usage)
 
 
-def reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
-    """Return the fields that all events of one response share."""
+def make_reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
+    """Return a new id, the time and the model id: the fields that all events of one response share."""
     prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -101,7 +101,7 @@ def reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
     }
 
 
-def _choice(body: TextBody | ChatBody, at: int, completion: Completion) -> Any:
+def _make_choice(body: TextBody | ChatBody, at: int, completion: Completion) -> Any:
     """Return one `choices` item, `TextChoice` or `ChatChoice`, with a completion's text and finish reason."""
     text = completion.text or ""
     told: dict[str, Any] = {
@@ -114,8 +114,8 @@ def _choice(body: TextBody | ChatBody, at: int, completion: Completion) -> Any:
     return ChatChoice(message={"role": "assistant", "content": text, "refusal": None}, **told)
 
 
-def usage_of(requests: list[Request], n: int, document: Document | None) -> Usage:
-    """Count the tokens of answered requests, `n` answers per prompt."""
+def count_usage_tokens(requests: list[Request], n: int, document: Document | None) -> Usage:
+    """Return as `Usage` the prompt tokens, cached ones included, and sampled tokens; `n` answers share a prompt."""
     stats = [request.stats for request in requests if request.stats is not None]
     cached = 0 if document is None else document.tokens * len(stats[::n])
     prompt = cached + sum(each.prompt_tokens for each in stats[::n])
@@ -128,23 +128,25 @@ def usage_of(requests: list[Request], n: int, document: Document | None) -> Usag
     )
 
 
-def cancel(requests: list[Request]) -> None:
-    """Cancel all requests that have not ended."""
+def cancel_requests(requests: list[Request]) -> None:
+    """Cancel all requests that have not ended; others are unchanged."""
     for request in requests:
         request.cancel()
 
 
 @contextlib.contextmanager
-def while_asked(requests: list[Request]) -> Iterator[None]:
+def cancel_on_exit(requests: list[Request]) -> Iterator[None]:
     """Context manager that cancels, on exit, all requests that have not ended."""
     try:
         yield
     finally:
-        cancel(requests)
+        cancel_requests(requests)
 
 
-async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Completion]]:
-    """Yield the text pieces of each request with its index as they are sampled, and at its end its `Completion`."""
+async def iterate_text_pieces(
+    requests: list[Request],
+) -> AsyncIterator[tuple[int, str | Completion]]:
+    """Yield (index of the request, piece of text) as sampled, and (index, `Completion`) at the end of each."""
     found: asyncio.Queue[tuple[int, str | Completion | Exception]] = asyncio.Queue()
 
     async def read(at: int, request: Request) -> None:
@@ -169,14 +171,17 @@ async def pieces(requests: list[Request]) -> AsyncIterator[tuple[int, str | Comp
             reader.cancel()
 
 
-async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
-    """Return the result of `work`; cancel it and raise `ClientGone` when the client closes the connection."""
-    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
+async def await_while_connected(receive: Receive, work: Awaitable[T]) -> T:
+    """Await `work` and return its result; cancel it and raise `ClientDisconnected` if the client disconnects."""
+    working, leaving = (
+        asyncio.ensure_future(work),
+        asyncio.ensure_future(_wait_for_disconnect(receive)),
+    )
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ClientGone
+        raise ClientDisconnected
     finally:
         for task in (working, leaving):
             task.cancel()
@@ -184,7 +189,7 @@ async def while_connected(receive: Receive, work: Awaitable[T]) -> T:
         await asyncio.gather(working, leaving, return_exceptions=True)
 
 
-async def _gone(receive: Receive) -> None:
-    """Return when the client closes the connection; the body must have been read."""
+async def _wait_for_disconnect(receive: Receive) -> None:
+    """Wait until the client closes the connection; the body must have been read before."""
     while (await receive())["type"] != "http.disconnect":
         pass

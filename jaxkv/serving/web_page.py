@@ -9,9 +9,9 @@ from importlib import resources
 from starlette.responses import Response
 
 
-def page() -> Response:
-    """Return the page of GET /; it loads nothing from other servers, and uses only endpoints of this one."""
-    text, allowed = _page()
+def serve_web_page() -> Response:
+    """Return the HTML response of GET /: a page that uses only endpoints of this server."""
+    text, allowed = _load_web_page()
     headers = {
         "Content-Security-Policy": allowed,
         "X-Content-Type-Options": "nosniff",
@@ -22,10 +22,10 @@ def page() -> Response:
 
 
 @functools.cache
-def _page() -> tuple[bytes, str]:
-    """Return the page in UTF-8, and the content security policy that allows only its own script and style."""
+def _load_web_page() -> tuple[bytes, str]:
+    """Return (page in UTF-8, content security policy that allows only the page's own script and style)."""
     text = (resources.files("jaxkv.serving") / "page.html").read_text("utf-8")
-    script, style = (_digest(text, tag) for tag in ("script", "style"))
+    script, style = (_hash_page_element(text, tag) for tag in ("script", "style"))
     allowed = (
         f"default-src 'none'; script-src {script}; style-src {style}; connect-src 'self'; img-src data:; "
         "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -33,7 +33,7 @@ def _page() -> tuple[bytes, str]:
     return text.encode(), allowed
 
 
-def _digest(text: str, tag: str) -> str:
-    """Return the SHA-256 source, for a content security policy, of the page's only element `tag`."""
+def _hash_page_element(text: str, tag: str) -> str:
+    """Return the content security policy's SHA-256 source of the page's only element `tag`."""
     (inside,) = re.findall(f"<{tag}>(.*?)</{tag}>", text, flags=re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(inside.encode()).digest()).decode()}'"

@@ -9,23 +9,23 @@ import numpy as np
 from jaxtyping import PRNGKeyArray
 
 from jaxkv.cache import KVCache
-from jaxkv.engine.generation_results import Answers
-from jaxkv.engine.lengths import SHORT, bucket
+from jaxkv.engine.generation_results import AnswerCollector
+from jaxkv.engine.lengths import SHORT, round_up_to_bucket
 from jaxkv.engine.progress import Walk
 from jaxkv.engine.sampling import Sampler
-from jaxkv.engine.sequences import Paused
+from jaxkv.engine.sequences import PausedSequence
 from jaxkv.engine.slots import Slots
 from jaxkv.policies.policy import Policy
-from jaxkv.serving.document_store import Document, DocumentStore
-from jaxkv.serving.requests import Request, claimed
+from jaxkv.serving.document_store import Document, DocumentCacheStore
+from jaxkv.serving.requests import Request, mark_future_running
 from jaxkv.serving.stats import RequestStats
-from jaxkv.text.prompts import Encoded
-from jaxkv.text.tokenizer import Text
+from jaxkv.text.prompts import EncodedPrompts
+from jaxkv.text.tokenizer import ChatTokenizer
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class PrefillWork:
-    """A prompt in the scheduler until it is compressed; this base class alone is a document.
+    """Scheduler's state of a prompt or document until it is compressed; the base class alone is for documents.
 
     Attributes:
         encoded: the prompt, or the question on `document`; several answers to one prompt share the object.
@@ -39,7 +39,7 @@ class PrefillWork:
         prefill_seconds: time spent on its own prefill so far, in seconds.
     """
 
-    encoded: Encoded
+    encoded: EncodedPrompts
     key: PRNGKeyArray | None
     policy: Policy | None
     deadline: float | None
@@ -50,35 +50,37 @@ class PrefillWork:
     prefill_seconds: float = 0.0
 
     @property
-    def length(self) -> tuple[bool, int]:
-        """Whether it is a question on a document, and its padded length."""
-        size = bucket(len(self.encoded.ids[0]))
+    def length_bucket(self) -> tuple[bool, int]:
+        """(whether it is a question on a document, padded length), which select the compiled programs."""
+        size = round_up_to_bucket(len(self.encoded.ids[0]))
         return (False, size) if self.document is None else (True, max(SHORT, size))
 
     @property
-    def gone(self) -> bool:
+    def is_cancelled_or_expired(self) -> bool:
         """True if it was cancelled or its deadline has passed."""
         late = self.deadline is not None and time.monotonic() > self.deadline
         return self.future.cancelled() or late
 
-    def walk(self, slots: Slots, documents: DocumentStore) -> Walk[KVCache]:
+    def prefill_layers(self, slots: Slots, documents: DocumentCacheStore) -> Walk[KVCache]:
         """Prefill the prompt layer by layer, or extend its document by the question; return the cache (generator)."""
         if self.document is None:
-            return (yield from slots.prefilling(self.encoded, key=self.key, policy=self.policy))
+            return (
+                yield from slots.iterate_prefill(self.encoded, key=self.key, policy=self.policy)
+            )
         yield 0.0
         # The document store returns a copy, so it can be donated.
-        cache = documents.cache_of(self.document.id)
+        cache = documents.get_document_cache(self.document.id)
         return slots.extend(cache, self.encoded, key=self.key, donate=True)
 
-    def fail(self, error: BaseException) -> None:
-        """End the work with an error."""
-        if self.future.running() or claimed(self.future):
+    def fail_with_error(self, error: BaseException) -> None:
+        """End the request or document with an error, unless it has ended."""
+        if self.future.running() or mark_future_running(self.future):
             self.future.set_exception(error)
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
 class RequestWork(PrefillWork):
-    """A request in the scheduler: its handle, its text so far, and its times.
+    """Scheduler's state of a request from prompt to answer: its handle, its text so far, and its times.
 
     Attributes:
         new: maximum number of tokens to sample.
@@ -101,39 +103,39 @@ class RequestWork(PrefillWork):
     stops: tuple[str, ...]
     eos: tuple[int, ...]
     offline: bool
-    text: Text | None
+    text: ChatTokenizer | None
     request: Request = dataclasses.field(default_factory=Request)
-    ready: Paused | None = None
+    ready: PausedSequence | None = None
     told: bool = False
     kept: float = 0.0
     first: float | None = None
     last: float = 0.0
 
     def __post_init__(self) -> None:
-        """Start an empty answer."""
+        """Use the future of the request's handle, and start an empty answer."""
         self.future = self.request.future
-        self.answers = Answers(self.text, 1, self.stops)
+        self.answers = AnswerCollector(self.text, 1, self.stops)
 
-    def take(self, tokens: list[int], now: float) -> float:
+    def add_sampled_tokens(self, tokens: list[int], now: float) -> float:
         """Add sampled ids and pass their text to readers; return seconds since the previous token, 0 for the first."""
         pause = 0.0 if self.first is None else now - self.last
         self.first, self.last = now if self.first is None else self.first, now
-        self.answers.take(np.asarray([tokens], np.int32))
-        self.request.add(self.answers.fresh()[0])
+        self.answers.append_token_ids(np.asarray([tokens], np.int32))
+        self.request.append_text(self.answers.take_new_text()[0])
         return pause
 
     @property
-    def stopped(self) -> bool:
-        """True if the text contains a stop string."""
-        return bool(self.answers.stopped[0])
+    def has_stop_string(self) -> bool:
+        """True if the text contains a stop string, which ends the answer."""
+        return bool(self.answers.stopped_sequences[0])
 
-    def ends_with(self, token: int) -> bool:
-        """True if the answer is complete with `token`: an end id, a stop string, or enough tokens."""
-        return self.stopped or token in self.eos or len(self.answers.tokens[0]) >= self.new
+    def is_complete_after(self, token: int) -> bool:
+        """True if the answer is complete with `token`: an end id, a stop string, or the maximum of tokens."""
+        return self.has_stop_string or token in self.eos or len(self.answers.tokens[0]) >= self.new
 
-    def finish(self) -> None:
-        """Complete the request with its answer."""
-        self.request.add(self.answers.flush()[0])
+    def complete_request(self) -> None:
+        """Pass the rest of the text to readers, and complete the request with its `Completion` and `RequestStats`."""
+        self.request.append_text(self.answers.flush_text()[0])
         first = self.submitted if self.first is None else self.first
         stats = RequestStats(
             prompt_tokens=len(self.encoded.ids[0]),
@@ -144,4 +146,4 @@ class RequestWork(PrefillWork):
             first_token_seconds=first - self.submitted,
             seconds=time.monotonic() - self.submitted,
         )
-        self.request.finish(self.answers.completions(self.eos)[0], stats)
+        self.request.set_completion(self.answers.build_completions(self.eos)[0], stats)

@@ -7,65 +7,71 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int
 
-from jaxkv.sharding.mesh import LETTERS, NAMES, Axes
+from jaxkv.sharding.mesh import LETTERS, NAMES, ShardingMesh
 
 
-def _across(
-    collective: Callable[..., Array], x: Array, logical_axis: str, axes: Axes | None, **options: Any
+def _apply_collective(
+    collective: Callable[..., Array],
+    x: Array,
+    logical_axis: str,
+    axes: ShardingMesh | None,
+    **options: Any,
 ) -> Array:
-    """Apply `collective` to `x` over the devices that shard axes named `logical_axis`; return `x` if none do."""
-    if axes is None or axes.size(logical_axis) == 1:
+    """Return `collective` of `x` over the devices that shard axes named `logical_axis`; `x` if none do."""
+    if axes is None or axes.count_axis_shards(logical_axis) == 1:
         return x
     return collective(x, LETTERS[logical_axis], **options)
 
 
-def total(x: Array, axes: Axes | None, logical_axis: str = "H") -> Array:
-    """Sum `x` over the devices that shard `logical_axis` (H: heads, MLP, vocabulary); `x` without a mesh."""
-    return _across(lax.psum, x, logical_axis, axes)
+def sum_over_devices(x: Array, axes: ShardingMesh | None, logical_axis: str = "H") -> Array:
+    """Return the sum of `x` over devices that shard `logical_axis` (H: heads, MLP, vocabulary); `x` without a mesh."""
+    return _apply_collective(lax.psum, x, logical_axis, axes)
 
 
-def mean_of_devices(x: Array, logical_axis: str, axes: Axes | None) -> Array:
-    """Mean of `x` over the devices that shard axes named `logical_axis`; `x` without a mesh."""
-    return _across(lax.pmean, x, logical_axis, axes)
+def average_over_devices(x: Array, logical_axis: str, axes: ShardingMesh | None) -> Array:
+    """Return the elementwise mean of `x` over devices that shard axes named `logical_axis`; `x` without a mesh."""
+    return _apply_collective(lax.pmean, x, logical_axis, axes)
 
 
-def most_of_devices(x: Array, logical_axis: str, axes: Axes | None) -> Array:
-    """Elementwise maximum of `x` over the devices that shard axes named `logical_axis`; `x` without a mesh."""
-    return _across(lax.pmax, x, logical_axis, axes)
+def max_over_devices(x: Array, logical_axis: str, axes: ShardingMesh | None) -> Array:
+    """Return the elementwise maximum of `x` over devices that shard axes named `logical_axis`; `x` without a mesh."""
+    return _apply_collective(lax.pmax, x, logical_axis, axes)
 
 
-def gathered(x: Array, logical_axis: str, axis: int, axes: Axes | None) -> Array:
+def all_gather_shards(x: Array, logical_axis: str, axis: int, axes: ShardingMesh | None) -> Array:
     """All-gather shards along `axis`, named `logical_axis`, into the complete array; `x` without a mesh."""
-    return _across(lax.all_gather, x, logical_axis, axes, axis=axis, tiled=True)
+    return _apply_collective(lax.all_gather, x, logical_axis, axes, axis=axis, tiled=True)
 
 
-def own_shard(x: Array, logical_axis: str, axis: int, axes: Axes | None) -> Array:
-    """Slice this device's shard of a replicated array along `axis`, named `logical_axis`; inverse of `gathered`."""
+def slice_own_shard(x: Array, logical_axis: str, axis: int, axes: ShardingMesh | None) -> Array:
+    """Slice this device's shard of a complete array along `axis`, named `logical_axis`; `x` without a mesh."""
     if axes is None:
         return x
-    size = x.shape[axis] // axes.size(logical_axis)
-    return lax.dynamic_slice_in_dim(x, first(logical_axis, size, axes), size, axis)
+    size = x.shape[axis] // axes.count_axis_shards(logical_axis)
+    return lax.dynamic_slice_in_dim(x, get_shard_offset(logical_axis, size, axes), size, axis)
 
 
-def first(logical_axis: str, size: int, axes: Axes | None) -> Any:
-    """Index in `logical_axis` of the first of this device's `size` elements; 0 without a mesh."""
+def get_shard_offset(logical_axis: str, size: int, axes: ShardingMesh | None) -> Any:
+    """Return the index along `logical_axis` of the first of this device's `size` elements, i32; 0 without a mesh."""
     return 0 if axes is None else lax.axis_index(LETTERS[logical_axis]).astype(jnp.int32) * size
 
 
-def anywhere(flag: Array, axes: Axes | None) -> Array:
-    """Bool array: `flag`, or on a mesh True if it is set on any device."""
+def any_over_mesh(flag: Array, axes: ShardingMesh | None) -> Array:
+    """Return a bool array: elementwise True if `flag` is set on any device of the mesh; `flag` without a mesh."""
     return flag if axes is None else lax.pmax(flag.astype(jnp.int32), NAMES) > 0
 
 
-def any_of_devices(flag: Array, logical_axis: str, axes: Axes | None) -> Array:
-    """Bool array: `flag`, or on a mesh True if it is set on any device that shards axes named `logical_axis`."""
-    return flag if axes is None else most_of_devices(flag.astype(jnp.int32), logical_axis, axes) > 0
+def any_over_devices(flag: Array, logical_axis: str, axes: ShardingMesh | None) -> Array:
+    """Return where `flag` is set on any device that shards axes named `logical_axis`, bool; `flag` without a mesh."""
+    return (
+        flag if axes is None else max_over_devices(flag.astype(jnp.int32), logical_axis, axes) > 0
+    )
 
 
-def count_of_all(flags: Bool[Array, " B"], axes: Axes | None) -> Int[Array, ""]:
-    """Number of set flags among all sequences of the mesh, i32, equal on every device."""
+def count_flags_over_mesh(flags: Bool[Array, " B"], axes: ShardingMesh | None) -> Int[Array, ""]:
+    """Return the number of set flags `[B]` over all sequences of the mesh, an i32 scalar, equal on every device."""
     return (
         flags.sum(dtype=jnp.int32)
         if axes is None
-        else lax.psum(flags.sum(dtype=jnp.int32), NAMES) // axes.size("H")
+        else lax.psum(flags.sum(dtype=jnp.int32), NAMES) // axes.count_axis_shards("H")
     )

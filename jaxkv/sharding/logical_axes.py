@@ -11,13 +11,13 @@ from jax.tree_util import DictKey, GetAttrKey, SequenceKey
 
 
 @functools.cache
-def hints_of(of: Any) -> dict[str, Any]:
-    """Return the type annotations of a class or a function by name, resolved and cached."""
+def resolve_annotations(of: Any) -> dict[str, Any]:
+    """Return a dict of the resolved type annotations of a class or function, cached."""
     return typing.get_type_hints(of)
 
 
-def known(logical_axes: str | None, leaf: Any) -> str:
-    """Return an array's logical axes, "" for a scalar; TypeError for an array with axes but without logical axes."""
+def require_logical_axes(logical_axes: str | None, leaf: Any) -> str:
+    """Return an array's logical axes, "" for a scalar without any; TypeError for an array with axes but none named."""
     if logical_axes is None and np.ndim(leaf):
         raise TypeError(f"no logical axes for an array of shape {np.shape(leaf)}: annotate it")
     return logical_axes or ""
@@ -27,44 +27,50 @@ def known(logical_axes: str | None, leaf: Any) -> str:
 _FOUND: dict[tuple[Any, Any], tuple[str | None, ...]] = {}
 
 
-def logical_axes_of(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
-    """Return the logical axes of every leaf of an annotated tree, cached; None for leaves without an annotation."""
+def list_logical_axes(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
+    """Return a tuple of the logical axes of each leaf of an annotated tree, cached; None for leaves without any."""
     found = _FOUND.get((hint, tree))
     if found is None:
         paths = jax.tree_util.tree_flatten_with_path(value)[0]
-        found = _FOUND[hint, tree] = tuple(logical_axes_at(value, hint, path) for path, _ in paths)
+        found = _FOUND[hint, tree] = tuple(
+            find_logical_axes(value, hint, path) for path, _ in paths
+        )
     return found
 
 
-def logical_axes_at(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
-    """Return the logical axes of the leaf at a pytree path, such as "B K D", from the annotations; None without any."""
+def find_logical_axes(value: Any, hint: Any, path: tuple[Any, ...]) -> str | None:
+    """Return the logical axes, such as "B K D", that annotations give the leaf at a pytree path; None without any."""
     for key in path:
         if isinstance(key, GetAttrKey):
             kind: Any = type(value)
-            hint, value = hints_of(kind).get(key.name), getattr(value, key.name)
+            hint, value = resolve_annotations(kind).get(key.name), getattr(value, key.name)
         elif isinstance(key, SequenceKey):
-            hint, value = _item(hint, key.idx), value[key.idx]
+            hint, value = _get_tuple_item_annotation(hint, key.idx), value[key.idx]
         elif isinstance(key, DictKey) and typing.is_typeddict(hint):
-            hint, value = hints_of(hint).get(key.key), value[key.key]
+            hint, value = resolve_annotations(hint).get(key.key), value[key.key]
         else:
             # Keys of other kinds lead to leaves without logical axes.
             return None
-    return _dims(hint)
+    return _read_annotated_axes(hint)
 
 
-def _item(hint: Any, index: int) -> Any:
-    """Return the type annotation of element `index` of an annotated tuple; None if none exists."""
-    of = next((each for each in _members(hint) if typing.get_origin(each) is tuple), None)
+def _get_tuple_item_annotation(hint: Any, index: int) -> Any:
+    """Return the type annotation of element `index` of an annotated tuple; None if the annotation is no tuple."""
+    of = next(
+        (each for each in _list_union_members(hint) if typing.get_origin(each) is tuple), None
+    )
     inner = typing.get_args(of)
     return None if not inner else inner[0] if inner[-1] is Ellipsis else inner[index]
 
 
-def _dims(hint: Any) -> str | None:
+def _read_annotated_axes(hint: Any) -> str | None:
     """Return the logical axes of a jaxtyping annotation, such as "B K D"; None for other annotations."""
-    return next((each.dim_str for each in _members(hint) if hasattr(each, "dim_str")), None)
+    return next(
+        (each.dim_str for each in _list_union_members(hint) if hasattr(each, "dim_str")), None
+    )
 
 
-def _members(hint: Any) -> tuple[Any, ...]:
-    """Return the members of a union annotation, or a tuple of the annotation itself."""
+def _list_union_members(hint: Any) -> tuple[Any, ...]:
+    """Return a tuple of a union annotation's members; for other annotations a tuple of the annotation itself."""
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     return typing.get_args(hint) if union else (hint,)

@@ -1,4 +1,4 @@
-"""`Axes` of a mesh, and the placement of arrays on it by their logical axes."""
+"""`ShardingMesh` of a mesh, and the placement of arrays on it by their logical axes."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxkv._errors import require
-from jaxkv.sharding.logical_axes import known, logical_axes_at, logical_axes_of
+from jaxkv.sharding.logical_axes import find_logical_axes, list_logical_axes, require_logical_axes
 
 _DATA, _KV, _REP = NAMES = ("data", "kv", "rep")
 _MODEL = (_KV, _REP)
@@ -34,30 +34,30 @@ LETTERS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Axes:
-    """A mesh with the axes data, kv and rep, over which arrays are sharded by logical axes; a static argument.
+class ShardingMesh:
+    """Wrapper of a mesh with axes data, kv and rep, which shards arrays by logical axes; a hashable static argument.
 
     Attributes:
-        mesh: mesh from `model_mesh`.
+        mesh: mesh from `make_model_mesh`.
     """
 
     mesh: Mesh
 
     @classmethod
-    def of(cls, leaf: Any) -> "Axes | None":
-        """Return the `Axes` of an array's mesh; None on a single device, or on a mesh with other axes."""
+    def get_array_mesh(cls, leaf: Any) -> "ShardingMesh | None":
+        """Return the `ShardingMesh` that an array is sharded over; None on one device, or on a mesh with other axes."""
         sharding = getattr(leaf, "sharding", None)
         fits = isinstance(sharding, NamedSharding) and sharding.mesh.axis_names == NAMES
         return cls(mesh=typing.cast(Any, sharding).mesh) if fits else None
 
-    def __reduce__(self) -> tuple[Callable[..., "Axes"], tuple[Any, ...]]:
-        """Pickle the mesh as platform and device ids, because devices belong to a process."""
+    def __reduce__(self) -> tuple[Callable[..., "ShardingMesh"], tuple[Any, ...]]:
+        """Return what pickle stores: platform and device ids for `_unpickle_mesh`, as devices belong to a process."""
         ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices)
-        return _of_devices, (self.platform, ids.tolist())
+        return _unpickle_mesh, (self.platform, ids.tolist())
 
     @property
-    def axes(self) -> "Axes":
-        """The mesh axes themselves, so that programs accept either `Axes` or a static config with a field `axes`."""
+    def axes(self) -> "ShardingMesh":
+        """The `ShardingMesh` itself, so that programs accept it in place of a static config with a field `axes`."""
         return self
 
     @property
@@ -66,24 +66,24 @@ class Axes:
         return self.mesh.devices.flat[0].platform
 
     @property
-    def in_one_memory(self) -> int:
-        """Number of this process's devices that share one memory: all on a CPU, else 1."""
+    def devices_sharing_memory(self) -> int:
+        """Number of this process's mesh devices that share one memory: all on a CPU, else 1."""
         return len(self.mesh.local_devices) if self.platform == "cpu" else 1
 
-    def size(self, logical_axis: str) -> int:
-        """Return the number of shards of an array axis named `logical_axis`; 1 if it is replicated."""
+    def count_axis_shards(self, logical_axis: str) -> int:
+        """Return the number of devices that an axis named `logical_axis` is sharded over; 1 if it is replicated."""
         return math.prod(self.mesh.shape[name] for name in LETTERS.get(logical_axis, ()))
 
-    def spec(self, logical_axes: str, shape: tuple[int, ...]) -> P:
-        """Return the PartitionSpec of an array by logical axes and shape; ValueError if a size does not divide.
+    def get_array_spec(self, logical_axes: str, shape: tuple[int, ...]) -> P:
+        """Return an array's PartitionSpec by its logical axes and shape; ValueError if a sharded size does not divide.
 
         An axis marked `#` is replicated if its size is 1.
         """
-        return _spec(self.mesh, logical_axes, tuple(shape))
+        return _get_cached_spec(self.mesh, logical_axes, tuple(shape))
 
 
-def _of_devices(platform: str, ids: list[Any]) -> Axes:
-    """Unpickle `Axes` from a platform and device ids; ValueError if this process lacks a device."""
+def _unpickle_mesh(platform: str, ids: list[Any]) -> ShardingMesh:
+    """Return the `ShardingMesh` of a platform and device ids from a pickle; ValueError if a device is missing."""
     there, names = {device.id: device for device in jax.devices(platform)}, np.asarray(ids)
     gone = sorted(set(names.ravel().tolist()) - set(there))
     remedy = (
@@ -92,12 +92,12 @@ def _of_devices(platform: str, ids: list[Any]) -> Axes:
     )
     require(not gone, "devices", gone, remedy)
     devices = np.array([there[each] for each in names.flat], object).reshape(names.shape)
-    return Axes(mesh=Mesh(devices, NAMES, axis_types=(AxisType.Auto,) * len(NAMES)))
+    return ShardingMesh(mesh=Mesh(devices, NAMES, axis_types=(AxisType.Auto,) * len(NAMES)))
 
 
 @functools.lru_cache(maxsize=4096)
-def _spec(mesh: Mesh, logical_axes: str, shape: tuple[int, ...]) -> P:
-    """Return the PartitionSpec of an array by logical axes and shape, cached; ValueError if a size does not divide."""
+def _get_cached_spec(mesh: Mesh, logical_axes: str, shape: tuple[int, ...]) -> P:
+    """Return an array's PartitionSpec by logical axes and shape, cached; ValueError if a size does not divide."""
     names = logical_axes.split()
     for at, (name, size) in enumerate(zip(names, shape, strict=False)):
         over = LETTERS.get(name.lstrip("#"), ())
@@ -107,11 +107,11 @@ def _spec(mesh: Mesh, logical_axes: str, shape: tuple[int, ...]) -> P:
         else:
             remedy = f"not divisible over {'x'.join(over)}={parts}: give a multiple of {parts}"
             require(size % parts == 0, name, size, remedy)
-    return partition_spec(" ".join(names), mesh)
+    return build_partition_spec(" ".join(names), mesh)
 
 
-def partition_spec(logical_axes: str, mesh: Mesh | AbstractMesh | None = None) -> P:
-    """Return the PartitionSpec of logical axes such as "B K D"; with `mesh`, without its axes of size 1.
+def build_partition_spec(logical_axes: str, mesh: Mesh | AbstractMesh | None = None) -> P:
+    """Return the PartitionSpec of logical axes such as "B K D"; with `mesh`, without mesh axes of size 1.
 
     Trailing replicated axes are omitted.
     """
@@ -126,8 +126,8 @@ def partition_spec(logical_axes: str, mesh: Mesh | AbstractMesh | None = None) -
     )
 
 
-def host(value: Any) -> np.ndarray:
-    """Copy an array to the host as numpy; gather its shards if several processes hold them."""
+def copy_to_host(value: Any) -> np.ndarray:
+    """Return an array as numpy on the host, complete on every process: shards of other processes are gathered."""
     if isinstance(value, jax.Array) and not (
         value.is_fully_addressable or value.is_fully_replicated
     ):
@@ -137,60 +137,70 @@ def host(value: Any) -> np.ndarray:
     return np.asarray(value)
 
 
-def place(value: Any, logical_axes: str, axes: Axes | None, dtype: Any = None) -> Array:
+def place_host_array(
+    value: Any, logical_axes: str, axes: ShardingMesh | None, dtype: Any = None
+) -> Array:
     """Place a host array on the devices, sharded by its logical axes; on the default device without `axes`."""
     if axes is None or isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)
-    return put(array, where(logical_axes, array.shape, axes))
+    return move_to_sharding(array, get_array_sharding(logical_axes, array.shape, axes))
 
 
-def where(logical_axes: str, shape: tuple[int, ...], axes: Axes | None) -> Any:
+def get_array_sharding(logical_axes: str, shape: tuple[int, ...], axes: ShardingMesh | None) -> Any:
     """Return the sharding of an array by logical axes and shape; None, the default device, without `axes`."""
-    return None if axes is None else _there(axes.mesh, logical_axes, tuple(shape))
+    return None if axes is None else _get_named_sharding(axes.mesh, logical_axes, tuple(shape))
 
 
-def inside() -> bool:
-    """True while code for one device of the mesh is traced, inside `shard_map`."""
+def is_inside_shard_map() -> bool:
+    """True while the code of one device is traced inside `shard_map` over the axes data, kv and rep."""
     return set(NAMES) <= set(jax.sharding.get_abstract_mesh().manual_axes)
 
 
 @functools.lru_cache(maxsize=4096)
-def _there(mesh: Mesh, logical_axes: str, shape: tuple[int, ...]) -> NamedSharding:
+def _get_named_sharding(mesh: Mesh, logical_axes: str, shape: tuple[int, ...]) -> NamedSharding:
     """Return the `NamedSharding` of an array by logical axes and shape, cached."""
-    return NamedSharding(mesh, _spec(mesh, logical_axes, shape))
+    return NamedSharding(mesh, _get_cached_spec(mesh, logical_axes, shape))
 
 
-def missing(batch: int, axes: Axes | None) -> int:
+def count_padding_sequences(batch: int, axes: ShardingMesh | None) -> int:
     """Return the number of padding sequences that fill a batch up to a multiple of the mesh's data groups."""
-    return 0 if axes is None else -batch % axes.size("B")
+    return 0 if axes is None else -batch % axes.count_axis_shards("B")
 
 
-def settle_down(tree: Any, axes: Axes | None) -> Any:
-    """Place a dataclass's arrays on a mesh by the logical axes of its fields; no-op without a mesh or in a program."""
-    return tree if axes is None or inside() else tree_placed(tree, type(tree), axes)
-
-
-def tree_placed(value: Any, hint: Any, axes: Axes) -> Any:
-    """Place a pytree's arrays on a mesh by the logical axes of its annotation `hint`."""
-    leaves, tree = jax.tree.flatten(value)
-    logical_axes = logical_axes_of(value, hint, tree)
-    return jax.tree.unflatten(
-        tree,
-        [leaf_placed(leaf, each, axes) for leaf, each in zip(leaves, logical_axes, strict=True)],
+def place_dataclass_on_mesh(tree: Any, axes: ShardingMesh | None) -> Any:
+    """Place a dataclass's arrays on a mesh by its fields' logical axes; unchanged without a mesh or in shard_map."""
+    return (
+        tree
+        if axes is None or is_inside_shard_map()
+        else place_tree_on_mesh(tree, type(tree), axes)
     )
 
 
-def with_logical_axes(tree: Any) -> list[tuple[Any, str, Any]]:
-    """List (path, logical axes, array) of a dataclass's leaves; TypeError for an array without logical axes."""
+def place_tree_on_mesh(value: Any, hint: Any, axes: ShardingMesh) -> Any:
+    """Place a pytree's arrays on a mesh by the logical axes of its annotation `hint`."""
+    leaves, tree = jax.tree.flatten(value)
+    logical_axes = list_logical_axes(value, hint, tree)
+    return jax.tree.unflatten(
+        tree,
+        [
+            place_leaf_on_mesh(leaf, each, axes)
+            for leaf, each in zip(leaves, logical_axes, strict=True)
+        ],
+    )
+
+
+def list_leaves_with_axes(tree: Any) -> list[tuple[Any, str, Any]]:
+    """List (pytree path, logical axes, array) of a dataclass's leaves; TypeError for an array without logical axes."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [
-        (path, known(logical_axes_at(tree, type(tree), path), leaf), leaf) for path, leaf in leaves
+        (path, require_logical_axes(find_logical_axes(tree, type(tree), path), leaf), leaf)
+        for path, leaf in leaves
     ]
 
 
-def put(leaf: Any, there: NamedSharding) -> Any:
-    """Move an array to a sharding; return it unchanged if it has it. Abstract arrays get the sharding.
+def move_to_sharding(leaf: Any, there: NamedSharding) -> Any:
+    """Return an array moved to a sharding, itself if it has it or is traced; an abstract array with that sharding.
 
     Every process must hold all of a host array or a single-device array.
     """
@@ -212,18 +222,18 @@ def put(leaf: Any, there: NamedSharding) -> Any:
         return jax.device_put(leaf, there)
     if keys:
         return jax.random.wrap_key_data(
-            put(jax.random.key_data(leaf), there), impl=jax.random.key_impl(leaf)
+            move_to_sharding(jax.random.key_data(leaf), there), impl=jax.random.key_impl(leaf)
         )
     # `device_put` would first compare the processes' copies, one round trip per array.
     whole = np.asarray(leaf)
     return jax.make_array_from_callback(whole.shape, there, lambda index: whole[index])
 
 
-def leaf_placed(leaf: Any, logical_axes: str | None, axes: Axes) -> Any:
-    """Place an array on a mesh by its logical axes; TypeError if one annotated "..." is not on the mesh."""
+def place_leaf_on_mesh(leaf: Any, logical_axes: str | None, axes: ShardingMesh) -> Any:
+    """Place an array on a mesh by its logical axes; one annotated "..." must be on the mesh already, else TypeError."""
     if logical_axes != "...":
-        logical_axes = known(logical_axes, leaf)
-        return put(leaf, _there(axes.mesh, logical_axes, np.shape(leaf)))
+        logical_axes = require_logical_axes(logical_axes, leaf)
+        return move_to_sharding(leaf, _get_named_sharding(axes.mesh, logical_axes, np.shape(leaf)))
     sharding = getattr(leaf, "sharding", None)
     if not isinstance(sharding, NamedSharding) or sharding.mesh != axes.mesh:
         raise TypeError(f"a leaf of shape {np.shape(leaf)} is not on {axes.mesh}: place it first")

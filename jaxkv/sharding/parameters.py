@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxkv._errors import require
 from jaxkv.machine.cpu_threads import warn_of_few_threads
 from jaxkv.models.config import ModelConfig
-from jaxkv.sharding.mesh import NAMES, partition_spec
+from jaxkv.sharding.mesh import NAMES, build_partition_spec
 
 _AXES = ("data", "model")
 # Logical axes by the last part of a parameter's name.
@@ -21,7 +21,7 @@ _PARAMETERS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text("utf-8
 _OF_GROUPS = ("_scales", "_leasts")
 
 
-def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
+def get_parameter_spec(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     """Return the PartitionSpec of a parameter such as `blocks.0.attention.q`; with `mesh`, without axes of size 1."""
     name = path.rsplit(".", 1)[-1]
     logical_axes = _PARAMETERS.get(name, "")
@@ -31,12 +31,14 @@ def spec_of(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
     elif name.endswith(_OF_GROUPS):
         # A 4-bit weight has a scale and a minimum per group: the weight's axes, the last by groups.
         logical_axes = _PARAMETERS[name.removesuffix("_scales").removesuffix("_leasts")]
-    return partition_spec(logical_axes, mesh)
+    return build_partition_spec(logical_axes, mesh)
 
 
-def part_shape(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> tuple[int, ...]:
-    """Return the shape of a device's shard of a parameter; ValueError if a 4-bit weight's has incomplete groups."""
-    spec = spec_of(path)
+def compute_shard_shape(
+    path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
+) -> tuple[int, ...]:
+    """Return the shape of a parameter's shard on one device; ValueError if it splits a group of a 4-bit weight."""
+    spec = get_parameter_spec(path)
     if path.endswith(_OF_GROUPS) and len(spec) == len(shape) and spec[-1] is not None:
         split = math.prod(
             mesh.shape[name] for name in ([spec[-1]] if isinstance(spec[-1], str) else spec[-1])
@@ -49,8 +51,8 @@ def part_shape(path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh) -> 
     return NamedSharding(mesh, spec).shard_shape(shape)
 
 
-def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
-    """Make the mesh with axes data, kv and rep from one with "data" and "model"; kv heads are sharded first.
+def make_model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
+    """Make a mesh (data, kv, rep) from a mesh (data, model): `model` devices shard kv heads first, then query heads.
 
     If rep has more than one device, kv heads are replicated over rep. TypeError for an object that is not a mesh.
     ValueError for other axes, or for a number of devices that does not divide the model; the message names numbers that
@@ -63,23 +65,25 @@ def model_mesh(mesh: Any, config: ModelConfig) -> Mesh:
     remedy = "wrong axes: give a mesh with the axes 'data' and 'model', of size 1 for no sharding"
     require(set(mesh.axis_names) == set(_AXES), "mesh", mesh.axis_names, remedy)
     require(mesh.size > 0, "mesh", dict(mesh.shape), "empty: give a mesh of at least one device")
-    kv, rep = split_of(config, mesh.shape["model"])
+    kv, rep = compute_kv_rep_sizes(config, mesh.shape["model"])
     warn_of_few_threads(mesh)
     devices = np.moveaxis(mesh.devices, [mesh.axis_names.index(name) for name in _AXES], [0, 1])
     axes = (AxisType.Auto,) * len(NAMES)
     return jax.sharding.Mesh(devices.reshape(-1, kv, rep), NAMES, axis_types=axes)
 
 
-def abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMesh:
-    """Return the `AbstractMesh` of `model_mesh` for `data` groups of `model` devices each, without devices."""
+def make_abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMesh:
+    """Return the `AbstractMesh` (data, kv, rep) for `data` groups of `model` devices each; no devices are needed."""
     return AbstractMesh(
-        (data, *split_of(config, model)), NAMES, axis_types=(AxisType.Auto,) * len(NAMES)
+        (data, *compute_kv_rep_sizes(config, model)),
+        NAMES,
+        axis_types=(AxisType.Auto,) * len(NAMES),
     )
 
 
-def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
-    """Return sizes (kv, rep): devices that shard kv heads, and query heads of a kv head; ValueError if none fit."""
-    fits = [n for n in range(1, config.heads + 1) if _divides(config, n)]
+def compute_kv_rep_sizes(config: ModelConfig, model: int) -> tuple[int, int]:
+    """Return sizes (kv, rep) of `model` devices: kv shards kv heads, rep their query heads; ValueError if none fit."""
+    fits = [n for n in range(1, config.heads + 1) if _supports_model_devices(config, n)]
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"
     require(model in fits, "mesh.model", model, remedy)
@@ -87,9 +91,9 @@ def split_of(config: ModelConfig, model: int) -> tuple[int, int]:
     return kv, model // kv
 
 
-def _divides(config: ModelConfig, model: int) -> bool:
-    """True if a model's heads, MLP and vocabulary can be sharded over `model` devices."""
+def _supports_model_devices(config: ModelConfig, model: int) -> bool:
+    """True if `model` devices can shard a model's kv heads, query heads, MLP and vocabulary evenly."""
     kv = math.gcd(config.kv_heads, model)
     # A shard of the groups of several kv heads would not be contiguous columns of the output projection.
-    split = kv == config.kv_heads and config.group % (model // kv) == 0
+    split = kv == config.kv_heads and config.group_size % (model // kv) == 0
     return (kv == model or split) and config.hidden % model == 0 and config.vocab % model == 0

@@ -18,7 +18,7 @@ from jax.extend.core import Jaxpr, Primitive, Var
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedCall:
-    """A recorded program call: abstract arguments and results, the traced program, and other live bytes.
+    """Recorded call of a compiled program: abstract arguments and results, the traced program, and other live bytes.
 
     Attributes:
         name: name of the program's function.
@@ -38,34 +38,38 @@ class RecordedCall:
 
 
 # Recorder of this thread's current recording.
-_RECORDER: ContextVar["Recorder | None"] = ContextVar("recorder", default=None)
+_RECORDER: ContextVar["ProgramRecorder | None"] = ContextVar("recorder", default=None)
 _called = Primitive("called")
 _called.multiple_results = True
 _called.def_abstract_eval(lambda *given, gives, sizes: list(gives))
 
 
-def recorder() -> "Recorder | None":
-    """Return the recorder that is active in this thread; None while programs run."""
+def get_active_recorder() -> "ProgramRecorder | None":
+    """Return the `ProgramRecorder` that is active in this thread; None while programs run normally."""
     return _RECORDER.get()
 
 
-class Recorder:
-    """Recorder of program calls in order, in place of running them; equal calls are traced once."""
+class ProgramRecorder:
+    """Recorder of program calls, in order, which are traced but not run; equal calls are traced once."""
 
     def __init__(self, sharding: Any):
-        """Make an empty recorder; `sharding` is the sharding of arrays of programs that run without a mesh."""
+        """Create an empty recorder; `sharding` is given to the arrays of programs that run without a mesh."""
         self.calls, self.resident = list[RecordedCall](), list[set[int]]()
         self._sharding, self._known = sharding, dict[Any, RecordedCall]()
         # References keep equations with unused results from being dropped.
         self._results = list[list[Any]]()
 
-    def call(self, program: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Record a program call; return tracers with the shapes of its results."""
+    def record_program_call(
+        self, program: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> Any:
+        """Trace and record a program call without running it; return tracers with the shapes of its results."""
         given, tree = jax.tree.flatten(args)
-        shapes = [_shape(leaf) for leaf in given]
+        shapes = [_make_abstract_array(leaf) for leaf in given]
         known = program, tree, *shapes, *sorted(options.items(), key=lambda option: option[0])
         if known not in self._known:
-            self._known[known] = self._traced(program, jax.tree.unflatten(tree, shapes), options)
+            self._known[known] = self._trace_program(
+                program, jax.tree.unflatten(tree, shapes), options
+            )
         call = self._known[known]
         placed, (leaves, result) = jax.tree.leaves(call.arguments), jax.tree.flatten(call.results)
         # Abstract arrays among the arguments are resident arrays.
@@ -76,20 +80,22 @@ class Recorder:
             _called.bind(
                 *arrays,
                 gives=tuple(jax.core.ShapedArray(leaf.shape, leaf.dtype) for leaf in leaves),
-                sizes=tuple(weigh(leaf) for leaf in (*bound, *leaves)),
+                sizes=tuple(count_device_bytes(leaf) for leaf in (*bound, *leaves)),
             )
         )
         self.calls.append(call)
         self.resident.append({id(leaf) for leaf, fixed in zip(given, flags, strict=True) if fixed})
         return jax.tree.unflatten(result, self._results[-1])
 
-    def _traced(self, program: Any, args: tuple[Any, ...], options: dict[str, Any]) -> RecordedCall:
-        """Trace a program, including programs called inside, for abstract arguments; return the `RecordedCall`."""
+    def _trace_program(
+        self, program: Any, args: tuple[Any, ...], options: dict[str, Any]
+    ) -> RecordedCall:
+        """Trace a program for abstract arguments, with the programs called inside; return the `RecordedCall`."""
         token = _RECORDER.set(None)
         try:
-            placed = program.arguments_placed(args, options, self._sharding)
+            placed = program.shard_abstract_arguments(args, options, self._sharding)
             traced = program.trace(*placed, **options)
-            results = program.results_placed(traced.out_info, options)
+            results = program.shard_abstract_results(traced.out_info, options)
         finally:
             _RECORDER.reset(token)
         return RecordedCall(
@@ -101,36 +107,38 @@ class Recorder:
         )
 
 
-def record(
+def record_program_calls(
     walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: Any = None
 ) -> tuple[list[RecordedCall], Any]:
-    """Trace a function that calls programs; return the program calls in order, and its abstract results.
+    """Trace a function that calls programs; return a list of `RecordedCall` in order, and its abstract results.
 
     `args` are its abstract arrays; its results are live to its end. `resident` are abstract arrays that are always
     live; the function must pass these very objects. `sharding` is that of arrays without a mesh, None for the default
     device.
     """
-    taking = Recorder(sharding)
+    taking = ProgramRecorder(sharding)
     token = _RECORDER.set(taking)
     try:
         outer, out = jax.make_jaxpr(walk, return_shape=True)(*args)
     finally:
         _RECORDER.reset(token)
-    always = {id(leaf): weigh(leaf) for leaf in jax.tree.leaves(resident)}
+    always = {id(leaf): count_device_bytes(leaf) for leaf in jax.tree.leaves(resident)}
     calls = list[RecordedCall]()
-    for call, given, more in zip(taking.calls, taking.resident, _beside(outer.jaxpr), strict=True):
+    for call, given, more in zip(
+        taking.calls, taking.resident, _list_other_live_bytes(outer.jaxpr), strict=True
+    ):
         more += sum(size for leaf, size in always.items() if leaf not in given)
         calls.append(dataclasses.replace(call, beside=more))
     return calls, out
 
 
-def weigh(tree: Any) -> int:
-    """Return the bytes of a tree's arrays, concrete or abstract, on one device."""
-    return sum(_bytes(leaf) for leaf in jax.tree.leaves(tree))
+def count_device_bytes(tree: Any) -> int:
+    """Return the bytes of a tree's arrays on one device: shard shapes for abstract arrays, else complete shapes."""
+    return sum(_count_array_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
-def _bytes(leaf: Any) -> int:
-    """Return the bytes of an array, abstract array or abstract value on one device."""
+def _count_array_bytes(leaf: Any) -> int:
+    """Return the bytes of an array; for an abstract array with a sharding, those of one device's shard."""
     sharding, shape = getattr(leaf, "sharding", None), tuple(leaf.shape)
     shape = (
         sharding.shard_shape(shape)
@@ -141,8 +149,8 @@ def _bytes(leaf: Any) -> int:
     return math.prod(shape) * item
 
 
-def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
-    """Return an argument's abstract array; abstract arguments are returned unchanged."""
+def _make_abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
+    """Return the `ShapeDtypeStruct` of an array or tracer; abstract arrays are returned unchanged."""
     return (
         leaf
         if isinstance(leaf, jax.ShapeDtypeStruct)
@@ -150,8 +158,8 @@ def _shape(leaf: Any) -> jax.ShapeDtypeStruct:
     )
 
 
-def _beside(outer: Jaxpr) -> list[int]:
-    """For each recorded call, list the bytes of the arrays live on one device that are not its arguments."""
+def _list_other_live_bytes(outer: Jaxpr) -> list[int]:
+    """Return, for each recorded call, the bytes on one device of live arrays that are not its arguments."""
     steps, last, sizes = list(outer.eqns), dict[Any, int](), dict[Any, int]()
     for at, step in enumerate(steps):
         last |= {var: at for var in step.invars if isinstance(var, Var)}
@@ -165,7 +173,11 @@ def _beside(outer: Jaxpr) -> list[int]:
     for at, step in enumerate(steps):
         if step.primitive is _called:
             found.append(
-                sum(sizes.get(var) or _bytes(var.aval) for var in live if var not in step.invars)
+                sum(
+                    sizes.get(var) or _count_array_bytes(var.aval)
+                    for var in live
+                    if var not in step.invars
+                )
             )
         live |= {var for var in step.outvars if var in last}
         live -= {var for var in step.invars if isinstance(var, Var) and last[var] == at}

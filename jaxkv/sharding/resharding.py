@@ -6,19 +6,19 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxkv._checks import settled
-from jaxkv.arguments import as_cache
-from jaxkv.cache import KVCache, Layout, laid_out
-from jaxkv.cache.host_store import committed
-from jaxkv.engine.lengths import bucket
+from jaxkv.arguments import validate_cache
+from jaxkv.cache import KVCache, SegmentLayout, repack_through_host
+from jaxkv.cache.host_store import commit_to_device
+from jaxkv.engine.lengths import round_up_to_bucket
 from jaxkv.machine import hosts
-from jaxkv.policies.head_budgets import capacity_of, most_rows
-from jaxkv.sharding.mesh import Axes
-from jaxkv.sharding.parameters import model_mesh
+from jaxkv.policies.head_budgets import get_device_capacity, multiply_rounding_down
+from jaxkv.sharding.mesh import ShardingMesh
+from jaxkv.sharding.parameters import make_model_mesh
 
 
 @settled
 def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
-    """Return a cache on another mesh or on one device, with pools of equal rows: a copy, or itself if unchanged.
+    """Return a cache on another mesh or one device, with equal pool sizes per device; itself if it is there already.
 
     Entries that the policy's `capacity` moved to other heads are not moved back, and no others are moved. A device
     whose heads hold more entries gets a larger pool.
@@ -38,39 +38,43 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
     """
     if cache is None:
         raise TypeError("cache=None: not a cache. Pass one from prefill or generate")
-    given = as_cache(cache)
+    given = validate_cache(cache)
     assert given is not None
-    hosts.require_same("jaxkv.reshard", None, mesh, made_by=given.policy)
-    return cache_on(given, None if mesh is None else Axes(mesh=model_mesh(mesh, given.config)))
-
-
-def cache_on(cache: KVCache, axes: Axes | None) -> KVCache:
-    """Return a cache on the mesh of `axes`, or on the default device for None: a copy, or itself if unchanged."""
-    if axes == cache.axes:
-        return cache
-    moved = laid_out(
-        cache, axes, rows=_pool_rows(cache, 1 if axes is None else axes.size("K"))
-    ).held_here()
-    if moved.host_store is None:
-        return moved
-    return dataclasses.replace(
-        committed(dataclasses.replace(moved, host_store=None)), host_store=moved.host_store
+    hosts.require_same_arguments("jaxkv.reshard", None, mesh, made_by=given.policy)
+    return move_cache_to_mesh(
+        given, None if mesh is None else ShardingMesh(mesh=make_model_mesh(mesh, given.config))
     )
 
 
-def _pool_rows(cache: KVCache, kv_shards: int) -> list[int]:
-    """List each pool's rows per device: an even share times `capacity`, or the fullest device's number of entries."""
-    layout, capacity = cache.layout, capacity_of(cache.policy.composed.heads)
+def move_cache_to_mesh(cache: KVCache, axes: ShardingMesh | None) -> KVCache:
+    """Copy a cache to the mesh `axes`, or for None to the default device; return itself if it is there already."""
+    if axes == cache.axes:
+        return cache
+    moved = repack_through_host(
+        cache,
+        axes,
+        rows=_compute_pool_rows(cache, 1 if axes is None else axes.count_axis_shards("K")),
+    ).cast_for_devices()
+    if moved.host_store is None:
+        return moved
+    return dataclasses.replace(
+        commit_to_device(dataclasses.replace(moved, host_store=None)), host_store=moved.host_store
+    )
+
+
+def _compute_pool_rows(cache: KVCache, kv_shards: int) -> list[int]:
+    """Return each pool's rows per device: an even share times `capacity`, or the fullest device's if more."""
+    layout, capacity = cache.layout, get_device_capacity(cache.policy.composed.heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape
     mine, out = heads // kv_shards, list[int]()
-    for pool, part in zip(cache.pools, layout.parts(layers), strict=True):
-        if layout is Layout.EQUAL:
-            out.append(mine * (pool.rows // heads))
+    for pool, part in zip(cache.pools, layout.slice_layers_by_pool(layers), strict=True):
+        if layout is SegmentLayout.EQUAL:
+            out.append(mine * (pool.row_count // heads))
             continue
         length = kept[part]
-        most = int(layout.takes(length).max())
-        share = min(most_rows(capacity, -(-most // kv_shards)), most)
-        fullest = layout.fullest(length, mine)
-        out.append(share if fullest <= share else mine * bucket(-(-fullest // mine)))
+        most = int(layout.count_required_pool_rows(length).max())
+        share = min(multiply_rounding_down(capacity, -(-most // kv_shards)), most)
+        fullest = layout.count_fullest_shard_rows(length, mine)
+        out.append(share if fullest <= share else mine * round_up_to_bucket(-(-fullest // mine)))
     return out

@@ -12,13 +12,19 @@ import jax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxkv.sharding.logical_axes import hints_of, known, logical_axes_at
-from jaxkv.sharding.mesh import Axes, inside, leaf_placed, partition_spec, tree_placed
-from jaxkv.sharding.record import recorder
+from jaxkv.sharding.logical_axes import find_logical_axes, require_logical_axes, resolve_annotations
+from jaxkv.sharding.mesh import (
+    ShardingMesh,
+    build_partition_spec,
+    is_inside_shard_map,
+    place_leaf_on_mesh,
+    place_tree_on_mesh,
+)
+from jaxkv.sharding.record import get_active_recorder
 
 
 class ShardedProgram:
-    """Compiled function: `jax.jit`, or on a mesh `jax.shard_map`; shards arrays by the logical axes of its annotations.
+    """Compiled function: `jax.jit`, on a mesh with `jax.shard_map`; arrays are sharded by annotated logical axes.
 
     Placement follows from the logical axes in the annotations of the function and of its dataclass arguments and
     results. Arrays annotated "...", such as parameters, keep their placement.
@@ -38,7 +44,9 @@ class ShardedProgram:
         self._plain: Any = jax.jit(
             fn, static_argnames=static, donate_argnames=donate, compiler_options=compiler
         )
-        run = functools.wraps(self._run)(lambda *args, **options: self._run(*args, **options))
+        run = functools.wraps(self._run_on_mesh)(
+            lambda *args, **options: self._run_on_mesh(*args, **options)
+        )
         # Profiles show the same name as without a mesh.
         run.__name__ = fn.__name__
         statics = ("axes", "ins", "statics")
@@ -49,30 +57,30 @@ class ShardedProgram:
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """Run the program and return its results; while a recorder is active, record the call and run nothing."""
-        noting = recorder()
+        noting = get_active_recorder()
         if noting is not None:
-            return noting.call(self, args, options)
-        axes = self._axes(options)
-        if axes is None or inside():
+            return noting.record_program_call(self, args, options)
+        axes = self._get_call_mesh(options)
+        if axes is None or is_inside_shard_map():
             traced = self._nested and any(
                 isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(args)
             )
             return (self._nested if traced else self._plain)(*args, **options)
-        given, rest, static = self._bound(axes, args, options)
+        given, rest, static = self._bind_arguments(axes, args, options)
         return self._split(given, rest, **static)
 
-    def apart(
+    def flatten_call_for_export(
         self, *args: Any, **options: Any
     ) -> tuple[Callable[..., Any], list[tuple[Any, str | None, Any]], int]:
-        """Split a call for export: function of flat arrays; list of (path, logical axes, array); donated count."""
-        axes, hints = self._axes(options), hints_of(self._fn)
-        *sides, static = self._bound(None, args, options)
+        """Return a call for export: function of flat arrays, list (path, logical axes, array), donated array count."""
+        axes, hints = self._get_call_mesh(options), resolve_annotations(self._fn)
+        *sides, static = self._bind_arguments(None, args, options)
         paths, tree = jax.tree_util.tree_flatten_with_path(sides)
         arrays = []
         for (side, name, *rest), leaf in paths:
             value = sides[side.idx][name.key]
-            logical_axes = logical_axes_at(value, hints.get(name.key), tuple(rest))
-            placed = leaf if axes is None else leaf_placed(leaf, logical_axes, axes)
+            logical_axes = find_logical_axes(value, hints.get(name.key), tuple(rest))
+            placed = leaf if axes is None else place_leaf_on_mesh(leaf, logical_axes, axes)
             arrays.append(((name, *rest), logical_axes, placed))
         static |= {"axes": axes, "ins": tuple(leaf.sharding.spec for *_, leaf in arrays if axes)}
 
@@ -80,67 +88,75 @@ class ShardedProgram:
             given, rest = jax.tree.unflatten(tree, flat)
             if axes is None:
                 return self._fn(**given, **rest, **dict(static["statics"]))
-            return self._run(given, rest, **static)
+            return self._run_on_mesh(given, rest, **static)
 
         return run, arrays, len(jax.tree.leaves(sides[0]))
 
-    def arguments_placed(
+    def shard_abstract_arguments(
         self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any
     ) -> tuple[Any, ...]:
-        """Return abstract arguments with the shardings of their logical axes; without a mesh with `sharding`."""
-        axes, hints = self._axes(options), hints_of(self._fn)
+        """Return abstract arguments with shardings by their logical axes; without a mesh with `sharding`."""
+        axes, hints = self._get_call_mesh(options), resolve_annotations(self._fn)
         if axes is None:
             return jax.tree.map(
                 lambda leaf: leaf if sharding is None else leaf.update(sharding=sharding), args
             )
         named = self._signature.bind_partial(*args).arguments
-        return tuple(tree_placed(value, hints.get(name), axes) for name, value in named.items())
+        return tuple(
+            place_tree_on_mesh(value, hints.get(name), axes) for name, value in named.items()
+        )
 
-    def results_placed(self, out: Any, options: dict[str, Any]) -> Any:
-        """Return abstract results with the shardings of their logical axes."""
-        axes = self._axes(options)
+    def shard_abstract_results(self, out: Any, options: dict[str, Any]) -> Any:
+        """Return a trace's results as abstract arrays, on a mesh with shardings by their logical axes."""
+        axes = self._get_call_mesh(options)
         out = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), out)
-        return out if axes is None else tree_placed(out, hints_of(self._fn)["return"], axes)
+        return (
+            out
+            if axes is None
+            else place_tree_on_mesh(out, resolve_annotations(self._fn)["return"], axes)
+        )
 
     def trace(self, *args: Any, **options: Any) -> Any:
         """Trace the program for concrete or abstract arrays, also for absent devices; return `jax.stages.Traced`."""
-        axes = self._axes(options)
+        axes = self._get_call_mesh(options)
         if axes is None:
             return self._plain.trace(*args, **options)
-        given, rest, static = self._bound(axes, args, options)
+        given, rest, static = self._bind_arguments(axes, args, options)
         return self._split.trace(given, rest, **static)
 
     def clear_cache(self) -> None:
-        """Delete the compiled executables of this program."""
+        """Delete the program's compiled executables, so that the next call compiles again."""
         self._plain.clear_cache()
         self._split.clear_cache()
 
-    def _axes(self, options: dict[str, Any]) -> Axes | None:
-        """Return the axes of the mesh of a call, from the static argument that carries them; None without a mesh."""
+    def _get_call_mesh(self, options: dict[str, Any]) -> ShardingMesh | None:
+        """Return the `ShardingMesh` of a call, from the static argument named `on`; None without a mesh."""
         carrier = options.get(self._on)
         return None if carrier is None else carrier.axes
 
-    def _bound(self, axes: Axes | None, args: Any, options: Any) -> tuple[dict[str, Any], ...]:
-        """Bind a call's arguments: donated and other arrays by name, placed on a mesh, and static arguments."""
+    def _bind_arguments(
+        self, axes: ShardingMesh | None, args: Any, options: Any
+    ) -> tuple[dict[str, Any], ...]:
+        """Return a call's donated arrays and other arrays by name, placed on the mesh, and static arguments."""
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
-        hints, statics = hints_of(self._fn), []
+        hints, statics = resolve_annotations(self._fn), []
         given, rest = dict[str, Any](), dict[str, Any]()
         for name, value in bound.arguments.items():
             if name in self._static:
                 statics.append((name, value))
                 continue
             side = given if name in self._given else rest
-            side[name] = value if axes is None else tree_placed(value, hints.get(name), axes)
+            side[name] = value if axes is None else place_tree_on_mesh(value, hints.get(name), axes)
         ins = tuple(leaf.sharding.spec for leaf in jax.tree.leaves((given, rest)) if axes)
         return given, rest, {"axes": axes, "ins": ins, "statics": tuple(statics)}
 
-    def _run(
+    def _run_on_mesh(
         self,
         given: dict[str, Any],
         rest: dict[str, Any],
         *,
-        axes: Axes,
+        axes: ShardingMesh,
         ins: tuple[P, ...],
         statics: tuple[Any, ...],
     ) -> Any:
@@ -148,20 +164,22 @@ class ShardedProgram:
         leaves, tree = jax.tree.flatten((given, rest))
         found: dict[str, Any] = {}
 
-        def local(*mine: Array) -> list[Array]:
+        def run_on_local_shards(*mine: Array) -> list[Array]:
             """Run the function on one device's shards; return flat results, and record their tree and specs."""
             donated, others = jax.tree.unflatten(tree, mine)
             out = self._fn(**donated, **others, **dict(statics))
             flat, found["tree"] = jax.tree_util.tree_flatten_with_path(out)
-            hint = hints_of(self._fn)["return"]
+            hint = resolve_annotations(self._fn)["return"]
             found["outs"] = [
-                partition_spec(known(logical_axes_at(out, hint, path), leaf), axes.mesh)
+                build_partition_spec(
+                    require_logical_axes(find_logical_axes(out, hint, path), leaf), axes.mesh
+                )
                 for path, leaf in flat
             ]
             return [leaf for _, leaf in flat]
 
         split = functools.partial(
-            jax.shard_map, local, mesh=axes.mesh, in_specs=ins, check_vma=False
+            jax.shard_map, run_on_local_shards, mesh=axes.mesh, in_specs=ins, check_vma=False
         )
         # The output specs are known only after the function is traced.
         jax.eval_shape(split(out_specs=P()), *leaves)
@@ -175,9 +193,9 @@ def sharded_jit(
     on: str = "axes",
     compiler: dict[str, str] | None = None,
 ) -> Callable[[Callable[..., Any]], ShardedProgram]:
-    """Decorator that makes a function a `ShardedProgram`, a compiled program that runs with or without a mesh.
+    """Return a decorator that makes a function a `ShardedProgram`, compiled for one device or for a mesh.
 
-    `static` and `donate` name arguments. `on` names the static keyword argument that carries the `Axes` to run on, or
-    None. `compiler` holds XLA options for all devices.
+    `static` and `donate` name arguments. `on` names the static keyword argument that carries the `ShardingMesh` to run
+    on, or None. `compiler` holds XLA options for all devices.
     """
     return lambda fn: ShardedProgram(fn, static, donate, on, compiler or {})

@@ -8,12 +8,12 @@ from typing import Any, NoReturn
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._checks import is_whole, plain, warn_once
-from jaxkv._errors import invalid, require
-from jaxkv.cache import Turn
+from jaxkv._checks import is_int_at_least, to_python_scalar, warn_once
+from jaxkv._errors import build_value_error, require
+from jaxkv.cache import ConversationState
 from jaxkv.models.config import ModelConfig
 from jaxkv.text.control_tokens import EDGE
-from jaxkv.text.tokenizer import Message, Text, answer, user
+from jaxkv.text.tokenizer import ChatTokenizer, Message, make_assistant_message, make_user_message
 
 Prompt = str | Sequence[Any] | np.ndarray | Any
 
@@ -22,8 +22,8 @@ _BLANK_LINE = "\n\n"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Encoded:
-    """A batch of prompts as token ids (`ids`), with the conversation's state after each prompt (`turns`, of `Turn`).
+class EncodedPrompts:
+    """A batch of prompts as token ids (`ids`), with the state of each conversation after its prompt (`turns`).
 
     Attributes:
         ids: one list per sequence, none empty.
@@ -34,20 +34,20 @@ class Encoded:
 
     ids: list[list[int]]
     single: bool
-    turns: tuple[Turn, ...]
+    turns: tuple[ConversationState, ...]
     unclosed: tuple[bool, ...] = ()
 
     @property
-    def turn(self) -> Turn | tuple[Turn, ...]:
-        """The `Turn` (conversation state) that all sequences share; if they differ, a tuple with one per sequence."""
+    def conversation_state(self) -> ConversationState | tuple[ConversationState, ...]:
+        """State of the conversations after their prompts, if all have the same; else a tuple with one per sequence."""
         return self.turns[0] if len(set(self.turns)) == 1 else self.turns
 
     @property
-    def lengths(self) -> Int[np.ndarray, " B"]:
+    def prompt_lengths(self) -> Int[np.ndarray, " B"]:
         """Number of tokens of each prompt, int32 `[B]`."""
         return np.asarray([len(ids) for ids in self.ids], np.int32)
 
-    def with_copies(self, count: int) -> "Encoded":
+    def repeat_last_prompt(self, count: int) -> "EncodedPrompts":
         """Return this batch with `count` more copies of its last prompt at the end."""
         return dataclasses.replace(
             self,
@@ -56,7 +56,7 @@ class Encoded:
             unclosed=self.unclosed + self.unclosed[-1:] * count,
         )
 
-    def padded(self, slots: int) -> Int[np.ndarray, "B S"]:
+    def pad_ids(self, slots: int) -> Int[np.ndarray, "B S"]:
         """Return the token ids as one int32 array `[B, slots]`, padded on the right with zeros."""
         out = np.zeros((len(self.ids), slots), np.int32)
         for row, ids in enumerate(self.ids):
@@ -64,16 +64,16 @@ class Encoded:
         return out
 
 
-def encode(
+def encode_prompts(
     prompt: Prompt,
-    text: Text | None,
+    text: ChatTokenizer | None,
     config: ModelConfig,
     *,
-    turn: Turn | tuple[Turn, ...] = Turn.START,
+    turn: ConversationState | tuple[ConversationState, ...] = ConversationState.START,
     raw: bool = False,
     close: bool,
-) -> Encoded:
-    """Encode one prompt or a list to an `Encoded`: token ids, and each conversation's state (`Turn`) after its prompt.
+) -> EncodedPrompts:
+    """Encode one prompt or a list as `EncodedPrompts`: token ids, and each conversation's state after its prompt.
 
     Args:
         prompt: text (a user message if the model has a chat template), chat messages, token ids, or a list of any.
@@ -91,13 +91,13 @@ def encode(
         ValueError: for an empty prompt, ids outside of the vocabulary, or text without a tokenizer.
         TypeError: for anything that is not a prompt.
     """
-    single, items = _split(prompt)
+    single, items = _list_prompts(prompt)
     require(bool(items), "prompt", prompt, "no prompt: use at least one")
     turns = turn if isinstance(turn, tuple) else (turn,) * len(items)
     held = f"the cache holds {len(turns)} sequences: use as many prompts, or a cache of 1"
     require(len(turns) == len(items), "prompt", f"{len(items)} prompts", held)
     results = [
-        _encode_one(item, text, turn=at, raw=raw, close=close)
+        _encode_prompt(item, text, turn=at, raw=raw, close=close)
         for item, at in zip(items, turns, strict=True)
     ]
     for row, (ids, _) in enumerate(results):
@@ -109,18 +109,18 @@ def encode(
             (low, high),
             f"token ids out of range: use ids in [0, {config.vocab})",
         )
-    return Encoded(
+    return EncodedPrompts(
         ids=[ids for ids, _ in results],
         single=single,
         turns=tuple(after for _, after in results),
         unclosed=tuple(
-            not close and (after is Turn.USER or isinstance(item, str))
+            not close and (after is ConversationState.USER or isinstance(item, str))
             for item, (_, after) in zip(items, results, strict=True)
         ),
     )
 
 
-def _refuse(given: Any) -> NoReturn:
+def _raise_not_a_prompt(given: Any) -> NoReturn:
     """Raise a TypeError for a value that is not a prompt, with a remedy."""
     remedy = "not a prompt: use text, chat messages, token ids, or a list of them"
     if isinstance(given, Mapping):
@@ -132,81 +132,92 @@ def _refuse(given: Any) -> NoReturn:
     raise TypeError(f"prompt={type(given).__name__}: {remedy}")
 
 
-def _listed(given: Any) -> str | list[Any]:
-    """Convert a prompt, or several, to a str or list: arrays and other sequences become lists; reject other values."""
+def _convert_to_list(given: Any) -> str | list[Any]:
+    """Convert one prompt or several to a str or list, also arrays and other sequences; TypeError for other values."""
     if hasattr(given, "tolist") and not isinstance(given, memoryview):
         given = given.tolist()
     if isinstance(given, str):
         return str.__str__(given)
     if isinstance(given, (bytes, bytearray, memoryview)) or not isinstance(given, Sequence):
-        _refuse(given)
+        _raise_not_a_prompt(given)
     return list(given)
 
 
-def _split(prompt: Prompt) -> tuple[bool, list[Any]]:
-    """Return True if `prompt` is a single prompt, and the list of prompts (of one if single)."""
-    items = _listed(prompt)
+def _list_prompts(prompt: Prompt) -> tuple[bool, list[Any]]:
+    """Return True if `prompt` is a single prompt, not a list of them, and the list of prompts (of one if single)."""
+    items = _convert_to_list(prompt)
     first = items[0] if items else None
-    single = isinstance(items, str) or isinstance(first, Mapping) or _is_id(first)
+    single = isinstance(items, str) or isinstance(first, Mapping) or _is_token_id(first)
     return single, [items] if single else list(items)
 
 
-def _is_id(value: Any) -> bool:
+def _is_token_id(value: Any) -> bool:
     """True if `value` is an integer scalar of Python, NumPy or JAX, as token ids are; False for a bool."""
     # Ints take a short path, because prompts have many of them.
-    return is_whole(value if isinstance(value, int) else plain(value), -math.inf)
+    return is_int_at_least(value if isinstance(value, int) else to_python_scalar(value), -math.inf)
 
 
-def _encode_one(
-    item: Any, text: Text | None, *, turn: Turn, raw: bool, close: bool
-) -> tuple[list[int], Turn]:
-    """Encode one prompt (text, messages or ids); return ids and the conversation's `Turn` after it."""
-    items = _listed(item)
+def _encode_prompt(
+    item: Any, text: ChatTokenizer | None, *, turn: ConversationState, raw: bool, close: bool
+) -> tuple[list[int], ConversationState]:
+    """Encode one prompt (text, messages or ids); return its token ids and the conversation's state after it."""
+    items = _convert_to_list(item)
     if not items:
         return [], turn
-    if not isinstance(items, str) and all(map(_is_id, items)):
-        return [int(each) for each in items], Turn.RAW
+    if not isinstance(items, str) and all(map(_is_token_id, items)):
+        return [int(each) for each in items], ConversationState.RAW
     if not isinstance(items, str) and not all(isinstance(each, Mapping) for each in items):
-        _refuse(items)
+        _raise_not_a_prompt(items)
     if text is None:
         remedy = "the checkpoint has no tokenizer: use token ids"
-        raise invalid("prompt", items[:40], remedy)
+        raise build_value_error("prompt", items[:40], remedy)
     if isinstance(items, str):
-        if raw or turn is Turn.RAW or not text.has_template:
-            given = items if raw else text.shielded(items)
-            return text.encode(given, bos=turn is Turn.START, shielded=not raw), Turn.RAW
-        items = [user(items)]
+        if raw or turn is ConversationState.RAW or not text.has_template:
+            given = items if raw else text.shield_special_tokens(items)
+            return text.encode(
+                given, bos=turn is ConversationState.START, shielded=not raw
+            ), ConversationState.RAW
+        items = [make_user_message(items)]
     else:
         _check_messages(items, text, turn=turn, raw=raw)
-        if turn is Turn.RAW:
-            return _encode_one(items[0]["content"], text, turn=turn, raw=raw, close=close)
-    told = rendered(items, text, turn=turn, close=close)
-    return text.encode(told, bos=False, shielded=True), Turn.ANSWER if close else Turn.USER
+        if turn is ConversationState.RAW:
+            return _encode_prompt(items[0]["content"], text, turn=turn, raw=raw, close=close)
+    told = render_added_messages(items, text, turn=turn, close=close)
+    return text.encode(
+        told, bos=False, shielded=True
+    ), ConversationState.ANSWER if close else ConversationState.USER
 
 
-def _check_messages(items: Sequence[Message], text: Text, *, turn: Turn, raw: bool) -> None:
+def _check_messages(
+    items: Sequence[Message], text: ChatTokenizer, *, turn: ConversationState, raw: bool
+) -> None:
     """Raise ValueError for messages that do not end with a user's text, or cannot continue a cache."""
     require(not raw, "raw", raw, "messages are not plain text: leave it out, or use text")
     remedy = "the model has no chat template: use text"
     require(text.has_template, "prompt", items[:1], remedy)
     remedy = 'not a text of the user: end with {"role": "user", "content": "..."}'
-    require(_is_users(items[-1]), "prompt", dict(items[-1]), remedy)
+    require(_is_user_text(items[-1]), "prompt", dict(items[-1]), remedy)
     remedy = "the cache has the earlier messages: use one user message"
-    if turn is Turn.USER:
+    if turn is ConversationState.USER:
         remedy = "the cache has the beginning of the user's turn: continue with its end"
-    fits = _is_users(items[0]) and (turn is Turn.USER or len(items) == 1)
-    require(turn is Turn.START or fits, "prompt", len(items), remedy)
+    fits = _is_user_text(items[0]) and (turn is ConversationState.USER or len(items) == 1)
+    require(turn is ConversationState.START or fits, "prompt", len(items), remedy)
 
 
-def _is_users(message: Message) -> bool:
-    """True for a text of the user."""
+def _is_user_text(message: Message) -> bool:
+    """True if a message has the role "user" and a text as content."""
     return message.get("role") == "user" and isinstance(message.get("content"), str)
 
 
-def rendered(
-    messages: Sequence[Message], text: Text, *, turn: Turn, close: bool, parted: bool = True
+def render_added_messages(
+    messages: Sequence[Message],
+    text: ChatTokenizer,
+    *,
+    turn: ConversationState,
+    close: bool,
+    parted: bool = True,
 ) -> str:
-    """Render what messages add to a conversation, with special tokens in their texts shielded.
+    """Render the text that messages add to a conversation, with special tokens in their contents shielded.
 
     Args:
         messages: the messages, the last a text of the user; in an open user turn, the first continues it.
@@ -216,21 +227,21 @@ def rendered(
         parted: in an open user turn, True to start with a blank line unless there is a line break.
 
     Returns:
-        The text, for `Text.encode(shielded=True)`.
+        The text, for `ChatTokenizer.encode(shielded=True)`.
     """
-    told, skipped = text.shielded(list(messages)), turn is not Turn.START
-    if turn is Turn.USER:
+    told, skipped = text.shield_special_tokens(list(messages)), turn is not ConversationState.START
+    if turn is ConversationState.USER:
         content = told[0]["content"]
         before = "" if not parted or content.startswith(("\n", "\r")) else _BLANK_LINE
-        told[0] = user(EDGE + before + content)
-    if turn is Turn.ANSWER:
+        told[0] = make_user_message(EDGE + before + content)
+    if turn is ConversationState.ANSWER:
         if text.rewrites_answers:
             said = "the chat template renders earlier answers differently, such as without reasoning; the cache has "
             said += "them as sampled: to change that, render all messages again."
             warn_once(UserWarning, "rewrites_answers", f"cache: {said}")
-        told = [user("?"), answer(EDGE), *told]
+        told = [make_user_message("?"), make_assistant_message(EDGE), *told]
     # New text is after the first `EDGE`, unless the conversation starts.
     if close:
-        return text.parts(told, generation_prompt=True, edges=skipped)[skipped]
+        return text.render_and_split(told, generation_prompt=True, edges=skipped)[skipped]
     told[-1] = {**told[-1], "content": told[-1]["content"] + EDGE}
-    return text.parts(told, generation_prompt=False, edges=skipped + 1)[skipped]
+    return text.render_and_split(told, generation_prompt=False, edges=skipped + 1)[skipped]

@@ -1,4 +1,4 @@
-"""`Text`: a checkpoint's tokenizer and chat template; `StreamDecoder`: incremental decoding of token ids to text."""
+"""`ChatTokenizer`: a checkpoint's tokenizer and chat template; `StreamDecoder`: incremental decoding of token ids."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from jaxkv._errors import require
 from jaxkv.checkpoints import Checkpoint, GgufTokenizer
-from jaxkv.checkpoints.chat_template import read_template, render_template
-from jaxkv.checkpoints.json_files import check_size, read_json
-from jaxkv.text.control_tokens import EDGE, Controls
+from jaxkv.checkpoints.chat_template import read_chat_template, render_chat_template
+from jaxkv.checkpoints.json_files import check_file_size, read_json
+from jaxkv.text.control_tokens import EDGE, SpecialTokenShield
 
 Message = Mapping[str, Any]
 
@@ -25,7 +25,7 @@ _REASONING = "<think>\n{}\n</think>\n\n"
 
 
 class TurnTexts(NamedTuple):
-    """Texts that a chat template writes around messages, and whether it trims whitespace of contents.
+    """Texts that a chat template writes around messages, and whether it trims whitespace of user contents.
 
     Attributes:
         opening: text before the user's content in a new conversation, with a default system prompt.
@@ -42,7 +42,7 @@ class TurnTexts(NamedTuple):
     trims_end: bool
 
 
-class Text:
+class ChatTokenizer:
     """A model's tokenizer and chat template: text to token ids, token ids to text, messages to text.
 
     Attributes:
@@ -80,23 +80,27 @@ class Text:
         self._adds_bos = adds_bos and self.bos_id is not None
         ends = [None if eos is None else tokenizer.token_to_id(eos), *eos_ids]
         self._ends = [each for each in ends if each is not None]
-        _mark_special(
+        _mark_special_tokens(
             tokenizer, {*self._ends, *map(tokenizer.token_to_id, self._specials.values())}
         )
-        self._controls = Controls(tokenizer)
+        self._controls = SpecialTokenShield(tokenizer)
 
     @functools.cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens that end an answer: those that the checkpoint names, and the template's own.
+        """Ids of tokens that end an answer: those named by checkpoint or tokenizer, and the chat template's end token.
 
         The template's is the special token after a last message of the assistant. Tokens that the template writes after
         earlier answers count only without another one: in gpt-oss, one of them ends a message of reasoning. The chat
         template runs at the first call.
         """
         try:
-            after = self.parts([user("?"), answer(EDGE)], generation_prompt=False, edges=1)[1]
+            after = self.render_and_split(
+                [make_user_message("?"), make_assistant_message(EDGE)],
+                generation_prompt=False,
+                edges=1,
+            )[1]
             if not (after or self._ends):
-                after = self.turns.between
+                after = self.turn_texts.between
         except ValueError:
             return tuple(dict.fromkeys(self._ends))
         added = self._tokenizer.get_added_tokens_decoder()
@@ -105,8 +109,8 @@ class Text:
         return tuple(dict.fromkeys([*self._ends, *own]))
 
     @classmethod
-    def from_checkpoint(cls, checkpoint: Checkpoint) -> Text | None:
-        """Build the `Text` of an open checkpoint; None if it has no tokenizer.
+    def from_checkpoint(cls, checkpoint: Checkpoint) -> ChatTokenizer | None:
+        """Build the `ChatTokenizer` of an open checkpoint; None if it has no tokenizer.
 
         Raises:
             ValueError: for a tokenizer of an unsupported kind, by name.
@@ -121,8 +125,8 @@ class Text:
         )
 
     @classmethod
-    def _from_gguf(cls, spec: GgufTokenizer, origin: str) -> Text:
-        """Build the `Text` of a GGUF file's vocabulary."""
+    def _from_gguf(cls, spec: GgufTokenizer, origin: str) -> ChatTokenizer:
+        """Build the `ChatTokenizer` of a GGUF file's vocabulary, special tokens and chat template."""
         ids = {
             "bos_token": spec.bos,
             "eos_token": spec.eos,
@@ -130,7 +134,7 @@ class Text:
             "unk_token": spec.unk,
         }
         return cls(
-            spec.build(),
+            spec.build_tokenizer(),
             specials={name: spec.tokens[index] for name, index in ids.items() if index is not None},
             eos_ids=[] if spec.eot is None else [spec.eot],
             adds_bos=spec.adds_bos,
@@ -139,8 +143,8 @@ class Text:
         )
 
     @classmethod
-    def _from_folder(cls, folder: Path, eos: Any) -> Text:
-        """Build the `Text` of a folder in Hugging Face's layout."""
+    def _from_folder(cls, folder: Path, eos: Any) -> ChatTokenizer:
+        """Build the `ChatTokenizer` of a folder in Hugging Face's layout; `eos` is the config's eos id, or a list."""
         where = folder / "tokenizer_config.json"
         settings = read_json(where) if where.is_file() else {}
         tokenizer = _load_tokenizer(folder)
@@ -156,7 +160,7 @@ class Text:
             adds_bos = tokenizer.encode("").ids[:1] == [
                 tokenizer.token_to_id(specials.get("bos_token", ""))
             ]
-        template = read_template(folder, settings)
+        template = read_chat_template(folder, settings)
         return cls(
             tokenizer,
             specials=specials,
@@ -167,31 +171,36 @@ class Text:
         )
 
     @property
-    def begins_with(self) -> int | None:
-        """Id of the bos token at the start of every prompt; None if prompts start without one."""
+    def prepended_bos_id(self) -> int | None:
+        """Id of the bos token, if prompts start with it; else None."""
         return self.bos_id if self._adds_bos else None
 
     def tokenizer_json(self) -> str:
-        """Return the tokenizer as the text of a `tokenizer.json`."""
+        """Return the tokenizer as the JSON text of a `tokenizer.json` file."""
         return self._tokenizer.to_str()
 
-    def special_tokens(self) -> dict[str, Any]:
-        """Return JSON values of special tokens: ids, names and spellings that separate them without this object.
+    def export_special_tokens(self) -> dict[str, Any]:
+        """Return special tokens as JSON values: ids and rules by name, and spellings that encode as text.
 
-        "special" has the id and properties of each token by its name in `marked_turns`. "spellings" has replacements
+        "special" has the id and properties of each token by its name. "spellings" has replacements
         for special tokens in a user's text that the model's vocabulary would otherwise join.
         """
-        parted = {each: text for each, text in self._controls.spellings.items() if each != text}
-        return {"special": self._controls.names(), "spellings": parted}
+        parted = {
+            each: text
+            for each, text in self._controls.special_token_spellings.items()
+            if each != text
+        }
+        return {"special": self._controls.describe_special_tokens(), "spellings": parted}
 
-    def marked_turns(self) -> list[str | bool]:
-        """Return the fields of `turns`, with special tokens replaced by their unique names from `special_tokens`."""
+    def export_turn_texts(self) -> list[str | bool]:
+        """Return the fields of `turn_texts`, with special tokens replaced by the names in `export_special_tokens`."""
         return [
-            self._controls.marked(each) if isinstance(each, str) else each for each in self.turns
+            self._controls.mark_special_tokens(each) if isinstance(each, str) else each
+            for each in self.turn_texts
         ]
 
     def encode(self, s: str, *, bos: bool, shielded: bool = False) -> list[int]:
-        """Encode a text to token ids; `bos` adds the bos token if prompts have one.
+        """Encode a text as a list of token ids; `bos` adds the bos token if prompts start with one.
 
         Args:
             s: the text.
@@ -202,9 +211,9 @@ class Text:
         Raises:
             ValueError: for text that is not Unicode, or that the tokenizer's own rules reject.
         """
-        with self._encoding():
+        with self._guard_encoding():
             ids = (
-                self._controls.ids(s)
+                self._controls.encode_shielded_text(s)
                 if shielded
                 else self._tokenizer.encode(s, add_special_tokens=False).ids
             )
@@ -213,26 +222,28 @@ class Text:
             ids = [self.bos_id, *ids]
         return ids
 
-    def shielded(self, value: Any) -> Any:
+    def shield_special_tokens(self, value: Any) -> Any:
         """Replace special tokens in a text or messages, so that `encode(shielded=True)` treats them as text.
 
         Raises:
             ValueError: as `encode`.
         """
-        with self._encoding():
-            return self._controls.shielded(value)
+        with self._guard_encoding():
+            return self._controls.shield_special_tokens(value)
 
-    def _encoding(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager for encoding a user's text."""
+    def _guard_encoding(self) -> contextlib.AbstractContextManager[None]:
+        """Context manager that turns the tokenizer's errors on a text into a ValueError that names the prompt."""
         remedy = "use other text, or token ids"
-        return _guarded("...", "the tokenizer cannot encode it", remedy, name="prompt")
+        return _wrap_tokenizer_errors(
+            "...", "the tokenizer cannot encode it", remedy, name="prompt"
+        )
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Decode token ids to text, by default without special tokens."""
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
 
-    def chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        """Render a conversation with the chat template; `encode` turns the text into ids.
+    def render_chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
+        """Render chat messages as text with the chat template; `encode` turns the text into ids.
 
         Args:
             messages: dictionaries with "role" and "content".
@@ -244,30 +255,32 @@ class Text:
         Raises:
             ValueError: without a template, or if the template rejects the messages.
         """
-        if self._takes_parts:
-            messages = [_in_parts(message) for message in messages]
-        return self._render(messages, generation_prompt)
+        if self._requires_content_parts:
+            messages = [_wrap_content_parts(message) for message in messages]
+        return self._render_template(messages, generation_prompt)
 
     @functools.cached_property
-    def _takes_parts(self) -> bool:
-        """True if the template ignores a text as content: templates of some image models accept only lists."""
-        return not self._writes(user(EDGE)) and self._writes(_in_parts(user(EDGE)))
+    def _requires_content_parts(self) -> bool:
+        """True if the chat template ignores a text as content, and writes a list of parts, as for some image models."""
+        return not self._renders_message(make_user_message(EDGE)) and self._renders_message(
+            _wrap_content_parts(make_user_message(EDGE))
+        )
 
-    def _writes(self, message: Message) -> bool:
-        """True if the chat template accepts a message that contains `EDGE`, and writes it."""
+    def _renders_message(self, message: Message) -> bool:
+        """True if the chat template accepts a message that contains the mark `EDGE`, and writes it."""
         try:
-            return EDGE in self._render([message], False)
+            return EDGE in self._render_template([message], False)
         except ValueError:
             return False
 
-    def _render(self, messages: Sequence[Message], generation_prompt: bool) -> str:
-        """Render messages with the chat template; ValueError without one, or if it rejects them."""
+    def _render_template(self, messages: Sequence[Message], generation_prompt: bool) -> str:
+        """Render messages with the chat template as text; ValueError without a template, or if it rejects them."""
         if self._template is None:
             raise ValueError(
                 f"chat_template=None: {self._origin} has none: encode plain text instead"
             )
         try:
-            return render_template(
+            return render_chat_template(
                 self._template,
                 messages=messages,
                 add_generation_prompt=generation_prompt,
@@ -281,63 +294,75 @@ class Text:
             raise ValueError(f"messages={roles}: {remedy}") from error
 
     @functools.cached_property
-    def turns(self) -> TurnTexts:
-        """Texts that the chat template writes around messages; ValueError if it repeats or omits messages."""
-        opening, closing = self.parts([user(EDGE)], generation_prompt=True, edges=1)
-        talk = [user("?"), answer(EDGE), user(EDGE)]
-        between = self.parts(talk, generation_prompt=True, edges=2)[1]
-        padded = self.parts([user(f" {EDGE} ")], generation_prompt=True, edges=1)
+    def turn_texts(self) -> TurnTexts:
+        """`TurnTexts` that the chat template writes around messages; ValueError if it repeats or omits messages."""
+        opening, closing = self.render_and_split(
+            [make_user_message(EDGE)], generation_prompt=True, edges=1
+        )
+        talk = [make_user_message("?"), make_assistant_message(EDGE), make_user_message(EDGE)]
+        between = self.render_and_split(talk, generation_prompt=True, edges=2)[1]
+        padded = self.render_and_split(
+            [make_user_message(f" {EDGE} ")], generation_prompt=True, edges=1
+        )
         return TurnTexts(opening, closing, between, padded[0] == opening, padded[1] == closing)
 
     @functools.cached_property
     def rewrites_answers(self) -> bool:
-        """True if the template renders an earlier answer differently from its sampled text, such as without reasoning.
+        """True if the template renders an earlier answer other than as sampled, such as without its reasoning.
 
         Whitespace does not count: some models sample the space that templates write before an answer.
         """
-        turns = self.turns
-        written = self.chat([user("?"), answer("."), user("!")], generation_prompt=True)
+        turns = self.turn_texts
+        written = self.render_chat(
+            [make_user_message("?"), make_assistant_message("."), make_user_message("!")],
+            generation_prompt=True,
+        )
         sampled = f"{turns.opening}?{turns.closing}.{turns.between}!{turns.closing}"
-        reasoning = self.chat(
-            [user("?"), answer(_REASONING.format(EDGE) + "."), user("!")], generation_prompt=True
+        reasoning = self.render_chat(
+            [
+                make_user_message("?"),
+                make_assistant_message(_REASONING.format(EDGE) + "."),
+                make_user_message("!"),
+            ],
+            generation_prompt=True,
         )
         same = "".join(written.split()) == "".join(sampled.split())
         return not same or EDGE not in reasoning
 
-    def parts(
+    def render_and_split(
         self, messages: Sequence[Message], *, generation_prompt: bool, edges: int
     ) -> list[str]:
-        """Render messages that contain `EDGE` `edges` times, and split the text there; ValueError if not once each."""
-        parts = self.chat(messages, generation_prompt=generation_prompt).split(EDGE)
+        """Render messages that contain `EDGE` `edges` times; split the text there, ValueError if not at `edges`."""
+        parts = self.render_chat(messages, generation_prompt=generation_prompt).split(EDGE)
         remedy = "it does not render each message once, so turns cannot be split: use all messages together, or ids"
         require(len(parts) == edges + 1, "chat_template", self._origin, remedy)
         return parts
 
 
 class StreamDecoder:
-    """Incremental decoder of token ids to text, which holds text back while its last character lacks bytes."""
+    """Incremental decoder of token ids to text; it holds text back while the last character lacks bytes."""
 
-    def __init__(self, text: Text):
-        """Start without ids; the decoded text leaves special tokens out."""
+    def __init__(self, text: ChatTokenizer):
+        """Start a stream without ids; special tokens are left out of its text."""
         self._text = text
         # Decoders may treat the first token of a text differently (they drop a leading space). So the ids decoded last
         # are kept before the pending ones, and the new text is what the pending ids add.
         self._context: list[int] = []
         self._pending: list[int] = []
 
-    def push(self, ids: Iterable[int]) -> str:
-        """Add token ids and return all text not yet returned; "" while its last character lacks bytes."""
+    def push_ids(self, ids: Iterable[int]) -> str:
+        """Add token ids; return the decoded text not yet returned, "" while its last character lacks bytes."""
         self._pending += [int(each) for each in ids]
-        return self._released(whole=False)
+        return self._take_complete_text(whole=False)
 
-    def flush(self) -> str:
-        """End the stream and return the text held back, with replacement characters for incomplete characters."""
-        added = self._released(whole=True)
+    def flush_text(self) -> str:
+        """End the stream; return the text held back, with replacement characters for incomplete characters."""
+        added = self._take_complete_text(whole=True)
         self._context = []
         return added
 
-    def _released(self, *, whole: bool) -> str:
-        """Return the text of the pending ids, which become the context; "" for an incomplete end unless `whole`."""
+    def _take_complete_text(self, *, whole: bool) -> str:
+        """Return the text of the pending ids, and clear them; "" while their end is incomplete, unless `whole`."""
         before = self._text.decode(self._context)
         added = self._text.decode(self._context + self._pending)[len(before) :]
         held = len(added) - len(added.rstrip(_REPLACEMENT))
@@ -347,26 +372,26 @@ class StreamDecoder:
         return added
 
 
-def user(content: str) -> Message:
-    """Return a message of the user."""
+def make_user_message(content: str) -> Message:
+    """Return a chat message with the role "user" and this content."""
     return {"role": "user", "content": content}
 
 
-def answer(content: str) -> Message:
-    """Return a message of the assistant."""
+def make_assistant_message(content: str) -> Message:
+    """Return a chat message with the role "assistant" and this content."""
     return {"role": "assistant", "content": content}
 
 
-def _in_parts(message: Message) -> Message:
-    """Return the message with a text as content replaced by a list of one part."""
+def _wrap_content_parts(message: Message) -> Message:
+    """Return the message with a text as content replaced by a list of one part of type "text"; others unchanged."""
     content = message.get("content")
     if not isinstance(content, str):
         return message
     return {**message, "content": [{"type": "text", "text": content}]}
 
 
-def _mark_special(tokenizer: Any, ids: Set[int | None]) -> None:
-    """Mark added tokens of these ids as special, as transformers does; files of fine-tuned models often do not."""
+def _mark_special_tokens(tokenizer: Any, ids: Set[int | None]) -> None:
+    """Mark a tokenizer's added tokens of these ids as special; files of fine-tuned models often do not."""
     for index, token in tokenizer.get_added_tokens_decoder().items():
         if index in ids and not token.special:
             token.special = True
@@ -374,13 +399,13 @@ def _mark_special(tokenizer: Any, ids: Set[int | None]) -> None:
 
 
 def _load_tokenizer(folder: Path) -> Any:
-    """Load a folder's `tokenizers.Tokenizer`, with truncation and padding off; older layouts through transformers."""
+    """Load a folder's `tokenizers.Tokenizer`, without truncation and padding; older layouts through transformers."""
     file = folder / "tokenizer.json"
     if file.is_file():
         import tokenizers
 
-        check_size(file, _MOST_TOKENIZER_BYTES)
-        with _guarded(file):
+        check_file_size(file, _MOST_TOKENIZER_BYTES)
+        with _wrap_tokenizer_errors(file):
             tokenizer: Any = tokenizers.Tokenizer.from_file(str(file))
     else:
         # Older layouts are converted by transformers, whose import takes seconds.
@@ -388,7 +413,7 @@ def _load_tokenizer(folder: Path) -> Any:
 
         # By default, transformers would ask on the terminal whether to run the folder's own code.
         remedy = "for a sentencepiece model, pip install 'jaxkv[sentencepiece]'"
-        with _guarded(folder, remedy=remedy):
+        with _wrap_tokenizer_errors(folder, remedy=remedy):
             loaded: Any = transformers.AutoTokenizer.from_pretrained(
                 str(folder), trust_remote_code=False
             )
@@ -400,13 +425,13 @@ def _load_tokenizer(folder: Path) -> Any:
 
 
 @contextlib.contextmanager
-def _guarded(
+def _wrap_tokenizer_errors(
     origin: Path | str,
     problem: str = "it cannot be read",
     remedy: str = "copy or download it again",
     name: str = "tokenizer",
 ) -> Iterator[None]:
-    """Context manager that turns any error of the tokenizer library into a ValueError that names `name`."""
+    """Context manager that turns errors of the tokenizer library into a ValueError that names the argument `name`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):

@@ -10,8 +10,8 @@ from jaxtyping import Array, Float, Int
 from jaxkv._errors import require
 
 
-def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
-    """Validate a layer's keys and values `[B, K, S, D]` and return JAX arrays; ValueError otherwise."""
+def validate_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
+    """Return a layer's keys and values `[B, K, S, D]` as JAX arrays; ValueError for wrong shapes or dtypes."""
     k, v = jnp.asarray(k), jnp.asarray(v)
     for field, rows in (("k", k), ("v", v)):
         require(
@@ -29,8 +29,8 @@ def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
     require(
         v.shape == k.shape and v.dtype == k.dtype,
         "v",
-        shown(v),
-        f"values and keys differ: give values as the keys are, {shown(k)}",
+        format_dtype_and_shape(v),
+        f"values and keys differ: give values as the keys are, {format_dtype_and_shape(k)}",
     )
     require(
         k.dtype.itemsize <= 4,
@@ -41,8 +41,8 @@ def as_keys_values(k: Any, v: Any) -> tuple[Array, Array]:
     return k, v
 
 
-def order_hint(k: Array) -> str:
-    """Hint for errors about `[B, K, S, D]` with more heads than tokens, probably `[B, S, K, D]`; else empty text."""
+def format_axis_order_hint(k: Array) -> str:
+    """Return an error hint to swap axes if `[B, K, S, D]` keys have more heads than tokens; else empty text."""
     heads, tokens = k.shape[1:3]
     return (
         f"; {heads} heads of {tokens} tokens: give [B, S, K, D] as k.swapaxes(1, 2)"
@@ -51,10 +51,10 @@ def order_hint(k: Array) -> str:
     )
 
 
-def as_grouped(
+def group_query_heads(
     field: str, q: Any, batch: int, heads: int, rows: Array
 ) -> Float[Array, "B K G N D"]:
-    """Validate queries `[B, H, N, D]` and return them as `[B, K, G, N, D]`; ValueError if they do not fit the keys.
+    """Return queries `[B, H, N, D]` as `[B, K, G, N, D]`, grouped by kv head; ValueError if they do not fit the keys.
 
     `field` is the argument's name for errors; `rows` are the keys.
     """
@@ -83,13 +83,20 @@ def as_grouped(
     return q.reshape(batch, heads, -1, *q.shape[2:])
 
 
-def as_sinks(given: Any, heads: int, group: int | None = None) -> Float[Array, "K G"] | None:
-    """Validate sink logits `[H]` of K kv heads' groups and return them as `[K, G]`, or None; else ValueError."""
+def group_sink_logits(
+    given: Any, heads: int, group: int | None = None
+) -> Float[Array, "K G"] | None:
+    """Return sink logits `[H]` as `[K, G]`, grouped by kv head, or None for None; ValueError if they do not fit."""
     if given is None:
         return None
     array = jnp.asarray(given)
     floats = jnp.issubdtype(array.dtype, jnp.floating)
-    require(floats, "sink_logits", shown(array), "not floating point: give floating-point numbers")
+    require(
+        floats,
+        "sink_logits",
+        format_dtype_and_shape(array),
+        "not floating point: give floating-point numbers",
+    )
     wanted = f"a multiple of {heads}" if group is None else heads * group
     fits = array.ndim == 1 and array.size % heads == 0 and group in (None, array.size // heads)
     remedy = f"wrong shape: give one number for each query head, f[H], H = {wanted}"
@@ -97,8 +104,10 @@ def as_sinks(given: Any, heads: int, group: int | None = None) -> Float[Array, "
     return array.reshape(heads, -1)
 
 
-def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> Int[Array, " B"]:
-    """Validate tokens per sequence within [0, most] and return `i32[B]`; None returns `most`; else ValueError.
+def validate_token_counts(
+    field: str, given: Any, batch: int, most: int, hint: str = ""
+) -> Int[Array, " B"]:
+    """Return token counts as `i32[B]`, `most` for None; ValueError for wrong shape or dtype, or (if known) range.
 
     `hint` is the end of the error message.
     """
@@ -110,10 +119,10 @@ def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> 
     require(
         fits,
         field,
-        shown(counts),
+        format_dtype_and_shape(counts),
         f"wrong shape or dtype: give one integer for each of {batch} sequences, i32[B]",
     )
-    if known(counts):
+    if has_concrete_values(counts):
         numbers = np.asarray(counts)
         inside = bool(((numbers >= 0) & (numbers <= most)).all())
         require(
@@ -125,19 +134,19 @@ def as_counts(field: str, given: Any, batch: int, most: int, hint: str = "") -> 
     return jnp.asarray(counts, jnp.int32)
 
 
-def without_padding(
+def zero_out_padding(
     rows: Float[Array, "... N D"], count: Int[Array, " B"]
 ) -> Float[Array, "... N D"]:
-    """Keys, values or queries with padding set to zero, because NaN in padding would spread in sums."""
+    """Return keys, values or queries with 0 beyond each sequence's `count` tokens, where NaN would spread in sums."""
     inside = jnp.arange(rows.shape[-2], dtype=jnp.int32) < count[:, None]
     return jnp.where(inside.reshape(len(count), *(1,) * (rows.ndim - 3), -1, 1), rows, 0)
 
 
-def shown(array: Array | np.ndarray) -> str:
-    """Return an array's dtype and shape as text for error messages."""
+def format_dtype_and_shape(array: Array | np.ndarray) -> str:
+    """Return an array's dtype and shape as text for error messages, such as float32[2, 8]."""
     return f"{array.dtype}{list(array.shape)}"
 
 
-def known(*arrays: Array | np.ndarray) -> bool:
-    """True if none of the arrays is a tracer, so that values can be read."""
+def has_concrete_values(*arrays: Array | np.ndarray) -> bool:
+    """Return True if none of the arrays is a JAX tracer, so that their values can be read."""
     return not any(isinstance(array, jax.core.Tracer) for array in arrays)

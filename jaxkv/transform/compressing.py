@@ -20,37 +20,37 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import index, optional, settled, whole
+from jaxkv._checks import settled, validate_index, validate_int, validate_optional_field
 from jaxkv._errors import require
-from jaxkv.arguments import as_key
-from jaxkv.attention import Implementation, Shaping, backend_of
-from jaxkv.cache import Tables
-from jaxkv.cache.packing import Unpacked
-from jaxkv.engine.compress import compress as compress_all
-from jaxkv.engine.layer_sources import PromptSource
-from jaxkv.engine.lengths import ByLength, entry_counts, query_buffer_size
-from jaxkv.engine.pages import with_bounds
-from jaxkv.engine.prefill import first_state
-from jaxkv.engine.progress import run_to_end
+from jaxkv.arguments import validate_random_key
+from jaxkv.attention import Implementation, LogitShaping, get_attention_backend
+from jaxkv.cache import SegmentTables
+from jaxkv.cache.packing import UnpackedEntries
+from jaxkv.engine.compress import compress_layer_by_layer as compress_all
+from jaxkv.engine.layer_sources import PromptEntrySource
+from jaxkv.engine.lengths import EntryCounts, compute_entry_counts, query_buffer_size
+from jaxkv.engine.pages import add_page_bounds
+from jaxkv.engine.prefill import create_policy_state
+from jaxkv.engine.progress import run_generator
 from jaxkv.engine.query_buffers import fill_query_buffer
 from jaxkv.engine.selection import Candidates
 from jaxkv.models.config import SlidingWindows
-from jaxkv.models.values import positive
-from jaxkv.policies.checks import Bytes
+from jaxkv.models.values import check_positive
+from jaxkv.policies.checks import ByteBudget
 from jaxkv.policies.layer_budgets import UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.registry import as_policy
-from jaxkv.policies.scorer import Extras, Observed, Scorer
+from jaxkv.policies.registry import resolve_policy
+from jaxkv.policies.scorer import ExtraInputs, Scorer, ScorerInputs
 from jaxkv.transform.array_checks import (
-    as_counts,
-    as_grouped,
-    as_keys_values,
-    as_sinks,
-    known,
-    order_hint,
-    shown,
-    without_padding,
+    format_axis_order_hint,
+    format_dtype_and_shape,
+    group_query_heads,
+    group_sink_logits,
+    has_concrete_values,
+    validate_keys_values,
+    validate_token_counts,
+    zero_out_padding,
 )
 from jaxkv.transform.state import CompressedKV
 
@@ -107,24 +107,24 @@ def compress(
     Raises:
         ValueError: for an argument that is missing or does not fit; the message names it.
     """
-    policy = _supported(policy)
+    policy = _validate_policy(policy)
     parts = policy.composed
     name = type(policy).__name__
     remedy = f"{name} scores all layers together: use jaxkv.compress_layers"
-    require(not (parts.layers.from_scores or parts.nested), "policy", policy, remedy)
+    require(not (parts.layers.depends_on_scores or parts.nested), "policy", policy, remedy)
     remedy = (
         f"{name} keeps different entries in each layer: give layer= and layers=, or use "
         "jaxkv.compress_layers"
     )
-    uniform = isinstance(parts.layers, UniformLayers) and parts.read.everything
-    same = uniform and parts.scorer.model_layers is None
+    uniform = isinstance(parts.layers, UniformLayers) and parts.read.reads_all_entries
+    same = uniform and parts.scorer.model_layer_count is None
     require(layers is not None or same, "layers", layers, remedy)
     if layers is not None:
-        layers = whole("layers", layers, "give the model's number of layers")
-        layer = index("layer", layer, layers)
-    layer = whole("layer", layer, "give the layer's index", least=0)
-    given = _Layer(k, v, queries, sliding_window, sink_logits, softcap)
-    return _compressed(
+        layers = validate_int("layers", layers, "give the model's number of layers")
+        layer = validate_index("layer", layer, layers)
+    layer = validate_int("layer", layer, "give the layer's index", least=0)
+    given = _LayerInputs(k, v, queries, sliding_window, sink_logits, softcap)
+    return _compress_layer_inputs(
         [given], parts, length, headroom, key, first=layer, layers=layers or layer + 1
     )
 
@@ -143,7 +143,7 @@ def compress_layers(
     softcap: float | None = None,
     key: PRNGKeyArray | int | None = None,
 ) -> CompressedKV:
-    """Compress all layers' keys and values by a policy; return `CompressedKV`. For budgets that depend on all layers.
+    """Compress keys and values of all layers together by a policy; return their kept entries as one `CompressedKV`.
 
     Layers whose budgets depend on all layers' scores share one pool.
 
@@ -178,17 +178,18 @@ def compress_layers(
         remedy = f"wrong number of layers: give {layers}, as for k"
         require(0 < layers == len(every[-1]), name, f"{len(every[-1])} layers", remedy)
     given = [
-        _Layer(k, v, q, width, sinks, softcap) for k, v, q, width, sinks in zip(*every, strict=True)
+        _LayerInputs(k, v, q, width, sinks, softcap)
+        for k, v, q, width, sinks in zip(*every, strict=True)
     ]
-    parts, widths = _supported(policy).composed, tuple(each.sliding_window for each in given)
+    parts, widths = _validate_policy(policy).composed, tuple(each.sliding_window for each in given)
     if any(widths):
-        parts.require_fits_windows(widths)
-    return _compressed(given, parts, length, headroom, key, first=0, layers=layers)
+        parts.require_fits_sliding_windows(widths)
+    return _compress_layer_inputs(given, parts, length, headroom, key, first=0, layers=layers)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Layer:
-    """A user's arrays of one layer: keys, values, optional queries; sliding window, sink logits and softcap."""
+class _LayerInputs:
+    """Inputs of one layer from the caller: keys, values, optional queries, sliding window, sink logits, softcap."""
 
     k: Any
     v: Any
@@ -198,39 +199,43 @@ class _Layer:
     softcap: float | None
 
     def __post_init__(self) -> None:
-        optional(self, "sliding_window", whole, "give 1 or more tokens, or None")
-        optional(self, "softcap", positive)
+        validate_optional_field(
+            self, "sliding_window", validate_int, "give 1 or more tokens, or None"
+        )
+        validate_optional_field(self, "softcap", check_positive)
 
 
 @lru_cache(maxsize=256)
-def _tables(
+def _tabulate_entry_counts(
     parts: Parts, sliding_windows: SlidingWindows, padded_len: int, headroom: int
-) -> tuple[tuple[int, ...], ByLength]:
-    """Capacity in entries per kv head of each layer, or of a shared pool; counts for each length up to `padded_len`."""
+) -> tuple[tuple[int, ...], EntryCounts]:
+    """Return pool capacities in entries per kv head, and entry counts for each prompt length from 0 to `padded_len`."""
     lengths, layers = np.arange(1, padded_len + 1), sliding_windows.count(None)
     # Entries within a sliding window are kept by every policy.
-    kept = entry_counts(parts if layers else Parts(), lengths, sliding_windows, strict=False)
+    kept = compute_entry_counts(
+        parts if layers else Parts(), lengths, sliding_windows, strict=False
+    )
     if kept.rows is None:
-        bound = parts.among(sliding_windows).layers.bound
+        bound = parts.restrict_to_full_attention(sliding_windows).layers.bound_total_entries
         reach = bound(np.asarray(kept.budget), lengths, np.asarray(kept.always_kept), layers=layers)
         near = sum(min(padded_len, width or 0) for width in sliding_windows)
         most = min(int(reach.max()), layers * padded_len) + near
         capacity = (most + len(sliding_windows) * headroom,)
     else:
         needed = kept.rows + headroom
-        if parts.ongoing.compresses and layers:
+        if parts.decoding_compression.compresses and layers:
             # A token is appended before another entry is evicted, or `every` tokens before the next recompression.
-            beyond = np.maximum(kept.rows, kept.most) + (parts.every or 1)
-            endless = parts.unlimited(sliding_windows)[:, None]
+            beyond = np.maximum(kept.rows, kept.most) + (parts.recompression_interval or 1)
+            endless = parts.mask_layers_without_eviction(sliding_windows)[:, None]
             needed = np.where(endless, needed, np.minimum(needed, beyond))
         capacity = tuple(needed.max(axis=1).tolist())
-        capacity = (sum(capacity),) if parts.layout.one_pool else capacity
+        capacity = (sum(capacity),) if parts.cache_layout.uses_shared_pool else capacity
 
-    def from_none(counts: Any) -> Int[np.ndarray, "..."]:
-        """Return an int32 table indexed by length, with a 0 for length 0 added in front."""
+    def prepend_zero_column(counts: Any) -> Int[np.ndarray, "..."]:
+        """Return counts `[..., S]` of lengths 1 to S as int32 `[..., S + 1]`, with a 0 for length 0 in front."""
         return np.concatenate([np.zeros_like(counts[..., :1]), counts], axis=-1).astype(np.int32)
 
-    table = jax.tree.map(from_none, kept)
+    table = jax.tree.map(prepend_zero_column, kept)
     # A sequence without tokens grows as one of a single token does.
     first = {"most": table.most, "reads": table.reads}
     grown = {
@@ -239,12 +244,12 @@ def _tables(
     return capacity, dataclasses.replace(table, **grown)
 
 
-class _ArraySource(PromptSource):
-    """`LayerSource` for the engine's `compress` that holds a user's keys, values and queries of some layers."""
+class _ArrayLayerSource(PromptEntrySource):
+    """`LayerEntrySource` of the caller's keys, values and queries of some layers, for the engine's `compress`."""
 
     def __init__(
         self,
-        given: list[_Layer],
+        given: list[_LayerInputs],
         parts: Parts,
         length: Any,
         *,
@@ -253,20 +258,24 @@ class _ArraySource(PromptSource):
         first: int,
         layers: int,
     ):
-        """Validate keys, values and queries of the layers from `first` on, and look up their numbers of entries."""
+        """Validate lengths and the first layer's keys and values; look up entry counts for these lengths."""
         self.given, self.key, self.first = given, key, first
         self.query_buffers = list[Array]()
-        self.like = as_keys_values(given[0].k, given[0].v)[0]
+        self.like = validate_keys_values(given[0].k, given[0].v)[0]
         batch, heads, padded_len, _ = self.like.shape
-        lengths: Any = as_counts("length", length, batch, padded_len, order_hint(self.like))
+        lengths: Any = validate_token_counts(
+            "length", length, batch, padded_len, format_axis_order_hint(self.like)
+        )
         widths = tuple(each.sliding_window for each in given)
         # One layer represents all layers of its kind.
         sliding_windows = widths if len(given) == layers else widths * layers
-        self.capacity, tables = _tables(parts, sliding_windows, padded_len, headroom)
-        if known(lengths):
+        self.capacity, tables = _tabulate_entry_counts(parts, sliding_windows, padded_len, headroom)
+        if has_concrete_values(lengths):
             # Budgets are validated only if lengths are known, not while tracing.
             lengths = np.asarray(lengths, np.int64)
-            parts.among(sliding_windows).budgets(lengths, np.asarray(tables.always_kept)[lengths])
+            parts.restrict_to_full_attention(sliding_windows).compute_prompt_budgets(
+                lengths, np.asarray(tables.always_kept)[lengths]
+            )
         else:
             tables = jax.tree.map(jnp.asarray, tables)
         super().__init__(
@@ -279,56 +288,62 @@ class _ArraySource(PromptSource):
             sliding_windows=sliding_windows,
         )
 
-    def candidates(self, index: int) -> Candidates:
-        """Return the `Candidates` of one layer: its prompt entries with scores, without gradient."""
+    def get_layer_candidates(self, index: int) -> Candidates:
+        """Return `Candidates` of layer `index`, with scores unless all entries or a sliding window's are kept."""
         parts, given, like = self.parts, self.given[index - self.first], self.like
-        k, v = as_keys_values(given.k, given.v)
+        k, v = validate_keys_values(given.k, given.v)
         require(
             k.shape == like.shape and k.dtype == like.dtype,
             "k",
-            shown(k),
-            f"layers differ: give keys as the first layer's, {shown(like)}",
+            format_dtype_and_shape(k),
+            f"layers differ: give keys as the first layer's, {format_dtype_and_shape(like)}",
         )
-        rows = Unpacked(k, v, self.unscored.inside)
-        if not parts.drops or given.sliding_window is not None:
-            return self.unchosen(index, rows)
-        seen = lax.stop_gradient(self._observed(index, parts.scorer, k, v))
-        if parts.ongoing.queries:
-            buffer_size = query_buffer_size(parts.ongoing.queries)
+        rows = UnpackedEntries(k, v, self.unscored.inside)
+        if not parts.compresses_prompts or given.sliding_window is not None:
+            return self.make_unscored_candidates(index, rows)
+        seen = lax.stop_gradient(self._collect_scorer_inputs(index, parts.scorer, k, v))
+        if parts.decoding_compression.queries:
+            buffer_size = query_buffer_size(parts.decoding_compression.queries)
             query_buffer = fill_query_buffer(
                 seen.queries, self.length, rows=buffer_size, transforms=False, axes=None
             )
             self.query_buffers.append(query_buffer)
         if parts.merge is not None:
             rows = rows._replace(
-                k=without_padding(k, self.length), v=without_padding(v, self.length)
+                k=zero_out_padding(k, self.length), v=zero_out_padding(v, self.length)
             )
-        return self.scored(index, rows, seen)
+        return self.make_scored_candidates(index, rows, seen)
 
-    def _observed(self, index: int, scorer: Scorer, k: Array, v: Array) -> Observed:
-        """Return the scorer's `Observed` inputs of one layer: keys, values, queries and attention sums."""
+    def _collect_scorer_inputs(
+        self, index: int, scorer: Scorer, k: Array, v: Array
+    ) -> ScorerInputs:
+        """Return one layer's keys, values, last queries and attention sums, as needed, as `ScorerInputs`."""
         queries, length, (batch, heads, padded_len, _) = scorer.needs.queries, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
-        given, sinks, extras = self.given[index - self.first], None, Extras()
+        given, sinks, extras = self.given[index - self.first], None, ExtraInputs()
         if queries or self.parts.needs.sums:
-            q = _grouped_queries(given.queries, k, self.parts)
-            sinks = as_sinks(given.sink_logits, heads, q.shape[2])
+            q = _validate_layer_queries(given.queries, k, self.parts)
+            sinks = group_sink_logits(given.sink_logits, heads, q.shape[2])
             if self.parts.needs.sums:
                 all_q, all_k, all_v = lax.stop_gradient(
-                    [without_padding(each, length) for each in (q, k, v)]
+                    [zero_out_padding(each, length) for each in (q, k, v)]
                 )
-                backend = backend_of(Implementation.XLA)
-                shaping = Shaping(softcap=given.softcap, sink_logits=sinks)
-                _, lse = backend.prefill(all_q, all_k, all_v, length, shaping=shaping)
+                backend = get_attention_backend(Implementation.XLA)
+                shaping = LogitShaping(softcap=given.softcap, sink_logits=sinks)
+                _, lse = backend.compute_prefill_attention(
+                    all_q, all_k, all_v, length, shaping=shaping
+                )
                 assert lse is not None
-                extras["sums"] = backend.column_sums(all_q, all_k, lse, length, shaping=shaping)
+                extras["sums"] = backend.sum_attention_per_key(
+                    all_q, all_k, lse, length, shaping=shaping
+                )
             if q.shape[3] == padded_len:
                 at = jnp.maximum(positions, 0)[:, None, None, :, None]
                 q = jnp.take_along_axis(q, at, axis=3)
             q = q[..., q.shape[3] - queries :, :]
             if queries:
                 extras["queries"] = jnp.where(positions[:, None, None, :, None] >= 0, q, 0)
-        return Observed(
+        return ScorerInputs(
             q_positions=positions,
             k=k,
             v=v,
@@ -340,18 +355,18 @@ class _ArraySource(PromptSource):
             softcap=given.softcap,
         )
 
-    def shaping(self, given: _Layer) -> Shaping:
-        """Return the `Shaping` of a layer's attention logits: softcap and sink logits `[K, G]`."""
-        sinks = as_sinks(given.sink_logits, self.like.shape[1])
-        return Shaping(softcap=given.softcap, sink_logits=sinks)
+    def get_logit_shaping(self, given: _LayerInputs) -> LogitShaping:
+        """Return the `LogitShaping` of a layer's attention logits: softcap, and sink logits as `[K, G]`."""
+        sinks = group_sink_logits(given.sink_logits, self.like.shape[1])
+        return LogitShaping(softcap=given.softcap, sink_logits=sinks)
 
-    def pool_rows(self, group: Sequence[int], kept: Array) -> int:
-        """Return P, the size in entries of a group's pool: the maximum over lengths."""
+    def compute_pool_size(self, group: Sequence[int], kept: Array) -> int:
+        """Return P, the pool's size in entries for a group of layers: kv heads * capacity, enough for any length."""
         return self.like.shape[1] * self.capacity[group[0]]
 
 
-def _compressed(
-    layers_given: list[_Layer],
+def _compress_layer_inputs(
+    layers_given: list[_LayerInputs],
     parts: Parts,
     length: Any,
     headroom: Any,
@@ -360,34 +375,34 @@ def _compressed(
     first: int,
     layers: int,
 ) -> CompressedKV:
-    """Compress the layers from `first` on with the engine; return their `CompressedKV`."""
+    """Validate arguments and compress the model's layers from `first` on; return one `CompressedKV` of them."""
     remedy = "give the number of tokens to be added, 0 or more"
-    headroom = whole("headroom", headroom, remedy, least=0)
-    key = as_key(0 if key is None else key)
+    headroom = validate_int("headroom", headroom, remedy, least=0)
+    key = validate_random_key(0 if key is None else key)
     remedy = (
         "not supported: its budget spans layers and it recompresses while decoding. Use "
         "jaxkv.generate"
     )
-    spans = parts.layout.one_pool and parts.ongoing.compresses
-    require(not spans, "policy", parts.described(), remedy)
-    made_for = parts.scorer.model_layers
+    spans = parts.cache_layout.uses_shared_pool and parts.decoding_compression.compresses
+    require(not spans, "policy", parts.describe_parts(), remedy)
+    made_for = parts.scorer.model_layer_count
     remedy = f"the policy requires a model of {made_for} layers: use a policy for this model"
     require(made_for in (None, layers), "layers", layers, remedy)
-    given = _ArraySource(
+    given = _ArrayLayerSource(
         layers_given, parts, length, headroom=headroom, key=key, first=first, layers=layers
     )
-    made = run_to_end(compress_all(given, parts, key=key))
-    if known(*given.nans):
-        given.require_ordered()
-    limit, state = first_state(given, made)
-    reading = parts.reading(given.sliding_windows, given.like.shape[2])
+    made = run_generator(compress_all(given, parts, key=key))
+    if has_concrete_values(*given.nans):
+        given.require_no_nan_scores()
+    limit, state = create_policy_state(given, made)
+    reading = parts.build_read_config(given.sliding_windows, given.like.shape[2])
     mine = dataclasses.replace(reading, sources=reading.sources[first : first + len(made.start)])
-    tables = Tables(
+    tables = SegmentTables(
         start=made.start, length=made.length, limit=limit, seen=given.length, state=state
     )
-    query_buffers, held = iter(given.query_buffers), list[Tables]()
+    query_buffers, held = iter(given.query_buffers), list[SegmentTables]()
     for layer, each in enumerate(layers_given):
-        own = tables.of_layers(jnp.asarray([layer]))
+        own = tables.select_layer_tables(jnp.asarray([layer]))
         if given.query_buffers and own.state is not None and each.sliding_window is None:
             own = dataclasses.replace(
                 own, state=dataclasses.replace(own.state, query_buffers=(next(query_buffers),))
@@ -395,11 +410,11 @@ def _compressed(
         # Each array of a state is a buffer of its own, so that states can be donated.
         held.append(jax.tree.map(jnp.copy, own))
     return CompressedKV(
-        pools=with_bounds(made.pools, made.length, mine, None),
+        pools=add_page_bounds(made.pools, made.length, mine, None),
         tables=tuple(held),
         left_out=jnp.zeros((len(held), len(given.length)), jnp.int32),
-        shapings=tuple(given.shaping(each) for each in layers_given),
-        key=key if parts.every else None,
+        shapings=tuple(given.get_logit_shaping(each) for each in layers_given),
+        key=key if parts.recompression_interval else None,
         parts=parts,
         sliding_windows=given.sliding_windows,
         first=first,
@@ -407,17 +422,17 @@ def _compressed(
     )
 
 
-def _supported(given: Policy | type[Policy] | str) -> Policy:
-    """Validate a policy for `compress` and return it; ValueError if it needs more than the prompt's K, V and Q."""
-    policy = as_policy(given)
+def _validate_policy(given: Policy | type[Policy] | str) -> Policy:
+    """Return the policy as an instance; ValueError if `compress` lacks what it needs, such as hidden states."""
+    policy = resolve_policy(given)
     name, parts = type(policy).__name__, policy.composed
     for unsupported, remedy in (
         (
-            isinstance(parts.budget, Bytes),
+            isinstance(parts.budget, ByteBudget),
             "not supported: bytes are those of the full model's cache. Give entries, or a share",
         ),
         (
-            not parts.read.by_layer,
+            not parts.read.chooses_per_layer,
             f"not supported: {name} selects for other layers, or offloads entries. Use "
             "jaxkv.generate",
         ),
@@ -431,7 +446,7 @@ def _supported(given: Policy | type[Policy] | str) -> Policy:
             "rolling positions",
         ),
         (
-            set(parts.needs.extras) - {"queries", "sums"},
+            set(parts.needs.requested_inputs) - {"queries", "sums"},
             f"not supported: {name} reads more than keys, values and queries. Use KeyDiff, "
             "or jaxkv.generate",
         ),
@@ -440,8 +455,8 @@ def _supported(given: Policy | type[Policy] | str) -> Policy:
     return policy
 
 
-def _grouped_queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
-    """Validate a layer's queries and return `[B, K, G, w, D]`; ValueError if the policy needs more tokens."""
+def _validate_layer_queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
+    """Return a layer's queries as `[B, K, G, w, D]`; ValueError if missing or of fewer tokens than needed."""
     padded_len, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
     need = (
         "all S queries"
@@ -451,13 +466,13 @@ def _grouped_queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G 
     require(
         given is not None, "queries", None, f"{name} scores by attention: give {need}, [B, H, w, D]"
     )
-    grouped = as_grouped("queries", given, k.shape[0], k.shape[1], k)
+    grouped = group_query_heads("queries", given, k.shape[0], k.shape[1], k)
     count = grouped.shape[3]
     enough = count == padded_len or (not parts.needs.sums and window <= count < padded_len)
     require(
         enough,
         "queries",
         f"{count} of {padded_len} tokens",
-        f"{name} scores by attention: give {need}{order_hint(k)}",
+        f"{name} scores by attention: give {need}{format_axis_order_hint(k)}",
     )
     return grouped

@@ -18,43 +18,43 @@ from jax import lax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
-from jaxkv._checks import brief, index, settled
+from jaxkv._checks import format_non_default_fields, settled, validate_index
 from jaxkv._errors import require
-from jaxkv.attention import Shaping
+from jaxkv.attention import LogitShaping
 from jaxkv.attention.steps import NewEntries
-from jaxkv.cache import Tables
-from jaxkv.cache.packing import Unpacked
-from jaxkv.cache.pools import Pool
-from jaxkv.engine.bookkeeping import faded, segments_of
-from jaxkv.engine.compress import compress
-from jaxkv.engine.evict import Eviction, evict
-from jaxkv.engine.layer_sources import LayerSource
-from jaxkv.engine.layers.binding import bound
-from jaxkv.engine.layers.dense import DenseLayer
-from jaxkv.engine.layers.step import Step
-from jaxkv.engine.layers.terms import Terms
-from jaxkv.engine.progress import run_to_end
+from jaxkv.cache import SegmentTables
+from jaxkv.cache.packing import UnpackedEntries
+from jaxkv.cache.pools import EntryPool
+from jaxkv.engine.bookkeeping import decay_scores, select_layer_segments
+from jaxkv.engine.compress import compress_layer_by_layer
+from jaxkv.engine.evict import EvictionConfig, evict_entries
+from jaxkv.engine.layer_sources import LayerEntrySource
+from jaxkv.engine.layers.binding import make_cache_layer
+from jaxkv.engine.layers.dense import FullAttentionCacheLayer
+from jaxkv.engine.layers.step import StepState
+from jaxkv.engine.layers.terms import DecodeAttentionConfig
+from jaxkv.engine.progress import run_generator
 from jaxkv.engine.recompress import (
-    HeldLayer,
-    HeldStatic,
-    candidates_again,
-    counts_again,
-    rows_again,
+    CachedLayer,
+    CachedLayerConfig,
+    gather_candidates,
+    gather_entries_to_pack,
+    recount_entries_to_keep,
 )
-from jaxkv.engine.segments import heads_of
-from jaxkv.engine.selection import Candidates, limits_of
-from jaxkv.engine.sparse import new_tokens
-from jaxkv.engine.tokens import NewTokens, Token, remembered
+from jaxkv.engine.segments import take_number_per_head
+from jaxkv.engine.selection import Candidates, compute_entry_limits
+from jaxkv.engine.sparse import create_new_tokens
+from jaxkv.engine.tokens import NewTokens, TokenProjections, write_query_buffer
 from jaxkv.models.config import SlidingWindows
 from jaxkv.models.values import LayerSpec
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.phases import Append
 from jaxkv.transform.array_checks import (
-    as_counts,
-    as_grouped,
-    as_keys_values,
-    known,
-    without_padding,
+    group_query_heads,
+    has_concrete_values,
+    validate_keys_values,
+    validate_token_counts,
+    zero_out_padding,
 )
 
 
@@ -65,10 +65,10 @@ from jaxkv.transform.array_checks import (
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompressedKV:
-    """Immutable pytree of the compressed entries of one or several layers, made by `compress`.
+    """Immutable pytree of one or several layers' compressed entries, made by `compress`; `step` adds tokens.
 
     Attributes:
-        pools: keys, values and positions of each layer, or a single pool for all layers (`layout.one_pool`).
+        pools: keys, values and positions of each layer, or a single pool for all layers (`layout.uses_shared_pool`).
         tables: per layer: first row, length and target size of its segments, tokens seen, and the policy's state.
         left_out: `i32[L, B]` tokens without headroom in traced code, which are not in the cache; 0 if it is complete.
             Check it after a `jit`.
@@ -80,10 +80,10 @@ class CompressedKV:
         padded_len: S, the padded length of the prompts.
     """
 
-    pools: tuple[Pool, ...]
-    tables: tuple[Tables, ...]
+    pools: tuple[EntryPool, ...]
+    tables: tuple[SegmentTables, ...]
     left_out: Array
-    shapings: tuple[Shaping, ...]
+    shapings: tuple[LogitShaping, ...]
     key: PRNGKeyArray | None
     parts: Parts
     sliding_windows: SlidingWindows
@@ -91,31 +91,34 @@ class CompressedKV:
     padded_len: int
 
     def __repr__(self) -> str:
-        return f"CompressedKV({len(self.tables)} layers, {brief(self.parts)}, {self.terms.layout.value})"
+        parts, layout = format_non_default_fields(self.parts), self.decode_config.layout.value
+        return f"CompressedKV({len(self.tables)} layers, {parts}, {layout})"
 
     @property
-    def start(self) -> Int[Array, "L B K"]:
-        """First row of each segment, `i32[L, B, K]`."""
+    def segment_starts(self) -> Int[Array, "L B K"]:
+        """First pool row of each segment, one per layer, sequence and kv head, `i32[L, B, K]`."""
         return jnp.concatenate([each.start for each in self.tables])
 
     @property
     def length(self) -> Int[Array, "L B K"]:
-        """Entries in each segment, `i32[L, B, K]`."""
+        """Number of entries in each segment, one per layer, sequence and kv head, `i32[L, B, K]`."""
         return jnp.concatenate([each.length for each in self.tables])
 
     @property
     def seen(self) -> Int[Array, "L B"]:
-        """Tokens seen by each sequence, `i32[L, B]`, which is the next position; layers differ within a step."""
+        """Number of tokens seen per layer and sequence, evicted ones included, `i32[L, B]`: the next position."""
         return jnp.stack([each.seen for each in self.tables])
 
     @property
-    def terms(self) -> Terms:
-        """Static config by which new tokens append and read entries."""
-        reading = self.parts.reading(self.sliding_windows, self.padded_len)
-        return Terms(layout=self.parts.layout, reading=reading, ongoing=self.parts.ongoing)
+    def decode_config(self) -> DecodeAttentionConfig:
+        """Static config of a step: pool layout, entries that layers attend to, eviction or recompression."""
+        reading = self.parts.build_read_config(self.sliding_windows, self.padded_len)
+        return DecodeAttentionConfig(
+            layout=self.parts.cache_layout, reading=reading, ongoing=self.parts.decoding_compression
+        )
 
-    def pool(self, layer: int = 0) -> Pool:
-        """Return the `Pool` (keys, values and positions) that holds a layer's segments.
+    def get_layer_pool(self, layer: int = 0) -> EntryPool:
+        """Return the `EntryPool` of keys, values and positions of a layer's segments; one for all layers if shared.
 
         Args:
             layer: index among the state's layers.
@@ -123,15 +126,15 @@ class CompressedKV:
         Returns:
             The layer's pool, or the shared one.
         """
-        layer = index("layer", layer, len(self.tables))
-        return self.pools[self.terms.layout.pool_of(layer)]
+        layer = validate_index("layer", layer, len(self.tables))
+        return self.pools[self.decode_config.layout.get_pool_index(layer)]
 
     def sliding_window(self, layer: int) -> int | None:
-        """Sliding window of a layer in tokens; None for full attention."""
+        """Return the sliding window of the state's layer `layer` in tokens; None for full attention."""
         return self.sliding_windows[self.first + layer]
 
-    def free(self, layer: int = 0) -> Int[Array, " B"]:
-        """Return the number of tokens that can be appended to a layer, `[B]`: the minimum over its kv heads.
+    def compute_remaining_headroom(self, layer: int = 0) -> Int[Array, " B"]:
+        """Return how many more tokens each sequence can append to a layer, `i32[B]`: the minimum over its kv heads.
 
         Args:
             layer: index among the state's layers.
@@ -139,11 +142,16 @@ class CompressedKV:
         Returns:
             `i32[B]`, the headroom of each sequence.
         """
-        layer, sizes = index("layer", layer, len(self.tables)), [pool.rows for pool in self.pools]
-        return self.terms.layout.free(self.start, self.length, sizes)[layer].min(axis=1)
+        layer, sizes = (
+            validate_index("layer", layer, len(self.tables)),
+            [pool.row_count for pool in self.pools],
+        )
+        return self.decode_config.layout.compute_segment_headroom(
+            self.segment_starts, self.length, sizes
+        )[layer].min(axis=1)
 
     def positions(self, layer: int = 0) -> list[list[Int[np.ndarray, " n"]]]:
-        """Return the original positions of a layer's entries on the host, by sequence and kv head, in pool order.
+        """Return positions of a layer's entries as numpy arrays, listed by sequence and kv head, in pool order.
 
         Args:
             layer: index among the state's layers.
@@ -151,9 +159,9 @@ class CompressedKV:
         Returns:
             A list per sequence, with an i32 array of length `length[layer, b, h]` for each kv head.
         """
-        layer = index("layer", layer, len(self.tables))
+        layer = validate_index("layer", layer, len(self.tables))
         tables = self.tables[layer]
-        found = (self.pool(layer).pos, tables.start[0], tables.length[0])
+        found = (self.get_layer_pool(layer).pos, tables.start[0], tables.length[0])
         pos, starts, lengths = map(np.asarray, found)
         return [
             [held[start : start + length] for start, length in zip(*each, strict=True)]
@@ -170,7 +178,7 @@ class CompressedKV:
         count: ArrayLike | None = None,
         layer: int = 0,
     ) -> tuple["CompressedKV", Array]:
-        """Add new tokens to a layer: append, attend, score, then evict or recompress as the policy declares.
+        """Append new tokens to a layer, attend, then evict or recompress by the policy; return the state and output.
 
         Pure: it runs under the caller's `jit`, `scan`, `vmap` and `shard_map` (with `check_vma=False` for several
         tokens, windows, pages and `every=n`). Reverse-mode gradients are supported for one token that reads all entries
@@ -194,9 +202,9 @@ class CompressedKV:
             ValueError: if arrays do not fit, if several tokens are passed to a policy that evicts one by one, or if the
                 headroom is too small and the lengths are known.
         """
-        layer = index("layer", layer, len(self.tables))
-        k, v, written = self._joining(k, v, count, layer)
-        grouped = as_grouped("q", q, k.shape[0], k.shape[1], k)
+        layer = validate_index("layer", layer, len(self.tables))
+        k, v, written = self._validate_new_tokens(k, v, count, layer)
+        grouped = group_query_heads("q", q, k.shape[0], k.shape[1], k)
         _, heads, group, tokens, _ = grouped.shape
         remedy = f"k has {k.shape[2]} tokens: give as many queries"
         require(tokens == k.shape[2], "q", f"{tokens} tokens", remedy)
@@ -204,14 +212,16 @@ class CompressedKV:
         held = state.query_buffers[0].shape[2] if state and state.query_buffers else group
         remedy = f"the prompt's queries had {heads * held}: give as many"
         require(group == held, "q", f"{heads * group} query heads", remedy)
-        after, out = _stepped(self, without_padding(grouped, written), k, v, written, layer=layer)
+        after, out = _run_compiled_step(
+            self, zero_out_padding(grouped, written), k, v, written, layer=layer
+        )
         return after, out.astype(grouped.dtype)
 
     @settled
     def append(
         self, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0
     ) -> "CompressedKV":
-        """Append new tokens' keys and values to a layer: the first half of `step`, for policies without eviction.
+        """Append new tokens' keys and values to a layer; return the state. The first half of `step`, without eviction.
 
         Args:
             k: `[B, K, N, D]` keys after RoPE at their own positions, from `seen` on.
@@ -226,15 +236,17 @@ class CompressedKV:
             ValueError: if arrays do not fit, for a policy that evicts or selects what is read, or if the headroom is
                 too small and the lengths are known.
         """
-        layer = index("layer", layer, len(self.tables))
-        self._require_plain("append")
-        k, v, written = self._joining(k, v, count, layer)
-        new = self._entries(layer, k, v, written)
-        return self._with(layer, self.pool(layer).appended(new), new.count, written)
+        layer = validate_index("layer", layer, len(self.tables))
+        self._require_append_only("append")
+        k, v, written = self._validate_new_tokens(k, v, count, layer)
+        new = self._build_new_entries(layer, k, v, written)
+        return self._record_appended_tokens(
+            layer, self.get_layer_pool(layer).append_entries(new), new.count, written
+        )
 
     @settled
     def attend(self, q: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Array:
-        """Compute attention of the last N appended tokens' queries over a layer, causal: the second half of `step`.
+        """Return causal attention output `[B, H, N, D]` of the last N appended tokens' queries over a layer's entries.
 
         Reverse-mode gradients are supported, except if layers share a pool or a kv head has 48 query heads or more. In
         these cases a loop over segments runs as many steps as the longest segment needs.
@@ -253,42 +265,49 @@ class CompressedKV:
             ValueError: if shapes do not fit, for a policy that evicts or selects what is read, or if a sequence has
                 more queries than consecutive last positions and these are known.
         """
-        layer = index("layer", layer, len(self.tables))
-        self._require_plain("attend")
-        pool, tables = self.pool(layer), self.tables[layer]
+        layer = validate_index("layer", layer, len(self.tables))
+        self._require_append_only("attend")
+        pool, tables = self.get_layer_pool(layer), self.tables[layer]
         start, length = tables.start[0], tables.length[0]
         batch, heads = start.shape
-        grouped = as_grouped("q", q, batch, heads, pool.k)
+        grouped = group_query_heads("q", q, batch, heads, pool.k)
         tokens = grouped.shape[3]
-        written = as_counts("count", count, batch, tokens)
+        written = validate_token_counts("count", count, batch, tokens)
         # Entries are only appended: later tokens are at the end of each segment, except those without headroom.
         last = jnp.take_along_axis(pool.pos, jnp.maximum(start + length - 1, 0), axis=1)
         last = jnp.where(length > 0, last, -1).max(axis=1)
         taken = jnp.clip(last + 1 - (tables.seen - written), 0, written)
         after = jnp.maximum(taken - 1 - jnp.arange(tokens, dtype=jnp.int32)[:, None], 0)
-        if tokens > 1 and known(pool.pos, start, length, taken):
-            _require_last(pool.pos, start, length, last, taken)
+        if tokens > 1 and has_concrete_values(pool.pos, start, length, taken):
+            _require_last_positions(pool.pos, start, length, last, taken)
 
-        def one(q: Float[Array, "B K G D"], after: Int[Array, " B"]) -> Float[Array, "B K G D"]:
-            """Return the output of one token's queries, with `after` later tokens left out."""
-            rows = self._rows(layer, pool, jnp.maximum(length - after[:, None], 0), grouped)
-            reach, attend = rows.reach(rows.length), self.terms.backend.attend
+        def attend_one_token(
+            q: Float[Array, "B K G D"], after: Int[Array, " B"]
+        ) -> Float[Array, "B K G D"]:
+            """Return one token's attention output `[B, K, G, D]`, without the last `after` entries of segments."""
+            rows = self._view_layer_entries(
+                layer, pool, jnp.maximum(length - after[:, None], 0), grouped
+            )
+            reach, attend = (
+                rows.get_attended_range(rows.length),
+                self.decode_config.backend.attend_to_segments,
+            )
             return attend(q, pool.store, reach, shaping=rows.shaping)[0]
 
         if tokens == 1:
-            out = one(grouped[:, :, :, 0], after[0])[:, :, :, None]
+            out = attend_one_token(grouped[:, :, :, 0], after[0])[:, :, :, None]
         else:
-            out = jax.vmap(one, in_axes=(3, 0), out_axes=3)(grouped, after)
+            out = jax.vmap(attend_one_token, in_axes=(3, 0), out_axes=3)(grouped, after)
         return out.reshape(batch, -1, tokens, out.shape[-1])
 
-    def _joining(
+    def _validate_new_tokens(
         self, k: ArrayLike, v: ArrayLike, count: ArrayLike | None, layer: int
     ) -> tuple[Array, Array, Int[Array, " B"]]:
-        """Validate new tokens; return their keys and values without padding, and the sequences' token counts."""
-        k, v = as_keys_values(k, v)
+        """Return new tokens' keys and values, 0 in padding, and their number `[B]`; ValueError if they do not fit."""
+        k, v = validate_keys_values(k, v)
         tables = self.tables[layer]
         _, batch, heads = tables.start.shape
-        held, tokens = self.pool(layer).k, k.shape[2]
+        held, tokens = self.get_layer_pool(layer).k, k.shape[2]
         fits = (*k.shape[:2], k.shape[3]) == (batch, heads, held.shape[2])
         remedy = f"wrong shape: give [B, K, N, D] = {[batch, heads, 'N', held.shape[2]]}"
         require(fits, "k", list(k.shape), remedy)
@@ -297,24 +316,32 @@ class CompressedKV:
         single = tokens == 1 or isinstance(self.parts.after, Append)
         remedy = "its policy evicts or recompresses after each token: give one token per call"
         require(single, "k", f"{tokens} tokens", remedy)
-        written, free = as_counts("count", count, batch, tokens), self.free(layer)
-        if known(written, free):
+        written, free = (
+            validate_token_counts("count", count, batch, tokens),
+            self.compute_remaining_headroom(layer),
+        )
+        if has_concrete_values(written, free):
             short = int(np.max(np.asarray(written) - np.asarray(free)))
             remedy = f"{short} more than the headroom: give jaxkv.compress a larger headroom"
             require(short <= 0, "k", f"{tokens} tokens", remedy)
-        return without_padding(k, written), without_padding(v, written), written
+        return zero_out_padding(k, written), zero_out_padding(v, written), written
 
-    def _entries(self, layer: int, k: Array, v: Array, written: Int[Array, " B"]) -> NewEntries:
-        """Return new tokens' entries, as many of each sequence's `written` ones as fit the headroom."""
+    def _build_new_entries(
+        self, layer: int, k: Array, v: Array, written: Int[Array, " B"]
+    ) -> NewEntries:
+        """Return `NewEntries`: new tokens' keys, values, positions, segment ends, and counts within headroom."""
         tables = self.tables[layer]
         positions = tables.seen[:, None] + jnp.arange(k.shape[2], dtype=jnp.int32)
-        end, count = tables.start[0] + tables.length[0], jnp.clip(self.free(layer), 0, written)
+        end, count = (
+            tables.start[0] + tables.length[0],
+            jnp.clip(self.compute_remaining_headroom(layer), 0, written),
+        )
         return NewEntries(k=k, v=v, positions=positions, count=count, end=end)
 
-    def _rows(
-        self, layer: int, pool: Pool, length: Int[Array, "B K"], q: Float[Array, "B K G N D"]
-    ) -> DenseLayer:
-        """Return a view of a layer's entries; ValueError if its sink logits and q have different numbers of heads."""
+    def _view_layer_entries(
+        self, layer: int, pool: EntryPool, length: Int[Array, "B K"], q: Float[Array, "B K G N D"]
+    ) -> FullAttentionCacheLayer:
+        """Return a view of a layer's entries to attend to; ValueError if its sink logits and q differ in heads."""
         shaping, (_, heads, group, _, _) = self.shapings[layer], q.shape
         sinks = shaping.sink_logits
         remedy = (
@@ -322,24 +349,28 @@ class CompressedKV:
         )
         fits = sinks is None or sinks.shape == (heads, group)
         require(fits, "q", f"{heads * group} query heads", remedy)
-        given = (self.terms, pool, self.tables[layer].start[0], length)
-        return bound(*given, shaping=shaping, sliding_window=self.sliding_window(layer))
+        given = (self.decode_config, pool, self.tables[layer].start[0], length)
+        return make_cache_layer(*given, shaping=shaping, sliding_window=self.sliding_window(layer))
 
-    def _with(
-        self, layer: int, pool: Pool, taken: Int[Array, " B"], written: Int[Array, " B"]
+    def _record_appended_tokens(
+        self, layer: int, pool: EntryPool, taken: Int[Array, " B"], written: Int[Array, " B"]
     ) -> "CompressedKV":
-        """Return the state with a layer's pool, to which `taken` of `written` tokens were appended."""
+        """Return the state with a layer's new pool, `taken` more entries, `written` tokens seen, the rest left out."""
         tables = self.tables[layer]
         length, seen = tables.length + taken[:, None], tables.seen + written
-        after = self._updated(layer, pool, length=length, seen=seen)
+        after = self._replace_layer_fields(layer, pool, length=length, seen=seen)
         left_out = self.left_out.at[layer].add(written - taken)
         return dataclasses.replace(after, left_out=left_out)
 
-    def _updated(
-        self, layer: int, pool: Pool | None = None, state: dict[str, Any] | None = None, **of: Any
+    def _replace_layer_fields(
+        self,
+        layer: int,
+        pool: EntryPool | None = None,
+        state: dict[str, Any] | None = None,
+        **of: Any,
     ) -> "CompressedKV":
-        """Return the state with a layer's pool, tables and policy state replaced by name."""
-        tables, at = self.tables[layer], self.terms.layout.pool_of(layer)
+        """Return the state with a layer's pool, fields of its policy state and fields of its tables replaced."""
+        tables, at = self.tables[layer], self.decode_config.layout.get_pool_index(layer)
         if state and tables.state is not None:
             of["state"] = dataclasses.replace(tables.state, **state)
         pools, every = [*self.pools], [*self.tables]
@@ -347,40 +378,45 @@ class CompressedKV:
         every[layer] = dataclasses.replace(tables, **of)
         return dataclasses.replace(self, pools=tuple(pools), tables=tuple(every))
 
-    def _evicted(self, layer: int, attended: Float[Array, "B K"]) -> "CompressedKV":
-        """Return the state without the lowest-ranked entry of each of a layer's segments above its limit."""
-        pool, segments = self.pool(layer), segments_of(self.tables[layer], 0)
-        how = Eviction(terms=self.terms, heads=attended.shape[1], dtype=pool.dtype)
-        pool, left = evict(pool, segments, attended, how)
+    def _evict_lowest_ranked_entries(
+        self, layer: int, attended: Float[Array, "B K"]
+    ) -> "CompressedKV":
+        """Return the state with the lowest-ranked entry evicted from each of a layer's segments above its limit."""
+        pool, segments = self.get_layer_pool(layer), select_layer_segments(self.tables[layer], 0)
+        how = EvictionConfig(terms=self.decode_config, heads=attended.shape[1], dtype=pool.dtype)
+        pool, left = evict_entries(pool, segments, attended, how)
         tau = None if left.tau is None else left.tau[None]
-        return self._updated(layer, pool, {"tau": tau}, length=left.length[None])
+        return self._replace_layer_fields(layer, pool, {"tau": tau}, length=left.length[None])
 
-    def _remembering(self, layer: int, token: Token, new: NewTokens) -> "CompressedKV":
-        """Return the state with new tokens' queries in a layer's query buffer, if the layer has one."""
+    def _update_query_buffer(
+        self, layer: int, token: TokenProjections, new: NewTokens
+    ) -> "CompressedKV":
+        """Return the state with new tokens' queries written to a layer's query buffer; unchanged if it has none."""
         state = self.tables[layer].state
         if state is None or not state.query_buffers:
             return self
-        return self._updated(
-            layer, state={"query_buffers": (remembered(state.query_buffers[0], token.q, new),)}
+        return self._replace_layer_fields(
+            layer,
+            state={"query_buffers": (write_query_buffer(state.query_buffers[0], token.q, new),)},
         )
 
-    def _recompressed(self, layer: int, every: int) -> "CompressedKV":
-        """Return the state with a layer recompressed in sequences that have `every` entries more than their limit."""
+    def _recompress_if_due(self, layer: int, every: int) -> "CompressedKV":
+        """Return the state with a layer's sequences recompressed that hold `every` entries more than their limit."""
         tables = self.tables[layer]
         due = (tables.length - tables.limit).max(axis=(0, 2)) >= every
-        again = partial(CompressedKV._recompressed_due, layer=layer)
+        again = partial(CompressedKV._recompress_due_sequences, layer=layer)
         return lax.cond(due.any(), again, lambda state, _: state, self, due)
 
-    def _recompressed_due(self, due: Bool[Array, " B"], layer: int) -> "CompressedKV":
-        """Return the state with the sequences in mask `due` of a layer recompressed, over all their entries."""
-        held, parts, tables = HeldSource(self, layer), self.parts, self.tables[layer]
-        made = run_to_end(compress(held, parts, key=held.layer.key, due=due))
+    def _recompress_due_sequences(self, due: Bool[Array, " B"], layer: int) -> "CompressedKV":
+        """Return the state with a layer recompressed in the sequences of mask `due`; other sequences are unchanged."""
+        held, parts, tables = StateLayerSource(self, layer), self.parts, self.tables[layer]
+        made = run_generator(compress_layer_by_layer(held, parts, key=held.layer.key, due=due))
         at, usual = self.first + layer, made.length
-        if parts.heads.uniform:
+        if parts.heads.is_uniform:
             usual = jnp.broadcast_to(held.kept_entries[at : at + 1, :, None], usual.shape)
         of = (self.sliding_windows, slice(at, at + 1))
-        target = limits_of(parts.heads, made.length, usual, None, *of)
-        return self._updated(
+        target = compute_entry_limits(parts.heads, made.length, usual, None, *of)
+        return self._replace_layer_fields(
             layer,
             made.pools[0],
             {"tau": made.tau},
@@ -389,15 +425,15 @@ class CompressedKV:
             limit=jnp.where(due[:, None], target, tables.limit),
         )
 
-    def _require_plain(self, half: str) -> None:
-        """Raise ValueError unless the policy only appends tokens and reads all entries."""
-        plain = isinstance(self.parts.after, Append) and self.parts.read.everything
+    def _require_append_only(self, half: str) -> None:
+        """Raise ValueError unless the policy only appends new tokens and attends to all entries."""
+        plain = isinstance(self.parts.after, Append) and self.parts.read.reads_all_entries
         remedy = f"its policy evicts, or selects what is read, within a step: use step, not {half}"
-        require(plain, "state", brief(self.parts), remedy)
+        require(plain, "state", format_non_default_fields(self.parts), remedy)
 
 
 @partial(jax.jit, static_argnames="layer")
-def _stepped(
+def _run_compiled_step(
     state: CompressedKV,
     q: Float[Array, "B K G N D"],
     k: Float[Array, "B K N D"],
@@ -406,42 +442,50 @@ def _stepped(
     *,
     layer: int,
 ) -> tuple[CompressedKV, Float[Array, "B H N D"]]:
-    """Compiled: `CompressedKV.step` of checked arrays; padding has output 0."""
-    new = state._entries(layer, k, v, written)
-    (pool,) = faded((state.pool(layer),), new.count, state.terms)
-    rows = state._rows(layer, pool, state.tables[layer].length[0], q)
-    token = Token(q=q, k=new.k, v=new.v, stored=new.k).widened(pool.dtype)
-    step = Step(new=new_tokens(state.terms, state.tables[layer], new.count, q.shape[3]))
-    made = rows.attended(token, step)
-    after = state._with(layer, made.pool, new.count, written)
+    """Run `CompressedKV.step` compiled, on validated arrays; return the state and output, 0 for padding."""
+    new = state._build_new_entries(layer, k, v, written)
+    (pool,) = decay_scores((state.get_layer_pool(layer),), new.count, state.decode_config)
+    rows = state._view_layer_entries(layer, pool, state.tables[layer].length[0], q)
+    token = TokenProjections(q=q, k=new.k, v=new.v, stored=new.k).cast_to_dtype(pool.dtype)
+    step = StepState(
+        new=create_new_tokens(state.decode_config, state.tables[layer], new.count, q.shape[3])
+    )
+    made = rows.append_tokens_and_attend(token, step)
+    after = state._record_appended_tokens(layer, made.pool, new.count, written)
     if state.sliding_window(layer) is None:
-        after = after._remembering(layer, token, step.new)
-        if state.terms.ongoing.evicts:
-            after = after._evicted(layer, heads_of(made.out, len(written)))
-        if state.parts.every:
-            after = after._recompressed(layer, state.parts.every)
+        after = after._update_query_buffer(layer, token, step.new)
+        if state.decode_config.ongoing.evicts:
+            after = after._evict_lowest_ranked_entries(
+                layer, take_number_per_head(made.out, len(written))
+            )
+        if state.parts.recompression_interval:
+            after = after._recompress_if_due(layer, state.parts.recompression_interval)
     out = made.out.reshape(len(written), -1, *made.out.shape[3:])
-    return after, without_padding(out, written)
+    return after, zero_out_padding(out, written)
 
 
-class HeldSource(LayerSource):
-    """Layer source that recompresses one layer of a state."""
+class StateLayerSource(LayerEntrySource):
+    """`LayerEntrySource` of one layer of a `CompressedKV`, whose entries the engine recompresses."""
 
     def __init__(self, held: CompressedKV, layer: int):
-        """Count the entries to keep, and gather the layer's arrays for the programs."""
-        parts, pool, tables = held.parts, held.pool(layer), held.tables[layer]
+        """Compute how many entries each sequence keeps now, and collect the layer's pool, tables and query buffer."""
+        parts, pool, tables = held.parts, held.get_layer_pool(layer), held.tables[layer]
         assert tables.state is not None and held.key is not None
         query_buffers, at = tables.state.query_buffers, held.first + layer
         self.indices, self.sliding_windows, self.size, self.parts = (
             (at,),
             held.sliding_windows,
-            pool.rows,
+            pool.row_count,
             parts,
         )
-        self.kept_entries, self.recents = counts_again(parts, tables, held.sliding_windows)
-        self.static = HeldStatic.of(parts, padded_len=pool.rows, spec=LayerSpec())
+        self.kept_entries, self.recents = recount_entries_to_keep(
+            parts, tables, held.sliding_windows
+        )
+        self.static = CachedLayerConfig.from_parts(
+            parts, padded_len=pool.row_count, spec=LayerSpec()
+        )
         self.shaping = held.shapings[layer]
-        self.layer = HeldLayer(
+        self.layer = CachedLayer(
             pool=pool,
             tables=dataclasses.replace(
                 tables, state=dataclasses.replace(tables.state, query_buffers=())
@@ -452,21 +496,23 @@ class HeldSource(LayerSource):
             key=held.key,
         )
 
-    def candidates(self, index: int) -> Candidates:
-        """Return the `Candidates` of the layer: scores by the policy's rank, or by its scorer from the last queries."""
-        return candidates_again(self.layer, self.static, self.shaping)
+    def get_layer_candidates(self, index: int) -> Candidates:
+        """Return the layer's `Candidates`, scored by the policy's rank, or by its scorer from the query buffer."""
+        return gather_candidates(self.layer, self.static, self.shaping)
 
-    def pool_rows(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Return P, the size in entries of the layer's pool, which does not change."""
+    def compute_pool_size(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
+        """Return P, the size in entries of the layer's pool, which recompression does not change."""
         return self.size
 
-    def rows(self, index: int) -> Unpacked:
-        """Return the layer's entries, in order of position."""
-        return rows_again(self.layer, self.static, self.shaping)
+    def take_layer_entries(self, index: int) -> UnpackedEntries:
+        """Return the layer's keys, values, scores and positions, sorted by position in each kv head."""
+        return gather_entries_to_pack(self.layer, self.static, self.shaping)
 
 
-def _require_last(pos: Array, start: Array, length: Array, last: Array, taken: Array) -> None:
-    """Raise ValueError unless the last `taken` entries of each segment have the positions up to `last`."""
+def _require_last_positions(
+    pos: Array, start: Array, length: Array, last: Array, taken: Array
+) -> None:
+    """Raise ValueError unless each segment's last `taken` entries have consecutive positions up to `last`."""
     # Entries are in order of position, so comparing the first of them suffices.
     first = jnp.take_along_axis(pos, jnp.maximum(start + length - taken[:, None], 0), axis=1)
     right = (length >= taken[:, None]) & (first == (last + 1 - taken)[:, None])

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import _compat_tpu as tpu
-from pallas_kernels.tpu.rows import CHUNK, LANES, TILE, Copies
+from pallas_kernels.tpu.rows import CHUNK, LANES, TILE, BlockCopyRing
 
-# Keys or values: an array, or codes `i8[B, P, D]` and scales `f16[B, P]`, as in `Int8`.
+# Keys or values: an array, or codes `i8[B, P, D]` and scales `f16[B, P]`, as in `Int8Store`.
 Pair = tuple[jax.Array, jax.Array]
 Rows = jax.Array | Pair
 # Rows per product: with BLOCK rows copies would wait for products, with more rows registers spill on a v5e.
@@ -32,23 +32,23 @@ _TILE = 32
 _MOST_SCALES = 1 << 19
 
 
-def takes(pool_rows: int) -> bool:
-    """True if the kernel supports 8-bit pools of this number of rows: complete tiles, whose scales fit VMEM."""
+def supports_int8_pool(pool_rows: int) -> bool:
+    """True if the TPU kernel supports int8 pools of `pool_rows` rows: a multiple of 8, at most 2**19."""
     return pool_rows % TILE == 0 and pool_rows <= _MOST_SCALES
 
 
-def tile_of(pool: jax.Array) -> int:
-    """Return the rows per HBM tile of keys or values `[B, P, D]`: 32 of 8 bits, if these are complete, else 8."""
+def get_tile_rows(pool: jax.Array) -> int:
+    """Return the rows of an HBM tile of keys or values `[B, P, D]`: 32 for int8 and P a multiple of 32, else 8."""
     return _TILE if pool.dtype == jnp.int8 and pool.shape[1] % _TILE == 0 else TILE
 
 
-def numbers_of(dtype: jax.typing.DTypeLike) -> jnp.dtype:
+def choose_product_dtype(dtype: jax.typing.DTypeLike) -> jnp.dtype:
     """Return the dtype in which codes are multiplied by queries: bfloat16 for bfloat16 queries, else float32."""
     return jnp.dtype(jnp.bfloat16 if jnp.dtype(dtype) == jnp.dtype(jnp.bfloat16) else jnp.float32)
 
 
-def scales_of(leaf: jax.Array) -> jax.Array:
-    """Return float32 scales of keys or values, `[B, n, 128]`: 128 rows per line, and the last chunk's if needed."""
+def lay_out_scales(leaf: jax.Array) -> jax.Array:
+    """Convert scales `[B, P]` to float32 lines `[B, n, 128]`; unless 128 divides P, add a copy of the last chunk's."""
     wide, rows = leaf.astype(jnp.float32), leaf.shape[1]
     if rows % LANES:
         whole = lambda part: jnp.pad(part, ((0, 0), (0, -part.shape[1] % LANES)))  # noqa: E731
@@ -56,8 +56,8 @@ def scales_of(leaf: jax.Array) -> jax.Array:
     return wide.reshape(len(leaf), -1, LANES)
 
 
-def joined(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
-    """Write new entries' scales at row `end`, at P none; return keys or values and the entries `f32[B, K, 2, D]`.
+def append_entry_scales(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
+    """Write new entries' scales to pool row `end`; return codes and scales, and entries dequantised and as codes.
 
     Of an entry, line 0 is dequantised, as later steps read it, and line 1 has its codes.
     """
@@ -67,12 +67,12 @@ def joined(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
     return (codes, put), jnp.stack([wide * scale.astype(jnp.float32)[..., None], wide], axis=2)
 
 
-def of_block(scales: Any, copies: Copies, b: Any, h: Any, index: Any) -> jax.Array:
-    """Return the scales of a block's keys or values, `f32[1, rows]`, inside the kernel."""
+def load_block_scales(scales: Any, copies: BlockCopyRing, b: Any, h: Any, index: Any) -> jax.Array:
+    """Return the scales of the rows of a segment's block `index`, `f32[1, rows]`, inside the kernel."""
     last, parts = copies.rows - copies.chunk, []
     behind = last if copies.rows % LANES == 0 else -(-copies.rows // LANES) * LANES
     for number in range(copies.size // copies.chunk):
-        begin = copies.first(b, h) + index * copies.size + number * copies.chunk
+        begin = copies.find_first_row(b, h) + index * copies.size + number * copies.chunk
         line = lax.div(jnp.where(begin > last, behind, begin), jnp.int32(LANES))
         lines = [scales[0, tpu.ds(line + each, 1)] for each in range(-(-copies.chunk // LANES))]
         parts.append(jnp.concatenate(lines, axis=1)[:, : copies.chunk])

@@ -22,17 +22,17 @@ from jax import lax
 from pallas_kernels import _compat_tpu as tpu
 from pallas_kernels.tpu import codes
 from pallas_kernels.tpu.codes import Rows
-from pallas_kernels.tpu.rows import AHEAD, BLOCK, CHUNK, LANES, TILE, Copies, NewEntries
+from pallas_kernels.tpu.rows import AHEAD, BLOCK, CHUNK, LANES, TILE, BlockCopyRing, EntryAppender
 
 # Sublanes of a 32-bit register; queries are padded to multiples of it.
 _SUBLANES = 8
 _MASKED = -1e30
 
 
-def takes(pool_rows: int, dtype: jax.typing.DTypeLike) -> bool:
-    """True if the kernel supports pools of this number of rows: complete tiles, of bfloat16, float32 or 8-bit codes."""
+def supports_pool(pool_rows: int, dtype: jax.typing.DTypeLike) -> bool:
+    """True if the TPU kernel supports pools of `pool_rows` rows (a multiple of 8) in bfloat16, float32 or int8."""
     if jnp.dtype(dtype) == jnp.dtype(jnp.int8):
-        return codes.takes(pool_rows)
+        return codes.supports_int8_pool(pool_rows)
     known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))
     return known and pool_rows % TILE == 0
 
@@ -48,7 +48,7 @@ def attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute attention of R queries per kv head over its segment of a pool; return output and log-sum-exp.
+    """Compute attention of R queries per kv head over its segment of a pool, on a TPU; return output, log-sum-exp.
 
     Args:
         q: `[B, K, R, D]` float; for decoding R is the group.
@@ -63,7 +63,7 @@ def attend(
     Returns:
         `[B, K, R, D]` in q's dtype, and `f32[B, K, R]` natural log-sum-exp of the scaled logits.
     """
-    out, lse = _run(q, (), k, v, (start, length), softcap, interpret)
+    out, lse = _call_decode_kernel(q, (), k, v, (start, length), softcap, interpret)
     return out, lse
 
 
@@ -80,7 +80,7 @@ def append_and_attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, Rows, Rows]:
-    """Append each head's new entry to its segment and attend to the segment; return output, lse and the pool.
+    """Append a new entry per kv head to its segment and attend to it, on a TPU; return output, lse, and the pool.
 
     Entries are written in place if the pool is donated. A sliding window is a later `start` with a smaller `length`.
 
@@ -101,24 +101,28 @@ def append_and_attend(
         entries.
     """
     if isinstance(k, tuple):
-        tables = _tables(start, length, counts, codes.tile_of(k[0]))
+        tables = _build_append_tables(start, length, counts, codes.get_tile_rows(k[0]))
         end = jnp.where(counts[:, None] > 0, start + length, k[0].shape[1])
         (k, new_k), (v, new_v) = (
-            codes.joined(*each, end) for each in zip((k, v), new, strict=True)
+            codes.append_entry_scales(*each, end) for each in zip((k, v), new, strict=True)
         )
-        out, lse, *written = _run(q, (new_k, new_v), k, v, tables, softcap, interpret)
+        out, lse, *written = _call_decode_kernel(
+            q, (new_k, new_v), k, v, tables, softcap, interpret
+        )
         return out, lse, (written[0], k[1]), (written[1], v[1])
-    tables = _tables(start, length, counts)
-    out, lse, k, v = _run(q, _narrowed(new, k.dtype), k, v, tables, softcap, interpret)
+    tables = _build_append_tables(start, length, counts)
+    out, lse, k, v = _call_decode_kernel(
+        q, _round_to_pool_dtype(new, k.dtype), k, v, tables, softcap, interpret
+    )
     return out, lse, k, v
 
 
-def _narrowed(new, dtype):
-    """Round new keys and values `f32[B, K, 1, D]` to the pool's dtype: 16-bit sublanes have no addresses."""
+def _round_to_pool_dtype(new, dtype):
+    """Round new keys and values to the pool's dtype; return float32 `[B, K, 1, D]`, for 32-bit sublanes."""
     return tuple(each.astype(dtype).astype(jnp.float32)[:, :, None] for each in new)
 
 
-def _tables(start, length, counts, tile=TILE):
+def _build_append_tables(start, length, counts, tile=TILE):
     """Return `start`, `length`, `counts`, each head's predecessor in its tile (-1: none), and 1 for a tile's last head.
 
     Heads that write into one tile form a chain: each starts from the copy of the one before (-1: none), and the last
@@ -132,55 +136,58 @@ def _tables(start, length, counts, tile=TILE):
     return start, length, counts.astype(jnp.int32), before, last.astype(jnp.int32)
 
 
-def _run(q, new, k, v, tables, softcap, interpret):
-    """Call the kernel: `new` entries and five `tables` to append, none and two to attend; return its outputs."""
+def _call_decode_kernel(q, new, k, v, tables, softcap, interpret):
+    """Call the TPU decode kernel, to append `new` and attend or only to attend; return output, lse, written pools."""
     batch, heads, rows, dim = q.shape
     padded = -(-rows // _SUBLANES) * _SUBLANES
     coded, beside = isinstance(k, tuple), ()
     if coded:
-        beside, (k, v) = (codes.scales_of(k[1]), codes.scales_of(v[1])), (k[0], v[0])
+        beside, (k, v) = (codes.lay_out_scales(k[1]), codes.lay_out_scales(v[1])), (k[0], v[0])
     scaled = (q.astype(jnp.float32) / math.sqrt(dim)).astype(
-        codes.numbers_of(q.dtype) if coded else k.dtype
+        codes.choose_product_dtype(q.dtype) if coded else k.dtype
     )
     scaled = jnp.pad(scaled, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     chunk = min(CHUNK, k.shape[1])
     appends, size = bool(new), (codes.CODED_BLOCK if coded else BLOCK) // CHUNK * chunk
     one, all_heads = (lambda b, h: (b, h, 0, 0)), (lambda b, h: (b, 0, 0, 0))
-    token = [tpu.block((1, heads, *each.shape[2:]), all_heads) for each in new]
-    scales = [tpu.block((1, *each.shape[1:]), lambda b, h: (b, 0, 0)) for each in beside]
+    token = [tpu.make_block_spec((1, heads, *each.shape[2:]), all_heads) for each in new]
+    scales = [tpu.make_block_spec((1, *each.shape[1:]), lambda b, h: (b, 0, 0)) for each in beside]
     scratch = [
         tpu.vmem((AHEAD + 1, size, dim), k.dtype),
         tpu.vmem((AHEAD + 1, size, dim), v.dtype),
-        tpu.semaphores((AHEAD + 1,)),
+        tpu.make_semaphore_spec((AHEAD + 1,)),
         tpu.smem((5,), jnp.int32),
     ]
     if appends:
         scratch += [
-            tpu.vmem((2, 2, heads, codes.tile_of(k), dim), k.dtype),
-            tpu.semaphores((2,)),
-            tpu.semaphores((2,)),
+            tpu.vmem((2, 2, heads, codes.get_tile_rows(k), dim), k.dtype),
+            tpu.make_semaphore_spec((2,)),
+            tpu.make_semaphore_spec((2,)),
         ]
     shapes = [
         jax.ShapeDtypeStruct(scaled.shape, scaled.dtype if coded else q.dtype),
         jax.ShapeDtypeStruct((batch, heads, padded, LANES), jnp.float32),
     ]
-    made = [tpu.block((1, 1, padded, dim), one), tpu.block((1, 1, padded, LANES), one)]
+    made = [
+        tpu.make_block_spec((1, 1, padded, dim), one),
+        tpu.make_block_spec((1, 1, padded, LANES), one),
+    ]
     if appends:
         shapes += [jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (k, v)]
-        made += [tpu.in_hbm()] * 2
+        made += [tpu.make_hbm_spec()] * 2
     first = len(new) + len(beside) + 1
-    out, lse, *pool = tpu.call(
-        partial(_kernel, appends=appends, coded=coded, chunk=chunk, softcap=softcap),
+    out, lse, *pool = tpu.call_tpu_kernel(
+        partial(_decode_kernel, appends=appends, coded=coded, chunk=chunk, softcap=softcap),
         tables,
         (scaled, *new, *beside, k, v),
         name="tpu_decode" if appends else "tpu_attend",
         grid=(batch, heads),
         given=[
-            tpu.block((1, 1, padded, dim), one),
+            tpu.make_block_spec((1, 1, padded, dim), one),
             *token,
             *scales,
-            tpu.in_hbm(),
-            tpu.in_hbm(),
+            tpu.make_hbm_spec(),
+            tpu.make_hbm_spec(),
         ],
         made=made,
         shapes=shapes,
@@ -198,8 +205,8 @@ def _run(q, new, k, v, tables, softcap, interpret):
 # D], a semaphore for each; five numbers (sequence, head and block to be copied next, and how many blocks were copied
 # and multiplied); to append tiles of new entries [2 sequences, keys and values, K, TILE, D], and a semaphore for the
 # reads and one for the writes of both sequences.
-def _kernel(*refs, appends, coded, chunk, softcap):
-    """Attend a program's queries to its segment; start copies of later blocks, and of the sequences' new entries."""
+def _decode_kernel(*refs, appends, coded, chunk, softcap):
+    """Attend to one head's segment in the kernel; start copies of later blocks, and of the sequences' new entries."""
     start, length, *refs = refs
     counts, before, last, *refs = refs if appends else (None, None, None, *refs)
     q_ref, *refs = refs
@@ -211,7 +218,7 @@ def _kernel(*refs, appends, coded, chunk, softcap):
     b, h = tpu.program_id(0), tpu.program_id(1)
     batch, heads = start.shape
     ring = (kbuf, vbuf), arrived, numbers
-    copies = Copies(
+    copies = BlockCopyRing(
         start, length, (k_hbm, v_hbm), ring, chunk=chunk, unit=codes.UNIT if coded else TILE
     )
     stored = new_k, new_v
@@ -224,14 +231,14 @@ def _kernel(*refs, appends, coded, chunk, softcap):
         if not coded:
             # Rows of a block that were never copied have weight 0, but they must be finite.
             vbuf[...] = jnp.zeros(vbuf.shape, vbuf.dtype)
-        copies.begin()
+        copies.start_copies()
 
     if appends:
-        own = NewEntries(start, length, (counts, before, last), stored, pools, *tiles)
+        own = EntryAppender(start, length, (counts, before, last), stored, pools, *tiles)
 
         @tpu.when(h == 0)
         def _():
-            own.append(b, batch)
+            own.append_entries(b, batch)
 
     q = q_ref[0, 0]
     shape = (q.shape[0], 1)
@@ -242,7 +249,9 @@ def _kernel(*refs, appends, coded, chunk, softcap):
     )
     if appends:
         joins = counts[b] > 0
-        logit = _capped((q.astype(jnp.float32) * new_k[0, h]).sum(axis=1, keepdims=True), softcap)
+        logit = _apply_softcap(
+            (q.astype(jnp.float32) * new_k[0, h]).sum(axis=1, keepdims=True), softcap
+        )
         value = jnp.broadcast_to(new_v[0, h], q.shape)
         carry = (
             jnp.where(joins, logit, carry[0]),
@@ -252,18 +261,18 @@ def _kernel(*refs, appends, coded, chunk, softcap):
     exact = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
     product = partial(lax.dot_general, precision=exact, preferred_element_type=jnp.float32)
 
-    def step(index, carry):
-        """Loop body: softmax maximum and sum, and unnormalised output, after one more block."""
+    def attend_to_block(index, carry):
+        """Add one block of keys and values to the online softmax: running maximum, sum and unnormalised output."""
         top, total, acc = carry
-        slot = copies.awaited(b, h, index)
+        slot = copies.wait_for_block(b, h, index)
         logits = product(q, kbuf[slot].astype(q.dtype), (((1,), (1,)), ((), ())))
         if coded:
             key_scales, value_scales = (
-                codes.of_block(each, copies, b, h, index) for each in scales
+                codes.load_block_scales(each, copies, b, h, index) for each in scales
             )
             logits = logits * key_scales
-        logits = _capped(logits, softcap)
-        inside = copies.inside(b, h, index, logits.shape)
+        logits = _apply_softcap(logits, softcap)
+        inside = copies.mask_segment_rows(b, h, index, logits.shape)
         logits = jnp.where(inside, logits, _MASKED)
         higher = jnp.maximum(top, logits.max(axis=1, keepdims=True))
         weights = jnp.where(inside, jnp.exp(logits - higher), 0.0)
@@ -272,7 +281,7 @@ def _kernel(*refs, appends, coded, chunk, softcap):
         part = product(shares.astype(q.dtype), vbuf[slot].astype(q.dtype), (((1,), (0,)), ((), ())))
         return higher, total * shrink + weights.sum(axis=1, keepdims=True), acc * shrink + part
 
-    top, total, acc = lax.fori_loop(0, copies.blocks(b, h), step, carry)
+    top, total, acc = lax.fori_loop(0, copies.count_blocks(b, h), attend_to_block, carry)
     some = jnp.maximum(total, 1e-30)
     out_ref[0, 0] = (acc / some).astype(out_ref.dtype)
     lse = jnp.where(total > 0, top + jnp.log(some), -jnp.inf)
@@ -281,9 +290,9 @@ def _kernel(*refs, appends, coded, chunk, softcap):
 
         @tpu.when((b == batch - 1) & (h == heads - 1))
         def _():
-            own.finish(b)
+            own.wait_for_writes(b)
 
 
-def _capped(logits, softcap):
-    """Return softcap * tanh(logits / softcap); without a `softcap` the logits unchanged."""
+def _apply_softcap(logits, softcap):
+    """Return softcap * tanh(logits / softcap); unchanged logits if the softcap is None."""
     return logits if softcap is None else jnp.tanh(logits * (1 / softcap)) * softcap

@@ -16,8 +16,8 @@ _TOKENS = 32768
 _LEAST = 128
 
 
-def takes(slots: int, dtype: jax.typing.DTypeLike) -> bool:
-    """True if the kernel supports prompts of a padded length of `slots` tokens: complete blocks, of bfloat16.
+def supports_prompt(slots: int, dtype: jax.typing.DTypeLike) -> bool:
+    """True if the TPU kernel supports prompts of `slots` tokens with padding: a multiple of 128, in bfloat16.
 
     Products of float32 numbers are rounded to bfloat16.
     """
@@ -34,7 +34,7 @@ def flash(
     window: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """Compute causal attention of right-padded prompts; return output and log-sum-exp (None unless `lse`).
+    """Compute causal attention of right-padded prompts, on a TPU; return output and log-sum-exp (None unless `lse`).
 
     Padding needs no mask: no query sees a later key.
 
@@ -51,8 +51,8 @@ def flash(
         The output like q, and `f32[B, K, G, S]` natural log-sum-exp of the scaled logits, or None.
     """
     batch, heads, group, slots, dim = q.shape
-    queries, keys = (_block(slots, most) for most in (QUERIES, KEYS))
-    run = tpu.splash(
+    queries, keys = (_choose_block_size(slots, most) for most in (QUERIES, KEYS))
+    run = tpu.make_splash_attention(
         heads * group,
         slots,
         blocks=(queries, keys, min(keys, _AT_ONCE)),
@@ -62,24 +62,26 @@ def flash(
         interpret=interpret,
     )
 
-    def one(of):
-        """Compute the attention of one prompt."""
+    def attend_within_prompt(of):
+        """Scale a prompt's queries by 1 / sqrt(D) and compute its causal attention; return output and log-sum-exp."""
         scaled = (of[0].astype(jnp.float32) / math.sqrt(dim)).astype(q.dtype)
         return run(scaled.reshape(heads * group, slots, dim), *of[1:])
 
     if lse:
         # The kernel returns 128 copies of each number, so prompts of 32,768 tokens run one at a time.
-        out, total = lax.map(one, (q, k, v), batch_size=tokens_at_once(batch, slots) // slots)
+        out, total = lax.map(
+            attend_within_prompt, (q, k, v), batch_size=count_batched_tokens(batch, slots) // slots
+        )
     else:
-        out, total = jax.vmap(one)((q, k, v))
+        out, total = jax.vmap(attend_within_prompt)((q, k, v))
     return out.reshape(q.shape), None if total is None else total.reshape(q.shape[:-1])
 
 
-def tokens_at_once(prompts: int, slots: int) -> int:
-    """Number of tokens whose log-sum-exps are computed together: at most `_TOKENS`, or one prompt's."""
+def count_batched_tokens(prompts: int, slots: int) -> int:
+    """Return the tokens of the prompts whose log-sum-exps are computed together: up to 32,768, or one prompt's."""
     return slots * max(1, min(prompts, _TOKENS // slots))
 
 
-def _block(slots: int, most: int) -> int:
-    """Return the largest power of two up to `most` that divides `slots`."""
+def _choose_block_size(slots: int, most: int) -> int:
+    """Return the largest power of two up to `most` that divides the padded length `slots`."""
     return min(most, slots & -slots)

@@ -77,16 +77,20 @@ def test_a_quarter_keeps_the_rows_of_the_oracle(book, name):
         assert gap > 1e-6, "scores too near to one another for float32"
         for layer, held in enumerate(rows):
             for head in range(2):
-                start, length = (int(each[0, row, head]) for each in (held.start, held.length))
+                start, length = (
+                    int(each[0, row, head]) for each in (held.segment_starts, held.length)
+                )
                 span = slice(start, start + length)
-                assert np.asarray(held.pool().pos)[row, span].tolist() == kept[layer][head]
+                assert (
+                    np.asarray(held.get_layer_pool().pos)[row, span].tolist() == kept[layer][head]
+                )
                 np.testing.assert_allclose(
-                    np.asarray(held.pool().k)[row, span],
+                    np.asarray(held.get_layer_pool().k)[row, span],
                     ks[layer][head][kept[layer][head]],
                     atol=1e-5,
                 )
                 np.testing.assert_allclose(
-                    np.asarray(held.pool().v)[row, span],
+                    np.asarray(held.get_layer_pool().v)[row, span],
                     vs[layer][head][kept[layer][head]],
                     atol=1e-5,
                 )

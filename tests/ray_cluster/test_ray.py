@@ -20,7 +20,7 @@ from serve_runs import model_folder
 
 import jaxkv
 from jaxkv import cli
-from jaxkv.serving.ray import Settings, app
+from jaxkv.serving.ray import RayServeSettings, app
 
 ROOT = Path(__file__).parent.parent.parent
 PORT = 18437
@@ -65,7 +65,7 @@ def client(cluster, folder):
         "max_question_tokens": 16,
     }
     serve.start(http_options={"port": PORT})
-    serve.run(app(Settings(**args, **SIZES, **more)))
+    serve.run(app(RayServeSettings(**args, **SIZES, **more)))
     with httpx2.Client(base_url=f"http://127.0.0.1:{PORT}", timeout=90, trust_env=False) as client:
         yield client
 
@@ -181,4 +181,4 @@ def test_a_batch_is_answered_as_by_one_engine(cluster, folder, tmp_path):
 def test_arguments_that_cannot_be():
     for args in ({"gpu": 1}, {"replicas": 0}, {"policy": "nope"}):
         with pytest.raises(ValueError, match=next(iter(args))):
-            app(Settings(**args))
+            app(RayServeSettings(**args))

@@ -1,35 +1,35 @@
-"""`bound`: the kind of view of a layer's entries, selected while a step is traced."""
+"""`make_cache_layer`: the kind of view of a layer's entries, selected while a step is traced."""
 
 from collections.abc import Callable
 from typing import Any
 
 from jaxtyping import Array, Int
 
-from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.cache.pools import Pool
-from jaxkv.engine.layers.dense import DenseLayer
-from jaxkv.engine.layers.evicting import EvictingLayer
-from jaxkv.engine.layers.filtered import FilteredLayer, OffloadedLayer
-from jaxkv.engine.layers.paged import PagedLayer
-from jaxkv.engine.layers.sliding_window import SlidingWindowLayer
-from jaxkv.engine.layers.terms import Terms
+from jaxkv.attention.shaping import PLAIN, LogitShaping
+from jaxkv.cache.pools import EntryPool
+from jaxkv.engine.layers.dense import FullAttentionCacheLayer
+from jaxkv.engine.layers.evicting import ScoredCacheLayer
+from jaxkv.engine.layers.filtered import OffloadedCacheLayer, SparseCacheLayer
+from jaxkv.engine.layers.paged import QuestCacheLayer
+from jaxkv.engine.layers.sliding_window import SlidingWindowCacheLayer
+from jaxkv.engine.layers.terms import DecodeAttentionConfig
 from jaxkv.engine.sparse import Loaded
 
 
-def bound(
-    terms: Terms,
-    pool: Pool,
+def make_cache_layer(
+    terms: DecodeAttentionConfig,
+    pool: EntryPool,
     start: Int[Array, "B K"],
     length: Int[Array, "B K"],
     *,
-    shaping: Shaping = PLAIN,
+    shaping: LogitShaping = PLAIN,
     sliding_window: int | None = None,
     choosable: Int[Array, "B K"] | None = None,
     loaded: Loaded | None = None,
     index: int = 0,
     rotated: Callable[[Array], Array] | None = None,
-) -> DenseLayer:
-    """Return the view of one layer's entries before new tokens are appended.
+) -> FullAttentionCacheLayer:
+    """Return the view of a layer's entries that its attention needs, before new tokens are appended.
 
     Args:
         terms: static config.
@@ -49,11 +49,15 @@ def bound(
     own: dict[str, Any] = {"terms": terms, "pool": pool, "start": start, "length": length}
     own |= {"shaping": shaping, "index": index, "rotated": rotated}
     if sliding_window is not None:
-        return SlidingWindowLayer(**own, window=sliding_window)
+        return SlidingWindowCacheLayer(**own, window=sliding_window)
     if pool.bounds is not None:
-        return PagedLayer(**own)
+        return QuestCacheLayer(**own)
     if choosable is None:
-        return EvictingLayer(**own) if terms.scored else DenseLayer(**own)
+        return (
+            ScoredCacheLayer(**own)
+            if terms.uses_attention_scores
+            else FullAttentionCacheLayer(**own)
+        )
     if loaded is None:
-        return FilteredLayer(**own, choosable=choosable)
-    return OffloadedLayer(**own, choosable=choosable, loaded=loaded)
+        return SparseCacheLayer(**own, choosable=choosable)
+    return OffloadedCacheLayer(**own, choosable=choosable, loaded=loaded)

@@ -7,31 +7,31 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention.steps import Unrotated
-from jaxkv.cache.pools import Pool
-from jaxkv.engine.hadamard import transformed
-from jaxkv.engine.layers.dense import DenseLayer
-from jaxkv.engine.layers.step import Step
-from jaxkv.engine.residual import Residual, attention_input, block_output
-from jaxkv.engine.segments import heads_of
-from jaxkv.engine.sparse import chosen_at
-from jaxkv.engine.spec import Spec
+from jaxkv.attention.steps import UnrotatedProjections
+from jaxkv.cache.pools import EntryPool
+from jaxkv.engine.hadamard import apply_hadamard
+from jaxkv.engine.layers.dense import FullAttentionCacheLayer
+from jaxkv.engine.layers.step import StepState
+from jaxkv.engine.residual import ResidualStream, compute_attention_input, finish_block
+from jaxkv.engine.segments import take_number_per_head
+from jaxkv.engine.sparse import select_positions
+from jaxkv.engine.spec import DecodeSpec
 from jaxkv.engine.tokens import (
     StepAngles,
-    Token,
-    first_scores,
-    project,
-    remembered,
-    token_of_parts,
+    TokenProjections,
+    compute_first_scores,
+    project_new_tokens,
+    sum_token_projections,
+    write_query_buffer,
 )
-from jaxkv.models.decoder import Block
+from jaxkv.models.decoder import DecoderBlock
 
 QueryBuffer = Float[Array, "B K G R D"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Bound:
-    """One layer of a step: the view of its entries, and the inputs of its block.
+class BlockInputs:
+    """Inputs of one layer's block in a decode step: view of its entries, RoPE angles, query buffer and others.
 
     Attributes:
         rows: view of the layer's entries.
@@ -42,7 +42,7 @@ class Bound:
         gate: weights of the layer's gate, which scores new entries; None without a gate.
     """
 
-    rows: DenseLayer
+    rows: FullAttentionCacheLayer
     by: StepAngles
     query_buffer: QueryBuffer | None = None
     asks: Int[Array, "B K"] | None = None
@@ -50,77 +50,95 @@ class Bound:
     gate: Any = None
 
 
-class Ran(NamedTuple):
+class BlockOutputs(NamedTuple):
     """Result of consecutive layers: hidden states, pools, query buffers, one number of each head's attention output.
 
     Later writes can depend on these numbers, `out`.
     """
 
-    stream: Residual
-    pools: list[Pool]
+    stream: ResidualStream
+    pools: list[EntryPool]
     query_buffers: list[QueryBuffer | None]
     out: list[Float[Array, "B K"]]
 
 
 def run_blocks(
-    blocks: Iterable[Block],
-    spec: Spec,
-    stream: Residual,
-    step: Step,
-    pools: Sequence[Pool],
-    bind: Callable[[int, Block, Pool], Bound],
-) -> Ran:
-    """Run consecutive blocks over the step's tokens; call `bind` right before each, with its index and pool."""
-    ran = Ran(stream, list(pools), [], [])
+    blocks: Iterable[DecoderBlock],
+    spec: DecodeSpec,
+    stream: ResidualStream,
+    step: StepState,
+    pools: Sequence[EntryPool],
+    bind: Callable[[int, DecoderBlock, EntryPool], BlockInputs],
+) -> BlockOutputs:
+    """Run consecutive blocks over a step's tokens; call `bind` for each one's `BlockInputs`; return `BlockOutputs`."""
+    ran = BlockOutputs(stream, list(pools), [], [])
     for index, block in enumerate(blocks):
-        at = spec.layout.pool_of(index)
+        at = spec.layout.get_pool_index(index)
         layer = bind(index, block, ran.pools[at])
         stream, ran.pools[at], query_buffer, step, out = run_block(
             block, spec, ran.stream, layer, step
         )
-        ran = Ran(stream, ran.pools, [*ran.query_buffers, query_buffer], [*ran.out, out])
+        ran = BlockOutputs(stream, ran.pools, [*ran.query_buffers, query_buffer], [*ran.out, out])
     return ran
 
 
 def run_block(
-    block: Block, spec: Spec, stream: Residual, layer: Bound, step: Step
-) -> tuple[Residual, Pool, QueryBuffer | None, Step, Float[Array, "B K"]]:
-    """Run one block over the step's tokens; return hidden states, pool, query buffer, step, output numbers."""
+    block: DecoderBlock,
+    spec: DecodeSpec,
+    stream: ResidualStream,
+    layer: BlockInputs,
+    step: StepState,
+) -> tuple[ResidualStream, EntryPool, QueryBuffer | None, StepState, Float[Array, "B K"]]:
+    """Run one block over a step's tokens; return hidden states, pool, query buffer, step, one output per kv head."""
     new, query_buffer, rows = step.new, layer.query_buffer, layer.rows
-    x, normed = attention_input(block, stream, spec)
-    token = _projected(block, spec, normed, layer, step)
+    x, normed = compute_attention_input(block, stream, spec)
+    token = _project_tokens(block, spec, normed, layer, step)
     if query_buffer is not None:
-        query_buffer = remembered(query_buffer, token.q, new)
-    attended = rows.attended(token, step)
+        query_buffer = write_query_buffer(query_buffer, token.q, new)
+    attended = rows.append_tokens_and_attend(token, step)
     if layer.asks is not None:
         # Use the pool after its update: a use of the earlier pool would cost a copy.
         args = (attended.pool, rows.start, layer.asks, token.q, query_buffer, new, rows.shaping)
-        step = dataclasses.replace(step, chosen=chosen_at(spec, *args))
-    out = attended.out if layer.centre is None else transformed(attended.out)
-    stream = block_output(block, x, out, spec)
-    return stream, attended.pool, query_buffer, step, heads_of(attended.out, len(new.count))
+        step = dataclasses.replace(step, chosen=select_positions(spec, *args))
+    out = attended.out if layer.centre is None else apply_hadamard(attended.out)
+    stream = finish_block(block, x, out, spec)
+    return (
+        stream,
+        attended.pool,
+        query_buffer,
+        step,
+        take_number_per_head(attended.out, len(new.count)),
+    )
 
 
-def _projected(
-    block: Block, spec: Spec, normed: Float[Array, "M N E"], layer: Bound, step: Step
-) -> Token:
-    """Return the step's queries, keys and values as the layer stores them, with initial scores from a gate."""
+def _project_tokens(
+    block: DecoderBlock,
+    spec: DecodeSpec,
+    normed: Float[Array, "M N E"],
+    layer: BlockInputs,
+    step: StepState,
+) -> TokenProjections:
+    """Return the step's `TokenProjections`: queries, stored keys and values, and a gate's initial scores."""
     own, by = normed[: len(step.new.count)], layer.by.new
     if step.work is None:
-        token = project(block, spec, own, by)
+        token = project_new_tokens(block, spec, own, by)
     else:
-        token = token_of_parts(*block.parts(normed), by, normed.dtype)
-    if spec.gate is not None:
-        token = dataclasses.replace(token, begun=spec.gate.scores(layer.gate, own))
+        token = sum_token_projections(*block.compute_qkv_partial_sums(normed), by, normed.dtype)
+    if spec.entry_gate is not None:
+        token = dataclasses.replace(
+            token, begun=spec.entry_gate.score_hidden_states(layer.gate, own)
+        )
     if layer.centre is not None:
         # Compute scores from entries before their transform.
-        begun = first_scores(token, spec.ongoing)
-        token = dataclasses.replace(token, begun=begun).transformed(layer.centre)
+        begun = compute_first_scores(token, spec.ongoing)
+        token = dataclasses.replace(token, begun=begun).transform_projections(layer.centre)
     # Round to the model's dtype first: a CPU holds the same numbers as float32.
-    token = token.widened(layer.rows.pool.dtype)
+    token = token.cast_to_dtype(layer.rows.pool.dtype)
     if layer.centre is not None and token.split is not None:
         # The token is already rotated and transformed, and the kernel would only rotate.
         cos = jnp.ones_like(token.split.cos)
-        split = Unrotated(*token.parts(token.split.q.shape[1]), cos, jnp.zeros_like(cos))
+        split = UnrotatedProjections(
+            *token.arrange_for_fused_step(token.split.q.shape[1]), cos, jnp.zeros_like(cos)
+        )
         token = dataclasses.replace(token, split=split)
     return token

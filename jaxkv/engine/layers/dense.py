@@ -1,4 +1,4 @@
-"""`DenseLayer`: new tokens attend to every entry of each segment; base of all other layer views."""
+"""`FullAttentionCacheLayer`: new tokens attend to every entry of each segment; base of all other layer views."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,21 +10,21 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
-from jaxkv.attention.shaping import PLAIN, Shaping
-from jaxkv.attention.steps import Gathered, NewEntries, WorkTable
-from jaxkv.attention.xla import Reach, Walk
-from jaxkv.cache.pools import Pool
-from jaxkv.engine.layers.step import Attended, Step
-from jaxkv.engine.layers.terms import Terms
-from jaxkv.engine.tokens import Token, first_scores, in_blocks
+from jaxkv.attention.shaping import PLAIN, LogitShaping
+from jaxkv.attention.steps import GatheredEntries, NewEntries, WorkTable
+from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
+from jaxkv.cache.pools import EntryPool
+from jaxkv.engine.layers.step import AttentionResult, StepState
+from jaxkv.engine.layers.terms import DecodeAttentionConfig
+from jaxkv.engine.tokens import TokenProjections, attend_in_blocks, compute_first_scores
 
 # Attention output and its log-sum-exp.
 Read = tuple[Float[Array, "B K G N D"], Float[Array, "B K G N"]]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DenseLayer:
-    """One layer's entries, all attended to by new tokens; new entries are appended to their segments.
+class FullAttentionCacheLayer:
+    """View of one layer's entries in a decode step: new entries are appended, new tokens attend to all entries.
 
     Attributes:
         terms: static config.
@@ -38,31 +38,33 @@ class DenseLayer:
 
     scored: ClassVar[bool] = False
 
-    terms: Terms
-    pool: Pool
+    terms: DecodeAttentionConfig
+    pool: EntryPool
     start: Int[Array, "B K"]
     length: Int[Array, "B K"]
-    shaping: Shaping = PLAIN
+    shaping: LogitShaping = PLAIN
     index: int = 0
     rotated: Callable[[Array], Array] | None = None
 
-    def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """Return the entries attended to without a selection, in segments of `length` entries."""
-        return self.reaching(self.start, length, self.terms.layout.walk)
+    def get_attended_range(self, length: Int[Array, "B K"]) -> SegmentRanges:
+        """Return the `SegmentRanges` of entries attended to without a selection: all, in segments of `length`."""
+        return self.make_attended_range(self.start, length, self.terms.layout.segment_read_mode)
 
-    def reaching(self, start: Int[Array, "B K"], length: Int[Array, "B K"], walk: Walk) -> Reach:
-        """Return the `Reach` of segments of `length` entries from pool row `start`, traversed as `walk` says."""
-        return Reach(
+    def make_attended_range(
+        self, start: Int[Array, "B K"], length: Int[Array, "B K"], walk: SegmentReadMode
+    ) -> SegmentRanges:
+        """Return the `SegmentRanges` of segments of `length` entries from pool row `start`, read in the mode `walk`."""
+        return SegmentRanges(
             start=start,
             length=length,
             walk=walk,
             widest=self.terms.widest,
-            shared=self.terms.layout.one_pool,
+            shared=self.terms.layout.uses_shared_pool,
             rotated=self.rotated,
         )
 
-    def attended(self, token: Token, step: Step) -> Attended:
-        """Append new tokens' entries and attend.
+    def append_tokens_and_attend(self, token: TokenProjections, step: StepState) -> AttentionResult:
+        """Append new tokens' entries and attend; return attention output and pool.
 
         Args:
             token: queries, keys and values, in the pool's dtype.
@@ -77,62 +79,72 @@ class DenseLayer:
             positions=step.new.positions,
             count=step.new.count,
             end=self.start + self.length,
-            score=first_scores(token, self.terms.ongoing),
+            score=compute_first_scores(token, self.terms.ongoing),
         )
-        if step.several:
-            return self.several(token, new, step)
-        return self.one(token, new, step)
+        if step.has_several_tokens:
+            return self.attend_several_tokens(token, new, step)
+        return self.attend_single_token(token, new, step)
 
-    def one(self, token: Token, new: NewEntries, step: Step) -> Attended:
-        """Append a single token's entry and attend to all entries, including this one."""
+    def attend_single_token(
+        self, token: TokenProjections, new: NewEntries, step: StepState
+    ) -> AttentionResult:
+        """Append a single token's entry and attend to all entries, including this one; return output and pool."""
         table = step.work or WorkTable(None, self.start[None])
-        out, pool = self.terms.backend.decode_token(
+        out, pool = self.terms.backend.compute_decode_attention(
             token.q[..., 0, :],
             token.split,
             new,
             self.pool,
-            self.reach(self.length + new.count[:, None]),
-            self.work(step, table._replace(layer=self.index if step.work else 0)),
+            self.get_attended_range(self.length + new.count[:, None]),
+            self.fill_work_table(step, table._replace(layer=self.index if step.work else 0)),
             scored=self.scored,
             shaping=self.shaping,
         )
-        return Attended(out[..., None, :], pool)
+        return AttentionResult(out[..., None, :], pool)
 
-    def several(self, token: Token, new: NewEntries, step: Step) -> Attended:
+    def attend_several_tokens(
+        self, token: TokenProjections, new: NewEntries, step: StepState
+    ) -> AttentionResult:
         """Attend to older entries and causally to one another, merge by log-sum-exp, then append the entries."""
-        older = self.older(token.q, step)
-        causal = partial(attention.causal, softcap=self.shaping.softcap)
+        older = self.attend_older_entries(token.q, step)
+        causal = partial(attention.compute_causal_attention, softcap=self.shaping.softcap)
         own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))
-        own = self.shaping.joined(*own)
-        pool, new = self.with_scores(token, new, older, own)
-        return Attended(attention.merge(*older, *own), pool.appended(new))
+        own = self.shaping.include_sink_logits(*own)
+        pool, new = self.update_scores(token, new, older, own)
+        return AttentionResult(
+            attention.merge_attention_outputs(*older, *own), pool.append_entries(new)
+        )
 
-    def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Return attention of several tokens to the entries from before the step."""
-        return self.read(q, self.pool.store, self.reach(self.length))
+    def attend_older_entries(self, q: Float[Array, "B K G N D"], step: StepState) -> Read:
+        """Return several tokens' attention output and log-sum-exp over the entries from before the step."""
+        return self.attend_entries(q, self.pool.store, self.get_attended_range(self.length))
 
-    def read(self, q: Float[Array, "B K G N D"], store: Any, reach: Reach) -> Read:
-        """Return attention to the reached entries of a store or of gathered arrays, without sink logits."""
-        attend = partial(self.terms.backend.attend, shaping=self.shaping.without_sinks)
-        return in_blocks(lambda part: attend(part, store, reach), q)
+    def attend_entries(
+        self, q: Float[Array, "B K G N D"], store: Any, reach: SegmentRanges
+    ) -> Read:
+        """Return attention output and log-sum-exp over the entries in `reach` of a store, without sink logits."""
+        attend = partial(
+            self.terms.backend.attend_to_segments, shaping=self.shaping.without_sink_logits
+        )
+        return attend_in_blocks(lambda part: attend(part, store, reach), q)
 
-    def with_scores(
-        self, token: Token, new: NewEntries, older: Read, own: Read
-    ) -> tuple[Pool, NewEntries]:
-        """Return the pool and several new entries, with scores that include attention to older and new entries."""
+    def update_scores(
+        self, token: TokenProjections, new: NewEntries, older: Read, own: Read
+    ) -> tuple[EntryPool, NewEntries]:
+        """Return pool and new entries with scores updated by a step of several tokens; here both unchanged."""
         return self.pool, new
 
-    def work(self, step: Step, work: WorkTable) -> WorkTable:
-        """Return the work table of a single token's step, with the entries that the layer selects."""
+    def fill_work_table(self, step: StepState, work: WorkTable) -> WorkTable:
+        """Return a single token's work table with the entries that the layer selects; here the table unchanged."""
         return work
 
-    def over(
+    def attend_gathered_entries(
         self,
         q: Float[Array, "B K G N D"],
         k: Float[Array, "B n D"],
         v: Float[Array, "B n D"],
         count: Int[Array, "B K"],
     ) -> Read:
-        """Return attention to the first `count` of each head's gathered entries."""
-        reach = Reach.of_heads(count, k.shape[1] // count.shape[1])
-        return self.read(q, Gathered(k, v), reach)
+        """Return attention output and log-sum-exp over the first `count` of each head's gathered entries."""
+        reach = SegmentRanges.make_strided_ranges(count, k.shape[1] // count.shape[1])
+        return self.attend_entries(q, GatheredEntries(k, v), reach)

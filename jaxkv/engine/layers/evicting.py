@@ -1,4 +1,4 @@
-"""`EvictingLayer`: entries whose scores include the attention they receive, for eviction after the step."""
+"""`ScoredCacheLayer`: entries whose scores include the attention they receive, for eviction after the step."""
 
 import dataclasses
 from functools import partial
@@ -9,21 +9,21 @@ from jax import lax
 
 from jaxkv import attention
 from jaxkv.attention.steps import NewEntries
-from jaxkv.cache.pools import Pool
-from jaxkv.engine.layers.dense import DenseLayer, Read
-from jaxkv.engine.tokens import Token
+from jaxkv.cache.pools import EntryPool
+from jaxkv.engine.layers.dense import FullAttentionCacheLayer, Read
+from jaxkv.engine.tokens import TokenProjections
 
 
-class EvictingLayer(DenseLayer):
-    """Entries of one layer, all attended to by new tokens, with scores that include this attention."""
+class ScoredCacheLayer(FullAttentionCacheLayer):
+    """View of one layer's entries in a decode step, all attended to; this attention is added to their scores."""
 
     scored: ClassVar[bool] = True
 
-    def with_scores(
-        self, token: Token, new: NewEntries, older: Read, own: Read
-    ) -> tuple[Pool, NewEntries]:
+    def update_scores(
+        self, token: TokenProjections, new: NewEntries, older: Read, own: Read
+    ) -> tuple[EntryPool, NewEntries]:
         """Return the pool and several new entries, with scores that include the new tokens' attention."""
-        pool, decay = self.pool, self.terms.decay
+        pool, decay = self.pool, self.terms.score_decay
         assert pool.score is not None
         (batch, heads, group, tokens, dim), count = token.q.shape, new.count
         index = jnp.arange(tokens, dtype=jnp.int32)
@@ -33,17 +33,17 @@ class EvictingLayer(DenseLayer):
             # exp(x - lse) * d = exp(x - (lse - log(d))): fold the decay d into the log-sum-exp, infinite for d = 0.
             later = jnp.maximum(count[:, None] - 1 - index, 0)
             lse = lse - jnp.log(decay ** later.astype(jnp.float32))[:, None, None]
-        reach, cap = self.reach(self.length), self.shaping.softcap
-        score = attention.pool_sums(
+        reach, cap = self.get_attended_range(self.length), self.shaping.softcap
+        score = attention.add_attention_to_scores(
             token.q.reshape(batch, heads, group * tokens, dim),
-            reach.view(pool.store)[0],
+            reach.decode_rotated_entries(pool.store)[0],
             lse.reshape(batch, heads, group * tokens),
             reach,
             pool.score,
             weight=1 / group,
             softcap=cap,
         )
-        received = partial(attention.column_sums, softcap=cap)
+        received = partial(attention.sum_attention_per_key, softcap=cap)
         arrays = (token.q, token.k, lse)
         sums = lax.map(lambda a: received(a[0], a[1], a[2], jnp.int32(0)), arrays)
         return dataclasses.replace(pool, score=score), dataclasses.replace(

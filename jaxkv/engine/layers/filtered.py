@@ -8,77 +8,86 @@ from jaxtyping import Array, Float, Int
 
 from jaxkv import attention
 from jaxkv.attention.steps import NewEntries, WorkTable
-from jaxkv.attention.xla import Reach, Walk
-from jaxkv.engine.layers.dense import DenseLayer, Read
-from jaxkv.engine.layers.step import Attended, Step
-from jaxkv.engine.sparse import Chosen, Loaded, rows_of
-from jaxkv.engine.tokens import Token
+from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
+from jaxkv.engine.layers.dense import FullAttentionCacheLayer, Read
+from jaxkv.engine.layers.step import AttentionResult, StepState
+from jaxkv.engine.sparse import Loaded, SelectedPositions, find_pool_rows
+from jaxkv.engine.tokens import TokenProjections
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FilteredLayer(DenseLayer):
-    """Entries of a layer that attends to selected ones of its first `choosable` entries, and to all later entries.
+class SparseCacheLayer(FullAttentionCacheLayer):
+    """View of a layer that attends to selected ones of its first `choosable` entries, and to all later entries.
 
     If generated tokens are selected as well, only the new token's own entry needs no selection.
     """
 
     choosable: Int[Array, "B K"]
 
-    def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """Return the entries attended to without a selection: few, at places known only at run time."""
+    def get_attended_range(self, length: Int[Array, "B K"]) -> SegmentRanges:
+        """Return the `SegmentRanges` of later entries, which need no selection: few, at positions known at run time."""
         first = self.length if self.terms.reading.include_generated else self.choosable
-        return self.reaching(self.start + first, length - first, Walk.WINDOWS)
+        return self.make_attended_range(self.start + first, length - first, SegmentReadMode.WINDOWS)
 
-    def places(self, chosen: Chosen) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
-        """Return the pool rows of selected positions, and their number."""
-        return rows_of(chosen, self.pool, self.start, self.choosable, self.terms.reading)
+    def find_selected_rows(
+        self, chosen: SelectedPositions
+    ) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
+        """Return the pool rows `[B, K, T]` of selected positions in each head, -1 beyond, and their number `[B, K]`."""
+        return find_pool_rows(chosen, self.pool, self.start, self.choosable, self.terms.reading)
 
-    def chosen(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Return attention to the selected entries in the pool."""
+    def attend_selected_entries(self, q: Float[Array, "B K G N D"], step: StepState) -> Read:
+        """Return attention output and log-sum-exp over the selected entries, gathered from the pool."""
         assert step.chosen is not None
-        rows, count = self.places(step.chosen)
-        gathered = self.terms.backend.gathered(self.pool.k, self.pool.v, rows)
-        return self.over(q, *gathered, count)
+        rows, count = self.find_selected_rows(step.chosen)
+        gathered = self.terms.backend.gather_pool_rows(self.pool.k, self.pool.v, rows)
+        return self.attend_gathered_entries(q, *gathered, count)
 
-    def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Return attention of several tokens, which select among all entries from before the step."""
-        return self.chosen(q, step)
+    def attend_older_entries(self, q: Float[Array, "B K G N D"], step: StepState) -> Read:
+        """Return several tokens' attention to the selected entries; they select among all entries before the step."""
+        return self.attend_selected_entries(q, step)
 
-    def work(self, step: Step, work: WorkTable) -> WorkTable:
+    def fill_work_table(self, step: StepState, work: WorkTable) -> WorkTable:
         """Return a single token's work table with the selected entries; one set if all heads hold the same entries."""
         chosen = step.chosen
         assert chosen is not None
         if self.terms.reading.every_entry:
             rows, held = chosen.positions[:, None], chosen.count[:, None]
         else:
-            rows, held = self.places(chosen)
+            rows, held = self.find_selected_rows(chosen)
             rows = rows - self.start[..., None]
         return work._replace(rows=rows, held=held)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OffloadedLayer(FilteredLayer):
-    """Entries of a layer whose prompt is in a host store; the selected entries are `loaded`."""
+class OffloadedCacheLayer(SparseCacheLayer):
+    """View of a layer with its prompt in a host store; new tokens attend to `loaded` entries and device entries."""
 
     loaded: Loaded
 
-    def one(self, token: Token, new: NewEntries, step: Step) -> Attended:
-        """Append a single token's entry; attend to entries on the device and to loaded ones."""
-        reach, q = self.reach(self.length + new.count[:, None]), token.q[..., 0, :]
+    def attend_single_token(
+        self, token: TokenProjections, new: NewEntries, step: StepState
+    ) -> AttentionResult:
+        """Append a single token's entry; attend to entries on the device and to loaded ones; return output and pool."""
+        reach, q = self.get_attended_range(self.length + new.count[:, None]), token.q[..., 0, :]
         append = partial(self.terms.backend.append_and_attend, shaping=self.shaping)
         out, lse, pool = append(q, new, self.pool, reach)
-        read = attention.merge(*self.chosen(token.q, step), out[..., None, :], lse[..., None])
-        return Attended(read, pool)
+        read = attention.merge_attention_outputs(
+            *self.attend_selected_entries(token.q, step), out[..., None, :], lse[..., None]
+        )
+        return AttentionResult(read, pool)
 
-    def chosen(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Return attention to the selected entries, as loaded."""
+    def attend_selected_entries(self, q: Float[Array, "B K G N D"], step: StepState) -> Read:
+        """Return attention output and log-sum-exp over the selected entries in `loaded`."""
         assert step.chosen is not None
         batch, *_, dim = self.loaded.shape
         both = (self.loaded[:, :, each] for each in (0, 1))
         k, v = (jnp.swapaxes(each, 1, 2).reshape(batch, -1, dim) for each in both)
         count = jnp.broadcast_to(step.chosen.count[:, None], self.start.shape)
-        return self.over(q, k, v, count)
+        return self.attend_gathered_entries(q, k, v, count)
 
-    def older(self, q: Float[Array, "B K G N D"], step: Step) -> Read:
-        """Return attention of several tokens to entries from before the step, loaded or on the device."""
-        return attention.merge_with_lse(*DenseLayer.older(self, q, step), *self.chosen(q, step))
+    def attend_older_entries(self, q: Float[Array, "B K G N D"], step: StepState) -> Read:
+        """Return several tokens' attention to entries from before the step, on the device or loaded."""
+        return attention.merge_attention_with_lse(
+            *FullAttentionCacheLayer.attend_older_entries(self, q, step),
+            *self.attend_selected_entries(q, step),
+        )

@@ -1,4 +1,4 @@
-"""`PagedLayer`: a single new token attends to selected pages (Quest); several tokens attend to all entries."""
+"""`QuestCacheLayer`: a single new token attends to selected pages (Quest); several tokens attend to all entries."""
 
 import dataclasses
 from typing import NamedTuple
@@ -6,20 +6,20 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention.filters import by_page
+from jaxkv.attention.filters import bound_page_logits
 from jaxkv.attention.steps import WorkTable
-from jaxkv.attention.xla import Reach, Walk
-from jaxkv.engine.layers.dense import DenseLayer
-from jaxkv.engine.layers.step import Attended, Step
-from jaxkv.engine.pages import full_pages, rest_from, with_new_rows
-from jaxkv.engine.segments import heads_of
-from jaxkv.engine.sparse import largest
-from jaxkv.engine.tokens import Token
-from jaxkv.policies.topk import sortable
+from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
+from jaxkv.engine.layers.dense import FullAttentionCacheLayer
+from jaxkv.engine.layers.step import AttentionResult, StepState
+from jaxkv.engine.pages import count_full_pages, find_newest_page, update_page_bounds
+from jaxkv.engine.segments import take_number_per_head
+from jaxkv.engine.sparse import find_largest_keys
+from jaxkv.engine.tokens import TokenProjections
+from jaxkv.policies.topk import encode_sort_keys
 
 
-class PageRows(NamedTuple):
-    """Offsets of the entries of selected pages in their segments, by kv head.
+class SelectedPageEntries(NamedTuple):
+    """Entries of the selected pages, per kv head: offsets in the segment, their number, first entry of the newest page.
 
     Attributes:
         rows: offsets of entries, ascending; of T entries the first `held` are valid.
@@ -33,40 +33,44 @@ class PageRows(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedLayer(DenseLayer):
-    """Entries of a layer in pages, with bounds of each page's keys.
+class QuestCacheLayer(FullAttentionCacheLayer):
+    """View of a layer's entries in pages with bounds of each page's keys; a single token attends to few pages (Quest).
 
     Attributes:
         pages: entries of the pages that a single token attends to; None before selection, and for several tokens.
     """
 
-    pages: PageRows | None = None
+    pages: SelectedPageEntries | None = None
 
-    def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """Return the entries attended to without a selection: the newest page's, or all for several tokens."""
+    def get_attended_range(self, length: Int[Array, "B K"]) -> SegmentRanges:
+        """Return the `SegmentRanges` of entries that need no selection: the newest page, or all for several tokens."""
         if self.pages is None:
-            return super().reach(length)
+            return super().get_attended_range(length)
         first = self.pages.rest
-        newest = self.reaching(self.start + first, length - first, Walk.WINDOWS)
+        newest = self.make_attended_range(
+            self.start + first, length - first, SegmentReadMode.WINDOWS
+        )
         return dataclasses.replace(newest, widest=self.terms.reading.page)
 
-    def attended(self, token: Token, step: Step) -> Attended:
-        """Select pages, append, attend, and update the bounds of pages.
+    def append_tokens_and_attend(self, token: TokenProjections, step: StepState) -> AttentionResult:
+        """Select pages for a single token, append, attend, and update the bounds of pages; return output and pool.
 
         Bounds are written after the selection: a write that overlaps the read would cost a copy of all bounds.
         """
         layer = self
-        if not step.several:
+        if not step.has_several_tokens:
             assert step.new.candidates is not None
-            pages = self.chosen_pages(token.q[..., 0, :], step.new.candidates.budget)
+            pages = self.select_pages(token.q[..., 0, :], step.new.candidates.budget)
             layer = dataclasses.replace(self, pages=pages)
-        result = super(PagedLayer, layer).attended(token, step)
-        out = heads_of(result.out, len(step.new.count))
-        pool = with_new_rows(result.pool, self.start, self.length, step.new, out)
-        return Attended(result.out, pool)
+        result = super(QuestCacheLayer, layer).append_tokens_and_attend(token, step)
+        out = take_number_per_head(result.out, len(step.new.count))
+        pool = update_page_bounds(result.pool, self.start, self.length, step.new, out)
+        return AttentionResult(result.out, pool)
 
-    def chosen_pages(self, q: Float[Array, "B K G D"], budget: Int[Array, " B"]) -> PageRows:
-        """Select per kv head the full pages of largest q.k bound for one new token, within a budget.
+    def select_pages(
+        self, q: Float[Array, "B K G D"], budget: Int[Array, " B"]
+    ) -> SelectedPageEntries:
+        """Select, per kv head, the full pages of largest q.k bound for one new token; return their entries.
 
         Tang et al., Quest, algorithm 1. A page's bound is the maximum over its kv head's query heads; ties go to the
         lowest page.
@@ -74,19 +78,23 @@ class PagedLayer(DenseLayer):
         bounds, reading, length = self.pool.bounds, self.terms.reading, self.length
         assert bounds is not None
         page, (batch, heads) = reading.page, length.shape
-        count = full_pages(length, budget[:, None], page)
-        scores = by_page(q, bounds.low, bounds.high, self.terms.axes)
+        count = count_full_pages(length, budget[:, None], page)
+        scores = bound_page_logits(q, bounds.low, bounds.high, self.terms.axes)
         pages = scores.shape[2]
         full = jnp.arange(pages, dtype=jnp.int32) < (length // page)[..., None]
-        keys = jnp.where(full, sortable(scores), jnp.uint32(0)).reshape(-1, pages)
+        keys = jnp.where(full, encode_sort_keys(scores), jnp.uint32(0)).reshape(-1, pages)
         width = max(1, min(pages, (reading.width - 1) // page))
         few = self.terms.backend.can.few_launches
-        at = largest(keys, count.reshape(-1), width, by_sorting=few).reshape(batch, heads, width)
+        at = find_largest_keys(keys, count.reshape(-1), width, by_sorting=few).reshape(
+            batch, heads, width
+        )
         rows = at[..., None] * page + jnp.arange(page, dtype=jnp.int32)
-        rows = jnp.minimum(rows.reshape(batch, heads, -1), self.pool.rows // heads - 1)
-        return PageRows(rows=rows, held=count * page, rest=rest_from(length, page))
+        rows = jnp.minimum(rows.reshape(batch, heads, -1), self.pool.row_count // heads - 1)
+        return SelectedPageEntries(
+            rows=rows, held=count * page, rest=find_newest_page(length, page)
+        )
 
-    def work(self, step: Step, work: WorkTable) -> WorkTable:
-        """Return the work table of a single token, which also attends to the entries of the selected pages."""
+    def fill_work_table(self, step: StepState, work: WorkTable) -> WorkTable:
+        """Return a single token's work table with the entries of the selected pages."""
         assert self.pages is not None
         return work._replace(rows=self.pages.rows, held=self.pages.held)

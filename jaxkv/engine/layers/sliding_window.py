@@ -1,4 +1,4 @@
-"""`SlidingWindowLayer`: new tokens attend to the last entries only."""
+"""`SlidingWindowCacheLayer`: new tokens attend to the last entries only."""
 
 import dataclasses
 from typing import Any
@@ -7,46 +7,56 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxkv.attention import Shaping
+from jaxkv.attention import LogitShaping
 from jaxkv.attention.steps import NewEntries
-from jaxkv.attention.xla import Reach, Walk, masked
-from jaxkv.engine.layers.dense import DenseLayer
-from jaxkv.engine.layers.step import Attended, Step
-from jaxkv.engine.segments import in_window, window_mask
-from jaxkv.engine.tokens import Token
+from jaxkv.attention.xla import SegmentRanges, SegmentReadMode, attend_masked_keys
+from jaxkv.engine.layers.dense import FullAttentionCacheLayer
+from jaxkv.engine.layers.step import AttentionResult, StepState
+from jaxkv.engine.segments import build_window_mask, restrict_to_window
+from jaxkv.engine.tokens import TokenProjections
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SlidingWindowLayer(DenseLayer):
-    """Entries of a layer whose tokens attend to the last `window` tokens, including themselves."""
+class SlidingWindowCacheLayer(FullAttentionCacheLayer):
+    """View of a layer's entries whose new tokens attend to the last `window` tokens, including themselves."""
 
     window: int
 
-    def reach(self, length: Int[Array, "B K"]) -> Reach:
-        """Return the `Reach` (first rows, lengths, walk by row blocks) of the sliding window's entries."""
-        return self.reaching(*in_window(self.start, length, self.window), Walk.WINDOWS)
+    def get_attended_range(self, length: Int[Array, "B K"]) -> SegmentRanges:
+        """Return the `SegmentRanges` of the last `window` entries in segments of `length` entries."""
+        return self.make_attended_range(
+            *restrict_to_window(self.start, length, self.window), SegmentReadMode.WINDOWS
+        )
 
-    def several(self, token: Token, new: NewEntries, step: Step) -> Attended:
-        """Attend from each token to the last entries up to its own; then append the entries."""
-        rows, size = self.pool.store.view(), min(self.window, self.pool.rows)
-        arguments = (token.q, (token.k, token.v), new.count, rows, self.reach(self.length))
-        out = over_window(*arguments, size=size, window=self.window, shaping=self.shaping)
-        return Attended(out, self.pool.appended(new))
+    def attend_several_tokens(
+        self, token: TokenProjections, new: NewEntries, step: StepState
+    ) -> AttentionResult:
+        """Attend from each token to the last `window` tokens up to its own; then append the entries."""
+        rows, size = self.pool.store.decode_entries(), min(self.window, self.pool.row_count)
+        arguments = (
+            token.q,
+            (token.k, token.v),
+            new.count,
+            rows,
+            self.get_attended_range(self.length),
+        )
+        out = attend_sliding_window(*arguments, size=size, window=self.window, shaping=self.shaping)
+        return AttentionResult(out, self.pool.append_entries(new))
 
 
-def over_window(
+def attend_sliding_window(
     q: Float[Array, "B K G n D"],
     new: tuple[Float[Array, "B K N D"], Float[Array, "B K N D"]],
     count: Int[Array, " B"],
     rows: tuple[Float[Array, "B P D"], Float[Array, "B P D"]],
-    reach: Reach,
+    reach: SegmentRanges,
     *,
     size: int,
     window: int,
-    shaping: Shaping,
+    shaping: LogitShaping,
     first: Any = 0,
 ) -> Float[Array, "B K G n D"]:
-    """Return attention of n queries to the last `window` tokens up to their own, in segments and new tokens.
+    """Return the attention of n queries to the last `window` tokens up to their own, in segments and new tokens.
 
     `count` of the N new tokens are valid; the queries are n of them, from index `first` on. The last `size` entries of
     each segment are attended to, at most as many as the window.
@@ -54,20 +64,20 @@ def over_window(
     (k, v), tokens = rows, new[0].shape[2]
     offset = jnp.arange(size, dtype=jnp.int32)
     index = jnp.arange(-size, tokens, dtype=jnp.int32)
-    seen = window_mask(first, q.shape[3], size, tokens, window)
+    seen = build_window_mask(first, q.shape[3], size, tokens, window)
     last = jnp.clip((reach.start + reach.length)[..., None] + offset - size, 0, k.shape[1] - 1)
 
-    def of_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Array:
-        """Return the output `[G, n, D]` of one kv head of one sequence."""
+    def attend_one_head(given: tuple[Any, ...], real: Array, k: Array, v: Array) -> Array:
+        """Return the attention output `[G, n, D]` of one kv head of one sequence."""
         q, k_new, v_new, at, held, shape = given
         keys, values = (jnp.concatenate([old[at], new]) for old, new in ((k, k_new), (v, v_new)))
         valid = jnp.where(index < 0, index >= -held, index < jnp.maximum(real, 1))
-        return masked(q, keys, values, seen & valid, shape)
+        return attend_masked_keys(q, keys, values, seen & valid, shape)
 
-    def of_sequence(given: tuple[Array, ...]) -> Array:
-        """Return the output `[K, G, n, D]` of one sequence, kv head by kv head."""
+    def attend_one_sequence(given: tuple[Array, ...]) -> Array:
+        """Return the attention output `[K, G, n, D]` of one sequence, computed kv head by kv head."""
         q, k_new, v_new, at, held, real, k, v = given
         heads = (q, k_new, v_new, at, held, shaping)
-        return lax.map(lambda each: of_head(each, real, k, v), heads)
+        return lax.map(lambda each: attend_one_head(each, real, k, v), heads)
 
-    return lax.map(of_sequence, (q, *new, last, reach.length, count, k, v))
+    return lax.map(attend_one_sequence, (q, *new, last, reach.length, count, k, v))

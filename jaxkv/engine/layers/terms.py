@@ -1,17 +1,17 @@
-"""`Terms`: static config of how new tokens are appended and attend to the entries of a layer."""
+"""`DecodeAttentionConfig`: static config of how new tokens are appended and attend to the entries of a layer."""
 
 import dataclasses
 
-from jaxkv.attention import Backend, Implementation, backend_of
-from jaxkv.cache.layout import Layout
-from jaxkv.policies.parts import Ongoing
-from jaxkv.policies.reads import Reading
-from jaxkv.sharding.mesh import Axes
+from jaxkv.attention import AttentionBackend, Implementation, get_attention_backend
+from jaxkv.cache.layout import SegmentLayout
+from jaxkv.policies.parts import DecodingCompressionConfig
+from jaxkv.policies.reads import LayerReadConfig
+from jaxkv.sharding.mesh import ShardingMesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Terms:
-    """Static, hashable config of a layer's entries, for any model: layout, parts of the policy, backend.
+class DecodeAttentionConfig:
+    """Static, hashable config of decode attention over a layer's entries: layout, parts of the policy, backend.
 
     Attributes:
         layout: layout of segments in their pools.
@@ -21,29 +21,29 @@ class Terms:
         implementation: implementation of attention over the pool.
     """
 
-    layout: Layout
-    reading: Reading
-    ongoing: Ongoing = Ongoing()
+    layout: SegmentLayout
+    reading: LayerReadConfig
+    ongoing: DecodingCompressionConfig = DecodingCompressionConfig()
     widest: int | None = None
     implementation: Implementation = Implementation.XLA
 
     @property
-    def backend(self) -> Backend:
+    def backend(self) -> AttentionBackend:
         """Backend that computes attention over the pool, from `implementation`."""
-        return backend_of(self.implementation)
+        return get_attention_backend(self.implementation)
 
     @property
-    def axes(self) -> Axes | None:
-        """Axes of the mesh that the programs run on; None without a mesh."""
+    def axes(self) -> ShardingMesh | None:
+        """Axes of the mesh that the programs run on; None without a mesh, as in this base class."""
         return None
 
     @property
-    def scored(self) -> bool:
+    def uses_attention_scores(self) -> bool:
         """True if entries' scores include the attention they receive during decoding."""
-        return self.ongoing.attends
+        return self.ongoing.updates_scores
 
     @property
-    def decay(self) -> float:
-        """Factor of an entry's score at each new token; 1 if attention does not change scores."""
-        decay = self.ongoing.rank.decay if self.scored else None
+    def score_decay(self) -> float:
+        """Factor by which entries' scores are multiplied at each new token; 1 if attention does not change scores."""
+        decay = self.ongoing.rank.decay if self.uses_attention_scores else None
         return 1.0 if decay is None else decay

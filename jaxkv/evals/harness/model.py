@@ -11,12 +11,12 @@ from tqdm import tqdm
 from jaxkv._errors import require
 from jaxkv.engine.sampling import GREEDY, Sampling, is_greedy
 from jaxkv.engine.session import Session
-from jaxkv.evals.perplexity import read_on
-from jaxkv.evals.runs import seed_of
+from jaxkv.evals.perplexity import teacher_force_tokens
+from jaxkv.evals.runs import derive_seed
 from jaxkv.generation import generate
 from jaxkv.loading import LanguageModel, load
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.registry import as_policy
+from jaxkv.policies.registry import resolve_policy
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -35,7 +35,7 @@ _Item = TypeVar("_Item")
 
 @register_model("jaxkv")
 class JaxKVLM(TemplateLM):
-    """lm-evaluation-harness model that runs a jaxkv model with caches compressed by a policy.
+    """lm-evaluation-harness model that answers and scores requests over a jaxkv model's compressed caches.
 
     Contexts are prefilled and compressed. Answers are sampled on top of the compressed cache. Continuations are scored
     on top of it token by token, so that policies which evict an entry for every new one do so. Choices that share a
@@ -81,12 +81,12 @@ class JaxKVLM(TemplateLM):
             raise TypeError(f"{', '.join(options)}: the policy is an object: set them in it")
         self.params = load(model, dtype) if isinstance(model, str) else model
         self.text = self.params.tokenizer
-        self.policy = as_policy(policy, options=options)
+        self.policy = resolve_policy(policy, options=options)
         self.batch_size, self.max_gen_toks, self.seed = int(batch_size), max_gen_toks, seed
 
     @property
     def max_length(self) -> int:
-        """Positions of the model: maximum tokens of a prompt with its answer."""
+        """Maximum tokens of a prompt with its answer: the model's number of positions."""
         return self.params.config.max_positions
 
     @property
@@ -96,28 +96,28 @@ class JaxKVLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """Id of the eos token, or of the bos token without one."""
+        """Id of the model's first eos token; without one, of the bos token, or 0."""
         return next(iter(self.text.eos_ids), self.text.bos_id or 0)
 
     @property
     def prefix_token_id(self) -> int:
-        """Id of the token for an empty context: bos, or eos without one."""
+        """Id of the token that stands for an empty context: bos, or `eot_token_id` without one."""
         return self.eot_token_id if self.text.bos_id is None else self.text.bos_id
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **options: Any
     ) -> list[int]:
-        """Encode a text, with the tokenizer's bos token, if any, unless `add_special_tokens` is False."""
+        """Encode a text to token ids, with bos if the tokenizer adds it, unless `add_special_tokens` is False."""
         return self.text.encode(string, bos=add_special_tokens is not False)
 
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """Render chat messages; the text ends with the opening of the answer if `add_generation_prompt`."""
-        return self.text.chat(chat_history, generation_prompt=add_generation_prompt)
+        """Render chat messages as text, which opens the assistant's answer if `add_generation_prompt`."""
+        return self.text.render_chat(chat_history, generation_prompt=add_generation_prompt)
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Generate one text per request, in order, up to a stop string or token limit; truncate long contexts."""
+        """Generate one text per request, in order, until a stop string or limit; long contexts lose their start."""
         answers: dict[int, str] = {}
         asked = [request.args for request in requests]
         # Requests of equal arguments run together, the longest first, so that a prompt that is too long fails early.
@@ -125,24 +125,28 @@ class JaxKVLM(TemplateLM):
         batches = [
             batch
             for _, equal in itertools.groupby(order, key=lambda at: repr(asked[at][1]))
-            for batch in _batches(list(equal), self._contexts_together)
+            for batch in _split_into_batches(list(equal), self._contexts_per_batch)
         ]
         for batch in tqdm(batches, disable=disable_tqdm, desc="jaxkv, generate_until"):
             contexts, arguments = [asked[at][0] for at in batch], asked[batch[0]][1]
-            for at, text in zip(batch, self._draw(contexts, arguments, batch[0]), strict=True):
+            for at, text in zip(
+                batch, self._generate_texts(contexts, arguments, batch[0]), strict=True
+            ):
                 answers[at] = text
                 self.cache_hook.add_partial("generate_until", asked[at], text)
         return [answers[at] for at in range(len(asked))]
 
-    def _draw(self, contexts: list[str], arguments: Mapping[str, Any], number: int) -> Any:
-        """Generate one text per context with the same arguments; sampling seeds depend on request `number`."""
-        stop, new, sampling = _drawing(arguments, self.max_gen_toks)
+    def _generate_texts(
+        self, contexts: list[str], arguments: Mapping[str, Any], number: int
+    ) -> Any:
+        """Generate one text per context with equal arguments; if random, the seed depends on the request `number`."""
+        stop, new, sampling = _parse_generation_arguments(arguments, self.max_gen_toks)
         room = self.max_length - new
         # A prompt that is too long loses its beginning, as in the harness's own models.
         ids = [self.tok_encode(text)[-room:] or [self.prefix_token_id] for text in contexts]
-        key = self._key(ids[0])
+        key = self._seed_for_context(ids[0])
         # A task may repeat a request: random answers differ by request, independent of the batch.
-        key = key if is_greedy(sampling) else seed_of(key, f"request {number}")
+        key = key if is_greedy(sampling) else derive_seed(key, f"request {number}")
         out = generate(
             self.params,
             ids,
@@ -158,21 +162,21 @@ class JaxKVLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return the log-probability of each request's text, scored token by token after a context of one token.
+        """Return each text's log-probability, the sum over its tokens, scored in windows after a context of one token.
 
         A policy that compresses only prompts has nothing to evict there.
         """
         texts = [request.args[0] for request in requests]
-        windows = [self._windows(self.tok_encode(text, False)) for text in texts]
+        windows = [self._split_into_windows(self.tok_encode(text, False)) for text in texts]
         pairs = [pair for each in windows for pair in each]
-        values = iter(self._judge(pairs, disable_tqdm))
+        values = iter(self._score_pairs(pairs, disable_tqdm))
         sums = [float(sum(next(values)[0] for _ in each)) for each in windows]
         for text, value in zip(texts, sums, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", (text,), value)
         return sums
 
-    def _windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
-        """Split a text's ids into a list of (context, continuation) that fit the model; each id is scored once."""
+    def _split_into_windows(self, ids: list[int]) -> list[tuple[list[int], list[int]]]:
+        """Split token ids into (context, continuation) pairs that fit the model's positions; each id is scored once."""
         first, most = self.prefix_token_id, self.max_length
         windows = get_rolling_token_windows(ids, first, most, context_len=1)
         return list(map(make_disjoint_window, windows))
@@ -183,7 +187,7 @@ class JaxKVLM(TemplateLM):
         disable_tqdm: bool = False,
         **options: Any,
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability of the continuation, True if greedy decoding samples it) per request of ids."""
+        """Return (log-probability of the continuation, True if greedy decoding yields it) per request of token ids."""
         pairs = []
         for (_, text), context, continuation in requests:
             require(
@@ -195,15 +199,15 @@ class JaxKVLM(TemplateLM):
             room = self.max_length - len(continuation) + 1
             # The harness moves trailing spaces of a context to the continuation, so a context may be empty.
             pairs.append((context[-room:] or [self.prefix_token_id], continuation))
-        results = self._judge(pairs, disable_tqdm)
+        results = self._score_pairs(pairs, disable_tqdm)
         for (texts, *_), result in zip(requests, results, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, result)
         return results
 
-    def _judge(
+    def _score_pairs(
         self, pairs: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability, True if greedy decoding samples it) per (context, continuation) pair."""
+        """Return (log-probability, True if greedy decoding yields the continuation) per (context, continuation)."""
         found: dict[int, tuple[float, bool]] = {}
         by_context: dict[tuple[int, ...], list[int]] = {}
         for at in sorted(range(len(pairs)), key=lambda at: -sum(map(len, pairs[at]))):
@@ -211,54 +215,58 @@ class JaxKVLM(TemplateLM):
         # Continuations of one context share its cache; the others run in batches.
         groups = [group for group in by_context.values() if len(group) > 1]
         alone = [group[0] for group in by_context.values() if len(group) == 1]
-        groups += [list(batch) for batch in _batches(alone, self._contexts_together)]
+        groups += [list(batch) for batch in _split_into_batches(alone, self._contexts_per_batch)]
         for group in tqdm(groups, disable=disable_tqdm, desc="jaxkv, loglikelihood"):
             # Distinct contexts: one, or as many as continuations.
             contexts = [*map(list, dict.fromkeys(tuple(pairs[at][0]) for at in group))]
-            values, greedy = self._score(contexts, [pairs[at][1] for at in group])
+            values, greedy = self._score_continuations(contexts, [pairs[at][1] for at in group])
             found |= {at: (float(values[row]), bool(greedy[row])) for row, at in enumerate(group)}
         return [found[at] for at in range(len(pairs))]
 
     @property
-    def _contexts_together(self) -> int:
+    def _contexts_per_batch(self) -> int:
         """Number of contexts per batch: `batch_size`, or 1 if the policy uses random numbers."""
-        return 1 if self.policy.parts().uses_key else self.batch_size
+        return 1 if self.policy.build_policy_parts().uses_random_key else self.batch_size
 
-    def _key(self, ids: Sequence[int]) -> int:
-        """Random seed: `seed`, or for a policy that uses random numbers a hash of `seed` and the context's ids."""
+    def _seed_for_context(self, ids: Sequence[int]) -> int:
+        """Return the random seed: `seed`, or a hash of it and the context's ids if the policy uses random numbers."""
         return (
-            seed_of(self.seed, " ".join(map(str, ids)))
-            if self.policy.parts().uses_key
+            derive_seed(self.seed, " ".join(map(str, ids)))
+            if self.policy.build_policy_parts().uses_random_key
             else self.seed
         )
 
-    def _score(
+    def _score_continuations(
         self, contexts: list[list[int]], continuations: list[list[int]]
     ) -> tuple[Float[np.ndarray, " B"], Bool[np.ndarray, " B"]]:
-        """Return log-probability `[B]` and a mask `[B]` of greedy continuations; prefills the contexts.
+        """Prefill contexts; return log-probabilities `[B]` of continuations and a mask `[B]` of those that are greedy.
 
         One context is prefilled once, and its continuations are scored on top of it in batches.
         """
-        session = Session(self.params, self.policy, key=self._key(contexts[0]))
+        session = Session(self.params, self.policy, key=self._seed_for_context(contexts[0]))
         # The last token of a continuation is not read. Each pair fits the model's positions, but the longest context
         # and the longest continuation of different pairs may not.
         room = self.max_length - max(map(len, contexts))
         cache = session.prefill(contexts, new=min(max(map(len, continuations)) - 1, room))
         shared, values, greedy = len(contexts) < len(continuations), list[Any](), list[Any]()
-        for part in _batches(continuations, self.batch_size) if shared else [continuations]:
-            losses, likeliest, _ = read_on(session, cache, part, donate=not shared)
+        for part in (
+            _split_into_batches(continuations, self.batch_size) if shared else [continuations]
+        ):
+            losses, likeliest, _ = teacher_force_tokens(session, cache, part, donate=not shared)
             values += [-losses.sum(axis=1)]
             greedy += [likeliest.all(axis=1)]
         return np.concatenate(values), np.concatenate(greedy)
 
 
-def _batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
+def _split_into_batches(items: Sequence[_Item], size: int) -> list[Sequence[_Item]]:
     """Split a sequence into consecutive parts of at most `size` items."""
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
-def _drawing(arguments: Mapping[str, Any], usual: int) -> tuple[Any, int, Sampling]:
-    """Parse lm-eval's generation arguments: stop strings, number of new tokens, sampler; ValueError for others."""
+def _parse_generation_arguments(
+    arguments: Mapping[str, Any], usual: int
+) -> tuple[Any, int, Sampling]:
+    """Parse lm-eval's generation arguments to stop strings, number of new tokens and sampler; ValueError for others."""
     unknown = [name for name in arguments if name not in _KNOWN]
     require(
         not unknown, "generation_kwargs", unknown, f"not supported: use some of {', '.join(_KNOWN)}"

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from numpy.random import Generator
 
-from jaxkv.evals.ruler.recipe import Prompt, Recipe, hidden
+from jaxkv.evals.ruler.recipe import PromptRecipe, RulerPrompt, insert_lines
 
 # RULER's, scripts/data/synthetic/{variable_tracking,constants}.py.
 _OPENING = (
@@ -21,8 +21,8 @@ _VARIABLES = 5
 TEMPLATES = (_OPENING, _QUESTION, _PREFIX, "VAR =")
 
 
-class Chain(NamedTuple):
-    """Random parts of one prompt: variable names, the number assigned to them, and places of the assignments.
+class VariableChain(NamedTuple):
+    """Random parts of one prompt: variable names, the number assigned to the first, and places of the assignments.
 
     Attributes:
         names: the variables; the first is assigned the value, each other the one before it.
@@ -38,7 +38,7 @@ class Chain(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Chains(Recipe):
+class VariableTrackingRecipe(PromptRecipe):
     """Recipe of RULER's variable tracking: prompts that hide one chain of assignments in lines of noise.
 
     Attributes:
@@ -48,30 +48,32 @@ class Chains(Recipe):
     shot: int = 0
 
     @property
-    def least(self) -> int:
+    def min_haystack_size(self) -> int:
         """Smallest haystack size: the number of assignments, each of which needs a place of its own."""
         return _VARIABLES
 
-    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Make a `Prompt`: one chain hidden in `size` lines of noise, after a solved example if `shot` is set."""
-        shot = self.choose(self.shot, rng, short=True) if self.shot else None
-        return self.write(self.choose(size, rng), shot)
+    def make_prompt(self, size: int, rng: Generator, index: int = 0) -> RulerPrompt:
+        """Make a `RulerPrompt`: one chain in `size` lines of noise, after a solved example if `shot` is set."""
+        shot = self.sample_chain(self.shot, rng, short=True) if self.shot else None
+        return self.render_prompt(self.sample_chain(size, rng), shot)
 
-    def choose(self, size: int, rng: Generator, *, short: bool = False) -> Chain:
-        """Sample a `Chain`: variable names (`short` ones for a solved example), the number assigned to them, places."""
-        names = self.wording.variables(rng, _VARIABLES, short=short)
+    def sample_chain(self, size: int, rng: Generator, *, short: bool = False) -> VariableChain:
+        """Sample a `VariableChain` for `size` lines: names (`short` ones for an example), number and places."""
+        names = self.wording.sample_variable_names(rng, _VARIABLES, short=short)
         places = sorted(rng.permutation(size)[:_VARIABLES].tolist())
-        return Chain(tuple(names), self.wording.amount(rng), tuple(places), size)
+        return VariableChain(
+            tuple(names), self.wording.sample_variable_value(rng), tuple(places), size
+        )
 
-    def write(self, chain: Chain, shot: Chain | None = None) -> Prompt:
-        """Render a chain as a `Prompt`, after the solved example `shot` if given."""
+    def render_prompt(self, chain: VariableChain, shot: VariableChain | None = None) -> RulerPrompt:
+        """Render a chain as a `RulerPrompt`, after the solved example `shot` if given."""
         front = ""
         if shot is not None:
-            example = self.write(shot)
-            front = f"{example.text}{example.target}\n\n"
+            example = self.render_prompt(shot)
+            front = f"{example.full_text}{example.target}\n\n"
         prefix = _PREFIX.format(count=_VARIABLES, value=chain.value)
-        return Prompt(
-            context=front + _OPENING + self._hide(chain),
+        return RulerPrompt(
+            context=front + _OPENING + self._insert_assignments(chain),
             question=_QUESTION.format(value=chain.value),
             prefix=prefix.rstrip() if self.wording.tight else prefix,
             answers=chain.names,
@@ -79,8 +81,8 @@ class Chains(Recipe):
             depth=sum(chain.places) / len(chain.places) / chain.size,
         )
 
-    def _hide(self, chain: Chain) -> str:
-        """Join the haystack's lines of noise, with the chain's assignments inserted at their places."""
+    def _insert_assignments(self, chain: VariableChain) -> str:
+        """Return the haystack's lines of noise as one text, with the chain's assignments inserted at their places."""
         # RULER ends these lines with a space.
         end = "" if self.wording.tight else " "
         first, *others = chain.names
@@ -89,4 +91,4 @@ class Chains(Recipe):
             f"VAR {name} = VAR {before}{end}"
             for before, name in zip(chain.names, others, strict=False)
         ]
-        return hidden(self.wording.noisy(chain.size), assignments, chain.places)
+        return insert_lines(self.wording.repeat_noise(chain.size), assignments, chain.places)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from jaxkv.evals.ruler.recipe import Prompt, Recipe
+from jaxkv.evals.ruler.recipe import PromptRecipe, RulerPrompt
 
 # RULER's, scripts/data/synthetic/{common_words_extraction,freq_words_extraction,constants}.py.
 _COMMON = (
@@ -32,16 +32,16 @@ DOTS = "..."
 _LEAST_CODED = 74
 
 
-class Listed(NamedTuple):
-    """Random parts of one word list: its common words, and all its words in order, with repeats."""
+class WordList(NamedTuple):
+    """Random parts of one word list: its ten common words, and all its words in order, with repeats."""
 
     common: tuple[str, ...]
     entries: tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Common(Recipe):
-    """Recipe of RULER's common words extraction: a list of words, its common ones asked for; size is distinct words.
+class CommonWordsRecipe(PromptRecipe):
+    """Recipe of RULER's common words extraction: ask for the ten common words of a list; size counts distinct words.
 
     Attributes:
         often: occurrences of each common word.
@@ -54,46 +54,46 @@ class Common(Recipe):
     shot: tuple[int, int, int] | None = None
 
     @property
-    def least(self) -> int:
+    def min_haystack_size(self) -> int:
         """Smallest number of distinct words in a list: the common words and one other."""
         return _WORDS + 1
 
     @property
-    def most(self) -> int | float:
+    def max_haystack_size(self) -> int | float:
         """Largest number of distinct words in a list that the wording can sample, which may be infinite."""
         return self.wording.words_to_count
 
-    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Make a `Prompt`: a list of `size` distinct words with repeats, after a solved example if `shot` is set."""
-        shot = self.choose(*self.shot, rng) if self.shot else None
-        return self.write(self.choose(size, self.often, self.seldom, rng), shot)
+    def make_prompt(self, size: int, rng: Generator, index: int = 0) -> RulerPrompt:
+        """Make a `RulerPrompt`: a list of `size` distinct words, repeated, after a solved example if `shot` is set."""
+        shot = self.sample_word_list(*self.shot, rng) if self.shot else None
+        return self.render_prompt(self.sample_word_list(size, self.often, self.seldom, rng), shot)
 
-    def choose(self, size: int, often: int, seldom: int, rng: Generator) -> Listed:
-        """Sample a shuffled `Listed` of `size` distinct words: common ones `often` times, others `seldom` times."""
-        chosen = self.wording.plain(rng, size)
+    def sample_word_list(self, size: int, often: int, seldom: int, rng: Generator) -> WordList:
+        """Sample a shuffled `WordList` of `size` distinct words: ten of them `often` times, others `seldom` times."""
+        chosen = self.wording.sample_distinct_words(rng, size)
         common, others = chosen[:_WORDS], chosen[_WORDS:]
         entries = common * often + others * seldom
-        return Listed(
+        return WordList(
             tuple(common), tuple(entries[each] for each in rng.permutation(len(entries)).tolist())
         )
 
-    def write(self, chosen: Listed, shot: Listed | None = None) -> Prompt:
-        """Render a word list as a `Prompt`, after the solved example `shot` if given."""
+    def render_prompt(self, chosen: WordList, shot: WordList | None = None) -> RulerPrompt:
+        """Render a word list as a `RulerPrompt`, after the solved example `shot` if given."""
         front = ""
         if shot is not None:
-            example = self.write(shot)
-            front = f"{example.text}{example.target}\n"
+            example = self.render_prompt(shot)
+            front = f"{example.full_text}{example.target}\n"
         opening, question, prefix = _COMMON
-        return Prompt(
-            context=front + opening + _numbered(chosen.entries),
+        return RulerPrompt(
+            context=front + opening + _number_words(chosen.entries),
             question=question,
             prefix=prefix,
             answers=chosen.common,
-            target=" " + _numbered(chosen.common),
+            target=" " + _number_words(chosen.common),
         )
 
 
-class Coded(NamedTuple):
+class CodedText(NamedTuple):
     """Random parts of one coded text: its distinct words by frequency, dots first, and all its words in order."""
 
     ranks: tuple[str, ...]
@@ -101,7 +101,7 @@ class Coded(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Frequent(Recipe):
+class FrequentWordsRecipe(PromptRecipe):
     """Recipe of RULER's frequent words extraction: prompts that ask for a coded text's three most frequent words.
 
     Counts by rank follow a zeta distribution with exponent 2.
@@ -113,28 +113,28 @@ class Frequent(Recipe):
     vocabulary: int
 
     @property
-    def least(self) -> int:
-        """Smallest number of words at which the word of rank 4 occurs more often than the word of rank 5."""
+    def min_haystack_size(self) -> int:
+        """Smallest haystack size: 74 words, of which ranks 2, 3 and 4 (the answers) occur 11, 4 and 2 times."""
         return _LEAST_CODED
 
-    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Make a `Prompt` that asks for the most frequent of at most `size` coded words, a few less by rounding."""
-        return self.write(self.choose(size, rng))
+    def make_prompt(self, size: int, rng: Generator, index: int = 0) -> RulerPrompt:
+        """Make a `RulerPrompt` that asks for the three most frequent of at most `size` coded words, dots aside."""
+        return self.render_prompt(self.sample_coded_text(size, rng))
 
-    def choose(self, size: int, rng: Generator) -> Coded:
-        """Sample a `Coded` text of at most `size` words in random order; the count of each rank is rounded down."""
-        ranks = (DOTS, *self.wording.codes(rng, self.vocabulary - 1))
+    def sample_coded_text(self, size: int, rng: Generator) -> CodedText:
+        """Sample a `CodedText` of at most `size` words in random order; each rank's count is rounded down."""
+        ranks = (DOTS, *self.wording.sample_coded_words(rng, self.vocabulary - 1))
         times = (size * np.arange(1, len(ranks) + 1.0) ** -2 / (math.pi**2 / 6)).astype(int)
         text = [
             word for word, often in zip(ranks, times.tolist(), strict=True) for _ in range(often)
         ]
-        return Coded(ranks, tuple(text[each] for each in rng.permutation(len(text)).tolist()))
+        return CodedText(ranks, tuple(text[each] for each in rng.permutation(len(text)).tolist()))
 
-    def write(self, chosen: Coded) -> Prompt:
-        """Render a coded text as a `Prompt` that asks for its three most frequent words besides the dots."""
+    def render_prompt(self, chosen: CodedText) -> RulerPrompt:
+        """Render a coded text as a `RulerPrompt` that asks for its three most frequent words other than the dots."""
         opening, question, prefix = _FREQUENT
         first, second, third = chosen.ranks[1:4]
-        return Prompt(
+        return RulerPrompt(
             context=opening + " ".join(chosen.text),
             question=question,
             prefix=prefix,
@@ -143,6 +143,6 @@ class Frequent(Recipe):
         )
 
 
-def _numbered(words: tuple[str, ...]) -> str:
-    """Join words in one line, each after its number: "1. apple 2. boat"."""
+def _number_words(words: tuple[str, ...]) -> str:
+    """Join words in one line of text, each after its number: "1. apple 2. boat"."""
     return " ".join(f"{number}. {word}" for number, word in enumerate(words, start=1))

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from numpy.random import Generator
 
-from jaxkv._errors import invalid, require
-from jaxkv.evals.ruler.recipe import Prompt, Recipe
-from jaxkv.evals.texts import text_of_file
+from jaxkv._errors import build_value_error, require
+from jaxkv.evals.ruler.recipe import PromptRecipe, RulerPrompt
+from jaxkv.evals.texts import read_utf8_file
 
 # RULER's, scripts/data/synthetic/{qa,constants}.py.
 _ORDER = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
@@ -28,7 +28,7 @@ FILES = {
 
 
 class DocumentQuestion(NamedTuple):
-    """One question with its right answers, and indices of its own documents and of others in their article.
+    """One question with its right answers, and indices of its own documents and of others from the same article.
 
     Attributes:
         text: the question.
@@ -43,7 +43,7 @@ class DocumentQuestion(NamedTuple):
     near: tuple[int, ...] = ()
 
 
-class DataSet(NamedTuple):
+class QuestionDataSet(NamedTuple):
     """Questions of a data set in the order of the file, and its distinct documents, sorted."""
 
     questions: tuple[DocumentQuestion, ...]
@@ -51,18 +51,18 @@ class DataSet(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DocumentQA(Recipe):
-    """Recipe of question answering over a data set's documents; the haystack size is the number of documents."""
+class DocumentQuestionRecipe(PromptRecipe):
+    """Recipe of RULER's question answering over a data set's documents; haystack sizes are numbers of documents."""
 
-    data: DataSet
+    data: QuestionDataSet
 
     @property
-    def least(self) -> int:
+    def min_haystack_size(self) -> int:
         """Smallest number of documents in a prompt: the largest number that a question needs."""
         return max(len(each.context) for each in self.data.questions)
 
-    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Make a `Prompt`: the file's question `index` (ValueError beyond the last) and `size` documents, shuffled."""
+    def make_prompt(self, size: int, rng: Generator, index: int = 0) -> RulerPrompt:
+        """Make a `RulerPrompt`: the file's question `index` (ValueError beyond the last), `size` shuffled documents."""
         have = len(self.data.questions)
         require(
             index < have,
@@ -71,28 +71,34 @@ class DocumentQA(Recipe):
             f"the file has only {have} questions: use at most that many",
         )
         asked = self.data.questions[index]
-        return self.write(asked, self.choose(asked, size, rng))
+        return self.render_prompt(asked, self.sample_document_indices(asked, size, rng))
 
-    def choose(self, asked: DocumentQuestion, size: int, rng: Generator) -> tuple[int, ...]:
-        """Sample `size` document indices in random order, with the question's own; with repeats if too few."""
+    def sample_document_indices(
+        self, asked: DocumentQuestion, size: int, rng: Generator
+    ) -> tuple[int, ...]:
+        """Sample `size` document indices in random order, the question's own among them; repeats if too few exist."""
         have, more = len(self.data.documents), size - len(asked.context)
         if size >= have:
             chosen = [each % have for each in range(size)]
         elif more <= len(asked.near):
-            chosen = [*asked.context, *_some(asked.near, more, rng)]
+            chosen = [*asked.context, *_sample_indices(asked.near, more, rng)]
         else:
             taken = {*asked.context, *asked.near}
             others = [each for each in range(have) if each not in taken]
-            chosen = [*asked.context, *asked.near, *_some(others, more - len(asked.near), rng)]
-        return tuple(_some(chosen, len(chosen), rng))
+            chosen = [
+                *asked.context,
+                *asked.near,
+                *_sample_indices(others, more - len(asked.near), rng),
+            ]
+        return tuple(_sample_indices(chosen, len(chosen), rng))
 
-    def write(self, asked: DocumentQuestion, order: Sequence[int]) -> Prompt:
-        """Render a question as a `Prompt`, with the documents of these indices in this order."""
+    def render_prompt(self, asked: DocumentQuestion, order: Sequence[int]) -> RulerPrompt:
+        """Render a question as a `RulerPrompt`, with the documents of these indices in this order."""
         texts = [
             f"Document {at}:\n{self.data.documents[each]}" for at, each in enumerate(order, start=1)
         ]
         stand = [at for at, each in enumerate(order) if each in asked.context]
-        return Prompt(
+        return RulerPrompt(
             context=_OPENING + "\n\n".join(texts),
             question=_QUESTION.format(asked=asked.text),
             prefix=_PREFIX,
@@ -102,8 +108,8 @@ class DocumentQA(Recipe):
         )
 
 
-def read(folder: str | None, name: str) -> DataSet:
-    """Read the `DataSet` (questions, documents) of "qa_1" (SQuAD 2.0) or "qa_2" (HotpotQA) from a file in `folder`.
+def load_data_set(folder: str | None, name: str) -> QuestionDataSet:
+    """Load the `QuestionDataSet` of "qa_1" (SQuAD 2.0) or "qa_2" (HotpotQA) from a JSON file in `folder`.
 
     Raises FileNotFoundError for a missing file, with its URL, and ValueError for another format.
     """
@@ -114,15 +120,15 @@ def read(folder: str | None, name: str) -> DataSet:
             f"data={folder!r}: {name} needs a file of questions: download {address} there as {file}"
         )
     try:
-        content = json.loads(text_of_file(path))
-        return _squad(content) if name == "qa_1" else _hotpot(content)
+        content = json.loads(read_utf8_file(path))
+        return _parse_squad(content) if name == "qa_1" else _parse_hotpot(content)
     except (KeyError, TypeError, ValueError):
         remedy = f"not in the format of {address}: download it again"
-        raise invalid("data", str(path), remedy) from None
+        raise build_value_error("data", str(path), remedy) from None
 
 
-def _squad(content: dict[str, Any]) -> DataSet:
-    """Build the `DataSet` of the answerable questions in SQuAD 2.0's parsed JSON; documents are paragraphs."""
+def _parse_squad(content: dict[str, Any]) -> QuestionDataSet:
+    """Build the `QuestionDataSet` of answerable questions in SQuAD 2.0's parsed JSON; documents are paragraphs."""
     articles = [[part["context"] for part in article["paragraphs"]] for article in content["data"]]
     documents = sorted({text for texts in articles for text in texts})
     places = {text: at for at, text in enumerate(documents)}
@@ -135,11 +141,11 @@ def _squad(content: dict[str, Any]) -> DataSet:
                 if not asked["is_impossible"]:
                     answers = tuple(each["text"] for each in asked["answers"])
                     questions.append(DocumentQuestion(asked["question"], answers, (mine,), near))
-    return DataSet(tuple(questions), tuple(documents))
+    return QuestionDataSet(tuple(questions), tuple(documents))
 
 
-def _hotpot(content: list[dict[str, Any]]) -> DataSet:
-    """Build the `DataSet` of the questions in HotpotQA's parsed JSON; documents are articles with their titles."""
+def _parse_hotpot(content: list[dict[str, Any]]) -> QuestionDataSet:
+    """Build the `QuestionDataSet` of HotpotQA's parsed JSON; documents are articles with their titles."""
 
     def document(title: str, lines: list[str]) -> str:
         return f"{title}\n{''.join(lines)}"
@@ -154,9 +160,9 @@ def _hotpot(content: list[dict[str, Any]]) -> DataSet:
         )
         for case in content
     ]
-    return DataSet(tuple(questions), tuple(documents))
+    return QuestionDataSet(tuple(questions), tuple(documents))
 
 
-def _some(places: Sequence[int], count: int, rng: Generator) -> list[int]:
+def _sample_indices(places: Sequence[int], count: int, rng: Generator) -> list[int]:
     """Sample `count` of the given indices without replacement, in random order."""
     return [places[each] for each in rng.permutation(len(places))[:count].tolist()]

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.random import Generator
 
-from jaxkv.evals.ruler.recipe import Prompt, Recipe, hidden
+from jaxkv.evals.ruler.recipe import PromptRecipe, RulerPrompt, insert_lines
 
 # RULER's, scripts/data/synthetic/{niah,constants}.py: templates for several values, and for one.
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
@@ -35,7 +35,7 @@ class PlacedNeedle(NamedTuple):
     place: int
 
 
-class NeedlePrompt(NamedTuple):
+class NeedleParts(NamedTuple):
     """Random parts of one prompt: needles, haystack, and the keys `asked` for with their `values`.
 
     Attributes:
@@ -52,7 +52,7 @@ class NeedlePrompt(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Needles(Recipe):
+class NeedlesRecipe(PromptRecipe):
     """Recipe of RULER's eight needle-in-a-haystack tasks, which differ in haystack, keys, values and queries.
 
     Attributes:
@@ -74,61 +74,61 @@ class Needles(Recipe):
     depth: float | None = None
 
     @property
-    def least(self) -> int:
-        """Smallest haystack size: the number of needles."""
+    def min_haystack_size(self) -> int:
+        """Smallest haystack size: the number of needles in the prompt."""
         return max(self.keys, self.queries) * self.values
 
-    def make(self, size: int, rng: Generator, index: int = 0) -> Prompt:
-        """Make a `Prompt`: needles hidden in a haystack of `size` units: words or sentences of an essay, or lines."""
-        return self.write(self.choose(size, rng))
+    def make_prompt(self, size: int, rng: Generator, index: int = 0) -> RulerPrompt:
+        """Make a `RulerPrompt`: needles in a haystack of `size` units: words or sentences of an essay, or lines."""
+        return self.render_prompt(self.sample_needles(size, rng))
 
-    def choose(self, size: int, rng: Generator) -> NeedlePrompt:
-        """Sample a `NeedlePrompt`: needles with keys, values and places, haystack units, and keys to ask for."""
+    def sample_needles(self, size: int, rng: Generator) -> NeedleParts:
+        """Sample `NeedleParts`: needles with keys, values and places, haystack units, and the keys to ask for."""
         count = max(self.keys, self.queries)
         keys = getattr(self.wording, self.key_kind)(rng, count)
         flat = getattr(self.wording, self.value_kind)(rng, count * self.values)
         values = [tuple(flat[at : at + self.values]) for at in range(0, len(flat), self.values)]
         pairs = [(key, value) for key, mine in zip(keys, values, strict=True) for value in mine]
-        haystack = self._haystack(size, rng, keys)
+        haystack = self._make_haystack(size, rng, keys)
         stand = [pairs[which] for which in rng.permutation(len(pairs)).tolist()]
-        places = self._places(len(haystack), len(pairs), rng)
+        places = self._choose_needle_places(len(haystack), len(pairs), rng)
         needles = tuple(
             PlacedNeedle(key, value, place)
             for (key, value), place in zip(stand, places, strict=True)
         )
         asked = rng.permutation(count)[: self.queries].tolist()
-        return NeedlePrompt(
+        return NeedleParts(
             needles=needles,
             asked=tuple(keys[each] for each in asked),
             values=tuple(values[each] for each in asked),
             haystack=tuple(haystack),
         )
 
-    def write(self, chosen: NeedlePrompt) -> Prompt:
-        """Render a sample as a `Prompt`: the haystack with its needles, and the question for its keys."""
+    def render_prompt(self, chosen: NeedleParts) -> RulerPrompt:
+        """Render `NeedleParts` as a `RulerPrompt`: the haystack with its needles, and the question for its keys."""
         many = len(chosen.asked) * self.values > 1
         opening, question, prefix = _MANY if many else _ONE
         kind = self.value_kind if many else self.value_kind[:-1]
         asked, answers = (
-            _listed(chosen.asked),
+            _join_in_english(chosen.asked),
             tuple(value for mine in chosen.values for value in mine),
         )
         right = [each.place for each in chosen.needles if each.key in chosen.asked]
-        return Prompt(
-            context=opening.format(kind=kind) + self._hide(chosen),
+        return RulerPrompt(
+            context=opening.format(kind=kind) + self._insert_needles(chosen),
             question=question.format(kind=kind, asked=asked),
             prefix=prefix.format(kind=kind, asked=asked),
             answers=answers,
-            target=f" {_listed(answers)}.",
+            target=f" {_join_in_english(answers)}.",
             depth=sum(right) / len(right) / max(1, len(chosen.haystack)),
         )
 
-    def _haystack(self, size: int, rng: Generator, keys: list[str]) -> list[str]:
-        """Return the haystack's texts: sentences of an essay, lines of noise, or needles with other keys."""
+    def _make_haystack(self, size: int, rng: Generator, keys: list[str]) -> list[str]:
+        """Return the haystack as a list of texts: sentences of an essay, units of noise, or needles with other keys."""
         if self.haystack == "essay":
-            return self.wording.essay(rng, size)
+            return self.wording.make_essay_sentences(rng, size)
         if self.haystack == "noise":
-            return self.wording.noisy(size)
+            return self.wording.repeat_noise(size)
         others: list[str] = []
         while len(others) < size:
             # A key in the question has no second value.
@@ -140,16 +140,18 @@ class Needles(Recipe):
             for key, value in zip(others[:size], values, strict=True)
         ]
 
-    def _places(self, size: int, count: int, rng: Generator) -> list[int]:
-        """Return, in ascending order, the index of the haystack's unit after each needle."""
+    def _choose_needle_places(self, size: int, count: int, rng: Generator) -> list[int]:
+        """Return ascending indices of the haystack unit before which each needle is inserted: fixed depth or random."""
         if self.depth is not None:
             return [round(self.depth * size)] * count
         if self.haystack == "essay":
-            return places_at(DEPTHS[rng.permutation(len(DEPTHS))[:count]].tolist(), size)
+            return convert_depths_to_indices(
+                DEPTHS[rng.permutation(len(DEPTHS))[:count]].tolist(), size
+            )
         return sorted(rng.permutation(size)[:count].tolist())
 
-    def _hide(self, chosen: NeedlePrompt) -> str:
-        """Join the haystack, with the needles' sentences inserted at their places."""
+    def _insert_needles(self, chosen: NeedleParts) -> str:
+        """Return the haystack as one text, with the needles' sentences inserted at their places."""
         told = [
             NEEDLE.format(kind=self.value_kind, key=each.key, value=each.value)
             for each in chosen.needles
@@ -161,14 +163,14 @@ class Needles(Recipe):
                 parts += [needle, " ".join(chosen.haystack[begins[at] : begins[at + 1]])]
             # RULER writes a space on either side of an empty part, too.
             return " ".join(part for part in parts if part or not self.wording.tight)
-        return hidden(chosen.haystack, told, [each.place for each in chosen.needles])
+        return insert_lines(chosen.haystack, told, [each.place for each in chosen.needles])
 
 
-def places_at(depths: list[int], size: int) -> list[int]:
-    """Return sorted sentence indices, among `size` sentences, at the given depths in percent; rounded down."""
+def convert_depths_to_indices(depths: list[int], size: int) -> list[int]:
+    """Convert depths in percent to ascending indices among `size` sentences, rounded down."""
     return sorted(int(size * (depth / 100)) for depth in depths)
 
 
-def _listed(words: tuple[str, ...]) -> str:
-    """List words in English, as RULER does: `a`, `a, and b`, `a, b, and c`."""
+def _join_in_english(words: tuple[str, ...]) -> str:
+    """Join words as an English list, with RULER's commas: `a`, `a, and b`, `a, b, and c`."""
     return ", ".join(words[:-1]) + ", and " + words[-1] if len(words) > 1 else words[0]

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.evals.ruler.wording import Wording
+from jaxkv.evals.ruler.wording import RulerWording
 
 
-class Prompt(NamedTuple):
-    """One prompt, in three parts (context, question and the answer's first words), and its right answers.
+class RulerPrompt(NamedTuple):
+    """One prompt in three parts (context, question, the answer's first words), with its right answers and their depth.
 
     Attributes:
         context: the user's text up to the end of the haystack.
@@ -32,59 +32,59 @@ class Prompt(NamedTuple):
     depth: float | None = None
 
     @property
-    def text(self) -> str:
-        """The prompt as one text: context, question and the answer's first words."""
+    def full_text(self) -> str:
+        """Text of the whole prompt: context, question and the answer's first words."""
         return self.context + self.question + self.prefix
 
 
-Counter = Callable[[Prompt], int]
+Counter = Callable[[RulerPrompt], int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recipe(abc.ABC):
+class PromptRecipe(abc.ABC):
     """Base class of recipes: makes prompts of one kind with haystacks of any size, and answers up to `new_tokens`."""
 
-    wording: Wording
+    wording: RulerWording
     new_tokens: int
 
     @property
-    def least(self) -> int:
-        """Smallest haystack size that the recipe can make, in its units."""
+    def min_haystack_size(self) -> int:
+        """Smallest haystack size that the recipe supports, in its units, such as words, lines or documents."""
         return 1
 
     @property
-    def most(self) -> int | float:
+    def max_haystack_size(self) -> int | float:
         """Largest haystack size that the wording has words for, in the recipe's units; infinite by default."""
         return math.inf
 
     @abc.abstractmethod
-    def make(self, size: int, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Make a `Prompt` whose haystack has `size` units: words, lines or documents.
+    def make_prompt(self, size: int, rng: np.random.Generator, index: int = 0) -> RulerPrompt:
+        """Make a `RulerPrompt` whose haystack has `size` units: words, lines or documents.
 
         `index` is the number of the sample, for recipes that read samples from a file.
         """
 
 
-def hidden(lines: Sequence[str], told: Sequence[str], places: Sequence[int]) -> str:
-    """Join a haystack's lines, with the lines `told` inserted before the lines at `places`, which ascend."""
+def insert_lines(lines: Sequence[str], told: Sequence[str], places: Sequence[int]) -> str:
+    """Join a haystack's lines as one text, with other lines inserted before those at the ascending `places`."""
     lines = list(lines)
     for line, place in zip(reversed(told), reversed(places), strict=True):
         lines.insert(place, line)
     return "\n".join(lines)
 
 
-def fit(recipe: Recipe, length: int, count: Counter) -> int:
-    """Return the largest haystack size, to within 1/400, whose prompt and answer have at most `length` tokens.
+def fit_haystack_size(recipe: PromptRecipe, length: int, count: Counter) -> int:
+    """Return the largest haystack size, to within 1/400, with which prompt and answer have at most `length` tokens.
 
     Raises ValueError if not even the smallest haystack fits.
     """
 
-    def taken(size: int) -> int:
+    def count_tokens(size: int) -> int:
         """Count the tokens of a prompt with a haystack of `size` units and its answer."""
-        return count(recipe.make(size, np.random.default_rng(0))) + recipe.new_tokens
+        return count(recipe.make_prompt(size, np.random.default_rng(0))) + recipe.new_tokens
 
-    low = recipe.least
-    shortest = taken(low)
+    low = recipe.min_haystack_size
+    shortest = count_tokens(low)
     require(
         shortest <= length,
         "length",
@@ -92,42 +92,49 @@ def fit(recipe: Recipe, length: int, count: Counter) -> int:
         f"{type(recipe).__name__} needs at least {shortest} tokens: raise it",
     )
     high = low + 1
-    while taken(high) <= length:
+    while count_tokens(high) <= length:
         # Above the largest size, `make` raises an error that names the missing words.
-        low, high = high, int(recipe.most) if high < recipe.most < 2 * high else 2 * high
+        low, high = (
+            high,
+            int(recipe.max_haystack_size)
+            if high < recipe.max_haystack_size < 2 * high
+            else 2 * high,
+        )
     # 1/400 is less than the difference between samples.
     while high - low > max(1, low // 400):
         middle = (low + high) // 2
-        low, high = (middle, high) if taken(middle) <= length else (low, middle)
+        low, high = (middle, high) if count_tokens(middle) <= length else (low, middle)
     return low
 
 
 @dataclasses.dataclass(frozen=True)
 class PromptFactory:
-    """Makes a recipe's prompts of at most `length` tokens, with answers, by a token counter and haystack size."""
+    """Factory of one recipe's prompts of at most `length` tokens with answers, starting from one haystack size."""
 
-    recipe: Recipe
+    recipe: PromptRecipe
     length: int
     count: Counter
     size: int
 
-    def make(self, rng: np.random.Generator, index: int = 0) -> Prompt:
-        """Make a `Prompt` of at most `length` tokens with its answer, shrinking the haystack if needed.
+    def make_fitting_prompt(self, rng: np.random.Generator, index: int = 0) -> RulerPrompt:
+        """Make a `RulerPrompt` that has at most `length` tokens with its answer, with a smaller haystack if needed.
 
         Raises ValueError if the sample does not fit with the smallest haystack.
         """
         seed = int(rng.integers(2**63))
         size = self.size
         while True:
-            prompt = self.recipe.make(size, np.random.default_rng(seed), index)
+            prompt = self.recipe.make_prompt(size, np.random.default_rng(seed), index)
             over = self.count(prompt) + self.recipe.new_tokens - self.length
             if over <= 0:
                 return prompt
             require(
-                size > self.recipe.least,
+                size > self.recipe.min_haystack_size,
                 "length",
                 self.length,
                 f"sample {index} needs {over} more tokens: raise it",
             )
             # Shrink by a share, because the tokens per unit are unknown.
-            size = max(self.recipe.least, size - max(1, math.ceil(size * over / self.length)))
+            size = max(
+                self.recipe.min_haystack_size, size - max(1, math.ceil(size * over / self.length))
+            )

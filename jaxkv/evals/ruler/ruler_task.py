@@ -10,19 +10,25 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxkv._errors import require
-from jaxkv.evals.question_tasks import QuestionTask, ids_of
-from jaxkv.evals.ruler.chains import Chains
-from jaxkv.evals.ruler.counted import Common, Frequent
-from jaxkv.evals.ruler.document_qa import FILES, DocumentQA, read
-from jaxkv.evals.ruler.niah import Needles
-from jaxkv.evals.ruler.recipe import Counter, Prompt, PromptFactory, Recipe, fit
-from jaxkv.evals.ruler.wording import SMALL_WORDS, Wording, wording_of
-from jaxkv.evals.task import Sample, task
-from jaxkv.evals.texts import shipped, text_of_file
+from jaxkv.evals.question_tasks import QuestionTask, encode_sample
+from jaxkv.evals.ruler.chains import VariableTrackingRecipe
+from jaxkv.evals.ruler.counted import CommonWordsRecipe, FrequentWordsRecipe
+from jaxkv.evals.ruler.document_qa import FILES, DocumentQuestionRecipe, load_data_set
+from jaxkv.evals.ruler.niah import NeedlesRecipe
+from jaxkv.evals.ruler.recipe import (
+    Counter,
+    PromptFactory,
+    PromptRecipe,
+    RulerPrompt,
+    fit_haystack_size,
+)
+from jaxkv.evals.ruler.wording import SMALL_WORDS, RulerWording, select_wording
+from jaxkv.evals.task import TaskSample, task
+from jaxkv.evals.texts import read_packaged_file, read_utf8_file
 from jaxkv.loading import LanguageModel
 
 # Settings of RULER's scripts/synthetic.yaml.
-_NIAH: dict[str, dict[str, Any]] = json.loads(shipped("ruler/data/niah.json"))
+_NIAH: dict[str, dict[str, Any]] = json.loads(read_packaged_file("ruler/data/niah.json"))
 # Tasks made from words alone; the others read questions from files.
 MADE = (*_NIAH, "vt", "cwe", "fwe")
 NAMES = (*MADE, *FILES)
@@ -33,8 +39,8 @@ _CONTROL = re.compile(r"[\x00-\x1f]")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MadeTask(QuestionTask):
-    """Base class of `Ruler` and `Needle`, whose prompts are made at lengths in the model's tokens.
+class SyntheticTask(QuestionTask):
+    """Base class of `Ruler` and `Needle`, whose synthetic prompts are made at given lengths in the model's tokens.
 
     Attributes:
         usual: default lengths, of which those within the model's positions are used.
@@ -55,16 +61,16 @@ class MadeTask(QuestionTask):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_least(1, "count")
-        self.require_least(0, "seed")
+        self.require_at_least(1, "count")
+        self.require_at_least(0, "seed")
         known = self.wording in ("official", "small")
         require(known, "wording", self.wording, "unknown: use 'official' or 'small'")
         mine = self.haystack is None or self.wording == "official"
         remedy = "the small wording makes its own haystack: use wording='official'"
         require(mine, "haystack", self.haystack, remedy)
 
-    def lengths_for(self, params: LanguageModel) -> tuple[int, ...]:
-        """Return the given lengths, else the `usual` ones, or the model's positions if all of them are longer."""
+    def resolve_prompt_lengths(self, params: LanguageModel) -> tuple[int, ...]:
+        """Return the given lengths, or the `usual` ones within the model's positions, or the positions if none is."""
         most = params.config.max_positions
         if self.lengths is None:
             return tuple(each for each in self.usual if each <= most) or (most,)
@@ -74,31 +80,33 @@ class MadeTask(QuestionTask):
         )
         return self.lengths
 
-    def samples_of(
+    def make_samples(
         self, cell: PromptFactory, name: str, group: str, seeds: Sequence[int], **tags: Any
-    ) -> list[Sample]:
-        """Make `count` samples with these tags; their random choices depend on the seed and on `seeds`."""
+    ) -> list[TaskSample]:
+        """Make `count` samples of a `PromptFactory` with these tags; random choices depend on `seed` and `seeds`."""
         rng, new = np.random.default_rng([self.seed, *seeds]), cell.recipe.new_tokens
         return [
-            as_sample(f"{name}-{index:04d}", group, cell.make(rng, index), new, **tags)
+            convert_prompt_to_sample(
+                f"{name}-{index:04d}", group, cell.make_fitting_prompt(rng, index), new, **tags
+            )
             for index in range(self.count)
         ]
 
-    def words(self) -> Wording:
-        """Return the `Wording`, which samples the random texts of prompts, with the haystack's file if given."""
+    def make_wording(self) -> RulerWording:
+        """Return the task's `RulerWording`, the sampler of random texts, with the haystack's file if given."""
         if self.haystack is None:
-            return wording_of(self.wording)
-        text = text_of_file(Path(self.haystack).expanduser(), "haystack")
+            return select_wording(self.wording)
+        text = read_utf8_file(Path(self.haystack).expanduser(), "haystack")
         require(
             bool(text.split()), "haystack", self.haystack, "the file has no words: use another text"
         )
-        return wording_of(self.wording, text)
+        return select_wording(self.wording, text)
 
 
 @task("ruler")
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Ruler(MadeTask):
-    """RULER's 13 tasks: needles in a haystack, variable tracking, words to count, questions over documents.
+class Ruler(SyntheticTask):
+    """Task: RULER's 13 tasks of needles in a haystack, variable tracking, words to count, questions over documents.
 
     Templates, counts and metrics are RULER's, and lengths are in the model's tokens. `niah_single_*` have 1 needle.
     `niah_multikey_*` add needles with other keys (4 in all, or a haystack of needles). `niah_multivalue` has 4 values
@@ -133,40 +141,51 @@ class Ruler(MadeTask):
         remedy = f"only {' and '.join(FILES)} read files: add them to the tasks, or leave data out"
         require(read, "data", self.data, remedy)
 
-    def samples(self, params: LanguageModel) -> Sequence[Sample]:
-        """Make a list of samples, `count` per chosen RULER task and prompt length."""
-        lengths = self.lengths_for(params)
-        wording, count, made = self.words(), counter(params), list[Sample]()
+    def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
+        """Make the list of samples, `count` per selected RULER task and prompt length."""
+        lengths = self.resolve_prompt_lengths(params)
+        wording, count, made = self.make_wording(), make_token_counter(params), list[TaskSample]()
         for name in self.tasks:
             for length in lengths:
-                recipe = recipe_of(
+                recipe = make_recipe(
                     name, wording=wording, length=length, count=count, data=self.data
                 )
-                cell = PromptFactory(recipe, length, count, fit(recipe, length, count))
+                cell = PromptFactory(
+                    recipe, length, count, fit_haystack_size(recipe, length, count)
+                )
                 seeds = [NAMES.index(name), length]
-                made += self.samples_of(cell, f"{name}-{length}", name, seeds, length=length)
+                made += self.make_samples(cell, f"{name}-{length}", name, seeds, length=length)
         return made
 
-    def score(self, sample: Sample, prediction: str) -> float:
+    def score(self, sample: TaskSample, prediction: str) -> float:
         """Share in [0, 1] of the right answers that occur in the prediction; qa_1 and qa_2: 1 if any occurs, else 0."""
         metric = string_match_part if sample.group in FILES else string_match_all
         return metric(prediction, sample.answers)
 
 
-def counter(params: LanguageModel) -> Counter:
-    """Return a function that counts the tokens of a `Prompt`, with the chat template."""
+def make_token_counter(params: LanguageModel) -> Counter:
+    """Return a function that counts the tokens of a `RulerPrompt`, with the chat template."""
 
-    def count(prompt: Prompt) -> int:
-        return sum(map(len, ids_of(params.tokenizer, as_sample("count", "count", prompt, 1))))
+    def count(prompt: RulerPrompt) -> int:
+        return sum(
+            map(
+                len,
+                encode_sample(
+                    params.tokenizer, convert_prompt_to_sample("count", "count", prompt, 1)
+                ),
+            )
+        )
 
     return count
 
 
-def as_sample(name: str, group: str, prompt: Prompt, new_tokens: int, **tags: Any) -> Sample:
-    """Convert a `Prompt` to a `Sample` with this id and group; the prompt's depth is added to the tags."""
+def convert_prompt_to_sample(
+    name: str, group: str, prompt: RulerPrompt, new_tokens: int, **tags: Any
+) -> TaskSample:
+    """Convert a `RulerPrompt` to a `TaskSample` with this id and group; the prompt's depth is added to the tags."""
     if prompt.depth is not None:
         tags.setdefault("depth", round(prompt.depth, 4))
-    return Sample(
+    return TaskSample(
         id=name,
         group=group,
         context=prompt.context,
@@ -178,69 +197,71 @@ def as_sample(name: str, group: str, prompt: Prompt, new_tokens: int, **tags: An
     )
 
 
-def recipe_of(
-    name: str, *, wording: Wording, length: int, count: Counter, data: str | None = None
-) -> Recipe:
-    """Return the recipe of the RULER task `name`, for prompts and answers of `length` tokens in total.
+def make_recipe(
+    name: str, *, wording: RulerWording, length: int, count: Counter, data: str | None = None
+) -> PromptRecipe:
+    """Return the `PromptRecipe` of the RULER task `name`, for `length` tokens of prompt and answer together.
 
     `data` is the folder of the files of qa_1 and qa_2; a missing file raises FileNotFoundError. Unknown tasks, and
     tasks for which the small wording has no words, raise ValueError.
     """
     small = wording.name == "small"
     if name in _NIAH:
-        recipe = Needles(wording=wording, new_tokens=128, **_NIAH[name])
+        recipe = NeedlesRecipe(wording=wording, new_tokens=128, **_NIAH[name])
         # Digits, followed by a comma and a space or similar, and a mark in front.
         digits = 11 if recipe.value_kind == "uuids" else 6
         few = digits * recipe.values * recipe.queries + 2
         return dataclasses.replace(recipe, new_tokens=few) if small else recipe
     if name == "vt":
         if small:
-            return Chains(wording=wording, new_tokens=8)
+            return VariableTrackingRecipe(wording=wording, new_tokens=8)
         # With a solved example before each text.
-        alone = Chains(wording=wording, new_tokens=0)
-        shot = fit(alone, min(_SHOT_TOKENS, length), count)
-        return Chains(wording=wording, new_tokens=30, shot=shot)
+        alone = VariableTrackingRecipe(wording=wording, new_tokens=0)
+        shot = fit_haystack_size(alone, min(_SHOT_TOKENS, length), count)
+        return VariableTrackingRecipe(wording=wording, new_tokens=30, shot=shot)
     if name == "cwe":
-        return _common(wording, length)
+        return _make_common_words_recipe(wording, length)
     if name == "fwe":
         new = 10 if small else 50
         # At least five words, so that the three answers are more frequent than a fourth.
         different = max(5, (length - new) // 50)
-        return Frequent(
+        return FrequentWordsRecipe(
             wording=wording,
             new_tokens=new,
             vocabulary=min(different, len(SMALL_WORDS) + 1) if small else different,
         )
     require(not small, "tasks", name, "the small wording has no documents: use the official one")
-    return DocumentQA(wording=wording, new_tokens=32, data=read(data, name))
+    return DocumentQuestionRecipe(wording=wording, new_tokens=32, data=load_data_set(data, name))
 
 
-def _common(wording: Wording, length: int) -> Common:
-    """Return the recipe of common words extraction, with word counts for the wording and prompt length."""
+def _make_common_words_recipe(wording: RulerWording, length: int) -> CommonWordsRecipe:
+    """Return the recipe of common words extraction, with counts that depend on wording and prompt length."""
     if wording.name == "small":
         # With so few words, they have to occur more often in longer lists.
         often, seldom = (6, 1) if length < 1024 else (12, 2) if length < 2560 else (30, 3)
-        return Common(wording=wording, new_tokens=34, often=often, seldom=seldom)
+        return CommonWordsRecipe(wording=wording, new_tokens=34, often=often, seldom=seldom)
     if length < _LONG:
-        return Common(wording=wording, new_tokens=120, often=6, seldom=1, shot=(20, 3, 1))
-    return Common(wording=wording, new_tokens=120, often=30, seldom=3, shot=(40, 10, 3))
+        return CommonWordsRecipe(
+            wording=wording, new_tokens=120, often=6, seldom=1, shot=(20, 3, 1)
+        )
+    return CommonWordsRecipe(wording=wording, new_tokens=120, often=30, seldom=3, shot=(40, 10, 3))
 
 
 # RULER's metrics of one answer: scripts/eval/synthetic/constants.py, scripts/eval/evaluate.py.
 
 
-def cleaned(prediction: str) -> str:
+def clean_prediction(prediction: str) -> str:
     """Strip whitespace at both ends of a prediction, and replace control characters by line feeds."""
     return _CONTROL.sub("\n", prediction.strip()).strip()
 
 
 def string_match_all(prediction: str, references: Sequence[str]) -> float:
     """Share in [0, 1] of the references that occur in the prediction, in any case and also inside a word."""
-    text = cleaned(prediction).lower()
+    text = clean_prediction(prediction).lower()
     return sum(each.lower() in text for each in references) / len(references)
 
 
 def string_match_part(prediction: str, references: Sequence[str]) -> float:
-    """1 if any of the references occurs in the prediction, in any case and also inside a word; else 0."""
-    text = cleaned(prediction).lower()
+    """Return 1.0 if any of the references occurs in the prediction, in any case and also inside a word, else 0.0."""
+    text = clean_prediction(prediction).lower()
     return float(any(each.lower() in text for each in references))

@@ -12,7 +12,7 @@ from typing import ClassVar
 from numpy.random import Generator
 
 from jaxkv._errors import require
-from jaxkv.evals.texts import shipped
+from jaxkv.evals.texts import read_packaged_file
 
 # RULER's, scripts/data/synthetic/niah.py.
 NOISE = (
@@ -24,7 +24,7 @@ NOISE = (
 )
 # No noun is a part of another, of a colour's name, or of a template's word, because a score searches answers as parts
 # of the prediction.
-SMALL_WORDS = tuple(shipped("ruler/data/small_words.txt").split())
+SMALL_WORDS = tuple(read_packaged_file("ruler/data/small_words.txt").split())
 SENTENCES = (
     "The {} is near the {}.",
     "We see the {} and the {} here.",
@@ -39,8 +39,8 @@ _SENTENCE = re.compile(
 )
 
 
-def sentences(text: str) -> list[str]:
-    """Split a text into sentences, which end at ".", "!" or "?" and quotes before a capital.
+def split_sentences(text: str) -> list[str]:
+    """Split an English text into sentences, which end at ".", "!" or "?" and quotes before a capital.
 
     RULER uses NLTK's Punkt, which needs a data file; on English prose, nearly all sentences are the same.
     """
@@ -48,7 +48,7 @@ def sentences(text: str) -> list[str]:
     return [text[begin:end].rstrip() for begin, end in itertools.pairwise([0, *ends, len(text)])]
 
 
-class Wording:
+class RulerWording:
     """Samples the random texts of prompts in RULER's own wording: keys, values, variables and haystacks.
 
     Keys are adjectives with nouns, values seven-digit numbers or version 4 UUIDs, variables have five letters.
@@ -57,7 +57,7 @@ class Wording:
         name: value of the wording in settings.
         tight: True to leave out spaces and empty parts without meaning.
         noise: units of the haystack of noise, used in turn.
-        words_to_count: number of distinct words that `plain` can sample.
+        words_to_count: number of distinct words that `sample_distinct_words` can sample.
     """
 
     name: ClassVar[str] = "official"
@@ -66,23 +66,25 @@ class Wording:
     words_to_count: ClassVar[int | float] = math.inf
 
     def __init__(self, text: str | None = None):
-        """Set the text for essays, repeated if short; None for the packaged novel."""
+        """Set the text of essays, repeated if short; None for the packaged novel."""
         self._text = text
 
     @functools.cached_property
-    def _units(self) -> list[str]:
-        """Words of the text for essays."""
-        return (shipped("ruler/data/essay.txt.gz") if self._text is None else self._text).split()
+    def _essay_words(self) -> list[str]:
+        """List of the words of the essays' text."""
+        return (
+            read_packaged_file("ruler/data/essay.txt.gz") if self._text is None else self._text
+        ).split()
 
-    def passage(self, size: int, start: int = 0) -> str:
-        """Return `size` words of the essays' text from word `start` on; the text repeats at its end."""
-        at = start % len(self._units)
-        times = -(-(at + size) // len(self._units))
-        return " ".join((self._units * times)[at : at + size])
+    def get_essay_passage(self, size: int, start: int = 0) -> str:
+        """Return `size` words of the essays' text, as one text, from word `start` on; it repeats at its end."""
+        at = start % len(self._essay_words)
+        times = -(-(at + size) // len(self._essay_words))
+        return " ".join((self._essay_words * times)[at : at + size])
 
     def words(self, rng: Generator, count: int) -> list[str]:
-        """Sample a list of `count` distinct words, each made of an adjective, a hyphen and a noun."""
-        firsts, lasts = word_lists()["adjectives"], word_lists()["nouns"]
+        """Sample a list of `count` distinct words, each an adjective, a hyphen and a noun."""
+        firsts, lasts = load_word_lists()["adjectives"], load_word_lists()["nouns"]
         chosen: dict[str, None] = {}
         while len(chosen) < count:
             first, last = (
@@ -92,15 +94,15 @@ class Wording:
             chosen[f"{first}-{last}"] = None
         return list(chosen)
 
-    def plain(self, rng: Generator, count: int) -> list[str]:
-        """Sample `count` distinct nouns, adjectives and verbs, then adjective-noun pairs if these run out."""
-        every = _every_word()
+    def sample_distinct_words(self, rng: Generator, count: int) -> list[str]:
+        """Sample `count` distinct nouns, adjectives and verbs, then adjective-noun pairs if these are too few."""
+        every = _list_all_words()
         chosen = [every[each] for each in rng.permutation(len(every))[:count].tolist()]
         return chosen + self.words(rng, count - len(chosen))
 
-    def codes(self, rng: Generator, count: int) -> list[str]:
+    def sample_coded_words(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` distinct words of six random lower-case letters."""
-        return _letters(rng, string.ascii_lowercase, 6, count)
+        return _sample_letter_strings(rng, string.ascii_lowercase, 6, count)
 
     def numbers(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` seven-digit numbers as texts; the first digit is not 0."""
@@ -110,24 +112,26 @@ class Wording:
         """Sample a list of `count` version 4 UUIDs as texts."""
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
 
-    def variables(self, rng: Generator, count: int, *, short: bool = False) -> list[str]:
+    def sample_variable_names(
+        self, rng: Generator, count: int, *, short: bool = False
+    ) -> list[str]:
         """Sample a list of `count` distinct names of five random capital letters, or of three if `short`."""
-        return _letters(rng, string.ascii_uppercase, 3 if short else 5, count)
+        return _sample_letter_strings(rng, string.ascii_uppercase, 3 if short else 5, count)
 
-    def noisy(self, size: int) -> list[str]:
-        """Return `size` units of noise."""
+    def repeat_noise(self, size: int) -> list[str]:
+        """Return a list of `size` units of noise, each one or more sentences, used in turn."""
         return [self.noise[each % len(self.noise)] for each in range(size)]
 
-    def amount(self, rng: Generator) -> str:
-        """Sample a five-digit number, as text, for a variable."""
+    def sample_variable_value(self, rng: Generator) -> str:
+        """Sample a five-digit number, as text, which is assigned to a variable."""
         return str(int(rng.integers(10000, 99999)))
 
-    def essay(self, rng: Generator, size: int) -> list[str]:
-        """Split the first `size` words of the text into sentences."""
-        return sentences(self.passage(size))
+    def make_essay_sentences(self, rng: Generator, size: int) -> list[str]:
+        """Return the sentences of the first `size` words of the essays' text, as a list."""
+        return split_sentences(self.get_essay_passage(size))
 
 
-class Small(Wording):
+class SmallWording(RulerWording):
     """Wording for tiny models: nouns of a short list, four-digit numbers, sentences made of the nouns."""
 
     name = "small"
@@ -150,23 +154,25 @@ class Small(Wording):
         """Sample a list of `count` texts of four digits, a hyphen and four digits."""
         return [f"{first}-{last}" for first, last in rng.integers(1000, 10000, (count, 2)).tolist()]
 
-    def plain(self, rng: Generator, count: int) -> list[str]:
+    def sample_distinct_words(self, rng: Generator, count: int) -> list[str]:
         """Sample a list of `count` distinct nouns; ValueError if there are fewer."""
         few = "the small wording has no more words: use shorter prompts, or the official wording"
         require(count <= len(SMALL_WORDS), "length", f"{count} different words", few)
         return self.words(rng, count)
 
-    codes = plain
+    sample_coded_words = sample_distinct_words
 
-    def variables(self, rng: Generator, count: int, *, short: bool = False) -> list[str]:
+    def sample_variable_names(
+        self, rng: Generator, count: int, *, short: bool = False
+    ) -> list[str]:
         """Sample a list of `count` nouns in capitals, as names of variables; `short` has no effect."""
         return [each.upper() for each in self.words(rng, count)]
 
-    def amount(self, rng: Generator) -> str:
-        """Sample a four-digit number, as text, for a variable."""
+    def sample_variable_value(self, rng: Generator) -> str:
+        """Sample a four-digit number, as text, which is assigned to a variable."""
         return self.numbers(rng, 1)[0]
 
-    def essay(self, rng: Generator, size: int) -> list[str]:
+    def make_essay_sentences(self, rng: Generator, size: int) -> list[str]:
         """Make a list of `size` sentences with random nouns."""
         forms = rng.integers(0, len(SENTENCES), size).tolist()
         nouns = rng.integers(0, len(SMALL_WORDS), (size, 3)).tolist()
@@ -177,18 +183,18 @@ class Small(Wording):
 
 
 @functools.cache
-def word_lists() -> dict[str, list[str]]:
-    """Read RULER's word lists (nouns, adjectives, verbs) from a packaged file; cached."""
-    return json.loads(shipped("ruler/data/words.json.gz"))
+def load_word_lists() -> dict[str, list[str]]:
+    """Load RULER's word lists from a packaged file: lists of "nouns", "adjectives" and "verbs"; cached."""
+    return json.loads(read_packaged_file("ruler/data/words.json.gz"))
 
 
 @functools.cache
-def _every_word() -> list[str]:
-    """Return the distinct words of all word lists, sorted."""
-    return sorted(set().union(*word_lists().values()))
+def _list_all_words() -> list[str]:
+    """Return the distinct words of all of RULER's word lists, sorted; cached."""
+    return sorted(set().union(*load_word_lists().values()))
 
 
-def _letters(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
+def _sample_letter_strings(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
     """Sample a list of `count` distinct strings of `size` random letters of `alphabet`."""
     chosen: dict[str, None] = {}
     while len(chosen) < count:
@@ -196,6 +202,6 @@ def _letters(rng: Generator, alphabet: str, size: int, count: int) -> list[str]:
     return list(chosen)
 
 
-def wording_of(name: str, text: str | None = None) -> Wording:
-    """Return the `Wording` named "official", with essays from `text`, or "small"."""
-    return Small() if name == "small" else Wording(text)
+def select_wording(name: str, text: str | None = None) -> RulerWording:
+    """Return the `RulerWording` named "official", with essays from `text`, or the `SmallWording` named "small"."""
+    return SmallWording() if name == "small" else RulerWording(text)

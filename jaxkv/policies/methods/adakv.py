@@ -5,13 +5,13 @@ import dataclasses
 from jaxkv.policies.head_budgets import AdaptiveHeads, ProtectedHeads
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
-from jaxkv.policies.wrapper import Wrapper
+from jaxkv.policies.wrapper import PolicyWrapper
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AdaKV(Wrapper):
-    """Keep the base policy's best entries; a layer's heads compete for its budget.
+class AdaKV(PolicyWrapper):
+    """Keep the base policy's best entries; a layer's kv heads compete for those above a guaranteed share, `alpha`.
 
     `AdaKV(budget=256)` is Ada-SnapKV; `AdaKV(base=PyramidKV(budget=256))` is Ada-Pyramid. Segments of different length
     share the layer's pool: the cache has the size of the base policy's.
@@ -36,6 +36,6 @@ class AdaKV(Wrapper):
 
     usual = "snapkv"
 
-    def wrap(self, base: Parts) -> Parts:
-        """Return the base's `Parts` with `AdaptiveHeads` or the given `heads`: kv heads compete within a layer."""
-        return self.with_heads(base, self.competing(self.heads))
+    def replace_base_parts(self, base: Parts) -> Parts:
+        """Return the base's `Parts` with head budgets `heads` or `AdaptiveHeads`; ValueError if it has its own."""
+        return self.replace_head_budgets(base, self.resolve_adaptive_heads(self.heads))

@@ -4,17 +4,17 @@ import dataclasses
 
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.unseen import KeyNorm, Position, Uniform01
+from jaxkv.policies.unseen import KeyNorm, PositionScores, UniformRandomScores
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalWindow(BudgetMethod):
-    """Keep the most recent tokens only: a baseline without sinks."""
+    """Keep the most recent entries only, as many as the budget: a baseline without sinks."""
 
     paper = "Longformer's sliding window, arXiv:2004.05150"
 
-    scored_by = Position
+    scored_by = PositionScores
 
 
 @register
@@ -34,11 +34,11 @@ class KNorm(BudgetMethod):
 @register(name="random")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomKV(BudgetMethod):
-    """Keep random entries: a baseline.
+    """Keep random entries, sampled uniformly for each layer, kv head and position: a baseline.
 
     They are sampled with the key given to `prefill` or `generate`.
     """
 
     paper = "control"
 
-    scored_by = Uniform01
+    scored_by = UniformRandomScores

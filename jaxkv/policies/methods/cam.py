@@ -5,15 +5,15 @@ import dataclasses
 from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
 from jaxkv.policies.folding import ValueMerge
-from jaxkv.policies.methods.snapkv import WindowPolicy
+from jaxkv.policies.methods.snapkv import ObservationWindowPolicy
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CaM(WindowPolicy):
-    """Keep entries as SnapKV does, after merging values into the following tokens'.
+class CaM(ObservationWindowPolicy):
+    """Keep entries by window attention as SnapKV does, and add shares of values to the next `window` values.
 
     Scores are not pooled. Each value adds shares to the values of the following tokens.
 
@@ -32,9 +32,9 @@ class CaM(WindowPolicy):
 
     paper = "CaM, ICML 2024"
 
-    def parts(self) -> Parts:
-        """Return `Parts`: window attention scores; `ValueMerge` adds shares of all values to later ones."""
-        mine = self.part(ValueMerge)
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: scores by window attention, and merger `ValueMerge`; ValueError if `merge` is another one."""
+        mine = self.create_part(ValueMerge)
         remedy = f"CaM has its own, {mine}: leave it out"
         require(self.merge in (None, mine), "merge", self.merge, remedy)
-        return self.observed(merge=mine)
+        return self.compose_with_scorer(merge=mine)

@@ -8,11 +8,11 @@ from jax import lax
 from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Float
 
-from jaxkv._checks import field, real, whole
-from jaxkv.policies.folding import unit
+from jaxkv._checks import validate_field, validate_float, validate_int
+from jaxkv.policies.folding import normalise_vectors
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer, Scores
+from jaxkv.policies.scorer import FutureQuerySettings, Needs, Scorer, ScorerInputs, Scores
 
 # Added to weights, as in kvpress.
 _EPSILON = 1e-6
@@ -24,7 +24,7 @@ _product = partial(jnp.matmul, precision=lax.Precision.HIGHEST)  # not TF32 on G
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ValueCapacity(Scorer):
+class ValueLeverageScorer(Scorer):
     """CAPKV's scorer: leverage of an entry's value among all values, weighted by how well its key fits the mean query.
 
     An entry's weight w is exp(tau * cosine of key and mean query), over the largest of the query head. Its score is
@@ -33,7 +33,7 @@ class ValueCapacity(Scorer):
     by the mean rotation of the following 512 positions. The first `sinks` tokens are not scored.
     """
 
-    looks_at_end = False
+    follows_last_queries = False
 
     sinks: int = 4
     tau: float = 5.0
@@ -41,19 +41,21 @@ class ValueCapacity(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of the scorer: the mean query after the text, and last queries for the next compression."""
-        moments = FutureQueries(skip=self.sinks, covariance=False)
+        """`Needs` of the scorer: the mean query expected after the text, and `remembered` last queries."""
+        moments = FutureQuerySettings(skip=self.sinks, covariance=False)
         return Needs(queries=self.remembered, moments=moments)
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return scores `[B, K, S]`: weighted leverage of each entry's value, mean over the group's query heads."""
-        counts = jnp.broadcast_to(seen.between(first=self.sinks), seen.k.shape[:3])
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return scores `[B, K, S]`: weight * leverage of each value, mean over query heads; 0 for first `sinks`."""
+        counts = jnp.broadcast_to(seen.mask_entries_between(first=self.sinks), seen.k.shape[:3])
         v = jnp.where(counts[..., None], jnp.clip(seen.v, -_MOST, _MOST), 0)
 
         def sums(head: tuple[Array, ...]) -> tuple[Float[Array, "G S"], Float[Array, "G D D"]]:
             mean, k, v, counted = head
             fit = jnp.where(
-                counted, self.tau * _product(unit(mean, 1e-12), unit(k, 1e-12).T), -jnp.inf
+                counted,
+                self.tau * _product(normalise_vectors(mean, 1e-12), normalise_vectors(k, 1e-12).T),
+                -jnp.inf,
             )
             weight = jnp.exp(
                 fit - jnp.maximum(fit.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
@@ -102,11 +104,11 @@ class CAPKV(BudgetMethod):
 
     paper = "CAPKV, arXiv:2604.25975"
 
-    def _check(self) -> None:
-        field(self, "tau", real, "give a number from 0 to 1000", high=1000.0)
-        field(self, "remembered", whole, "give at least 1 query")
+    def _check_fields(self) -> None:
+        validate_field(self, "tau", validate_float, "give a number from 0 to 1000", high=1000.0)
+        validate_field(self, "remembered", validate_int, "give at least 1 query")
 
-    def scoring(self) -> ValueCapacity:
-        """Return the scorer by weighted leverage of values, with a query buffer if the cache is recompressed."""
+    def create_scorer(self) -> ValueLeverageScorer:
+        """Return a `ValueLeverageScorer`, which requests `remembered` last queries if the policy recompresses."""
         remembered = 0 if self.every is None else self.remembered
-        return self.part(ValueCapacity, remembered=remembered)
+        return self.create_part(ValueLeverageScorer, remembered=remembered)

@@ -6,18 +6,24 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._checks import field, flag, optional, real, whole
+from jaxkv._checks import (
+    validate_bool,
+    validate_field,
+    validate_float,
+    validate_int,
+    validate_optional_field,
+)
 from jaxkv.policies.attended import AvgPool
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import BlockAttention, Needs, Observed, Scorer, Scores
-from jaxkv.sharding.collectives import mean_of_devices, own_shard, total
-from jaxkv.sharding.mesh import Axes
+from jaxkv.policies.scorer import BlockAttention, Needs, Scorer, ScorerInputs, Scores
+from jaxkv.sharding.collectives import average_over_devices, slice_own_shard, sum_over_devices
+from jaxkv.sharding.mesh import ShardingMesh
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BlockAndLeverage(Scorer):
-    """Compactor's scorer: attention from an entry's own block times its value norm, plus the leverage score of its key.
+class BlockAttentionLeverageScorer(Scorer):
+    """Compactor's scorer: attention from an entry's own block times its value norm, plus weighted leverage of its key.
 
     Leverage is that of centred keys, with a ridge of 0.01, or more for keys so large that float32 would lose it.
 
@@ -37,36 +43,36 @@ class BlockAndLeverage(Scorer):
         return Needs(blocks=self.blocks, unrotated=True)
 
     @property
-    def uses_key(self) -> bool:
-        """True if `observe` samples a random projection of keys: if `blending` is above 0."""
+    def uses_random_key(self) -> bool:
+        """True if `score_entries` samples a random projection of keys: if `blending` is above 0."""
         return self.blending > 0
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return scores `[B, K, S]`: Z-score of block attention times value norm, plus `blending` times leverage's."""
-        counts = seen.between(self.blocks.first, self.blocks.last)
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return scores `[B, K, S]`: Z-score of block attention * value norm, plus `blending` * Z-score of leverage."""
+        counts = seen.mask_entries_between(self.blocks.first, self.blocks.last)
         received, v = (
-            mean_of_devices(seen.blocks.mean(axis=2), "G", seen.group_axes),
+            average_over_devices(seen.blocks.mean(axis=2), "G", seen.group_axes),
             seen.v.astype(jnp.float32),
         )
-        score = _normalised(
+        score = _compute_z_scores(
             AvgPool(3)(received * jnp.linalg.norm(v, axis=-1), counts), counts, seen.axes
         )
-        if not self.uses_key:
+        if not self.uses_random_key:
             return score
-        heads = score.shape[1] * (1 if seen.axes is None else seen.axes.size("K"))
+        heads = score.shape[1] * (1 if seen.axes is None else seen.axes.count_axis_shards("K"))
         projection = jax.random.normal(
             jax.random.fold_in(seen.key, seen.layer), (heads, seen.k.shape[-1], self.sketch)
         )
-        leverage = _leverage(
+        leverage = _compute_key_leverage(
             seen.unrotated,
-            own_shard(projection, "K", 0, seen.axes) / self.sketch**0.5,
+            slice_own_shard(projection, "K", 0, seen.axes) / self.sketch**0.5,
             counts[..., None],
         )
-        return score + jnp.float32(self.blending) * _normalised(leverage, counts, seen.axes)
+        return score + jnp.float32(self.blending) * _compute_z_scores(leverage, counts, seen.axes)
 
 
-def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S"]:
-    """Return ridge leverage scores `[B, K, S]` of the keys in the mask `inside`, centred and projected."""
+def _compute_key_leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S"]:
+    """Return ridge leverage scores `[B, K, S]` of keys in mask `inside`, after centring and random projection."""
     k = jnp.where(inside, k.astype(jnp.float32), 0.0)
     mean = k.sum(axis=2, keepdims=True) / jnp.maximum(inside.sum(axis=2, keepdims=True), 1).astype(
         jnp.float32
@@ -82,13 +88,15 @@ def _leverage(k: Array, projection: Array, inside: Array) -> Float[Array, "B K S
     )
 
 
-def _normalised(
-    x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: Axes | None
+def _compute_z_scores(
+    x: Float[Array, "B K S"], counts: Bool[Array, "B 1 S"], axes: ShardingMesh | None
 ) -> Float[Array, "B K S"]:
-    """Return Z-scores `[B, K, S]` of `x` over the entries in the mask `counts` of all kv heads; arbitrary elsewhere."""
+    """Return Z-scores `[B, K, S]` of `x` over the entries of all kv heads in mask `counts`; arbitrary elsewhere."""
 
     def summed(each: Array) -> Array:
-        return total(jnp.where(counts, each, 0.0).sum(axis=(1, 2), keepdims=True), axes, "K")
+        return sum_over_devices(
+            jnp.where(counts, each, 0.0).sum(axis=(1, 2), keepdims=True), axes, "K"
+        )
 
     number = jnp.maximum(summed(jnp.ones_like(x)), 2.0)
     off = x - summed(x) / number
@@ -98,7 +106,7 @@ def _normalised(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compactor(BudgetMethod):
-    """Keep entries by attention within blocks, and by leverage of their keys.
+    """Keep entries by attention from their own block of the prompt, plus leverage of their keys.
 
     Attention within blocks of the prompt is not causal.
 
@@ -123,18 +131,20 @@ class Compactor(BudgetMethod):
 
     paper = "Compactor, arXiv:2507.08143"
 
-    def _check(self) -> None:
-        field(self, "block", whole, "give 1 or more tokens")
-        field(self, "sketch", whole, "give 1 or more columns")
-        field(self, "published", flag)
-        optional(self, "blending", real, "give 0 or a small weight, or None", high=1e30)
+    def _check_fields(self) -> None:
+        validate_field(self, "block", validate_int, "give 1 or more tokens")
+        validate_field(self, "sketch", validate_int, "give 1 or more columns")
+        validate_field(self, "published", validate_bool)
+        validate_optional_field(
+            self, "blending", validate_float, "give 0 or a small weight, or None", high=1e30
+        )
 
-    def scoring(self) -> BlockAndLeverage:
-        """Return the scorer by block attention and key leverage of the tokens between sinks and window."""
-        keep = self.stays
+    def create_scorer(self) -> BlockAttentionLeverageScorer:
+        """Return a `BlockAttentionLeverageScorer` of tokens between sinks and window, with the policy's `blending`."""
+        keep = self.always_kept_entries
         blocks = BlockAttention(
             size=self.block, first=keep.sinks, last=keep.window, zeros=self.published
         )
         usual = 1 - self.budget if isinstance(self.budget, float) else 0.35
         weight = usual if self.blending is None else self.blending
-        return self.part(BlockAndLeverage, blocks=blocks, blending=weight)
+        return self.create_part(BlockAttentionLeverageScorer, blocks=blocks, blending=weight)

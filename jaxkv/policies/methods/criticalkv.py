@@ -4,23 +4,23 @@ import dataclasses
 
 from jaxkv._errors import require
 from jaxkv.policies.head_budgets import (
-    Order,
+    SelectionOrder,
     TwoStageHeads,
-    shares_positions,
-    threshold_of,
-    with_threshold,
-    without_threshold,
+    add_score_threshold,
+    get_score_threshold,
+    heads_share_positions,
+    remove_score_threshold,
 )
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register
-from jaxkv.policies.wrapper import Wrapper
+from jaxkv.policies.wrapper import PolicyWrapper
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CriticalKV(Wrapper):
-    """Keep entries by the base's score, then by score times value norm.
+class CriticalKV(PolicyWrapper):
+    """Keep the share `first` of a head's entries by the base's score, the rest by score times value norm.
 
     Half of each head's entries follow the score alone. The value norm is the L1 norm after the output projection.
 
@@ -44,16 +44,18 @@ class CriticalKV(Wrapper):
     usual = "snapkv"
     once = True
 
-    def check_base(self, base: Policy, parts: Parts) -> None:
-        """Raise ValueError if the base policy's heads read value norms or keep chunks."""
-        require(not parts.heads.needs_norms, "base", base, "it reads value norms already")
-        chunks = parts.heads.order is Order.OTHER and shares_positions(parts.heads)
+    def check_base_policy(self, base: Policy, parts: Parts) -> None:
+        """Raise ValueError if the base's head budgets read value norms already, or keep whole chunks of entries."""
+        require(not parts.heads.needs_value_norms, "base", base, "it reads value norms already")
+        chunks = parts.heads.selection_order is SelectionOrder.OTHER and heads_share_positions(
+            parts.heads
+        )
         remedy = (
             "it keeps whole chunks, not the best entries: give a policy that chooses single entries"
         )
         require(not chunks, "base", base, remedy)
 
-    def wrap(self, base: Parts) -> Parts:
-        """Return the base's `Parts` with `TwoStageHeads`: entries by score, then by score times value norm."""
-        heads = self.part(TwoStageHeads, budgets=without_threshold(base.heads))
-        return base.replace(heads=with_threshold(heads, threshold_of(base.heads)))
+    def replace_base_parts(self, base: Parts) -> Parts:
+        """Return the base's `Parts` with head budgets in `TwoStageHeads`: by score, then by score * value norm."""
+        heads = self.create_part(TwoStageHeads, budgets=remove_score_threshold(base.heads))
+        return base.replace(heads=add_score_threshold(heads, get_score_threshold(base.heads)))

@@ -6,17 +6,17 @@ import enum
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxkv._checks import choice, field, whole
+from jaxkv._checks import validate_enum, validate_field, validate_int
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Observed, Scorer, Scores
+from jaxkv.policies.scorer import Scorer, ScorerInputs, Scores
 
 # Largest squared norm, so that sums are finite.
 _MOST = 1e30
 
 
-class Leverage(enum.Enum):
-    """Leverage by which CurDKV scores entries: of the KEY, of the VALUE, their AVERAGE or their PRODUCT."""
+class LeverageKind(enum.Enum):
+    """Enum of CurDKV's score: leverage of the key (KEY), of the value (VALUE), their AVERAGE or their PRODUCT."""
 
     KEY = "key"
     VALUE = "value"
@@ -25,40 +25,43 @@ class Leverage(enum.Enum):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LocalLeverage(Scorer):
+class LocalLeverageScorer(Scorer):
     """CurDKV's scorer: approximate leverage of keys and values, squared norms over their sum in a block of entries.
 
     Attributes:
-        leverage: `Leverage`, or its value: leverage of keys, values, or both.
+        leverage: `LeverageKind`, or its value: leverage of keys, values, or both.
         local_window: entries per block, counted from the first entry; a block as long as the text compares all entries.
 
     References:
         Sengupta et al., Value-Guided KV Compression for LLMs via Approximated CUR Decomposition, arXiv:2509.15038.
     """
 
-    leverage: Leverage | str = Leverage.PRODUCT
+    leverage: LeverageKind | str = LeverageKind.PRODUCT
     local_window: int = 16
 
     def __post_init__(self) -> None:
-        field(self, "leverage", choice, Leverage)
-        field(self, "local_window", whole, "give blocks of at least 1 entry")
+        validate_field(self, "leverage", validate_enum, LeverageKind)
+        validate_field(self, "local_window", validate_int, "give blocks of at least 1 entry")
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return scores `[B, K, S]`: leverage of keys, values or both (`leverage`), of sum 1 in each kv head."""
-        k, v = (self._shares(rows, seen.between()) for rows in (seen.k, seen.v))
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return scores `[B, K, S]`: leverage of keys, values or both (`leverage`), with sum 1 in each kv head."""
+        k, v = (
+            self._compute_block_norm_shares(rows, seen.mask_entries_between())
+            for rows in (seen.k, seen.v)
+        )
         score = {
-            Leverage.KEY: k,
-            Leverage.VALUE: v,
-            Leverage.AVERAGE: (k + v) / 2,
-            Leverage.PRODUCT: k * v,
-        }[Leverage(self.leverage)]
+            LeverageKind.KEY: k,
+            LeverageKind.VALUE: v,
+            LeverageKind.AVERAGE: (k + v) / 2,
+            LeverageKind.PRODUCT: k * v,
+        }[LeverageKind(self.leverage)]
         total = score.sum(axis=-1, keepdims=True)
         return score / jnp.where(total > 0, total, 1.0)
 
-    def _shares(
+    def _compute_block_norm_shares(
         self, rows: Float[Array, "B K S D"], inside: Bool[Array, "B 1 S"]
     ) -> Float[Array, "B K S"]:
-        """Return keys' (or values') squared norms `[B, K, S]` over their sum in the block of `local_window` entries."""
+        """Return squared norms `[B, K, S]` of keys or values over their sum in each block of `local_window` entries."""
         padded_len = rows.shape[2]
         size = min(self.local_window, padded_len)
         square = jnp.minimum((rows.astype(jnp.float32) ** 2).sum(axis=-1), _MOST)
@@ -71,7 +74,7 @@ class LocalLeverage(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CurDKV(BudgetMethod):
-    """Keep the entries whose keys and values have the largest local norms.
+    """Keep entries by squared norms of keys and values relative to their block: approximate CUR leverage.
 
     Sinks are kept, too. Norms approximate the leverage scores of a CUR decomposition, without the random projection of
     the paper's cheaper estimate. Scores use keys and values only: the question need not be known, and no attention is
@@ -79,7 +82,7 @@ class CurDKV(BudgetMethod):
 
     Attributes:
         sinks: number of first tokens, always kept.
-        leverage: `Leverage`, or its value: "key", "value", "kv_avg" or "kv_product".
+        leverage: `LeverageKind`, or its value: "key", "value", "kv_avg" or "kv_product".
         local_window: tokens among which norms are compared.
 
     References:
@@ -87,9 +90,9 @@ class CurDKV(BudgetMethod):
     """
 
     sinks: int = 4
-    leverage: Leverage | str = Leverage.PRODUCT
+    leverage: LeverageKind | str = LeverageKind.PRODUCT
     local_window: int = 16
 
     paper = "CurDKV, arXiv:2509.15038"
 
-    scored_by = LocalLeverage
+    scored_by = LocalLeverageScorer

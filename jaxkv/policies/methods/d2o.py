@@ -3,12 +3,12 @@
 import dataclasses
 from typing import Any
 
-from jaxkv._checks import alike, field, flag
+from jaxkv._checks import is_strictly_equal, validate_bool, validate_field
 from jaxkv._errors import require
-from jaxkv.policies.folding import Decision, Merge, Scope, Weights
+from jaxkv.policies.folding import Merge, MergeDecision, MergeWeights, ThresholdScope
 from jaxkv.policies.layer_budgets import LayerBudgets
 from jaxkv.policies.merger import Merger
-from jaxkv.policies.methods.heavy import HeavyMethod
+from jaxkv.policies.methods.heavy import HeavyHitterPolicy
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers
@@ -17,7 +17,10 @@ from jaxkv.policies.variance import OfficialVarianceLayers, VarianceLayers
 _OFFICIAL: dict[str, Any] = {
     "recent": 0.5,
     "merge": Merge(
-        beta=0.5, weights=Weights.SCATTER_MEAN, scope=Scope.LAYER, decision=Decision.SHARED_POSITION
+        beta=0.5,
+        weights=MergeWeights.SCATTER_MEAN,
+        scope=ThresholdScope.LAYER,
+        decision=MergeDecision.SHARED_POSITION,
     ),
     "layers": OfficialVarianceLayers(),
 }
@@ -25,8 +28,8 @@ _OFFICIAL: dict[str, Any] = {
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class D2O(HeavyMethod):
-    """Keep heavy hitters and recent tokens, and merge evicted entries into kept ones.
+class D2O(HeavyHitterPolicy):
+    """Keep heavy hitters and recent tokens, layer budgets by attention variance; merge evicted entries into kept ones.
 
     Heavy hitters and recent tokens are 3:1, after four sinks. Layers of even attention get more entries.
     `D2O(merge=None)` evicts without merging, `D2O(layers=UniformLayers())` gives all layers as many entries: the
@@ -53,16 +56,16 @@ class D2O(HeavyMethod):
 
     paper = "D2O, arXiv:2406.13035"
 
-    def _check(self) -> None:
-        field(self, "official", flag)
+    def _check_fields(self) -> None:
+        validate_field(self, "official", validate_bool)
         for name, value in _OFFICIAL.items():
             mine = getattr(self, name)
-            same = alike(mine, getattr(D2O, name)) or alike(mine, value)
+            same = is_strictly_equal(mine, getattr(D2O, name)) or is_strictly_equal(mine, value)
             require(same or not self.official, name, mine, "official=True sets it: leave it out")
-        super()._check()
+        super()._check_fields()
 
-    def parts(self) -> Parts:
-        """Return `Parts` of cumulative attention, layer budgets and merging; published settings if `official`."""
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: scores by cumulative attention, layer budgets and merger; published ones if `official`."""
         of = _OFFICIAL if self.official else vars(self)
         layers, merge = of["layers"], of["merge"]
-        return self.attended(recent=of["recent"], layers=layers, merge=merge)
+        return self.compose_eviction_parts(recent=of["recent"], layers=layers, merge=merge)

@@ -13,7 +13,7 @@ from jaxkv.policies.unseen import WorstAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DefensiveKV(BudgetMethod):
-    """Keep entries by worst-case attention and value norm; a layer's heads compete.
+    """Keep entries by the largest attention of any window query times value norm; a layer's kv heads compete.
 
     Worst-case attention is the largest of any query in the window.
 
@@ -39,16 +39,16 @@ class DefensiveKV(BudgetMethod):
 
     scored_by = WorstAttention
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return `Parts`: scores by largest attention times value norm; a layer's kv heads compete for entries."""
-        heads = self.part(AdaptiveHeads, alpha=0.0)
-        return self.observed(heads=heads)
+        heads = self.create_part(AdaptiveHeads, alpha=0.0)
+        return self.compose_with_scorer(heads=heads)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerDefensiveKV(DefensiveKV):
-    """Keep entries as DefensiveKV does; the heads of all layers compete.
+    """Keep entries by DefensiveKV's scores; the kv heads of all layers compete for one budget.
 
     Entries that can no longer win are evicted as later layers run: prefill takes the memory of the budget's entries of
     all layers, twice while they are packed, and of one full layer.
@@ -59,6 +59,6 @@ class LayerDefensiveKV(DefensiveKV):
 
     paper = "LayerDefensiveKV, arXiv:2510.13334"
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return DefensiveKV's `Parts` with one budget, for which the kv heads of all layers compete."""
-        return super().parts().replace(layers=GlobalLayers())
+        return super().build_policy_parts().replace(layers=GlobalLayers())

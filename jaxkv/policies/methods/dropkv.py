@@ -9,11 +9,11 @@ from jaxkv.attention.xla import exact_einsum
 from jaxkv.policies.attended import NoPool, Pooling, WindowScorer
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Observed, Scores
+from jaxkv.policies.scorer import ScorerInputs, Scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OutputChange(WindowScorer):
+class OutputChangeScorer(WindowScorer):
     """DropKV's scorer: squared change of the window's attention outputs if the entry alone is evicted.
 
     Query i, with probabilities p and output o, then gives o + (o - v_j) p_j / (1 - p_j): attention is normalised over
@@ -27,15 +27,15 @@ class OutputChange(WindowScorer):
 
     pooling: Pooling = NoPool()
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return the squared change `[B, K, S]` of the window's outputs if an entry is evicted, mean over the group."""
-        return seen.window_mass(_changes, seen.v)
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return `[B, K, S]`: squared output change if an entry is evicted; sum over window, mean over query heads."""
+        return seen.reduce_window_attention(_compute_output_changes, seen.v)
 
 
-def _changes(
+def _compute_output_changes(
     p: Float[Array, "G w S"], position: Int[Array, " w"], v: Float[Array, "S D"]
 ) -> Float[Array, " S"]:
-    """Return the squared change `[S]` of one kv head's outputs if each entry alone is evicted."""
+    """Return one kv head's squared output change `[S]` without each entry: sum over queries, mean over query heads."""
     index = jnp.arange(p.shape[-1], dtype=jnp.int32)
     inside = index <= position[-1]
     v = jnp.where(inside[:, None], v.astype(jnp.float32), 0.0)
@@ -64,7 +64,7 @@ def _changes(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DropKV(BudgetMethod):
-    """Keep the entries whose removal would change attention outputs most.
+    """Keep the entries whose eviction would change attention outputs of the prompt's last queries most.
 
     Outputs are those of the prompt's last queries.
 
@@ -83,4 +83,4 @@ class DropKV(BudgetMethod):
 
     paper = "DropKV, openreview MqfNzH3TVH"
 
-    scored_by = OutputChange
+    scored_by = OutputChangeScorer

@@ -10,25 +10,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Int
 
-from jaxkv._checks import ENDLESS, field, real, whole
+from jaxkv._checks import ENDLESS, validate_field, validate_float, validate_int
 from jaxkv._errors import require
 from jaxkv.models.config import SlidingWindows
-from jaxkv.policies.head_budgets import HeadBudgets, ScoredRows
-from jaxkv.policies.head_scores import as_pattern
+from jaxkv.policies.head_budgets import HeadBudgets, ScoredEntries
+from jaxkv.policies.head_scores import load_duoattention_pattern
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layer_budgets import Counts, Division, LayerBudgets, Table
-from jaxkv.policies.of_model import OfModel
+from jaxkv.policies.layer_budgets import Counts, LayerBudgetInputs, LayerBudgets, Table
+from jaxkv.policies.of_model import ModelSpecificValue
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.rank import ByAge
-from jaxkv.policies.reads import without_window
+from jaxkv.policies.reads import list_full_attention_layers
 from jaxkv.policies.registry import register
-from jaxkv.policies.topk import top
-from jaxkv.policies.unseen import Position
+from jaxkv.policies.topk import mask_top_k
+from jaxkv.policies.unseen import PositionScores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
+class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
     """Layer and head budgets of DuoAttention: retrieval kv heads keep all entries, streaming heads `reach` entries.
 
     A plan's entries per kv head are the mean over a layer's heads, rounded up.
@@ -41,17 +41,17 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
 
     of_field = "pattern"
     wanted = "a number for each layer and kv head, a table [L][K] or the published folder"
-    exact = False
-    sets_rows = True
-    needs_layer = True
+    has_exact_sum = False
+    sets_entry_count = True
+    needs_layer_index = True
 
     pattern: tuple[tuple[float, ...], ...]
     reach: int
     sparsity: float = 0.5
 
     @functools.cached_property
-    def retrieval(self) -> Bool[np.ndarray, "L K"]:
-        """Mask `[L, K]` of retrieval heads: all but the share `sparsity` of lowest numbers."""
+    def retrieval_head_mask(self) -> Bool[np.ndarray, "L K"]:
+        """Boolean numpy mask `[L, K]` of retrieval heads: all but the share `sparsity` with the lowest numbers."""
         numbers, share = np.asarray(self.pattern or ((),)), Fraction(repr(self.sparsity))
         # `numpy.quantile` falls between two sorted numbers: heads below it are streaming heads.
         few = numbers.size if share == 1 else math.ceil(share * (numbers.size - 1))
@@ -61,59 +61,65 @@ class HeadKinds(OfModel, LayerBudgets, HeadBudgets):
 
     @property
     def layers(self) -> int:
-        """Number of layers of the model; ValueError if `pattern` is empty."""
+        """Number of layers in `pattern`; ValueError if it is empty."""
         require(bool(self.pattern), "pattern", None, f"give the model's: {self.wanted}")
         return len(self.pattern)
 
     @property
     def heads(self) -> int:
-        """Number of kv heads of the model."""
+        """Number of kv heads of each layer in `pattern`."""
         return len(self.pattern[0])
 
-    def among(self, sliding_windows: SlidingWindows) -> "HeadKinds":
-        """Return a copy for the layers without a sliding window: the share `sparsity` is of their heads."""
-        self.require_sizes(layers=len(sliding_windows))
-        pattern = tuple(self.pattern[layer] for layer in without_window(sliding_windows))
+    def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "RetrievalHeadBudgets":
+        """Return a copy with only the layers without a sliding window; `sparsity` is then the share of their heads."""
+        self.require_model_sizes(layers=len(sliding_windows))
+        pattern = tuple(
+            self.pattern[layer] for layer in list_full_attention_layers(sliding_windows)
+        )
         return dataclasses.replace(self, pattern=pattern)
 
-    def rows(self, of: Division) -> Table:
-        """Return mean entries per kv head `[L, N]`, rounded up; ValueError for another number of layers."""
-        self.require_sizes(layers=of.layers)
-        xp, heads = of.xp, self.heads
+    def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
+        """Return entries per kv head `[L, N]`: mean over a layer's retrieval and streaming heads, rounded up."""
+        self.require_model_sizes(layers=of.layers)
+        xp, heads = of.array_module, self.heads
         few = xp.minimum(of.length, xp.maximum(of.always_kept, self.reach))
-        full = xp.asarray(self.retrieval.sum(axis=1, keepdims=True), xp.int64)
+        full = xp.asarray(self.retrieval_head_mask.sum(axis=1, keepdims=True), xp.int64)
         return -(-(full * of.length + (heads - full) * few) // heads)
 
-    def average(self, length: Counts, always_kept: Counts) -> Counts:
-        """Return mean entries per kv head `[N]` of each prompt over all layers and heads, rounded up."""
+    def compute_average_entries(self, length: Counts, always_kept: Counts) -> Counts:
+        """Return entries per kv head `[N]` of each prompt, averaged over all layers and heads, rounded up."""
         layers = len(self.pattern)
-        rows = self.rows(Division(length, length, always_kept, layers))
+        rows = self.compute_layer_entries(LayerBudgetInputs(length, length, always_kept, layers))
         return -(-rows.sum(axis=0) // layers)
 
     @property
-    def grows_to(self) -> int:
-        """Entries to which segments of streaming heads grow: `reach`."""
+    def growth_limit(self) -> int:
+        """Entries per segment to which shorter prompts grow while decoding, in streaming heads: `reach`."""
         return self.reach
 
-    def unlimited(self, layers: int) -> Bool[np.ndarray, " L"]:
+    def mask_layers_without_eviction(self, layers: int) -> Bool[np.ndarray, " L"]:
         """Return the mask `[L]` of layers with a retrieval head, which keeps all new entries."""
-        return np.asarray(self.retrieval.any(axis=1))
+        return np.asarray(self.retrieval_head_mask.any(axis=1))
 
-    def limits(self) -> Int[np.ndarray, "L K"]:
+    def get_segment_limits(self) -> Int[np.ndarray, "L K"]:
         """Return entries `[L, K]` to which each kv head may grow: 2**30 (no limit) in retrieval heads, else `reach`."""
-        return np.where(self.retrieval, ENDLESS, self.reach)
+        return np.where(self.retrieval_head_mask, ENDLESS, self.reach)
 
-    def choose(self, rows: ScoredRows) -> Bool[Array, "B K S"]:
+    def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
         """Return the mask `[B, K, S]`: all candidates in retrieval heads, the best `reach - always_kept` in others."""
-        self.require_sizes(heads=rows.scores.shape[1])
-        few = top(rows.keys, jnp.maximum(jnp.int32(self.reach) - rows.always_kept, 0)[:, None])
-        return rows.candidates & (few | jnp.asarray(self.retrieval)[rows.layer][None, :, None])
+        self.require_model_sizes(heads=rows.scores.shape[1])
+        few = mask_top_k(
+            rows.sort_keys, jnp.maximum(jnp.int32(self.reach) - rows.always_kept, 0)[:, None]
+        )
+        return rows.candidates & (
+            few | jnp.asarray(self.retrieval_head_mask)[rows.layer][None, :, None]
+        )
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DuoAttention(Policy):
-    """Keep every entry in retrieval heads, sinks and recent tokens in others.
+    """Keep every entry in retrieval kv heads; only sinks and the most recent tokens in streaming heads.
 
     The pattern sets the number of entries: there is no budget. Each new entry in a streaming head evicts the oldest one
     after the sinks. Prefill attends to all entries in all heads, as in kvpress. Headroom for new entries is the same
@@ -140,10 +146,10 @@ class DuoAttention(Policy):
 
     paper = "DuoAttention, arXiv:2410.10819"
 
-    def _check(self) -> None:
+    def _check_fields(self) -> None:
         config: dict[str, Any] = {}
         if self.pattern is not None:
-            table, config = as_pattern("pattern", self.pattern)
+            table, config = load_duoattention_pattern("pattern", self.pattern)
             object.__setattr__(self, "pattern", table)
         for name, key, usual, least in (
             ("sinks", "sink_size", 64, 0),
@@ -152,16 +158,22 @@ class DuoAttention(Policy):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, config.get(key, usual))
             remedy = f"give {least} or more tokens, or None for the pattern's own"
-            field(self, name, whole, remedy, least=least)
-        field(
-            self, "sparsity", real, "give the share of streaming heads, between 0 and 1", high=1.0
+            validate_field(self, name, validate_int, remedy, least=least)
+        validate_field(
+            self,
+            "sparsity",
+            validate_float,
+            "give the share of streaming heads, between 0 and 1",
+            high=1.0,
         )
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return `Parts`: retrieval heads keep all entries; others keep sinks and recent entries and evict by age."""
         assert self.sinks is not None and self.window is not None
         assert not isinstance(self.pattern, str)
         reach, pattern = self.sinks + self.window, self.pattern or ()
-        kinds = HeadKinds(pattern=pattern, reach=reach, sparsity=self.sparsity)
+        kinds = RetrievalHeadBudgets(pattern=pattern, reach=reach, sparsity=self.sparsity)
         keep = Keep(sinks=self.sinks, window=1)
-        return self.compose(scorer=Position(), keep=keep, evict=ByAge(), layers=kinds, heads=kinds)
+        return self.compose(
+            scorer=PositionScores(), keep=keep, evict=ByAge(), layers=kinds, heads=kinds
+        )

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from jaxkv._checks import field, whole
+from jaxkv._checks import validate_field, validate_int
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 from jaxkv.policies.unseen import FutureAttention
@@ -11,7 +11,7 @@ from jaxkv.policies.unseen import FutureAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(BudgetMethod):
-    """Keep the entries that future queries are expected to attend to most.
+    """Keep entries by the attention expected from queries after the prompt, times the value's norm.
 
     Expectations follow from the prompt's query statistics.
 
@@ -40,12 +40,12 @@ class ExpectedAttention(BudgetMethod):
 
     paper = "Expected Attention, arXiv:2510.00636"
 
-    def _check(self) -> None:
+    def _check_fields(self) -> None:
         # The scorer checks the other fields, under the same names.
-        field(self, "future", whole, "average over at least 1 position")
-        field(self, "remembered", whole, "give at least 1 query")
+        validate_field(self, "future", validate_int, "average over at least 1 position")
+        validate_field(self, "remembered", validate_int, "give at least 1 query")
 
-    def scoring(self) -> FutureAttention:
-        """Return the scorer by expected attention, with a query buffer if the cache is recompressed."""
+    def create_scorer(self) -> FutureAttention:
+        """Return a `FutureAttention` scorer, which requests `remembered` last queries if the policy recompresses."""
         remembered = 0 if self.every is None else self.remembered
-        return self.part(FutureAttention, positions=self.future, remembered=remembered)
+        return self.create_part(FutureAttention, positions=self.future, remembered=remembered)

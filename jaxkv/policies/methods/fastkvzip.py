@@ -5,8 +5,13 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from jaxkv._checks import field, optional, real, share_of
-from jaxkv.policies.head_budgets import AdaptiveHeads, as_threshold, with_threshold
+from jaxkv._checks import (
+    compute_floor_share,
+    validate_field,
+    validate_float,
+    validate_optional_field,
+)
+from jaxkv.policies.head_budgets import AdaptiveHeads, add_score_threshold, check_threshold_field
 from jaxkv.policies.layer_budgets import GlobalLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
@@ -17,7 +22,7 @@ from jaxkv.policies.unseen import GateScores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RecentGateScores(GateScores):
+class RecentGateScorer(GateScores):
     """Scorer by a trained gate; the last tokens of each text, the share `recent`, score higher than all others.
 
     Attributes:
@@ -26,22 +31,22 @@ class RecentGateScores(GateScores):
 
     recent: float = 0.02
 
-    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
+    def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
         """Return the gate's scores `[B, K, S]`, from 0 to 1; 1 + position / length for the last tokens (`recent`)."""
         rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
-        ours = rows >= end - share_of(end, self.recent)
+        ours = rows >= end - compute_floor_share(end, self.recent)
         return jnp.where(ours, 1 + rows.astype(jnp.float32) / end.astype(jnp.float32), observed)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastKVzip(BudgetMethod):
-    """Keep entries by a gate trained to predict KVzip's scores.
+    """Keep entries by a gate trained to predict KVzip's scores; kv heads of all layers compete for one budget.
 
     The kv heads of all layers compete for one budget.
 
     Attributes:
-        gate: the model's gate: a safetensors file, or a result of `FastKVzipGate.read`.
+        gate: the model's gate: a safetensors file, or a result of `FastKVzipGate.load_from_file`.
         threshold: lowest score, between 0 and 1, of a kept entry, as in `KVzap`; entries of `recent` score more. None
             keeps as many entries as the budget allows.
         sinks: number of first tokens, always kept.
@@ -63,14 +68,14 @@ class FastKVzip(BudgetMethod):
 
     paper = "Fast KVzip, arXiv:2601.17668"
 
-    scored_by = RecentGateScores
+    scored_by = RecentGateScorer
 
-    def _check(self) -> None:
-        optional(self, "gate", FastKVzipGate.read)
-        as_threshold(self, 0.0, 1.0)
-        field(self, "recent", real, "give a share between 0 and 1", high=1.0)
+    def _check_fields(self) -> None:
+        validate_optional_field(self, "gate", FastKVzipGate.load_from_file)
+        check_threshold_field(self, 0.0, 1.0)
+        validate_field(self, "recent", validate_float, "give a share between 0 and 1", high=1.0)
 
-    def parts(self) -> Parts:
-        """Return `Parts`: gate scores, one budget for the kv heads of all layers, and an optional `threshold`."""
-        heads = with_threshold(self.part(AdaptiveHeads, alpha=0.0), self.threshold)
-        return self.observed(heads=heads, layers=GlobalLayers())
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: gate scores, one budget for the kv heads of all layers, and `threshold` unless None."""
+        heads = add_score_threshold(self.create_part(AdaptiveHeads, alpha=0.0), self.threshold)
+        return self.compose_with_scorer(heads=heads, layers=GlobalLayers())

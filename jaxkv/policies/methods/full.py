@@ -14,6 +14,6 @@ class FullKV(Policy):
 
     paper = "Attention Is All You Need, arXiv:1706.03762"
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return `Parts` without a scorer, so that every entry is kept."""
         return self.compose(scorer=None)

@@ -2,17 +2,17 @@
 
 import dataclasses
 
-from jaxkv.policies.head_budgets import own_budgets
+from jaxkv.policies.head_budgets import get_competing_budgets
 from jaxkv.policies.layer_budgets import GlobalLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
-from jaxkv.policies.wrapper import Wrapper
+from jaxkv.policies.wrapper import PolicyWrapper
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GlobalBudget(Wrapper):
-    """Keep the base policy's best entries over all layers and heads.
+class GlobalBudget(PolicyWrapper):
+    """Keep the base policy's best entries; the kv heads of all layers compete for one budget.
 
     One top-k selects them, and the sum over layers is exact. `GlobalBudget(base=DefensiveKV(budget=0.25))` is
     LayerDefensiveKV. Entries that can no longer win are evicted as later layers run: prefill takes the memory of the
@@ -36,9 +36,9 @@ class GlobalBudget(Wrapper):
 
     usual = "expectedattention"
 
-    def wrap(self, base: Parts) -> Parts:
-        """Return the base's `Parts` with `GlobalLayers`: the kv heads of all layers compete for one budget."""
-        own = own_budgets(base.heads)
-        heads = self.competing(own)
-        mine = self.with_heads(base, heads) if own is None else base
-        return self.with_layers(mine, GlobalLayers())
+    def replace_base_parts(self, base: Parts) -> Parts:
+        """Return the base's `Parts` with `GlobalLayers`, and with `AdaptiveHeads` unless its heads compete already."""
+        own = get_competing_budgets(base.heads)
+        heads = self.resolve_adaptive_heads(own)
+        mine = self.replace_head_budgets(base, heads) if own is None else base
+        return self.replace_layer_budgets(mine, GlobalLayers())

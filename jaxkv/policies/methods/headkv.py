@@ -3,17 +3,17 @@
 import dataclasses
 
 from jaxkv._errors import require
-from jaxkv.policies.head_shares import Importance
+from jaxkv.policies.head_shares import ImportanceBudgets
 from jaxkv.policies.layer_budgets import UniformLayers
-from jaxkv.policies.methods.snapkv import WindowPolicy
+from jaxkv.policies.methods.snapkv import ObservationWindowPolicy
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadKV(WindowPolicy):
-    """Keep entries as SnapKV does, more in heads that matter for retrieval.
+class HeadKV(ObservationWindowPolicy):
+    """Keep entries by SnapKV's scores, with layer and head budgets by each head's measured importance, `scores`.
 
     All layers and heads share one budget.
 
@@ -31,13 +31,13 @@ class HeadKV(WindowPolicy):
 
     paper = "HeadKV, arXiv:2410.19258"
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return SnapKV's `Parts`, with layer and head budgets by `scores` of head importance if these are given."""
         if self.scores is None:
             # All heads are alike: `beta` is checked, but has no effect.
-            self.part(Importance, scores=((1.0,),))
-            return self.observed()
+            self.create_part(ImportanceBudgets, scores=((1.0,),))
+            return self.compose_with_scorer()
         remedy = "scores set the layer budgets: leave it out"
         require(self.layers == UniformLayers(), "layers", self.layers, remedy)
-        budgets = self.part(Importance)
-        return self.observed(layers=budgets, heads=budgets)
+        budgets = self.create_part(ImportanceBudgets)
+        return self.compose_with_scorer(layers=budgets, heads=budgets)

@@ -4,7 +4,7 @@ import dataclasses
 import enum
 from typing import Any
 
-from jaxkv._checks import choice, field, flag, real
+from jaxkv._checks import validate_bool, validate_enum, validate_field, validate_float
 from jaxkv.policies.attended import CumulativeAttention, LastAttention
 from jaxkv.policies.head_budgets import SharedHeads, UniformHeads
 from jaxkv.policies.keep import Keep
@@ -13,38 +13,38 @@ from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
 
 
-class Mode(enum.Enum):
-    """When to evict: STREAMING at each new token beyond the budget; PREFILL in the prompt only, then append."""
+class EvictionMode(enum.Enum):
+    """Enum of when to evict: STREAMING at each new token beyond the budget; PREFILL in the prompt only, then append."""
 
     STREAMING = "streaming"
     PREFILL = "prefill"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Streaming(BudgetMethod):
-    """Base of policies that evict by received attention: at every new token, or in the prompt only (`Mode.PREFILL`).
+class _AttentionEvictionPolicy(BudgetMethod):
+    """Base of policies that evict by received attention: at every new token, or in the prompt only (`EvictionMode`).
 
     Attributes:
-        mode: `Mode`, or its value.
+        mode: `EvictionMode`, or its value.
         sinks: number of first tokens, always kept, within the budget.
     """
 
-    mode: Mode | str = Mode.STREAMING
+    mode: EvictionMode | str = EvictionMode.STREAMING
     sinks: int = 0
 
-    def _check(self) -> None:
-        field(self, "mode", choice, Mode)
+    def _check_fields(self) -> None:
+        validate_field(self, "mode", validate_enum, EvictionMode)
 
-    def attended(self, *, recent: float = 0.0, **parts: Any) -> Parts:
-        """Return `Parts` that keep sinks and the newest token; streaming evicts by the scorer's rank."""
-        scorer = self.scoring()
+    def compose_eviction_parts(self, *, recent: float = 0.0, **parts: Any) -> Parts:
+        """Return `Parts` with scorer, sinks, newest token and `recent` share kept; streaming evicts by score rank."""
+        scorer = self.create_scorer()
         keep = Keep(sinks=self.sinks, window=1, recent=recent)
-        evict = scorer.rank if self.mode is Mode.STREAMING else None
+        evict = scorer.eviction_rank if self.mode is EvictionMode.STREAMING else None
         return self.compose(scorer=scorer, keep=keep, evict=evict, **parts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeavyMethod(_Streaming):
+class HeavyHitterPolicy(_AttentionEvictionPolicy):
     """Base of policies that keep heavy hitters by cumulative attention, and the most recent tokens.
 
     Attributes:
@@ -55,18 +55,18 @@ class HeavyMethod(_Streaming):
 
     scored_by = CumulativeAttention
 
-    def _check(self) -> None:
-        field(self, "recent", real, "give a share between 0 and 1", high=1.0)
-        super()._check()
+    def _check_fields(self) -> None:
+        validate_field(self, "recent", validate_float, "give a share between 0 and 1", high=1.0)
+        super()._check_fields()
 
-    def parts(self) -> Parts:
-        """Return `Parts`: scores by cumulative attention; recent tokens get the share `recent` without sinks."""
-        return self.attended(recent=self.recent)
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: scores by cumulative attention; recent tokens get the share `recent` of the budget."""
+        return self.compose_eviction_parts(recent=self.recent)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class H2O(HeavyMethod):
+class H2O(HeavyHitterPolicy):
     """Keep heavy hitters by cumulative attention, and the most recent tokens.
 
     Heavy hitters and recent tokens are 1:1. Each new token evicts an entry.
@@ -81,8 +81,8 @@ class H2O(HeavyMethod):
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RoCo(HeavyMethod):
-    """Keep entries by mean attention per query, and the most recent tokens.
+class RoCo(HeavyHitterPolicy):
+    """Keep entries by attention received per query that could see them, and the most recent tokens.
 
     As H2O, but received attention is divided by the number of queries that saw the entry.
 
@@ -93,15 +93,15 @@ class RoCo(HeavyMethod):
 
     paper = "RoCo, arXiv:2402.06262"
 
-    def scoring(self) -> CumulativeAttention:
-        """Return the scorer by mean attention per query that could see the entry."""
+    def create_scorer(self) -> CumulativeAttention:
+        """Return a `CumulativeAttention` scorer that divides by the number of queries that could see the entry."""
         return CumulativeAttention(mean=True)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TOVA(_Streaming):
-    """Keep the entries that the last token attends to most.
+class TOVA(_AttentionEvictionPolicy):
+    """Keep the entries that the newest token attends to most; each new token evicts the least attended one.
 
     All heads keep the same positions. Each new token evicts an entry.
 
@@ -118,10 +118,10 @@ class TOVA(_Streaming):
 
     scored_by = LastAttention
 
-    def _check(self) -> None:
-        field(self, "per_head", flag)
-        super()._check()
+    def _check_fields(self) -> None:
+        validate_field(self, "per_head", validate_bool)
+        super()._check_fields()
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return `Parts`: scores by the last token's attention; heads keep the same entries unless `per_head`."""
-        return self.attended(heads=UniformHeads() if self.per_head else SharedHeads())
+        return self.compose_eviction_parts(heads=UniformHeads() if self.per_head else SharedHeads())

@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jaxkv._checks import optional
-from jaxkv.policies.head_budgets import UniformHeads, as_threshold, with_threshold
+from jaxkv._checks import validate_optional_field
+from jaxkv.policies.head_budgets import UniformHeads, add_score_threshold, check_threshold_field
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
@@ -14,7 +14,7 @@ from jaxkv.policies.unseen import GateScores
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzap(BudgetMethod):
-    """Keep entries by a gate trained to predict KVzip+'s scores.
+    """Keep entries by a gate trained to predict KVzip+'s scores from hidden states, above `threshold` if given.
 
     Scores estimate the need for an entry when the model repeats the prompt: the question need not be known. The
     published policy keeps all entries whose score reaches a `threshold`, the same for all layers and heads. Memory is
@@ -24,7 +24,7 @@ class KVzap(BudgetMethod):
 
     Attributes:
         gate: the model's gate: a safetensors file with the published tensor names, or a folder with model.safetensors,
-            or a result of `KVzapGate.read`.
+            or a result of `KVzapGate.load_from_file`.
         threshold: lowest score, a logarithm, of a kept entry; -3 to -9 are published. Entries below it are evicted even
             if the budget has room for them, also while decoding with `every`. None keeps as many entries as the budget
             allows.
@@ -44,11 +44,11 @@ class KVzap(BudgetMethod):
 
     scored_by = GateScores
 
-    def _check(self) -> None:
-        optional(self, "gate", KVzapGate.read)
-        as_threshold(self)
+    def _check_fields(self) -> None:
+        validate_optional_field(self, "gate", KVzapGate.load_from_file)
+        check_threshold_field(self)
 
-    def parts(self) -> Parts:
-        """Return `Parts` that score entries by a trained gate, evict those below `threshold`, keep sinks and window."""
-        heads = with_threshold(UniformHeads(), self.threshold)
-        return self.observed(heads=heads)
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: scores by a trained gate, sinks and window always kept, entries below `threshold` evicted."""
+        heads = add_score_threshold(UniformHeads(), self.threshold)
+        return self.compose_with_scorer(heads=heads)

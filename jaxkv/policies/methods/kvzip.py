@@ -10,11 +10,11 @@ from jaxkv.policies.layer_budgets import GlobalLayers, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import GroupReduce, Needs, Observed, Replay, Scorer, Scores
+from jaxkv.policies.scorer import GroupReduce, Needs, PromptReplay, Scorer, ScorerInputs, Scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReplayAttention(Scorer):
+class ReplayAttentionScorer(Scorer):
     """KVzip's scorer: the largest attention that an entry receives while the model repeats the prompt.
 
     Attributes:
@@ -23,16 +23,16 @@ class ReplayAttention(Scorer):
 
     group = GroupReduce.MAX
 
-    replay: Replay = Replay()
+    replay: PromptReplay = PromptReplay()
 
     @property
     def needs(self) -> Needs:
         """`Needs` of the scorer: the attention of a second pass over the prompt."""
         return Needs(replay=self.replay)
 
-    def observe(self, seen: Observed) -> Scores:
+    def score_entries(self, seen: ScorerInputs) -> Scores:
         """Return scores `[B, K, S]`: largest attention received in the second pass over the prompt; 1 for sinks."""
-        sink = seen.index < self.replay.sinks
+        sink = seen.entry_positions < self.replay.sinks
         return jnp.where(sink, jnp.float32(1.0), seen.replay)
 
 
@@ -65,15 +65,15 @@ class KVzip(BudgetMethod):
     sinks: int = 4
     chunk: int = 2048
     tail: int = 8
-    first: str | tuple[int, ...] = Replay.first
-    following: str | tuple[int, ...] = Replay.following
+    first: str | tuple[int, ...] = PromptReplay.first
+    following: str | tuple[int, ...] = PromptReplay.following
     closing: str | tuple[int, ...] | None = None
     weighted: bool = False
     capacity: float = 1.5
 
     paper = "KVzip, arXiv:2505.23416"
 
-    def _check(self) -> None:
+    def _check_fields(self) -> None:
         require(
             self.over in ("model", "layer", "head"),
             "over",
@@ -81,10 +81,12 @@ class KVzip(BudgetMethod):
             "no such scope: give 'model', 'layer' or 'head'",
         )
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return `Parts`: scores by the second pass; entries compete within the model, a layer or kv head (`over`)."""
-        heads: HeadBudgets = self.part(AdaptiveHeads, alpha=0.0)
+        heads: HeadBudgets = self.create_part(AdaptiveHeads, alpha=0.0)
         heads = UniformHeads() if self.over == "head" else heads
         layers = GlobalLayers() if self.over == "model" else UniformLayers()
-        scorer = ReplayAttention(replay=self.part(Replay))
-        return self.compose(scorer=scorer, keep=self.stays, heads=heads, layers=layers)
+        scorer = ReplayAttentionScorer(replay=self.create_part(PromptReplay))
+        return self.compose(
+            scorer=scorer, keep=self.always_kept_entries, heads=heads, layers=layers
+        )

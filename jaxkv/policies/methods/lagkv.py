@@ -6,17 +6,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkv._checks import field, flag, whole
+from jaxkv._checks import validate_bool, validate_field, validate_int
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Observed, Scorer, Scores
+from jaxkv.policies.scorer import Scorer, ScorerInputs, Scores
 
 # Channels that hardly vary in the next partition scale entries beyond squares that float32 can hold.
 _MOST = 1e15
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LagInformation(Scorer):
+class LagRelativeScorer(Scorer):
     """LagKV's scorer: an entry's rank in its partition by std over channels, scaled by the next partition's range.
 
     Entries after the sinks form partitions of `lag` entries. Each channel of a partition is scaled by its minimum and
@@ -41,19 +41,22 @@ class LagInformation(Scorer):
 
     def __post_init__(self) -> None:
         # `Keep` checks `sinks`.
-        field(self, "lag", whole, "give partitions of at least 1 entry")
-        field(self, "cross_scoring", flag)
+        validate_field(self, "lag", validate_int, "give partitions of at least 1 entry")
+        validate_field(self, "cross_scoring", validate_bool)
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return scores `[B, K, S]`: rank / `lag`, or softmax, in the partition; 1 to 2 for sinks and last entries."""
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return scores `[B, K, S]`: rank / `lag` or softmax in the partition; 1 to 2 for sinks and last entries."""
         padded_len, lag = seen.k.shape[2], self.lag
-        index, length = seen.index, seen.length[:, None, None]
+        index, length = seen.entry_positions, seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
         recent = jnp.broadcast_to(recent, seen.k.shape[:3])
         scored = (padded_len - self.sinks) // lag - 1
         if scored < 1:
             return recent
-        score = (self._shares(seen.k, scored) + self._shares(seen.v, scored)) / 2
+        score = (
+            self._compute_partition_softmax(seen.k, scored)
+            + self._compute_partition_softmax(seen.v, scored)
+        ) / 2
         if not self.cross_scoring:
             # Stable sorts: of equal entries the first one ranks higher.
             place = jnp.argsort(jnp.argsort(-score, axis=-1), axis=-1)
@@ -64,8 +67,10 @@ class LagInformation(Scorer):
         end = first + ((length - first) // lag - 1) * lag
         return jnp.where((index >= first) & (index < end), score, recent)
 
-    def _shares(self, rows: Float[Array, "B K S D"], scored: int) -> Float[Array, "B K P lag"]:
-        """Scale partitions by the next one's range; return softmaxes `[B, K, P, lag]` of their std over channels."""
+    def _compute_partition_softmax(
+        self, rows: Float[Array, "B K S D"], scored: int
+    ) -> Float[Array, "B K P lag"]:
+        """Return softmaxes `[B, K, P, lag]` over entries of their std over channels, scaled by the next partition."""
         first, lag = self.sinks, self.lag
         parts = rows[:, :, first : first + (scored + 1) * lag].astype(jnp.float32)
         parts = parts.reshape(*rows.shape[:2], scored + 1, lag, rows.shape[-1])
@@ -80,7 +85,7 @@ class LagInformation(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagKV(BudgetMethod):
-    """Keep the entries that stand out against the next partition of the text.
+    """Keep the entries that vary most over channels, scaled by the next partition's range, and the last ones.
 
     Sinks and the last entries are kept, too. Scores use keys and values only: the question need not be known, and no
     attention is computed. A text shorter than `sinks + 2 * lag` has no partition to choose from: its last entries are
@@ -102,4 +107,4 @@ class LagKV(BudgetMethod):
 
     paper = "LagKV, arXiv:2504.04704"
 
-    scored_by = LagInformation
+    scored_by = LagRelativeScorer

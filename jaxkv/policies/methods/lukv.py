@@ -2,16 +2,16 @@
 
 import dataclasses
 
-from jaxkv._checks import optional
+from jaxkv._checks import validate_optional_field
 from jaxkv._errors import require
-from jaxkv.policies.checks import Share
-from jaxkv.policies.head_budgets import inner_budgets
-from jaxkv.policies.head_scores import as_curves
+from jaxkv.policies.checks import ShareBudget
+from jaxkv.policies.head_budgets import unwrap_head_budgets
+from jaxkv.policies.head_scores import load_eviction_curves
 from jaxkv.policies.head_shares import CurveBudgets
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
 from jaxkv.policies.registry import register
-from jaxkv.policies.wrapper import Wrapper
+from jaxkv.policies.wrapper import PolicyWrapper
 
 # Number of shares in a curve: 1 % to 99 %.
 _SHARES = 99
@@ -19,8 +19,8 @@ _SHARES = 99
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LUKV(Wrapper):
-    """Keep the base policy's best entries, with head budgets from measured curves.
+class LUKV(PolicyWrapper):
+    """Keep the base policy's best entries, with layer and head budgets from measured curves.
 
     Curves belong to one model and one scorer. The curve nearest to the budget is used, and its shares are scaled to the
     budget: sums over heads are exact. Entries that a head cannot use go to the layer's other heads, by score.
@@ -43,24 +43,27 @@ class LUKV(Wrapper):
 
     usual = "expectedattention"
 
-    def _check(self) -> None:
-        optional(self, "curves", as_curves, _SHARES)
-        super()._check()
+    def _check_fields(self) -> None:
+        validate_optional_field(self, "curves", load_eviction_curves, _SHARES)
+        super()._check_fields()
 
-    def check_base(self, base: Policy, parts: Parts) -> None:
+    def check_base_policy(self, base: Policy, parts: Parts) -> None:
         """Raise ValueError if the base policy's budget is not a share and curves are given."""
         remedy = "curves are for shares: give a share of the prompt, such as 0.25"
         require(
-            self.curves is None or isinstance(parts.budget, Share), "budget", parts.budget, remedy
+            self.curves is None or isinstance(parts.budget, ShareBudget),
+            "budget",
+            parts.budget,
+            remedy,
         )
 
-    def wrap(self, base: Parts) -> Parts:
+    def replace_base_parts(self, base: Parts) -> Parts:
         """Return the base's `Parts` with layer and head budgets by the nearest curve; unchanged without curves."""
-        heads, layers = inner_budgets(base.heads), base.layers
-        if self.curves is not None and isinstance(base.budget, Share):
+        heads, layers = unwrap_head_budgets(base.heads), base.layers
+        if self.curves is not None and isinstance(base.budget, ShareBudget):
             nearest = round((1 - base.budget.value) * (_SHARES + 1))
             dropped = self.curves[min(max(nearest, 1), _SHARES) - 1]
             assert not isinstance(dropped, str)
             kept = tuple(tuple(1 - each for each in of_layer) for of_layer in dropped)
             heads = layers = CurveBudgets(scores=kept)
-        return self.with_layers(self.with_heads(base, heads), layers)
+        return self.replace_layer_budgets(self.replace_head_budgets(base, heads), layers)

@@ -5,14 +5,14 @@ import dataclasses
 from jaxkv._errors import require
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import Policy
-from jaxkv.policies.reads import FilteredReads, LoadedReads, Selector
+from jaxkv.policies.reads import FilteredReads, OffloadedReads, QueryWeighting
 from jaxkv.policies.registry import register
-from jaxkv.policies.wrapper import Reader
+from jaxkv.policies.wrapper import SparseReadPolicy
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OmniKV(Reader):
+class OmniKV(SparseReadPolicy):
     """Keep every entry; filter layers choose the tokens that layers above attend to.
 
     They choose anew for each new token.
@@ -25,7 +25,7 @@ class OmniKV(Reader):
             are rejected, and smaller shares of short prompts become the window.
         mem: the paper's Mem% instead of a budget: share of the cache that consists of all entries of the layers that
             attend to every entry, and of the other layers' chosen tokens; at least the window, as above.
-        selector: `Selector`, or its value: queries that choose.
+        selector: `QueryWeighting`, or its value: queries that choose.
         window: number of newest queries that choose, unless only the last one does.
         adjacent: number of layers above a filter layer that attend to every entry, while chosen entries are loaded;
             sliding-window layers do not count, nor for `mem`.
@@ -45,7 +45,7 @@ class OmniKV(Reader):
 
     filter_layers: tuple[int, ...] | None = None
     mem: float | None = None
-    selector: Selector | str = Selector.LAST
+    selector: QueryWeighting | str = QueryWeighting.LAST
     window: int = 16
     adjacent: int = 1
     include_generated: bool = False
@@ -57,28 +57,28 @@ class OmniKV(Reader):
 
     read_by = FilteredReads
 
-    def _check(self) -> None:
-        super()._check()
+    def _check_fields(self) -> None:
+        super()._check_fields()
         generated, remedy = (
             self.include_generated,
             "the base chooses for the prompt only: leave one out",
         )
-        once = self.inner is None or not generated
+        once = self.base_policy is None or not generated
         require(once, "include_generated", generated, remedy)
 
-    def for_model(self, layers: int, found: tuple[int, ...] | None) -> Policy:
-        """Return the policy with filter layers `found` if it has none, and its base adapted; ValueError without any."""
+    def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> Policy:
+        """Return the policy with filter layers `found` if it has none, its base adapted too; ValueError without any."""
         if self.filter_layers is not None:
-            return super().for_model(layers, found)
+            return super().fill_model_fields(layers, found)
         remedy = "none are known for this model: run `jaxkv filters`, or give filter_layers=(2, 8, 18), for example"
         require(found is not None, "filter_layers", None, remedy)
-        return dataclasses.replace(self, filter_layers=found).for_model(layers, found)
+        return dataclasses.replace(self, filter_layers=found).fill_model_fields(layers, found)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BrutalOffload(Policy):
-    """Keep every entry, with upper layers in host memory: OmniKV's baseline.
+    """Keep every entry, those of upper layers in host memory, loaded in full for each token: a baseline.
 
     Each token loads the upper layers' entries in full.
 
@@ -95,6 +95,6 @@ class BrutalOffload(Policy):
 
     paper = "OmniKV, ICLR 2025, section 5.2"
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return `Parts` that keep every entry and load upper layers' entries from host memory for each token."""
-        return self.compose(scorer=None, read=self.part(LoadedReads))
+        return self.compose(scorer=None, read=self.create_part(OffloadedReads))

@@ -6,15 +6,15 @@ from jaxkv._errors import require
 from jaxkv.policies.attended import NoPool, Pooling
 from jaxkv.policies.head_budgets import SharedHeads
 from jaxkv.policies.layer_budgets import LayerBudgets, LinearLayers
-from jaxkv.policies.methods.snapkv import WindowPolicy
+from jaxkv.policies.methods.snapkv import ObservationWindowPolicy
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.registry import register
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PyramidInfer(WindowPolicy):
-    """Keep entries by window attention, each layer a subset of the one below.
+class PyramidInfer(ObservationWindowPolicy):
+    """Keep entries by window attention: each layer keeps a subset of the layer below, equal in all kv heads.
 
     All heads of a layer keep the same positions.
 
@@ -34,9 +34,9 @@ class PyramidInfer(WindowPolicy):
 
     paper = "PyramidInfer, arXiv:2405.12532"
 
-    def parts(self) -> Parts:
-        """Return `Parts`: scores by the window's attention; heads share a subset of the lower layer's entries."""
-        parts = self.observed(heads=SharedHeads(), nested=True)
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: scores by window attention; all heads keep the same subset of the layer below's entries."""
+        parts = self.compose_with_scorer(heads=SharedHeads(), nested=True)
         remedy = "give a schedule, such as LinearLayers()"
-        require(not parts.layers.from_scores, "layers", self.layers, remedy)
+        require(not parts.layers.depends_on_scores, "layers", self.layers, remedy)
         return parts

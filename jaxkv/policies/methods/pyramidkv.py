@@ -3,14 +3,14 @@
 import dataclasses
 
 from jaxkv.policies.layer_budgets import LayerBudgets, LinearLayers
-from jaxkv.policies.methods.snapkv import WindowPolicy
+from jaxkv.policies.methods.snapkv import ObservationWindowPolicy
 from jaxkv.policies.registry import register
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PyramidKV(WindowPolicy):
-    """Keep entries as SnapKV does, more in lower layers, fewer in upper ones.
+class PyramidKV(ObservationWindowPolicy):
+    """Keep entries by SnapKV's scores, with layer budgets that fall from lower to upper layers.
 
     The average over layers is exactly the budget.
 

@@ -6,19 +6,19 @@ from collections.abc import Mapping
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxkv._checks import optional
+from jaxkv._checks import validate_optional_field
 from jaxkv._errors import require
 from jaxkv.checkpoints import StoredTensor
 from jaxkv.models.config import ModelConfig
 from jaxkv.policies.of_model import FileArrays, NamedTensors
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import FutureQueries, Needs, Observed, Scorer, Scores
-from jaxkv.sharding.collectives import mean_of_devices, own_shard
+from jaxkv.policies.scorer import FutureQuerySettings, Needs, Scorer, ScorerInputs, Scores
+from jaxkv.sharding.collectives import average_over_devices, slice_own_shard
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HeadFilters(FileArrays):
+class QFilterVectors(FileArrays):
     """Q-Filters of one model, a vector of D numbers per layer and kv head: arrays, sizes, and a digest for equality.
 
     Attributes:
@@ -31,15 +31,15 @@ class HeadFilters(FileArrays):
     dim: int
 
     @classmethod
-    def of_tensors(cls, stored: Mapping[str, StoredTensor]) -> "HeadFilters":
+    def create_from_tensors(cls, stored: Mapping[str, StoredTensor]) -> "QFilterVectors":
         """Create filters from the tensor `q_filters` `[L, K, D]`; ValueError if missing, misshapen or not finite."""
-        array = NamedTensors("", dict(stored)).take("q_filters", None, None, None)
+        array = NamedTensors("", dict(stored)).pop_tensor("q_filters", None, None, None)
         layers, heads, dim = array.shape
-        return cls.of_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)
+        return cls.create_from_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class FilteredKeys(Scorer):
+class QFilterScorer(Scorer):
     """QFilters' scorer: minus the dot product of an entry's key and its head's filter vector.
 
     Attributes:
@@ -47,28 +47,30 @@ class FilteredKeys(Scorer):
             kv head's queries, rotated to positions after the prompt, signed towards their mean.
     """
 
-    q_filters: HeadFilters | None = None
+    q_filters: QFilterVectors | None = None
 
     @property
-    def model_layers(self) -> int | None:
+    def model_layer_count(self) -> int | None:
         """Number of layers of the model that the filters belong to; None without filters."""
         return None if self.q_filters is None else self.q_filters.layers
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of the scorer: moments of the prompt's queries; nothing with given filters."""
-        return Needs(moments=FutureQueries() if self.q_filters is None else None)
+        """`Needs` of the scorer: mean and covariance of the prompt's queries; nothing if `q_filters` are given."""
+        return Needs(moments=FutureQuerySettings() if self.q_filters is None else None)
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return scores `[B, K, S]`: minus the product of key and filter; ValueError for filters of other sizes."""
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return scores `[B, K, S]`: minus the dot product of key and filter; ValueError for other filter sizes."""
         (_, heads, _, dim), axes = seen.k.shape, seen.axes
         if self.q_filters is None:
-            mine = -_main_direction(seen)
+            mine = -_compute_main_query_direction(seen)
         else:
-            self.q_filters.require_sizes(
-                heads=heads if axes is None else heads * axes.size("K"), dim=dim
+            self.q_filters.require_model_sizes(
+                heads=heads if axes is None else heads * axes.count_axis_shards("K"), dim=dim
             )
-            mine = own_shard(jnp.asarray(self.q_filters.arrays)[seen.layer], "K", 0, axes)[None]
+            mine = slice_own_shard(
+                jnp.asarray(self.q_filters.host_arrays)[seen.layer], "K", 0, axes
+            )[None]
         keys = seen.k.astype(jnp.float32)
         return -jnp.einsum(
             "bksd,bkd->bks",
@@ -77,22 +79,22 @@ class FilteredKeys(Scorer):
             precision="highest",
         )
 
-    def require_fits(self, config: ModelConfig) -> None:
-        """Raise ValueError if given filters have other sizes than the model."""
+    def require_fits_model(self, config: ModelConfig) -> None:
+        """Raise ValueError if given filters have other sizes, or another order of channels, than the model."""
         if self.q_filters is not None:
-            self.q_filters.require_fits(config)
+            self.q_filters.require_fits_model(config)
             remedy = "this model has another order of channels than the file: leave it out"
-            require(config.channels is None, "q_filters", self.q_filters, remedy)
+            require(config.channel_permutation is None, "q_filters", self.q_filters, remedy)
 
 
-def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
+def _compute_main_query_direction(seen: ScorerInputs) -> Float[Array, "B K D"]:
     """Return the first right singular vector `[B, K, D]` of each kv head's queries, signed towards their mean."""
     mean, covariance = seen.moments.mean, seen.moments.covariance
     assert covariance is not None
     each = covariance + mean[..., None] * mean[..., None, :]
     # The mean over all query heads of a kv head, also if devices share them.
     products, middle = (
-        mean_of_devices(of.mean(axis=2), "G", seen.group_axes) for of in (each, mean)
+        average_over_devices(of.mean(axis=2), "G", seen.group_axes) for of in (each, mean)
     )
     direction = jnp.linalg.eigh(products)[1][..., -1]
     return jnp.where((direction * middle).sum(axis=-1, keepdims=True) < 0, -direction, direction)
@@ -101,30 +103,30 @@ def _main_direction(seen: Observed) -> Float[Array, "B K D"]:
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QFilters(BudgetMethod):
-    """Keep the entries whose keys align with their head's main query direction.
+    """Keep the entries whose keys have the largest dot product with their head's main query direction.
 
     Published filters belong to one model and come from a file: the first right singular vectors of queries of many
     texts, signed so that attention falls with the product. Without a file, each prompt's own queries replace them.
 
     Attributes:
         q_filters: a safetensors file with one tensor `q_filters`, `[L, K, D]`, or the folder of its model.safetensors,
-            or a result of `HeadFilters.read`; None for filters of each prompt's own queries.
+            or a result of `QFilterVectors.load_from_file`; None for filters of each prompt's own queries.
 
     References:
         Godey et al., Q-Filters: Leveraging QK Geometry for Efficient KV Cache Compression, arXiv:2503.02812.
     """
 
-    q_filters: str | HeadFilters | None = None
+    q_filters: str | QFilterVectors | None = None
 
     paper = "Q-Filters, arXiv:2503.02812"
 
-    scored_by = FilteredKeys
+    scored_by = QFilterScorer
 
-    def _check(self) -> None:
+    def _check_fields(self) -> None:
         require(
             self.every is None,
             "every",
             self.every,
             "filters are for keys of prompts: leave it out",
         )
-        optional(self, "q_filters", HeadFilters.read)
+        validate_optional_field(self, "q_filters", QFilterVectors.load_from_file)

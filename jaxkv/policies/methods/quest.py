@@ -6,27 +6,33 @@ from typing import ClassVar
 import numpy as np
 from jaxtyping import Int
 
-from jaxkv._checks import field, whole
+from jaxkv._checks import validate_field, validate_int
 from jaxkv._errors import require
-from jaxkv.cache.layout import Layout
+from jaxkv.cache.layout import SegmentLayout
 from jaxkv.models.config import ModelConfig
-from jaxkv.policies.checks import Budget, Kept, Share, Tokens
-from jaxkv.policies.reads import WHOLE, Reading, Reads, as_tokens, require_fewer
+from jaxkv.policies.checks import Budget, EntryBudget, Kept, ShareBudget
+from jaxkv.policies.reads import (
+    WHOLE,
+    AttentionReads,
+    LayerReadConfig,
+    parse_token_budget,
+    require_fewer_layers,
+)
 from jaxkv.policies.registry import register
-from jaxkv.policies.wrapper import Reader
+from jaxkv.policies.wrapper import SparseReadPolicy
 
 # Fewest pages that a layer attends to, in the published code.
 _PAGES = 3
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PagedReads(Reads):
+class TopPageReads(AttentionReads):
     """Quest's reads: at each new token a kv head attends to the pages of largest bounds of q.k, and the last page.
 
     Fields are those of `Quest`.
     """
 
-    by_layer: ClassVar[bool] = True
+    chooses_per_layer: ClassVar[bool] = True
 
     page: int
     dense_layers: int
@@ -34,19 +40,25 @@ class PagedReads(Reads):
 
     def __post_init__(self) -> None:
         for name, least in (("page", 1), ("dense_layers", 0)):
-            field(self, name, whole, f"give a number, at least {least}", least=least)
-        object.__setattr__(self, "budget", as_tokens(self.budget, self._least))
+            validate_field(
+                self, name, validate_int, f"give a number, at least {least}", least=least
+            )
+        object.__setattr__(
+            self, "budget", parse_token_budget(self.budget, self._min_attended_entries)
+        )
 
     @property
-    def _least(self) -> int:
-        """Fewest entries that a layer attends to: those of three pages."""
+    def _min_attended_entries(self) -> int:
+        """Fewest entries that a paged layer attends to: those of three pages, 3 * `page`."""
         return _PAGES * self.page
 
-    def require_fits(self, config: ModelConfig) -> None:
-        """Raise ValueError if all layers of the model that attend to the whole prompt are dense ones."""
-        require_fewer("dense_layers", self.dense_layers, config)
+    def require_fits_model(self, config: ModelConfig) -> None:
+        """Raise ValueError if no full-attention layer of the model is left above the `dense_layers` lowest ones."""
+        require_fewer_layers("dense_layers", self.dense_layers, config)
 
-    def tokens(self, lengths: Int[np.ndarray, " B"], layers: int) -> Int[np.ndarray, " B"]:
+    def count_attended_tokens(
+        self, lengths: Int[np.ndarray, " B"], layers: int
+    ) -> Int[np.ndarray, " B"]:
         """Return the entries `[B]`, new tokens' included, that each kv head attends to per token in paged layers.
 
         Args:
@@ -57,27 +69,29 @@ class PagedReads(Reads):
             The budget in entries, or the share of each prompt rounded down; at least three pages of entries.
         """
         budget = self.budget
-        if isinstance(budget, Tokens):
+        if isinstance(budget, EntryBudget):
             return np.full_like(lengths, budget.value)
-        assert isinstance(budget, Share)
-        return np.maximum(budget.rows(lengths), self._least)
+        assert isinstance(budget, ShareBudget)
+        return np.maximum(budget.count_entries(lengths), self._min_attended_entries)
 
-    def reading(self, layers: int, padded_len: int, *, every_entry: bool) -> Reading:
-        """Return `Reading`, the static config: layers from `dense_layers` up choose their pages, others use all."""
-        return Reading(
+    def build_read_config(
+        self, layers: int, padded_len: int, *, every_entry: bool
+    ) -> LayerReadConfig:
+        """Return `LayerReadConfig`: layers from `dense_layers` up choose their pages, others use all."""
+        return LayerReadConfig(
             sources=tuple(WHOLE if layer < self.dense_layers else layer for layer in range(layers)),
             include_generated=True,
             every_entry=every_entry,
             padded_len=padded_len,
-            width=int(self.tokens(np.asarray([padded_len]), layers)[0]),
+            width=int(self.count_attended_tokens(np.asarray([padded_len]), layers)[0]),
             page=self.page,
         )
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Quest(Reader):
-    """Keep every entry; each head attends to the pages of highest q.k bound.
+class Quest(SparseReadPolicy):
+    """Keep every entry; at each new token a kv head attends to the pages of highest upper bounds of q.k.
 
     A page is `page` consecutive entries of a kv head, with the element-wise minimum and maximum of their cached keys,
     after RoPE. The bound of a page for a query head is the sum over channels of max(q * minimum, q * maximum). The
@@ -103,11 +117,11 @@ class Quest(Reader):
 
     paper = "Quest, arXiv:2406.10774"
 
-    read_by = PagedReads
+    read_by = TopPageReads
 
-    def _check(self) -> None:
-        super()._check()
-        if self.inner is not None:
-            equal = self.inner.composed.layout is Layout.EQUAL
+    def _check_fields(self) -> None:
+        super()._check_fields()
+        if self.base_policy is not None:
+            equal = self.base_policy.composed.cache_layout is SegmentLayout.EQUAL
             remedy = "pages need equally many entries per head, and layers without scores: give SnapKV, for example"
-            require(equal, "base", self.inner, remedy)
+            require(equal, "base", self.base_policy, remedy)

@@ -8,19 +8,19 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from jaxkv import attention
-from jaxkv._checks import field, real
+from jaxkv._checks import validate_field, validate_float
 from jaxkv.policies.attended import MaxPool, Pooling, WindowScorer
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import GroupReduce, Observed, Scores
-from jaxkv.sharding.collectives import most_of_devices
+from jaxkv.policies.scorer import GroupReduce, ScorerInputs, Scores
+from jaxkv.sharding.collectives import max_over_devices
 
 # Cosines in memory at a time: 16 MiB in float32.
 COSINES = 1 << 22
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Redundancy(WindowScorer):
+class AttentionRedundancyScorer(WindowScorer):
     """R-KV's scorer: `mix_lambda` * attention from the last queries - (1 - `mix_lambda`) * redundancy of the key.
 
     Attention is a softmax over the entries before the window, of the largest logit of the group's query heads. Its mean
@@ -52,20 +52,26 @@ class Redundancy(WindowScorer):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        field(self, "mix_lambda", real, "give a weight between 0 and 1", high=1.0)
-        field(self, "threshold", real, "give a cosine between 0 and 1", high=1.0)
+        validate_field(
+            self, "mix_lambda", validate_float, "give a weight between 0 and 1", high=1.0
+        )
+        validate_field(self, "threshold", validate_float, "give a cosine between 0 and 1", high=1.0)
 
-    def observe(self, seen: Observed) -> Scores:
-        """Return scores `[B, K, S]`: weighted attention minus weighted redundancy before the window, else 0."""
-        (batch, heads), column = seen.k.shape[:2], seen.index
-        before = seen.between(last=self.window)
+    def score_entries(self, seen: ScorerInputs) -> Scores:
+        """Return scores `[B, K, S]`: weighted attention minus weighted key redundancy before the window; 0 in it."""
+        (batch, heads), column = seen.k.shape[:2], seen.entry_positions
+        before = seen.mask_entries_between(last=self.window)
         # The softmax needs the largest logits of all query heads, also if devices share them.
-        logits = most_of_devices(attention.group_logits(seen.queries, seen.k), "G", seen.group_axes)
-        paid = _softmax(logits, before[:, :, None]).mean(axis=2)
+        logits = max_over_devices(
+            attention.compute_group_max_logits(seen.queries, seen.k), "G", seen.group_axes
+        )
+        paid = _masked_softmax(logits, before[:, :, None]).mean(axis=2)
 
         def head(inputs: tuple[Array, Array]) -> Float[Array, " S"]:
             k, length = inputs
-            return _softmax(_mean_cosines(k, length, self.threshold), column < length)
+            return _masked_softmax(
+                _compute_mean_key_cosines(k, length, self.threshold), column < length
+            )
 
         lengths = jnp.broadcast_to(seen.length[:, None], (batch, heads)).reshape(-1)
         redundancy = lax.map(head, (seen.k.reshape(-1, *seen.k.shape[2:]), lengths)).reshape(
@@ -76,22 +82,22 @@ class Redundancy(WindowScorer):
             before, weight * self.pooling(paid, before) - (1 - weight) * redundancy, 0.0
         )
 
-    def scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Return scores `[B, K, S]`: the observations unchanged, since `observe` pools attention already."""
+    def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
+        """Return scores `[B, K, S]`: the observations unchanged, since `score_entries` pools attention already."""
         return observed
 
 
-def _softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:
-    """Return the softmax over the last axis among the elements in the mask `inside`, and 0 elsewhere."""
+def _masked_softmax(x: Float[Array, "*n S"], inside: Bool[Array, "*#n S"]) -> Float[Array, "*n S"]:
+    """Return the softmax over the last axis among the elements in mask `inside`; 0 elsewhere."""
     return jnp.where(
         inside, jax.nn.softmax(jnp.where(inside, x, jnp.finfo(jnp.float32).min), axis=-1), 0.0
     )
 
 
-def _mean_cosines(
+def _compute_mean_key_cosines(
     k: Float[Array, "S D"], length: Int[Array, ""], threshold: float
 ) -> Float[Array, " S"]:
-    """Return each key's mean cosine `[S]` with its head's other keys; the last similar entry leaves the cosine out."""
+    """Return each key's mean cosine `[S]` with its head's other keys, except those whose last similar key it is."""
     padded_len, column = k.shape[0], jnp.arange(k.shape[0], dtype=jnp.int32)
     k = jnp.where((column < length)[:, None], k, 0)
     scale = 1.0 / jnp.maximum(jnp.sqrt((k.astype(jnp.float32) ** 2).sum(axis=-1)), 1e-12)
@@ -120,7 +126,7 @@ def _mean_cosines(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RKV(BudgetMethod):
-    """Keep entries of high attention and low key redundancy, also while decoding.
+    """Keep entries of high attention and low key redundancy, and recompress after every `every` new tokens.
 
     Attention is that of the last queries. A prompt above the budget is compressed as well; the paper compresses only
     while decoding. The released code differs in two points: `mix_lambda` is 0.07, and entries similar to no other leave
@@ -148,4 +154,4 @@ class RKV(BudgetMethod):
 
     paper = "R-KV, arXiv:2505.24133"
 
-    scored_by = Redundancy
+    scored_by = AttentionRedundancyScorer

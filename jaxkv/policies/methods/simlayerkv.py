@@ -5,20 +5,25 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from jaxkv._checks import field, whole
-from jaxkv.attention.columns import mean_over_window
+from jaxkv._checks import validate_field, validate_int
+from jaxkv.attention.columns import average_over_queries
 from jaxkv.policies.checks import Budget
 from jaxkv.policies.keep import Keep
-from jaxkv.policies.layer_budgets import Division, LayerBudgets, Table, finite
+from jaxkv.policies.layer_budgets import (
+    LayerBudgetInputs,
+    LayerBudgets,
+    Table,
+    require_finite_weights,
+)
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.registry import register
-from jaxkv.policies.scorer import Needs, Observed, Scores
-from jaxkv.policies.unseen import Position
+from jaxkv.policies.scorer import Needs, ScorerInputs, Scores
+from jaxkv.policies.unseen import PositionScores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LazyLayers(LayerBudgets):
+class LazyLayerBudgets(LayerBudgets):
     """SimLayerKV's layer budgets: the least lazy layers keep every entry until the budget is spent; exact sum.
 
     A layer is lazier the more of the last queries' attention goes to its first and most recent entries. When the budget
@@ -29,61 +34,66 @@ class LazyLayers(LayerBudgets):
         recent: number of most recent entries.
     """
 
-    from_scores = True
-    needs_queries = True
+    depends_on_scores = True
+    needs_last_queries = True
 
     sinks: int = 4
     recent: int = 1024
 
     def __post_init__(self) -> None:
-        field(self, "sinks", whole, "give 0 or more first entries", least=0)
-        field(self, "recent", whole, "give at least 1 recent entry")
+        validate_field(self, "sinks", validate_int, "give 0 or more first entries", least=0)
+        validate_field(self, "recent", validate_int, "give at least 1 recent entry")
 
-    def of_heads(
-        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: Observed
+    def compute_head_statistic(
+        self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: ScorerInputs
     ) -> Float[Array, "B K G"]:
-        """Return the last queries' mean attention `[B, K, G]` to all entries except the first and most recent ones."""
+        """Return `[B, K, G]`: mean over last queries of the attention outside the first and most recent entries."""
 
         def reduce(
             p: Float[Array, "G w S"], position: Int[Array, " w"], length: Int[Array, ""]
         ) -> Float[Array, " G"]:
             index = jnp.arange(p.shape[-1], dtype=jnp.int32)
             between = (index >= self.sinks) & (index < length - self.recent)
-            return jnp.where(between, mean_over_window(p, position), 0.0).sum(axis=-1)
+            return jnp.where(between, average_over_queries(p, position), 0.0).sum(axis=-1)
 
         length = jnp.broadcast_to(seen.length[:, None], seen.k.shape[:2])
-        return seen.window_mass(reduce, length)
+        return seen.reduce_window_attention(reduce, length)
 
-    def rows(self, of: Division) -> Table:
-        """Return entries per kv head `[L, N]`: all in layers of largest weight while the budget lasts."""
-        xp, order = of.xp, of.xp.argsort(-finite(of.weights), axis=0, stable=True)
+    def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
+        """Return entries per kv head `[L, N]`: all in layers of largest weight within the budget, else always-kept."""
+        xp, order = (
+            of.array_module,
+            of.array_module.argsort(-require_finite_weights(of.weights), axis=0, stable=True),
+        )
         rank = xp.argsort(order, axis=0, stable=True)
         beside = of.length - of.always_kept
-        return of.always_kept + xp.clip(of.layers * of.base - rank * beside, 0, beside)
+        return of.always_kept + xp.clip(
+            of.layers * of.mean_entries_to_choose - rank * beside, 0, beside
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Recency(Position):
-    """SimLayerKV's scorer: later entries score higher; it requests the last `window` queries for `LazyLayers`.
+class RecencyScorer(PositionScores):
+    """SimLayerKV's scorer: later entries score higher; it requests last queries, which `LazyLayerBudgets` reads.
 
     Attributes:
         window: number of the prompt's last queries.
     """
 
-    looks_at_end = False
+    follows_last_queries = False
 
     window: int = 32
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of the layer budgets: the last `window` queries."""
+        """`Needs` of the scorer: the last `window` queries, which only the layer budgets read."""
         return Needs(queries=self.window)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SimLayerKV(BudgetMethod):
-    """Keep every entry in some layers, sinks and recent tokens in lazy layers.
+    """Keep every entry in layers that look far back; only sinks and recent tokens in lazy layers.
 
     A layer is lazy if its attention goes to the first and most recent entries. The published method compares each layer
     with a threshold, so that the text sets the size of the cache. Here the budget sets the number of lazy layers, and
@@ -108,13 +118,13 @@ class SimLayerKV(BudgetMethod):
 
     paper = "SimLayerKV, arXiv:2410.13846"
 
-    scored_by = Recency
+    scored_by = RecencyScorer
 
-    def _check(self) -> None:
-        field(self, "window", whole, "give at least 1 last query")
+    def _check_fields(self) -> None:
+        validate_field(self, "window", validate_int, "give at least 1 last query")
 
-    def parts(self) -> Parts:
+    def build_policy_parts(self) -> Parts:
         """Return `Parts`: layers that look back furthest keep all entries, others sinks and recent entries only."""
         keep = Keep(sinks=self.sinks, window=self.recent)
-        layers = self.part(LazyLayers)
-        return self.observed(keep=keep, layers=layers)
+        layers = self.create_part(LazyLayerBudgets)
+        return self.compose_with_scorer(keep=keep, layers=layers)

@@ -1,9 +1,15 @@
-"""SnapKV: keep what the end of the prompt attends to; and `WindowPolicy`, the base of methods with such a window."""
+"""SnapKV: keep what the end of the prompt attends to; `ObservationWindowPolicy`, base of methods with such a window."""
 
 import dataclasses
 from typing import Any
 
-from jaxkv.policies.attended import GroupReduce, MaxPool, Pooling, PoolOrder, WindowAttention
+from jaxkv.policies.attended import (
+    GroupReduce,
+    MaxPool,
+    ObservationWindowAttention,
+    Pooling,
+    PoolOrder,
+)
 from jaxkv.policies.layer_budgets import LayerBudgets, UniformLayers
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
@@ -11,7 +17,7 @@ from jaxkv.policies.registry import register
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class WindowPolicy(BudgetMethod):
+class ObservationWindowPolicy(BudgetMethod):
     """Base of SnapKV-like policies: the prompt's last `window` queries score the entries before them.
 
     Attributes:
@@ -30,17 +36,17 @@ class WindowPolicy(BudgetMethod):
     order: PoolOrder | str = PoolOrder.LAST
     layers: LayerBudgets = UniformLayers()
 
-    scored_by = WindowAttention
+    scored_by = ObservationWindowAttention
 
-    def observed(self, **parts: Any) -> Parts:
-        """Return `Parts` with this policy's scorer, sinks, window, layer budgets, and with the other fields `parts`."""
-        return super().observed(**({"layers": self.layers} | parts))
+    def compose_with_scorer(self, **parts: Any) -> Parts:
+        """Return `Parts` with this policy's scorer, always-kept entries and layer budgets; `parts` overrides fields."""
+        return super().compose_with_scorer(**({"layers": self.layers} | parts))
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SnapKV(WindowPolicy):
-    """Keep the entries that the prompt's last queries attend to most.
+class SnapKV(ObservationWindowPolicy):
+    """Keep the entries that the prompt's last queries attend to most, equally many in each kv head of a layer.
 
     Scores are pooled over neighbours. All kv heads of a layer keep the same number of entries.
 

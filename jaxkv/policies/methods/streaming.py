@@ -2,13 +2,13 @@
 
 import dataclasses
 
-from jaxkv._checks import field, flag
+from jaxkv._checks import validate_bool, validate_field
 from jaxkv.policies.keep import Keep
 from jaxkv.policies.parts import Parts
 from jaxkv.policies.policy import BudgetMethod
 from jaxkv.policies.rank import ByAge
 from jaxkv.policies.registry import register
-from jaxkv.policies.unseen import Position
+from jaxkv.policies.unseen import PositionScores
 
 
 @register
@@ -32,13 +32,13 @@ class StreamingLLM(BudgetMethod):
 
     paper = "StreamingLLM, arXiv:2309.17453"
 
-    def _check(self) -> None:
-        field(self, "rolling_positions", flag)
-        field(self, "slide", flag)
+    def _check_fields(self) -> None:
+        validate_field(self, "rolling_positions", validate_bool)
+        validate_field(self, "slide", validate_bool)
 
-    def parts(self) -> Parts:
-        """Return `Parts`: scores by position, sinks and newest token kept; `slide` evicts an entry per new token."""
+    def build_policy_parts(self) -> Parts:
+        """Return `Parts`: scores by position, sinks always kept; with `slide` a new token evicts the oldest entry."""
         keep, evict = Keep(sinks=self.sinks, window=1), ByAge() if self.slide else None
         return self.compose(
-            scorer=Position(), keep=keep, evict=evict, rolling=self.rolling_positions
+            scorer=PositionScores(), keep=keep, evict=evict, rolling=self.rolling_positions
         )
