@@ -54,7 +54,7 @@ def positions(cache):
 
 def kind(row):
     """What makes programs differ: how segments lie, what follows the prompt, whether rows are merged, or chosen."""
-    parts = row.policy(BUDGET).parts()
+    parts = row.policy(BUDGET).build_policy_parts()
     return parts.cache_layout, type(parts.after), bool(parts.merge), bool(parts.read)
 
 

@@ -52,7 +52,7 @@ def test_texts_say_bytes(text, count):
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in TABLE if row.make(24).parts().compresses_prompts],
+    [row for row in TABLE if row.make(24).build_policy_parts().compresses_prompts],
     ids=lambda row: row.name,
 )
 def test_every_policy_has_as_many_rows_as_fit(row):

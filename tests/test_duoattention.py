@@ -42,7 +42,7 @@ def held(cache):
 @pytest.mark.parametrize("sparsity", (0.0, 0.1, 0.5, 0.999, 1.0))
 @pytest.mark.parametrize("shape", ((4, 4), (3, 5), (1, 1)))
 def test_kinds_are_the_published_quantiles(shape, sparsity):
-    kinds = duo(*shape, sparsity).parts().heads.retrieval_head_mask
+    kinds = duo(*shape, sparsity).build_policy_parts().heads.retrieval_head_mask
     assert [list(row) for row in kinds] == o.duo_kinds(pattern_of(*shape), sparsity)
 
 

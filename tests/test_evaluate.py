@@ -230,7 +230,9 @@ def test_shards_are_the_whole(tmp_path, whole):
 
 
 def test_parts_say_whether_they_draw():
-    said = {name for name, row in BY_NAME.items() if row.policy(24).parts().uses_random_key}
+    said = {
+        name for name, row in BY_NAME.items() if row.policy(24).build_policy_parts().uses_random_key
+    }
     drawn = ("random", "cam", "compactor")
     assert said == {name for name in BY_NAME if name.startswith(drawn) and "expected" not in name}
     assert jaxkv.AdaKV(base=jaxkv.RandomKV(budget=9)).build_policy_parts().uses_random_key

@@ -282,7 +282,9 @@ def test_a_budget_of_the_length_changes_nothing(name):
     model, row = tiny.tiny(GQA), BY_NAME[name]
     ids, tokens = tiny.prompts(3, LENGTHS), [[1, 2], [3, 4], [5, 6]]
     # Room for the three tokens as well, where their entries count.
-    budget = 67 if row.evicts or getattr(row.policy(20).parts().read, "page", None) else 64
+    budget = (
+        67 if row.evicts or getattr(row.policy(20).build_policy_parts().read, "page", None) else 64
+    )
     results = []
     for policy in (jaxkv.FullKV(), row.policy(budget)):
         cache, logits, _ = tiny.run(model, ids, policy)

@@ -64,9 +64,9 @@ def test_mem_is_solved_for_the_budget(shape, mem, share):
 
 def test_tokens_read_are_the_budget_at_most_the_prompt_and_at_least_the_window():
     lengths = np.asarray([100, 7])
-    assert omni(12).parts().read.count_attended_tokens(lengths, 8).tolist() == [12, 7]
-    assert omni(0.1).parts().read.count_attended_tokens(lengths, 8).tolist() == [10, 1]
-    assert omni(0.04, selector="uniform").parts().read.count_attended_tokens(
+    assert omni(12).build_policy_parts().read.count_attended_tokens(lengths, 8).tolist() == [12, 7]
+    assert omni(0.1).build_policy_parts().read.count_attended_tokens(lengths, 8).tolist() == [10, 1]
+    assert omni(0.04, selector="uniform").build_policy_parts().read.count_attended_tokens(
         lengths, 8
     ).tolist() == [16, 7]
 

@@ -157,7 +157,7 @@ def test_ties_go_to_the_lowest_position():
         positions=jnp.asarray([[20]], jnp.int32),
         weights=jnp.ones((1, 1)),
     )
-    reading = omni(4).parts().build_read_config((None,) * 7, 16)
+    reading = omni(4).build_policy_parts().build_read_config((None,) * 7, 16)
     below, budget, now = (jnp.asarray([n], jnp.int32) for n in (12, 4, 20))
     chosen = select_top_positions(
         score_positions_by_row(asked, keys, below, None),
@@ -199,7 +199,7 @@ def test_few_logits_at_a_time_choose_the_same(evicted, candidates, monkeypatch):
     known, budget = jnp.asarray(candidates, jnp.int32), jnp.asarray([20, 20], jnp.int32)
     kept = jnp.broadcast_to(known[:, None], start.shape)
     reading = dataclasses.replace(
-        omni(20, selector="uniform").parts().build_read_config((None,) * 7, slots),
+        omni(20, selector="uniform").build_policy_parts().build_read_config((None,) * 7, slots),
         every_entry=not evicted,
     )
     out = []

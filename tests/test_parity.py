@@ -152,7 +152,7 @@ def test_scores(case):
         # Recency is a rule here, and there a score made to express it: only the rows kept can be compared.
         assert np.isfinite(run(case).scores).all()
         return
-    before = len(IDS) - policy_of(case).parts().keep.window
+    before = len(IDS) - policy_of(case).build_policy_parts().keep.window
     for index, layer in enumerate(SCORED_LAYERS):
         # Means of float32 probabilities: 1.4e-7 was seen, a few units in the last place.
         theirs = GOLDEN[f"{case}__scores"][index, :, :before]
@@ -176,7 +176,7 @@ def test_kept_rows(case):
 @pytest.mark.parametrize("case", OTHER_CASES)
 def test_rows_and_scores_of_other_methods(case):
     name = case.rsplit("_", 1)[0]
-    golden, ours, keep = FILES[name], run(case), policy_of(case).parts().keep
+    golden, ours, keep = FILES[name], run(case), policy_of(case).build_policy_parts().keep
     theirs, scores = golden[f"{case}__kept"], golden[f"{case}__scores"]
     assert ours.kept.sum() == theirs.sum()
     # Sinks and a window have no score here; there they have the largest. LagKV's last rows all score 1 there.

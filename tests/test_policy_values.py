@@ -280,7 +280,7 @@ def fields_of(parts):
     ids=format_non_default_fields,
 )
 def test_a_wrapper_has_every_part_of_its_base(wrapped):
-    mine, its = wrapped.parts(), wrapped.base.parts()
+    mine, its = wrapped.build_policy_parts(), wrapped.base.build_policy_parts()
     own = "read" if isinstance(wrapped, OmniKV) else "heads"
     mine, its, usual = map(fields_of, (mine, its, SnapKV(budget=40).build_policy_parts()))
     assert {name for name in its | mine if mine[name] != its[name]} == {own}

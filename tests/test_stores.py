@@ -50,7 +50,7 @@ def halved(base):
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Halved(base):
         def parts(self):
-            return dataclasses.replace(super().parts(), store=Half)
+            return dataclasses.replace(super().build_policy_parts(), store=Half)
 
     return Halved
 

@@ -64,7 +64,7 @@ def test_what_a_class_says_as_a_field_counts():
     ours = made(
         type("Ours", (CustomPolicy,), {"__annotations__": {"scorer": Scorer}, "scorer": KeyNorm()})
     )
-    assert ours(budget=8).parts().scorer == KeyNorm()
+    assert ours(budget=8).build_policy_parts().scorer == KeyNorm()
     assert not CustomPolicy().build_policy_parts().compresses_prompts
 
 

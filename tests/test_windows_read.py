@@ -95,7 +95,9 @@ def test_filters_are_layers_of_the_model_and_what_follows_from_them_counts_layer
 
 
 def test_one_transfer_for_all_layers_that_read_a_filters_choice():
-    reading = omni(8, offload=True).parts().build_read_config(DEEPER.sliding_windows, 64)
+    reading = (
+        omni(8, offload=True).build_policy_parts().build_read_config(DEEPER.sliding_windows, 64)
+    )
     assert reading.max_loaded_entries == 2 * 8
     assert split_into_layer_groups(reading, DEEPER.sliding_windows, whole=False) == (
         LayerGroup(layers=(0,), loaded=(), ask=1),

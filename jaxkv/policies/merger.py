@@ -164,7 +164,7 @@ def check_merger(label: str, merge: Any) -> None:
         return
     require_instance(label, merge, Merger, "give Merge(...), or None")
     for name, wanted in (
-        ("merge", True),
+        ("merge_evicted_entries", True),
         ("merge_entry_while_decoding", bool(merge.compared_tensors)),
     ):
         if wanted and getattr(type(merge), name) is getattr(Merger, name):
