@@ -14,8 +14,8 @@ from jaxkv.attention import AttentionBackend, Implementation, get_attention_back
 from jaxkv.attention.xla_backend import XlaBackend
 
 FUSED = {
-    "steps": ("work_table", "decode_token", "add_norm"),
-    "evicts": ("evict_rows", "replace_rows"),
+    "steps": ("build_work_table", "compute_decode_attention", "add_norm"),
+    "evicts": ("evict_lowest_entries", "move_segment_entries"),
 }
 
 
@@ -121,7 +121,7 @@ def test_a_backend_says_what_it_has(implementation):
 
 @pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv", "quest", "snapkv, int8"])
 def test_fused_steps_have_an_oracle(name):
-    """Steps of one token through `decode_token` and `add_norm` in XLA sample the tokens of separate operations."""
+    """Steps of one token through `compute_decode_attention` and `add_norm` in XLA sample the tokens of separate operations."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
     found = []
     for each in ("xla", FUSED_XLA):

@@ -27,13 +27,13 @@ os.cpu_count = lambda: 1
 LIBRARY = """
 import jax
 from jaxkv import ModelConfig
-from jaxkv.sharding.parameters import model_mesh
+from jaxkv.sharding.parameters import make_model_mesh
 config = ModelConfig(vocab=64, layers=1, embed=24, hidden=32, heads=8, kv_heads=4, head_dim=8)
 def told(*shape):
     mesh = jax.make_mesh(shape, ("data", "model"), devices=jax.devices()[:shape[0] * shape[1]])
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        model_mesh(mesh, config)
+        make_model_mesh(mesh, config)
     return [str(each.message) for each in found]
 for shape in ((1, 1), (1, 2), (2, 4), (2, 4), (1, 8)):
     print(*told(*shape))
@@ -55,11 +55,11 @@ COMMAND = """
 from jaxkv import ModelConfig, cli
 from jaxkv.cli import exporting
 from jaxkv.loading import LanguageModel
-from jaxkv.sharding.parameters import model_mesh
+from jaxkv.sharding.parameters import make_model_mesh
 config = ModelConfig(vocab=64, layers=1, embed=24, hidden=32, heads=8, kv_heads=4, head_dim=8)
 def export(params, folder, *, mesh, **_):
-    model_mesh(mesh, config)
-    model_mesh(mesh, config)
+    make_model_mesh(mesh, config)
+    make_model_mesh(mesh, config)
     raise ValueError("seen")
 exporting.Export.loaded = lambda self, **options: object.__new__(LanguageModel)
 exporting.export = export

@@ -223,7 +223,7 @@ def test_gates_are_compared_by_their_weights(tmp_path):
     assert dataclasses.replace(one, budget=5000).gate is one.gate
     assert (
         dataclasses.replace(one.gate) == one.gate
-        and dataclasses.replace(one.gate).weights is one.gate.host_weights
+        and dataclasses.replace(one.gate).host_weights is one.gate.host_weights
     )
     (tmp_path / "folder").mkdir()
     other.rename(tmp_path / "folder" / "model.safetensors")

@@ -87,7 +87,7 @@ def turned(x, cos, sin):
 
 
 def token_of(seed, dim, dtype, group, layer):
-    """What `decode_token` is told: rows that no segment of the layer has are NaN."""
+    """What `append_and_attend` is told: rows that no segment of the layer has are NaN."""
     batch, heads = LENGTH.shape[1:]
     kind, _ = DTYPES[dtype]
     start, rows = laid_out(LENGTH)
@@ -109,7 +109,7 @@ def token_of(seed, dim, dtype, group, layer):
 
 
 def called(given):
-    """Arguments of `decode_token` as it takes them."""
+    """Arguments of `append_and_attend` as it takes them."""
     q, kv, cos, sin, positions, counts, k, v, pos, _, chunks = given
     return q, pallas_kernels.NewTokenInputs(kv, cos, sin, positions, counts, pos), (k, v), chunks
 

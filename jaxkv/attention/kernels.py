@@ -241,7 +241,7 @@ class InterpretedPallasBackend(PallasBackend):
 
 
 def wrap_kernel_inputs(store: Any) -> tuple[Any, ...]:
-    """Return a store's keys and values for kernels: arrays as they are, codes in `Coded` or `Int4Pool` tuples."""
+    """Return a store's keys and values for kernels: arrays as they are, codes in `Int8Pool` or `Int4Pool` tuples."""
     import pallas_kernels as pallas_kernels
 
     kinds = {"bytes": pallas_kernels.Int8Pool, "nibbles": pallas_kernels.Int4Pool}

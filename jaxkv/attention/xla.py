@@ -45,7 +45,7 @@ class SegmentReadMode(enum.Enum):
 
     STRIDES = "strides"
     WHOLE = "whole"
-    WINDOWS = "row_blocks"
+    WINDOWS = "windows"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -55,7 +55,7 @@ def read_cache_folder(folder: Path, manifest: Mapping[str, Any], *, on_host: boo
             f"missing in the manifest in {folder}: {CACHE.again}",
         )
         read = read_array(folder / ARRAYS, entries[name])
-        waits = name.startswith("bank.") or on_host
+        waits = name.startswith("host_store.") or on_host
         return jax.device_put(read, make_host_sharding(device)) if waits else jnp.asarray(read)
 
     return decode_from_json(manifest.get("cache"), array)

@@ -48,7 +48,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a Hugging Face folder, a folder written by `convert`, or a GGUF file as a `Checkpoint`; read only metadata.
 
     Args:
-        path: the folder or file; `fetch` finds it for a model's name.
+        path: the folder or file; `fetch_checkpoint` finds it for a model's name.
 
     Returns:
         The checkpoint.

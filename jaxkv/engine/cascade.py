@@ -80,7 +80,7 @@ def compress_under_shared_budget(
             held, full, layer, jnp.int32(at), most, recent, heads=heads, axes=axes
         )
         # Dispatch runs ahead of the device: without a wait, several layers' keys and values could be alive together.
-        wait_for_pool(held.get_layer_pool)
+        wait_for_pool(held.pool)
         unscored = dataclasses.replace(layer, scores=None, norms=None, first=None)
         del full, layer
     assert held is not None

@@ -233,19 +233,32 @@ def _check_merge_result(
     merge: Merger, found: Joined, dropped: EntryPerSegment, tau: Float[Array, "N K n"] | None
 ) -> Joined:
     """Return a merger's result for single entries; raise TypeError for a wrong type, shape or dtype."""
-    name = f"{type(merge).__name__}.merge_one"
+    name = f"{type(merge).__name__}.merge_entry_while_decoding"
     require_instance(name, found, Joined, "return Joined(joins, k, v, tau)")
     require_shape_and_dtype(
-        merge, "merge_one.joins", found.joins, dropped.k.shape[:2], "kv head, [N, K]", jnp.bool_
+        merge,
+        "merge_entry_while_decoding.joins",
+        found.joins,
+        dropped.k.shape[:2],
+        "kv head, [N, K]",
+        jnp.bool_,
     )
     for name, new in (("k", found.k), ("v", found.v)):
         if new is not None:
             require_shape_and_dtype(
-                merge, f"merge_one.{name}", new, dropped.k.shape, "number of an entry, [N, K, D]"
+                merge,
+                f"merge_entry_while_decoding.{name}",
+                new,
+                dropped.k.shape,
+                "number of an entry, [N, K, D]",
             )
     if tau is not None:
         require_shape_and_dtype(
-            merge, "merge_one.tau", found.tau, tau.shape, "threshold of each kv head, [N, K, n]"
+            merge,
+            "merge_entry_while_decoding.tau",
+            found.tau,
+            tau.shape,
+            "threshold of each kv head, [N, K, n]",
         )
     return found
 

@@ -49,7 +49,7 @@ class Slots:
 
     ```python
     slots = Slots(jaxkv.Session(params, policy), count=4, max_prompt=2048, max_new_tokens=256)
-    slots.insert(slots.begin(slots.prefill(ids), max_new_tokens=64), 2)
+    slots.insert_sequence(slots.begin_sequence(slots.prefill(ids), max_new_tokens=64), 2)
     tokens = slots.decode(8, until="any")          # [4, n], -1 where a slot samples nothing
     ```
 

@@ -82,7 +82,7 @@ class DecodeSpec(DecodeAttentionConfig):
         graphs: static part of the decoder.
         config: shape of the model.
         rolling: True if positions are places within the cache, and pools hold keys before RoPE.
-        fused: True if steps of one token run the backend's `decode_token` and `add_norm`.
+        fused: True if steps of one token run the backend's `compute_decode_attention` and `add_norm`.
         dtype: dtype of the model.
     """
 

@@ -214,7 +214,7 @@ class DecoderBlock(nnx.Module):
         return (x.astype(jnp.float32) + self._scale_residual_branch(added, None)).astype(x.dtype)
 
 
-# Typed Any: callers that use a specific norm's fields check `config.alternates` first.
+# Typed Any: callers that use a specific norm's fields check `config.has_llama_blocks` first.
 def _make_norm(config: ModelConfig, dtype: jnp.dtype) -> Any:
     """Make an uninitialised norm over E, a `LayerNorm` or `RMSNorm` by the config."""
     if config.layer_norm:

@@ -115,7 +115,9 @@ class LayerBudgets:
         Returns:
             `[B, K]`, `[B, K, G]`, or several statistics of each query head, `[B, K, G, n]`.
         """
-        raise TypeError(f"{type(self).__name__} has no statistic of scores: override `of_heads`")
+        raise TypeError(
+            f"{type(self).__name__} has no statistic of scores: override `compute_head_statistic`"
+        )
 
     def compute_layer_weight(self, heads: Float[Array, "B H *n"]) -> Float[Array, " B"]:
         """Return the layer's weight `[B]` in the division of entries: the mean of its heads' statistics."""
@@ -134,7 +136,9 @@ class LayerBudgets:
 
     def compute_average_entries(self, length: Counts, always_kept: Counts) -> Counts:
         """Return entries per kv head and layer on average `[N]`, if `sets_entry_count`; TypeError unless overridden."""
-        raise TypeError(f"{type(self).__name__} lacks `average`, which `sets_rows` needs: write it")
+        raise TypeError(
+            f"{type(self).__name__} lacks `compute_average_entries`, which `sets_entry_count` needs: write it"
+        )
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "LayerBudgets":
         """Return the budgets of the layers without a sliding window, counted from 0; the same object by default.

@@ -83,7 +83,7 @@ class Merger:
 
         Both methods then receive `axes=`: the mesh axes over which the heads are sharded, None if one device has them
         all. The functions of jaxkv.sharding.collectives help: `gathered(x, "K", 1, axes)` all-gathers all heads'
-        numbers, `own` selects the device's. All-gather statistics rather than keys and values.
+        numbers, `slice_own_shard` selects the device's. All-gather statistics rather than keys and values.
         """
         return False
 
@@ -117,7 +117,7 @@ class Merger:
             v: values.
             kept: mask of kept entries.
             inside: mask of entries that are not padding.
-            mass: the scorer's `observe` of each entry.
+            mass: the scorer's `score_entries` of each entry.
             tau: thresholds so far; -inf before the first eviction.
             key: random key, for mergers that sample.
 

@@ -429,7 +429,7 @@ def _restrict_parts(parts: Parts, sliding_windows: SlidingWindows) -> Parts:
     """Return a copy of `parts` with layer and head budgets of the layers without a sliding window; memoised.
 
     `sliding_windows` are `ModelConfig.sliding_windows`. ValueError if a table names sliding-window layers, or if head
-    budgets that differ by layer do not override `among`.
+    budgets that differ by layer do not override `restrict_to_full_attention`.
     """
     layers, heads = (
         parts.layers.restrict_to_full_attention(sliding_windows),
@@ -438,7 +438,9 @@ def _restrict_parts(parts: Parts, sliding_windows: SlidingWindows) -> Parts:
     inner, cut = unwrap_head_budgets(parts.heads), unwrap_head_budgets(heads)
     alike = not inner.needs_layer_index and inner.get_segment_limits() is None
     remedy = "they differ by layer, and some layers have sliding windows: write a method "
-    remedy += "among(sliding_windows) that returns the budgets of the other layers"
+    remedy += (
+        "restrict_to_full_attention(sliding_windows) that returns the budgets of the other layers"
+    )
     require(alike or cut is not inner, "heads", inner, remedy)
     return parts.replace(layers=layers, heads=heads) if parts.compresses_prompts else parts
 

@@ -125,7 +125,7 @@ class Policy:
             The parts.
         """
         raise TypeError(
-            f"{type(self).__name__}: no `parts`. Write the method: return self.compose(scorer=...)"
+            f"{type(self).__name__}: no `build_policy_parts`. Write the method: return self.compose(scorer=...)"
         )
 
     def compose(

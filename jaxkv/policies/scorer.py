@@ -291,7 +291,7 @@ class Scorer:
     ```python
     @dataclasses.dataclass(frozen=True)
     class KeyNorm(Scorer):
-        def observe(self, seen):
+        def score_entries(self, seen):
             return -jnp.linalg.norm(seen.k.astype(jnp.float32), axis=-1)
     ```
 
@@ -302,14 +302,13 @@ class Scorer:
     class Received(Scorer):
         needs: ClassVar[Needs] = Needs(sums=True)
 
-        def observe(self, seen):
+        def score_entries(self, seen):
             return seen.sums.mean(axis=2)
     ```
 
     On a mesh, `score_entries` runs on every device, for the device's heads: a scorer that treats each head alone needs
-    no
-    change. A scorer that compares heads, or uses random numbers, finds the mesh axes in `seen.axes`. The functions of
-    jaxkv.sharding.collectives help: `gathered(x, "K", 1, seen.axes)` all-gathers the numbers of all kv heads,
+    no change. A scorer that compares heads, or uses random numbers, finds the mesh axes in `seen.axes`. The functions
+    of jaxkv.sharding.collectives help: `gathered(x, "K", 1, seen.axes)` all-gathers the numbers of all kv heads,
     `slice_own_shard` selects the device's.
     """
 
@@ -374,7 +373,7 @@ class Scorer:
         Called if `has_first_stage`. The first stage has at most a head's even share of the layer budget.
         """
         raise TypeError(
-            f"{type(self).__name__} has `two_stages` without `first_stage`: write the method"
+            f"{type(self).__name__} has `has_first_stage` without `rank_first_stage`: write the method"
         )
 
     def require_fits_model(self, config: ModelConfig) -> None:
@@ -399,7 +398,7 @@ def check_scorer(label: str, scorer: Any) -> None:
         label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer"
     )
     if type(scorer).score_entries is Scorer.score_entries:
-        raise TypeError(f"{label}={scorer!r}: no scores without `observe`: write the method")
+        raise TypeError(f"{label}={scorer!r}: no scores without `score_entries`: write the method")
     needs = require_instance(
         f"{label}.needs", scorer.needs, Needs, "give Needs(queries=32), for example"
     )

@@ -44,7 +44,7 @@ def make_cache_layer(
         rotated: function that rotates keys before attention; None if the pool holds rotated keys.
 
     Returns:
-        The view; its `attended` runs the step.
+        The view; its `append_tokens_and_attend` runs the step.
     """
     own: dict[str, Any] = {"terms": terms, "pool": pool, "start": start, "length": length}
     own |= {"shaping": shaping, "index": index, "rotated": rotated}
