@@ -121,7 +121,7 @@ def test_a_backend_says_what_it_has(implementation):
 
 @pytest.mark.parametrize("name", ["adakv", "d2o", "omnikv", "quest", "snapkv, int8"])
 def test_fused_steps_have_an_oracle(name):
-    """Steps of one token through `compute_decode_attention` and `add_norm` in XLA sample the tokens of separate operations."""
+    """Steps of one token through `compute_decode_attention` and `add_norm` sample what separate operations do."""
     model, ids = tiny.tiny(tiny.TWO_LAYERS), tiny.prompts(0, [37, 21])
     found = []
     for each in ("xla", FUSED_XLA):

@@ -49,7 +49,8 @@ class BackendCapabilities:
             them. If False, the compiler may fuse them into the products and recompute them per tile.
         embeds_in_blocks: True if devices of a mesh sum a prompt's embeddings one block of tokens at a time. If False,
             they do in one step, for which a compiler may copy all embeddings.
-        steps: forms of entries (`Store.kernels`) for which steps of one token run `compute_decode_attention` and `add_norm`.
+        steps: forms of entries (`Store.kernels`) for which steps of one token run `compute_decode_attention` and
+            `add_norm`.
         evicts: forms of entries that `evict_lowest_entries` and `move_segment_entries` read and write.
         custom_calls: names of custom calls in its programs, for which `jax.export` guarantees no compatibility.
     """

@@ -19,8 +19,8 @@ from jaxkv._checks import (
 class Rank:
     """Base of ranks: how entries' scores change while decoding; the entry of lowest rank is evicted next.
 
-    Subclass it in a frozen dataclass and override what differs. A prompt's entries start with the scorer's `score_entries`.
-    At each new token a score becomes `decay * score` plus the attention that the entry receives.
+    Subclass it in a frozen dataclass and override what differs. A prompt's entries start with the scorer's
+    `score_entries`. At each new token a score becomes `decay * score` plus the attention that the entry receives.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
