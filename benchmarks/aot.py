@@ -32,7 +32,7 @@ from jax.experimental import topologies
 from benchmarks import hlo, ptxas
 from benchmarks.aot_cases import Kernel, arguments, cases
 from jaxkv.planning.named import find_accelerator
-from jaxkv.planning.traced_programs import select_largest_calls, trace_token_loop
+from jaxkv.planning.traced_programs import select_largest_calls, trace_planned_loop
 from jaxkv.planning.worker import compile_traced_program, prepare_trace_inputs
 
 # Kernels by the beginnings of their names. JAX's splash attention spills on TPUs, and may.
@@ -83,7 +83,7 @@ def compile_program(case):
             )
             written = [jax.ShapeDtypeStruct((1, case.tokens, setting.config.embed), work.dtype)]
         else:
-            traced, pools = trace_token_loop(work)
+            traced, pools = trace_planned_loop(work)
             written = jax.tree.leaves(pools)
         made, text = compile_traced_program("", traced, platform=setting.gpu.platform)
     local = [on_one(leaf, "B S E" if case.prefill else "B P D", axes) for leaf in written]

@@ -16,6 +16,7 @@ from jaxkv._checks import settled
 from jaxkv.attention import Implementation
 from jaxkv.cache import ConversationState, KVCache
 from jaxkv.engine.decode_loop import DecodeLoop
+from jaxkv.engine.early_compilation import start_loop_compilation
 from jaxkv.engine.generation_results import AnswerCollector, Generation, Stats, Stream
 from jaxkv.engine.lengths import LOOK
 from jaxkv.engine.progress import run_generator
@@ -310,8 +311,8 @@ def make_progress_bar(progress: bool | None, total: int, title: str) -> tqdm:
 def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]:
     """Generator: run one `generate` call, yield new text if requested, return the `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
-    cache, sizes = _prefill_or_extend(call)
     eos = params.end_token_ids if call.stop_at_eos else ()
+    cache, sizes = _prefill_or_extend(call, ends=max(1, len(set(eos))))
     decode_loop = session.start_decode_loop(
         cache, new=call.max_new_tokens, sampling=call.sampling, eos=eos
     )
@@ -331,7 +332,7 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
     )
 
 
-def _prefill_or_extend(call: GenerateCall) -> tuple[KVCache, dict[str, Any]]:
+def _prefill_or_extend(call: GenerateCall, *, ends: int) -> tuple[KVCache, dict[str, Any]]:
     """Prefill the prompts, or append them to the given cache; return the cache and its sizes for `Stats`."""
     session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
@@ -339,8 +340,11 @@ def _prefill_or_extend(call: GenerateCall) -> tuple[KVCache, dict[str, Any]]:
         sizes = _collect_cache_sizes(given, given.nbytes)
         return session.extend(given, encoded, new=new), sizes
     needed = session.plan(encoded.prompt_lengths, new)
+    loop = start_loop_compilation(session, needed, new=new, sampling=call.sampling, ends=ends)
     with make_progress_bar(call.progress, session.params.config.layers, "prefill") as shown:
         cache = session.prefill(encoded, new=new, needed=needed, tick=shown.update)
+    if loop is not None:
+        loop.wait()
     spare = len(cache.seen) * cache.headroom_nbytes(needed.headroom)
     return cache, _collect_cache_sizes(cache, cache.nbytes - spare)
 

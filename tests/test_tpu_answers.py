@@ -11,7 +11,7 @@ from test_implementations import POLICIES, both
 
 import jaxkv
 from jaxkv.attention import Implementation
-from jaxkv.planning.traced_programs import TraceInputs, build_abstract_model, trace_token_loop
+from jaxkv.planning.traced_programs import TraceInputs, build_abstract_model, trace_planned_loop
 
 # A policy of each kind of step: appended rows in pools of their own, evicted and merged rows in one pool, pages, codes.
 ON_TPUS = ["adakv", "d2o", "quest", "snapkv, int8"]
@@ -47,7 +47,7 @@ def test_a_tpus_programs_have_its_kernels():
     given = {"policy": jaxkv.SnapKV(budget=64, window=8), "batch": 2, "tokens": 256, "new": 16}
     work = TraceInputs(flat=flat, implementation=Implementation.TPU, **given)
     layer = next(each for each in work.traced_prefill.calls if each.name == "layer")
-    with_kernels = [layer.traced, trace_token_loop(work)[0]]
+    with_kernels = [layer.traced, trace_planned_loop(work)[0]]
     prefill, decode = (each.lower(lowering_platforms=("tpu",)).as_text() for each in with_kernels)
     assert (
         "splash_mha" in prefill
@@ -56,5 +56,5 @@ def test_a_tpus_programs_have_its_kernels():
     )
     for store, joins in (("int8", True), ("int4", False), ("mixed", False)):
         policy = jaxkv.SnapKV(budget=240, window=8, store=store)
-        traced, _ = trace_token_loop(dataclasses.replace(work, policy=policy, tokens=512))
+        traced, _ = trace_planned_loop(dataclasses.replace(work, policy=policy, tokens=512))
         assert ("tpu_decode" in traced.lower(lowering_platforms=("tpu",)).as_text()) == joins

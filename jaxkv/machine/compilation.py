@@ -81,9 +81,9 @@ def _identify_processor() -> str:
 
 
 # JAX's events of compilation; tracing and lowering may be nested.
-_BACKEND = "/jax/core/compile/backend_compile_duration"
+BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 _EVENTS = (
-    _BACKEND,
+    BACKEND_COMPILE,
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
 )
@@ -124,7 +124,7 @@ class StageClock:
         """Add one of JAX's compile events, which lasted `duration` seconds and ends now; nested ones count once."""
         end = time.perf_counter()
         begin = end - duration
-        self.programs += event == _BACKEND
+        self.programs += event == BACKEND_COMPILE
         # Events nested inside this one were recorded before it.
         while self._spans and self._spans[-1][0] >= begin:
             self._spans.pop()

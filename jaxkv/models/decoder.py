@@ -354,12 +354,14 @@ class SplitDecoder:
         axes: axes of the parameters' mesh, or None.
         on_mesh: the language model with these parameters on a mesh, by the mesh's axes.
         gates: gate weights of policies on the parameters' devices, by gate and layer, in order of last use.
+        compiled_loops: keys of the token loops that `start_loop_compilation` has compiled.
     """
 
     def __init__(self, decoder: Decoder):
         self.config = decoder.config
         self.on_mesh: dict[ShardingMesh, Any] = {}
         self.gates: dict[Any, dict[int, Any]] = {}
+        self.compiled_loops: set[Any] = set()
         self._decoder, self._parts = decoder, tuple(walk_module_parts(decoder))
         self._source = tuple(
             (part, part.get_raw_value()) for *_, part in self._parts if isinstance(part, nnx.Param)

@@ -3,31 +3,26 @@
 import dataclasses
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxkv._checks import is_traced
 from jaxkv.attention import Implementation
-from jaxkv.cache import EntryPool, KVCache
-from jaxkv.engine import token_loop
-from jaxkv.engine.embedding import compute_logits
+from jaxkv.cache import EntryPool
 from jaxkv.engine.headroom import compute_prefill_headroom
 from jaxkv.engine.lengths import BLOCK
 from jaxkv.engine.plan import PrefillPlan, plan_prefill
-from jaxkv.engine.prefill import PrefillLayerSource, prefill_layers
-from jaxkv.engine.progress import run_generator
 from jaxkv.engine.sampling import GREEDY
-from jaxkv.engine.spec import create_cache_spec
+from jaxkv.engine.traced import TracedPrefill, trace_prefill, trace_token_loop
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.decoder import Decoder, SplitDecoder
 from jaxkv.policies.policy import Policy
 from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.parameters import get_parameter_spec
-from jaxkv.sharding.record import RecordedCall, count_device_bytes, record_program_calls
+from jaxkv.sharding.record import RecordedCall, count_device_bytes
 
 # Purposes of prefill programs, by function name.
 _NAMES = {
@@ -64,13 +59,6 @@ def build_abstract_model(
         return leaf.update(sharding=jax.sharding.NamedSharding(axes.mesh, get_parameter_spec(name)))
 
     return SplitDecoder(nnx.merge(graph, jax.tree_util.tree_map_with_path(shard_parameter, leaves)))
-
-
-class TracedPrefill(NamedTuple):
-    """A prefill traced on abstract arrays: the recorded `calls` of its programs, and the `cache` that it returns."""
-
-    calls: list[RecordedCall]
-    cache: KVCache
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,66 +98,28 @@ class TraceInputs:
     @cached_property
     def traced_prefill(self) -> TracedPrefill:
         """`TracedPrefill` of these prompts, traced on abstract arrays; computed once."""
-        flat, planned, of = self.flat, self.prefill_plan, jax.ShapeDtypeStruct
-
-        def run_prefill(tokens: Any, lengths: Any, numbers: Any, key: Any) -> Any:
-            """Run prefill on abstract arrays; return cache, logits, and the prompt arrays that live to its end."""
-            needed = dataclasses.replace(planned, numbers=numbers)
-            prompts = PrefillLayerSource(
-                flat, tokens, lengths, self.policy, needed, key, self.implementation
-            )
-            cache = run_generator(prefill_layers(prompts))
-            logits = compute_logits(flat.ends, prompts.x, graphs=flat.graphs)
-            # Angles are a dict by rotary embedding, whose keys JAX cannot sort.
-            held = [
-                list(each.values()) if isinstance(each, dict) else each
-                for each in vars(prompts).values()
-            ]
-            return cache, logits, [leaf for leaf in jax.tree.leaves(held) if is_traced(leaf)]
-
-        calls, (cache, *_) = record_program_calls(
-            run_prefill,
-            of((self.batch, planned.padded_len), jnp.int32),
-            of((self.batch,), jnp.int32),
-            jax.tree.map(lambda each: each.astype(np.int32), planned.numbers),
-            of((), jax.random.key(0).dtype),
-            resident=(flat.ends, flat.blocks),
+        return trace_prefill(
+            self.flat,
+            self.policy,
+            self.prefill_plan,
+            implementation=self.implementation,
             sharding=self.sharding,
         )
-        return TracedPrefill(calls, cache)
-
-    def make_abstract_arrays(self, tree: Any) -> Any:
-        """Replace each array of a pytree by its `ShapeDtypeStruct`, with this object's `sharding` if that is set."""
-
-        def describe_leaf(leaf: Any) -> jax.ShapeDtypeStruct:
-            """Return the `ShapeDtypeStruct` of one array, with the sharding if set (mapped over the pytree)."""
-            known = isinstance(leaf, jax.ShapeDtypeStruct)
-            made = leaf if known else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
-            return made if self.sharding is None else made.update(sharding=self.sharding)
-
-        return jax.tree.map(describe_leaf, tree)
 
 
-def trace_token_loop(work: TraceInputs) -> tuple[Any, tuple[EntryPool, ...]]:
+def trace_planned_loop(work: TraceInputs) -> tuple[Any, tuple[EntryPool, ...]]:
     """Trace the decode loop on abstract arrays; return the traced program, and the pools that the program updates."""
-    flat, cache = work.flat, work.traced_prefill.cache
-    spec = create_cache_spec(flat, cache, work.implementation)
-    logits: Any = jax.ShapeDtypeStruct((work.batch, flat.config.vocab), jnp.float32)
-    done = jax.ShapeDtypeStruct((work.batch,), bool)
-    eos = jax.ShapeDtypeStruct((1,), jnp.int32)
-    state = jax.eval_shape(
-        token_loop.create_sampling_state,
-        logits,
-        done,
-        jax.eval_shape(lambda: jax.random.key(0)),
-        eos,
+    cache = work.traced_prefill.cache
+    traced = trace_token_loop(
+        work.flat,
+        cache,
+        implementation=work.implementation,
+        sampling=GREEDY,
+        ends=1,
+        size=BLOCK,
+        sharding=work.sharding,
     )
-    given = token_loop.collect_loop_arguments(
-        flat, cache.arrays, state, work.new, GREEDY, 0, spec=spec
-    )
-    return token_loop._loop.trace(
-        *work.make_abstract_arrays(given), spec=spec, size=BLOCK
-    ), cache.pools
+    return traced, cache.pools
 
 
 def select_largest_calls(work: TraceInputs) -> Iterator[RecordedCall]:

@@ -19,7 +19,7 @@ from jaxkv.planning.traced_programs import (
     TraceInputs,
     build_abstract_model,
     select_largest_calls,
-    trace_token_loop,
+    trace_planned_loop,
 )
 from jaxkv.sharding.mesh import ShardingMesh
 from jaxkv.sharding.parameters import make_model_mesh
@@ -100,7 +100,7 @@ def compile_workload(setting: Workload) -> dict[str, Any]:
             weights = count_device_bytes((work.flat.ends, work.flat.blocks))
             name = "the decode loop"
             decode, _ = compile_traced_program(
-                "decode", trace_token_loop(work)[0], platform=platform
+                "decode", trace_planned_loop(work)[0], platform=platform
             )
             name, prefill = "a prefill's programs", []
             for call in select_largest_calls(work):
