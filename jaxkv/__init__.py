@@ -73,7 +73,7 @@ def _read_package_version() -> str:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name or submodule, imported at its first use (PEP 562); raise AttributeError for other names.
+    """Return a public name, submodule or `__version__`, found at its first use (PEP 562); AttributeError for others.
 
     `__version__` is also looked up at its first use.
     """

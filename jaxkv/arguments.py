@@ -39,7 +39,7 @@ def validate_model(params: Any, mesh: Any = None) -> LanguageModel:
 
 
 def validate_cache(cache: Any) -> KVCache | None:
-    """Return a `KVCache`, its numpy arrays moved to devices, or None for None; raise TypeError for other values.
+    """Return a `KVCache`, numpy arrays moved to devices, None for None; TypeError for others, ValueError if donated.
 
     Raises TypeError unless the value is a `KVCache` or None.
     """
@@ -206,7 +206,7 @@ def require_prompts_fit(
     new: int,
     cache: KVCache | None,
 ) -> None:
-    """Raise ValueError if prompts plus `new` tokens exceed the model's positions, or do not match the cache's batch."""
+    """Raise ValueError if prompts and `new` tokens (rolling: entries) exceed the positions, or batches mismatch."""
     seen, limit = np.zeros(1, np.int32), config.max_positions
     if cache is not None:
         remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"
@@ -222,7 +222,7 @@ def require_prompts_fit(
 def warn_unseen_question(
     policy: Policy, encoded: EncodedPrompts, budget: Int[np.ndarray, " B"]
 ) -> None:
-    """Warn, once per process and policy class, if a document's entries are evicted before a question is seen.
+    """Warn, once per process and class, if a policy that scores by a document's end evicts entries before a question.
 
     This applies only to policies that score entries by the attention of the document's end. `budget` is in entries per
     kv head.

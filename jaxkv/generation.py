@@ -309,7 +309,7 @@ def make_progress_bar(progress: bool | None, total: int, title: str) -> tqdm:
 
 
 def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]:
-    """Generator: run one `generate` call, yield new text if requested, return the `Generation`."""
+    """Generator: run one `generate` call; if streaming, yield lists of new text per sequence; return `Generation`."""
     session, params, encoded = call.session, call.session.params, call.encoded
     eos = params.end_token_ids if call.stop_at_eos else ()
     cache, sizes = _prefill_or_extend(call, ends=max(1, len(set(eos))))
@@ -333,7 +333,7 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
 
 
 def _prefill_or_extend(call: GenerateCall, *, ends: int) -> tuple[KVCache, dict[str, Any]]:
-    """Prefill the prompts, or append them to the given cache; return the cache and its sizes for `Stats`."""
+    """Prefill prompts, or append them to the given cache; return the cache and a dict of size fields for `Stats`."""
     session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
         # Sizes are read before the cache is extended.
@@ -350,7 +350,7 @@ def _prefill_or_extend(call: GenerateCall, *, ends: int) -> tuple[KVCache, dict[
 
 
 def _collect_cache_sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
-    """Return the size fields of `Stats` after prefill: full, kept and (`weighs`) cache bytes, mean entries kept."""
+    """Return a dict of `Stats` size fields: full, kept and (`weighs`) cache bytes, and mean entries per segment."""
     entries = {"full_bytes": cache.full_nbytes, "kept_bytes": cache.kept_nbytes}
     return entries | {"cache_bytes": weighs, "kept": float(np.mean(cache.kept))}
 
@@ -358,7 +358,7 @@ def _collect_cache_sizes(cache: KVCache, weighs: int) -> dict[str, Any]:
 def _sample_until_end(
     call: GenerateCall, decode_loop: DecodeLoop, answers: AnswerCollector
 ) -> Generator[list[str], None, None]:
-    """Generator: sample tokens until all sequences end; yield each sequence's new text if requested."""
+    """Generator: sample until all sequences end or `max_new_tokens`; if streaming, yield lists of new text."""
     axes = call.session.params.axes
     with make_progress_bar(call.progress, call.max_new_tokens, "decode") as shown:
         # One process shows the bar; all processes sample blocks of the same size.

@@ -104,7 +104,7 @@ class LanguageModel(nnx.Module):
         return self.flat_decoder.axes
 
     def show_kept_tokens(self, cache: KVCache, prompt: Prompt) -> KeptTokensDisplay:
-        """Return a cache's prompts as `KeptTokensDisplay`, each token shaded by the share of heads that keep it.
+        """Return the prompts as a `KeptTokensDisplay`, tokens shaded by how many heads of compressed layers keep them.
 
         Args:
             cache: a cache of this model.
@@ -192,7 +192,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of weights, activations and cache."""
+        """Dtype of embedding, norms, activations and unquantised weights; a CPU holds caches in float32 instead."""
         return self.decoder.dtype
 
     @property

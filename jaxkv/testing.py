@@ -229,7 +229,7 @@ def _assert_property(holds: Any, about: str, *where: object) -> None:
 
 
 def _check_entries_match_prompt(case: _PolicyTestCase) -> None:
-    """Assert that kept entries are equal to the prompt's own (unless merged), in ascending order without repeats."""
+    """Assert that kept entries are finite, the prompt's own (unless merged, or keys rolled), ascending, each once."""
     # Entries are rounded as the policy's store rounds them.
     everything = _PolicyFromParts(made=Parts(store=case.policy_parts.store))
     exact = {part[:3]: part for part in segments(case.prefill_prompts(case.prompts, everything))}
@@ -270,7 +270,7 @@ def _check_always_kept_entries(case: _PolicyTestCase) -> None:
 
 
 def _check_planned_sizes(case: _PolicyTestCase) -> None:
-    """Assert that as many entries are kept as the prefill plan allows, and that the cache has the planned bytes."""
+    """Assert that each layer, or all together, keep the planned number of entries, and the cache has planned bytes."""
     kept, needed = case.prompt_cache.kept.sum(axis=2), case.prefill_plan
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows
@@ -311,7 +311,7 @@ def _check_batch_independence(case: _PolicyTestCase) -> None:
 
 
 def _check_key_independence(case: _PolicyTestCase) -> None:
-    """Assert that another random key changes no kept entry; skipped if the policy declares that it uses keys."""
+    """Assert that another random key changes no kept entry; skipped if the policy declares `uses_random_key`."""
     if case.policy_parts.uses_random_key:
         return
     remedy = (
@@ -330,7 +330,7 @@ def _check_key_independence(case: _PolicyTestCase) -> None:
 
 
 def _check_full_budget(case: _PolicyTestCase) -> None:
-    """Assert that a budget of the full text yields the same tokens as keeping all entries; not under a threshold."""
+    """Assert that a budget of the full text changes no token; skipped without budget, with threshold or rolling."""
     if (
         case.policy_parts.budget is None
         or case.policy_parts.rolling
@@ -351,7 +351,7 @@ def _check_full_budget(case: _PolicyTestCase) -> None:
 
 
 def _check_cache_growth(case: _PolicyTestCase) -> None:
-    """Assert that segments append, evict or recompress during decoding as the policy declares."""
+    """Assert that while decoding segments append every token or respect limits, as declared; positions are distinct."""
     after, parts = case.generate_answers(case.policy).cache, case.policy_parts
     grown = after.kept.astype(np.int64) - case.prompt_cache.kept
     new = np.asarray(after.seen) - np.asarray(case.prompt_lengths)

@@ -60,7 +60,7 @@ class PoolRowAccess:
     def write_entry(
         self, at: Any, parts: Parts, writes: jax.Array
     ) -> tuple[Parts, jax.Array | None]:
-        """Write a key or value to pool row `at` if `writes`; return its parts as stored, float32, and its scale (None).
+        """Write a key or value to pool row `at` if `writes`; return its parts as stored, float32, and None for a scale.
 
         The scale, a factor of the codes, is None for unencoded entries.
         """
@@ -95,7 +95,7 @@ class Int8PoolRowAccess(PoolRowAccess):
         )
 
     def load_scales(self, at: jax.Array, inside: jax.Array) -> jax.Array:
-        """Load the scales of pool rows `at`, `f32[load_rows]`; 0 outside the mask `inside`."""
+        """Load the scales of pool rows `at` as float32 `[n]`; 0 outside the mask `inside`."""
         place = getattr(self.refs, f"{self.name}_scale").at[self.sequence, at]
         return load(place, mask=inside, other=0.0).astype(jnp.float32)
 
@@ -139,7 +139,7 @@ class Int4PoolRowAccess(PoolRowAccess):
         return tuple((group * GROUP + self.word, self.word < GROUP) for group in groups)
 
     def dequantise_rows(self, at: jax.Array, inside: jax.Array) -> Parts:
-        """Load and dequantise pool rows `at`: one array `[load_rows, GROUP]` per group; 0 outside the mask `inside`."""
+        """Load and dequantise pool rows `at`: one array `[n, GROUP]` per group; 0 outside the mask `inside`."""
         scales, leasts = (
             self._load_group_floats(f"{self.name}_{each}", at, inside)
             for each in ("scale", "least")
@@ -166,7 +166,7 @@ class Int4PoolRowAccess(PoolRowAccess):
         return code * scale.astype(jnp.float32) + least.astype(jnp.float32)
 
     def _load_group_floats(self, name: str, at: jax.Array, inside: jax.Array) -> list[jax.Array]:
-        """Load the scales or minima of pool rows `at`, packed in pairs; return one `f16[load_rows]` per group."""
+        """Load the scales or minima of pool rows `at`, stored in pairs; return a list with one `f16[n]` per group."""
         ref = getattr(self.refs, name)
         pairs = [
             load(ref.at[self.sequence, at, pair], mask=inside, other=0)

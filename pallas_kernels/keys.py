@@ -52,7 +52,7 @@ class KeyReader(PoolReader):
         )
 
     def prepare_queries(self, parts: Parts) -> Any:
-        """Convert queries `[n, columns]`, one array per part of a key, to operands of `compute_attention_logits`."""
+        """Return queries, one part `[n, columns]`, in the model's dtype, as operands of `compute_attention_logits`."""
         return parts[0].astype(self.dtype)
 
     def compute_attention_logits(
@@ -142,7 +142,7 @@ def divide_by_power_of_two(parts: Parts) -> tuple[Parts, jax.Array]:
 
 
 def split_into_float16(x: jax.Array, dtype: Any) -> Parts:
-    """Return numbers below 2 as float16; for float32 models as two float16, high and low, whose sum they are."""
+    """Split numbers below 2 into float16 arrays, a tuple: one, or for a float32 model high and low that sum to them."""
     first = x.astype(jnp.float16)
     return (
         (first, (x - first.astype(jnp.float32)).astype(jnp.float16))

@@ -165,7 +165,7 @@ def sum_attention_per_key(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Sum the attention each key receives from queries of known log-sum-exp; mean over query heads, or per head.
+    """Sum the attention each key receives from queries of known log-sum-exp; mean over the group, or per query head.
 
     With all queries of a prompt this is H2O's score; for a few queries `sum_window_attention` is faster.
 

@@ -426,7 +426,7 @@ class _NewTokenEntry:
         return reduce(jnp.add, each)
 
     def write_to_pool(self, refs, row, writes, keys, values):
-        """Write the new entry to pool row `row` if `writes`; return its key's and value's parts, and value scale."""
+        """Write the new entry to row `row` if `writes`; return its key's and value's parts, and value scale or None."""
         at, writes = (self.sequence, row), self.joins & writes
         key, (value, of_value) = (
             keys.write_new_key(at, self.key, writes),

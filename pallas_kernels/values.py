@@ -79,7 +79,7 @@ class ValueReader(PoolReader):
     def write_new_value(
         self, at: Any, values: Parts, writes: jax.Array
     ) -> tuple[Parts, jax.Array | None]:
-        """Write a new value to pool row `at` if `writes`; return its parts, float32, and their scale (else None).
+        """Write a new value to pool row `at` if `writes`; return its parts, float32, and int8 codes' scale or None.
 
         The scale is None for unencoded values.
         """

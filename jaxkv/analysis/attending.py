@@ -39,7 +39,7 @@ _BLOCK = 128
 
 
 class AttentionSpread(NamedTuple):
-    """Attention statistics by layer, means over texts: variance over keys, share of large weights, binned map.
+    """Attention statistics, means over texts: variance and share of large weights by layer and head, maps by layer.
 
     Attributes:
         variance: variance over keys of the attention that each key receives from all queries, by query head. D2O's F is
@@ -114,7 +114,7 @@ def _count_and_bin_weights(
     bins: int,
     axes: ShardingMesh | None,
 ) -> tuple[Float[Array, "B K G"], Float[Array, "B two n n"]]:
-    """Return counts `[B, K, G]` of weights >= `least` x query maximum; bin sums `[B, 2, n, n]` of weights, pairs."""
+    """Count weights >= `least` x query maximum `[B, K, G]`; sum head-mean weights and pairs by bin `[B, 2, n, n]`."""
     # Buckets are powers of two, or multiples of 256.
     block = min(_BLOCK, q.shape[3])
 
@@ -158,7 +158,7 @@ def retained(
     shares: Sequence[float] = SHARES,
     queries: int = 32,
 ) -> Float[np.ndarray, "L K n"]:
-    """Return the share `[L, K, n]` of each kv head's attention that its top keys hold, at n shares of the keys.
+    """Return the share `[L, K, n]` of a kv head's attention on its top keys, for n shares of keys, averaged over texts.
 
     Args:
         params: from `jaxkv.load`.
@@ -228,7 +228,7 @@ class FilterLayers(NamedTuple):
 def similarity(
     params: LanguageModel, texts: Sequence[Prompt], *, share: float = 0.067, queries: int = 64
 ) -> Float[np.ndarray, "L L"]:
-    """Return the map `[L, L]`: at [l, m], the share of layer m's attention on layer l's top tokens if m >= l, else 0.
+    """Return a map `[L, L]`, mean over texts: at [l, m], share of m's attention on layer l's top tokens, 0 if m < l.
 
     Args:
         params: from `jaxkv.load`.
@@ -305,7 +305,7 @@ def find_filter_layers(
     share: float = 0.067,
     queries: int = 64,
 ) -> FilterLayers:
-    """Find the `m` OmniKV filter layers whose top tokens carry most attention of the layers that reuse their choice.
+    """Return `FilterLayers`: the `m` OmniKV filter layers whose top tokens hold most attention of layers that use them.
 
     Args:
         params: from `jaxkv.load`.

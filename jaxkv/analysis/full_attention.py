@@ -22,7 +22,7 @@ from jaxkv.text.prompts import EncodedPrompts, Prompt, encode_prompts
 def encode_texts(
     params: LanguageModel, texts: Sequence[Prompt], following: int = 0
 ) -> list[EncodedPrompts]:
-    """Encode each text, longer than `following` tokens, as `EncodedPrompts` with a copy per data group of a mesh."""
+    """List each text's `EncodedPrompts`, a copy per data group of a mesh; ValueError below `following` + 1 tokens."""
     listed = _checks.validate_non_empty_tuple("texts", texts, "use a list of one or more texts")
     most, out = params.config.max_positions, []
     for text in listed:
@@ -47,7 +47,7 @@ def find_full_attention_layers(params: LanguageModel) -> tuple[int, ...]:
 def iterate_full_attention_layers(
     params: LanguageModel, text: EncodedPrompts, **needs: Any
 ) -> Iterator[tuple[int, LayerOut]]:
-    """Prefill a text layer by layer; yield index and `LayerOut`, with `Needs`, of layers without sliding window."""
+    """Prefill a text layer by layer; yield (index, `LayerOut` made for `needs`) of layers without sliding window."""
     whole, tokens = (
         find_full_attention_layers(params),
         text.pad_ids(round_up_to_bucket(len(text.ids[0]))),

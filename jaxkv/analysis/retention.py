@@ -126,7 +126,7 @@ def place_kept_masks(
 
 
 class AttentionRecall(NamedTuple):
-    """Result of `recall` by policy, budget and text: attention shares of kept and visible entries, kept entry counts.
+    """Result of `recall` by policy, budget, text: attention on kept and on visible entries by layer, head; kept counts.
 
     Attributes:
         recall: attention on the kept entries of the prompt divided by attention on all of them, both summed over the
@@ -232,7 +232,7 @@ ALLOCATIONS = (SnapKV(), AdaKV(), AdaKV(alpha=0.0))
 
 
 class EvictionLoss(NamedTuple):
-    """Result of `eviction_loss` by policy, budget and text: L1 change of attention output, its bound, and entry counts.
+    """Result of `eviction_loss` by policy, budget, text: L1 output change and bound by layer and query; kept counts.
 
     Attributes:
         loss: L1 change of a layer's attention output, by layer and query.

@@ -228,7 +228,7 @@ class AttentionBackend(abc.ABC):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
-        """Attend to segments with one token; return output, and scores `f32[B, P]` plus attention, mean over G heads.
+        """Attend to segments with one token; return output, and scores `f32[B, P]` plus mean attention of G heads.
 
         Args:
             q: rotated queries.
@@ -366,7 +366,7 @@ class AttentionBackend(abc.ABC):
         scored: bool = False,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "M K G D"], Any]:
-        """Append a token's entry; attend to entries in `reach` and to selected ones, if any; return output, pool.
+        """Append an entry; attend to `reach` and selected entries; add to scores if `scored`; return output, pool.
 
         Args:
             q: rotated queries.
@@ -404,7 +404,7 @@ class AttentionBackend(abc.ABC):
         eps: float,
         dtype: jnp.dtype,
     ) -> tuple[Float[Array, "M N E"], Float[Array, "M N E"]]:
-        """Add the n split-K parts of a product to hidden states; return the sum and its RMS norm.
+        """Add the n split-K parts of a product to hidden states; return the sum, and the sum after RMS normalisation.
 
         Args:
             x: hidden states.
@@ -423,7 +423,7 @@ class AttentionBackend(abc.ABC):
     def evict_lowest_entries(
         self, *args: Array | None, weigh: Any
     ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """Evict the lowest-ranked entry of each segment above its limit; return pool, i32 flags. Raises by default.
+        """In segments above their limit evict the lowest-ranked entry; return pool arrays, flags. Raises by default.
 
         Args:
             *args: keys, values, positions and scores of a pool, and `start`, `length`, `limit`, `recent`, `seen` and
@@ -437,7 +437,7 @@ class AttentionBackend(abc.ABC):
         raise NotImplementedError
 
     def move_segment_entries(self, *args: Array | None) -> tuple[Array, Array, Array, Array | None]:
-        """Move one entry of each masked segment over another; return the pool's arrays. Raises by default.
+        """Move one entry of each masked segment over another; return the pool's arrays. NotImplementedError by default.
 
         Args:
             *args: keys, values, positions and scores of a pool; overwritten entries, moved entries, and a mask of the

@@ -104,7 +104,7 @@ def choose_attention_implementations(
     head_dim: int,
     capability: tuple[int, int] | None = None,
 ) -> PrefillDecodeImplementations:
-    """Choose the implementations of prefill and decode for a name, platform, dtype, head dim and GPU capability.
+    """Return the `PrefillDecodeImplementations` for a name or AUTO, and a platform, dtype, head dim and GPU capability.
 
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not support the model or the device.

@@ -40,7 +40,7 @@ def sum_attention_per_key(
     *,
     softcap: float | None = None,
 ) -> Float[Array, "K G S"]:
-    """Return the attention `f32[K, G, S]` that each key of a sequence receives, summed over T consecutive queries.
+    """Return the causal attention `f32[K, G, S]` that each key of a sequence receives, summed over T queries.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. `lse` is from `causal`, +inf for
     ignored queries. Runs in blocks of O(S) memory. Logits are `xla.capped`.

@@ -37,7 +37,7 @@ class CudnnBackend(PallasBackend):
     def _compute_flash_attention(
         self, *of: Any, lse: bool, **masking: Any
     ) -> tuple[Array, Array | None]:
-        """Compute causal attention by cuDNN, or by Pallas for a `first` position, a softcap or a sliding window."""
+        """Return causal attention output and log-sum-exp by cuDNN; by Pallas for a `first`, softcap or window."""
         *whole, first = of
         if first is not None or any(each is not None for each in masking.values()):
             return super()._compute_flash_attention(*of, lse=lse, **masking)
@@ -52,7 +52,7 @@ def compute_cudnn_attention(
     *,
     lse: bool,
 ) -> tuple[Float[Array, "B K G S D"], Float[Array, "B K G S"] | None]:
-    """Compute causal attention of complete 16-bit prompts by cuDNN; return output and float32 log-sum-exp.
+    """Compute causal attention of complete 16-bit prompts by cuDNN; return output, log-sum-exp (None unless `lse`).
 
     Padding queries return 0 and -inf.
     """

@@ -208,7 +208,7 @@ def _reduce_attention_to_scores(
 def _compute_masked_softmax(
     logits: Float[Array, "*n P"], seen: Bool[Array, "*#n P"], sinks: Float[Array, "*#n one"] | None
 ) -> Float[Array, "*n P"]:
-    """Return the softmax of logits in mask `seen` and sink logits, over the last axis; 0 outside the mask."""
+    """Return the softmax of logits in mask `seen`, last axis, 0 elsewhere; sink logits only in the denominator."""
     logits = jnp.where(seen, logits, MASKED)
     highest = logits.max(axis=-1, keepdims=True)
     highest = highest if sinks is None else jnp.maximum(highest, sinks)

@@ -15,7 +15,7 @@ from jaxkv.attention.xla import SegmentRanges, SegmentReadMode
 
 
 class PallasBackend(AttentionBackend):
-    """Backend of the compiled Pallas (Triton) kernels: attention, fused decode steps, eviction and norms.
+    """Backend of compiled Pallas (Triton) kernels for NVIDIA GPUs: attention, fused decode steps, eviction and norms.
 
     Attributes:
         interpret: True runs the kernels as plain JAX operations, to check them.
@@ -85,7 +85,7 @@ class PallasBackend(AttentionBackend):
         lse: bool,
         **masking: Any,
     ) -> tuple[Array, Array | None]:
-        """Compute causal attention without sink logits; return output and, if `lse`, log-sum-exp, else None."""
+        """Compute causal attention without sink logits; return output and log-sum-exp, even if `lse` is False."""
         flash = partial(self._pallas_kernels.flash, **masking, interpret=self.interpret)
         found: tuple[Array, Array] = flash(
             q, k, v, get_first_query_positions(first, length), length
@@ -102,7 +102,7 @@ class PallasBackend(AttentionBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> Array:
-        """Return the attention `f32[B, K, G, S]` that each key receives from T queries per prompt, in one kernel."""
+        """Return the attention `f32[B, K, G, S]` that each key receives, summed over T queries, by a kernel."""
         how = {"per_query_head": True, "interpret": self.interpret, "softcap": shaping.softcap}
         return self._pallas_kernels.sum_attention_per_key(
             q, k, lse, get_first_query_positions(first, length), length, **how
@@ -144,7 +144,7 @@ class PallasBackend(AttentionBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Array]:
-        """Attend to segments with one token, in a kernel; return output, and scores plus attention received."""
+        """Attend to segments with one token, by a kernel; return output, and scores plus mean attention of G heads."""
         rows = (*reach.decode_rotated_entries(store), reach.start, reach.length)
         scores = self._make_kernel_scores(score, reach, counts=counts)
         how = {"scores": scores, **_get_softmax_options(shaping), "interpret": self.interpret}
@@ -183,7 +183,7 @@ class PallasBackend(AttentionBackend):
         scored: bool = False,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Any]:
-        """Append a token's entry and attend, in one kernel that rotates if `split` is given; return output, pool."""
+        """Append an entry and attend, with `split` in one kernel that rotates, else unfused; return output, pool."""
         if split is None:
             given = (q, split, new, pool, reach, work)
             return super().compute_decode_attention(*given, scored=scored, shaping=shaping)
@@ -212,7 +212,7 @@ class PallasBackend(AttentionBackend):
     def add_norm(
         self, x: Array, added: Array, scale: Array, *, eps: float, dtype: jnp.dtype
     ) -> tuple[Array, Array]:
-        """Add split-K parts of a product to hidden states in one kernel; return the sum and its RMS norm."""
+        """Add split-K parts of a product to hidden states by a kernel; return the sum, and the sum RMS-normalised."""
         return self._pallas_kernels.add_norm(
             x, added, scale, eps=eps, dtype=dtype, interpret=self.interpret
         )
@@ -220,7 +220,7 @@ class PallasBackend(AttentionBackend):
     def evict_lowest_entries(
         self, *args: Array | None, weigh: Any
     ) -> tuple[Array, Array, Array, Array | None, Array]:
-        """In segments above their limit overwrite the lowest-ranked entry by the newest; return pool, i32 flags."""
+        """In segments above their limit overwrite the lowest-ranked entry by the newest; return arrays, i32 flags."""
         return self._pallas_kernels.evict_lowest_entries(
             *args, weigh=weigh, interpret=self.interpret
         )

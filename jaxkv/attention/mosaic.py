@@ -52,7 +52,7 @@ class MosaicBackend(PallasBackend):
     def _compute_flash_attention(
         self, *of: Any, lse: bool, **masking: Any
     ) -> tuple[Array, Array | None]:
-        """Compute causal attention of all prompts in one Mosaic kernel; return output and log-sum-exp.
+        """Return causal attention output and log-sum-exp by a Mosaic kernel; by Triton for a softcap or sliding window.
 
         Layers with either use the Triton kernel.
         """

@@ -23,13 +23,13 @@ class LogitShaping:
 
     @property
     def without_sink_logits(self) -> "LogitShaping":
-        """Copy with the softcap alone, for all but one of the disjoint key sets whose attention is merged."""
+        """Copy of the `LogitShaping` with the softcap alone, for all but one of the disjoint key sets to be merged."""
         return LogitShaping(softcap=self.softcap)
 
     def include_sink_logits(
         self, out: Float[Array, "B K *R D"], lse: Float[Array, "B K *R"]
     ) -> tuple[Float[Array, "B K *R D"], Float[Array, "B K *R"]]:
-        """Return attention output and log-sum-exp with the sink logits included in the softmax over keys."""
+        """Return attention output and log-sum-exp with the sink logits, if any, included in the softmax over keys."""
         if self.sink_logits is None:
             return out, lse
         sinks = self.sink_logits.astype(jnp.float32)

@@ -35,7 +35,7 @@ class GatheredEntries(NamedTuple):
 
     @property
     def kernels(self) -> tuple[str, str]:
-        """Names of the kernels' forms of keys and values, as in `Store.kernels`: rows, that is, not encoded."""
+        """Forms of keys and of values as in `Store.kernels`: `rows` for both, because nothing is encoded."""
         return "rows", "rows"
 
     @property
@@ -49,7 +49,7 @@ class GatheredEntries(NamedTuple):
 
 
 class UnrotatedProjections(NamedTuple):
-    """Query, key and value projections of one new token per sequence: before rotation, in n parts to be summed.
+    """Named tuple of new tokens' unrotated queries, keys, values, in n parts to be summed, and RoPE cosines and sines.
 
     Attributes:
         q: queries; M is B, or more with padding sequences.

@@ -22,7 +22,7 @@ _LANES = 128
 
 
 class TpuBackend(XlaBackend):
-    """Backend for TPUs: prefill by splash attention, reads and appends of segments by its own kernel.
+    """Backend for TPUs: prefill by splash attention, reads and appends of segments by its own kernel, else by XLA.
 
     XLA computes prefill in dtypes other than bfloat16, with a padded length that is no multiple of 128, or of a block
     of a prompt. XLA also reads pools in float16 or 4 bits, pools without complete tiles, head dims that are no multiple
@@ -118,7 +118,7 @@ class TpuBackend(XlaBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> Array:
-        """Return the attention `f32[B, K, G, S]` that keys receive from T queries, block by block."""
+        """Return the attention `f32[B, K, G, S]` that keys receive, summed over T queries per prompt, in blocks."""
         begin, size = (
             jnp.zeros_like(length) if first is None else first,
             _choose_query_block(q.shape[3], 1),

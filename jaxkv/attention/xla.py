@@ -195,7 +195,7 @@ def attend_masked_keys(
 def softmax_with_sink_logits(
     logits: Float[Array, "G n m"], sink_logits: Float[Array, " G"] | None
 ) -> Float[Array, "G n m"]:
-    """Return the softmax over the last axis; a query head's sink logit is added to the denominator alone."""
+    """Return the softmax over the last axis; a query head's sink logit, if given, joins the denominator alone."""
     if sink_logits is None:
         return jax.nn.softmax(logits, axis=-1)
     sink = sink_logits.astype(jnp.float32)[:, None, None]

@@ -19,7 +19,7 @@ from jaxkv.sharding.mesh import list_leaves_with_axes
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyState:
-    """Pytree of a policy's decode state: prompt lengths, budgets, protected entries, merging thresholds, past queries.
+    """Pytree of a policy's decode state: prompt lengths, budgets, recent and selectable counts, merging state, queries.
 
     Only policies that evict or recompress after the prompt have this state.
 
@@ -78,7 +78,7 @@ class SegmentTables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EntryOverflowCounts:
-    """Pytree of entry counts over all layers: moved to another device at full capacity, and cut by the full budget.
+    """Pytree of entry counts: moved to other devices by `capacity`, per sequence; cut by a full budget, per kv head.
 
     Attributes:
         moved: `i32[B]` entries of each sequence that moved to another device's heads because the policy's `capacity`

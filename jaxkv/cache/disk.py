@@ -39,7 +39,7 @@ def write_cache_folder(folder: Path, policy: Any, cache: Any, mesh: Mesh | None)
 
 
 def read_cache_folder(folder: Path, manifest: Mapping[str, Any], *, on_host: bool) -> Any:
-    """Read a saved `KVCache`, without its policy, to the default device or the host; ValueError if arrays are damaged.
+    """Read a saved `KVCache` without its policy: to the default device, host store (or all with `on_host`) to the host.
 
     `on_host=True` reads all arrays into host memory. False does so for the host store only and uses the default device
     for the others.

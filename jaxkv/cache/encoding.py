@@ -55,7 +55,7 @@ def encode_as_json(value: Any, arrays: dict[str, np.ndarray] | None, name: str =
 
 
 def decode_from_json(encoded: Any, array: Callable[[str], Any]) -> Any:
-    """Return the value (dataclass, tuple, class, number, array) that `encode_as_json` encoded; `array` loads by path.
+    """Return the value (dataclass, tuple, class, enum, number) that `encode_as_json` encoded; `array` reads by path.
 
     UnknownClassError for a class that this process has not imported (decoding imports nothing). ValueError for JSON
     that `encode_as_json` does not write, and for fields that the class does not have.

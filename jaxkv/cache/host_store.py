@@ -81,7 +81,7 @@ def make_host_sharding(device: jax.Device) -> SingleDeviceSharding:
 
 
 def start_copy_to_host(rows: Any, axes: ShardingMesh | None) -> Float[Array, "B S 2 K D"]:
-    """Start copying one layer's entries `[B, S, 2, K, D]` to pinned host memory, sharded by `axes`; return at once."""
+    """Start copying a layer's entries `[B, S, 2, K, D]` to pinned host memory, sharded by `axes`; return the array."""
     if axes is None:
         return jax.device_put(rows, make_host_sharding(next(iter(jnp.zeros(()).devices()))))
     sharding = NamedSharding(
@@ -104,7 +104,7 @@ def commit_to_device(tree: Any) -> Any:
 def offload_layer_entries(
     k: Float[Array, "B K S D"], v: Float[Array, "B K S D"], axes: ShardingMesh | None
 ) -> Float[Array, "B S 2 K D"]:
-    """Start copying a layer's keys and values to pinned host memory as `[B, S, 2, K, D]`; return the array at once."""
+    """Start copying a layer's keys and values to pinned host memory, `[B, S, 2, K, D]`; return it without waiting."""
     rows = _stack_by_token(k, v, axes=axes)
     return jax.device_put(rows, rows.sharding.with_memory_kind(_HOST))
 
@@ -119,7 +119,7 @@ def _stack_by_token(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostStoreLoader:
-    """Loader that copies entries of a `HostStore` to devices and counts transfers; one sequence serves any batch."""
+    """Loader of a `HostStore`'s entries to devices that counts transfers; a store of one sequence serves any batch."""
 
     host_store: HostStore
     traffic: TransferCounter
@@ -182,7 +182,7 @@ class HostStoreLoader:
         return jax.make_array_from_single_device_arrays(whole, split, sent)
 
     def load_layer_entries(self, layer: int, like: Int[Array, " B"]) -> Float[Array, "B 1 S 2 K D"]:
-        """Copy all of a layer's entries to the devices of `like`, as `[B, 1, S, 2, K, D]` for its B sequences."""
+        """Copy all of a layer's entries to the devices of `like` `[B]`, as `[B, 1, S, 2, K, D]`; count transfers."""
         axes, rows = (
             ShardingMesh.get_array_mesh(like),
             self.host_store.rows[self.host_store.layers.index(layer)],

@@ -128,7 +128,7 @@ class KVCache:
 
     @property
     def tables(self) -> SegmentTables:
-        """`SegmentTables` of the cache: first row, length and limit of segments, tokens seen, policy state."""
+        """`SegmentTables` of the cache: segments' first rows, lengths, limits; tokens seen, policy state, centres."""
         return self.arrays.tables
 
     @property
@@ -244,7 +244,7 @@ class KVCache:
         return self.entry_bytes + 4 * (1 + any(pool.score is not None for pool in self.pools))
 
     def headroom_nbytes(self, headroom: Sequence[int]) -> int:
-        """Return the bytes per sequence of `headroom[l]` more entries per segment of layer l, with page bounds (Quest).
+        """Return the bytes per sequence, layers summed, of `headroom[l]` more entries and page bounds per segment.
 
         Args:
             headroom: headroom in entries, one number per layer.
@@ -260,19 +260,19 @@ class KVCache:
 
     @property
     def full_nbytes(self) -> int:
-        """Bytes of the entries if none were evicted: all tokens seen, in sliding-window layers the window's."""
+        """Bytes of unquantised entries if none were evicted: all tokens seen, in sliding-window layers the window's."""
         each = self.config.kv_heads * 2 * self.config.head_dim * self.pools[0].dtype.itemsize
         return each * int(self._attended_tokens.sum())
 
     @property
     def kept_nbytes(self) -> int:
-        """Bytes of the entries on devices alone: `nbytes` without headroom, positions, scores, tables, state."""
+        """Bytes of entries on devices as stored, at most a sliding window's; no headroom, positions, scores, tables."""
         # Entries outside a sliding window are removed when the pool is full.
         return self.entry_bytes * int(np.minimum(self.kept, self._attended_tokens[..., None]).sum())
 
     @property
     def _attended_tokens(self) -> Int[np.ndarray, "L B"]:
-        """Number of tokens `[L, B]` that each layer may attend to: all tokens seen, or at most the sliding window."""
+        """Number of tokens, numpy `[L, B]`, that a layer may attend to: all tokens seen, or a sliding window's."""
         seen = copy_to_host(self.seen)[: self.batch]
         return np.stack([np.minimum(seen, width or seen) for width in self.config.sliding_windows])
 
@@ -301,13 +301,13 @@ class KVCache:
             yield layer, sequence, head, self.layout.get_pool_index(layer), rows
 
     def counts(self) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
-        """Return, per sequence and token seen, the number of kv heads of `compressed_layers` that keep its entry."""
+        """Return an array per sequence over its tokens seen: how many kv heads of `compressed_layers` keep each."""
         return [
             held[self.compressed_layers].sum(axis=(0, 1)) for held in self._iterate_kept_masks()
         ]
 
     def positions(self, layer: int, head: int) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
-        """Return the positions of the tokens that a kv head keeps, on the device or in host memory, ascending.
+        """Return, per sequence, an array of the ascending positions of tokens that one kv head of one layer keeps.
 
         Args:
             layer: index of the layer.
@@ -319,7 +319,7 @@ class KVCache:
         return [np.flatnonzero(held[layer, head]) for held in self._iterate_kept_masks()]
 
     def show(self, params: Any, prompt: Any) -> Any:
-        """Return the prompts' text for display, each token shaded by the number of kv heads that keep it.
+        """Return the prompts as a `KeptTokensDisplay`, tokens shaded by how many heads of compressed layers keep them.
 
         Args:
             params: the model that made the cache.
@@ -348,7 +348,7 @@ class KVCache:
         ]
 
     def _iterate_kept_masks(self) -> Iterator[Bool[np.ndarray, "L K _"]]:
-        """Yield for each sequence the mask `bool[L, K, n]` of its n tokens seen that each kv head keeps."""
+        """Yield a mask `bool[L, K, n]` for each sequence: True where a kv head keeps that token, of the n seen."""
         return (
             self.mask_kept_tokens(at, seen)
             for at, seen in enumerate(copy_to_host(self.seen)[: self.batch].tolist())
@@ -461,7 +461,7 @@ def _rearrange_cache_leaf(
     start: np.ndarray,
     pages: list[int],
 ) -> np.ndarray:
-    """Return a cache's array in its new layout, numpy: sequences `of`, pool rows `sources`; for `start` new first rows.
+    """Return one cache array in a new layout, numpy: sequences `of`, pool rows `sources`; for first rows, `start`.
 
     `pages` are the numbers of pages per segment of each pool, for page bounds.
     """

@@ -47,7 +47,7 @@ class SegmentLayout(enum.Enum):
         return 0 if self.uses_shared_pool else layer
 
     def group_layers_by_pool(self, layers: Sequence[int]) -> list[Sequence[int]]:
-        """Group layer indices by pool: one list of all layers, or one list per layer."""
+        """Return layer indices grouped by pool: one group of all layers if SHARED, else one group per layer."""
         return (
             [layers]
             if self.uses_shared_pool

@@ -17,7 +17,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 
 class UnpackedEntries(NamedTuple):
-    """A layer's entries before packing, padded to S per kv head: keys, values, mask, positions, scores, attention mass.
+    """Named tuple of a layer's entries before packing, padded to S per kv head: keys, values, mask, scores, merge data.
 
     Attributes:
         k: `[B, K, S, D]` keys as the pool stores them.
@@ -102,7 +102,7 @@ def pack_layer_entries(
 def truncate_pools(
     pools: tuple[EntryPool, ...], *, rows: tuple[int, ...], axes: ShardingMesh | None = None
 ) -> tuple[EntryPool, ...]:
-    """Return the pools cut to their first `rows` rows, on a mesh in each device's shard; compiled."""
+    """Return pools cut to their first rows, `rows[i]` for pool i, on a mesh in each device's shard; compiled."""
     each = zip(pools, rows, strict=True)
     return tuple(jax.tree.map(lambda leaf, size=size: leaf[:, :size], pool) for pool, size in each)
 

@@ -50,7 +50,7 @@ class PageBounds:
         length: Int[Array, "B K"],
         count: Int[Array, " B"],
     ) -> "PageBounds":
-        """Return the bounds after `count` entries were appended at `length`: pages that these fall into are recomputed.
+        """Return `PageBounds` after `count` entries were appended at `length`: pages that these reach are recomputed.
 
         `keys` are those of the entries at `list_appended_page_rows`; sequences with a `count` of 0 are unchanged.
         """
@@ -84,7 +84,7 @@ def resize_page_axis(leaf: Numbers, pages: int) -> Numbers:
 def list_appended_page_rows(
     length: Int[Array, "B K"], tokens: int, page: int
 ) -> Int[Array, "B K n"]:
-    """Return offsets `[B, K, n]` in each segment of all pages that `tokens` entries appended at `length` may reach."""
+    """Return row offsets `[B, K, n]` in each segment of all pages that `tokens` entries from `length` on may reach."""
     pages = (tokens + page - 2) // page + 1
     return (length // page * page)[..., None] + jnp.arange(pages * page, dtype=jnp.int32)
 

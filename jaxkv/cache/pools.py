@@ -33,12 +33,12 @@ class EntryPool:
 
     @property
     def k(self) -> Float[Array, "B P D"]:
-        """Keys `[B, P, D]` in the model's dtype, decoded from the store as attention reads them."""
+        """Keys `[B, P, D]` in the pool's `dtype`, decoded from the store as attention reads them."""
         return self.store.decode_entries()[0]
 
     @property
     def v(self) -> Float[Array, "B P D"]:
-        """Values `[B, P, D]` in the model's dtype, decoded from the store as attention reads them."""
+        """Values `[B, P, D]` in the pool's `dtype`, decoded from the store as attention reads them."""
         return self.store.decode_entries()[1]
 
     @property
@@ -66,7 +66,7 @@ class EntryPool:
         return dataclasses.replace(pool, store=self.store.overwrite_entries((row, k), (row, v)))
 
     def append_positions_and_scores(self, new: NewEntries) -> "EntryPool":
-        """Return the pool with positions and initial scores of new entries, whose keys and values a kernel writes."""
+        """Return the pool with new entries' positions and initial scores appended; a kernel writes keys and values."""
         row, batch = self._locate_new_rows(new), len(new.end)
         spread = jnp.broadcast_to(new.positions[:, None], new.k.shape[:3]).reshape(batch, -1)
         return dataclasses.replace(

@@ -99,7 +99,7 @@ class Int8Vectors(QuantisedVectors):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Int4Vectors(QuantisedVectors):
-    """Vectors quantised to 4 bits per element, with a float16 scale and minimum per group of elements.
+    """Vectors quantised to 4 bits per element, with a float16 scale and minimum per group of up to 32 elements.
 
     The n groups have 32 elements each, or fewer if 32 does not divide D. Words hold codes from 0 to 15, the first in
     the lowest bits. A 16-bit word holds element e of four neighbouring groups, the form that kernels read. If 128 does

@@ -73,7 +73,7 @@ def repack_cache(
     release: bool = False,
     sizes: tuple[int, ...] | None = None,
 ) -> KVCache:
-    """Copy a cache with more `headroom` per segment; `batch` repeats its sequence, `release` deletes old pools.
+    """Copy a cache with more `headroom`, cut to sliding windows; `batch` repeats a sequence, `release` frees old pools.
 
     `headroom` is one number, or one per layer. Segments of sliding-window layers keep only the entries of their
     windows, with at least as much headroom.
@@ -156,7 +156,7 @@ def repack_cache(
 
 
 def drop_outside_sliding_windows(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
-    """Return a cache whose sliding-window layers hold only their windows' entries, in pools of P = `rows`.
+    """Return a cache whose sliding-window layers hold only their windows' entries, in new pools; delete the old pools.
 
     `rows` has one size per layer (on a mesh, of a device's shard). Old pools are deleted; layers without a sliding
     window are unchanged.

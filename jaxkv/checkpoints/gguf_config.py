@@ -169,7 +169,7 @@ def _require_one_rope_base(meta: GgufMetadata, config: Config) -> None:
 
 
 def _read_layer_types(meta: GgufMetadata, layers: int, usual: int, *, windows: bool) -> list[str]:
-    """Return "full_attention" or "sliding_attention" per layer, by the file's list or period, `usual` by default."""
+    """Return each layer's type, full or sliding attention, by the file's list or period; all full unless `windows`."""
     key = f"{meta.arch}.attention.sliding_window_pattern"
     given = meta.values.get(key)
     if isinstance(given, list):

@@ -27,7 +27,7 @@ _AS_ONE = _PAIRS.view(np.uint64)[:, 0]
 
 
 def convert_expert_tensors(stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return all tensors of a gpt-oss folder, with experts as floats, outputs before inputs, gates and ups apart.
+    """Return a gpt-oss folder's `StoredTensor`s by name: experts as floats, outputs before inputs, gates and ups apart.
 
     A layer's `mlp.experts.` then has `gate_up_proj.weight` [X, 2, F, E], gates before ups, `gate_up_proj.bias`
     [X, 2, F], `down_proj.weight` [X, E, F] and `down_proj.bias` [X, E]. Files interleave gates and ups, and store
@@ -126,7 +126,7 @@ def _join_expert_pair(gates: StoredTensor, ups: StoredTensor) -> StoredTensor:
     shape = (gates.shape[0], 2, *gates.shape[1:])
 
     def read_joined_part(index: Index) -> np.ndarray:
-        """Read a part from the gate tensor, the up tensor or both."""
+        """Read a part from the gate tensor, the up tensor or both, stacked along axis 1."""
         experts, halves, *rest = _complete_index(index, shape)
         return np.stack([each.read((experts, *rest)) for each in [gates, ups][halves]], axis=1)
 

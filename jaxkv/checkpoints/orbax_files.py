@@ -76,7 +76,7 @@ CACHE = OrbaxFolderKind(
 def open_converted_folder(
     folder: Path,
 ) -> tuple[dict[str, StoredTensor], GgufTokenizer | None, tuple[int, ...] | None] | None:
-    """Return tensors, vocabulary and filter layers of a folder written by `convert`; None for one without Orbax.
+    """Return (`StoredTensor`s by name, vocabulary, filter layers) of a folder written by `convert`; None without Orbax.
 
     Only metadata are read. The vocabulary is None if the folder has tokenizer files, or no tokenizer.
 

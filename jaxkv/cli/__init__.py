@@ -100,7 +100,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parse_and_run(parser: argparse.ArgumentParser, argv: list[str]) -> None:
-    """Parse the command line `argv` and run its command; an unknown option exits with the nearest known one."""
+    """Parse `argv` and run its command; for an unknown option, exit with an error that suggests the nearest one."""
     options, unknown = parser.parse_known_args(argv)
     if unknown:
         message, first = " ".join(unknown), unknown[0].partition("=")[0]
@@ -119,7 +119,7 @@ def _suggest_nearest_word(word: str, known: list[str]) -> str:
 
 
 def _find_error_remedy(error: Exception) -> str | None:
-    """Return text on how to avoid an out-of-memory error, "" for other expected errors, None for bugs."""
+    """Return advice for a device's out-of-memory error, "" for other expected errors, None for bugs."""
     if isinstance(error, _EXPECTED):
         return ""
     if not isinstance(error, RuntimeError):

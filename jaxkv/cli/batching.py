@@ -57,7 +57,7 @@ class BatchCommand(EngineOptions):
     workers: Count | None = None
 
     def run_command(self) -> None:
-        """Answer the requests of a batch file that earlier runs left, and write the file of all answers."""
+        """Answer a batch file's requests that earlier runs left unanswered, and write the file of all answers."""
         with explain_missing_package("serve", "batches need"):
             from jaxkv.serving.batch_answers import QUEUE
             from jaxkv.serving.batch_files import ResumableBatchOutput, lock_output_file
@@ -82,7 +82,7 @@ class BatchCommand(EngineOptions):
         write_to_stderr(f"jaxkv: {ledger.lines} lines in {self.out}{failed}")
 
     def _choose_line_answerer(self, recipe: EngineConfig) -> Any:
-        """Return a context manager of a function from request lines to answers: by a local engine or Ray workers."""
+        """Return a context manager of a function from lines to (line, output object) pairs: by one engine or Ray."""
         if not self.ray:
             return _open_local_engine(recipe, self.served_model_id)
         with explain_missing_package("ray", "--ray needs"):
@@ -104,7 +104,7 @@ class BatchCommand(EngineOptions):
 
 @contextlib.contextmanager
 def _open_local_engine(recipe: EngineConfig, name: str) -> Iterator[Callable[..., Any]]:
-    """Context manager that creates an engine in this process and yields its function from request lines to answers."""
+    """Context manager that creates a local engine and yields its function from lines to (line, output object) pairs."""
     from jaxkv.serving.batch_answers import BatchFileRunner
 
     with recipe.create_engine() as engine:

@@ -116,7 +116,7 @@ class EvaluationOptions(ModelLoadingOptions):
         write_to_stderr(f"jaxkv: the results are in {done.folder}")
 
     def _combine_policies_and_budgets(self) -> dict[str, Policy]:
-        """Return policies by table row name: each of --policies at each of --budgets, or once if none applies."""
+        """Return policies by table row name: each of --policies at each of --budgets, or once if it needs no budget."""
         rows: dict[str, Policy] = {}
         for each in parse_policy_list(self.policies, "--policies"):
             if each.has_unset_budget:
@@ -186,7 +186,7 @@ class ListTasksCommand:
 
 
 def build_task(cls: type[EvaluationTask], options: argparse.Namespace) -> EvaluationTask:
-    """Build a `EvaluationTask` of class `cls` from argparse's parsed options, with the run's seed if given."""
+    """Build an `EvaluationTask` of class `cls` from argparse's parsed options, with the run's seed if given."""
     seed = build_dataclass_from_options(EvaluationOptions, options).seed
     more = {} if seed is None or not hasattr(cls, "seed") else {"seed": seed}
     return build_dataclass_from_options(cls, options, _TASK, **more)

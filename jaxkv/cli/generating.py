@@ -137,7 +137,7 @@ class GenerateCommand(SamplingOptions):
 
 
 def _print_stats(result: Generation) -> None:
-    """Print an answer's prefill and decode times, tokens per second, finish reason and cache bytes to stderr."""
+    """Print an answer's token counts, speed, seconds, reason of its end, kept entries and cache bytes to stderr."""
     stats = result.stats
     ended = "ended by itself" if result.finish_reason == "stop" else "cut at --max-new-tokens"
     ended = ended if result.stop_reason is None else f"ended at {result.stop_reason!r}"

@@ -23,7 +23,7 @@ class ListCommand:
     json: bool = False
 
     def print_records(self, records: list[Record], told: list[Record]) -> None:
-        """Print records as JSON with --json, else their text form: each name above a table of its non-empty facts."""
+        """Print the first list as JSON with --json, else the second as text: each name above its non-empty facts."""
         if self.json:
             write_to_stdout(json.dumps(records, indent=2))
             return

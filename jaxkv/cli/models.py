@@ -31,7 +31,7 @@ class ModelOption:
     model: Name = "smollm2-135m-instruct"
 
     def load_model(self, **options: Any) -> LanguageModel:
-        """Load the model with options of `jaxkv.load`; enable the cache of compiled programs on disk."""
+        """Enable the disk cache of programs; return the `LanguageModel`, loaded with options of `jaxkv.load`."""
         enable_compilation_cache()
         return load(self.model, **options)
 
@@ -49,7 +49,7 @@ class ModelLoadingOptions(ModelOption):
     weights: Bits | None = None
 
     def load_model(self, **options: Any) -> LanguageModel:
-        """Load the model with the dtype and weights of these options, and other options of `jaxkv.load`."""
+        """Return the `LanguageModel`, loaded with these options' dtype and weights, and others of `jaxkv.load`."""
         return super().load_model(dtype=self.dtype, weights=self.weights, **options)
 
 

@@ -425,7 +425,7 @@ class PolicyArguments:
         return dataclasses.replace(self, given=theirs | self.given)
 
     def build_with_budget(self, budget: Budget) -> Policy:
-        """Build the policy with a budget in entries, as a share or in bytes; ValueError for invalid options."""
+        """Build the policy with a budget (entries, share or bytes) unless its words set one; ValueError if invalid."""
         return self.add_shared_options({"--budget": str(budget)}).build_policy()
 
     def build_policy(self) -> Policy:
@@ -479,7 +479,7 @@ class _PolicyParser(argparse.ArgumentParser):
 
 
 def parse_policy_list(given: str, option: str) -> list[PolicyArguments]:
-    """Parse policies separated by commas, such as "full,adakv --alpha 0"; ValueError if there is none."""
+    """Parse a text such as "full,adakv --alpha 0" to a list of `PolicyArguments`; ValueError if it has no policy."""
     parser = _PolicyParser(add_help=False, allow_abbrev=False)
     add_policy_options(parser)
     entries = list(filter(None, (" ".join(each.split()) for each in given.split(","))))

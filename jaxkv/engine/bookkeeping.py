@@ -16,7 +16,7 @@ from jaxkv.sharding.collectives import average_over_devices
 
 
 def select_layer_segments(tables: SegmentTables, part: int | slice) -> Segments:
-    """Return the `Segments` (first pool rows, lengths, limits, `[B, n * K]`) of one layer or a slice of n layers."""
+    """Return the `Segments` of one layer, or of a slice of n layers joined as `[B, n * K]`, from the cache's tables."""
     part = slice(part, part + 1) if isinstance(part, int) else part
     state, start = tables.state, tables.start[part]
     assert state is not None
@@ -33,7 +33,7 @@ def select_layer_segments(tables: SegmentTables, part: int | slice) -> Segments:
 
 
 def evict_over_limits(cache: CacheArrays, outs: list[Array], spec: DecodeSpec) -> CacheArrays:
-    """Evict the lowest-ranked entry of each segment over its limit, in all layers; return the new cache.
+    """Evict or merge the lowest-ranked entry of each segment over its limit, in all layers; return new `CacheArrays`.
 
     Layers that share a pool are handled together. `outs` are one number of each head's attention output per layer,
     which orders writes after reads.
@@ -65,7 +65,7 @@ def evict_over_limits(cache: CacheArrays, outs: list[Array], spec: DecodeSpec) -
 
 
 def average_scores_over_devices(pools: list[EntryPool], spec: DecodeSpec) -> list[EntryPool]:
-    """Average entries' scores over devices that share a kv head's query heads; same pools without scores or a mesh."""
+    """Return pools with scores averaged over devices that share a kv head; the same if attention changes no scores."""
     if not spec.uses_attention_scores:
         return pools
     return [
@@ -77,7 +77,7 @@ def average_scores_over_devices(pools: list[EntryPool], spec: DecodeSpec) -> lis
 def decay_scores(
     pools: tuple[EntryPool, ...], count: Int[Array, " B"], terms: DecodeAttentionConfig
 ) -> tuple[EntryPool, ...]:
-    """Multiply entries' scores by decay ** `count`, a sequence's number of new tokens; same pools if the decay is 1."""
+    """Return pools with scores times decay ** `count`, the sequence's number of new tokens; the same for decay 1."""
     decay = terms.score_decay
     if decay == 1:
         return pools

@@ -147,7 +147,7 @@ def update_candidate_buffer(
     heads: HeadBudgets | None,
     axes: ShardingMesh | None,
 ) -> CandidateBuffer:
-    """Compiled: add a layer's scores and entries to the buffer (donated); remove entries that cannot be selected.
+    """Compiled: return the buffer (donated) with a layer's scores and entries, less those that cannot be selected.
 
     `rows` and `recent` are the layers' numbers of entries; if `heads` is None, their upper bounds. Each device
     considers its own heads only.
@@ -204,7 +204,7 @@ def select_entries_per_head(
     *,
     axes: ShardingMesh | None,
 ) -> Bool[Array, "B J S"]:
-    """Compiled: return the keep mask `[B, K * L, S]`: per head always-kept and best entries, `rows[l, b]` in all."""
+    """Compiled: return the keep mask `[B, K * L, S]`: each head's `rows[l, b]` best entries, always-kept ones first."""
     assert joined.scores is not None
     heads = joined.scores.shape[1]
     return mask_best_entries(
@@ -220,7 +220,7 @@ def count_kept_by_layer(
     layers: int,
     axes: ShardingMesh | None = None,
 ) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
-    """Compiled: count kept entries `[L, B, K]` of a mask `[B, K * L, S]`; also sum `cut` over layers, unless None."""
+    """Compiled: return kept entries `[L, B, K]` of a mask `[B, K * L, S]`, and `cut` summed over layers (or None)."""
     kept, cut = jax.tree.map(
         lambda each: each.reshape(len(mask), -1, layers), (count_true(mask), cut)
     )

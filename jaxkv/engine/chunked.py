@@ -32,7 +32,7 @@ def prefill_in_chunks(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Generator: prefill right-padded prompts chunk by chunk; return the cache and the last logits `[B, V]`.
+    """Generator: prefill prompts in chunks that attend to selected tokens (OmniKV); return `KVCache` and last logits.
 
     Yields each chunk's share of the layers. Each chunk selects `prefill_ratio` tokens per token of its own, and all its
     queries have equal weight (OmniKV, appendix D.10).
@@ -145,7 +145,7 @@ def _make_empty_cache(
 def offload_layers(
     cache: KVCache, reading: LayerReadConfig, needed: PrefillPlan, *, release: bool = False
 ) -> KVCache:
-    """Move the entries of offloaded layers to host memory, leaving small pools for later entries; return the cache.
+    """Return a cache with offloaded layers' entries in host memory and small pools for later ones; unchanged if none.
 
     Return the cache unchanged if `reading` offloads nothing. `release` frees the old pools one by one.
     """

@@ -150,7 +150,7 @@ class DecodeLoop:
         )
 
     def finish_sampling(self) -> KVCache:
-        """End sampling: return the loop's `KVCache` with the sampled tokens' entries and the next token's logits.
+        """Return the loop's `KVCache` with sampled tokens' entries and the next token's logits, None after a rollback.
 
         Its `logits` are None if tokens were taken back, because their successors are unknown.
         """

@@ -29,7 +29,7 @@ from jaxkv.sharding.collectives import average_over_devices
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvictionConfig:
-    """Static config of evictions after a decode step: config of the entries, kv heads per layer, dtype of the model.
+    """Static config of evictions after a decode step: `DecodeAttentionConfig`, kv heads per layer, dtype of the model.
 
     Attributes:
         terms: static config of the entries.
@@ -132,7 +132,7 @@ class _EvictionWrites(NamedTuple):
 def evict_entries(
     pool: EntryPool, segments: Segments, attended: Float[Array, "B K"], how: EvictionConfig
 ) -> tuple[EntryPool, Segments]:
-    """Evict or merge each segment's lowest-ranked entry over the limit; put the newest there; return pool and segments.
+    """Evict or merge the lowest-ranked entry of segments over their limit; put the newest there; return pool, segments.
 
     `attended` is any number of each head's attention output, which orders the writes after attention. NaN keeps a
     segment's entries. A kernel that finds the entry does not need it: its pool is an output of attention.
@@ -164,7 +164,7 @@ def evict_entries(
 
 
 def _gather_entries_at_rows(pool: EntryPool, row: Int[Array, "B K"]) -> EntryPerSegment:
-    """Return the float32 key and value `[B, K, D]` of one entry per segment, given pool row indices."""
+    """Return the `EntryPerSegment` at pool row indices `[B, K]`: float32 keys and values `[B, K, D]`."""
     k, v = pool.store.gather_entries(row).decode_entries()
     return EntryPerSegment(k.astype(jnp.float32), v.astype(jnp.float32))
 

@@ -164,17 +164,17 @@ class Generation:
 
     @property
     def tokens(self) -> Int[np.ndarray, " n"]:
-        """Sampled token ids `i32[n]` of the only prompt, including the token that ended the answer."""
+        """Sampled ids `i32[n]` of the only prompt, an end token included; AttributeError for several prompts."""
         return self._get_only_completion("tokens").tokens
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the answer to the only prompt ended: "stop" or "length", as in `Completion.finish_reason`."""
+        """Why the answer to the only prompt ended, "stop" or "length"; AttributeError for several prompts."""
         return self._get_only_completion("finish_reason").finish_reason
 
     @property
     def stop_reason(self) -> str | None:
-        """Stop string that ended the answer to the only prompt; None for an end-of-answer token or "length"."""
+        """Stop string that ended the only prompt's answer, None if none did; AttributeError for several prompts."""
         return self._get_only_completion("stop_reason").stop_reason
 
     def _get_only_completion(self, name: str) -> Completion:
@@ -219,7 +219,7 @@ class Generation:
 
 
 class Stream(Iterator[Any]):
-    """Iterator over generated text: each item is the new text of a token, or a list with one text per prompt.
+    """Iterator over generated text: an item is the new text of 1 or n tokens, for several prompts a list of such texts.
 
     With `stream_interval=n` an item is the text of n tokens. An item is empty if its tokens complete no character or
     may begin a stop string.
@@ -266,7 +266,7 @@ class AnswerCollector:
         return np.asarray([stop is not None for stop in self.met], bool)
 
     def append_token_ids(self, sampled: Int[np.ndarray, "B n"]) -> Int[np.ndarray, " B"]:
-        """Append sampled ids `[B, n]`, -1 after an end; return how many per sequence follow a stop string."""
+        """Append sampled ids `[B, n]` (-1: none) up to a stop string; return the number `[B]` of ids after it."""
         surplus = np.zeros(len(self.tokens), np.int64)
         for row, ids in enumerate(sampled.tolist()):
             fresh = [token for token in ids if token >= 0]
@@ -319,7 +319,7 @@ class AnswerCollector:
         return bool(matches)
 
     def _take_unshown_text(self, row: int, *, whole: bool = False) -> str:
-        """Return a sequence's text not yet shown; `whole` includes a suffix that may begin a stop string."""
+        """Return a sequence's text not yet returned, up to a suffix that may begin a stop string unless `whole`."""
         text = self._text[row]
         end = len(text)
         if not whole and self.met[row] is None:

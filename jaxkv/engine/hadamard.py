@@ -23,7 +23,7 @@ _LAST, _PRIOR = 1024, 16
 
 
 def uses_hadamard(parts: Parts) -> bool:
-    """Return True if a policy's cache holds Hadamard-transformed entries: its store requires it, nothing compares keys.
+    """Return True if a policy's cache holds Hadamard-transformed entries: its store asks, and no part needs plain keys.
 
     Keys before RoPE, keys that mergers compare, and bounds of pages are not transformed.
     """

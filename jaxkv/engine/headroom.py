@@ -34,7 +34,7 @@ def compute_headroom(
     slides: bool = True,
     least: int = 1,
 ) -> Int[np.ndarray, " L"]:
-    """Return the headroom `[L]`: free places behind each segment of a layer for `new` tokens, bucketed.
+    """Return the bucketed headroom `[L]` that each layer's segments need for `new` tokens; less with eviction.
 
     One place if each new entry evicts one; the places until the next recompression; or one per new token, up to the
     larger of `MOST_AHEAD` and the entries `grown`. `left` are the entries that a layer's segments may gain before their
@@ -104,7 +104,7 @@ def compute_prefill_headroom(
 
 
 def count_steps_until_full(cache: KVCache) -> int:
-    """Return the number of tokens that can be sampled before entries must be moved or recompressed.
+    """Return how many tokens each sequence can sample before entries must be moved or recompressed: one number.
 
     The largest int32 if decoding needs a single spare place only.
     """
@@ -129,7 +129,7 @@ def count_steps_until_full(cache: KVCache) -> int:
 def prepare_cache_for_decoding(
     flat: SplitDecoder, cache: KVCache, new: int, *, key: PRNGKeyArray
 ) -> KVCache:
-    """Prepare a cache for sampling: recompress sequences that are due, and clear `extended` if outdated.
+    """Return a cache ready for sampling: sequences that are due recompressed, and `extended` cleared if outdated.
 
     The result is `extended` only if a segment may hold more entries than the policy's bound on prompts.
     """
@@ -178,7 +178,7 @@ def make_headroom(flat: SplitDecoder, cache: KVCache, new: int, *, key: PRNGKeyA
 
 
 def fork_cache(cache: KVCache, batch: int, longest: int, new: int) -> KVCache:
-    """Copy a cache for `batch` sequences, with headroom for a prompt of up to `longest` tokens on each.
+    """Return a copy of a cache for `batch` sequences (one is repeated), with headroom for prompts of `longest` tokens.
 
     Policies that only append also get headroom for `new` tokens. The given cache holds `batch` sequences, or one to
     repeat. Raise MemoryError if the copy does not fit.
@@ -254,5 +254,5 @@ def _estimate_copy_bytes(cache: KVCache, batch: int, headroom: int) -> int:
 
 
 def _count_entries_to_limit(cache: KVCache) -> Int[np.ndarray, "L B K"]:
-    """Return how many entries each segment may gain before its limit, `[L, B, K]`; negative beyond; no padding."""
+    """Return how many entries each segment may gain before its limit, `i64[L, B, K]` on the host; negative above it."""
     return copy_to_host(cache.limit)[:, : cache.batch].astype(np.int64) - cache.kept

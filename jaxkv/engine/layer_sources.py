@@ -68,7 +68,7 @@ class LayerEntrySource(abc.ABC):
         """Return the pool size P in entries for layers that keep `kept` entries; on a mesh, of one device's part."""
 
     def compute_packing_size(self, index: int, size: int) -> int:
-        """Return P >= `size`, the rows of layer `index`'s pool as packed, before it is cut to `size`; here `size`."""
+        """Return the size P >= `size` in entries of a layer's pool before it is cut to `size`; by default `size`."""
         return size
 
     @abc.abstractmethod
@@ -148,7 +148,7 @@ class PromptEntrySource(LayerEntrySource):
     def count_entries_to_keep(
         self, group: Sequence[int], layer_weights: list[Array | None]
     ) -> tuple[Int[Array, "n B"], Int[Array, "n B"]]:
-        """Return entries to keep per kv head, and recent ones, `[n, B]`, computed from layer weights if needed."""
+        """Return two counts `[n, B]`, by layer weights if needed: entries to keep per kv head, recent ones of these."""
         if self.parts.uses_layer_weights:
             of = (
                 self.lengths,

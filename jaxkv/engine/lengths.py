@@ -196,7 +196,7 @@ def bound_layer_budgets(
     layer_weights: Any,
     layers: int,
 ) -> tuple[Table, Table]:
-    """Return upper bounds `[n, B]` of entries and of recent entries, from the budget weights of the lowest n layers.
+    """Return upper bounds `[n, B]` of kept and of recent entries per kv head, from the lowest n layers' budget weights.
 
     `layer_weights` are `f32[n, B]`. `compute_layer_budgets` returns no more entries, regardless of the claims of other
     layers.

@@ -30,7 +30,7 @@ def compute_prompt_query_moments(
     *,
     size: int,
 ) -> QueryMoments:
-    """Compute mean and optional covariance of the queries per prompt and head, rotated to positions after the prompt.
+    """Return the `QueryMoments` of a prompt's queries per head: mean, optional covariance, rotated to later positions.
 
     Queries are projected from `x`, the hidden states before the block, `size` tokens of each prompt at a time. `size`
     is a divisor of S.
@@ -92,7 +92,7 @@ def sum_attention_in_blocks(
 def compute_last_query_moments(
     q: Float[Array, "B K G w D"], seen: Int[Array, " B"], rope: Rope, needs: FutureQuerySettings
 ) -> QueryMoments:
-    """Compute mean and optional covariance per head of the last w queries, rotated to positions after the text.
+    """Return the `QueryMoments` of the last w queries per head: mean, optional covariance, rotated to later positions.
 
     The queries are at positions `seen - w` to `seen`. Queries of negative positions may hold any finite values.
     """
@@ -135,7 +135,7 @@ def _merge_query_statistics(one: _QueryStatistics, other: _QueryStatistics) -> _
 def _rotate_to_future_positions(
     sums: _QueryStatistics, seen: Int[Array, " B"], rope: Rope, needs: FutureQuerySettings
 ) -> QueryMoments:
-    """Return mean and covariance of unrotated `_QueryStatistics`, rotated by the mean RoPE of later positions."""
+    """Return the `QueryMoments` of unrotated `_QueryStatistics`, rotated by the mean RoPE of later positions."""
     ahead = seen[:, None] + jnp.arange(needs.positions, dtype=jnp.int32)
     each = compute_rope_tables(ahead, rope, sums.mean.shape[-1])
     by = RopeTables(

@@ -35,7 +35,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LayerGroup:
-    """Consecutive `layers` that one program runs, those `loaded` from host memory, and the next filter (`ask`)."""
+    """Indices of `layers` that one program runs, of those `loaded` from host memory, and of the next filter (`ask`)."""
 
     layers: tuple[int, ...]
     loaded: tuple[int, ...]
@@ -126,7 +126,7 @@ def run_layer_group(
     tuple[QueryBuffer | None, ...],
     SelectedPositions | None,
 ]:
-    """Compiled: run a layer group; return hidden states, pools, query buffers, and its filter's selection or None.
+    """Compiled: run a layer group; return hidden states, pools, query buffers, and the next filter's selection or None.
 
     Equal groups share a program. Pools are donated; `tables` are those of all layers before the step; `kinds` are the
     specs of the layers and of the filter.
@@ -148,7 +148,7 @@ def run_layer_group(
     )
 
     def bind_layer(index: int, block: DecoderBlock, pool: EntryPool) -> BlockInputs:
-        """Return the inputs of a layer's block: its entries before the step, RoPE angles and query buffer."""
+        """Return a block's `BlockInputs`: its entries before the step, loaded ones, RoPE angles, query buffer."""
         by, loaded, first = turned[index], None, None
         if inputs.loaded is not None and index in away:
             loaded, first = inputs.loaded[:, away.index(index)], choosable[index]
@@ -269,7 +269,7 @@ def run_offloaded_step(
 def _prefetch_layers(
     loader: HostStoreLoader, layers: list[int], like: Int[Array, " B"], ahead: int
 ) -> Iterator[Array]:
-    """Yield the device arrays of whole offloaded layers in order, with up to `ahead` later transfers in flight."""
+    """Yield one device array of entries per whole offloaded layer, in order, with up to `ahead` more in transfer."""
     coming: list[Array] = []
     while layers or coming:
         while layers and len(coming) <= ahead:

@@ -71,7 +71,7 @@ class PrefillPlan:
         return np.asarray(self.numbers.budget)
 
     def __repr__(self) -> str:
-        """One-line summary: number of prompts, padded length, entries per kv head, megabytes; no arrays."""
+        """Return a one-line summary: number of prompts, padded length, entries per kv head, megabytes; no arrays."""
         size = f"{self.full_bytes / 1e6:.2f} MB full, cache {self.cache_bytes / 1e6:.2f} MB"
         size += f", host {self.host_bytes / 1e6:.2f} MB, peak {self.peak_bytes / 1e6:.2f} MB"
         rows = f"{self.budget.min()} to {self.budget.max()} entries per kv head"
@@ -248,7 +248,7 @@ def _size_pools_on_device(
 def _find_most_kept_entries(
     parts: Parts, sizes: tuple[int, ...], sliding_windows: SlidingWindows, heads: int
 ) -> tuple[int, ...]:
-    """Return the most entries per kv head that any prompt of buckets `sizes` keeps, one number per layer; cached.
+    """Return the most entries that prompts of buckets `sizes` keep: per kv head for each layer, or a shared pool's sum.
 
     A pool shared by all layers has one total over layers and heads. Shapes must not depend on exact lengths.
     """
@@ -284,7 +284,7 @@ def _find_most_kept_entries(
 def bound_segment_length(
     parts: Parts, padded_len: int, sliding_windows: SlidingWindows
 ) -> int | None:
-    """Return the most entries of any segment of a shared pool during decoding, the new token's included; cached.
+    """Return the most entries of a shared pool's segment in decoding, the new token's included; None if unbounded.
 
     None if unbounded: if layers grow without limit (as with `sliding_windows`), or if recompression may give a segment
     more entries than the prompt has.

@@ -258,7 +258,7 @@ class PrefillLayerSource(PromptEntrySource):
         return out
 
     def get_layer_candidates(self, index: int) -> Candidates:
-        """Run a layer unless it has run; return its `Candidates`; hold keys and values to be packed or offloaded."""
+        """Run a layer unless it has run, copy offloaded entries to the host; return `Candidates`; hold keys, values."""
         parts, length = self.parts, self.length
         out = self.ran.pop(index) if index in self.ran else self._run_next_layer(index)
         k = out.extras.get("unrotated", out.k) if parts.rolling else out.k
@@ -286,7 +286,7 @@ class PrefillLayerSource(PromptEntrySource):
         return self.make_scored_candidates(index, rows, seen, norms)
 
     def build_scorer_input(self, out: LayerOut, index: int) -> ScorerInputs:
-        """Return the scorer's input for one layer: keys, values, last queries, and the statistics that it needs."""
+        """Return one layer's `ScorerInputs`: keys, values, last queries, and the statistics that the scorer needs."""
         # Other parts of the policy may have requested queries and norms, too.
         flat, needs = self.flat, self.parts.scorer.needs
         names, first = ("sums", *needs.requested_inputs), out.q.shape[3] - needs.queries
@@ -328,14 +328,14 @@ class PrefillLayerSource(PromptEntrySource):
         return self.needed.pools[group[0]]
 
     def compute_packing_size(self, index: int, size: int) -> int:
-        """Return the largest P among layers with this layer's sliding window, so that these share one program."""
+        """Return the largest P of layers with this layer's sliding window, to share a program; `size` if traced."""
         if is_traced(self.length):
             return size
         sizes = zip(self.sliding_windows, self.needed.pools, strict=True)
         return max(rows for window, rows in sizes if window == self.sliding_windows[index])
 
     def take_layer_entries(self, index: int) -> UnpackedEntries:
-        """Remove one layer's entries from the source and return them, transformed if the policy needs it."""
+        """Remove and return a layer's `UnpackedEntries`, Hadamard-transformed if the cache holds such entries."""
         rows = super().take_layer_entries(index)
         if not self.transforms:
             return rows

@@ -54,7 +54,7 @@ class PrefillBytes:
 
     @cached_property
     def selection_config(self) -> LayerReadConfig:
-        """Config of decoding: which layers select tokens, and which layers attend to the selected tokens only."""
+        """`LayerReadConfig` of decoding: which layers select tokens, attend to selected ones only, or are offloaded."""
         return self.parts.build_read_config(self.config.sliding_windows, self.padded_len)
 
     @cached_property
@@ -242,7 +242,7 @@ class PrefillBytes:
 
     @property
     def _candidate_buffer_bytes(self) -> int:
-        """Bytes of a joint budget's candidate buffer: keys, values, indices, scores; 0 without one."""
+        """Bytes of the buffer of candidates of layers that share one budget: entries, indices, scores; 0 if none."""
         row = 2 * self.config.head_dim * self.item + 4 * (1 + self.parts.stores_scores)
         return self.batch * (self.buffer or 0) * row
 

@@ -154,7 +154,7 @@ def _run_block_by_sequence(
     last: bool,
     backend: AttentionBackend,
 ) -> tuple[Array, tuple[Array, ...], Array | None]:
-    """Run one block sequence by sequence, for CPUs; return hidden states, keys and values, attention sums or None.
+    """Run one block by sequence, for CPUs; return hidden states (`x` if `last`), keys, values, attention sums or None.
 
     Runs as many blocks of tokens as a sequence fills, so padding costs memory but no time. The top block (`last`)
     returns its hidden states unchanged.

@@ -53,7 +53,7 @@ Norms = Callable[[Float[Array, "B K S D"]], Float[Array, "B K S"]]
 
 
 def reject_value_norms(v: Float[Array, "B K S D"]) -> Float[Array, "B K S"]:
-    """Raise TypeError where value norms are needed: for a model outside jaxkv the output projection is not known."""
+    """Raise TypeError in place of value norms: a model outside jaxkv has no known output projection."""
     raise TypeError("norms of values: output projection not known. Choose a policy without norms.")
 
 
@@ -98,7 +98,7 @@ def recompress(
     headroom: int | Int[np.ndarray, " L"],
     fixed: FixedSizes | None = None,
 ) -> KVCache:
-    """Return a new `KVCache` in which sequences over their entry limits are recompressed, and the others copied.
+    """Return a new `KVCache` with sequences over their limit by `every` entries recompressed, and the others copied.
 
     `cache` itself is unchanged; its policy must recompress after the prompt. Each pool is as small as its fullest
     sequence allows, with `headroom` free places behind every segment. If the cache's tables are traced, `fixed` sets
@@ -178,7 +178,7 @@ class CachedLayerConfig:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CachedLayer:
-    """Arrays of one cached layer: pool, tables, query buffer, index in the tables and in the model, random key."""
+    """Arrays of one cached layer: pool, tables of all layers, query buffer, index in tables and model, random key."""
 
     pool: EntryPool
     tables: SegmentTables
@@ -246,7 +246,7 @@ class _CachedLayerSource(LayerEntrySource):
         )
 
     def compute_pool_size(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
-        """Return the new pool's size P in entries with headroom: fixed, the policy's target, or a bucket of `kept`."""
+        """Return the new pool's size P in entries: fixed, or headroom and the policy's target or a bucket of `kept`."""
         if self.fixed is not None:
             return self.fixed.rows[self.cache.layout.get_pool_index(group[0])]
         part = slice(group[0], group[-1] + 1)
@@ -355,7 +355,7 @@ def recount_entries_to_keep(
 
 
 def gather_layer_entries(layer: CachedLayer, static: CachedLayerConfig) -> UnpackedEntries:
-    """Return a cached layer's entries, gathered from its segments, sorted by position and padded to equal length."""
+    """Return a cached layer's `UnpackedEntries`: each segment sorted by position and padded to equal length."""
     pool, segments = layer.pool, layer.layer_segments
     batch, heads = segments.start.shape
     padded_len = min(static.padded_len, static.layout.get_max_segment_length(pool.row_count, heads))
@@ -397,7 +397,7 @@ def _undo_transform(rows: UnpackedEntries, layer: CachedLayer) -> UnpackedEntrie
 def _gather_entries_to_pack(
     leaves: Leaves, layer: CachedLayer, *, graphs: DecoderGraphs, static: CachedLayerConfig
 ) -> UnpackedEntries:
-    """Compiled `gather_entries_to_pack`, with value norms from the model's output projection."""
+    """Compiled: return a cached layer's `UnpackedEntries` by `gather_entries_to_pack`, with the model's value norms."""
     block = graphs.rebuild_block(leaves)
     return gather_entries_to_pack(
         layer, static, block.logits_shaping, partial(compute_value_norms, block)
@@ -408,7 +408,7 @@ def _gather_entries_to_pack(
 def _gather_candidates(
     leaves: Leaves, layer: CachedLayer, *, graphs: DecoderGraphs, static: CachedLayerConfig
 ) -> Candidates:
-    """Compiled `gather_candidates`, with value norms from the model's output projection."""
+    """Compiled: return a cached layer's `Candidates` by `gather_candidates`, with the model's value norms."""
     block = graphs.rebuild_block(leaves)
     return gather_candidates(
         layer, static, block.logits_shaping, partial(compute_value_norms, block)
@@ -421,7 +421,7 @@ def gather_entries_to_pack(
     shaping: LogitShaping,
     norms_of: Norms = reject_value_norms,
 ) -> UnpackedEntries:
-    """Return a cached layer's entries for packing, with new attention mass for mergers that do not compare entries."""
+    """Return a cached layer's `UnpackedEntries`, with new attention mass for mergers that do not compare entries."""
     rows, merge = gather_layer_entries(layer, static), static.ongoing.merge
     if merge is None or merge.compared_tensors:
         return rows
@@ -435,7 +435,7 @@ def gather_candidates(
     shaping: LogitShaping,
     norms_of: Norms = reject_value_norms,
 ) -> Candidates:
-    """Return a cached layer's `Candidates`: masks, positions, and scores from the policy's rank or its scorer.
+    """Return a cached layer's `Candidates`, scored by the policy's rank or scorer; unscored in sliding-window layers.
 
     A sliding-window layer keeps the entries of its window and has no scores. `norms_of` computes norms of values, for
     policies that need them.
@@ -475,7 +475,7 @@ def _rescore_entries(
     shaping: LogitShaping,
     norms_of: Norms,
 ) -> tuple[Array, Array]:
-    """Compute new scores and attention mass `f32[B, K, S]` of a cached layer's entries from its query buffer."""
+    """Return two arrays `f32[B, K, S]`, new scores and attention mass, from a scorer and a layer's query buffer."""
     segments, scorer, centre = layer.layer_segments, static.scorer, layer.key_centre
     k = rows.k
     batch, heads = segments.length.shape

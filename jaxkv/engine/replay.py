@@ -84,7 +84,7 @@ def encode_second_pass_texts(
 
 
 def count_second_pass_tokens(asked: PromptReplay, texts: SecondPassTexts, padded_len: int) -> int:
-    """Return the number N of tokens that a second pass runs per chunk: texts, chunk and padding."""
+    """Return the number N of tokens per prompt that a second pass runs for each chunk: texts, chunk and padding."""
     before = max(len(texts.first), len(texts.following) + min(asked.tail, padded_len)) + len(
         texts.closing
     )
@@ -125,7 +125,7 @@ def compute_peak_attention(
     implementation: Implementation,
     worth: float,
 ) -> Walk[list[Float[Array, "B K S"]]]:
-    """Generator: run prompts again on top of layers that `ran`; return each layer's peak attention `f32[B, K, S]`.
+    """Generator: run prompts again on layers that `ran`; return per layer each entry's peak attention, `f32[B, K, S]`.
 
     Yields progress in equal parts that sum to `worth`, the second pass's share of the layers' progress.
     """

@@ -30,7 +30,7 @@ class Sampler(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """Sampler from softmax(logits / temperature), masked by `top_k`, then `top_p`, then `min_p`.
+    """Sampler from softmax(logits / temperature), masked by `top_k`, `top_p`, then `min_p`; greedy at temperature 0.
 
     Attributes:
         temperature: divisor of the logits; 0 is greedy, with ties to the lowest id.
@@ -60,7 +60,7 @@ class Sampling:
         )
 
     def __call__(self, logits: Float[Array, "B V"], keys: Key[Array, " B"]) -> Int[Array, " B"]:
-        """Sample a token id `i32[B]` for each sequence from its float32 logits and random key."""
+        """Return a token id per sequence, `i32[B]`, from logits and random keys; the likeliest at temperature 0."""
         return (
             select_likeliest_tokens(logits, keys)
             if is_greedy(self)
@@ -101,7 +101,7 @@ class _StaticSampler:
 
 
 def convert_sampler_to_pytree(sampling: Any) -> Any:
-    """Return a sampler as a pytree for jitted functions: a `Sampling`'s numbers as arrays; others static."""
+    """Return a sampler as a pytree for jitted functions: a `Sampling`'s numbers as arrays; greedy and custom static."""
     if isinstance(sampling, BatchSampling):
         return sampling
     if is_greedy(sampling):
@@ -193,14 +193,14 @@ def _keep_all_logits(of: BatchSampling, logits: Array) -> Array:
 
 
 def _apply_top_k(of: BatchSampling, logits: Array) -> Array:
-    """Set logits below the k-th largest to minus infinity; keep ties with the k-th."""
+    """Return logits, with those below their sequence's k-th largest at minus infinity; all are kept for k = 0."""
     keys, count = encode_sort_keys(logits), logits.shape[-1]
     k = jnp.where(of.top_k > 0, jnp.minimum(of.top_k, count), count)
     return jnp.where(keys >= kth_largest(keys, k), logits, -jnp.inf)
 
 
 def _apply_top_p(of: BatchSampling, logits: Array) -> Array:
-    """Set logits to minus infinity outside the fewest likeliest tokens whose probabilities reach p; keep ties."""
+    """Return logits, at minus infinity outside the fewest likeliest tokens whose probabilities reach p; keep ties."""
     p = of.top_p[:, None]
     ordered = jnp.sort(logits, axis=-1, descending=True)
     probabilities = jax.nn.softmax(of.scale_logits(ordered), axis=-1)
@@ -212,7 +212,7 @@ def _apply_top_p(of: BatchSampling, logits: Array) -> Array:
 
 
 def _apply_min_p(of: BatchSampling, logits: Array) -> Array:
-    """Set logits to minus infinity if their probability is below p times the likeliest token's."""
+    """Return logits, at minus infinity for tokens of probability below p times the likeliest token's."""
     share = jnp.log(of.min_p)[:, None]
     least = logits.max(axis=-1, keepdims=True) + of.temperature_divisor * share
     return jnp.where(logits >= least, logits, -jnp.inf)

@@ -95,7 +95,7 @@ def apply_sliding_window(
     cut: bool,
     axes: ShardingMesh | None,
 ) -> tuple[UnpackedEntries, Candidates]:
-    """Mask `Candidates` to the last `window` tokens; with `cut`, slice entries to these instead, and keep them all."""
+    """Return entries, and `Candidates` masked to the last `window` tokens; with `cut`, both sliced to these instead."""
     if not (window and cut):
         return rows, keep_last_entries(layer, window)
     return _slice_window(rows, layer, window=min(window, rows.k.shape[2]), axes=axes)
@@ -131,7 +131,7 @@ def compute_entry_limits(
     sliding_windows: SlidingWindows,
     of: slice = slice(None),
 ) -> Int[Array, "L B K"]:
-    """Return entry limits `[L, B, K]` of segments: `usual`, or the larger of `kept` and a head's fixed limit.
+    """Return entry limits `[L, B, K]`: `usual`, or if heads have fixed limits, the larger of these and `kept`.
 
     `sliding_windows` are those of all layers; a layer with one has no limit. `of` selects the layers.
     """
@@ -279,7 +279,7 @@ def mask_possible_survivors(
 def mask_best_entries(
     layer: Candidates, most: Int[Array, "B K"], recent: Int[Array, " B"], there: Bool[Array, "K 1"]
 ) -> Bool[Array, "B K S"]:
-    """Return the mask `[B, K, S]` of always-kept and best entries of the heads in `there`, `most[b, k]` in all.
+    """Return the mask `[B, K, S]` of the `most[b, k]` best entries of each head in `there`, always-kept ones included.
 
     If `most` only decreases as layers run, no entry is evicted that the last layer would have kept.
     """
@@ -302,7 +302,7 @@ def _mask_always_kept(layer: Candidates, recent: Int[Array, " B"] | None) -> Boo
 def prioritise_first_stage(
     layer: Candidates, rows: Int[Array, " B"], recent: Int[Array, " B"]
 ) -> Float[Array, "B K S"]:
-    """Return scores `[B, K, S]`, set to infinity for the entries that a two-stage scorer selects first."""
+    """Return scores `[B, K, S]`, infinite for entries that a two-stage scorer selects first; the same for one stage."""
     assert layer.scores is not None
     always_kept = _mask_always_kept(layer, recent)
     return _prioritise_first_ranks(

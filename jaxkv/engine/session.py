@@ -353,7 +353,7 @@ class Session:
         key: PRNGKeyArray | int | None = None,
         donate: bool = False,
     ) -> tuple[KVCache, Int[np.ndarray, "B n"]]:
-        """Sample up to `steps` tokens per sequence on top of a cache; return the new cache and the token ids.
+        """Sample up to `steps` tokens per sequence on a cache; return a new cache and ids `[B, n]`, -1 after an end.
 
         Args:
             cache: from this session, or another of the same model and policy.
@@ -491,7 +491,7 @@ class Session:
     def tokenize_prompts(
         self, ids: Prompt | EncodedPrompts, cache: KVCache | None = None
     ) -> EncodedPrompts:
-        """Return prompts as encoded token ids, tokenized if text, which continues the cache's conversation."""
+        """Return `EncodedPrompts`: text prompts tokenized to continue the cache's text; encoded ones unchanged."""
         if isinstance(ids, EncodedPrompts):
             return ids
         turn = ConversationState.START if cache is None else cache.turn
@@ -502,7 +502,7 @@ class Session:
     def _require_valid_request(
         self, lengths: Int[np.ndarray, " B"], new: int, cache: KVCache | None = None
     ) -> None:
-        """Raise an error for a cache of another model or policy, or for more tokens than the model has positions."""
+        """Raise an error for a cache of another model, policy or batch size, or for more tokens than positions."""
         if cache is not None:
             arguments.require_matching_cache(self.params, cache, self.policy)
         arguments.require_prompts_fit(self.params.config, self.policy, lengths, new, cache)

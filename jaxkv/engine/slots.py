@@ -76,7 +76,7 @@ class Slots:
         size: int = 64,
         start: bool = True,
     ):
-        """Allocate `count` slots and compile all programs that fill, sample from and empty them.
+        """Allocate `count` slots and compile all programs that fill, sample from and empty them, if `start`.
 
         Args:
             session: model, policy and attention backends.
@@ -377,7 +377,7 @@ class Slots:
         return np.concatenate(parts, axis=1)
 
     def _run_token_loop(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
-        """Run the compiled token loop once; return token ids `i32[B, n]`, -1 where none was sampled.
+        """Recompress slots that are due, run the compiled loop once; return ids `i32[B, n]`, -1 where none was sampled.
 
         The call ends before `steps` tokens if a sequence must be recompressed or must evict entries outside its
         windows.
@@ -506,7 +506,7 @@ class Slots:
         )
 
     def _count_entries_and_places(self, cache: KVCache) -> dict[str, Any]:
-        """Return a dict of a cache's `beyond` (entries over the limit) and `left` (free places), `[g]` each."""
+        """Return a dict of counts per mesh group: `beyond`, entries over limits; `left`, free sliding-window places."""
         over = count_entries_over_limit(cache) if self._every else np.zeros(self._groups, np.int64)
         return {"beyond": over, "left": self._count_free_window_places(cache)}
 
@@ -517,7 +517,7 @@ class Slots:
         return cache.compute_sequence_headroom()[self._sliding].min(axis=0)
 
     def _recompress_cache(self, cache: KVCache, key: PRNGKeyArray) -> KVCache:
-        """Return a recompressed copy of a cache, in pools of the slots' fixed size."""
+        """Return a copy of a cache with due sequences recompressed, in pools of the slots' fixed size."""
         return recompress(
             self.session.params.flat_decoder,
             cache,
@@ -540,7 +540,7 @@ class Slots:
 
 
 def _prefill_dummy_prompt(session: Session, shape: SlotShape, size: int) -> Walk[KVCache]:
-    """Generator: prefill a dummy prompt of padded length `size`, with few tokens unless the policy rejects these.
+    """Generator: prefill a dummy prompt of padded length `size`, of few tokens if possible; return its `KVCache`.
 
     Return its cache in pools of a slot's size; raise ValueError if the policy rejects all prompts of this length.
     """

@@ -185,7 +185,7 @@ def find_pool_rows(
     kept: Int[Array, "B K"],
     reading: LayerReadConfig,
 ) -> tuple[Int[Array, "B K T"], Int[Array, "B K"]]:
-    """Return pool rows `[B, K, T]` of selected positions in a head's first `kept` entries, -1 beyond; their number."""
+    """Return pool rows `[B, K, T]` of selected positions in a head's first `kept` entries (or -1), and their number."""
     positions, first = chosen.positions[:, None], start[..., None]
     real = jnp.arange(positions.shape[-1], dtype=jnp.int32) < chosen.count[:, None, None]
     if reading.every_entry:

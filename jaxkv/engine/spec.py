@@ -94,7 +94,7 @@ class DecodeSpec(DecodeAttentionConfig):
 
     @property
     def axes(self) -> ShardingMesh | None:
-        """Axes of the mesh that the programs run on; None without a mesh."""
+        """`ShardingMesh` that the programs run on; None without a mesh."""
         return self.graphs.axes
 
     def get_layer_graphs(self, layer: int) -> DecoderGraphs:
@@ -137,7 +137,7 @@ class DecodeSpec(DecodeAttentionConfig):
         return layer in self.reading.filters and (tokens == 1 or self.reading.several)
 
     def is_sparse_layer(self, layer: int, tokens: int) -> bool:
-        """Return True if the layer attends to selected entries only: in steps of one token, or if `reading.several`."""
+        """Return True if a layer attends to a selection of old entries: with one token, or if `reading.several`."""
         reading = self.reading
         return reading.sources[layer] != WHOLE and (tokens == 1 or reading.several)
 
@@ -199,7 +199,7 @@ def create_decode_spec(
 def select_implementations(
     params: LanguageModel, policy: Policy, asked: Implementation
 ) -> PrefillDecodeImplementations:
-    """Select the attention implementations of prefill and decode for a model's devices; chunks use decode's.
+    """Return the `PrefillDecodeImplementations` of attention for a model's devices; chunked prefill uses decode's.
 
     Args:
         params: the model.

@@ -163,7 +163,7 @@ def decode(
     idle: int | None = None,
     loader: HostStoreLoader | None = None,
 ) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
-    """Sample up to `steps` tokens per sequence; return cache, sampling state, ids `[B, size]`, number of steps.
+    """Sample up to `steps` tokens per sequence; return cache, sampling state, ids `[B, size]`, number of steps run.
 
     Runs a compiled loop, or a loop in Python with a `loader` of entries in host memory. Ids are -1 after a sequence's
     end; the pools of `cache` are donated. A sampled token runs through the model before the next one is sampled: the
@@ -255,7 +255,7 @@ def _loop(
     spec: DecodeSpec,
     size: int,
 ) -> tuple[CacheArrays, SamplingState, Int[Array, "B size"], Int[Array, ""]]:
-    """Compiled token loop: sample, then step; return cache (donated pools), sampling state, ids, number of steps.
+    """Compiled token loop: sample, then step; return cache (donated pools), sampling state, ids, number of steps run.
 
     `limits` are the number of steps, and the number of ended sequences above which the loop stops.
     """

@@ -59,7 +59,7 @@ class TokenProjections:
     split: UnrotatedProjections | None = None
 
     def transform_projections(self, centre: Float[Array, "B K D"]) -> "TokenProjections":
-        """Return the projections after the transform of stored entries: of queries, values, and keys minus `centre`."""
+        """Return the projections after the Hadamard transform: of queries, values, and keys minus `centre`."""
         k = centre_and_transform_keys(self.k, centre)
         return dataclasses.replace(
             self, q=apply_hadamard(self.q), k=k, v=apply_hadamard(self.v), stored=k
@@ -194,7 +194,7 @@ class StepAngles(NamedTuple):
 def compute_step_angles(
     spec: DecodeSpec, kinds: Sequence[LayerSpec], positions: Int[Array, "B N"], cache: CacheArrays
 ) -> list[StepAngles]:
-    """Return each layer's `StepAngles`; layers with equal RoPE share arrays.
+    """Return a list of each layer's `StepAngles`; layers with equal RoPE share arrays.
 
     Rolling positions are places within the cache. `cache` is the state before the step, used with rolling positions
     only.

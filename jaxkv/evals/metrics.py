@@ -34,7 +34,7 @@ def split_normalised_words(text: str) -> list[str]:
 
 
 def f1(said: Sequence[str], right: Sequence[str]) -> float:
-    """F1 in [0, 1] of two sequences of words or characters: twice the number of common ones over both lengths."""
+    """F1 in [0, 1] of two sequences of words or characters: twice the common ones over the sum of the lengths."""
     common = (Counter(said) & Counter(right)).total()
     return 2 * common / max(1, len(said) + len(right))
 
@@ -80,7 +80,7 @@ def _is_within_word(left: str, right: str) -> bool:
 
 
 def exact_match(prediction: str, answer: str) -> float:
-    """Return 1.0 if prediction and answer have equal words, without case, punctuation, articles (SQuAD), else 0.0."""
+    """Return 1.0 if prediction and answer have the same words in order, without case, punctuation, articles; else 0."""
     said, right = split_normalised_words(prediction), split_normalised_words(answer)
     # An answer of only articles or signs has no words.
     return (
@@ -182,7 +182,7 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """Return 1 / n if the answer is among the n class names in the prediction, without parts of the answer; else 0."""
+    """Return 1 / n if the answer is among n class names in the prediction, else 0; parts of the answer do not count."""
     named = [each for each in classes if each in prediction]
     # As in the official code: removal during iteration skips the element after each removed one.
     for each in named:
@@ -225,7 +225,7 @@ def among_words(prediction: str, answer: str) -> float:
 
 
 def among_names(prediction: str, answer: str) -> float:
-    """Return 1.0 if the answer, in capitals, is one of the prediction's words in any case, else 0.0."""
+    """Return 1.0 if the answer, which must be upper case, is a word of the prediction put in upper case, else 0.0."""
     return among_words(prediction.strip().upper(), answer)
 
 
@@ -262,7 +262,7 @@ def values_in_a_row(prediction: str, answer: str) -> float:
 
 
 def faulty_function(prediction: str, answers: Sequence[str]) -> float:
-    """Return 1.0 if the prediction starts with the right letter ("B."), or has it or the name after "is:", else 0.0."""
+    """Return 1 if the right letter starts the prediction ("B."), or it or the name follows "is:", "answer:"; else 0."""
     name, letter = answers
     said = prediction.strip()
     if said[:2] in (f"{letter}.", f"{letter}:"):
@@ -293,7 +293,7 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _find_text_after_prefix(said: str, prefixes: Sequence[str]) -> str | None:
-    """Return the text after the first of `prefixes` that occurs and one more character (NUL if empty); None if none."""
+    """Return the text behind the first listed prefix found, without its next character (NUL if empty); else None."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 

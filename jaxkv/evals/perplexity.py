@@ -108,14 +108,14 @@ class TextLossTask(EvaluationTask):
     def _split_prefix(
         self, params: LanguageModel, sample: TaskSample
     ) -> tuple[list[int], list[int]]:
-        """Return token ids of a text's prefix, as long as text and positions allow, and of the `tokens` after it."""
+        """Return ids of a text's prefix, at most `prefix`, fewer if text or model is short, and of `tokens` after."""
         ids = params.tokenizer.encode(sample.context, bos=True)
         end = min(self.prefix, min(len(ids), params.config.max_positions) - self.tokens)
         return ids[:end], ids[end : end + self.tokens]
 
 
 class TextLosses(NamedTuple):
-    """Result of `measure_text_losses`: losses in nats, entries per kv head and layer before and after, bytes after."""
+    """Result of `measure_text_losses` by text: losses in nats; mean entries per kv head before, after; bytes after."""
 
     losses: Float[np.ndarray, "B T"]
     before: Float[np.ndarray, " B"]
@@ -131,7 +131,7 @@ def measure_text_losses(
     *,
     seed: int = 0,
 ) -> TextLosses:
-    """Compute losses `[B, T]` in nats of the ids `after` prefixes, fed one by one over their compressed caches."""
+    """Feed ids `after` prefixes one by one over their caches; return `TextLosses`: losses in nats, entries, bytes."""
     session = Session(params, policy, key=seed)
     cache = session.prefill([list(each) for each in prefixes], new=after.shape[1])
     before = cache.kept.mean(axis=(0, 2))
@@ -180,6 +180,6 @@ def feed_one_token(session: Session, cache: KVCache, ids: Any, *, donate: bool) 
 def _compute_token_loss(
     logits: Float[Array, "B V"], tokens: Int[Array, " B"]
 ) -> tuple[Float[Array, " B"], Bool[Array, " B"]]:
-    """Return the loss `[B]` in nats of one token per sequence, and a mask `[B]` of most likely ones, from logits."""
+    """Return the loss `[B]` in nats of one token per sequence, and a mask `[B]`, True if its logit is the largest."""
     value = jnp.take_along_axis(jax.nn.log_softmax(logits), tokens[:, None], axis=1)[:, 0]
     return -value, logits.argmax(axis=1) == tokens

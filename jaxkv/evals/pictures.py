@@ -117,7 +117,7 @@ def _plot_scores_by_length(evaluation: Evaluation) -> Any:
 
 
 def _plot_depth_maps(evaluation: Evaluation) -> Any:
-    """Plot a heat map per policy row: mean score by prompt length (across) and depth (downwards)."""
+    """Return a figure with a heat map per policy row: mean score by prompt length (across) and depth (downwards)."""
     lengths, depths = (
         sorted({record.tags[name] for record in evaluation.records}) for name in ("length", "depth")
     )
@@ -144,7 +144,7 @@ def _plot_depth_maps(evaluation: Evaluation) -> Any:
 
 
 def _plot_curve(evaluation: Evaluation, *, name: str) -> Any:
-    """Plot the mean over samples of a list in `SampleRecord.figures`, a line per policy; losses as running mean."""
+    """Return a figure of the mean over samples of `SampleRecord.figures[name]`, per policy; losses: running mean."""
     lines = {}
     for policy in evaluation.policy_names:
         figures = [record.figures for record in evaluation.select_records(policy)]

@@ -85,7 +85,7 @@ class BenchmarkTask(QuestionTask):
         return made
 
     def extract_answers(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return a row's right answers as texts, in the form of the metric of benchmark part `name`."""
+        """Return a row's list "answers" as a tuple, TypeError for a text; subclasses use the part's `name` too."""
         answers = row["answers"]
         if isinstance(answers, str):
             raise TypeError("answers are a text, not a list")
@@ -107,7 +107,7 @@ class BenchmarkTask(QuestionTask):
         return max((measure(prediction, answer, **given) for answer in sample.answers), default=0.0)
 
     def _read_rows(self, name: str) -> list[dict[str, Any]]:
-        """Read a part's rows as dicts from the folder `data`, or from the hub; FileNotFoundError if missing."""
+        """Read a part's first `count` rows (0: all) as dicts from folder `data`, or hub; FileNotFoundError if none."""
         if self.data is not None:
             path = Path(self.data).expanduser() / f"{name}.jsonl"
             return read_json_lines(path, ("context", "input"), self.count)

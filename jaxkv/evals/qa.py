@@ -86,7 +86,7 @@ class DocumentQuestionsTask(QuestionTask):
         return made
 
     def score(self, sample: TaskSample, prediction: str) -> float:
-        """Highest score in [0, 1] of a prediction over the sample's right answers, by the judge or for its choices."""
+        """Score in [0, 1] of a prediction: the judge's highest over the answers; with choices, 1 for the right one."""
         choices = sample.tags.get("choices", ())
         if choices:
             return metrics.score_choice(prediction, choices, choices.index(sample.answers[0]))
@@ -103,7 +103,7 @@ class _ParsedQuestion(NamedTuple):
 
 
 def _read_documents(data: str, count: int) -> list[tuple[str, str, list[_ParsedQuestion]]]:
-    """Read the first `count` documents (0: all) of a JSON lines file: name, text and questions of each."""
+    """List (name, text, list of `_ParsedQuestion`) of the first `count` documents (0: all) of a JSON lines file."""
     path = Path(data).expanduser()
     found = []
     for number, row in enumerate(read_json_lines(path, (), count)):

@@ -128,7 +128,7 @@ def _convert_for_json(value: Any) -> Any:
 
 
 def require_evaluation_folder(out: str | os.PathLike[str], name: str = "out") -> Path:
-    """Return `out` as a Path, without writing; ValueError for a file, or a folder with other contents."""
+    """Return `out` as a Path, without writing; ValueError for a file, or a non-empty folder without `results.jsonl`."""
     path = Path(out).expanduser()
     inside = {each.name for each in path.iterdir()} - {".lock"} if path.is_dir() else set()
     fits = not path.is_file() and (not inside or RESULTS in inside)
@@ -162,7 +162,7 @@ def append_lines(folder: Path, lines: bytes) -> None:
 
 
 def resume_or_create_results(folder: Path, run: EvaluationSettings) -> list[SampleRecord]:
-    """Return a locked folder's records, or write `run` to a new one; ValueError for a folder of other settings.
+    """Return a locked folder's list of `SampleRecord`; if new, write `run`, return []; ValueError for other settings.
 
     An incomplete last line, of a killed run, is removed.
     """
@@ -184,7 +184,7 @@ def resume_or_create_results(folder: Path, run: EvaluationSettings) -> list[Samp
 def _describe_differences(
     one: EvaluationSettings, other: EvaluationSettings, but: Sequence[str]
 ) -> str:
-    """Describe the fields in which two settings differ, such as "batch: 8 there, 4 here"; empty if none does."""
+    """Return text of fields, except `but`, in which two settings differ: "batch: 8 there, 4 here"; empty if none."""
     pairs = []
     for run in (one, other):
         fields = json.loads(dump_json_line(vars(run)))
@@ -305,7 +305,7 @@ def compute_confidence_interval(
 def _average_groups(
     records: Sequence[SampleRecord], values: Iterable[float], bounds: tuple[int, int] | None
 ) -> tuple[float, float | None, float | None]:
-    """Return the equally weighted mean of the groups' means, and both ends of its 95% interval (MOVER).
+    """Return the unweighted mean of the groups' means, and both ends of its 95% interval (MOVER), or None for each.
 
     There is one value per record.
     """
@@ -339,7 +339,7 @@ class Evaluation:
 
     @classmethod
     def read(cls, *folders: str | os.PathLike[str]) -> "Evaluation":
-        """Read a complete or incomplete evaluation from its folder, or combine the folders of its shards.
+        """Read a complete or incomplete evaluation from its folder, or combine several: shards, or further policies.
 
         Args:
             *folders: folders given as `out`; several are shards, or further policies, of one evaluation.
@@ -432,7 +432,7 @@ class Evaluation:
         )
 
     def cell(self, policy: str, group: str | None = None, **tags: Any) -> PolicySummary:
-        """Return the `PolicySummary` of one policy: mean score with 95% interval, mean tokens, entries and bytes.
+        """Return one policy's `PolicySummary`, of all groups or by group, tags: mean score, interval, entries, bytes.
 
         Args:
             policy: name of a row.
@@ -485,7 +485,7 @@ class Evaluation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return settings, and summaries by policy and group and of each policy's mean over groups, as JSON values."""
+        """Return a dict: settings as "run", and as "cells" summaries of each policy by group and over all groups."""
         cells = [
             dataclasses.asdict(self.cell(policy, group))
             for policy in self.policy_names

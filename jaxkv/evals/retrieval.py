@@ -160,7 +160,7 @@ def measure_visible_attention(
     *,
     key: int = 0,
 ) -> tuple[Float[np.ndarray, " n"], float]:
-    """Return full attention's share `[n]` on entries that a policy sees, by answer token; and mean number of them.
+    """Return full attention's share `[n]` on entries a policy sees, by answer token; mean prompt entries per kv head.
 
     Args:
         params: from `jaxkv.load`.

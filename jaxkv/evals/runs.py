@@ -55,7 +55,7 @@ def evaluate(
     mesh: Mesh | None = None,
     progress: bool | None = None,
 ) -> Evaluation:
-    """Run every policy over every sample of a task; append one line per policy and sample, and return an `Evaluation`.
+    """Run every policy over every sample of a task; append a line for each to `results.jsonl`; return an `Evaluation`.
 
     The same call resumes an interrupted run after its last complete batch, and ends with the same bytes. With further
     policies, it runs only these.
@@ -137,7 +137,7 @@ def evaluate(
 
 
 class _EvaluationJob(NamedTuple):
-    """Validated arguments of `evaluate`, and the `EvaluationSettings` made from them."""
+    """Validated arguments of `evaluate`, the task's samples, and the `EvaluationSettings` made from them."""
 
     params: LanguageModel
     task: EvaluationTask
@@ -154,7 +154,7 @@ def _run_batches(
     done: Set[tuple[str, int]],
     progress: bool | None,
 ) -> None:
-    """Run the batches that are not `done` under each policy; append a line per sample, with a progress bar.
+    """Run each policy's batches that have samples not `done`; append a line per such sample, with a progress bar.
 
     Errors get a note that names the batch.
     """
@@ -186,7 +186,7 @@ def _run_batches(
 def _run_batch(
     job: _EvaluationJob, policy: Policy, batch: Sequence[TaskSample]
 ) -> list[SampleOutcome]:
-    """Run a batch and return its outcomes; sample by sample, each with its seed, if the policy uses random numbers."""
+    """Run a batch, sample by sample with own seeds if the policy uses random numbers; return a `SampleOutcome` each."""
     # Programs are compiled for a batch size: the last batch is filled up with copies of its last sample.
     more = min(job.run.batch, job.run.samples) - len(batch)
     parts = (
@@ -283,7 +283,7 @@ def _free_compiled_programs() -> None:
 def at_budgets(
     names: Iterable[str], budgets: Iterable[int | float | str] = ()
 ) -> dict[str, Policy]:
-    """Make policies from names and budgets, by row name such as "adakv@128"; one without a budget is made once.
+    """Return a dict of policies by row name, such as "adakv@128": one per name and budget, or one if without budget.
 
     Args:
         names: names of registered policies.
@@ -323,7 +323,7 @@ def get_task_name(task: EvaluationTask) -> str:
 
 
 def resolve_policies(params: LanguageModel, policies: Mapping[str, Any]) -> dict[str, Policy]:
-    """Fit policies, classes or names to the model's layers; return `Policy` by row name, raise if invalid."""
+    """Fit policies, classes or names to the model's layers; return a dict of `Policy` by row name; raise if invalid."""
     require(
         bool(policies),
         "policies",

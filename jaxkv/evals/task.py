@@ -40,7 +40,7 @@ class TaskSample:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SampleOutcome:
-    """Result of one sample under one policy: score, sampled text, and tokens, entries and bytes of its cache.
+    """Result of one sample under one policy: score, sampled text, prompt tokens, kept entries and bytes, plot figures.
 
     Attributes:
         score: a share in [0, 1], or a number in the task's `unit`.

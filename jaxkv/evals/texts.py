@@ -17,7 +17,7 @@ def read_packaged_file(name: str) -> str:
 
 
 def read_texts(data: str | None, count: int = 0) -> Mapping[str, str]:
-    """Read the first `count` texts (0: all) of a text file, a folder of .txt files or a .jsonl file, as dict by title.
+    """Read the first `count` texts (0: all) of a file, a folder, a .jsonl file or (None) the package, as dict by title.
 
     None reads the packaged documents. Raises FileNotFoundError for a path without texts.
     """

@@ -16,7 +16,7 @@ _EITHER_END = 500
 def count_keeping_heads(
     params: LanguageModel, policy: Policy, ids: Sequence[int], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Return the `SampleRecord.held` of a prompt: texts of its tokens, and how many kv heads keep each after prefill.
+    """Prefill a prompt; return its `SampleRecord.held`, a dict: token texts, kv heads that keep each, share, flags.
 
     Args:
         params: the model.
@@ -53,7 +53,7 @@ def count_keeping_heads(
 def select_prompt_ends(
     ids: Sequence[int], counts: Sequence[int], text: ChatTokenizer
 ) -> list[list[Any]]:
-    """Return [token texts, counts] of a prompt, as a list of one, or of two for the ends of one above 1,000 tokens."""
+    """Return a list of [token texts, counts]: one pair for the whole prompt, or one per end if above 1,000 tokens."""
     ends = [slice(None)]
     if len(ids) > 2 * _EITHER_END:
         ends = [slice(_EITHER_END), slice(-_EITHER_END, None)]

@@ -21,7 +21,7 @@ _NEXT = "\x1e"
 
 @functools.cache
 def load_facts() -> list[list[str]]:
-    """Load packaged facts: for each a sentence with a gap, the question for it, and values of the gap; cached."""
+    """Load a list of packaged facts: [sentence with a gap, question for it, its values joined by spaces]; cached."""
     return json.loads(read_packaged_file("data/facts.json"))
 
 

@@ -38,7 +38,7 @@ def serialise_program(
     platform: str,
     batch: int,
 ) -> SerialisedProgram:
-    """Trace a program and serialise it with `jax.export`; return bytes, manifest entry and abstract results."""
+    """Serialise a program with `jax.export`; return a `SerialisedProgram`: bytes, manifest entry, abstract results."""
     run, leaves, donated = door.flatten_call_for_export(*args, spec=spec)
     fn: Any = vars(door)["__wrapped__"]
     # Donated arrays come first; both groups are sorted by name, the fields of `asked` by their own names.
@@ -87,7 +87,7 @@ def serialise_program(
 
 
 def make_abstract(tree: Any) -> Any:
-    """Replace each array of a pytree by a `ShapeDtypeStruct`; dataclasses are rebuilt without validation."""
+    """Return a pytree with each array replaced by a `ShapeDtypeStruct`; dataclasses are rebuilt without validation."""
     if tree is None or jax.tree_util.all_leaves([tree]):
         return _make_array_abstract(tree) if hasattr(tree, "dtype") else tree
     if dataclasses.is_dataclass(tree):

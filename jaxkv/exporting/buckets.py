@@ -40,7 +40,7 @@ class TokenLimits(NamedTuple):
 
 
 class BudgetTable(NamedTuple):
-    """A policy's budgets and entry counts for every prompt length of a bucket, -1 if rejected; `allowed` lengths."""
+    """Named tuple: a policy's `EntryCounts` (`numbers`) by prompt length, 0 to S, -1 if rejected; `allowed` lengths."""
 
     numbers: EntryCounts
     allowed: Int[np.ndarray, " n"]
@@ -153,7 +153,7 @@ def _compute_headroom(
     sliding_windows: SlidingWindows,
     limits: TokenLimits,
 ) -> Int[np.ndarray, " L"]:
-    """Return the headroom `[L]` per segment for all question and new tokens after any prompt of the bucket."""
+    """Return the headroom `[L]`, in entries per segment, for all question and new tokens after any prompt."""
     layers = len(sliding_windows)
     if not parts.decoding_compression.compresses:
         return np.full(layers, limits.max_added_tokens)
@@ -175,7 +175,7 @@ def _compute_headroom(
 
 
 def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_len: int) -> None:
-    """Raise ValueError for a policy that cannot be exported: offload, chunks, a second pass, a gate, numpy budgets."""
+    """Raise ValueError for a policy with offload, chunked or second prefill, a gate, or numpy budgets and `every`."""
     parts, name = policy.composed, type(policy).__name__
     remedy = (
         f"{name} loads entries from host memory while sampling, which an exported program cannot: "

@@ -58,7 +58,7 @@ class BucketSpec:
 
     @property
     def axes(self) -> ShardingMesh | None:
-        """Axes of the mesh that the exported programs run on; None without a mesh."""
+        """`ShardingMesh` of the mesh that the exported programs run on; None without a mesh."""
         return self.flat.axes
 
 
@@ -77,7 +77,7 @@ class LoopInputs(NamedTuple):
 
 
 class ProgramResult(NamedTuple):
-    """Result of an exported program: cache, next logits, `ordered` (True if no score is NaN).
+    """Result of an exported program: cache (pools, tables), and if computed next logits, `ordered` (no score is NaN).
 
     Fields that a program does not compute are None, and are not outputs.
     """
@@ -110,7 +110,7 @@ def prefill_prompts(
     *,
     spec: BucketSpec,
 ) -> ProgramResult:
-    """Prefill prompts (exported program); return the compressed cache, next logits, and True if no score is NaN."""
+    """Prefill prompts (exported program); return a `ProgramResult`: cache, next logits, True if no score is NaN."""
     flat = spec.flat.replace_arrays(ends, blocks)
     needed = dataclasses.replace(spec.needed, numbers=told)
     prompts = PrefillLayerSource(
@@ -133,7 +133,7 @@ def append_question(
     *,
     spec: BucketSpec,
 ) -> ProgramResult:
-    """Append the first `count` of N tokens per sequence to a donated cache; return it and logits (exported program)."""
+    """Append `count` of N tokens per sequence to a donated cache (exported program); return it and next logits."""
     flat = spec.flat.replace_arrays(ends, blocks)
     after, whole = run_new_tokens(
         flat, CacheArrays(pools=pools, tables=cache), tokens, count, spec=spec.decoding
@@ -151,7 +151,7 @@ def recompress_due_sequences(
     *,
     spec: BucketSpec,
 ) -> ProgramResult:
-    """Recompress a donated cache's due sequences and repack all segments; return the cache (exported program)."""
+    """Recompress a donated cache's due sequences, repack all segments; return a `ProgramResult` (exported program)."""
     flat = spec.flat.replace_arrays(ends, blocks)
     handle = KVCache(
         arrays=CacheArrays(pools=pools, tables=cache),

@@ -404,7 +404,7 @@ class Model:
         return Cache(self.again(out, at)[0], at, count, headroom, turns, self.of)
 
     def sample(self, cache, max_new_tokens, tell=None, seed=0, **options):
-        """Sample up to `max_new_tokens`, passing ids to `tell`; return ids `[B, n]`, -1 after an end, and the cache."""
+        """Sample up to `max_new_tokens`; pass all ids so far to `tell`; return ids `[B, n]`, -1 after an end; cache."""
         self.known(cache)
         new, seed, kind, given = self.asked(max_new_tokens, seed, **options)
         at, _ = self.fits(np.zeros(cache.count, np.int32), new, cache)
@@ -433,7 +433,7 @@ class Model:
         return sampled, cache._replace(arrays=arrays, headroom=headroom)
 
     def generate(self, prompt, max_new_tokens=None, cache=None, tell=None, seed=0, **options):
-        """Generate answers to a prompt or a list; return token ids, text (None without tokenizer) and cache."""
+        """Generate answers to a prompt or list; return (lists of) ids, text (None without tokenizer), and the cache."""
         new = self.asked(
             self.said["new"] if max_new_tokens is None else max_new_tokens, seed, **options
         )[0]

@@ -15,7 +15,7 @@ _MOST_BYTES = 1 << 30
 
 
 def write_tensors(folder: Path, name: str, arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """Write arrays into one or more safetensors files in a folder; return a dict of file name to bytes and SHA-256."""
+    """Write arrays to safetensors files in a folder; return a dict from file name to size in bytes and SHA-256."""
     parts = list(_group_arrays_by_file(arrays))
     files = {}
     for at, names in enumerate(parts):

@@ -87,7 +87,7 @@ def export(
     implementation: Implementation | str = Implementation.XLA,
     weights: bool = True,
 ) -> Path:
-    """Write a model and a policy as StableHLO programs and weights that run without jaxkv; return the folder.
+    """Write a model and a policy as StableHLO programs and weights that run without jaxkv; return the folder's path.
 
     `directory` then contains StableHLO from `jax.export`, `manifest.json`, the weights as safetensors, the tokenizer's
     file if there is one, and `runtime.py`, which generates from them with only jax and numpy.
@@ -315,7 +315,7 @@ def _serialise_bucket(
 
 
 def _write_remaining_files(part: Path, job: _ExportJob, made: _Made, weights: bool) -> None:
-    """Write all files but the programs into `part`: manifest, weights, budget tables, tokenizer and `runtime.py`."""
+    """Write manifest, budget tables, tokenizer, `runtime.py` and, if `weights`, the weights into `part`."""
     entries, tables = made
     manifest = _build_manifest(part, job, entries)
     if weights:

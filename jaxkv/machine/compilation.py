@@ -59,7 +59,7 @@ def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path
 
 
 def log_slow_compilation(seconds: float) -> None:
-    """Log once per process that compiling took over 10 s of a call and no compile cache on disk is enabled."""
+    """Log a warning, once per process, if a call compiled for over 10 s and no compile cache on disk is enabled."""
     global _told
     kept = jax.config.values["jax_compilation_cache_dir"] is not None
     if _told or seconds <= _SLOW or kept:

@@ -56,6 +56,6 @@ def get_machine_bytes() -> int:
 
 
 def release_freed_memory() -> None:
-    """Return freed heap memory of this process to the operating system, if the C library has `malloc_trim`."""
+    """Give freed heap memory of this process back to the operating system, if the C library has `malloc_trim`."""
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)

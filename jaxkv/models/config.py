@@ -114,7 +114,7 @@ class ModelConfig:
         self._check_rotated_channels()
 
     def _check_rotated_channels(self) -> None:
-        """Raise ValueError if layers rotate different shares of channels, or an odd or too small number of them."""
+        """Raise ValueError unless all layers rotate the same even number of channels, and LongRoPE's lists fit it."""
         ropes = {self.get_layer_spec(layer).rope for layer in range(max(1, len(self.kinds)))}
         shares = {rope.share for rope in ropes}
         remedy = "layers differ in the order of channels: give all the same"
@@ -134,7 +134,7 @@ class ModelConfig:
             require(given == count // 2, "short_factor and long_factor", f"{given} numbers", remedy)
 
     def _yield_field_rules(self) -> Iterator[tuple[str, bool, str]]:
-        """Yield each rule on fields that depend on each other: field name, True if the rule holds, and the remedy."""
+        """Yield each rule on the values of fields, single or together: field name, True if it holds, and the remedy."""
         alone = not self.kinds or self.rope == Rope()
         yield "rope", alone, "each of kinds has its own: omit rope"
         whole_groups = self.heads % self.kv_heads == 0
@@ -167,7 +167,7 @@ class ModelConfig:
 
     @property
     def has_llama_blocks(self) -> bool:
-        """True if blocks are Llama's: RMS norms before attention and dense SwiGLU MLP, as fused steps require."""
+        """True if blocks are Llama's, for fused steps: sequential, RMS norms before, dense SwiGLU, residual scale 1."""
         plain = (
             self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
         )

@@ -110,7 +110,7 @@ class DecoderBlock(nnx.Module):
         return apply_rope(self.compute_unrotated_queries(normed), by, normed.dtype)
 
     def compute_unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
-        """Return queries `[B, K, G, N, D]` before RoPE, in float32 unless the model normalises queries."""
+        """Return queries `[B, K, G, N, D]` before RoPE, normalised and scaled; float32 if there is no query norm."""
         norm, gain = self.attention.q_norm, self.attention.q_gain
         # Queries without a norm are float32 until RoPE, which computes in float32, so that they are rounded only once.
         q = apply_linear(self.attention, "q", normed, wide=norm is None and gain is None)
@@ -140,7 +140,7 @@ class DecoderBlock(nnx.Module):
     def _normalise_over_heads(
         self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str
     ) -> Array:
-        """RMS-normalise each token's queries or keys over all heads and channels, of all devices along `letter`."""
+        """RMS-normalise each token's queries or keys over all heads, of all devices along `letter`, times `gain`."""
         wide, axes = x.astype(jnp.float32), tuple(range(2, x.ndim))
         count = gain.size * (1 if self.axes is None else self.axes.count_axis_shards(letter))
         square = (
@@ -163,7 +163,7 @@ class DecoderBlock(nnx.Module):
     def compute_qkv_partial_sums(
         self, normed: Float[Array, "M 1 E"]
     ) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
-        """Return one token's unrotated Q `[n, M, K, G, D]` and KV `[n, M, 2, K, D]` as n partial sums (split-K)."""
+        """Return one token's unrotated Q `[n, M, K, G, D]` and KV `[n, M, 2, K, D]`, n partial sums (1 if normed)."""
         attention = self.attention
         # The barrier keeps XLA from merging both products into one and copying its halves.
         q = apply_linear_split_k(attention, "q", normed[:, 0])
@@ -308,7 +308,7 @@ class EmbeddingAndHead(nnx.Module):
         return sum_over_devices(jnp.where(mine[..., None], found, jnp.zeros_like(found)), self.axes)
 
     def compute_logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Apply final norm and output matrix to hidden states `[B, E]`; return float32 logits, on a mesh a V shard."""
+        """Apply final norm and output matrix to `[B, E]`; return scaled float32 logits `[B, V]`, a shard on a mesh."""
         return self.project_to_logits(self.norm(x))
 
     def project_to_logits(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:
@@ -384,7 +384,7 @@ class SplitDecoder:
         return None if self.axes is None else self.axes.mesh
 
     def get_layer_graphs(self, layer: int) -> "DecoderGraphs":
-        """Return the static graphs with a layer's spec, for its compiled functions; equal for equal specs."""
+        """Return the `DecoderGraphs` with a layer's spec, static for compiled functions; equal for equal specs."""
         return self.graphs.replace_layer_spec(self.config.get_layer_spec(layer))
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:

@@ -157,7 +157,7 @@ def _multiply_split_k_by_xla(
 
 
 def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
-    """True if products with these codes use the kernel on NVIDIA GPUs: one vector, and no GPU before Ampere.
+    """True if NVIDIA GPUs compute this product in the kernel: one vector, codes that it supports, no GPU before Ampere.
 
     On an H200 the kernel, which does not use tensor cores, took 80 us for one vector and 289 for four; bfloat16 weights
     took 113.

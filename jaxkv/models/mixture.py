@@ -199,7 +199,7 @@ def sum_expert_biases(ids: Chosen, shares: Shares, bias: Float[Array, "X E"]) ->
 
 
 def choose_block_rows(tokens: int, chosen: int, count: int) -> int:
-    """Return the tokens per block: mean tokens of an expert, as a power of two from 8 to 256, at most `tokens`."""
+    """Return the rows per block: mean tokens of an expert, rounded up to a power of two, 8 to 256, at most `tokens`."""
     share = -(-tokens * chosen // count)
     return min(tokens, max(_LEAST_ROWS, min(_MOST_ROWS, 1 << (share - 1).bit_length())))
 

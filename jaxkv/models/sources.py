@@ -149,7 +149,7 @@ def _yield_parameter_sources(
 
 
 def _add_channel_order(source: TensorSource, base: str, config: ModelConfig) -> TensorSource:
-    """Return the source of a Q or K weight, bias or gain with the checkpoint's channel order; others unchanged."""
+    """Return a Q or K source with the channel order, a gain over all heads as one axis; other sources unchanged."""
     order, along = config.channel_permutation or (), -1 if len(source.axes) == 1 else -2
     if base in ("attention.q_gain", "attention.k_gain"):
         if not config.qk_layer_norm:

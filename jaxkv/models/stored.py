@@ -37,7 +37,7 @@ class StoredWeight(NamedTuple):
         return self.codes.shape[:-1]
 
     def get_weight_matrix(self, dtype: jnp.dtype) -> Float[Array, "*out E"]:
-        """Return the matrix that multiplies inputs: floats, 8-bit codes without their scale, or 4-bit dequantised."""
+        """Return the matrix that multiplies inputs: floats, 8-bit codes without scale, or dequantised 4-bit codes."""
         if self.scales is None or self.leasts is None:
             # Codes up to 127 are exact in 16 bits: a GPU converts them while it multiplies.
             return self.codes if self.scale is None else self.codes.astype(dtype)

@@ -40,7 +40,7 @@ def read_parameter(parts: Tensors, like: Any, path: str, mesh: Mesh | None) -> j
 def read_quantised_weight(
     parts: Tensors, like: Any, path: str, beside: Sequence[str], mesh: Mesh | None
 ) -> list[jax.Array]:
-    """Read a linear weight and quantise it to 8 or 4 bits; return codes, scales and minima, sharded if on a mesh.
+    """Read and quantise a linear weight; return a list of codes and scale (8 bits), or codes, scales, minima (4 bits).
 
     Args:
         parts: the checkpoint's tensors.
@@ -59,7 +59,7 @@ def read_quantised_weight(
     rounded: dict[tuple, tuple[np.ndarray, ...]] = {}
 
     def quantise_shard(index: tuple[slice, ...], groups: slice) -> tuple[np.ndarray, ...]:
-        """Return codes, scales and minima of a shard of outputs, in 4 bits also of groups; cached between devices."""
+        """Return a shard's codes and scale, in 4 bits codes, scales and minima of `groups`; cached between devices."""
         sizes = (*outputs, shape[-1] // GROUP)
         spans = [each.indices(size) for each, size in zip((*index, groups), sizes, strict=True)]
         key = tuple(spans) if grouped else tuple(spans[:-1])

@@ -129,7 +129,7 @@ def model_named(given: str | os.PathLike[str]) -> KnownModel:
 
 
 def apply_rope_scaling(known: KnownModel, given: str | None) -> KnownModel:
-    """Return a model whose positions are extended by a RoPE scaling such as `yarn:4`; None changes nothing."""
+    """Return a `KnownModel` with positions extended by a RoPE scaling, such as `yarn:4`; None changes nothing."""
     if given is None:
         return known
     config, (kind, _, times) = known.config, given.partition(":")
@@ -148,7 +148,7 @@ def apply_rope_scaling(known: KnownModel, given: str | None) -> KnownModel:
 
 
 def _build_model_config(raw: dict[str, Any]) -> ModelConfig:
-    """Return the `ModelConfig` of a `config.json`; for some unsupported types, a Llama's of the same sizes."""
+    """Return the `ModelConfig` of a `config.json`; for some unsupported types, warn and use a Llama of these sizes."""
     kind = raw.get("model_type")
     if kind not in _LIKE_LLAMA:
         return ModelConfig.from_hf(raw)

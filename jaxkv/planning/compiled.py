@@ -51,7 +51,7 @@ class CompiledProgram:
         return self.beside + self.arguments + self.outputs - self.aliased + self.temporaries
 
     def __str__(self) -> str:
-        """One line of text: peak, argument and temporary bytes of the program."""
+        """One line of text: name, and gigabytes of peak, arguments, temporaries and other arrays on one device."""
         return (
             f"{self.name}: peak {self.peak_bytes / 1e9:.2f} GB a device (arguments {self.arguments / 1e9:.2f}, "
             f"temporaries {self.temporaries / 1e9:.3f}, other arrays {self.beside / 1e9:.2f})"
@@ -97,7 +97,7 @@ class CompiledPlan:
 
 
 def require_compiler_plugin(gpu: Device) -> str:
-    """Return the version of jaxlib whose compiler for a device is installed; else ImportError with the pip command."""
+    """Return jaxlib's version if XLA's compiler for a device is installed; else ImportError with the pip command."""
     jaxlib = importlib.metadata.version("jaxlib")
     if gpu.platform == "tpu":
         if importlib.util.find_spec("libtpu") is None:

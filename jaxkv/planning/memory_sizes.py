@@ -30,7 +30,7 @@ _PROCESS, _APPENDS, _EVICTS = 376_000_000, 8_700_000, 22_000_000
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemorySizes:
-    """Bytes of weights, cache and activations (one device), of host entries and the full cache; and kept entries.
+    """Bytes of weights, cache, activations on one device, of host entries, full cache; mean kept entries per kv head.
 
     Attributes:
         weights: the device's shard of the parameters.
@@ -200,7 +200,7 @@ def _count_widened_elements(setting: Workload) -> int:
 
 
 def _compute_decode_bytes(setting: Workload, planned: PrefillPlan) -> int:
-    """Return the bytes of a decode step's activations on one device, with entries loaded from host memory."""
+    """Return the bytes of a decode step's activations on one device, including entries loaded from host memory."""
     parts, local, batch = setting.policy.composed, setting.local_config, setting.prompts_per_group
     item, pools = jnp.dtype(setting.dtype).itemsize, planned.pools
     # Last and next logits of the device's shard of the vocabulary, all logits for sampling, and hidden states.

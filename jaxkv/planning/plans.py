@@ -40,7 +40,7 @@ def format_plan_title(setting: Workload) -> str:
 
 
 def format_prompts(setting: Workload) -> str:
-    """Return a workload's prompts as text, such as `2 format_prompts of 4,096 tokens, 256 new tokens each`."""
+    """Return a workload's prompts as text, such as `2 prompts of 4,096 tokens, 256 new tokens each`."""
     asked = f", {setting.questions:,} questions each" if setting.questions > 1 else ""
     several = f"{setting.batch} prompt{'s' * (setting.batch > 1)}"
     return f"{several} of {setting.context:,} tokens{asked}, {setting.new:,} new tokens each"

@@ -47,7 +47,7 @@ def build_abstract_model(
     *,
     weights: str | None = None,
 ) -> SplitDecoder:
-    """Return a decoder with abstract parameters (shapes and dtypes), sharded over a mesh if `axes` is given."""
+    """Return a `SplitDecoder` with abstract parameters (shapes and dtypes), sharded over a mesh if `axes` is given."""
     decoder = Decoder(config, dtype=dtype, weights=weights)
     if axes is None:
         return SplitDecoder(decoder)

@@ -115,7 +115,7 @@ def compile_workload(setting: Workload) -> dict[str, Any]:
 
 
 def main(given: IO[bytes]) -> None:
-    """Read a pickled workload and path from a stream; compile its programs; pickle figures or errors to it."""
+    """Read a pickled workload and path from a stream; compile its programs; pickle figures or an error to that path."""
     began = time.perf_counter()
     setting, result = pickle.load(given), pickle.load(given)
     made = compile_workload(setting) | {"seconds": time.perf_counter() - began}

@@ -48,7 +48,7 @@ class MaxPool:
     def __call__(
         self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
     ) -> Float[Array, "*rows S"]:
-        """Return scores `[..., S]`: the largest among a position's neighbours in the mask `inside`; -inf for none."""
+        """Return scores `[..., S]`: largest of the `kernel` positions around each in mask `inside`; -inf if none."""
         return _combine_neighbours(
             jnp.where(inside, scores, -jnp.inf), self.kernel, -jnp.inf, lax.max
         )
@@ -56,7 +56,7 @@ class MaxPool:
 
 @dataclasses.dataclass(frozen=True)
 class AvgPool:
-    """Callable that averages scores over `kernel` neighbouring positions; missing neighbours count as 0, as published.
+    """Callable that divides the sum of scores at `kernel` neighbouring positions by `kernel`; missing ones count as 0.
 
     Attributes:
         kernel: odd number of neighbours, the position itself included.
@@ -70,7 +70,7 @@ class AvgPool:
     def __call__(
         self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
     ) -> Float[Array, "*rows S"]:
-        """Return scores `[..., S]`: the sum over a position's neighbours in the mask `inside`, divided by `kernel`."""
+        """Return scores `[..., S]`: sum of the `kernel` positions around each in mask `inside`, divided by `kernel`."""
         return (
             _combine_neighbours(jnp.where(inside, scores, 0.0), self.kernel, 0.0, lax.add)
             / self.kernel
@@ -84,7 +84,7 @@ class NoPool:
     def __call__(
         self, scores: Float[Array, "*rows S"], inside: Bool[Array, "*#rows S"]
     ) -> Float[Array, "*rows S"]:
-        """Return the scores `[..., S]` unchanged."""
+        """Return the scores `[..., S]` unchanged; the mask `inside` is ignored."""
         return scores
 
 
@@ -119,7 +119,7 @@ def _combine_neighbours(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CumulativeAttention(Scorer):
-    """H2O's scorer: attention each entry received from all queries, mean over query heads; with `mean`, divided by age.
+    """H2O's scorer: attention summed over queries, mean over the group's query heads; with `mean`, divided by age.
 
     Attributes:
         mean: divide by the number of queries that could see the entry (RoCo), so that early entries have no advantage.
@@ -142,11 +142,11 @@ class CumulativeAttention(Scorer):
         return ByAttention(mean=self.mean)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return the attention `[B, K, S]` that entries receive: summed over all queries, mean over query heads."""
+        """Return attention `[B, K, S]` that entries receive: summed over all queries, mean over the group's heads."""
         return seen.sums.mean(axis=2)
 
     def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Return scores `[B, K, S]`: the attention received; with `mean`, divided by the entry's age in queries."""
+        """Return scores `[B, K, S]`: attention received; with `mean`, divided by the number of queries that see it."""
         age = length[:, None] - jnp.arange(observed.shape[-1], dtype=jnp.int32)
         return self.eviction_rank.rank_entries(observed, age[:, None])
 
@@ -165,7 +165,7 @@ class LastAttention(Scorer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowScorer(Scorer):
-    """Base of scorers by the prompt's last `window` queries, whose scores are pooled over neighbours by `pooling`.
+    """Base of scorers that use the prompt's last `window` queries, and pool scores over neighbours by `pooling`.
 
     Attributes:
         window: number of the prompt's last queries, the observation window.
@@ -187,7 +187,7 @@ class WindowScorer(Scorer):
         return Needs(queries=self.window)
 
     def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Return scores `[B, K, S]`: raw scores pooled over neighbours, without the window's own entries."""
+        """Return scores `[B, K, S]`: raw scores pooled over neighbours; the window's own entries do not contribute."""
         return self.pooling(
             observed,
             _mask_positions_before((length - self.window)[:, None, None], observed.shape[-1]),
@@ -196,7 +196,7 @@ class WindowScorer(Scorer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObservationWindowAttention(WindowScorer):
-    """SnapKV's scorer: mean attention of the prompt's last `window` queries to each entry, pooled over neighbours.
+    """SnapKV's scorer: attention of the last `window` queries, mean over queries, mean or max over heads, then pooled.
 
     Attributes:
         window: number of the prompt's last queries, the observation window.
@@ -217,7 +217,7 @@ class ObservationWindowAttention(WindowScorer):
         validate_field(self, "order", validate_enum, PoolOrder)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return window attention `[B, K, S]`: mean over queries, then mean or max over heads; FIRST pools before."""
+        """Return window attention `[B, K, S]`: mean over queries, mean or max over heads; `PoolOrder.FIRST` pools."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
             window_mean, of = (
                 get_attention_backend(seen.implementation).average_window_attention,
@@ -231,7 +231,7 @@ class ObservationWindowAttention(WindowScorer):
         seen: ScorerInputs,
         over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]],
     ) -> Scores:
-        """Reduce window attention by `over_queries`, then over query heads, to `[B, K, S]`; FIRST pools before both.
+        """Return window attention `[B, K, S]` reduced by `over_queries`, then over heads; pooled if `PoolOrder.FIRST`.
 
         Args:
             seen: the layer.
@@ -255,12 +255,12 @@ class ObservationWindowAttention(WindowScorer):
         return seen.reduce_window_attention(reduce)
 
     def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Return scores `[B, K, S]`: raw scores pooled over neighbours; unchanged with `PoolOrder.FIRST`."""
+        """Return scores `[B, K, S]`: raw ones pooled, without the window's own; unchanged with `PoolOrder.FIRST`."""
         return (
             observed if self.order is PoolOrder.FIRST else super().finalise_scores(observed, length)
         )
 
 
 def _mask_positions_before(end: Int[Array, "*rows 1"], padded_len: int) -> Bool[Array, "*rows S"]:
-    """Return the mask `[..., S]` of positions below `end`."""
+    """Return the boolean mask `[..., S]` of the positions 0 to S - 1 that are below `end` `[..., 1]`."""
     return jnp.arange(padded_len, dtype=jnp.int32) < end

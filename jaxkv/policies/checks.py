@@ -33,7 +33,7 @@ _REMEDY = "give entries per head (an int), a share in (0, 1] (a float), or bytes
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _TypedBudget:
-    """Base of budgets whose class is their unit: equal numbers of different units are different budgets."""
+    """Base of budgets: a `value` whose unit is the class, so that 1 entry differs from a share of 1."""
 
     value: Any
 
@@ -55,7 +55,7 @@ class EntryBudget(_TypedBudget):
 
 
 class ShareBudget(_TypedBudget):
-    """Budget as a share, in (0, 1], of each sequence's own prompt tokens."""
+    """Budget as a share, in (0, 1], of each sequence's prompt tokens: entries to keep, or tokens to attend to."""
 
     def count_entries(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
         """Return entries per kv head `[B]` of prompts: the share of each length rounded down, at least 1."""
@@ -63,15 +63,15 @@ class ShareBudget(_TypedBudget):
 
 
 class ByteBudget(_TypedBudget):
-    """Budget in bytes of one sequence's cache, all layers together; `resolve_policy_for_model` makes it entries."""
+    """Budget in bytes of one sequence's cache over all layers; `resolve_policy_for_model` converts it to entries."""
 
     @property
     def field_value(self) -> str:
-        """Text of the number of bytes with the unit B, such as "64000000B"."""
+        """Budget as text in a policy's field: the number of bytes with the unit B, such as "64000000B"."""
         return f"{self.value}B"
 
     def count_entries(self, lengths: Int[np.ndarray, " B"]) -> Int[np.ndarray, " B"]:
-        """Raise ValueError: the number of entries in these bytes depends on the model."""
+        """Raise ValueError in all cases: the number of entries in these bytes depends on the model."""
         raise build_value_error(
             "budget", self, "bytes depend on the model: give entries, or a share"
         )
@@ -90,7 +90,7 @@ def parse_byte_count(text: str) -> int | None:
 
 
 def parse_budget(given: Any) -> Kept | None:
-    """Return a typed budget: `EntryBudget` for an int, `ShareBudget` for a float, `ByteBudget` for text, or None."""
+    """Return `EntryBudget` for an int, `ShareBudget` for a float, `ByteBudget` for text; None or one of these as is."""
     given = to_python_scalar(given)
     if given is None or isinstance(given, Kept):
         return given
@@ -104,7 +104,7 @@ def parse_budget(given: Any) -> Kept | None:
 
 
 def normalise_store(given: Any) -> str | type[Store]:
-    """Return the name of a built-in store, given by name or class; a user's `Store` subclass unchanged."""
+    """Return a built-in store's name, given by name or class; a `Store` subclass unchanged; ValueError otherwise."""
     for name, kind in STORES.items():
         if given is kind or (isinstance(given, str) and given == name):
             return name
@@ -120,7 +120,7 @@ def get_store_class(store: str | type[Store]) -> type[Store]:
 
 
 def parse_spans(name: str, given: Any) -> tuple[Span, ...]:
-    """Return spans of positions as a tuple of `(start, stop)` int pairs; ValueError for anything else."""
+    """Return spans as a tuple of `(start, stop)` int pairs, clipped to int32; ValueError for anything else."""
     remedy = "give spans of whole positions, first and last + 1, such as ((0, 4), (-9, -1))"
     spans = []
     require(np.iterable(given), name, given, remedy)

@@ -33,7 +33,7 @@ _DROPPED_BLOCK, _KEPT_BLOCK = 256, 512
 
 
 class MergeMetric(enum.Enum):
-    """Tensor whose cosine similarity decides how evicted entries merge: KEY, VALUE, or BOTH (each by its own)."""
+    """Enum of the tensor whose cosines decide how evicted entries merge: KEY, VALUE, or BOTH (each by its own)."""
 
     KEY = "key"
     VALUE = "value"
@@ -41,7 +41,7 @@ class MergeMetric(enum.Enum):
 
 
 class MergeWeights(enum.Enum):
-    """Weights in the average of a kept entry and the entries merged into it: SOFTMAX, AVERAGE or SCATTER_MEAN.
+    """Weights of entries merged into a kept one: exp of cosine (SOFTMAX), equal (AVERAGE), cosine (SCATTER_MEAN).
 
     SOFTMAX: evicted entries weigh exp(cosine), the kept entry e, over their sum. AVERAGE: all entries weigh the same.
 
@@ -62,7 +62,7 @@ class ThresholdScope(enum.Enum):
 
 
 class MergeDecision(enum.Enum):
-    """Cosine that decides a merge: the entry's own (TOKEN), or the mean over heads' i-th evicted (SHARED_POSITION).
+    """Cosine that decides a merge: the entry's own (TOKEN), or the mean of heads' i-th evicted ones (SHARED_POSITION).
 
     SHARED_POSITION, as in published code, decides for the i-th evicted entries of all heads together.
     """
@@ -73,7 +73,7 @@ class MergeDecision(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Merge(Merger):
-    """D2O's merger: average each evicted entry into its most similar kept entry, above a running cosine threshold.
+    """D2O's merger: average evicted entries into their most similar kept ones above a running or fixed threshold.
 
     Attributes:
         beta: weight of the latest similarity in the running threshold.
@@ -125,13 +125,13 @@ class Merge(Merger):
 
     @property
     def compared_tensors(self) -> tuple[str, ...]:
-        """Tensors whose cosines find an evicted entry's nearest kept entry: ("k",), ("v",) or ("k", "v")."""
+        """Names of tensors whose cosines find an evicted entry's nearest kept entry: ("k",), ("v",) or ("k", "v")."""
         return {MergeMetric.KEY: ("k",), MergeMetric.VALUE: ("v",), MergeMetric.BOTH: ("k", "v")}[
             MergeMetric(self.metric)
         ]
 
     def _list_merged_tensors(self, index: int) -> str:
-        """Return the tensors, "k", "v" or "kv", that merge by the cosines of tensor `compared_tensors[index]`."""
+        """Return names of the tensors that merge by cosines of `compared_tensors[index]`: "k", "v" or "kv" (both)."""
         return self.compared_tensors[index] if self.metric is MergeMetric.BOTH else "kv"
 
     def update_thresholds(
@@ -140,7 +140,7 @@ class Merge(Merger):
         similarity: Float[Array, "B K N"],
         dropped: Bool[Array, "B K N"],
     ) -> Float[Array, "B K"]:
-        """Return merge thresholds `[B, K]`, updated by the mean cosine of newly evicted entries (D2O, eq. 10).
+        """Return running thresholds `[B, K]`: beta * mean cosine of evicted entries + (1 - beta) * `tau` (D2O, eq. 10).
 
         Args:
             tau: thresholds so far; -inf before the first eviction.
@@ -167,7 +167,7 @@ class Merge(Merger):
         similarity: Float[Array, "B K N"],
         dropped: Bool[Array, "B K N"],
     ) -> Bool[Array, "B K N"]:
-        """Return the mask `[B, K, N]` of evicted entries to merge: those whose cosine reaches the threshold.
+        """Return the mask `[B, K, N]` of evicted entries to merge: their cosine reaches `tau` or, if set, `threshold`.
 
         Args:
             tau: thresholds, updated by these evicted entries.
@@ -196,7 +196,7 @@ class Merge(Merger):
         dropped: Array,
         axes: ShardingMesh | None,
     ) -> tuple[Array, Array]:
-        """Return merge thresholds, updated for the `index`-th compared tensor, and the mask of entries to merge."""
+        """Return `tau`, updated for the `index`-th compared tensor, and the mask `[B, K, N]` of entries to merge."""
         assert tau is not None
         over = axes if self.depends_on_other_heads else None
         level, similarity, dropped = (
@@ -211,7 +211,7 @@ class Merge(Merger):
     def compute_merge_weights(
         self, similarity: Float[Array, "..."]
     ) -> tuple[Float[Array, "..."], Float[Array, "..."], float]:
-        """Return the weights of a merge by cosine: evicted entries' in sum and divisor, and the kept entry's.
+        """Return three weights: evicted entries' in the sum and in the divisor, by cosine, and the kept one's in both.
 
         Args:
             similarity: cosines of evicted entries and their nearest kept entries.
@@ -236,7 +236,7 @@ class Merge(Merger):
         key: PRNGKeyArray,
         axes: ShardingMesh | None = None,
     ) -> Merged:
-        """Merge evicted entries whose cosine reaches the threshold into their nearest kept ones; return `Merged`.
+        """Merge a layer's evicted entries into their nearest kept ones where cosines reach thresholds; return `Merged`.
 
         Entries are compared in blocks: memory is O(S).
         """
@@ -260,7 +260,7 @@ class Merge(Merger):
         tau: Float[Array, "N K n"] | None,
         axes: ShardingMesh | None = None,
     ) -> Joined:
-        """Merge each segment's evicted entry into its nearest kept one if their cosine is high; return `Joined`."""
+        """Return `Joined`: each segment's nearest kept entry averaged with the evicted one if cosine >= threshold."""
         tau, joins = self._decide_merges(tau, index, cosine[..., None], goes[..., None], axes)
         add, divide, own = self.compute_merge_weights(cosine)
         new = {
@@ -273,7 +273,7 @@ class Merge(Merger):
     def _average_into_nearest(
         self, rows: Array, similarity: Array, nearest: Array, joins: Array
     ) -> Array:
-        """Return keys or values `[B, K, S, D]` after averaging entries in `joins` into their nearest kept entries."""
+        """Return keys or values `[B, K, S, D]`, entries of the mask `joins` averaged into their nearest kept ones."""
         add, divide, own = self.compute_merge_weights(similarity)
         add, divide = jnp.where(joins, add, 0.0), jnp.where(joins, divide, 0.0)
 
@@ -299,7 +299,7 @@ def normalise_vectors(rows: Float[Array, "*n D"], least: float = 1e-6) -> Float[
 def find_nearest_kept(
     rows: Float[Array, "B K S D"], kept: Bool[Array, "B K S"], dropped: Bool[Array, "B K S"]
 ) -> tuple[Float[Array, "B K S"], Int[Array, "B K S"]]:
-    """Return each evicted entry's largest cosine `[B, K, S]` to a kept entry of its head, and that entry's index.
+    """Return, per evicted entry, the largest cosine to a kept entry of its head and that entry's index: `[B, K, S]`.
 
     Entries are compared in blocks: the matrix of all cosines is never in memory. Heads that evict entries must keep at
     least one. Entries that are not evicted get 0 and 0. Ties go to the lowest index.
@@ -356,7 +356,7 @@ def find_nearest_kept(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ValueMerge(Merger):
-    """CaM's merger: add 1 / `window` of each value to the next `window` values, with a probability by its attention.
+    """CaM's merger: by chance, according to its attention, a value adds 1 / `window` of itself to the next `window`.
 
     Attributes:
         window: number of following tokens that get a share; the policy's window.
@@ -401,7 +401,7 @@ class ValueMerge(Merger):
         key: PRNGKeyArray,
         axes: ShardingMesh | None = None,
     ) -> Merged:
-        """Return `Merged`: parts of values added to the next `window` ones if any entry is evicted; keys unchanged."""
+        """Return `Merged`: shares of values added to the next `window` ones if any entry is evicted; keys unchanged."""
         batch, heads, padded_len, _ = v.shape
         head = jnp.arange(heads, dtype=jnp.int32)
         if axes is not None:
@@ -426,7 +426,7 @@ class ValueMerge(Merger):
         length: Array,
         samples: Float[Array, " S"],
     ):
-        """Return values `[S, D]` of a kv head after each has added, by chance, a share to the next `window` values."""
+        """Return values `[S, D]` of a kv head after each adds a sampled or expected share to the next `window` ones."""
         padded_len, window = v.shape[0], self.window
         index = jnp.arange(padded_len, dtype=jnp.int32)
         share = Fraction(repr(float(self.start))).limit_denominator(1000)

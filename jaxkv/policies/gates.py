@@ -44,7 +44,7 @@ class Gate(FileArrays):
 
     @classmethod
     def create_from_weights(cls: type[Kind], weights: tuple[Any, ...]) -> Kind:
-        """Create a gate from each layer's weights, numpy arrays; ValueError if layers differ in shapes."""
+        """Create a gate from a tuple of layers' weights, dataclasses of numpy arrays; ValueError if shapes differ."""
         shapes = [[each.shape for each in jax.tree.leaves(layer)] for layer in weights]
         for layer, each in enumerate(shapes):
             require(
@@ -62,12 +62,12 @@ class Gate(FileArrays):
     @classmethod
     @abc.abstractmethod
     def read_layer_weights(cls, found: NamedTensors) -> Any:
-        """Return one layer's weights, a registered dataclass of numpy arrays, from its `NamedTensors`."""
+        """Return one layer's weights, a dataclass of numpy arrays, from its `NamedTensors`; subclasses implement it."""
 
     @classmethod
     @abc.abstractmethod
     def infer_gate_sizes(cls, weights: Any) -> tuple[int, int]:
-        """Return the number of kv heads K and the width of hidden states E, from one layer's weights."""
+        """Return the pair of kv heads K and hidden-state width E of one layer's weights; subclasses implement it."""
 
     @abc.abstractmethod
     def score_hidden_states(
@@ -85,7 +85,7 @@ class Gate(FileArrays):
 
     @classmethod
     def _group_tensors_by_layer(cls, stored: Mapping[str, StoredTensor]) -> list[NamedTensors]:
-        """Return each layer's `NamedTensors`, bottom first; ValueError for another gate's names or missing layers."""
+        """Return a list of each layer's `NamedTensors`, bottom first; ValueError for other names or missing layers."""
         layers: dict[int, NamedTensors] = {}
         for name, tensor in stored.items():
             match = re.match(cls.beginning, name)
@@ -102,7 +102,7 @@ class Gate(FileArrays):
 
     @property
     def host_weights(self) -> tuple[Any, ...]:
-        """Tuple of each layer's weights, on the host; ValueError in a saved cache's gate, which has only a digest."""
+        """Tuple of each layer's weights, on the host; ValueError if the gate of a loaded cache has only its digest."""
         return self.host_arrays
 
     @property

@@ -28,7 +28,7 @@ Numbers = TypeVar("Numbers", int, Array)
 
 
 class SelectionOrder(enum.Enum):
-    """How a layer's kv heads choose entries: each by its own scores, by their mean, all ranked together, or other.
+    """Enum of how kv heads choose: by their own scores (OWN), mean scores (MEAN), ranked together (COMMON), or OTHER.
 
     Attributes:
         OWN: every head of every layer keeps the same number of entries, the best by the head's own scores alone.
@@ -44,7 +44,7 @@ class SelectionOrder(enum.Enum):
 
 
 class ScoredEntries(NamedTuple):
-    """NamedTuple of one layer's scores `[B, K, S]`, candidates, and how many entries its kv heads choose.
+    """NamedTuple input of `choose_entries`: one layer's scores, candidates, entries to choose, norms and layer index.
 
     Attributes:
         scores: `f32[B, K, S]`; higher scores are kept.
@@ -69,7 +69,7 @@ class ScoredEntries(NamedTuple):
 
 
 class HeadBudgets:
-    """Base of head budgets, which divide a layer's budget among its kv heads: `choose_entries` masks what to keep."""
+    """Base of head budgets, which divide a layer's budget among kv heads: `choose_entries` masks entries to keep."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Set `selection_order` to OTHER for a subclass that overrides a method without declaring an order."""
@@ -79,7 +79,7 @@ class HeadBudgets:
 
     @property
     def selection_order(self) -> SelectionOrder:
-        """`SelectionOrder` of the heads' choice, OTHER by default; it tells the engine what it can choose early."""
+        """`SelectionOrder` of the kv heads: by own scores, mean scores, or all ranked together; OTHER by default."""
         return SelectionOrder.OTHER
 
     @property
@@ -89,16 +89,16 @@ class HeadBudgets:
 
     @property
     def needs_value_norms(self) -> bool:
-        """True if `choose_entries` reads `norms`, the norms of values after the output projection."""
+        """True if `choose_entries` reads `norms` of values after the output projection; False by default."""
         return False
 
     @property
     def needs_layer_index(self) -> bool:
-        """True if budgets differ by layer: `choose_entries` then reads the layer's index, `layer`."""
+        """True if budgets differ by layer, and `choose_entries` reads the index `layer`; False by default."""
         return False
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of candidates to keep, usually K * base in a layer; subclasses implement it.
+        """Return the mask `[B, K, S]` of candidates to keep, usually K * base per prompt; subclasses implement it.
 
         Args:
             rows: the scored entries of one layer.
@@ -109,14 +109,14 @@ class HeadBudgets:
         raise NotImplementedError
 
     def get_segment_limits(self) -> Int[np.ndarray, "L K"] | None:
-        """Return limits `[L, K]` of kv heads' segments under `Evict`; None, the default, if the budget limits them.
+        """Return the most entries `[L, K]` of kv heads' segments under `Evict`; None (default) if the budget sets them.
 
         Head budgets with limits must also be the policy's layer budgets.
         """
         return None
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "HeadBudgets":
-        """Return the head budgets of the layers without a sliding window; the same object by default.
+        """Return these head budgets for only the layers without a sliding window; the same object by default.
 
         `sliding_windows` are `ModelConfig.sliding_windows`. Override this where budgets differ by layer: otherwise
         models with sliding windows are rejected.
@@ -158,7 +158,7 @@ class SharedHeads(HeadBudgets):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _CompetingHeads(HeadBudgets):
-    """Base of head budgets whose kv heads compete: `alpha` is guaranteed to each head, `capacity` limits a device."""
+    """Base of head budgets whose heads compete: `alpha` is guaranteed to a head, `capacity` limits a device's heads."""
 
     alpha: float = 0.2
     capacity: float = 1.5
@@ -186,7 +186,7 @@ class AdaptiveHeads(_CompetingHeads):
     selection_order = SelectionOrder.COMMON
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of each head's best entries, as many as `compute_head_entries` gives it."""
+        """Return the mask `[B, K, S]` of each head's best entries: alpha * base + (1 - alpha) * wins in the layer."""
         keys = rows.sort_keys
         batch, heads, padded_len = keys.shape
         winners = mask_top_k(keys.reshape(batch, heads * padded_len), heads * rows.base).reshape(
@@ -197,7 +197,7 @@ class AdaptiveHeads(_CompetingHeads):
     def compute_head_entries(
         self, won: Int[Array, "B K"], base: Int[Array, " B"]
     ) -> Int[Array, "B K"]:
-        """Return entries per head `[B, K]`: (1 - alpha) * won + alpha * base, rounded by largest remainder.
+        """Return entries per head `[B, K]`: (1 - alpha) * won + alpha * base, rounded by largest remainder to sum(won).
 
         Args:
             won: entries of each head among the layer's best K * base.
@@ -224,7 +224,7 @@ class AdaptiveHeads(_CompetingHeads):
     def _mix_won_and_base(
         self, won: Int[Array, "B K"], base: Int[Array, " B"]
     ) -> tuple[Int[Array, "B K"], Int[Array, "B K"]]:
-        """Return (1 - alpha) * won + alpha * base `[B, K]`, rounded down, and its remainders times the denominator."""
+        """Return ints `[B, K]`, (1 - alpha) * won + alpha * base rounded down, and the remainders' int numerators."""
         share = Fraction(self.alpha).limit_denominator(1000)
         den, num = share.denominator, share.numerator
         # Dividing by the denominator first is exact in int32 at any length.
@@ -235,7 +235,7 @@ class AdaptiveHeads(_CompetingHeads):
     def count_guaranteed_entries(
         self, base: Int[Array, " B"], always_kept: Int[Array, " B"]
     ) -> Int[Array, " B"]:
-        """Return the entries `[B]` that each head is guaranteed: alpha * base, rounded down.
+        """Return the number `[B]` of entries guaranteed to each head: alpha * base, rounded down.
 
         Args:
             base: entries to choose per head, on average.
@@ -270,7 +270,7 @@ class ProtectedHeads(_CompetingHeads):
     def count_guaranteed_entries(
         self, base: Int[Array, " B"], always_kept: Int[Array, " B"]
     ) -> Int[Array, " B"]:
-        """Return the entries `[B]` that each head is guaranteed in addition to always-kept ones.
+        """Return the number `[B]` of entries guaranteed to each head: its share `alpha`, less always-kept entries.
 
         The number is max(1, alpha * (base + always_kept)) - always_kept, clipped to [0, base].
 
@@ -309,11 +309,11 @@ class HeadBudgetsWrapper(HeadBudgets):
         return self.budgets.needs_layer_index
 
     def get_segment_limits(self) -> Int[np.ndarray, "L K"] | None:
-        """Return limits `[L, K]` of the wrapped `budgets`; None if they have none."""
+        """Return segment limits `[L, K]`, in entries, of the wrapped `budgets`; None if they have none."""
         return self.budgets.get_segment_limits()
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "HeadBudgetsWrapper":
-        """Return a copy that wraps the `budgets` of the layers without a sliding window."""
+        """Return a copy whose wrapped `budgets` are restricted to the layers without a sliding window."""
         return dataclasses.replace(
             self, budgets=self.budgets.restrict_to_full_attention(sliding_windows)
         )
@@ -354,7 +354,7 @@ class TwoStageHeads(HeadBudgetsWrapper):
         return self.budgets.is_uniform
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of as many entries per head as `budgets` choose: by score, then with norms."""
+        """Return the mask `[B, K, S]` of as many entries per head as `budgets` choose, by score, then score * norm."""
         return self.choose_in_two_stages(rows, count_true(self.budgets.choose_entries(rows)))
 
     def choose_in_two_stages(
@@ -409,7 +409,7 @@ class ThresholdHeads(HeadBudgetsWrapper):
     def apply_score_threshold(
         self, chosen: Bool[Array, "B K S"], rows: ScoredEntries
     ) -> tuple[Bool[Array, "B K S"], Int[Array, "B K"]]:
-        """Return the chosen entries `[B, K, S]` scored at least `threshold`, and how many others `[B, K]` reach it."""
+        """Return the mask of chosen entries that reach `threshold`, and how many other candidates `[B, K]` do."""
         high = rows.scores >= jnp.float32(self.threshold)
         return chosen & high, count_true(rows.candidates & high & ~chosen)
 
@@ -460,7 +460,7 @@ def get_competing_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads 
 
 
 def get_device_capacity(heads: HeadBudgets) -> float:
-    """Return the limit of a device's entries over its even share: 1 for equal heads, 1000 if unlimited."""
+    """Return the most entries of a device as a multiple of its even share: 1 for uniform heads, 1000 if unlimited."""
     if unwrap_head_budgets(heads).is_uniform:
         return 1.0
     own = get_competing_budgets(heads)
@@ -486,7 +486,7 @@ def limit_entries_per_device(
     most: Int[Array, " B"],
     devices: int,
 ) -> tuple[Bool[Array, "B K S"], Int[Array, " B"]]:
-    """Return the mask changed so that no device's heads keep more than `most`, and the number `[B]` of moved entries.
+    """Return the mask changed so that each device's heads keep at most `most` entries, and the number `[B]` moved.
 
     Heads of a device above `most` give up their weakest entries, ranked together, but none goes below `floor`. The
     best candidates of other devices replace them, so that the sum is unchanged.

@@ -21,7 +21,7 @@ _REMEDY = (
 
 
 def load_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
-    """Return head importances as tuples `[L][H]`, from a table, a dict {"layer-head": [numbers]} or a JSON file.
+    """Return head importances as tuples `[L][H]`, from a table, a JSON file, or {"layer-head": [numbers]}, averaged.
 
     ValueError, which names `field`, for files that cannot be read, and for numbers that are not finite, below 0, or all
     0.
@@ -37,7 +37,7 @@ def load_head_scores(field: str, given: Any) -> tuple[tuple[float, ...], ...]:
 def load_duoattention_pattern(
     field: str, given: Any
 ) -> tuple[tuple[tuple[float, ...], ...], dict[str, Any]]:
-    """Return DuoAttention's head scores `[L][K]`, clipped to [0, 1], and their config.json as a dict.
+    """Return DuoAttention's head scores as tuples `[L][K]`, clipped to [0, 1], and a dict of config.json, or {}.
 
     `given` is a table, or the path of a published `full_attention_heads.tsv` or of its folder. A `config.json` next to
     the file is read, too; without one the config is empty. ValueError names `field` and the fault.
@@ -68,7 +68,7 @@ def load_duoattention_pattern(
 def load_eviction_curves(
     field: str, given: Any, count: int
 ) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Return LU-KV's shares of entries to evict by head, as tuples `[count][L][K]`, from a table or .npy file.
+    """Return LU-KV's shares of entries that each head evicts, as tuples `[count][L][K]`, from a table or .npy file.
 
     ValueError, which names `field`, for files that cannot be read. Tables must be `count`, of numbers from 0 to 1, each
     with a number below 1.
@@ -88,7 +88,7 @@ def load_eviction_curves(
 
 
 def _convert_table_to_array(table: Any, kinds: str = "iufV") -> np.ndarray:
-    """Return a table or {"layer-head": [numbers]} as float64; empty if unfit or of a dtype kind not in `kinds`.
+    """Return a table or {"layer-head": [numbers]} as a float64 array; empty if invalid or of a kind not in `kinds`.
 
     Text and bools are not numbers; JAX's 16-bit floats have numpy's kind "V".
     """

@@ -68,11 +68,11 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         return len(self.scores[0])
 
     def accepts_model_size(self, name: str, size: int) -> bool:
-        """Return True if `scores` has `size` layers, or, for "heads", a multiple of `size` kv heads."""
+        """Return True if `scores` has `size` layers or, for the name "heads", a number of heads divisible by `size`."""
         return self.heads % size == 0 if name == "heads" else self.layers == size
 
     def require_fits_model(self, config: ModelConfig) -> None:
-        """Raise ValueError unless each of the model's layers has a score for each kv head, or for each query head."""
+        """Raise ValueError unless each layer has a score per kv or query head, not all 0 in full-attention layers."""
         self.require_model_sizes(layers=config.layers)
         if any(config.sliding_windows):
             self.restrict_to_full_attention(config.sliding_windows)
@@ -85,7 +85,7 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         )
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "ImportanceBudgets":
-        """Return a copy with the scores of the layers without a sliding window; ValueError if all are 0."""
+        """Return a copy with only the scores of layers without a sliding window; ValueError if all of these are 0."""
         self.require_model_sizes(layers=len(sliding_windows))
         assert not isinstance(self.scores, str)
         scores = tuple(

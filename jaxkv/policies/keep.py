@@ -82,7 +82,7 @@ class Keep:
     def mask_protected_positions(
         self, pos: Int[Array, "..."], prompt: Int[Array, "..."]
     ) -> Bool[Array, "..."]:
-        """Return the mask of positions that are sinks or in protected spans, without the observation window.
+        """Return the mask, of the shape of `pos`, of positions in sinks or protected spans, not the observation window.
 
         Args:
             pos: positions of entries.
@@ -94,7 +94,7 @@ class Keep:
         return _mask_positions_in_spans(pos, self._list_kept_spans(prompt))
 
     def _list_kept_spans(self, prompt: Any, length: Any = None) -> list[tuple[Any, Any]]:
-        """Return always-kept spans `(first, last + 1)`: sinks, the window if `length` is given, protected spans."""
+        """Return a list of always-kept spans `(first, last + 1)`: sinks, the window if `length` is given, `protect`."""
         spans: list[tuple[Any, Any]] = [(0, self.sinks)]
         spans += [(length - self.window, length)] if self.window and length is not None else []
         for start, stop in self.protect:

@@ -28,7 +28,7 @@ Reals = Any
 
 
 class LayerBudgetInputs(NamedTuple):
-    """NamedTuple input of layer budgets: budgets, lengths and always-kept entries of N prompts, and L.
+    """NamedTuple input of layer budgets: N prompts' budgets, lengths, always-kept entries; L, window, layer weights.
 
     Attributes:
         budget: `[N]` entries per kv head and layer on average, always-kept ones included.
@@ -58,7 +58,7 @@ class LayerBudgetInputs(NamedTuple):
         return self.budget - self.always_kept
 
     def divide_by_shares(self, shares: Reals) -> Table:
-        """Return entries per kv head `[L, N]`: always-kept ones, and L * base split by `shares` `[L, N]`, of sum 1."""
+        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget divided by `shares`."""
         total = self.layers * self.mean_entries_to_choose
         wanted = shares * total.astype(self.array_module.float64)
         return self.always_kept + round_to_sum(wanted, total, self.length - self.always_kept)
@@ -69,7 +69,7 @@ class LayerBudgets:
 
     @property
     def depends_on_scores(self) -> bool:
-        """True if budgets depend on all layers' scores: one pool of all layers is packed after the last layer."""
+        """True if budgets depend on all layers' scores, so that one pool holds all layers; False by default."""
         return False
 
     @property
@@ -79,27 +79,27 @@ class LayerBudgets:
 
     @property
     def uses_joint_budget(self) -> bool:
-        """True if the kv heads of all layers compete for one budget, without statistics or weights of layers."""
+        """True if kv heads of all layers compete by score for one budget, without layer weights; False by default."""
         return False
 
     @property
     def needs_attention_sums(self) -> bool:
-        """True if `compute_head_statistic` reads `seen.sums`, the attention that entries receive from all queries."""
+        """True if `compute_head_statistic` reads `seen.sums`, attention from all queries; False by default."""
         return False
 
     @property
     def needs_last_queries(self) -> bool:
-        """True if `compute_head_statistic` reads `seen.queries`: scorers without last queries are then rejected."""
+        """True if `compute_head_statistic` reads `seen.queries`, which the scorer must request; False by default."""
         return False
 
     @property
     def sets_entry_count(self) -> bool:
-        """True if these budgets set the number of entries, as in DuoAttention; the policy's budget is then None."""
+        """True if these budgets set the number of entries, and the policy's budget must be None; False by default."""
         return False
 
     @property
     def growth_limit(self) -> int | None:
-        """Entries to which segments of short prompts grow under `Evict`, if `sets_entry_count`; None for no limit."""
+        """Entries to which shorter prompts' segments may grow under `Evict`; None (default): up to the budget only."""
         return None
 
     def compute_head_statistic(
@@ -120,7 +120,7 @@ class LayerBudgets:
         )
 
     def compute_layer_weight(self, heads: Float[Array, "B H *n"]) -> Float[Array, " B"]:
-        """Return the layer's weight `[B]` in the division of entries: the mean of its heads' statistics."""
+        """Return the layer's weight `[B]` in the division of entries: by default the mean of its heads' statistics."""
         return heads.mean(axis=-1)
 
     def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
@@ -141,7 +141,7 @@ class LayerBudgets:
         )
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "LayerBudgets":
-        """Return the budgets of the layers without a sliding window, counted from 0; the same object by default.
+        """Return these budgets for the layers without a sliding window, counted from 0; the same object by default.
 
         `sliding_windows` are `ModelConfig.sliding_windows`. Override this where budgets use layer indices.
         """
@@ -231,7 +231,7 @@ class GlobalLayers(UniformLayers):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _PyramidSchedule(LayerBudgets):
-    """Base of pyramid schedules by PyramidKV's `beta`: average entries over the top layer's entries, at least 1."""
+    """Base of pyramid layer budgets: `beta` is the ratio of average entries to the top layer's entries, at least 1."""
 
     beta: int | float = 20.0
 
@@ -251,7 +251,7 @@ class _ExactPyramid(_PyramidSchedule):
     """Base of pyramid schedules whose entries sum to the budget; subclasses define `compute_relative_entries`."""
 
     def compute_relative_entries(self, base: Any, depth: Any) -> Reals:
-        """Return relative entries of layers at depths from 0 (bottom) to 1 (top); subclasses override it.
+        """Return unscaled relative entries of layers at depths from 0 (bottom) to 1 (top); subclasses override it.
 
         Args:
             base: entries per kv head on average, without always-kept ones.
@@ -287,14 +287,14 @@ class LinearLayers(_ExactPyramid):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GeometricLayers(_ExactPyramid):
-    """Pyramid schedule: entries fall by a constant ratio per layer, in all by 2 * beta - 1 (PyramidKV, Table 5).
+    """Pyramid schedule: entries fall geometrically, by a factor of 2 * beta - 1 over all layers (PyramidKV, Table 5).
 
     Attributes:
         beta: as in `LinearLayers`.
     """
 
     def compute_relative_entries(self, base: Any, depth: Any) -> Reals:
-        """Return relative entries that fall by a constant ratio per layer, in all by 2 * beta - 1."""
+        """Return relative entries that fall geometrically, by a factor of 2 * beta - 1 from bottom to top layer."""
         return base * (1 / (2 * self.beta - 1)) ** depth
 
 
@@ -316,7 +316,7 @@ class ExponentialLayers(_ExactPyramid):
         )
 
     def compute_relative_entries(self, base: Any, depth: Any) -> Reals:
-        """Return relative entries: base / beta plus a part that decays as exp(-rate * depth)."""
+        """Return relative entries: base / beta + 2 * (base - base / beta) * exp(-rate * depth)."""
         top = base / self.beta
         return top + (2 * base - 2 * top) * select_array_module(depth).exp(-self.rate * depth)
 

@@ -14,7 +14,7 @@ UNSET = -math.inf
 
 
 class Merged(NamedTuple):
-    """Result of `Merger.merge_evicted_entries`: a layer's keys and values after merging, and the running thresholds.
+    """Result of `Merger.merge_evicted_entries`: a layer's keys and values after merging, and thresholds or None.
 
     Attributes:
         k: `[B, K, S, D]` keys, those of kept entries changed.
@@ -28,7 +28,7 @@ class Merged(NamedTuple):
 
 
 class EntryPerSegment(NamedTuple):
-    """Key and value vectors of one entry in each of N * K segments, in float32.
+    """NamedTuple of float32 key and value vectors of one entry in each of N * K segments.
 
     Attributes:
         k: `f32[N, K, D]` keys.
@@ -40,7 +40,7 @@ class EntryPerSegment(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Result of `merge_entry_while_decoding`: mask of kept entries that change, their keys and values, thresholds.
+    """Result of `merge_entry_while_decoding`: mask of kept entries that change, their new keys and values, thresholds.
 
     Attributes:
         joins: `bool[N, K]` where the kept entry changes.
@@ -94,7 +94,7 @@ class Merger:
 
     @property
     def compared_tensors(self) -> tuple[str, ...]:
-        """Tensors ("k", "v") whose cosines find the kept entry nearest to an evicted one; () by default.
+        """Names of tensors, "k" and "v", whose cosines find the kept entry nearest to an evicted one; () by default.
 
         With (), prompts and recompressed caches are merged; single entries evicted while decoding are not.
         """
@@ -154,12 +154,12 @@ class Merger:
 
 
 def build_axes_argument(merger: Merger, axes: ShardingMesh | None) -> dict[str, Any]:
-    """Return keyword arguments of a merger's methods: `{"axes": axes}` if its heads depend on one another, else {}."""
+    """Return extra keyword arguments for a merger: `{"axes": axes}` if its heads depend on one another, else {}."""
     return {"axes": axes} if merger.depends_on_other_heads else {}
 
 
 def check_merger(label: str, merge: Any) -> None:
-    """Raise TypeError unless `merge` is None or a Merger with the methods that it needs."""
+    """Raise TypeError unless `merge` is None or a `Merger` that overrides the merge methods that it needs."""
     if merge is None:
         return
     require_instance(label, merge, Merger, "give Merge(...), or None")

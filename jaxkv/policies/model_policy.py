@@ -21,7 +21,7 @@ def resolve_policy_for_model(
     dtype: Any,
     field: str = "policy",
 ) -> Policy:
-    """Return a policy fitted to a model's layers and sizes, from an instance, a name, a class or None (FullKV).
+    """Return a policy adapted to a model (filter layers, bytes as entries), from an instance, name, class or None.
 
     Args:
         given: the policy.
@@ -43,7 +43,7 @@ def resolve_policy_for_model(
 
 
 def _convert_byte_budget(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:
-    """Return the policy with a budget in bytes converted to entries per kv head; ValueError for too few bytes."""
+    """Return the policy, a budget in bytes converted to entries per kv head and layer; ValueError for too few bytes."""
     parts = policy.composed
     budget = parts.budget
     if not isinstance(budget, ByteBudget):

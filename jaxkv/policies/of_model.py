@@ -35,7 +35,7 @@ class ModelSpecificValue:
         return getattr(self, name) == size
 
     def require_model_sizes(self, **of_model: int) -> None:
-        """Raise ValueError unless the value fits model sizes given by name (`layers=32`); others are ignored."""
+        """Raise ValueError unless the value fits the named model sizes (`layers=32`); sizes it lacks are ignored."""
         for name, size in of_model.items():
             if hasattr(self, name):
                 own, remedy = getattr(self, name), f"the model has {size}: give {self.wanted}"
@@ -113,7 +113,7 @@ class FileArrays(ModelSpecificValue, abc.ABC):
 
     @property
     def host_arrays(self) -> Any:
-        """Pytree of the arrays, on the host; ValueError in a saved cache's policy, which has only the digest."""
+        """Pytree of the arrays, on the host; ValueError if the policy of a loaded cache has only their digest."""
         held = vars(self)["held"]
         remedy = "a digest without arrays, as in a saved cache: load it with policy=..., created from their file"
         require(held is not None, self.of_field, self, remedy)
@@ -121,7 +121,7 @@ class FileArrays(ModelSpecificValue, abc.ABC):
 
 
 def require_value(value: Kind | None, kind: type[Any]) -> Kind:
-    """Return a gate or filters unchanged; ValueError with the file to give if the value is None."""
+    """Return a gate or filters unchanged; ValueError, which says what file to give, if the value is None."""
     require(value is not None, kind.of_field, None, f"give {kind.wanted}")
     assert value is not None
     return value
@@ -129,7 +129,7 @@ def require_value(value: Kind | None, kind: type[Any]) -> Kind:
 
 @dataclasses.dataclass(frozen=True)
 class NamedTensors:
-    """Stored tensors, not read yet, by the suffix of their names; and the prefix that the names share.
+    """Stored tensors, not read yet, in a dict by name without the common prefix; and that prefix.
 
     Attributes:
         beginning: the common prefix.

@@ -72,7 +72,7 @@ class DecodingCompressionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Parts:
-    """All that the engine knows of a policy, by phases: selection of a prompt's entries, decoding, reads, store.
+    """A policy as the engine sees it: selection of a prompt's entries, phase after it, reads while decoding, store.
 
     Attributes:
         select: entries of a prompt to keep: `KeepAll()` or `Select(...)`.
@@ -144,7 +144,7 @@ class Parts:
         return cls(select=KeepAll(), **phases)
 
     def replace(self, **parts: Any) -> "Parts":
-        """Return a copy with these fields of `Parts`, or of its selection `Select`, replaced."""
+        """Return a copy with the given fields of `Parts`, or of its selection `select`, replaced."""
         phases = {name: parts.pop(name) for name in _PHASES & parts.keys()}
         select = dataclasses.replace(self.select, **parts) if parts else self.select
         return dataclasses.replace(self, **({"select": select} | phases))
@@ -236,7 +236,7 @@ class Parts:
 
     @property
     def cache_layout(self) -> SegmentLayout:
-        """Layout of the cache's segments: EQUAL, RAGGED, or SHARED if all layers are in one pool."""
+        """`SegmentLayout` of the cache: SHARED if layer budgets depend on scores, else EQUAL, or RAGGED if uneven."""
         if self.layers.depends_on_scores:
             return SegmentLayout.SHARED
         return SegmentLayout.EQUAL if self.heads.is_uniform else SegmentLayout.RAGGED
@@ -248,7 +248,7 @@ class Parts:
 
     @property
     def bounds_layers_early(self) -> bool:
-        """True if `bound_lower_layers` limits layers before later layers run, and heads keep their own best."""
+        """True if prefill can discard entries beyond `bound_lower_layers` early: each head keeps its own best ones."""
         shares = (
             isinstance(self.layers, WeightedLayers)
             and type(self.layers).compute_layer_entries is WeightedLayers.compute_layer_entries
@@ -259,12 +259,12 @@ class Parts:
 
     @property
     def score_threshold(self) -> float | None:
-        """Lowest score of a kept entry if the head budgets are `ThresholdHeads`; else None."""
+        """Lowest score (float) of a kept entry if the head budgets are `ThresholdHeads`; else None."""
         return get_score_threshold(self.heads)
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of all these parts: what prefill computes in addition to keys and values, such as attention sums."""
+        """`Needs` of all these parts except a gate: what prefill computes in addition to keys and values."""
         needs = self.scorer.needs
         return dataclasses.replace(
             needs,
@@ -289,7 +289,7 @@ class Parts:
         return self.store.compute_entry_bytes(dim, itemsize) + 4 + (4 if self.stores_scores else 0)
 
     def kernels_read_as_stored(self, dim: int) -> bool:
-        """Return True if kernels read entries of `dim` elements as stored; False if each step decodes them first."""
+        """Return True if kernels read entries of head dim `dim` as stored; False if each step decodes them first."""
         appends = not self.decoding_compression.compresses and self.read == ReadAll()
         return self.store.kernels == DenseStore.kernels or (
             appends and self.store.supports_kernels(set(self.store.kernels), dim)
@@ -345,7 +345,7 @@ class Parts:
 
     @property
     def growth_limit(self) -> int | None:
-        """Entries per kv head to which short prompts' segments may grow: the budget, layer budgets' limit, or None."""
+        """Entries per kv head to which short prompts' segments may grow: an entry budget, layers' limit, or None."""
         if isinstance(self.budget, EntryBudget):
             return self.budget.value
         return self.layers.growth_limit
@@ -381,7 +381,7 @@ class Parts:
         return np.maximum(rows, np.minimum(always_kept, lengths))
 
     def count_raised_budgets(self, lengths: Int[np.ndarray, " B"]) -> int:
-        """Return how many prompts get more than their share, to hold always-kept entries; 0 for a budget in entries."""
+        """Return how many prompts a `ShareBudget` gives too few entries for always-kept ones; 0 for other budgets."""
         if not isinstance(self.budget, ShareBudget):
             return 0
         lengths = np.asarray(lengths, np.int64)
@@ -397,7 +397,7 @@ class Parts:
         weights: Any = None,
         budget: Counts | None = None,
     ) -> Table:
-        """Return the number `[L, B]` of recent entries to keep: the window or, if more, the share `recent` of the rest.
+        """Return the number `[L, B]` of recent entries to keep: layer budgets' own, or `recent`; at least the window.
 
         The share is of the entries that are not always kept. The result is at most what other always-kept entries
         leave of `rows`. `weights` are the layers' weights, and `budget` the average entries per kv head, where budgets
@@ -412,7 +412,7 @@ class Parts:
         return xp.maximum(window, compute_floor_share(left, self.keep.recent))
 
     def describe_parts(self) -> dict[str, str]:
-        """Return a dict of short texts, by field name, of the parts that differ from defaults, and of `KeepAll()`."""
+        """Return a dict of short texts, by field name, of parts that differ from defaults; `KeepAll()` is included."""
         found = (
             {} if self.compresses_prompts else {"select": format_non_default_fields(self.select)}
         )

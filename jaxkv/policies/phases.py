@@ -74,7 +74,7 @@ class Select:
         self._check_entry_count()
 
     def _check_entry_count(self) -> None:
-        """Raise ValueError unless budget, layer budgets and head budgets together set the number of entries, once."""
+        """Raise ValueError for fields that exclude one another: budget, layers, heads, threshold, nested or merger."""
         budget, layers, heads = self.budget, self.layers, self.heads
         remedy = "give entries per head or a ratio; FullKV keeps every entry"
         if layers.sets_entry_count:
@@ -117,7 +117,7 @@ class Append:
     """Phase after the prompt that appends new entries to the kept ones and evicts none."""
 
     def require_fits_selection(self, select: Select) -> None:
-        """Accept every selection: appending can follow any, so that nothing is raised."""
+        """Do nothing: appending can follow any selection, so that no error is raised."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class Evict:
         check_eviction_rank("rank", self.rank)
 
     def require_fits_selection(self, select: Select) -> None:
-        """Raise ValueError if a selection does not allow evictions of single entries."""
+        """Raise ValueError if a selection's threshold, shared positions or merger exclude single evictions."""
         remedy = "single evictions compare entries with one another, not with a threshold: give every=64, for example"
         threshold = get_score_threshold(select.heads)
         require(threshold is None, "threshold", threshold, remedy)

@@ -102,7 +102,7 @@ class Policy:
         """Validate and normalise fields at construction, before the parts are built; a hook, empty here."""
 
     def create_part(self, kind: type[Part], **others: Any) -> Part:
-        """Create a part of class `kind` from this policy's fields of the same names; store its checked values in them.
+        """Create a part of class `kind` from this policy's fields of the same names; store validated values in both.
 
         Args:
             kind: the part's class, a dataclass.
@@ -137,7 +137,7 @@ class Policy:
         rolling: bool = False,
         **parts: Any,
     ) -> Parts:
-        """Return `Parts` of the arguments and of every policy's fields: budget, spans, `every`, merger and store.
+        """Return `Parts` of the arguments and this policy's shared fields: budget, spans, `every`, merger and store.
 
         Args:
             scorer: scorer of entries; None keeps every entry.
@@ -190,7 +190,7 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BudgetMethod(Policy):
-    """Base class of policies that keep 1024 entries per kv head and layer by default."""
+    """Base class of policies with a scorer of class `scored_by` and, by default, 1024 entries per kv head and layer."""
 
     budget: Budget = 1024
 
@@ -199,7 +199,7 @@ class BudgetMethod(Policy):
 
     @property
     def always_kept_entries(self) -> Keep:
-        """`Keep` of the first `sinks` and the last `window` tokens, 0 where the policy has no such field."""
+        """`Keep` of the first `sinks` and last `window` tokens, 0 without such a field; no protected spans."""
         return self.create_part(Keep, protect=(), recent=0.0)
 
     def create_scorer(self) -> Scorer:

@@ -38,7 +38,7 @@ class QueryWeighting(enum.Enum):
     UNIFORM = "uniform"
 
     def compute_query_weights(self, window: int) -> Float[np.ndarray, " w"]:
-        """Return float32 weights `[w]` of the last queries, newest first: halved by age, equal, or a single 1.
+        """Return float32 weights of the last queries, newest first: halved by age or all 1, `[w]`; for LAST, `[1]`.
 
         Args:
             window: number of queries; LAST ignores it and uses one.
@@ -92,7 +92,7 @@ class LayerReadConfig:
 
     @property
     def max_loaded_entries(self) -> int:
-        """Most entries per kv head, summed over layers, loaded from host memory at once; 0 without offloading."""
+        """Most entries per kv head, summed over layers, loaded from host memory together; 0 without offloading."""
         if not self.offloaded:
             return 0
         if not self.filters:
@@ -141,7 +141,7 @@ def find_unfiltered_layers(filters: tuple[int, ...], adjacent: int, layers: int)
 
 
 def map_layers_to_filters(filters: tuple[int, ...], adjacent: int, layers: int) -> tuple[int, ...]:
-    """Return, for each layer, the filter layer whose choice it uses; WHOLE (-1) if it attends to every entry."""
+    """Return a tuple of each layer's filter, the nearest below, whose choice it uses; WHOLE (-1) for every entry."""
     whole = set(find_unfiltered_layers(filters, adjacent, layers))
     return tuple(
         WHOLE if layer in whole else max(f for f in filters if f < layer) for layer in range(layers)
@@ -158,12 +158,12 @@ class AttentionReads:
 
     @property
     def chooses_per_layer(self) -> bool:
-        """True if each layer chooses the entries it attends to by itself, and all entries are on the device."""
+        """True if each layer itself chooses what to attend to, all on the device; by default `reads_all_entries`."""
         return self.reads_all_entries
 
     @property
     def rolling(self) -> bool:
-        """True if RoPE positions count within the cache: keys are stored before RoPE, and rotated on each read."""
+        """True if RoPE positions count within the cache and keys are rotated on each read; False by default."""
         return False
 
     @property
@@ -182,7 +182,7 @@ class AttentionReads:
         return self.prefill_chunk_tokens > 0
 
     def require_fits_selection(self, select: Select, after: After) -> None:
-        """Raise ValueError if these reads do not work with a selection of entries and the phase after the prompt."""
+        """Raise ValueError if these reads need whole prompts, or if the phase after the prompt is not `Append`."""
         remedy = "host memory and chunked prefill need whole prompts: leave the scorer out"
         require(not self.needs_whole_prompts, "read", self, remedy)
         remedy = "choosing tokens needs kept entries that do not change: give a policy that appends"
@@ -265,7 +265,7 @@ class ReadAll(AttentionReads):
 
 
 def parse_token_budget(given: Any, least: int) -> EntryBudget | ShareBudget:
-    """Return a typed budget of tokens that a layer attends to, 1024 by default; ValueError below `least` tokens."""
+    """Return `EntryBudget` or `ShareBudget` of tokens to attend to, 1024 for None; ValueError below `least` tokens."""
     budget = parse_budget(1024 if given is None else given)
     fits = (
         isinstance(budget, ShareBudget) or isinstance(budget, EntryBudget) and budget.value >= least
@@ -407,7 +407,7 @@ class FilteredReads(AttentionReads):
         return find_unfiltered_layers(self._required_filter_layers, self.adjacent, layers)
 
     def _compute_chosen_share(self, layers: int) -> Fraction:
-        """Return the share of a prompt's tokens that a filter layer chooses; ValueError for too low a `mem`."""
+        """Return the `Fraction` of a prompt's tokens that a filter layer chooses; ValueError for too low a `mem`."""
         if self.mem is None:
             assert isinstance(
                 self.budget, ShareBudget

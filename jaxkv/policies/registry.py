@@ -14,7 +14,7 @@ POLICIES: dict[str, type[Policy]] = {}
 
 
 def register(cls: type[Policy] | None = None, *, name: str = "") -> Any:
-    """Add a policy class to `POLICIES` by name, and return it; a class decorator.
+    """Class decorator: add a policy class to `POLICIES` by name, and return it; a decorator if only a name is given.
 
     Args:
         cls: the class; absent in `@register(name=...)`.
@@ -78,7 +78,7 @@ def resolve_policy(
 
 
 def takes_budget(cls: type[Policy]) -> bool:
-    """Return True if a policy class accepts a budget, of entries kept or attended to; False for FullKV."""
+    """Return True if a policy class accepts a budget of entries kept or attended to; FullKV and DuoAttention do not."""
     if cls().composed.budget is not None:
         return True
     try:

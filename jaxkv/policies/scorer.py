@@ -39,7 +39,7 @@ class GroupReduce(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FutureQuerySettings:
-    """Config of `QueryMoments`: statistics of queries, rotated (RoPE) to positions after the text.
+    """Config of `QueryMoments`: skipped first tokens, positions after the text for RoPE, covariance or mean only.
 
     Attributes:
         skip: number of first tokens left out of the statistics.
@@ -116,7 +116,7 @@ class QueryMoments:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BlockAttention:
-    """Config of non-causal attention within blocks of a prompt, whose sums a scorer may need.
+    """Config of non-causal attention within blocks of a prompt; scorers receive its sum for each key.
 
     Attributes:
         size: tokens per block.
@@ -247,7 +247,7 @@ class ScorerInputs:
         return extras[name]
 
     def reduce_window_attention(self, reduce: Callable[..., Array], *of_heads: Array) -> Array:
-        """Return `reduce` of the last queries' attention probabilities in each kv head, stacked to `[B, K, ...]`.
+        """Return `reduce` of each kv head's attention probabilities of the last queries, stacked to `[B, K, ...]`.
 
         Args:
             reduce: function from one kv head's probabilities `[G, w, S]`, the queries' positions and the head's slices
@@ -274,7 +274,7 @@ class ScorerInputs:
 
     @property
     def entry_positions(self) -> Int[Array, " S"]:
-        """Positions `i32[S]` of the entries."""
+        """Positions of the entries in the padded prompt, `i32[S]`: 0 to S - 1."""
         return jnp.arange(self.k.shape[2], dtype=jnp.int32)
 
     @property
@@ -343,7 +343,7 @@ class Scorer:
 
     @property
     def compares_keys(self) -> bool:
-        """True if the scorer compares each key with all others, whose memory plans count; False by default."""
+        """True if the scorer compares each key with all others, so that plans add memory; False by default."""
         return False
 
     @property
@@ -368,7 +368,7 @@ class Scorer:
         raise NotImplementedError
 
     def rank_first_stage(self, seen: ScorerInputs) -> Int[Array, "B K S"]:
-        """Return int32 ranks `[B, K, S]` within each head of the first stage's entries; S for all other entries.
+        """Return int32 ranks `[B, K, S]` of a head's first-stage entries, S for all others; TypeError by default.
 
         Called if `has_first_stage`. The first stage has at most a head's even share of the layer budget.
         """

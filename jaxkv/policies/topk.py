@@ -34,7 +34,7 @@ def count_true(mask: Bool[Array, "*rows S"]) -> Int[Array, "*rows"]:
 def kth_largest(
     keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]
 ) -> UInt[Array, "*rows 1"]:
-    """Return the `count`-th largest sort key along the last axis (1: the largest); the largest uint32 for a count of 0.
+    """Return the `count`-th largest sort key along the last axis, of size 1 in the result; the largest uint32 for 0.
 
     Bisection on the bits takes 32 counts instead of a sort. The count may differ by array row, and is not a shape.
     """
@@ -49,7 +49,7 @@ def kth_largest(
 
 
 def mask_top_k(keys: UInt[Array, "*rows S"], count: Int[Array, "*#rows"]) -> Bool[Array, "*rows S"]:
-    """Return the mask of the `count` largest sort keys along the last axis; ties go to the lowest index.
+    """Return the boolean mask of the `count` largest sort keys along the last axis; ties go to the lowest index.
 
     A key of 0 marks an entry that cannot be chosen: `count` is at most the number of other keys. A threshold and a
     count let one compilation serve every budget.

@@ -51,7 +51,7 @@ class KeyDifference(Scorer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FutureAttention(Scorer):
-    """ExpectedAttention's scorer: attention expected from queries after the text, times the value's L2 norm.
+    """ExpectedAttention's scorer: attention expected from queries after the text, by default times the value's norm.
 
     Queries are assumed to be normally distributed. Their mean and covariance are those of the text's queries before
     RoPE, rotated by the mean rotation of the following positions.
@@ -86,14 +86,14 @@ class FutureAttention(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of the scorer: `QueryMoments`, and last queries for recompression."""
+        """`Needs` of the scorer: `QueryMoments`, and the last `remembered` queries for recompression."""
         moments = FutureQuerySettings(
             skip=self.sinks, positions=self.positions, covariance=self.covariance
         )
         return Needs(queries=self.remembered, moments=moments)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return scores `[B, K, S]`: expected attention, mean over query heads; times value norms if `value_norms`."""
+        """Return scores `[B, K, S]`: expected attention, mean over query heads; with `value_norms`, times L2 norms."""
         counts = seen.mask_entries_between(first=self.sinks)[:, :, None]
         logits = jnp.where(counts, _compute_expected_logits(seen.k, seen.moments), -jnp.inf)
         most = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
@@ -129,7 +129,7 @@ def _compute_expected_logits(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WorstAttention(Scorer):
-    """DefensiveKV's scorer: largest attention of any window query to an entry, times its share of value norms.
+    """DefensiveKV's scorer: largest attention of any window query to an entry, times its share of heads' value norms.
 
     Attention is pooled over neighbours and reduced by the maximum over the window's queries and the group's query
     heads; numbers below the head's mean are raised to it. The result is multiplied by the L1 norm of the value at the
@@ -167,11 +167,11 @@ class WorstAttention(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of the scorer: the queries of the last `window` tokens, and norms of values."""
+        """`Needs` of the scorer: the queries of the last `window` tokens, and L1 norms of projected values."""
         return Needs(queries=self.window, norms=True)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return scores `[B, K, S]`: largest pooled attention of any window query, times the share of value norms."""
+        """Return scores `[B, K, S]`: largest pooled window attention, at least its mean, times value norm shares."""
         pool, index = AvgPool(self.kernel), seen.entry_positions
 
         def worst(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, " S"]:
@@ -272,7 +272,7 @@ class GateRank(Rank):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateScores(Scorer):
-    """KVzap's scorer: a trained gate scores each entry from its token's hidden state.
+    """KVzap's scorer, base of Fast KVzip's: a trained gate scores each entry from its token's hidden state.
 
     Attributes:
         gate: the model's gate; None is rejected in prefill.

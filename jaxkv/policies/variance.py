@@ -85,7 +85,7 @@ class VarianceLayers(LayerBudgets):
         object.__setattr__(self, "dense_layers", tuple(layers))
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "VarianceLayers":
-        """Return a copy whose `dense_layers` count layers without a sliding window only; ValueError for others."""
+        """Return a copy whose `dense_layers` count full-attention layers only; ValueError for sliding-window ones."""
         named = np.flatnonzero(mask_dense_layers(self.dense_layers, len(sliding_windows))).tolist()
         index, found = (
             list_full_attention_layers(sliding_windows),
@@ -117,7 +117,7 @@ class VarianceLayers(LayerBudgets):
         return variance.mean(axis=-1)
 
     def bound_layer_entries(self, budget: Counts, length: Counts) -> Counts:
-        """Return an upper bound `[N]` of a layer's entries: the prompt; e * budget by HEADNORM without dense layers."""
+        """Return an upper bound `[N]` of a layer's entries: length, or e * budget + 2 (HEADNORM, no dense layers)."""
         length = np.asarray(length, np.int64)
         if self.statistic is not VarianceWeighting.HEADNORM or self.dense_layers:
             return length

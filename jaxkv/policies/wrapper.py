@@ -69,7 +69,7 @@ class PolicyWrapper(_DerivedPolicy):
 
     @functools.cached_property
     def base_policy(self) -> Policy:
-        """Base policy as an instance; a name, class or default is created with this policy's shared fields."""
+        """Base policy as an instance; a name, class or default `usual` is created with this policy's shared fields."""
         options = {
             name: getattr(self, name)
             for name, default in _SHARED.items()
@@ -164,7 +164,7 @@ class SparseReadPolicy(_DerivedPolicy):
         )
 
     def build_policy_parts(self) -> Parts:
-        """Return the base's `Parts`, or those of all entries, with reads of this policy's fields."""
+        """Return the base's `Parts`, or without a base those of all entries, with reads of class `read_by`."""
         base = (
             Parts(store=get_store_class(self.store))
             if self.base_policy is None

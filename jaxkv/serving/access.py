@@ -19,7 +19,7 @@ _QUIET = ("/health", "/metrics")
 
 
 class AccessMiddleware:
-    """ASGI middleware that checks the API key and limits, and counts and logs each HTTP request."""
+    """ASGI middleware that checks the API key, draining and body limits, and counts and logs HTTP requests."""
 
     def __init__(self, app: ASGIApp, service: ServerState):
         self._app, self._service = app, service
@@ -58,7 +58,7 @@ class AccessMiddleware:
             _log_request(scope, record)
 
     def _check_admission(self, scope: Scope, *, works: bool) -> None:
-        """Raise `HttpError` before the body is read: 401 for a wrong API key, 503 for new work while draining."""
+        """Raise `HttpError` before the body is read: 401 without the right API key, 503 for new work while draining."""
         key, path = self._service.limits.api_key, scope["path"]
         if key is not None and (path.startswith("/v1/") or path == "/metrics"):
             given = Headers(scope=scope).get("authorization", "")
@@ -70,7 +70,7 @@ class AccessMiddleware:
             raise make_draining_error()
 
     async def _read_body(self, scope: Scope, receive: Receive) -> Receive:
-        """Read a JSON body to its end; return a receive function that replays it and then continues with `receive`.
+        """Read a JSON body within its limits; return a receive function that replays it, then continues with `receive`.
 
         Raises `HttpError` 415 if the content type is not JSON, 413 if the body is too long, 408 if it is too slow.
         """
@@ -107,7 +107,7 @@ class AccessMiddleware:
 
 
 def _log_request(scope: Scope, record: RequestRecord) -> None:
-    """Log one line for an HTTP request: id, method, path, status, numbers of tokens, seconds; never its text."""
+    """Log one line for an HTTP request: id, method, path, status, token counts, seconds; a second line for a fault."""
     path = urllib.parse.quote(scope["path"][:100], errors="replace")
     counts = [
         "-" if count is None else str(count) for count in (record.prompt_tokens, record.new_tokens)

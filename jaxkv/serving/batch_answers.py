@@ -49,7 +49,7 @@ class BatchFileRunner:
             return make_response_output(line, failure.status, failure.make_error_body())
 
     def _compute_completion(self, line: ParsedBatchLine) -> dict[str, Any]:
-        """Answer a valid line with the engine; return OpenAI's completion or chat completion as a dict."""
+        """Answer a line's body with the engine; return OpenAI's (chat) completion as a dict; raise if rejected."""
         body = (ChatBody if line.url == CHATS else TextBody).model_validate(line.body)
         if body.stream:
             said = "stream=true: a batch does not stream: leave it out"
@@ -76,7 +76,7 @@ class BatchFileRunner:
     def answer_lines(
         self, lines: Iterable[ParsedBatchLine]
     ) -> Iterator[tuple[ParsedBatchLine, dict[str, Any]]]:
-        """Yield each line with its output object as it completes; close the engine if the caller stops early."""
+        """Answer lines in parallel; yield (line, output object) as each completes; close the engine if ended early."""
         left, under_way = iter(lines), dict[Future[dict[str, Any]], ParsedBatchLine]()
         pool = ThreadPoolExecutor(self.most)
         try:

@@ -26,7 +26,7 @@ class ResumableBatchOutput:
     """
 
     def __init__(self, requests: Path, out: Path, about: str):
-        """Read all lines and earlier answers; ValueError if a file has other data than answers to these requests.
+        """Read all request lines, and earlier answers from output and partial file; ValueError if one has other data.
 
         `about` names what else decides the answers. A line whose answer has not status 200 is answered again.
         """
@@ -44,7 +44,7 @@ class ResumableBatchOutput:
         self._file: Any = None
 
     def iterate_unanswered_lines(self) -> Iterator[ParsedBatchLine]:
-        """Yield the lines that have no answer yet; one that repeats an earlier custom_id is marked as invalid."""
+        """Yield each `ParsedBatchLine` without an answer; one that repeats a custom_id is marked as invalid."""
         for line in self._mark_repeated_ids():
             if line.id not in self._answers:
                 yield line
@@ -60,7 +60,7 @@ class ResumableBatchOutput:
         self._answers[line.id] = data
 
     def write_output_file(self) -> int:
-        """Write all answers to the output file in the order of the requests, and remove the partial file.
+        """Write all answers to the output file in request order, remove the partial file; return how many lines failed.
 
         Returns:
             Number of lines without status 200.
@@ -82,7 +82,7 @@ class ResumableBatchOutput:
             self._file = None
 
     def _mark_repeated_ids(self) -> Iterator[ParsedBatchLine]:
-        """Yield all lines; a line that repeats a custom_id gets an error text and an id of its own."""
+        """Yield all lines; one whose custom_id an earlier line has gets an error text and an answer id of its own."""
         for line in read_batch_lines(self._requests, self._about):
             first = line.number
             if line.fault is None and line.custom_id is not None:
@@ -98,7 +98,7 @@ class ResumableBatchOutput:
                 )
 
     def _collect_file_answers(self, path: Path, wanted: set[str]) -> int:
-        """Collect a file's answers of status 200; return the bytes of complete lines before the first invalid one."""
+        """Collect a file's answers of status 200; return how many bytes precede its first invalid line."""
         end = total = ours = 0
         with open(path, "rb") as lines:
             for data in lines:
@@ -134,7 +134,7 @@ def _parse_answer_line(data: bytes) -> dict[str, Any] | None:
 
 
 def _read_first_bytes(path: Path) -> bytes:
-    """Return the first bytes of a file, as many as all partial files have in common."""
+    """Return a file's first bytes, as many as the text with which every partial file begins."""
     with open(path, "rb") as file:
         return file.read(len(_BEGIN))
 
@@ -147,7 +147,7 @@ def _get_status_code(answer: dict[str, Any]) -> int | None:
 
 @contextlib.contextmanager
 def lock_output_file(out: Path) -> Iterator[None]:
-    """Context manager that keeps other processes from writing the same output file; ValueError if one does."""
+    """Context manager that locks an output file against other processes; ValueError if another process has the lock."""
     import filelock  # 50 ms
 
     path = out.with_name(out.name + ".lock")

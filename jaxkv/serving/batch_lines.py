@@ -66,7 +66,7 @@ def read_batch_lines(path: Path, about: str) -> Iterator[ParsedBatchLine]:
 
 
 def _parse_batch_line(data: bytes, number: int, about: str) -> ParsedBatchLine:
-    """Parse one line of a batch file; an invalid one gets its error text as `fault`."""
+    """Parse one line of a batch file to a `ParsedBatchLine`; an invalid one has its error text as `fault`."""
     given: Any = None
     try:
         given = from_json(data, allow_inf_nan=False)

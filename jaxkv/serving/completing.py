@@ -33,13 +33,13 @@ _FORM: Any = {"response_model": Reply, "response_model_exclude_unset": True}
 
 @routes.post(TEXTS, summary="Continue a text", **_FORM)
 async def complete_texts(body: TextBody, request: HttpRequest, service: Served) -> Any:
-    """Answer POST /v1/completions: continue one or several texts or lists of token ids."""
+    """Answer POST /v1/completions: continue texts or lists of token ids; return the response or an event stream."""
     return await _answer_body(service, request, body)
 
 
 @routes.post(CHATS, summary="Answer a chat", **_FORM)
 async def complete_chats(body: ChatBody, request: HttpRequest, service: Served) -> Any:
-    """Answer POST /v1/chat/completions: answer messages with the model's chat template."""
+    """Answer POST /v1/chat/completions with the model's chat template; return the response or an event stream."""
     request.state.record.prompt = "messages"
     return await _answer_body(service, request, body)
 
@@ -47,7 +47,7 @@ async def complete_chats(body: ChatBody, request: HttpRequest, service: Served) 
 async def _answer_body(
     service: ServerState, request: HttpRequest, body: TextBody | ChatBody
 ) -> Any:
-    """Submit the requests of a body; return the complete response, or a stream of events if the body requests one."""
+    """Submit the requests of a body; return the complete `Reply`, or an `EventStream` if the body requests a stream."""
     record: RequestRecord = request.state.record
     record.model, document = service.resolve_model_and_document(body.model, body.document)
     # In a thread, so that tokenizing a long prompt does not block other connections.
@@ -66,7 +66,7 @@ async def _answer_body(
 def _record_token_counts(
     service: ServerState, record: RequestRecord, requests: list[Request], usage: Usage | None
 ) -> None:
-    """Record the token counts of answered requests in the request's record and the server's metrics."""
+    """Record answers' token counts in the HTTP request's record, and each answer's stats in the server's metrics."""
     if usage is not None:
         record.prompt_tokens, record.new_tokens = usage.prompt_tokens, usage.completion_tokens
     for each in requests:
@@ -77,7 +77,7 @@ def _record_token_counts(
 def _submit_body(
     service: ServerState, model: str, body: TextBody | ChatBody, document: Document | None
 ) -> list[Request]:
-    """Submit one request per prompt and answer of a body; bodies with several answers one after the other."""
+    """Submit a body's requests, one per prompt and answer, and return them; bodies with several take turns."""
     # One at a time: two bodies of many answers that fill the queue in turns would both be rejected.
     several = body.n * len(body.prompts) > 1
     with service.submitting if several else contextlib.nullcontext():
@@ -98,7 +98,7 @@ class EventStream(StreamingResponse):
         self._record, self._requests = record, requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events until the answers are complete or the client disconnects, which is logged as status 499."""
+        """Send the events until the answers are complete; if the client disconnects, cancel them and set status 499."""
         with submission.cancel_on_exit(self._requests):
             try:
                 await submission.await_while_connected(receive, self.stream_response(send))
@@ -119,13 +119,13 @@ async def _generate_events(
     head = {"object": kind, **submission.make_reply_head(body, record.model or service.name)}
 
     def make_chunk_event(choices: list[Any], usage: Usage | None = None) -> bytes:
-        """Return an event with choices, or with token counts; `usage` is sent only if requested."""
+        """Return an event's bytes: `choices`, and `usage` (token counts or null) only if the client requests it."""
         numbers: dict[str, Any] = {"usage": usage} if counted else {}
         made = Reply(choices=choices, **head, **numbers)
         return _format_sse_event(made.model_dump_json(exclude_unset=True).encode())
 
     def make_piece_event(at: int, delta: dict[str, str], reason: str | None = None) -> bytes:
-        """Return an event with one piece of an answer: a text, or its finish reason."""
+        """Return the bytes of an event with one piece of answer `at`: a text, a chat's role, or the finish reason."""
         told: dict[str, Any] = {"index": at, "logprobs": None, "finish_reason": reason}
         if chat:
             return make_chunk_event([ChatPiece(delta=delta, **told)])

@@ -24,7 +24,7 @@ routes = APIRouter(prefix="/v1/documents")
 async def create_document(
     body: DocumentBody, request: HttpRequest, service: Served
 ) -> dict[str, Any]:
-    """Compress a text or a chat as a document; if the client disconnects, cancel this or remove the document."""
+    """Compress a text or chat, return the document's JSON object; if the client disconnects, cancel or remove it."""
     record: RequestRecord = request.state.record
     if (body.text is None) == (body.messages is None):
         raise HttpError(400, "text: use either text or messages", param="text")
@@ -49,7 +49,7 @@ async def create_document(
 
 
 def make_document_object(document: Document, model: str) -> dict[str, Any]:
-    """Return a document's JSON object: its id, tokens, entries per kv head and layer, and bytes on the device.
+    """Return a document's JSON object: id, model, token count, mean entries per kv head and layer, sizes in bytes.
 
     `kept_bytes` is the size of the kept entries alone, `full_bytes` that of all entries of an uncompressed cache.
     """
@@ -66,7 +66,7 @@ def make_document_object(document: Document, model: str) -> dict[str, Any]:
 
 
 def _remove_abandoned_document(engine: Engine, ended: Future[Document]) -> None:
-    """Remove the document of a completed future whose client has disconnected."""
+    """Remove the document of a completed future whose client has disconnected; nothing if the future failed."""
     if ended.exception() is None:
         with contextlib.suppress(ValueError):
             engine.documents.remove_document(ended.result().id)
@@ -74,7 +74,7 @@ def _remove_abandoned_document(engine: Engine, ended: Future[Document]) -> None:
 
 @routes.get("", summary="List documents")
 def list_documents(service: Served) -> dict[str, Any]:
-    """List all documents of all models, in order of their ids."""
+    """Return a JSON list object with the document objects of all models, in order of their ids."""
     found = [
         make_document_object(each, model)
         for model, engine in service.models.items()
@@ -85,7 +85,7 @@ def list_documents(service: Served) -> dict[str, Any]:
 
 @routes.get("/{id}", summary="Describe a document")
 def describe_document(id: str, service: Served) -> dict[str, Any]:
-    """Describe one document: its model, tokens, entries and bytes; 404 if unknown."""
+    """Return a document's JSON object: its model, token count, entries and bytes; 404 for an unknown id."""
     model, document = service.find_model_and_document(id)
     return make_document_object(document, model)
 
@@ -94,7 +94,7 @@ def describe_document(id: str, service: Served) -> dict[str, Any]:
 def show_kept_tokens(
     id: str, where: Annotated[KeptQuery, Query()], service: Served
 ) -> dict[str, Any]:
-    """Return a document's tokens as texts, and for each token how many (layer, kv head) pairs keep its entry."""
+    """Return a document's token texts, and for each how many (layer, kv head) pairs, all or the query's, keep it."""
     model, document = service.find_model_and_document(id)
     kept, session = document.kept, service.models[model].session
     (layers, heads, _), layer, head = kept.bits.shape, where.layer, where.head
@@ -125,7 +125,7 @@ def show_kept_tokens(
 
 @routes.delete("/{id}", summary="Delete a document")
 def delete_document(id: str, service: Served) -> dict[str, Any]:
-    """Remove a document from the device and the disk; 404 if unknown."""
+    """Remove a document from the device and the disk; return its id and `deleted`; 404 for an unknown id."""
     model, document = service.find_model_and_document(id)
     service.models[model].documents.remove_document(document.id)
     return {"id": document.id, "object": "document", "deleted": True}

@@ -84,7 +84,7 @@ class DocumentCacheStore:
         most_bytes: int,
         folder: Path | None,
     ):
-        """Find the documents in `folder`, or create a temporary folder for None, without reading their caches.
+        """Register the documents in `folder` without reading their caches; for None, create a temporary folder.
 
         `shape` is the shape of the slots, which a document enters for each question.
         """
@@ -127,7 +127,7 @@ class DocumentCacheStore:
             return self._known[name]
 
     def add_document(self, cache: KVCache, ids: Sequence[int]) -> Document:
-        """Add a document's cache, without headroom, and its token ids under a new id; return its `Document`.
+        """Add a document under a new id, from its cache (without headroom) and its token ids; return its `Document`.
 
         Other documents may be moved to disk.
         """
@@ -155,7 +155,7 @@ class DocumentCacheStore:
         return made
 
     def get_document_cache(self, name: str) -> KVCache:
-        """Return a document's cache in the shape of a slot, read from disk if it is not on the device.
+        """Return a copy of a document's cache in the shape of a slot, read from disk if it is not on the device.
 
         Raises ValueError if the id is unknown.
         """
@@ -190,7 +190,7 @@ class DocumentCacheStore:
             self._remove()
 
     def _keep_on_device(self, name: str, cache: KVCache) -> None:
-        """Keep a cache on the device as the most recently used; move others to disk while all exceed `most_bytes`."""
+        """Put a cache on the device as most recently used; move least recently used ones to disk above `most_bytes`."""
         with self._lock:
             if name in self._known:
                 self._held[name] = cache
@@ -223,7 +223,7 @@ class DocumentCacheStore:
         shutil.rmtree(self._folder / name, ignore_errors=True)
 
     def _get_description_path(self, name: str) -> Path:
-        """Return the path of a document's description, which is written after the cache: it marks complete ones."""
+        """Return the path of a document's JSON description, whose existence marks its cache on disk as complete."""
         return self._folder / f"{name}.json"
 
     def _describe_model_and_policy(self) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class DocumentCacheStore:
         )
 
     def _refresh_known_documents(self, *names: str) -> None:
-        """Register documents, by default all, that other engines wrote to a user's folder; forget deleted ones."""
+        """Register documents of these ids, or all, that other engines wrote to a user's folder; forget deleted ones."""
         if not self._kept:
             return
         for name in names or sorted(

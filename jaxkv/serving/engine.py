@@ -177,7 +177,7 @@ class Engine:
     def start(
         self, tick: Callable[[str], object] = lambda what: None, name: str = "engine"
     ) -> None:
-        """Compile and start an engine created with `start=False`; call `tick` with a text before each compilation."""
+        """Compile programs (`tick` gets a text before each) and start the threads, if created with `start=False`."""
         COMPUTING.add(self._scheduler)
         self._slots.compile_programs(
             lambda part: tick(f"compiling {part} of {name}"), lengths=self._precompile
@@ -201,7 +201,7 @@ class Engine:
         offline: bool = False,
         document: Document | None = None,
     ) -> Request:
-        """Queue one prompt and return its `Request` without waiting for the answer; any thread may call this.
+        """Queue one prompt, or a question on a document, from any thread; return its `Request` without waiting.
 
         Args:
             prompt: text, chat messages or token ids; a question if `document` is given.
@@ -296,7 +296,7 @@ class Engine:
         budget: int | float | np.integer | np.floating | None = None,
         deadline: float | np.floating | np.integer | None = None,
     ) -> Document:
-        """Prefill and compress a document once; return its handle, which `submit` accepts any number of times.
+        """Prefill and compress a document; wait for it and return its `Document`, for any number of `submit` calls.
 
         Args:
             prompt: text, chat messages or token ids; a text leaves the user's turn open for the question.
@@ -365,7 +365,7 @@ class Engine:
         key: PRNGKeyArray | int | None = None,
         **options: Any,
     ) -> Iterator[Completion]:
-        """Answer any number of prompts; yield the `Completion` of each, in their order.
+        """Return an iterator that answers any number of prompts, and yields the `Completion` of each in their order.
 
         Twice as many requests as slots are in flight.
 
@@ -403,7 +403,7 @@ class Engine:
         )
 
     def close(self, *, drain: bool = True) -> None:
-        """Close the engine: answer its requests or cancel them, and reject new ones. May be called again.
+        """Close the engine: answer its requests, or cancel them if not `drain`; reject new ones. May be called again.
 
         Args:
             drain: True to answer all requests first, False to cancel them.
@@ -442,7 +442,7 @@ class Engine:
             raise PromptTooLong(f"prompt={tokens} tokens: {told}")
 
     def _enqueue_work(self, works: Sequence[PrefillWork]) -> None:
-        """Queue all requests, or a document, for the engine's thread, or none; raise if full, closed or failed."""
+        """Queue all given requests, or a document, or none; raise if the queue is full, the engine closed or failed."""
         with self._changed:
             if self.error is not None:
                 raise RuntimeError(f"the engine has failed: {self.error}") from self.error

@@ -35,7 +35,7 @@ class EngineConfig:
         return 1 if self.mesh is None else math.prod(parse_mesh_sizes(self.mesh, "mesh"))
 
     def create_engine(self) -> Engine:
-        """Load the model and create its `Engine`; ValueError for a model without a tokenizer."""
+        """Load the model, create its started `Engine` and return it; ValueError for a model without a tokenizer."""
         mesh = make_mesh_from_text(self.mesh, name="mesh")
         enable_compilation_cache()
         params = load(self.model, dtype=self.dtype, weights=self.weights)

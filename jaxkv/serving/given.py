@@ -34,7 +34,7 @@ def resolve_random_key(given: Any, like: PRNGKeyArray) -> PRNGKeyArray | None:
 
 
 def supports_request_budget(policy: Policy) -> bool:
-    """True if each request under a policy may have its own, smaller budget."""
+    """True if requests may have smaller budgets of their own: the policy has a budget and never recompresses."""
     return (
         policy.build_policy_parts().budget is not None
         and policy.build_policy_parts().recompression_interval is None
@@ -51,7 +51,7 @@ def compute_deadline(given: Any) -> float | None:
 
 
 def apply_request_budget(given: Any, policy: Policy, document: Document | None) -> Policy | None:
-    """Return the policy with a request's own budget; None for None. ValueError for a budget above the policy's."""
+    """Return the policy with a request's own budget, None for None; ValueError if not supported or above its own."""
     if given is None:
         return None
     require(document is None, "budget", given, "the document is compressed already: leave it out")

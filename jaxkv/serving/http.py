@@ -86,7 +86,7 @@ def _make_model_object(service: ServerState, name: str) -> dict[str, Any]:
 
 @routes.get("/v1/models", summary="List the models")
 async def list_models(service: Served) -> dict[str, Any]:
-    """List all models in OpenAI's form, the default one first."""
+    """Return a JSON list object with OpenAI's object of each model, the default model first."""
     return {
         "object": "list",
         "data": [_make_model_object(service, name) for name in service.models],
@@ -95,7 +95,7 @@ async def list_models(service: Served) -> dict[str, Any]:
 
 @routes.get("/v1/models/{id:path}", summary="Look at a model")
 async def describe_model(id: str, service: Served) -> dict[str, Any]:
-    """Describe one model in OpenAI's form; 404 if unknown."""
+    """Return OpenAI's object of one model, with its policy and token limits; 404 for an unknown id."""
     return _make_model_object(service, service.resolve_model_id(id))
 
 
@@ -114,7 +114,7 @@ async def report_health(service: Served) -> dict[str, Any]:
 
 @routes.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)
 def export_metrics(service: Served) -> Response:
-    """Return all metrics of the server in Prometheus' text format."""
+    """Return an HTTP response with all metrics of the server, in Prometheus' text format."""
     return Response(
         service.metrics.format_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8"
     )

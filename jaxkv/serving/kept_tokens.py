@@ -26,14 +26,14 @@ class KeptTokens:
 
     @classmethod
     def from_cache(cls, cache: KVCache, ids: Sequence[int]) -> "KeptTokens":
-        """Return the kept tokens of one document from its cache and its token ids `ids`."""
+        """Return a document's `KeptTokens`, from its cache and its token ids `ids`."""
         return cls(
             ids=np.asarray(ids, np.int32),
             bits=np.packbits(cache.mask_kept_tokens(0, len(ids)), axis=-1),
         )
 
     def counts(self, layer: int | None = None, head: int | None = None) -> Int[np.ndarray, " n"]:
-        """Count for each token the (layer, kv head) pairs that keep its entry, `[n]`; of one layer or head if given."""
+        """Return `[n]`, for each token how many (layer, kv head) pairs, of all or a given layer or head, keep it."""
         layers = slice(None) if layer is None else slice(layer, layer + 1)
         heads = slice(None) if head is None else slice(head, head + 1)
         mask = np.unpackbits(self.bits[layers, heads], axis=-1, count=len(self.ids))

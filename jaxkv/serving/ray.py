@@ -59,7 +59,7 @@ class Replica:
     """Ray Serve replica: one engine behind OpenAI's HTTP interface."""
 
     def __init__(self, recipe: EngineConfig, name: str, limits: RequestLimits):
-        """Load the model and create the engine."""
+        """Load the model, and create its engine and the HTTP application around it."""
         self._engine = recipe.create_engine()
         self._app = HttpApplication({name: self._engine}, limits=limits)
 

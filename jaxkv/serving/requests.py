@@ -39,11 +39,11 @@ class QueueFull(RuntimeError):
 
 
 class PromptTooLong(ValueError):
-    """Error of `Engine.submit` for a prompt or question longer than the engine's slots allow."""
+    """Error for a prompt, question or document that has more tokens than the engine accepts."""
 
 
 class EngineClosed(RuntimeError):
-    """Error of `Engine.submit` on a closed engine, or in a process forked from the engine's."""
+    """Error of `Engine.submit` and `document` on a closed engine, or in a process forked from the engine's."""
 
 
 class Request:
@@ -87,7 +87,7 @@ class Request:
         return self.future.cancelled()
 
     def result(self, timeout: float | int | None = None) -> Completion:
-        """Wait for the answer and return its `Completion`.
+        """Wait for the answer and return its `Completion`; raise the request's error, or TimeoutError after `timeout`.
 
         Args:
             timeout: maximum time to wait in seconds; None for no limit.
@@ -104,7 +104,7 @@ class Request:
         return self.future.result(timeout)
 
     def cancel(self) -> None:
-        """Cancel the request: it leaves the queue immediately, or its slot after the current block of tokens."""
+        """Cancel the request, unless it has ended: it leaves the queue, or its slot, at the engine's next step."""
         self.future.cancel()
 
     def __iter__(self) -> Iterator[str]:
@@ -189,13 +189,13 @@ class Request:
             self._wake_readers()
 
     def set_completion(self, completion: Completion, stats: RequestStats) -> None:
-        """Complete the request with its answer and stats, and wake all readers; for the engine only."""
+        """Complete the request, unless it has ended, with its answer and stats; wake readers. For the engine only."""
         if mark_future_running(self.future):
             self.stats = stats
             self.future.set_result(completion)
 
     def fail_with_error(self, error: BaseException) -> None:
-        """End the request with an error, which `result` and readers raise; for the engine only."""
+        """End the request, unless it has ended, with an error that `result` and readers raise; for the engine only."""
         if mark_future_running(self.future):
             self.future.set_exception(error)
 

@@ -91,7 +91,7 @@ class Scheduler:
         return False
 
     def fail_all_requests(self, error: BaseException) -> None:
-        """End every waiting, prefilled or running request with an error, without using the device."""
+        """End with an error every request and document that waits, is in prefill, is ready or runs; use no device."""
         for work in self._iterate_requests():
             work.fail_with_error(error)
         self.waiting.clear()
@@ -100,7 +100,7 @@ class Scheduler:
         self._reading = None
 
     def _iterate_requests(self) -> Iterator[PrefillWork]:
-        """Yield every request and document that has not ended: waiting, in prefill, ready, running."""
+        """Yield the work of every request and document that has not ended: waiting, in prefill, ready, running."""
         yield from list(self.waiting)
         if self._reading is not None:
             yield from self._reading[0]
@@ -166,7 +166,7 @@ class Scheduler:
         self._reading = works, works[0].prefill_layers(self.slots, self.documents)
 
     def _advance_prefill(self) -> None:
-        """Compute the next layer of the current prefill; an error of the prompt ends only its requests."""
+        """Compute the current prefill's next layer, or finish it; an error of its prompt ends only its requests."""
         assert self._reading is not None
         (works, walk), begun = self._reading, time.monotonic()
         try:

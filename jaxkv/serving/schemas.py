@@ -74,7 +74,7 @@ Messages = Annotated[list[Message], Field(min_length=1, fail_fast=True)]
 
 
 class StreamOptions(Body):
-    """Options of a streamed answer; `include_usage` adds the token counts in its last event."""
+    """Options of a streamed answer: `include_usage` adds an event with token counts; others have no effect."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -162,7 +162,7 @@ class DocumentBody(Body):
 
 
 class KeptQuery(Body):
-    """Query of GET /v1/documents/{id}/kept: one layer, or one kv head of it."""
+    """Query of GET /v1/documents/{id}/kept: all layers, one layer, or one kv head of a layer."""
 
     model_config = ConfigDict(strict=False)
     layer: Annotated[int, Field(ge=0)] | None = None

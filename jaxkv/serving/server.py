@@ -64,7 +64,7 @@ class Server(uvicorn.Server):
         return JSONResponse(body, 503, {"Retry-After": "5"})
 
     def run_startup(self, make: Callable[[], object]) -> None:
-        """Call a function that sets `app`, from a thread; store its error in `error` and stop the server."""
+        """Call `make`, which sets `app`, on this thread; if it raises, store the error and stop the server."""
         try:
             make()
         except BaseException as error:  # noqa: BLE001 - raised by the caller of `run`
@@ -81,7 +81,7 @@ class Server(uvicorn.Server):
         self._latest = time.monotonic() + self.app.service.limits.seconds + _LAST_READ
 
     async def on_tick(self, counter: int) -> bool:
-        """Stop the server once it drains and no request is active, or the longest deadline has passed."""
+        """Let a draining server stop once no request is active or the last deadline has passed; return True to stop."""
         idle = self.app is not None and self.app.service.active == 0
         if self._latest is not None and (idle or time.monotonic() > self._latest):
             self.should_exit = True

@@ -51,7 +51,7 @@ class ServerMetrics:
         self._requests.labels(route, str(status)).inc()
 
     def record_answer(self, model: str, stats: RequestStats) -> None:
-        """Record one answer's seconds and token counts in a model's histograms, and update its mean seconds."""
+        """Record an answer's seconds and token counts in its model's histograms; update the moving mean of seconds."""
         seen: dict[str, int | float] = {
             "time_to_first_token_seconds": stats.first_token_seconds,
             "answer_seconds": stats.seconds,
@@ -66,7 +66,7 @@ class ServerMetrics:
         self._mean[model] += 0.1 * (stats.seconds - self._mean[model])
 
     def estimate_retry_seconds(self, model: str) -> int:
-        """Estimate seconds, 1 to 60, until a model's queue has a free place: mean time of an answer over slots."""
+        """Estimate seconds, 1 to 60, until a model's queue has a place: mean seconds of an answer / number of slots."""
         return max(1, min(60, math.ceil(self._mean[model] / self._models[model].stats.slots)))
 
     def format_metrics(self) -> bytes:
@@ -81,7 +81,7 @@ class _EngineStateCollector(Collector):
         self._models = models
 
     def collect(self) -> Iterator[Metric]:
-        """Yield a gauge or counter for each number of the engines, labelled by model id."""
+        """Yield a gauge or counter for each metric, with one number per engine, labelled by model id."""
         numbers = {model: _get_engine_numbers(engine) for model, engine in self._models.items()}
         for kind, family in _KINDS.items():
             for name, row in _TABLES[kind].items():
@@ -92,7 +92,7 @@ class _EngineStateCollector(Collector):
 
 
 def _get_engine_numbers(engine: Engine) -> dict[str, int | float]:
-    """Return an engine's `EngineStats` by field name, and the number of its documents and their entries per kv head."""
+    """Return a dict of an engine's `EngineStats`, number of documents, and sum of their entries per kv head."""
     documents = engine.documents.get_documents()
     rows = sum(each.rows for each in documents)
     return vars(engine.stats) | {"documents": len(documents), "documents_rows": rows}

@@ -47,7 +47,7 @@ def resolve_token_limits(
 
 
 def compute_memory_share(left: int, *, promised: int, device: jax.Device) -> float:
-    """Return the share of the free memory, at most 1, for the next of `left` engines to create.
+    """Return the share of free memory, 1 / `left` of what is not promised, for the next of `left` engines to create.
 
     `promised` bytes are reserved for the documents of existing engines.
     """
@@ -59,7 +59,7 @@ def compute_memory_share(left: int, *, promised: int, device: jax.Device) -> flo
 def count_fitting_slots(
     session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
 ) -> int:
-    """Return the number of slots that fit into nine tenths of a share of the free memory, in addition to one prefill.
+    """Return how many slots, at most 64 on a CPU, else 1024, fit into a share of free memory beyond one prefill.
 
     The number is at most 64 on a CPU, else 1024, and on a mesh a multiple of its groups. Raises MemoryError, with the
     bytes, if not even one slot per group fits.

@@ -31,7 +31,7 @@ def submit_body_requests(
     seed: int | None = None,
     offline: bool = False,
 ) -> list[Request]:
-    """Submit one request per prompt and answer of a body; cancel all of them and raise if one is rejected.
+    """Submit one request per prompt and answer of a body, and return them; cancel all and raise if one is rejected.
 
     `limits` bound the number of answers and their time. An answer has at most as many tokens as a slot of the engine
     allows. The seed is the body's, else `seed`, else a random one. A single answer samples with the key of the seed,
@@ -84,7 +84,7 @@ def make_complete_reply(
     completions: list[Completion],
     document: Document | None,
 ) -> Reply:
-    """Return OpenAI's response object with all complete answers of a body and their token counts."""
+    """Return the `Reply`, OpenAI's response object, with all complete answers of a body and their token counts."""
     choices = [_make_choice(body, at, each) for at, each in enumerate(completions)]
     kind = "chat.completion" if isinstance(body, ChatBody) else "text_completion"
     usage = count_usage_tokens(requests, body.n, document)
@@ -92,7 +92,7 @@ def make_complete_reply(
 
 
 def make_reply_head(body: TextBody | ChatBody, model: str) -> dict[str, Any]:
-    """Return a new id, the time and the model id: the fields that all events of one response share."""
+    """Return a dict of a new id, the time and the model id: the fields that all events of one response share."""
     prefix = "chatcmpl" if isinstance(body, ChatBody) else "cmpl"
     return {
         "id": f"{prefix}-{secrets.token_hex(12)}",
@@ -115,7 +115,7 @@ def _make_choice(body: TextBody | ChatBody, at: int, completion: Completion) -> 
 
 
 def count_usage_tokens(requests: list[Request], n: int, document: Document | None) -> Usage:
-    """Return as `Usage` the prompt tokens, cached ones included, and sampled tokens; `n` answers share a prompt."""
+    """Return the `Usage`: prompt tokens, a document's as cached, and sampled tokens; `n` answers share a prompt."""
     stats = [request.stats for request in requests if request.stats is not None]
     cached = 0 if document is None else document.tokens * len(stats[::n])
     prompt = cached + sum(each.prompt_tokens for each in stats[::n])
@@ -146,7 +146,7 @@ def cancel_on_exit(requests: list[Request]) -> Iterator[None]:
 async def iterate_text_pieces(
     requests: list[Request],
 ) -> AsyncIterator[tuple[int, str | Completion]]:
-    """Yield (index of the request, piece of text) as sampled, and (index, `Completion`) at the end of each."""
+    """Yield (request index, text piece) as sampled, (index, `Completion`) at each end; raise the first error."""
     found: asyncio.Queue[tuple[int, str | Completion | Exception]] = asyncio.Queue()
 
     async def read(at: int, request: Request) -> None:

@@ -57,12 +57,12 @@ class PrefillWork:
 
     @property
     def is_cancelled_or_expired(self) -> bool:
-        """True if it was cancelled or its deadline has passed."""
+        """True if the request or document was cancelled, or its deadline has passed."""
         late = self.deadline is not None and time.monotonic() > self.deadline
         return self.future.cancelled() or late
 
     def prefill_layers(self, slots: Slots, documents: DocumentCacheStore) -> Walk[KVCache]:
-        """Prefill the prompt layer by layer, or extend its document by the question; return the cache (generator)."""
+        """Generator: prefill a prompt, or extend a document by a question; yield layers done, return the `KVCache`."""
         if self.document is None:
             return (
                 yield from slots.iterate_prefill(self.encoded, key=self.key, policy=self.policy)

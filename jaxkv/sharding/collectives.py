@@ -24,7 +24,7 @@ def _apply_collective(
 
 
 def sum_over_devices(x: Array, axes: ShardingMesh | None, logical_axis: str = "H") -> Array:
-    """Return the sum of `x` over devices that shard `logical_axis` (H: heads, MLP, vocabulary); `x` without a mesh."""
+    """Return the elementwise sum of `x` over devices that shard `logical_axis`, by default H; `x` without a mesh."""
     return _apply_collective(lax.psum, x, logical_axis, axes)
 
 
@@ -39,12 +39,12 @@ def max_over_devices(x: Array, logical_axis: str, axes: ShardingMesh | None) -> 
 
 
 def all_gather_shards(x: Array, logical_axis: str, axis: int, axes: ShardingMesh | None) -> Array:
-    """All-gather shards along `axis`, named `logical_axis`, into the complete array; `x` without a mesh."""
+    """Return the complete array from all devices' shards `x` along `axis`, named `logical_axis`; `x` without a mesh."""
     return _apply_collective(lax.all_gather, x, logical_axis, axes, axis=axis, tiled=True)
 
 
 def slice_own_shard(x: Array, logical_axis: str, axis: int, axes: ShardingMesh | None) -> Array:
-    """Slice this device's shard of a complete array along `axis`, named `logical_axis`; `x` without a mesh."""
+    """Return this device's shard of the complete array `x` along `axis`, named `logical_axis`; `x` without a mesh."""
     if axes is None:
         return x
     size = x.shape[axis] // axes.count_axis_shards(logical_axis)
@@ -52,7 +52,7 @@ def slice_own_shard(x: Array, logical_axis: str, axis: int, axes: ShardingMesh |
 
 
 def get_shard_offset(logical_axis: str, size: int, axes: ShardingMesh | None) -> Any:
-    """Return the index along `logical_axis` of the first of this device's `size` elements, i32; 0 without a mesh."""
+    """Return the index along `logical_axis` where this device's `size` elements start, i32; 0 without a mesh."""
     return 0 if axes is None else lax.axis_index(LETTERS[logical_axis]).astype(jnp.int32) * size
 
 
@@ -62,7 +62,7 @@ def any_over_mesh(flag: Array, axes: ShardingMesh | None) -> Array:
 
 
 def any_over_devices(flag: Array, logical_axis: str, axes: ShardingMesh | None) -> Array:
-    """Return where `flag` is set on any device that shards axes named `logical_axis`, bool; `flag` without a mesh."""
+    """Return a bool array: True where any device that shards `logical_axis` sets `flag`; `flag` without a mesh."""
     return (
         flag if axes is None else max_over_devices(flag.astype(jnp.int32), logical_axis, axes) > 0
     )

@@ -17,7 +17,7 @@ def resolve_annotations(of: Any) -> dict[str, Any]:
 
 
 def require_logical_axes(logical_axes: str | None, leaf: Any) -> str:
-    """Return an array's logical axes, "" for a scalar without any; TypeError for an array with axes but none named."""
+    """Return an array's given logical axes, "" if None for a scalar; TypeError if None for an array with dimensions."""
     if logical_axes is None and np.ndim(leaf):
         raise TypeError(f"no logical axes for an array of shape {np.shape(leaf)}: annotate it")
     return logical_axes or ""
@@ -28,7 +28,7 @@ _FOUND: dict[tuple[Any, Any], tuple[str | None, ...]] = {}
 
 
 def list_logical_axes(value: Any, hint: Any, tree: Any) -> tuple[str | None, ...]:
-    """Return a tuple of the logical axes of each leaf of an annotated tree, cached; None for leaves without any."""
+    """Return a tuple of logical axes, such as "B K D", or None, of each leaf of an annotated tree, cached."""
     found = _FOUND.get((hint, tree))
     if found is None:
         paths = jax.tree_util.tree_flatten_with_path(value)[0]

@@ -51,7 +51,7 @@ class ShardingMesh:
         return cls(mesh=typing.cast(Any, sharding).mesh) if fits else None
 
     def __reduce__(self) -> tuple[Callable[..., "ShardingMesh"], tuple[Any, ...]]:
-        """Return what pickle stores: platform and device ids for `_unpickle_mesh`, as devices belong to a process."""
+        """Return what pickle stores: the function `_unpickle_mesh` and its arguments, platform and device ids."""
         ids = np.vectorize(lambda device: device.id, otypes=[int])(self.mesh.devices)
         return _unpickle_mesh, (self.platform, ids.tolist())
 
@@ -75,7 +75,7 @@ class ShardingMesh:
         return math.prod(self.mesh.shape[name] for name in LETTERS.get(logical_axis, ()))
 
     def get_array_spec(self, logical_axes: str, shape: tuple[int, ...]) -> P:
-        """Return an array's PartitionSpec by its logical axes and shape; ValueError if a sharded size does not divide.
+        """Return an array's PartitionSpec by logical axes and shape; ValueError if devices do not divide a size.
 
         An axis marked `#` is replicated if its size is 1.
         """
@@ -97,7 +97,7 @@ def _unpickle_mesh(platform: str, ids: list[Any]) -> ShardingMesh:
 
 @functools.lru_cache(maxsize=4096)
 def _get_cached_spec(mesh: Mesh, logical_axes: str, shape: tuple[int, ...]) -> P:
-    """Return an array's PartitionSpec by logical axes and shape, cached; ValueError if a size does not divide."""
+    """Return an array's PartitionSpec by logical axes and shape, cached; ValueError if devices do not divide a size."""
     names = logical_axes.split()
     for at, (name, size) in enumerate(zip(names, shape, strict=False)):
         over = LETTERS.get(name.lstrip("#"), ())
@@ -140,7 +140,7 @@ def copy_to_host(value: Any) -> np.ndarray:
 def place_host_array(
     value: Any, logical_axes: str, axes: ShardingMesh | None, dtype: Any = None
 ) -> Array:
-    """Place a host array on the devices, sharded by its logical axes; on the default device without `axes`."""
+    """Return a host array placed on the mesh `axes` by its logical axes, or on the default device if `axes` is None."""
     if axes is None or isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)
@@ -148,7 +148,7 @@ def place_host_array(
 
 
 def get_array_sharding(logical_axes: str, shape: tuple[int, ...], axes: ShardingMesh | None) -> Any:
-    """Return the sharding of an array by logical axes and shape; None, the default device, without `axes`."""
+    """Return the `NamedSharding` of an array by logical axes and shape; None, the default device, without `axes`."""
     return None if axes is None else _get_named_sharding(axes.mesh, logical_axes, tuple(shape))
 
 
@@ -164,12 +164,12 @@ def _get_named_sharding(mesh: Mesh, logical_axes: str, shape: tuple[int, ...]) -
 
 
 def count_padding_sequences(batch: int, axes: ShardingMesh | None) -> int:
-    """Return the number of padding sequences that fill a batch up to a multiple of the mesh's data groups."""
+    """Return how many padding sequences fill a batch up to a multiple of the mesh's data groups; 0 without a mesh."""
     return 0 if axes is None else -batch % axes.count_axis_shards("B")
 
 
 def place_dataclass_on_mesh(tree: Any, axes: ShardingMesh | None) -> Any:
-    """Place a dataclass's arrays on a mesh by its fields' logical axes; unchanged without a mesh or in shard_map."""
+    """Return a dataclass, its arrays placed on a mesh by logical axes; unchanged without a mesh or in shard_map."""
     return (
         tree
         if axes is None or is_inside_shard_map()
@@ -178,7 +178,7 @@ def place_dataclass_on_mesh(tree: Any, axes: ShardingMesh | None) -> Any:
 
 
 def place_tree_on_mesh(value: Any, hint: Any, axes: ShardingMesh) -> Any:
-    """Place a pytree's arrays on a mesh by the logical axes of its annotation `hint`."""
+    """Return a pytree with its arrays placed on a mesh by the logical axes of its annotation `hint`."""
     leaves, tree = jax.tree.flatten(value)
     logical_axes = list_logical_axes(value, hint, tree)
     return jax.tree.unflatten(
@@ -191,7 +191,7 @@ def place_tree_on_mesh(value: Any, hint: Any, axes: ShardingMesh) -> Any:
 
 
 def list_leaves_with_axes(tree: Any) -> list[tuple[Any, str, Any]]:
-    """List (pytree path, logical axes, array) of a dataclass's leaves; TypeError for an array without logical axes."""
+    """Return a list (path, logical axes, array) of a dataclass's leaves; TypeError if an array has no logical axes."""
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return [
         (path, require_logical_axes(find_logical_axes(tree, type(tree), path), leaf), leaf)
@@ -200,7 +200,7 @@ def list_leaves_with_axes(tree: Any) -> list[tuple[Any, str, Any]]:
 
 
 def move_to_sharding(leaf: Any, there: NamedSharding) -> Any:
-    """Return an array moved to a sharding, itself if it has it or is traced; an abstract array with that sharding.
+    """Return an array moved to a sharding, itself if traced or there already; abstract arrays only get the sharding.
 
     Every process must hold all of a host array or a single-device array.
     """
@@ -230,7 +230,7 @@ def move_to_sharding(leaf: Any, there: NamedSharding) -> Any:
 
 
 def place_leaf_on_mesh(leaf: Any, logical_axes: str | None, axes: ShardingMesh) -> Any:
-    """Place an array on a mesh by its logical axes; one annotated "..." must be on the mesh already, else TypeError."""
+    """Return an array placed on a mesh by its logical axes; one of axes "..." must be there already, else TypeError."""
     if logical_axes != "...":
         logical_axes = require_logical_axes(logical_axes, leaf)
         return move_to_sharding(leaf, _get_named_sharding(axes.mesh, logical_axes, np.shape(leaf)))

@@ -82,7 +82,7 @@ def make_abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMe
 
 
 def compute_kv_rep_sizes(config: ModelConfig, model: int) -> tuple[int, int]:
-    """Return sizes (kv, rep) of `model` devices: kv shards kv heads, rep their query heads; ValueError if none fit."""
+    """Return mesh sizes (kv, rep) of `model` devices: kv shards kv heads, rep query heads; ValueError if none fit."""
     fits = [n for n in range(1, config.heads + 1) if _supports_model_devices(config, n)]
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"

@@ -133,7 +133,7 @@ def record_program_calls(
 
 
 def count_device_bytes(tree: Any) -> int:
-    """Return the bytes of a tree's arrays on one device: shard shapes for abstract arrays, else complete shapes."""
+    """Return the total bytes of a tree's arrays on one device: shard shapes for abstract arrays, else complete ones."""
     return sum(_count_array_bytes(leaf) for leaf in jax.tree.leaves(tree))
 
 
@@ -159,7 +159,7 @@ def _make_abstract_array(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _list_other_live_bytes(outer: Jaxpr) -> list[int]:
-    """Return, for each recorded call, the bytes on one device of live arrays that are not its arguments."""
+    """Return a list of bytes per recorded call in a traced function: live arrays on a device that are not arguments."""
     steps, last, sizes = list(outer.eqns), dict[Any, int](), dict[Any, int]()
     for at, step in enumerate(steps):
         last |= {var: at for var in step.invars if isinstance(var, Var)}

@@ -18,7 +18,7 @@ from jaxkv.sharding.parameters import make_model_mesh
 
 @settled
 def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
-    """Return a cache on another mesh or one device, with equal pool sizes per device; itself if it is there already.
+    """Return a copy of a cache on another mesh or the default device; the cache itself if it is there already.
 
     Entries that the policy's `capacity` moved to other heads are not moved back, and no others are moved. A device
     whose heads hold more entries gets a larger pool.
@@ -47,7 +47,7 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
 
 
 def move_cache_to_mesh(cache: KVCache, axes: ShardingMesh | None) -> KVCache:
-    """Copy a cache to the mesh `axes`, or for None to the default device; return itself if it is there already."""
+    """Return a copy of a cache on the mesh `axes`, or the default device for None; the cache itself if it is there."""
     if axes == cache.axes:
         return cache
     moved = repack_through_host(
@@ -63,7 +63,7 @@ def move_cache_to_mesh(cache: KVCache, axes: ShardingMesh | None) -> KVCache:
 
 
 def _compute_pool_rows(cache: KVCache, kv_shards: int) -> list[int]:
-    """Return each pool's rows per device: an even share times `capacity`, or the fullest device's if more."""
+    """Return a list of pool rows per device: the same per head if segments are equal, else enough for the fullest."""
     layout, capacity = cache.layout, get_device_capacity(cache.policy.composed.heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape

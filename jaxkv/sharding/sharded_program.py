@@ -95,7 +95,7 @@ class ShardedProgram:
     def shard_abstract_arguments(
         self, args: tuple[Any, ...], options: dict[str, Any], sharding: Any
     ) -> tuple[Any, ...]:
-        """Return abstract arguments with shardings by their logical axes; without a mesh with `sharding`."""
+        """Return a tuple of abstract arguments with shardings by logical axes; without a mesh, with `sharding`."""
         axes, hints = self._get_call_mesh(options), resolve_annotations(self._fn)
         if axes is None:
             return jax.tree.map(
@@ -130,14 +130,14 @@ class ShardedProgram:
         self._split.clear_cache()
 
     def _get_call_mesh(self, options: dict[str, Any]) -> ShardingMesh | None:
-        """Return the `ShardingMesh` of a call, from the static argument named `on`; None without a mesh."""
+        """Return a call's `ShardingMesh`, `axes` of the static argument that `on` names; None without a mesh."""
         carrier = options.get(self._on)
         return None if carrier is None else carrier.axes
 
     def _bind_arguments(
         self, axes: ShardingMesh | None, args: Any, options: Any
     ) -> tuple[dict[str, Any], ...]:
-        """Return a call's donated arrays and other arrays by name, placed on the mesh, and static arguments."""
+        """Return three dicts of a call: donated arrays, other arrays (both on the mesh, if any), static arguments."""
         bound = self._signature.bind(*args, **options)
         bound.apply_defaults()
         hints, statics = resolve_annotations(self._fn), []

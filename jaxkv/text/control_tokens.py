@@ -17,7 +17,7 @@ _SPELLED_TOKEN = re.compile(f"{_MARK}([{chr(_SPELLED)}-{chr(_WRITTEN - 1)}])")
 
 
 class SpecialTokenShield:
-    """Separates special tokens that a chat template writes from those that a message's text spells, for one tokenizer.
+    """Separator of special tokens that a chat template writes from those that message texts spell, for one tokenizer.
 
     `shield_special_tokens` replaces the special tokens that a message spells by private-use characters. The template
     is rendered
@@ -32,7 +32,7 @@ class SpecialTokenShield:
         self._special = {index: token for index, token in sorted(decoder.items()) if token.special}
 
     def shield_special_tokens(self, value: Any) -> Any:
-        """Replace special tokens in a text, or in texts within mappings and lists, by private-use characters."""
+        """Return a text, or texts in mappings and lists, with special tokens replaced by private-use characters."""
         if isinstance(value, Mapping):
             return {key: self.shield_special_tokens(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):
@@ -42,7 +42,7 @@ class SpecialTokenShield:
         return self._replace_special_tokens(_NONCHARACTERS.sub(_REPLACEMENT, value), _SPELLED)
 
     def encode_shielded_text(self, rendered: str) -> list[int]:
-        """Encode a text rendered from shielded messages; special tokens that messages spell are encoded as text."""
+        """Return token ids of a text rendered from shielded messages; special tokens they spell become plain text."""
         if _MARK not in rendered:
             return self._tokenizer.encode(rendered, add_special_tokens=False).ids
         written = self._replace_special_tokens(rendered, _WRITTEN)
@@ -56,11 +56,11 @@ class SpecialTokenShield:
         ]
 
     def mark_special_tokens(self, text: str) -> str:
-        """Replace each special token in a template's text by its name, a key of `describe_special_tokens`."""
+        """Return a template's text with special tokens replaced by their names in `describe_special_tokens`."""
         return self._replace_special_tokens(text, _WRITTEN)
 
     def describe_special_tokens(self) -> dict[str, tuple[int | None, dict[str, bool]]]:
-        """Return the id and matching rules of each special token, by the name that `mark_special_tokens` writes.
+        """Return a dict from each name that `mark_special_tokens` writes to the special token's id and matching rules.
 
         The last name, without a token (None), only separates the characters around it.
         """
@@ -72,7 +72,7 @@ class SpecialTokenShield:
 
     @functools.cached_property
     def special_token_spellings(self) -> dict[str, str]:
-        """Text of each special token by content, with a separator inside if it would encode as a special token."""
+        """Dict from each special token's text to one that encodes as plain text: the same, or with a separator."""
         contents = [token.content for token in self._special.values()]
         found = {
             each: self._literal_tokenizer.encode(each, add_special_tokens=False).ids
@@ -85,7 +85,7 @@ class SpecialTokenShield:
         }
 
     def _replace_special_tokens(self, text: str, first: int) -> str:
-        """Replace each special token of a text by a mark and a private-use character, numbered from `first` on."""
+        """Return a text, special tokens replaced by a mark and a private-use character, numbered from `first` on."""
         found = self._special_token_finder.encode(text, add_special_tokens=False)
         pieces, end = [], 0
         for index, (start, stop) in zip(found.ids, found.offsets, strict=True):
@@ -134,7 +134,7 @@ class SpecialTokenShield:
 
     @functools.cached_property
     def _special_ids_by_name_id(self) -> dict[int, int | None]:
-        """Id of each special token by the id of its name in `_literal_tokenizer`; None for the separator's name."""
+        """Dict from the id of a special token's name in `_literal_tokenizer` to its own id; None for the separator."""
         return {
             self._literal_tokenizer.token_to_id(name): index
             for name, (index, _) in self.describe_special_tokens().items()
@@ -147,7 +147,7 @@ def _make_token_name(first: int, index: int) -> str:
 
 
 def _get_matching_rules(token: Any) -> dict[str, bool]:
-    """Return the matching rules of an added token, such as "lstrip", as arguments of `AddedToken`."""
+    """Return a dict of an added token's matching rules, such as "lstrip", as arguments of `AddedToken`."""
     return {
         name: getattr(token, name) for name in ("single_word", "lstrip", "rstrip", "normalized")
     }

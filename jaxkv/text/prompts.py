@@ -39,7 +39,7 @@ class EncodedPrompts:
 
     @property
     def conversation_state(self) -> ConversationState | tuple[ConversationState, ...]:
-        """State of the conversations after their prompts, if all have the same; else a tuple with one per sequence."""
+        """`ConversationState` after the prompts if all sequences have the same; else a tuple with one per sequence."""
         return self.turns[0] if len(set(self.turns)) == 1 else self.turns
 
     @property
@@ -133,7 +133,7 @@ def _raise_not_a_prompt(given: Any) -> NoReturn:
 
 
 def _convert_to_list(given: Any) -> str | list[Any]:
-    """Convert one prompt or several to a str or list, also arrays and other sequences; TypeError for other values."""
+    """Return one prompt or several as a str if text, else as a list, also from arrays; TypeError for other values."""
     if hasattr(given, "tolist") and not isinstance(given, memoryview):
         given = given.tolist()
     if isinstance(given, str):
@@ -144,7 +144,7 @@ def _convert_to_list(given: Any) -> str | list[Any]:
 
 
 def _list_prompts(prompt: Prompt) -> tuple[bool, list[Any]]:
-    """Return True if `prompt` is a single prompt, not a list of them, and the list of prompts (of one if single)."""
+    """Return two values: True if `prompt` is a single prompt, not a list of prompts; and the list of prompts."""
     items = _convert_to_list(prompt)
     first = items[0] if items else None
     single = isinstance(items, str) or isinstance(first, Mapping) or _is_token_id(first)
@@ -191,7 +191,7 @@ def _encode_prompt(
 def _check_messages(
     items: Sequence[Message], text: ChatTokenizer, *, turn: ConversationState, raw: bool
 ) -> None:
-    """Raise ValueError for messages that do not end with a user's text, or cannot continue a cache."""
+    """Raise ValueError for messages with `raw`, without a template, not ended by a user text, or unfit for a cache."""
     require(not raw, "raw", raw, "messages are not plain text: leave it out, or use text")
     remedy = "the model has no chat template: use text"
     require(text.has_template, "prompt", items[:1], remedy)
@@ -217,7 +217,7 @@ def render_added_messages(
     close: bool,
     parted: bool = True,
 ) -> str:
-    """Render the text that messages add to a conversation, with special tokens in their contents shielded.
+    """Return the text that messages add to a conversation by the chat template, special tokens in contents shielded.
 
     Args:
         messages: the messages, the last a text of the user; in an open user turn, the first continues it.

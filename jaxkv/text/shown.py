@@ -17,14 +17,14 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class KeptPassage(NamedTuple):
-    """Text of neighbouring tokens that equally many kv heads keep, and the number of these heads."""
+    """NamedTuple: text of neighbouring tokens that equally many kv heads keep, and the number of these heads."""
 
     text: str
     heads: float
 
 
 def join_equally_kept_tokens(pieces: Sequence[str], counts: Iterable[int]) -> list[KeptPassage]:
-    """Join neighbouring tokens that equally many kv heads keep to `KeptPassage`s, from each token's text and count.
+    """Return a list of `KeptPassage`: neighbouring tokens that equally many kv heads keep, with joined texts.
 
     A token without text is a part of the next token's character.
     """
@@ -51,7 +51,7 @@ class KeptTokensDisplay:
     heads: int
 
     def __repr__(self) -> str:
-        """Text of the prompts, with colours if stdout is a terminal."""
+        """Return the prompts' text, coloured by how many kv heads keep it if stdout is a terminal; else plain."""
         return "\n\n".join(
             self._format_prompts(
                 _format_terminal_text if sys.stdout.isatty() else _replace_control_characters
@@ -59,11 +59,11 @@ class KeptTokensDisplay:
         )
 
     def _repr_html_(self) -> str:
-        """HTML of the prompts: kept text is marked, evicted text is struck through."""
+        """Return HTML of the prompts: text that any kv head keeps is marked, the rest is struck through."""
         return f"<div style='white-space: pre-wrap'>{'<hr>'.join(self._format_prompts(_format_html_text))}</div>"
 
     def _format_prompts(self, shaded: Callable[[str, float], str]) -> list[str]:
-        """Return each prompt's text, with parts formatted by `shaded` for the share of kv heads that keep them."""
+        """Return a list of texts, one per prompt, each passage formatted by `shaded` for its share of kv heads."""
         return [
             "".join(shaded(each.text, each.heads / self.heads) for each in prompt)
             for prompt in self.passages
@@ -71,12 +71,12 @@ class KeptTokensDisplay:
 
 
 def _replace_control_characters(text: str, share: float) -> str:
-    """Replace control characters of a text, except tabs and line feeds, by U+FFFD; the share is not used."""
+    """Return a text with control characters, except tabs and line feeds, replaced by U+FFFD; `share` is not used."""
     return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text)
 
 
 def _format_terminal_text(text: str, share: float) -> str:
-    """Colour a text for a terminal, on a blue that is brighter for larger shares of kv heads; faint if 0."""
+    """Return a text with terminal colours: on a blue that is brighter for larger shares of kv heads; faint if 0."""
     code = f"\x1b[97;48;5;{16 + math.ceil(5 * share)}m" if share else "\x1b[2m"
     # A background that continues over a line break would fill the rest of the line.
     return "\n".join(
@@ -95,14 +95,14 @@ def _format_html_text(text: str, share: float) -> str:
 
 
 class TokenTexts(NamedTuple):
-    """Text of each token of a prompt, and the indices of special tokens."""
+    """NamedTuple: a list of each token's text in a prompt, and a list of special tokens' indices in it, not ids."""
 
     texts: list[str]
     special: list[int]
 
 
 def decode_token_texts(ids: Iterable[int], text: ChatTokenizer) -> TokenTexts:
-    """Return `TokenTexts`: each token's text, "" if its character ends in a later token, a name for a special token."""
+    """Return `TokenTexts` of ids: each token's text, "" if its character ends later; special tokens are spelled out."""
     decoder, texts, special = StreamDecoder(text), list[str](), list[int]()
     for at, each in enumerate(ids):
         piece = decoder.push_ids([each])

@@ -87,7 +87,7 @@ class ChatTokenizer:
 
     @functools.cached_property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids of tokens that end an answer: those named by checkpoint or tokenizer, and the chat template's end token.
+        """Tuple of ids that end an answer: those named by checkpoint or tokenizer, and the chat template's end token.
 
         The template's is the special token after a last message of the assistant. Tokens that the template writes after
         earlier answers count only without another one: in gpt-oss, one of them ends a message of reasoning. The chat
@@ -180,7 +180,7 @@ class ChatTokenizer:
         return self._tokenizer.to_str()
 
     def export_special_tokens(self) -> dict[str, Any]:
-        """Return special tokens as JSON values: ids and rules by name, and spellings that encode as text.
+        """Return special tokens as a dict for JSON: ids and matching rules by name, and spellings that encode as text.
 
         "special" has the id and properties of each token by its name. "spellings" has replacements
         for special tokens in a user's text that the model's vocabulary would otherwise join.
@@ -193,14 +193,14 @@ class ChatTokenizer:
         return {"special": self._controls.describe_special_tokens(), "spellings": parted}
 
     def export_turn_texts(self) -> list[str | bool]:
-        """Return the fields of `turn_texts`, with special tokens replaced by the names in `export_special_tokens`."""
+        """Return a list of `turn_texts`' fields, with special tokens replaced by names in `export_special_tokens`."""
         return [
             self._controls.mark_special_tokens(each) if isinstance(each, str) else each
             for each in self.turn_texts
         ]
 
     def encode(self, s: str, *, bos: bool, shielded: bool = False) -> list[int]:
-        """Encode a text as a list of token ids; `bos` adds the bos token if prompts start with one.
+        """Return a text's token ids, a list; `bos` adds the bos token if prompts start with one and the text does not.
 
         Args:
             s: the text.
@@ -223,7 +223,7 @@ class ChatTokenizer:
         return ids
 
     def shield_special_tokens(self, value: Any) -> Any:
-        """Replace special tokens in a text or messages, so that `encode(shielded=True)` treats them as text.
+        """Return a text or messages with special tokens replaced, so that `encode(shielded=True)` treats them as text.
 
         Raises:
             ValueError: as `encode`.
@@ -232,18 +232,18 @@ class ChatTokenizer:
             return self._controls.shield_special_tokens(value)
 
     def _guard_encoding(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager that turns the tokenizer's errors on a text into a ValueError that names the prompt."""
+        """Return a context manager that turns tokenizer errors into a ValueError that names the argument `prompt`."""
         remedy = "use other text, or token ids"
         return _wrap_tokenizer_errors(
             "...", "the tokenizer cannot encode it", remedy, name="prompt"
         )
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Decode token ids to text, by default without special tokens."""
+        """Return the text of token ids, by default without special tokens."""
         return self._tokenizer.decode([int(each) for each in ids], skip_special_tokens=skip_special)
 
     def render_chat(self, messages: Sequence[Message], *, generation_prompt: bool) -> str:
-        """Render chat messages as text with the chat template; `encode` turns the text into ids.
+        """Return chat messages as one text, rendered with the chat template; `encode` turns the text into ids.
 
         Args:
             messages: dictionaries with "role" and "content".
@@ -261,13 +261,13 @@ class ChatTokenizer:
 
     @functools.cached_property
     def _requires_content_parts(self) -> bool:
-        """True if the chat template ignores a text as content, and writes a list of parts, as for some image models."""
+        """True if the chat template writes a message's content only if it is a list of parts, not if it is a text."""
         return not self._renders_message(make_user_message(EDGE)) and self._renders_message(
             _wrap_content_parts(make_user_message(EDGE))
         )
 
     def _renders_message(self, message: Message) -> bool:
-        """True if the chat template accepts a message that contains the mark `EDGE`, and writes it."""
+        """Return True if the chat template accepts a message that contains the mark `EDGE`, and writes the mark."""
         try:
             return EDGE in self._render_template([message], False)
         except ValueError:
@@ -332,7 +332,7 @@ class ChatTokenizer:
     def render_and_split(
         self, messages: Sequence[Message], *, generation_prompt: bool, edges: int
     ) -> list[str]:
-        """Render messages that contain `EDGE` `edges` times; split the text there, ValueError if not at `edges`."""
+        """Return the rendered text of messages split at `EDGE` in `edges` + 1 parts; ValueError for another number."""
         parts = self.render_chat(messages, generation_prompt=generation_prompt).split(EDGE)
         remedy = "it does not render each message once, so turns cannot be split: use all messages together, or ids"
         require(len(parts) == edges + 1, "chat_template", self._origin, remedy)
@@ -391,7 +391,7 @@ def _wrap_content_parts(message: Message) -> Message:
 
 
 def _mark_special_tokens(tokenizer: Any, ids: Set[int | None]) -> None:
-    """Mark a tokenizer's added tokens of these ids as special; files of fine-tuned models often do not."""
+    """Set `special` in place on a tokenizer's added tokens of these ids; files of fine-tuned models often do not."""
     for index, token in tokenizer.get_added_tokens_decoder().items():
         if index in ids and not token.special:
             token.special = True
@@ -431,7 +431,7 @@ def _wrap_tokenizer_errors(
     remedy: str = "copy or download it again",
     name: str = "tokenizer",
 ) -> Iterator[None]:
-    """Context manager that turns errors of the tokenizer library into a ValueError that names the argument `name`."""
+    """Context manager that turns any error inside, also a Rust panic, into a ValueError about the argument `name`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):

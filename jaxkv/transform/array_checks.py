@@ -107,7 +107,7 @@ def group_sink_logits(
 def validate_token_counts(
     field: str, given: Any, batch: int, most: int, hint: str = ""
 ) -> Int[Array, " B"]:
-    """Return token counts as `i32[B]`, `most` for None; ValueError for wrong shape or dtype, or (if known) range.
+    """Return token counts as `i32[B]`, `most` for None; ValueError for a wrong shape, dtype or, unless traced, range.
 
     `hint` is the end of the error message.
     """

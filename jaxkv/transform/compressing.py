@@ -209,7 +209,7 @@ class _LayerInputs:
 def _tabulate_entry_counts(
     parts: Parts, sliding_windows: SlidingWindows, padded_len: int, headroom: int
 ) -> tuple[tuple[int, ...], EntryCounts]:
-    """Return pool capacities in entries per kv head, and entry counts for each prompt length from 0 to `padded_len`."""
+    """Return pool capacities in entries per kv head, and `EntryCounts` of each prompt length from 0 to `padded_len`."""
     lengths, layers = np.arange(1, padded_len + 1), sliding_windows.count(None)
     # Entries within a sliding window are kept by every policy.
     kept = compute_entry_counts(
@@ -317,7 +317,7 @@ class _ArrayLayerSource(PromptEntrySource):
     def _collect_scorer_inputs(
         self, index: int, scorer: Scorer, k: Array, v: Array
     ) -> ScorerInputs:
-        """Return one layer's keys, values, last queries and attention sums, as needed, as `ScorerInputs`."""
+        """Return one layer's `ScorerInputs`: keys, values, and, if needed, last queries and attention sums."""
         queries, length, (batch, heads, padded_len, _) = scorer.needs.queries, self.length, k.shape
         positions = (length - queries)[:, None] + jnp.arange(queries, dtype=jnp.int32)
         given, sinks, extras = self.given[index - self.first], None, ExtraInputs()

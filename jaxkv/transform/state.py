@@ -111,7 +111,7 @@ class CompressedKV:
 
     @property
     def decode_config(self) -> DecodeAttentionConfig:
-        """Static config of a step: pool layout, entries that layers attend to, eviction or recompression."""
+        """`DecodeAttentionConfig` of a step: pool layout, entries that layers attend to, eviction or recompression."""
         reading = self.parts.build_read_config(self.sliding_windows, self.padded_len)
         return DecodeAttentionConfig(
             layout=self.parts.cache_layout, reading=reading, ongoing=self.parts.decoding_compression
@@ -221,7 +221,7 @@ class CompressedKV:
     def append(
         self, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0
     ) -> "CompressedKV":
-        """Append new tokens' keys and values to a layer; return the state. The first half of `step`, without eviction.
+        """Append new tokens' keys and values to a layer; return the state. ValueError if the policy evicts or selects.
 
         Args:
             k: `[B, K, N, D]` keys after RoPE at their own positions, from `seen` on.
@@ -341,7 +341,7 @@ class CompressedKV:
     def _view_layer_entries(
         self, layer: int, pool: EntryPool, length: Int[Array, "B K"], q: Float[Array, "B K G N D"]
     ) -> FullAttentionCacheLayer:
-        """Return a view of a layer's entries to attend to; ValueError if its sink logits and q differ in heads."""
+        """Return a layer's `FullAttentionCacheLayer`, a view of its entries; ValueError if q misfits sink logits."""
         shaping, (_, heads, group, _, _) = self.shapings[layer], q.shape
         sinks = shaping.sink_logits
         remedy = (
@@ -355,7 +355,7 @@ class CompressedKV:
     def _record_appended_tokens(
         self, layer: int, pool: EntryPool, taken: Int[Array, " B"], written: Int[Array, " B"]
     ) -> "CompressedKV":
-        """Return the state with a layer's new pool, `taken` more entries, `written` tokens seen, the rest left out."""
+        """Return the state with a layer's new pool, `taken` more entries, `written` seen, the difference left out."""
         tables = self.tables[layer]
         length, seen = tables.length + taken[:, None], tables.seen + written
         after = self._replace_layer_fields(layer, pool, length=length, seen=seen)
@@ -381,7 +381,7 @@ class CompressedKV:
     def _evict_lowest_ranked_entries(
         self, layer: int, attended: Float[Array, "B K"]
     ) -> "CompressedKV":
-        """Return the state with the lowest-ranked entry evicted from each of a layer's segments above its limit."""
+        """Return the state with the lowest-ranked entry evicted or merged in a layer's segments over their limits."""
         pool, segments = self.get_layer_pool(layer), select_layer_segments(self.tables[layer], 0)
         how = EvictionConfig(terms=self.decode_config, heads=attended.shape[1], dtype=pool.dtype)
         pool, left = evict_entries(pool, segments, attended, how)
@@ -401,7 +401,7 @@ class CompressedKV:
         )
 
     def _recompress_if_due(self, layer: int, every: int) -> "CompressedKV":
-        """Return the state with a layer's sequences recompressed that hold `every` entries more than their limit."""
+        """Return the state, a layer recompressed in sequences with `every` entries over the limit in a kv head."""
         tables = self.tables[layer]
         due = (tables.length - tables.limit).max(axis=(0, 2)) >= every
         again = partial(CompressedKV._recompress_due_sequences, layer=layer)
@@ -497,7 +497,7 @@ class StateLayerSource(LayerEntrySource):
         )
 
     def get_layer_candidates(self, index: int) -> Candidates:
-        """Return the layer's `Candidates`, scored by the policy's rank, or by its scorer from the query buffer."""
+        """Return the layer's `Candidates`, scored by the policy's rank, or its scorer if the rank is `ByNewScores`."""
         return gather_candidates(self.layer, self.static, self.shaping)
 
     def compute_pool_size(self, group: Sequence[int], kept: Int[Array, "n B K"]) -> int:
@@ -505,7 +505,7 @@ class StateLayerSource(LayerEntrySource):
         return self.size
 
     def take_layer_entries(self, index: int) -> UnpackedEntries:
-        """Return the layer's keys, values, scores and positions, sorted by position in each kv head."""
+        """Return the layer's `UnpackedEntries`: keys, values and stored scores, sorted by position in each kv head."""
         return gather_entries_to_pack(self.layer, self.static, self.shaping)
 
 

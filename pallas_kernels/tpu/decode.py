@@ -80,7 +80,7 @@ def append_and_attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, Rows, Rows]:
-    """Append a new entry per kv head to its segment and attend to it, on a TPU; return output, lse, and the pool.
+    """Append a new entry per kv head to its segment and attend to it, on a TPU; return output, lse, keys, values.
 
     Entries are written in place if the pool is donated. A sliding window is a later `start` with a smaller `length`.
 

@@ -29,7 +29,7 @@ def make_cache_layer(
     index: int = 0,
     rotated: Callable[[Array], Array] | None = None,
 ) -> FullAttentionCacheLayer:
-    """Return the view of a layer's entries that its attention needs, before new tokens are appended.
+    """Return the view of a layer's entries for its attention: a `FullAttentionCacheLayer` or an object of a subclass.
 
     Args:
         terms: static config.

@@ -89,7 +89,7 @@ def run_block(
     layer: BlockInputs,
     step: StepState,
 ) -> tuple[ResidualStream, EntryPool, QueryBuffer | None, StepState, Float[Array, "B K"]]:
-    """Run one block over a step's tokens; return hidden states, pool, query buffer, step, one output per kv head."""
+    """Run one block over a step's tokens; return stream, pool, query buffer, `StepState`, one number per kv head."""
     new, query_buffer, rows = step.new, layer.query_buffer, layer.rows
     x, normed = compute_attention_input(block, stream, spec)
     token = _project_tokens(block, spec, normed, layer, step)

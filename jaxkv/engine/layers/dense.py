@@ -105,7 +105,7 @@ class FullAttentionCacheLayer:
     def attend_several_tokens(
         self, token: TokenProjections, new: NewEntries, step: StepState
     ) -> AttentionResult:
-        """Attend to older entries and causally to one another, merge by log-sum-exp, then append the entries."""
+        """Attend to older entries and causally to one another, append the entries; return merged output and pool."""
         older = self.attend_older_entries(token.q, step)
         causal = partial(attention.compute_causal_attention, softcap=self.shaping.softcap)
         own = lax.map(lambda a: causal(a[0], a[1], a[2], jnp.int32(0)), (token.q, token.k, token.v))

@@ -25,7 +25,7 @@ class SparseCacheLayer(FullAttentionCacheLayer):
     choosable: Int[Array, "B K"]
 
     def get_attended_range(self, length: Int[Array, "B K"]) -> SegmentRanges:
-        """Return the `SegmentRanges` of later entries, which need no selection: few, at positions known at run time."""
+        """Return the `SegmentRanges` of entries that need no selection: after `choosable` ones, or the new one only."""
         first = self.length if self.terms.reading.include_generated else self.choosable
         return self.make_attended_range(self.start + first, length - first, SegmentReadMode.WINDOWS)
 
@@ -43,7 +43,7 @@ class SparseCacheLayer(FullAttentionCacheLayer):
         return self.attend_gathered_entries(q, *gathered, count)
 
     def attend_older_entries(self, q: Float[Array, "B K G N D"], step: StepState) -> Read:
-        """Return several tokens' attention to the selected entries; they select among all entries before the step."""
+        """Return several tokens' attention output and log-sum-exp over entries selected among all before the step."""
         return self.attend_selected_entries(q, step)
 
     def fill_work_table(self, step: StepState, work: WorkTable) -> WorkTable:
@@ -86,7 +86,7 @@ class OffloadedCacheLayer(SparseCacheLayer):
         return self.attend_gathered_entries(q, k, v, count)
 
     def attend_older_entries(self, q: Float[Array, "B K G N D"], step: StepState) -> Read:
-        """Return several tokens' attention to entries from before the step, on the device or loaded."""
+        """Return several tokens' attention output and log-sum-exp over older entries, on the device and loaded."""
         return attention.merge_attention_with_lse(
             *FullAttentionCacheLayer.attend_older_entries(self, q, step),
             *self.attend_selected_entries(q, step),

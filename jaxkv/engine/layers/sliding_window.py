@@ -31,7 +31,7 @@ class SlidingWindowCacheLayer(FullAttentionCacheLayer):
     def attend_several_tokens(
         self, token: TokenProjections, new: NewEntries, step: StepState
     ) -> AttentionResult:
-        """Attend from each token to the last `window` tokens up to its own; then append the entries."""
+        """Attend from each token to the last `window` ones up to its own, append the entries; return output, pool."""
         rows, size = self.pool.store.decode_entries(), min(self.window, self.pool.row_count)
         arguments = (
             token.q,
@@ -56,7 +56,7 @@ def attend_sliding_window(
     shaping: LogitShaping,
     first: Any = 0,
 ) -> Float[Array, "B K G n D"]:
-    """Return the attention of n queries to the last `window` tokens up to their own, in segments and new tokens.
+    """Return the attention output of n queries to the last `window` tokens up to their own, in segments and new tokens.
 
     `count` of the N new tokens are valid; the queries are n of them, from index `first` on. The last `size` entries of
     each segment are attended to, at most as many as the window.

@@ -139,7 +139,7 @@ class JaxKVLM(TemplateLM):
     def _generate_texts(
         self, contexts: list[str], arguments: Mapping[str, Any], number: int
     ) -> Any:
-        """Generate one text per context with equal arguments; if random, the seed depends on the request `number`."""
+        """List one generated text per context; for random sampling, the seed depends on the request `number` too."""
         stop, new, sampling = _parse_generation_arguments(arguments, self.max_gen_toks)
         room = self.max_length - new
         # A prompt that is too long loses its beginning, as in the harness's own models.
@@ -162,7 +162,7 @@ class JaxKVLM(TemplateLM):
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Return each text's log-probability, the sum over its tokens, scored in windows after a context of one token.
+        """List each text's log-probability, the sum over its tokens, scored in windows that fit the model's positions.
 
         A policy that compresses only prompts has nothing to evict there.
         """

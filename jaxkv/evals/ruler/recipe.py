@@ -42,14 +42,14 @@ Counter = Callable[[RulerPrompt], int]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptRecipe(abc.ABC):
-    """Base class of recipes: makes prompts of one kind with haystacks of any size, and answers up to `new_tokens`."""
+    """Base class of recipes: makes prompts of one kind with haystacks of any size; `new_tokens` limits the answer."""
 
     wording: RulerWording
     new_tokens: int
 
     @property
     def min_haystack_size(self) -> int:
-        """Smallest haystack size that the recipe supports, in its units, such as words, lines or documents."""
+        """Smallest haystack size of the recipe, in its units, such as words, lines or documents; 1 by default."""
         return 1
 
     @property
@@ -80,7 +80,7 @@ def fit_haystack_size(recipe: PromptRecipe, length: int, count: Counter) -> int:
     """
 
     def count_tokens(size: int) -> int:
-        """Count the tokens of a prompt with a haystack of `size` units and its answer."""
+        """Count the tokens of a prompt with a haystack of `size` units, plus `new_tokens` for the answer."""
         return count(recipe.make_prompt(size, np.random.default_rng(0))) + recipe.new_tokens
 
     low = recipe.min_haystack_size

@@ -70,7 +70,7 @@ class SyntheticTask(QuestionTask):
         require(mine, "haystack", self.haystack, remedy)
 
     def resolve_prompt_lengths(self, params: LanguageModel) -> tuple[int, ...]:
-        """Return the given lengths, or the `usual` ones within the model's positions, or the positions if none is."""
+        """Return the given lengths, ValueError above the positions; else `usual` ones within them, or the positions."""
         most = params.config.max_positions
         if self.lengths is None:
             return tuple(each for each in self.usual if each <= most) or (most,)
@@ -235,7 +235,7 @@ def make_recipe(
 
 
 def _make_common_words_recipe(wording: RulerWording, length: int) -> CommonWordsRecipe:
-    """Return the recipe of common words extraction, with counts that depend on wording and prompt length."""
+    """Return a `CommonWordsRecipe`; wording and prompt length choose how often words occur, and the solved example."""
     if wording.name == "small":
         # With so few words, they have to occur more often in longer lists.
         often, seldom = (6, 1) if length < 1024 else (12, 2) if length < 2560 else (30, 3)

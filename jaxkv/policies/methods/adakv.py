@@ -11,7 +11,7 @@ from jaxkv.policies.wrapper import PolicyWrapper
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AdaKV(PolicyWrapper):
-    """Keep the base policy's best entries; a layer's kv heads compete for those above a guaranteed share, `alpha`.
+    """Keep the base policy's best entries; a layer's kv heads compete for all but the share `alpha`, divided evenly.
 
     `AdaKV(budget=256)` is Ada-SnapKV; `AdaKV(base=PyramidKV(budget=256))` is Ada-Pyramid. Segments of different length
     share the layer's pool: the cache has the size of the base policy's.
@@ -37,5 +37,5 @@ class AdaKV(PolicyWrapper):
     usual = "snapkv"
 
     def replace_base_parts(self, base: Parts) -> Parts:
-        """Return the base's `Parts` with head budgets `heads` or `AdaptiveHeads`; ValueError if it has its own."""
+        """Return the base's `Parts` with `heads` (`AdaptiveHeads` if None); ValueError if it has own head budgets."""
         return self.replace_head_budgets(base, self.resolve_adaptive_heads(self.heads))

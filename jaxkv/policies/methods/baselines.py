@@ -34,7 +34,7 @@ class KNorm(BudgetMethod):
 @register(name="random")
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RandomKV(BudgetMethod):
-    """Keep random entries, sampled uniformly for each layer, kv head and position: a baseline.
+    """Keep entries of the highest random scores, uniform for each layer, kv head and position: a baseline.
 
     They are sampled with the key given to `prefill` or `generate`.
     """

@@ -18,7 +18,7 @@ from jaxkv.policies.scorer import ScorerInputs, Scores
 def _compute_attention_variance(
     p: Float[Array, "G w S"], position: Int[Array, " w"]
 ) -> Float[Array, "G S"]:
-    """Return the unbiased variance `[G, S]` of attention to each entry over window queries; 0 for a single query."""
+    """Return a kv head's unbiased variance `[G, S]` of attention to each entry over window queries; 0 for one query."""
     exists = (position >= 0).astype(jnp.float32)[:, None]
     off = (p - average_over_queries(p, position)[:, None]) * exists
     return (off * off).sum(axis=1) / jnp.maximum(exists.sum() - 1, 1)
@@ -40,7 +40,7 @@ class AttentionMeanVarianceScorer(ObservationWindowAttention):
         super().__post_init__()
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return `[B, K, S]`: mean + `gamma` * variance of attention over window queries, reduced over query heads."""
+        """Return raw scores `[B, K, S]`: window attention's mean + `gamma` * variance, reduced over query heads."""
         return self.reduce_attention(
             seen,
             lambda p, at: (
@@ -77,7 +77,7 @@ class PreferenceLayerBudgets(WeightedLayers):
     def compute_head_statistic(
         self, scores: Scores, candidates: Bool[Array, "B 1 S"], seen: ScorerInputs
     ) -> Float[Array, "B K G 2"]:
-        """Return `[B, K, G, 2]`: entropy and variance of the window's attention to entries before it, both summed."""
+        """Return `[B, K, G, 2]`: window attention's entropy, summed over queries, and variance, summed over entries."""
 
         def reduce(p: Float[Array, "G w S"], position: Int[Array, " w"]) -> Float[Array, "G 2"]:
             before = jnp.arange(p.shape[-1], dtype=jnp.int32) <= position[-1] - len(position)
@@ -95,7 +95,7 @@ class PreferenceLayerBudgets(WeightedLayers):
         return logs[:, 0] / self.tau1 + logs[:, 1] / self.tau2
 
     def compute_proportions(self, weights: Any) -> Reals:
-        """Return relative entries of layers `[L, N]`: exp(log weight), divided by the largest layer's; at most 1."""
+        """Return proportions `[L, N]` of layers' entries per prompt: exp(log weight) over the largest; at most 1."""
         logs = require_finite_weights(weights)
         return select_array_module(logs).exp(logs - logs.max(axis=0))
 

@@ -13,7 +13,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CaM(ObservationWindowPolicy):
-    """Keep entries by window attention as SnapKV does, and add shares of values to the next `window` values.
+    """Keep entries by unpooled window attention; by chance, add 1 / `window` of a value to each of the next `window`.
 
     Scores are not pooled. Each value adds shares to the values of the following tokens.
 

@@ -46,7 +46,7 @@ class ValueLeverageScorer(Scorer):
         return Needs(queries=self.remembered, moments=moments)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return scores `[B, K, S]`: weight * leverage of each value, mean over query heads; 0 for first `sinks`."""
+        """Return scores `[B, K, S]`: value leverage * key's fit to mean query, mean over query heads; 0 for sinks."""
         counts = jnp.broadcast_to(seen.mask_entries_between(first=self.sinks), seen.k.shape[:3])
         v = jnp.where(counts[..., None], jnp.clip(seen.v, -_MOST, _MOST), 0)
 

@@ -42,7 +42,7 @@ class ChunkHeadBudgets(SharedHeads):
         validate_optional_field(self, "peaks", validate_int, "give 1 entry or more")
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of `base` candidates per head, equal in all heads: best chunks, then entries."""
+        """Return the mask `[B, K, S]` of chosen entries, `base` per head, equal in all: best chunks, then others."""
         scores, base = rows.scores, rows.base
         batch, _, padded_len = scores.shape
 
@@ -97,7 +97,7 @@ class ChunkHeadBudgets(SharedHeads):
         kept: Bool[Array, "B C n"],
         peaks: int,
     ) -> Int[Array, "B C"]:
-        """Return the entries `[B, C]` to keep of each chunk: at most `peaks` if scores are high but uneven, else all.
+        """Return entry counts `[B, C]` to keep of each chunk: at most `peaks` if scores are high but uneven, else all.
 
         `of_chunk` are sort keys of the chunks' mean scores.
         """
@@ -123,7 +123,7 @@ def _lower_median(keys: UInt[Array, "B C"], counts: Bool[Array, "B C"]) -> UInt[
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChunkKV(PolicyWrapper):
-    """Keep whole chunks of consecutive entries, equal in all kv heads, by mean scores of the base policy.
+    """Keep chunks of consecutive entries with the base policy's highest mean scores, the same in a layer's kv heads.
 
     All kv heads of a layer keep the same chunks, those of the highest mean score. The number of entries is exactly the
     budget: the best entries of the first chunk that does not fit are kept. Chunks with entries of the window, sinks or
@@ -158,14 +158,14 @@ class ChunkKV(PolicyWrapper):
 
     @property
     def chunk_head_budgets(self) -> ChunkHeadBudgets:
-        """`ChunkHeadBudgets` of the policy: its chunk size (20, or 10 if `gated`), and `peaks` (4) if `gated`."""
+        """`ChunkHeadBudgets` of `chunk` (by default 20, or 10 if `gated`) and `peaks` (by default 4; `gated` only)."""
         chunk = (10 if self.gated else 20) if self.chunk is None else self.chunk
         return ChunkHeadBudgets(
             chunk=chunk, peaks=(4 if self.peaks is None else self.peaks) if self.gated else None
         )
 
     def check_base_policy(self, base: Policy, parts: Parts) -> None:
-        """Raise ValueError unless the base's heads keep equally many entries by score alone, and layers do not nest."""
+        """Raise ValueError if base heads read value norms or have own budgets, or layers keep subsets of lower ones."""
         plain = (
             parts.heads.selection_order in (SelectionOrder.OWN, SelectionOrder.MEAN)
             and not parts.heads.needs_value_norms

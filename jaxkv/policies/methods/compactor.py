@@ -140,7 +140,7 @@ class Compactor(BudgetMethod):
         )
 
     def create_scorer(self) -> BlockAttentionLeverageScorer:
-        """Return a `BlockAttentionLeverageScorer` of tokens between sinks and window, with the policy's `blending`."""
+        """Return a `BlockAttentionLeverageScorer`; default `blending`: the evicted share, 0.35 for a fixed budget."""
         keep = self.always_kept_entries
         blocks = BlockAttention(
             size=self.block, first=keep.sinks, last=keep.window, zeros=self.published

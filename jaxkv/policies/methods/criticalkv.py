@@ -56,6 +56,6 @@ class CriticalKV(PolicyWrapper):
         require(not chunks, "base", base, remedy)
 
     def replace_base_parts(self, base: Parts) -> Parts:
-        """Return the base's `Parts` with head budgets in `TwoStageHeads`: by score, then by score * value norm."""
+        """Return the base's `Parts`, head budgets wrapped in `TwoStageHeads`: by score, then score * value norm."""
         heads = self.create_part(TwoStageHeads, budgets=remove_score_threshold(base.heads))
         return base.replace(heads=add_score_threshold(heads, get_score_threshold(base.heads)))

@@ -26,7 +26,7 @@ class LeverageKind(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LocalLeverageScorer(Scorer):
-    """CurDKV's scorer: approximate leverage of keys and values, squared norms over their sum in a block of entries.
+    """CurDKV's scorer: leverage of keys, values or both, approximated by squared norms over their sum in a block.
 
     Attributes:
         leverage: `LeverageKind`, or its value: leverage of keys, values, or both.

@@ -51,7 +51,7 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
 
     @functools.cached_property
     def retrieval_head_mask(self) -> Bool[np.ndarray, "L K"]:
-        """Boolean numpy mask `[L, K]` of retrieval heads: all but the share `sparsity` with the lowest numbers."""
+        """Numpy mask `[L, K]` of retrieval heads: all but the share `sparsity` with the lowest `pattern` numbers."""
         numbers, share = np.asarray(self.pattern or ((),)), Fraction(repr(self.sparsity))
         # `numpy.quantile` falls between two sorted numbers: heads below it are streaming heads.
         few = numbers.size if share == 1 else math.ceil(share * (numbers.size - 1))
@@ -71,7 +71,7 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         return len(self.pattern[0])
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "RetrievalHeadBudgets":
-        """Return a copy with only the layers without a sliding window; `sparsity` is then the share of their heads."""
+        """Return a copy with `pattern` of layers without sliding windows; `sparsity` is then a share of their heads."""
         self.require_model_sizes(layers=len(sliding_windows))
         pattern = tuple(
             self.pattern[layer] for layer in list_full_attention_layers(sliding_windows)
@@ -79,7 +79,7 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         return dataclasses.replace(self, pattern=pattern)
 
     def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
-        """Return entries per kv head `[L, N]`: mean over a layer's retrieval and streaming heads, rounded up."""
+        """Return entries per kv head `[L, N]`: each layer's mean over retrieval and streaming heads, rounded up."""
         self.require_model_sizes(layers=of.layers)
         xp, heads = of.array_module, self.heads
         few = xp.minimum(of.length, xp.maximum(of.always_kept, self.reach))
@@ -106,7 +106,7 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         return np.where(self.retrieval_head_mask, ENDLESS, self.reach)
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]`: all candidates in retrieval heads, the best `reach - always_kept` in others."""
+        """Return the mask `[B, K, S]` of kept candidates: all in retrieval heads, else best `reach - always_kept`."""
         self.require_model_sizes(heads=rows.scores.shape[1])
         few = mask_top_k(
             rows.sort_keys, jnp.maximum(jnp.int32(self.reach) - rows.always_kept, 0)[:, None]

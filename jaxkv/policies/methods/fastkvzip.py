@@ -32,7 +32,7 @@ class RecentGateScorer(GateScores):
     recent: float = 0.02
 
     def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Return the gate's scores `[B, K, S]`, from 0 to 1; 1 + position / length for the last tokens (`recent`)."""
+        """Return scores `[B, K, S]`: the gate's, 0 to 1; 1 + position / length for the share `recent` at the end."""
         rows, end = jnp.arange(observed.shape[-1], dtype=jnp.int32), length[:, None, None]
         ours = rows >= end - compute_floor_share(end, self.recent)
         return jnp.where(ours, 1 + rows.astype(jnp.float32) / end.astype(jnp.float32), observed)
@@ -76,6 +76,6 @@ class FastKVzip(BudgetMethod):
         validate_field(self, "recent", validate_float, "give a share between 0 and 1", high=1.0)
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: gate scores, one budget for the kv heads of all layers, and `threshold` unless None."""
+        """Return `Parts`: gate scores, one budget for all layers' kv heads; entries below any `threshold` evicted."""
         heads = add_score_threshold(self.create_part(AdaptiveHeads, alpha=0.0), self.threshold)
         return self.compose_with_scorer(heads=heads, layers=GlobalLayers())

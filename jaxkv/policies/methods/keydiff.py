@@ -10,7 +10,7 @@ from jaxkv.policies.unseen import KeyDifference
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KeyDiff(BudgetMethod):
-    """Keep the entries whose keys have the lowest cosine similarity to the kv head's mean key.
+    """Keep the entries whose keys have the lowest cosine similarity to the mean of the kv head's normalised keys.
 
     The mean is that of a head's unit keys. All layers and heads keep the same number of entries. Scores use keys only:
     the question need not be known, and no attention is computed. The paper evicts after every block of 128 prompt

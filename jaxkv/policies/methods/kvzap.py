@@ -49,6 +49,6 @@ class KVzap(BudgetMethod):
         check_threshold_field(self)
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: scores by a trained gate, sinks and window always kept, entries below `threshold` evicted."""
+        """Return `Parts`: gate scores, sinks and window always kept; entries below `threshold`, if any, evicted."""
         heads = add_score_threshold(UniformHeads(), self.threshold)
         return self.compose_with_scorer(heads=heads)

@@ -27,7 +27,7 @@ class ReplayAttentionScorer(Scorer):
 
     @property
     def needs(self) -> Needs:
-        """`Needs` of the scorer: the attention of a second pass over the prompt."""
+        """`Needs` of the scorer: the largest attention that each entry receives in a second pass over the prompt."""
         return Needs(replay=self.replay)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:

@@ -17,7 +17,7 @@ _MOST = 1e15
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagRelativeScorer(Scorer):
-    """LagKV's scorer: an entry's rank in its partition by std over channels, scaled by the next partition's range.
+    """LagKV's scorer: rank in the partition by key and value std over channels, scaled by the next partition's range.
 
     Entries after the sinks form partitions of `lag` entries. Each channel of a partition is scaled by its minimum and
     maximum in the next partition; a channel that does not vary there counts as 0. The standard deviation over channels
@@ -45,7 +45,7 @@ class LagRelativeScorer(Scorer):
         validate_field(self, "cross_scoring", validate_bool)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return scores `[B, K, S]`: rank / `lag` or softmax in the partition; 1 to 2 for sinks and last entries."""
+        """Return scores `[B, K, S]`: rank / `lag` or, with `cross_scoring`, softmax; 1 to 2 for sinks and last ones."""
         padded_len, lag = seen.k.shape[2], self.lag
         index, length = seen.entry_positions, seen.length[:, None, None]
         recent = 1.0 + index.astype(jnp.float32) / jnp.maximum(length, 1).astype(jnp.float32)
@@ -70,7 +70,7 @@ class LagRelativeScorer(Scorer):
     def _compute_partition_softmax(
         self, rows: Float[Array, "B K S D"], scored: int
     ) -> Float[Array, "B K P lag"]:
-        """Return softmaxes `[B, K, P, lag]` over entries of their std over channels, scaled by the next partition."""
+        """Return softmaxes `[B, K, P, lag]` in partitions of keys' or values' std over channels, scaled by the next."""
         first, lag = self.sinks, self.lag
         parts = rows[:, :, first : first + (scored + 1) * lag].astype(jnp.float32)
         parts = parts.reshape(*rows.shape[:2], scored + 1, lag, rows.shape[-1])
@@ -85,7 +85,7 @@ class LagRelativeScorer(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LagKV(BudgetMethod):
-    """Keep the entries that vary most over channels, scaled by the next partition's range, and the last ones.
+    """Keep sinks, the last entries, and those that vary most over channels, scaled by the next partition's range.
 
     Sinks and the last entries are kept, too. Scores use keys and values only: the question need not be known, and no
     attention is computed. A text shorter than `sinks + 2 * lag` has no partition to choose from: its last entries are

@@ -20,7 +20,7 @@ _SHARES = 99
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LUKV(PolicyWrapper):
-    """Keep the base policy's best entries, with layer and head budgets from measured curves.
+    """Keep the base policy's best entries, with layer and head budgets from the model's measured curves, if given.
 
     Curves belong to one model and one scorer. The curve nearest to the budget is used, and its shares are scaled to the
     budget: sums over heads are exact. Entries that a head cannot use go to the layer's other heads, by score.
@@ -58,7 +58,7 @@ class LUKV(PolicyWrapper):
         )
 
     def replace_base_parts(self, base: Parts) -> Parts:
-        """Return the base's `Parts` with layer and head budgets by the nearest curve; unchanged without curves."""
+        """Return the base's `Parts`, layer and head budgets by the curve nearest its budget; unchanged without any."""
         heads, layers = unwrap_head_budgets(base.heads), base.layers
         if self.curves is not None and isinstance(base.budget, ShareBudget):
             nearest = round((1 - base.budget.value) * (_SHARES + 1))

@@ -13,7 +13,7 @@ from jaxkv.policies.wrapper import SparseReadPolicy
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OmniKV(SparseReadPolicy):
-    """Keep every entry; filter layers choose the tokens that layers above attend to.
+    """Keep every entry, or those that `base` keeps; filter layers choose, per new token, what layers above attend to.
 
     They choose anew for each new token.
 

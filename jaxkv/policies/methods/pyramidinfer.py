@@ -14,7 +14,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PyramidInfer(ObservationWindowPolicy):
-    """Keep entries by window attention: each layer keeps a subset of the layer below, equal in all kv heads.
+    """Keep entries by window attention, the same in all kv heads; each layer keeps a subset of the layer below's.
 
     All heads of a layer keep the same positions.
 

@@ -32,7 +32,7 @@ class QFilterVectors(FileArrays):
 
     @classmethod
     def create_from_tensors(cls, stored: Mapping[str, StoredTensor]) -> "QFilterVectors":
-        """Create filters from the tensor `q_filters` `[L, K, D]`; ValueError if missing, misshapen or not finite."""
+        """Create `QFilterVectors` from `q_filters` `[L, K, D]`; ValueError if missing, misshapen or not finite."""
         array = NamedTensors("", dict(stored)).pop_tensor("q_filters", None, None, None)
         layers, heads, dim = array.shape
         return cls.create_from_arrays(array, repr(array.shape), layers=layers, heads=heads, dim=dim)
@@ -60,7 +60,7 @@ class QFilterScorer(Scorer):
         return Needs(moments=FutureQuerySettings() if self.q_filters is None else None)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return scores `[B, K, S]`: minus the dot product of key and filter; ValueError for other filter sizes."""
+        """Return scores `[B, K, S]`: minus the dot product of key and filter; ValueError if their sizes differ."""
         (_, heads, _, dim), axes = seen.k.shape, seen.axes
         if self.q_filters is None:
             mine = -_compute_main_query_direction(seen)
@@ -103,7 +103,7 @@ def _compute_main_query_direction(seen: ScorerInputs) -> Float[Array, "B K D"]:
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QFilters(BudgetMethod):
-    """Keep the entries whose keys have the largest dot product with their head's main query direction.
+    """Keep entries whose keys have the largest dot product with their head's main query direction, of file or prompt.
 
     Published filters belong to one model and come from a file: the first right singular vectors of queries of many
     texts, signed so that attention falls with the product. Without a file, each prompt's own queries replace them.

@@ -27,7 +27,7 @@ _PAGES = 3
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TopPageReads(AttentionReads):
-    """Quest's reads: at each new token a kv head attends to the pages of largest bounds of q.k, and the last page.
+    """Quest's reads: at each new token a kv head attends to pages of largest upper bounds of q.k, and the last page.
 
     Fields are those of `Quest`.
     """
@@ -59,7 +59,7 @@ class TopPageReads(AttentionReads):
     def count_attended_tokens(
         self, lengths: Int[np.ndarray, " B"], layers: int
     ) -> Int[np.ndarray, " B"]:
-        """Return the entries `[B]`, new tokens' included, that each kv head attends to per token in paged layers.
+        """Return how many entries `[B]`, new tokens' included, each kv head attends to per token in paged layers.
 
         Args:
             lengths: tokens of each prompt.
@@ -77,7 +77,7 @@ class TopPageReads(AttentionReads):
     def build_read_config(
         self, layers: int, padded_len: int, *, every_entry: bool
     ) -> LayerReadConfig:
-        """Return `LayerReadConfig`: layers from `dense_layers` up choose their pages, others use all."""
+        """Return `LayerReadConfig`: layers from `dense_layers` up choose pages, lower ones attend to all entries."""
         return LayerReadConfig(
             sources=tuple(WHOLE if layer < self.dense_layers else layer for layer in range(layers)),
             include_generated=True,
@@ -91,7 +91,7 @@ class TopPageReads(AttentionReads):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quest(SparseReadPolicy):
-    """Keep every entry; at each new token a kv head attends to the pages of highest upper bounds of q.k.
+    """Keep every entry, or those `base` keeps; at each new token a kv head attends to pages of highest bounds of q.k.
 
     A page is `page` consecutive entries of a kv head, with the element-wise minimum and maximum of their cached keys,
     after RoPE. The bound of a page for a query head is the sum over channels of max(q * minimum, q * maximum). The

@@ -83,7 +83,7 @@ class AttentionRedundancyScorer(WindowScorer):
         )
 
     def finalise_scores(self, observed: Scores, length: Int[Array, " B"]) -> Scores:
-        """Return scores `[B, K, S]`: the observations unchanged, since `score_entries` pools attention already."""
+        """Return the raw scores `[B, K, S]` unchanged, since `score_entries` pools attention already."""
         return observed
 
 

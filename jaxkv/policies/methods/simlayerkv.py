@@ -24,7 +24,7 @@ from jaxkv.policies.unseen import PositionScores
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LazyLayerBudgets(LayerBudgets):
-    """SimLayerKV's layer budgets: the least lazy layers keep every entry until the budget is spent; exact sum.
+    """SimLayerKV's layer budgets: all entries in the least lazy layers till the budget is spent, then always-kept ones.
 
     A layer is lazier the more of the last queries' attention goes to its first and most recent entries. When the budget
     is spent, further layers keep only the always-kept entries; the layer that spends it keeps the remaining entries.
@@ -60,7 +60,7 @@ class LazyLayerBudgets(LayerBudgets):
         return seen.reduce_window_attention(reduce, length)
 
     def compute_layer_entries(self, of: LayerBudgetInputs) -> Table:
-        """Return entries per kv head `[L, N]`: all in layers of largest weight within the budget, else always-kept."""
+        """Return entries per kv head `[L, N]`: all in least lazy layers until the budget is spent, then always-kept."""
         xp, order = (
             of.array_module,
             of.array_module.argsort(-require_finite_weights(of.weights), axis=0, stable=True),
