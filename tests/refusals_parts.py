@@ -124,18 +124,22 @@ def evicting(rank, merge=None):
 
 PARTS = [
     *door(
-        "a scorer's observe",
+        "a scorer's scores",
         lambda change: prefilled(Given(change)),
         (
             lambda mass: mass[:, :1],
             TypeError,
-            r"Given\.observe=float32\[2, 1, 64\]: give one float32 .*\[B, K, S\] = \[2, 2, 64\]",
+            r"Given\.score_entries=float32\[2, 1, 64\]: give one float32 .*\[B, K, S\] = \[2, 2, 64\]",
         ),
     ),
     *calls(
         "a scorer",
         (lambda: policy_of(Loose()), TypeError, "scorer=.*Loose"),
-        (lambda: policy_of(derived("Silent", Scorer)()), TypeError, "scorer=.*Silent.*`observe`"),
+        (
+            lambda: policy_of(derived("Silent", Scorer)()),
+            TypeError,
+            "scorer=.*Silent.*`score_entries`",
+        ),
         (lambda: policy_of(derived("Sum", KeyNorm, group="sum")()), r"scorer\.group='sum'"),
         (
             lambda: policy_of(derived("Odd", KeyNorm, needs=Needs(queries="1"))()),
@@ -150,8 +154,16 @@ PARTS = [
     *door(
         "a rank, and a merger",
         lambda both: evicting(*both),
-        ((Odd(start=lambda k: k[..., 0, 0]), None), TypeError, r"Odd\.begin=float32\[2, 2\]"),
-        ((Odd(order=lambda score: score[0]), None), TypeError, r"Odd\.rank=float32\[2, 21\]"),
+        (
+            (Odd(start=lambda k: k[..., 0, 0]), None),
+            TypeError,
+            r"Odd\.score_new_entries=float32\[2, 2\]",
+        ),
+        (
+            (Odd(order=lambda score: score[0]), None),
+            TypeError,
+            r"Odd\.rank_entries=float32\[2, 21\]",
+        ),
         *(
             ((Odd(), merger), TypeError, told)
             for merger, told in (
@@ -160,14 +172,14 @@ PARTS = [
                     Strange(all=lambda k, v: Merged(k[:, :1], v, None)),
                     r"Strange\.merge\.k=float32\[2, 1, 64, 8\]",
                 ),
-                (Strange(one=lambda goes, row: goes), r"Strange\.merge_one="),
+                (Strange(one=lambda goes, row: goes), r"Strange\.merge_entry_while_decoding="),
                 (
                     Strange(one=lambda goes, row: Joined(row.k, None, None, None)),
-                    r"Strange\.merge_one\.joins=float32",
+                    r"Strange\.merge_entry_while_decoding\.joins=float32",
                 ),
                 (
                     Telling(one=lambda goes, row: Joined(goes, None, None, None)),
-                    r"Telling\.merge_one\.tau=NoneType",
+                    r"Telling\.merge_entry_while_decoding\.tau=NoneType",
                 ),
                 (
                     derived("Mute", Merger, compares=("k",), merge=Strange.merge_evicted_entries)(),
@@ -175,7 +187,15 @@ PARTS = [
                 ),
             )
         ),
-        ((Odd(), derived("Twice", Strange, compares=("k", "v"), merge_one=twice)()), "merge="),
+        (
+            (
+                Odd(),
+                derived(
+                    "Twice", Strange, compared_tensors=("k", "v"), merge_entry_while_decoding=twice
+                )(),
+            ),
+            "merge=",
+        ),
     ),
 ]
 
@@ -232,8 +252,12 @@ OWN = [
     *door(
         "a user's class",
         lambda cls: cls(budget=20),
-        (derived("Nothing", Policy), TypeError, "Nothing: .*`parts`"),
-        (derived("Less", Policy, parts=lambda self: 3), TypeError, "parts=3"),
+        (derived("Nothing", Policy), TypeError, "Nothing: .*`build_policy_parts`"),
+        (
+            derived("Less", Policy, build_policy_parts=lambda self: 3),
+            TypeError,
+            "build_policy_parts=3",
+        ),
     ),
     *calls(
         "a user's wrapper",

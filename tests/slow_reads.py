@@ -81,7 +81,7 @@ class Slow:
             shape = (len(tokens), config.kv_heads, config.group_size, config.head_dim)
             out = np.moveaxis(np.stack(out).reshape(shape), 0, 2)[None]
             x = block.apply_output_and_mlp(x, jnp.asarray(out, jnp.float32))
-        return np.asarray(self.ends.logits(x[:, -1]))[0]
+        return np.asarray(self.ends.compute_logits(x[:, -1]))[0]
 
     def held(self, layer, head, last):
         """The positions up to `last` that a head holds."""

@@ -36,9 +36,9 @@ def test_a_wheel_holds_manifests_and_the_packaged_model(tmp_path):
     # Folders of users of this name are not ours.
     (tmp_path / "checkpoints").mkdir()
     inside = "from jaxkv import checkpoints\n"
-    inside += "assert checkpoints.names()\n"
-    inside += f"assert str(checkpoints.manifests_folder()).startswith({str(site)!r})\n"
-    inside += "assert checkpoints.fetch('tiny-retrieval').is_dir()\n"
+    inside += "assert checkpoints.list_model_names()\n"
+    inside += f"assert str(checkpoints.find_manifests_folder()).startswith({str(site)!r})\n"
+    inside += "assert checkpoints.fetch_checkpoint('tiny-retrieval').is_dir()\n"
     run(tmp_path, inside, root=site)
     # `python -m` finds its command there by the name that it has in a checkout, too.
     asked = "import runpy, sys\nsys.argv[1:] = ['convert', '--help']\n"

@@ -191,7 +191,7 @@ def test_more_is_never_less(name, policy, batch, context, budget, mesh):
     for each in more:
         assert each.peak_device_bytes >= found.peak_device_bytes and each.cache >= found.cache
     alone = of(gpus=1, data=1)
-    assert found.weights * mine.split >= alone.weights
+    assert found.weights * mine.gpus_per_group >= alone.weights
     assert found.cache * mine.gpus >= alone.cache
     assert found.kept <= context
 

@@ -139,7 +139,7 @@ def test_one_cache_is_asked_in_several_ways(model):
         )
     # A cache whose sequences differ is a pytree like any other, and copies as one.
     same = jax.tree.map(lambda leaf: leaf, out.cache)
-    assert same.conversation_state == out.cache.turn and hash(jax.tree.structure(same)) == hash(
+    assert same.turn == out.cache.turn and hash(jax.tree.structure(same)) == hash(
         jax.tree.structure(out.cache)
     )
     with pytest.raises(

@@ -113,7 +113,7 @@ def test_saved_caches_need_no_file(written, tmp_path):
     with pytest.raises(ValueError, match="another policy compressed the cache"):
         jaxkv.load_cache(tmp_path / "cache", model, policy=other)
     alone = jaxkv.load_cache(tmp_path / "cache", model).policy
-    with pytest.raises(ValueError, match=r"^q_filters=HeadFilters.*as in a saved cache"):
+    with pytest.raises(ValueError, match=r"^q_filters=QFilterVectors.*as in a saved cache"):
         jaxkv.prefill(model, tiny.prompts(2, (70,)), policy=alone)
 
 

@@ -77,7 +77,7 @@ def test_needles(name):
     )
     asked = tuple(drawn["keys"][each] for each in drawn["asked"])
     values = tuple(tuple(drawn["values"][each]) for each in drawn["asked"])
-    same(name, made.write(NeedleParts(stand, asked, values, tuple(haystack))))
+    same(name, made.render_prompt(NeedleParts(stand, asked, values, tuple(haystack))))
 
 
 def test_variable_tracking():
@@ -94,7 +94,7 @@ def test_variable_tracking():
     value = re.findall(r"assigned the value (\d{5})", theirs["input"])[-1]
     same(
         "vt",
-        made.write(
+        made.render_prompt(
             VariableChain(
                 tuple(theirs["outputs"]), value, tuple(sorted(drawn["places"])), drawn["size"]
             ),
@@ -112,11 +112,11 @@ def test_common_words(name):
 
     made, drawn = recipe(name), golden()["tasks"][name]["draws"]
     shot, words = listed(drawn["shot"]), listed(drawn["words"])
-    same(name, made.write(words, shot))
+    same(name, made.render_prompt(words, shot))
     # Ours are as many, and as often.
     for theirs, settings in ((shot, made.shot), (words, (None, made.often, made.seldom))):
         size = len(set(theirs.entries)) if settings[0] is None else settings[0]
-        ours = made.choose(size, *settings[1:], np.random.default_rng(0))
+        ours = made.sample_word_list(size, *settings[1:], np.random.default_rng(0))
         assert sorted(Counter(ours.entries).values()) == sorted(Counter(theirs.entries).values())
         assert set(ours.common) == {word for word, _ in Counter(ours.entries).most_common(10)}
 
@@ -125,14 +125,14 @@ def test_frequent_words():
     theirs = golden()["tasks"]["fwe"]
     made, drawn = recipe("fwe"), theirs["draws"]
     assert made.vocabulary == drawn["vocabulary"]
-    ours = made.choose(drawn["size"], np.random.default_rng(0))
+    ours = made.sample_coded_text(drawn["size"], np.random.default_rng(0))
     opening, question = (
-        made.write(ours).context.partition(" coded words. ")[0],
-        made.write(ours).question,
+        made.render_prompt(ours).context.partition(" coded words. ")[0],
+        made.render_prompt(ours).question,
     )
     text = tuple(theirs["input"].removesuffix(question).partition(" coded words. ")[2].split(" "))
     assert sorted(Counter(ours.text).values()) == sorted(Counter(text).values())
-    same("fwe", made.write(ours._replace(ranks=("...", *theirs["outputs"]), text=text)))
+    same("fwe", made.render_prompt(ours._replace(ranks=("...", *theirs["outputs"]), text=text)))
     assert theirs["input"].startswith(opening)
 
 
@@ -141,9 +141,9 @@ def test_questions_over_documents(name):
     made, drawn = recipe(name), golden()["tasks"][name]["draws"]
     order = [made.data.documents.index(text) for text in drawn["order"]]
     asked = made.data.questions[0]
-    same(name, made.write(asked, order))
+    same(name, made.render_prompt(asked, order))
     assert len(order) == drawn["size"] and set(asked.context) <= set(order)
-    ours = made.choose(asked, drawn["size"], np.random.default_rng(0))
+    ours = made.sample_document_indices(asked, drawn["size"], np.random.default_rng(0))
     # Those of the question and those near it are always there.
     assert len(ours) == len(set(ours)) == len(order) and {*asked.context, *asked.near} <= set(
         ours
@@ -156,7 +156,7 @@ def test_haystacks_are_as_long(name):
     theirs = golden()["tasks"][name]
     made = recipe(name)
     size = fit_haystack_size(made, theirs["asked"], count)
-    ours = count(made.make_fitting_prompt(size, np.random.default_rng(0))) + made.new_tokens
+    ours = count(made.make_prompt(size, np.random.default_rng(0))) + made.new_tokens
     assert 0.95 * theirs["length"] <= ours <= theirs["asked"]
 
 

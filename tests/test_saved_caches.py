@@ -204,7 +204,9 @@ def test_nothing_is_imported_and_nothing_but_values_is_made(monkeypatch):
     with pytest.raises(ValueError, match="its fields differ in this version"):
         decode_from_json({"class": "jaxkv:SnapKV", "fields": {"sprockets": 3}}, lambda name: None)
     with pytest.raises(ValueError, match="has no such member in this version"):
-        decode_from_json({"enum": "jaxkv.cache:Turn", "member": "NOON"}, lambda name: None)
+        decode_from_json(
+            {"enum": "jaxkv.cache:ConversationState", "member": "NOON"}, lambda name: None
+        )
 
 
 # --- what is rejected ------------------------------------------------------------------------------------------------

@@ -75,7 +75,9 @@ def test_running_requests_are_answered_after_sigterm(folder):
 def test_a_server_that_starts_says_how_far_it_is_and_ends_at_a_signal(folder, sent):
     """Of a model that never ends to load: whatever is asked has 503, and one signal is enough."""
     endless = "import sys, time; from jaxkv import cli; from jaxkv.cli import serving; "
-    endless += "serving.Serve.speaking = lambda self: time.sleep(600); sys.exit(cli.main())"
+    endless += (
+        "serving.ServeCommand.load_model = lambda self, **_: time.sleep(600); sys.exit(cli.main())"
+    )
     with launched(folder, "--also", "full", program=("-c", endless)) as process:
         address = re.search(r"http://127\.0\.0\.1:\d+", process.stderr.readline())[0]
         assert f"1 of {1 + 2 * PARTS}: loading" in process.stderr.readline()

@@ -308,7 +308,7 @@ def test_a_document_of_another_store_is_refused_alone(tmp_path, monkeypatch):
     policy, options = _Own(base=POLICY), ONE | {"documents": tmp_path}
     with jaxkv.Engine(lettered.tiny(), policy=policy, **options) as engine:
         old = engine.document(DOC)
-    monkeypatch.setattr(_Own, "mask_kept_tokens", Half)
+    monkeypatch.setattr(_Own, "holds", Half)
     with jaxkv.Engine(lettered.tiny(), policy=_Own(base=POLICY), **options) as engine:
         with pytest.raises(ValueError, match="another store than the slots' Half"):
             engine.submit("who?", document=old).result()
@@ -514,7 +514,7 @@ def test_an_error_of_the_engine_ends_all_requests_with_its_message(monkeypatch):
         raise RuntimeError("the device is gone")
 
     # Nothing works any more, releasing slots neither.
-    for name in ("decode", "release"):
+    for name in ("decode", "release_slots"):
         monkeypatch.setattr(engine._slots, name, broken)
     requests = [engine.submit(DOC, max_new_tokens=4) for _ in range(5)]
     for request in requests:

@@ -150,7 +150,7 @@ def test_programs_are_traced_for_shapes_alone():
 def test_embeddings_of_a_prompt_in_blocks(monkeypatch):
     """As on TPUs: devices sum those of a block of tokens at a time, and have the same numbers."""
     monkeypatch.setattr(decoder, "_SUMMED_AT_ONCE", (4, 8))
-    flat = model_of(4).on(mesh_of(2, 4)).flat
+    flat = model_of(4).on(mesh_of(2, 4)).flat_decoder
     for slots, loops in ((24, 1), (9, 0), (8, 0)):
         tokens = np.random.default_rng(slots).integers(0, flat.config.vocab, (2, slots), np.int32)
         given = flat.ends, place_host_array(tokens, "B S", flat.axes)

@@ -79,7 +79,7 @@ class Lowest(UniformHeads):
 
     def choose_entries(self, rows):
         mine = jnp.broadcast_to(rows.scores[:, :1], rows.scores.shape)
-        return mask_top_k(rows._replace(scores=mine).keys, rows.base[:, None])
+        return mask_top_k(rows._replace(scores=mine).sort_keys, rows.base[:, None])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,7 +49,7 @@ def halved(base):
 
     @dataclasses.dataclass(frozen=True, kw_only=True)
     class Halved(base):
-        def parts(self):
+        def build_policy_parts(self):
             return dataclasses.replace(super().build_policy_parts(), store=Half)
 
     return Halved

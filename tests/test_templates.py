@@ -55,7 +55,7 @@ def test_texts_with_a_template_are_copied_and_pickled():
     )
     assert text.turn_texts.opening == ""
     for other in (copy.deepcopy(text), pickle.loads(pickle.dumps(text))):
-        assert other.chat(conversation("Hi", "Ho"), generation_prompt=True) == "HiHo"
+        assert other.render_chat(conversation("Hi", "Ho"), generation_prompt=True) == "HiHo"
 
 
 def test_long_conversations_have_room():

@@ -48,11 +48,11 @@ def test_chat_template(text):
 
 
 def test_turns_join_to_the_full_rendering(text):
-    joined = text.turns.opening + U1 + text.turns.closing
+    joined = text.turn_texts.opening + U1 + text.turn_texts.closing
     assert joined == text.render_chat(conversation(U1), generation_prompt=True)
-    joined += A1 + text.turns.between + U2 + text.turns.closing
+    joined += A1 + text.turn_texts.between + U2 + text.turn_texts.closing
     assert joined == text.render_chat(conversation(U1, A1, U2), generation_prompt=True)
-    assert text.turns.between == "<|im_end|>\n<|im_start|>user\n"
+    assert text.turn_texts.between == "<|im_end|>\n<|im_start|>user\n"
 
 
 @pytest.mark.parametrize("string", ["naïve café 漢字 🙂 done", " 🙂🙂", "plain", "漢字漢字"])
@@ -123,12 +123,14 @@ def test_bos_is_never_doubled():
     assert text.encode(rendered, bos=True).count(text.bos_id) == 1
     assert text.encode("Hi", bos=True)[0] == text.bos_id
     assert text.encode("Hi", bos=False)[0] != text.bos_id
-    assert text.turns.between == "</s>[INST] "
+    assert text.turn_texts.between == "</s>[INST] "
 
 
 def test_template_that_refuses():
     with pytest.raises(ValueError, match=r"messages=\['system'\].*no system role"):
-        with_template(LLAMA2).chat([{"role": "system", "content": "x"}], generation_prompt=False)
+        with_template(LLAMA2).render_chat(
+            [{"role": "system", "content": "x"}], generation_prompt=False
+        )
 
 
 def test_template_that_loses_or_repeats_messages():
@@ -138,7 +140,7 @@ def test_template_that_loses_or_repeats_messages():
     ):
         text = with_template(template, origin="odd-model")
         with pytest.raises(ValueError, match="chat_template='odd-model'.*cannot be split"):
-            _ = text.turns
+            _ = text.turn_texts
 
 
 def test_end_of_turn_comes_from_the_template():
@@ -150,10 +152,10 @@ def test_end_of_turn_comes_from_the_template():
 
 def test_template_is_sandboxed_and_has_the_usual_helpers():
     with pytest.raises(ValueError, match="unsafe"):
-        with_template("{{ ''.__class__.__mro__ }}").chat([], generation_prompt=False)
+        with_template("{{ ''.__class__.__mro__ }}").render_chat([], generation_prompt=False)
     helpers = "{% generation %}{{ {'a': '<é>'} | tojson }}{% endgeneration %}{{ strftime_now('%Y') | length }}"
     helpers += "{% for i in [1, 2] %}{% break %}{% endfor %}"
-    assert with_template(helpers).chat([], generation_prompt=False) == '{"a": "<é>"}4'
+    assert with_template(helpers).render_chat([], generation_prompt=False) == '{"a": "<é>"}4'
 
 
 # --- folders --------------------------------------------------------------------------------------------------------

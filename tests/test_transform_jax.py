@@ -119,7 +119,7 @@ def test_tokens_without_room_are_refused_or_left_out(policy):
         assert pos[:held].tolist() == before[5].tolist()
         np.testing.assert_array_equal(keys[:held], before[3])
         np.testing.assert_array_equal(keys[held:], 9 + np.asarray(k)[at[1], at[2], : free[at[1]]])
-    assert not np.asarray(after.free()).any()
+    assert not np.asarray(after.compute_remaining_headroom()).any()
 
 
 # --- transformations -------------------------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def test_sequences_and_kv_heads_can_lie_on_several_devices(policy, checked, part
 
     def one(k, v, q, length):
         rows, out = one_step(k, v, q, length, policy=policy)
-        return rows.pool().pos, rows.pool().k, rows.pool().v, out
+        return rows.get_layer_pool().pos, rows.get_layer_pool().k, rows.get_layer_pool().v, out
 
     length = jnp.asarray(LENGTHS)
     specs = {
@@ -242,7 +242,7 @@ def test_sixteen_bits(policy=ADA):
     rows, out = jax.jit(one_step, static_argnames=("policy",))(
         *arrays, jnp.asarray(LENGTHS), policy=policy
     )
-    assert out.dtype == rows.pool().k.dtype == jnp.bfloat16
+    assert out.dtype == rows.get_layer_pool().k.dtype == jnp.bfloat16
     np.testing.assert_allclose(
         np.asarray(out, np.float64), attended(arrays[2][:, :, :1], rows), atol=0.03
     )

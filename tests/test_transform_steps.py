@@ -81,7 +81,7 @@ def test_a_state_takes_no_more_memory_than_budget_and_one_token():
     drawn = draw(0, 2)
     state = compressed(drawn, H2O(budget=16))
     assert state.get_layer_pool().row_count == HEADS * 17
-    assert compressed(drawn, H2O(budget=44)).pool().row_count == HEADS * 45
+    assert compressed(drawn, H2O(budget=44)).get_layer_pool().row_count == HEADS * 45
 
 
 def test_tokens_read_the_pages_of_the_oracle():

@@ -104,7 +104,9 @@ def test_a_prompt_with_its_question_is_no_such_document(chatting):
 
 def test_a_scorer_says_itself_whether_it_looks_at_the_end(chatting):
     assert not told(chatting, policy=CustomPolicy(budget=16, scorer=WorstCase()))
-    assert told(chatting, policy=CustomPolicy(budget=16, scorer=WorstCase(looks_at_end=True)))
+    assert told(
+        chatting, policy=CustomPolicy(budget=16, scorer=WorstCase(follows_last_queries=True))
+    )
     assert ObservationWindowAttention().follows_last_queries and not KeyNorm().follows_last_queries
 
 

@@ -105,10 +105,10 @@ def test_a_scorer_may_change_what_another_sees():
 class Backwards:
     """A mixin that chooses the rows of lowest scores, and ranks the best lowest."""
 
-    def choose(self, rows):
+    def choose_entries(self, rows):
         return UniformHeads().choose_entries(rows._replace(scores=-rows.scores))
 
-    def rank(self, score, age):
+    def rank_entries(self, score, age):
         return -score
 
 
@@ -134,7 +134,7 @@ class OfThree(LayerBudgets, HeadBudgets):
 def test_a_mixin_takes_what_a_base_declares():
     assert (
         UniformHeads().selection_order
-        is type("Named", (UniformHeads,), {})().order
+        is type("Named", (UniformHeads,), {})().selection_order
         is SelectionOrder.OWN
     )
     assert BackwardsHeads().selection_order is SelectionOrder.OTHER
@@ -149,5 +149,5 @@ def test_heads_that_differ_by_layer_are_cut_beside_windows():
         (LayerSpec(), LayerSpec(sliding_window=8)),
     )
     model = tiny.tiny(dataclasses.replace(GQA, kinds=kinds))
-    with pytest.raises(ValueError, match=r"^heads=.*among\(sliding_windows\)"):
+    with pytest.raises(ValueError, match=r"^heads=.*restrict_to_full_attention\(sliding_windows\)"):
         jaxkv.prefill(model, tiny.prompts(3, (40,)), policy=policy)

@@ -115,7 +115,7 @@ def test_the_task_has_cases_of_all_sizes(monkeypatch):
     assert task.samples(model) == cases != dataclasses.replace(task, seed=1).samples(model)
     monkeypatch.setattr(model, "text", words().text)
     monkeypatch.setattr(
-        "jaxkv.evals.retrieval.ids_of", lambda text, sample, raw: (PROMPT, TEXTS[1][:4])
+        "jaxkv.evals.retrieval.encode_sample", lambda text, sample, raw: (PROMPT, TEXTS[1][:4])
     )
     outcomes = task.run(model, D2O(budget=0.5), cases[:1], How())
     for outcome in outcomes:

@@ -37,7 +37,9 @@ class LoopCompilation:
                 size=tokens_per_call(new),
             )
             # A failure to compile is raised again by the first call of the loop, in the caller's thread.
-            self._thread = threading.Thread(target=traced.lower().compile, daemon=True)
+            self._thread = threading.Thread(
+                target=traced.lower().compile, name="jaxkv-compile", daemon=True
+            )
             self._thread.start()
         self._clock = session.clocks.decode
 
@@ -52,13 +54,13 @@ class LoopCompilation:
 def start_loop_compilation(
     session: Session, needed: PrefillPlan, *, new: int, sampling: Sampler, ends: int
 ) -> LoopCompilation | None:
-    """Start to compile the token loop of a planned prefill; None if that is not known to help.
+    """Start to compile the token loop of a planned prefill; return None if shapes are unknown or the loop is known.
 
-    It helps on one device, if the plan says the sizes of all pools, no entries are offloaded, and the model has not
-    compiled the loop before.
+    The plan says all shapes on one device, unless scores set the sizes of pools or entries are offloaded.
     """
     flat = session.params.flat_decoder
-    if flat.axes is not None or needed.rows is None or needed.host_bytes:
+    on_one_device = flat.axes is None
+    if not (on_one_device and needed.has_fixed_shapes):
         return None
     shapes = needed.padded_len, needed.pools, needed.headroom, len(needed.budget)
     numbers = jax.tree.structure(convert_sampler_to_pytree(sampling))

@@ -66,6 +66,11 @@ class PrefillPlan:
     loaded_bytes: int = 0
 
     @property
+    def has_fixed_shapes(self) -> bool:
+        """True if the shapes of the cache follow from the plan: no size set by scores, no offloaded entries."""
+        return self.rows is not None and not self.host_bytes
+
+    @property
     def budget(self) -> Int[np.ndarray, " B"]:
         """Entries to keep per kv head, averaged over layers: one number for each prompt, `[B]`."""
         return np.asarray(self.numbers.budget)

@@ -110,6 +110,6 @@ def make_abstract_arrays(tree: Any, sharding: Any = None) -> Any:
         """Return the `ShapeDtypeStruct` of one array, with the sharding if set (mapped over the pytree)."""
         known = isinstance(leaf, jax.ShapeDtypeStruct)
         made = leaf if known else jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)
-        return made if sharding is None else made.update(sharding=sharding)
+        return made.update(sharding=sharding) if sharding else made
 
     return jax.tree.map(describe_leaf, tree)
