@@ -21,7 +21,6 @@ _NAME = "__checked__"
 # Calls of a function that are checked in a test.
 _MOST_CALLS = 32
 _tests = 0
-_describing = False
 # What the library raises itself for a value of the wrong type.
 _typed = beartype.beartype(conf=beartype.BeartypeConf(violation_type=TypeError))
 
@@ -41,16 +40,6 @@ def begin_test() -> None:
     _tests += 1
 
 
-def _unchecked(of, args, kwargs):
-    """Calls what describes programs: JAX puts shapes, and what it says of arguments, where annotations want arrays."""
-    global _describing
-    _describing = True
-    try:
-        return of(*args, **kwargs)
-    finally:
-        _describing = False
-
-
 def checked(of):
     """A function that checks its arguments and its result by their annotations, or a dataclass whose fields are."""
     if isinstance(of, type):
@@ -62,7 +51,6 @@ def checked(of):
         return of
     typed, scoped = _typed(of), any(map(_shapes, of.__annotations__.values()))
     test, calls = -1, 0
-    describes = of.__qualname__ == "LoopCompilation.__init__"
 
     @functools.wraps(of)
     def call(*args, **kwargs):
@@ -71,10 +59,9 @@ def checked(of):
         if test != _tests:
             test, calls = _tests, 0
         calls += 1
-        if calls > _MOST_CALLS or jaxtyping.config.jaxtyping_disable or _describing:
+        if calls > _MOST_CALLS or jaxtyping.config.jaxtyping_disable:
             return of(*args, **kwargs)
-        if describes:
-            return _unchecked(of, args, kwargs)
+        # It describes programs: JAX puts shapes where annotations want arrays.
         if threading.current_thread().name == "jaxkv-compile":
             return of(*args, **kwargs)
         if not scoped:

@@ -77,7 +77,10 @@ TRAVELS = {
     # The first head's choice, which the next layer's is made of.
     "gather": {"all-reduce": ["B R"]},
     # What a model is known by: samples of its parameters, on their way to the host.
-    "_summarise_parameter_bits": {"all-reduce": ["", "n", "n n", "n n n", "n n n n"], "all-gather": ["n"]},
+    "_summarise_parameter_bits": {
+        "all-reduce": ["", "n", "n n", "n n n", "n n n n"],
+        "all-gather": ["n"],
+    },
 }
 
 

@@ -4,6 +4,7 @@ The loop is the largest program of an answer, and its shapes follow from the pla
 program when the loop is first called, because both calls have equal arguments.
 """
 
+import contextlib
 import threading
 import time
 
@@ -24,31 +25,37 @@ class LoopCompilation:
     def __init__(
         self, session: Session, needed: PrefillPlan, *, new: int, sampling: Sampler, ends: int
     ):
-        """Trace the loop for `new` tokens and `ends` end ids, and start to compile it."""
+        """Start to trace and compile the loop for `new` tokens and `ends` end ids."""
+        self._session, self._needed, self._sampling = session, needed, sampling
+        self._new, self._ends = new, ends
+        self._thread = threading.Thread(target=self._compile, name="jaxkv-compile", daemon=True)
+        self._thread.start()
+
+    def _compile(self) -> None:
+        """Trace the prefill and the loop on abstract arrays, and compile the loop; the thread's target."""
+        session = self._session
         flat, chosen = session.params.flat_decoder, session.implementations
-        with use_package_jax_settings(), session.clocks.prefill:
-            planned = trace_prefill(flat, session.policy, needed, implementation=chosen.prefill)
+        with use_package_jax_settings(), contextlib.suppress(Exception):
+            # The first call of the loop raises what fails here, in the caller's thread.
+            planned = trace_prefill(
+                flat, session.policy, self._needed, implementation=chosen.prefill
+            )
             traced = trace_token_loop(
                 flat,
                 planned.cache,
                 implementation=chosen.decode,
-                sampling=sampling,
-                ends=ends,
-                size=tokens_per_call(new),
+                sampling=self._sampling,
+                ends=self._ends,
+                size=tokens_per_call(self._new),
             )
-            # A failure to compile is raised again by the first call of the loop, in the caller's thread.
-            self._thread = threading.Thread(
-                target=traced.lower().compile, name="jaxkv-compile", daemon=True
-            )
-            self._thread.start()
-        self._clock = session.clocks.decode
+            traced.lower().compile()
 
     def wait(self) -> None:
         """Wait until the loop is compiled; count the wait as compilation while decoding."""
-        begun = time.perf_counter()
-        with self._clock:
+        begun, clock = time.perf_counter(), self._session.clocks.decode
+        with clock:
             self._thread.join()
-            self._clock.add_compile_event(BACKEND_COMPILE, time.perf_counter() - begun)
+            clock.add_compile_event(BACKEND_COMPILE, time.perf_counter() - begun)
 
 
 def start_loop_compilation(
