@@ -106,7 +106,7 @@ def shorten_text(text: str, most: int = 60) -> str:
 
 
 def has_overridden_methods(cls: type, declared: str) -> bool:
-    """Return True if a class or mixin overrides methods (or classes) of the base class with attribute `declared`."""
+    """Return True if a class overrides (non-dunder) methods of its nearest base class with attribute `declared`."""
     ahead = list(itertools.takewhile(lambda each: declared not in vars(each), cls.__mro__))
     names = [each for of in ahead for each in vars(of) if each[:2] != "__"]
     known = [each for each in names if hasattr(cls.__mro__[len(ahead)], each)]
@@ -202,7 +202,7 @@ def validate_float(
     high: int | float = math.inf,
     open_low: bool = False,
 ) -> float:
-    """Validate a number of Python, numpy or JAX in [low, high]; return it as a float, else raise ValueError.
+    """Validate a number of Python, numpy or JAX in [low, high], or (low, high]; return a float, else raise ValueError.
 
     Args:
         name: the argument or field, for the error message.

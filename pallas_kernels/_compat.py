@@ -312,7 +312,7 @@ def multiply_add_int4(
 
 
 def _run_ptx_by_fours(asm, total, codes, *others):
-    """Run inline PTX on four elements at a time: four float32 and four codes, in one register; return float32."""
+    """Run inline PTX on four elements at a time, with their four 8-bit codes in one register; return float32."""
     registers = ",".join(["=f"] * 4 + ["f"] * 4 + ["r"] + ["f"] * 4 * len(others))
     return _run_inline_ptx(asm, registers, 4, jnp.float32, total, codes, *others)
 

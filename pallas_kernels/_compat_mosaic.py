@@ -82,7 +82,7 @@ def cuda_version() -> int | None:
 
 
 def _make_simulator_parameters() -> Any:
-    """Return parameters that run a Mosaic kernel in its CPU simulator, with race detection."""
+    """Return parameters that run a Mosaic GPU kernel in JAX's simulator on the CPU, with race detection."""
     # JAX 0.10.2 has the interpreter but does not export its parameters.
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 

@@ -58,7 +58,7 @@ def compute_mean_itemsize(k: Rows, v: Rows, dtype: Any) -> int | float:
 
 
 def list_pool_operands(name: str, rows: Rows) -> dict[str, jax.Array]:
-    """Return the arrays of stored keys or values by kernel operand name: `name`, `name_scale`, `name_least`.
+    """Return a dict of the arrays of keys or values by operand name; 8-bit codes and 4-bit scales are bitcast in pairs.
 
     8-bit codes and the scales of 4-bit codes are bitcast to a type of twice the width, without a copy.
     """

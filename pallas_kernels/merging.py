@@ -151,7 +151,7 @@ def add_attention_to_scores(
     *,
     how: DecodeKernelOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add each entry's softmax weight, mean over queries, to its score; return unchanged outputs and the scores.
+    """Add mean softmax weights to entries' scores (new ones from `begin`) where `counts`; return same output, scores.
 
     Blocks of a program (w,): logits [B, R, width], lse [B*K, R], score [B, P], counts [B], begin [B*K] and start [B*K],
     complete; segment, row, rows and last of chunk w, scalars; out [B, K, R, D], not read; out again, and score, of

@@ -39,7 +39,7 @@ def flash(
     window: int | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Compute causal attention of T consecutive queries per sequence; return output and log-sum-exp.
+    """Compute causal attention of T queries per sequence in Triton, with any softcap and window; return output, lse.
 
     Args:
         q: `[B, K, G, T, D]` rotated queries, at positions first .. first + T.

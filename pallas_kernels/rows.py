@@ -32,7 +32,7 @@ from pallas_kernels.values import VALUES, ValueReader
 
 
 class NewTokenInputs(NamedTuple):
-    """Inputs of one new token per sequence: unrotated keys and values, rotary cosines and sines, position.
+    """Inputs of a new token per sequence: unrotated keys, values, cosines, sines, position, write flag, pool positions.
 
     Attributes:
         kv: `[n, M, 2, K, D]` split-K parts of keys and values.
@@ -426,7 +426,7 @@ class _NewTokenEntry:
         return reduce(jnp.add, each)
 
     def write_to_pool(self, refs, row, writes, keys, values):
-        """Write the new entry to row `row` if `writes`; return its key's and value's parts, and value scale or None."""
+        """Write key, value, position to pool row `row` if `writes`; return their parts, and value scale or None."""
         at, writes = (self.sequence, row), self.joins & writes
         key, (value, of_value) = (
             keys.write_new_key(at, self.key, writes),

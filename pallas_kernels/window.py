@@ -36,7 +36,7 @@ def sum_window_attention(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Sum the attention each key receives from the observation window, mean over the group (SnapKV, unpooled).
+    """Return attention `f32[B, K, S]` that keys receive from the observation window: sum over w queries, mean over G.
 
     The group's queries are rows of one tile, so that each pass reads a key once for all of them.
 

@@ -52,7 +52,7 @@ def budgets(
     following: int = 0,
     key: int | Array | None = 0,
 ) -> Int[np.ndarray, "P N T L K"]:
-    """Count the entries that each policy keeps of each text: int array `[P, N, T, L, K]` by policy, budget, text.
+    """Count entries that each policy keeps: int array `[P, N, T, L, K]` by policy, budget, text, layer and kv head.
 
     Args:
         params: from `jaxkv.load`.
@@ -91,7 +91,7 @@ def measure_kept_masks(
     key: int | Array | None,
     measure: Callable[[EncodedPrompts, Bool[np.ndarray, "C L K n"]], Sequence[np.ndarray]],
 ) -> list[np.ndarray]:
-    """Apply `measure` to each text and masks of kept entries; return arrays `[P, N, T, ...]` by policy, budget, text.
+    """Call `measure(text, masks)` once per text, with masks of all P x N caches; return arrays `[P, N, T, ...]`.
 
     `measure` gets the text, and masks of the prompt's entries in the caches of all C = P x N policies after prefill.
     The prompt is the text without its `following` last tokens. Sliding-window layers are left out. Raises ValueError
@@ -118,7 +118,7 @@ def measure_kept_masks(
 def place_kept_masks(
     params: LanguageModel, rows: Bool[np.ndarray, "C K n"], text: EncodedPrompts
 ) -> Bool[Array, "B K S C"]:
-    """Return one layer's masks of kept entries on the model's mesh: bool `[B, K, S, C]`, S the padded length."""
+    """Copy one layer's masks `[C, K, n]` to all B sequences on the model's mesh: bool `[B, K, S, C]`, padded to S."""
     count, heads, prompt = rows.shape
     out = np.zeros((len(text.ids), heads, round_up_to_bucket(len(text.ids[0])), count), bool)
     out[:, :, :prompt] = np.moveaxis(rows, 0, -1)

@@ -131,7 +131,7 @@ class AttentionBackend(abc.ABC):
         shaping: LogitShaping = PLAIN,
         window: int | None = None,
     ) -> tuple[Float[Array, "B K G T D"], Float[Array, "B K G T"] | None]:
-        """Compute causal attention of T consecutive queries of each prompt; return output and log-sum-exp (or None).
+        """Compute causal attention of T queries per prompt, with softcap, sinks and window; return output, lse or None.
 
         Args:
             q: rotated queries; T divides S.
@@ -159,7 +159,7 @@ class AttentionBackend(abc.ABC):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> Float[Array, "B K G S"]:
-        """Return the attention `f32[B, K, G, S]` that each key receives, summed over T consecutive queries per prompt.
+        """Return causal attention `f32[B, K, G, S]` that keys receive, summed over T queries per prompt of given `lse`.
 
         Args:
             q: rotated queries; T divides S.
@@ -228,7 +228,7 @@ class AttentionBackend(abc.ABC):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
-        """Attend to segments with one token; return output, and scores `f32[B, P]` plus mean attention of G heads.
+        """Attend to segments with one token; return output, and scores plus mean attention of G heads where `counts`.
 
         Args:
             q: rotated queries.

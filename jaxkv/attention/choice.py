@@ -104,7 +104,7 @@ def choose_attention_implementations(
     head_dim: int,
     capability: tuple[int, int] | None = None,
 ) -> PrefillDecodeImplementations:
-    """Return the `PrefillDecodeImplementations` for a name or AUTO, and a platform, dtype, head dim and GPU capability.
+    """Return `PrefillDecodeImplementations` by name or AUTO for device, dtype and head dim; ValueError if unsupported.
 
     `platform` is cpu, gpu (or cuda) or tpu, `capability` a GPU's compute capability such as (9, 0), None if unknown.
     ValueError if the implementation does not exist or does not support the model or the device.

@@ -40,7 +40,7 @@ def sum_attention_per_key(
     *,
     softcap: float | None = None,
 ) -> Float[Array, "K G S"]:
-    """Return the causal attention `f32[K, G, S]` that each key of a sequence receives, summed over T queries.
+    """Return causal attention `f32[K, G, S]` to each key of a sequence, summed over T queries of known log-sum-exp.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. `lse` is from `causal`, +inf for
     ignored queries. Runs in blocks of O(S) memory. Logits are `xla.capped`.
@@ -137,7 +137,7 @@ def reduce_window_attention(
     *rows: Shaped[Array, "B K ..."],
     shaping: LogitShaping = PLAIN,
 ) -> Float[Array, "B K *n"]:
-    """Apply `reduce` to each kv head's attention probabilities `[G, w, S]`; return results stacked to `[B, K, ...]`.
+    """Apply `reduce` to each kv head's probabilities `[G, w, S]`, query positions, `rows`; stack results `[B, K, ...]`.
 
     `reduce` accepts one kv head's float32 probabilities `[G, w, S]`, its queries' positions `[w]`, and its part of each
     array in `rows`, such as values. Negative positions are padding, of a prompt shorter than w. Sink logits of
@@ -224,7 +224,7 @@ def attend_and_score_blockwise(
     counts: Bool[Array, " B"],
     shaping: LogitShaping,
 ) -> tuple[Float[Array, "B K G D"], Float[Array, "B P"]]:
-    """Attend to a shared pool with one token, reading it once; return output, and scores plus mean attention over G.
+    """Attend to a shared pool with a token, reading it once; return output, scores plus mean attention where `counts`.
 
     Queries are not scaled. Segments have at most `reach.widest` entries.
     """

@@ -37,7 +37,7 @@ class CudnnBackend(PallasBackend):
     def _compute_flash_attention(
         self, *of: Any, lse: bool, **masking: Any
     ) -> tuple[Array, Array | None]:
-        """Return causal attention output and log-sum-exp by cuDNN; by Pallas for a `first`, softcap or window."""
+        """Return causal attention and lse by cuDNN (None unless `lse`), by Pallas for a `first`, softcap or window."""
         *whole, first = of
         if first is not None or any(each is not None for each in masking.values()):
             return super()._compute_flash_attention(*of, lse=lse, **masking)

@@ -124,7 +124,7 @@ def score_positions_in_pool(
     padded_len: int,
     axes: ShardingMesh | None,
 ) -> Float[Array, "B S"]:
-    """Return scores `f32[B, S]` of a pool's positions: attention, maximum over heads, weighted sum over queries.
+    """Return scores `f32[B, S]` by position of `kept` entries: attention, maximum over heads, weighted sum of queries.
 
     `pos` is -1 in free places. `kept` entries of each segment are scored; `padded_len` exceeds all positions.
     """

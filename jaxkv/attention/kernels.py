@@ -102,7 +102,7 @@ class PallasBackend(AttentionBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> Array:
-        """Return the attention `f32[B, K, G, S]` that each key receives, summed over T queries, by a kernel."""
+        """Return causal attention `f32[B, K, G, S]` to each key, summed over T queries of known lse, by a kernel."""
         how = {"per_query_head": True, "interpret": self.interpret, "softcap": shaping.softcap}
         return self._pallas_kernels.sum_attention_per_key(
             q, k, lse, get_first_query_positions(first, length), length, **how
@@ -144,7 +144,7 @@ class PallasBackend(AttentionBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Array]:
-        """Attend to segments with one token, by a kernel; return output, and scores plus mean attention of G heads."""
+        """Attend to segments with a token, by kernels; return output, scores plus mean attention where `counts`."""
         rows = (*reach.decode_rotated_entries(store), reach.start, reach.length)
         scores = self._make_kernel_scores(score, reach, counts=counts)
         how = {"scores": scores, **_get_softmax_options(shaping), "interpret": self.interpret}
@@ -152,7 +152,7 @@ class PallasBackend(AttentionBackend):
         return out, score
 
     def _make_kernel_scores(self, score: Array, reach: SegmentRanges, **more: Any) -> Any:
-        """Return the kernels' `EntryScores`: a pool's scores and the most entries of a segment, P / K at strides."""
+        """Return kernels' `EntryScores`: a pool's scores, most entries of a segment (P / K at strides), and `more`."""
         widest = reach.widest
         if reach.walk is SegmentReadMode.STRIDES:
             widest = score.shape[1] // reach.start.shape[1]
@@ -165,7 +165,7 @@ class PallasBackend(AttentionBackend):
     def build_work_table(
         self, start: Array, length: Array, *, dim: int, itemsize: int | float
     ) -> Any:
-        """Return a table of near-equal chunks of all segments' rows, at most one per concurrent kernel program."""
+        """Return a `WorkTable`: all layers' segments in near-equal chunks, sized by the GPU's concurrent programs."""
         programs = self._pallas_kernels.count_concurrent_programs(
             dim=dim, itemsize=itemsize, interpret=self.interpret
         )
@@ -183,7 +183,7 @@ class PallasBackend(AttentionBackend):
         scored: bool = False,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Any]:
-        """Append an entry and attend, with `split` in one kernel that rotates, else unfused; return output, pool."""
+        """Append, attend, score if `scored`: with `split` by kernels that rotate, else unfused; return output, pool."""
         if split is None:
             given = (q, split, new, pool, reach, work)
             return super().compute_decode_attention(*given, scored=scored, shaping=shaping)

@@ -18,7 +18,7 @@ def max_attention_per_key(
     *,
     softcap: float | None,
 ) -> Float[Array, "B K m"]:
-    """Return the largest attention `f32[B, K, m]` that each of m entries receives, over N queries and G query heads.
+    """Return the largest attention `f32[B, K, m]` to each of m entries, over N queries and G heads, times `weights`.
 
     The softmax covers these entries and the queries' own tokens, whose log-sum-exp is `own_lse`. Memory holds the
     logits of all queries of one head at a time.
@@ -43,7 +43,7 @@ def max_attention_per_key(
     )
 
     def max_head_attention_per_key(inputs: tuple[Array, ...]) -> Array:
-        """Return the largest attention `f32[m]` that each of one kv head's entries receives; 0 outside the mask."""
+        """Return the largest weighted attention `f32[m]` that each of a kv head's entries receives; 0 where masked."""
         queries, lse, key, row_weight, real, present, query_weight = inputs
         logits = (
             multiply_transposed(queries.reshape(group * tokens, dim), key).reshape(

@@ -118,7 +118,7 @@ class TpuBackend(XlaBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> Array:
-        """Return the attention `f32[B, K, G, S]` that keys receive, summed over T queries per prompt, in blocks."""
+        """Return causal attention `f32[B, K, G, S]` to each key, summed over T queries of given `lse`, in blocks."""
         begin, size = (
             jnp.zeros_like(length) if first is None else first,
             _choose_query_block(q.shape[3], 1),
@@ -129,7 +129,7 @@ class TpuBackend(XlaBackend):
             q, k, lse, length, begin = (each[None] for each in of)
 
             def add_query_block_sums(index: Array, sums: Array) -> Array:
-                """Loop body: add the attention from one more block of queries to the sums."""
+                """Loop body: add the attention that keys receive from one more block of queries to their sums."""
                 mine, total = (
                     lax.dynamic_slice_in_dim(each, index * size, size, axis=3) for each in (q, lse)
                 )

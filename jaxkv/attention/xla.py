@@ -110,7 +110,7 @@ def compute_causal_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Array, "K G T D"], Float[Array, "K G T"]]:
-    """Compute causal attention of T consecutive queries of one sequence; return output and float32 log-sum-exp.
+    """Compute causal attention of T queries of a sequence, with any softcap and window; return output and float32 lse.
 
     T divides S, and `first`, the position of the first query, is a multiple of T. Values are finite everywhere. The
     loop reads keys in blocks up to the diagonal, with a sliding `window` from the first block that it reaches. Output
@@ -182,7 +182,7 @@ def attend_masked_keys(
     seen: Bool[Array, "N m"],
     shaping: LogitShaping,
 ) -> Float[Array, "G N D"]:
-    """Return attention output `[G, N, D]` of one kv head's queries to the keys in mask `seen`, in q's dtype."""
+    """Return attention output `[G, N, D]` of a kv head's queries to keys in mask `seen`, with softcap and sinks."""
     logits = exact_einsum("gnd,md->gnm", scale_queries(q), k, preferred_element_type=jnp.float32)
     logits = apply_softcap(logits, shaping.softcap)
     weights = softmax_with_sink_logits(jnp.where(seen, logits, MASKED), shaping.sink_logits)

@@ -55,7 +55,7 @@ class XlaBackend(AttentionBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> Array:
-        """Return the attention `f32[B, K, G, S]` that each key receives, summed over T queries, prompt by prompt."""
+        """Return causal attention `f32[B, K, G, S]` to each key, summed over T queries of given `lse`, by prompt."""
 
         def sum_one_prompt_attention(q, k, lse, length, first=None):
             """Return the attention `f32[K, G, S]` that one prompt's keys receive, summed over its queries."""
@@ -102,7 +102,7 @@ class XlaBackend(AttentionBackend):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Array, Array]:
-        """Attend to segments with one token; return output, and scores plus attention received, mean over G."""
+        """Attend to segments with one token; return output, scores plus mean attention of G heads where `counts`."""
         (k, v), widest, cap = reach.decode_rotated_entries(store), reach.widest, shaping.softcap
         if (
             reach.walk is SegmentReadMode.WINDOWS

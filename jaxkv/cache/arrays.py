@@ -78,7 +78,7 @@ class SegmentTables:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EntryOverflowCounts:
-    """Pytree of entry counts: moved to other devices by `capacity`, per sequence; cut by a full budget, per kv head.
+    """Pytree of counts: places given to other devices' heads by `capacity`; entries over `threshold` but evicted.
 
     Attributes:
         moved: `i32[B]` entries of each sequence that moved to another device's heads because the policy's `capacity`

@@ -21,7 +21,7 @@ class UnknownClassError(ValueError):
 
 
 def encode_as_json(value: Any, arrays: dict[str, np.ndarray] | None, name: str = "") -> Any:
-    """Return a value as JSON-compatible dicts, lists, numbers and text; store its arrays in dict `arrays` by path.
+    """Encode a frozen dataclass or plain value as JSON data, else ValueError; put its arrays in dict `arrays` by path.
 
     The value is a frozen dataclass of numbers, text, tuples, enums, classes, arrays and such dataclasses; ValueError
     names the path of any other value. With `arrays=None` arrays are rejected, too. `name` is the path of `value`
@@ -55,7 +55,7 @@ def encode_as_json(value: Any, arrays: dict[str, np.ndarray] | None, name: str =
 
 
 def decode_from_json(encoded: Any, array: Callable[[str], Any]) -> Any:
-    """Return the value (dataclass, tuple, class, enum, number) that `encode_as_json` encoded; `array` reads by path.
+    """Return the value that `encode_as_json` encoded; `array` reads arrays by path; ValueError for unimported classes.
 
     UnknownClassError for a class that this process has not imported (decoding imports nothing). ValueError for JSON
     that `encode_as_json` does not write, and for fields that the class does not have.

@@ -91,7 +91,7 @@ def start_copy_to_host(rows: Any, axes: ShardingMesh | None) -> Float[Array, "B 
 
 
 def commit_to_device(tree: Any) -> Any:
-    """Commit the arrays of a tree (as by `jax.device_put`) to their device; on a mesh return the tree unchanged.
+    """Return a tree with its arrays committed to their device, as by `jax.device_put`; on a mesh the tree unchanged.
 
     JAX compiles separately for committed and uncommitted arrays. Without this, every program of a cache's first step
     would be compiled again for the second. On a mesh all arrays are committed.

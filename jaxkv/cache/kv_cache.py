@@ -101,7 +101,7 @@ class KVCache:
     padding: int = 0
 
     def __repr__(self) -> str:
-        """Return a line of text: policy, sequences, tokens and entries per kv head (if readable), MB, turn."""
+        """Return a line: policy, sequences, tokens and entries per kv head (if readable), device and host MB, turn."""
         layers, batch, heads = _get_3d_shape(self.length) or (0, 0, 0)
         batch -= self.padding
         parts = [format_non_default_fields(self.policy), f"{batch} sequence{'s' * (batch != 1)}"]
@@ -159,11 +159,11 @@ class KVCache:
     def replace_arrays(
         self, *, pools: tuple[EntryPool, ...] | None = None, **tables: Any
     ) -> "KVCache":
-        """Return a copy with `pools`, or tables by name (`start`, `length`, `limit`, `seen`, `state`), replaced."""
+        """Return a copy with `pools`, or fields of `tables` by name (such as `start`, `length`, `state`), replaced."""
         return dataclasses.replace(self, arrays=self.arrays.replace_arrays(pools=pools, **tables))
 
     def cast_to_dtype(self, dtype: Any) -> "KVCache":
-        """Return a copy of the cache with all entries, also offloaded ones, in another dtype."""
+        """Return a copy of the cache with entries, also offloaded ones, in another dtype; quantised codes are kept."""
         dtype, host_store = jnp.dtype(dtype), self.host_store
         cache = self.replace_arrays(pools=tuple(pool.cast_to_dtype(dtype) for pool in self.pools))
         host_store = None if host_store is None else host_store.cast_to_dtype(dtype, self.axes)
@@ -175,7 +175,7 @@ class KVCache:
         return self.cast_to_dtype(choose_cache_dtype(self.dtype, platform))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save the cache to a folder, atomically and in the model's dtype; `jaxkv.load_cache` loads it in any process.
+        """Save the cache and its policy to a new folder, atomically, in the model's dtype, for `jaxkv.load_cache`.
 
         With several processes on one mesh all must call it; the first one writes.
 
@@ -355,7 +355,7 @@ class KVCache:
         )
 
     def mask_kept_tokens(self, sequence: int, tokens: int) -> Bool[np.ndarray, "L K n"]:
-        """Return a mask `bool[L, K, n]` of a sequence's first n `tokens`: True where a kv head keeps the token's entry.
+        """Return mask `bool[L, K, n]` of a sequence's first n tokens: True where a kv head keeps it, or offloads it.
 
         Args:
             sequence: index of the sequence.
@@ -461,7 +461,7 @@ def _rearrange_cache_leaf(
     start: np.ndarray,
     pages: list[int],
 ) -> np.ndarray:
-    """Return one cache array in a new layout, numpy: sequences `of`, pool rows `sources`; for first rows, `start`.
+    """Return a cache array as numpy in a new layout: sequences `of`, pool rows `sources`, pages; first rows: `start`.
 
     `pages` are the numbers of pages per segment of each pool, for page bounds.
     """

@@ -65,7 +65,7 @@ class SegmentLayout(enum.Enum):
         return rows // heads if self is SegmentLayout.EQUAL else rows
 
     def count_required_pool_rows(self, length: Int[np.ndarray, "n B K"]) -> Int[np.ndarray, " B"]:
-        """Return the minimum pool rows, numpy `[B]`, that each sequence's segments of lengths `[n, B, K]` need."""
+        """Return pool rows `[B]` that segments of lengths `[n, B, K]` need: the sum; if EQUAL K times the longest."""
         each = (
             length.max(axis=2) * length.shape[2]
             if self is SegmentLayout.EQUAL
@@ -83,7 +83,7 @@ class SegmentLayout(enum.Enum):
         rows: int | Int[Array, ""],
         headroom: Int[np.ndarray, " n"] | None = None,
     ) -> Numbers:
-        """Return segments' first rows, `i32[n, B, K]`, in a pool of `rows` rows, for these lengths and `headroom`.
+        """Return segments' first rows `i32[n, B, K]` in a pool of `rows`: fixed if EQUAL, else by length and headroom.
 
         `length` is `i32[n, B, K]` of numpy or JAX, and so is the result. `headroom` is the minimum headroom of each
         segment of a layer; spare places are spread evenly.
@@ -117,7 +117,7 @@ class SegmentLayout(enum.Enum):
     def compute_segment_headroom(
         self, start: Numbers, length: Numbers, pools: Sequence[int]
     ) -> Numbers:
-        """Return each segment's headroom in entries, `[L, B, K]`, in `pools` of these rows; numpy or JAX as `start`."""
+        """Return each segment's headroom in entries, `[L, B, K]`; `pools` are the pools' row counts; numpy or JAX."""
         xp: Any = jnp if isinstance(start, Array) else np
         heads = start.shape[2]
         ends = []

@@ -70,7 +70,7 @@ def load_cache(
 
 
 def _read_cache_and_policy(folder: Path, given: Policy | None, *, on_host: bool) -> KVCache:
-    """Read a `KVCache` with its policy, given or decoded, from a folder to the default device, or the host."""
+    """Read a `KVCache` and its policy from a folder, to the device or host; ValueError if policy `given` differs."""
     manifest = read_manifest(folder, CACHE)
     encoded = manifest.get("policy")
     made_by = _decode_policy(encoded) if given is None else given
@@ -99,7 +99,7 @@ def _decode_policy(encoded: Any) -> Policy:
 
 
 def _require_same_policy(given: Policy, encoded: Any, layers: int) -> Policy:
-    """Return the user's policy, bound to the model's layers; ValueError if the manifest describes another one."""
+    """Return the `given` policy, bound to the model's layers; ValueError for a byte budget or another saved policy."""
     fields = encoded.get("fields") if isinstance(encoded, dict) else None
     # The manifest has the model's filter layers if the policy names none.
     filters = fields.get("filter_layers") if isinstance(fields, dict) else None

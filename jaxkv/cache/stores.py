@@ -46,7 +46,7 @@ class Store(abc.ABC):
 
     @classmethod
     def supports_kernels(cls, kernels: Set[str], dim: int) -> bool:
-        """True if kernels for the forms named in `kernels` read and write encoded entries of `dim` elements."""
+        """True if kernels for the forms named in `kernels` read and write this store's entries of `dim` elements."""
         return bool(cls.kernels) and kernels >= set(cls.kernels) and dim % cls.columns == 0
 
     @classmethod
@@ -195,7 +195,7 @@ class DenseStore(Store):
 
 
 def write_pool_rows(leaf: Array, row: Int[Array, "B N"], new: Array) -> Array:
-    """Return a pool array `[B, P, ...]` with `new` written at row indices `[B, N]`; indices from P on are ignored."""
+    """Return a pool array `[B, P, ...]` with `new` at unique row indices `[B, N]`; indices from P on are ignored."""
     index = jnp.arange(leaf.shape[0], dtype=jnp.int32)[:, None]
     # Row indices are never negative: without their wrapping, the decode loop has a tenth fewer operations.
     return leaf.at[index, row].set(

@@ -180,7 +180,7 @@ def fetch_hub_model(
     field: str = "name_or_path",
     patterns: Sequence[str] = _HUB_PATTERNS,
 ) -> Path:
-    """Return the local folder of a hub model, downloaded if not cached, without pickles; ValueError if unavailable."""
+    """Return a hub model's folder, files of `patterns` (default: no pickles) downloaded; ValueError if it fails."""
     import huggingface_hub
     from huggingface_hub.utils import (
         are_progress_bars_disabled,

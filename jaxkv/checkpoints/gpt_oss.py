@@ -157,12 +157,12 @@ def _check_mxfp4_blocks(name: str, blocks: StoredTensor, scales: StoredTensor | 
 
 
 def _transpose_expert_tensor(tensor: StoredTensor, *, paired: bool) -> StoredTensor:
-    """Return a `StoredTensor` that transposes expert weights [X, inputs, outputs], or biases, to inputs last."""
+    """Return a `StoredTensor` of transposed expert weights, or biases: inputs last, gates and ups apart if `paired`."""
     count, *inputs, outputs = tensor.shape
     shape = (count, *_compute_output_axes(outputs, paired), *inputs)
 
     def read_transposed_part(index: Index) -> np.ndarray:
-        """Read the part of the file's tensor that contains `index`, transpose it, and separate gates from ups."""
+        """Read the part of the file's tensor with `index`, transpose it; separate gates from ups if `paired`."""
         spans = _complete_index(index, shape)
         rows, rest = _locate_file_outputs(spans, paired)
         part = np.moveaxis(tensor.read((spans[0], *rest, rows)), -1, 1)
@@ -172,12 +172,12 @@ def _transpose_expert_tensor(tensor: StoredTensor, *, paired: bool) -> StoredTen
 
 
 def _wrap_mxfp4_blocks(blocks: StoredTensor, scales: StoredTensor, *, paired: bool) -> StoredTensor:
-    """Return a bfloat16 `StoredTensor` that dequantises MXFP4 blocks [X, outputs, groups, 16] when it is read."""
+    """Return a bfloat16 `StoredTensor` that dequantises MXFP4 blocks when read, gates and ups apart if `paired`."""
     count, outputs, groups, _ = blocks.shape
     shape = (count, *_compute_output_axes(outputs, paired), groups * _GROUP)
 
     def read_dequantised_part(index: Index) -> np.ndarray:
-        """Read the groups that contain the part, dequantise them to bfloat16, and cut the part out."""
+        """Read the groups of a part, separate gates and ups if `paired`, dequantise to bfloat16, cut the part out."""
         spans = _complete_index(index, shape)
         rows, (inputs,) = _locate_file_outputs(spans, paired)
         first, last = inputs.start // _GROUP, -(-inputs.stop // _GROUP)

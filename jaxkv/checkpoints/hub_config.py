@@ -60,7 +60,7 @@ TENSORS: dict[str, str] = _EVERY["tensors"]
 
 
 def complete_config(config: Config) -> dict[str, Any]:
-    """Complete a config with transformers' defaults for the absent keys that its family reads; validate all keys.
+    """Return a valid config: aliases renamed, nulls dropped, missing keys by transformers' defaults; else ValueError.
 
     transformers is imported only if a key is absent, because the import takes seconds.
 
@@ -94,7 +94,7 @@ def complete_config(config: Config) -> dict[str, Any]:
 
 
 def read_rope_keys(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return two dictionaries of RoPE keys from a config: for sliding-window layers, and for other layers.
+    """Return two dicts of RoPE keys from a config, for sliding-window and for other layers; the same in most families.
 
     transformers 4 writes `rope_scaling` and `rope_theta`, 5 `rope_parameters`, later versions by type of layer.
 

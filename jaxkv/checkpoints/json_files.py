@@ -19,7 +19,7 @@ def check_file_size(path: Path, most: int = _MOST_BYTES) -> None:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a UTF-8 file of at most 32 MiB, without its byte order mark.
+    """Return the text of a UTF-8 file of at most 32 MiB, without its byte order mark; ValueError for other files.
 
     Raises:
         ValueError: if it cannot be read, is not UTF-8, or is too large.
@@ -36,7 +36,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON file whose value is an object; return it as a dictionary.
+    """Read a JSON file of at most 32 MiB whose value is an object; return it as a dictionary; ValueError for others.
 
     Raises:
         ValueError: if the file is not a JSON object, or too deeply nested.

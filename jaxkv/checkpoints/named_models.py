@@ -74,7 +74,7 @@ class FolderSource:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelManifest:
-    """Description of a named model: source of its files, licence, notes, and OmniKV filter layers.
+    """Description of a named model: name, source of its files, licence, notes, hub id, and OmniKV filter layers.
 
     Attributes:
         name: name to load it by.
@@ -139,7 +139,7 @@ def find_manifests_folder() -> Path:
 
 
 def save_filter_layers(name: str, filters: tuple[int, ...]) -> None:
-    """Write a named model's OmniKV filter layers to its manifest file in the package.
+    """Write a named model's OmniKV filter layers to its manifest file in the package, and clear the cached manifests.
 
     Args:
         name: one of `list_model_names()`.

@@ -211,7 +211,7 @@ def is_safe_name(name: str) -> bool:
 
 
 def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays by name as one Orbax checkpoint in the new folder `folder`, atomically.
+    """Write arrays by name, except empty ones, atomically as one Orbax checkpoint in the new folder `folder`.
 
     Arrays without elements are left out.
     """
@@ -231,7 +231,7 @@ def write_arrays(folder: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 @contextlib.contextmanager
 def create_folder_atomically(folder: Path, field: str) -> Iterator[Path]:
-    """Context manager: yield a temporary folder, and rename it to `folder` on success, else delete it.
+    """Context manager: yield a temporary folder, rename it to the new path `folder` on success, else delete it.
 
     `field` is the argument that names the folder, for errors.
 

@@ -33,7 +33,7 @@ def select_layer_segments(tables: SegmentTables, part: int | slice) -> Segments:
 
 
 def evict_over_limits(cache: CacheArrays, outs: list[Array], spec: DecodeSpec) -> CacheArrays:
-    """Evict or merge the lowest-ranked entry of each segment over its limit, in all layers; return new `CacheArrays`.
+    """Evict or merge the lowest-ranked entry of segments over their limit, in layers with limits; return `CacheArrays`.
 
     Layers that share a pool are handled together. `outs` are one number of each head's attention output per layer,
     which orders writes after reads.

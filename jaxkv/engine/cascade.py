@@ -147,7 +147,7 @@ def update_candidate_buffer(
     heads: HeadBudgets | None,
     axes: ShardingMesh | None,
 ) -> CandidateBuffer:
-    """Compiled: return the buffer (donated) with a layer's scores and entries, less those that cannot be selected.
+    """Compiled: add a layer's scores and entries to the buffer (donated); remove those that cannot be kept; return it.
 
     `rows` and `recent` are the layers' numbers of entries; if `heads` is None, their upper bounds. Each device
     considers its own heads only.
@@ -220,7 +220,7 @@ def count_kept_by_layer(
     layers: int,
     axes: ShardingMesh | None = None,
 ) -> tuple[Int[Array, "n B K"], Int[Array, "B K"] | None]:
-    """Compiled: return kept entries `[L, B, K]` of a mask `[B, K * L, S]`, and `cut` summed over layers (or None)."""
+    """Compiled: return kept entries `[L, B, K]` in a mask `[B, K * L, S]`; sum the counts `cut` over layers, if any."""
     kept, cut = jax.tree.map(
         lambda each: each.reshape(len(mask), -1, layers), (count_true(mask), cut)
     )

@@ -32,7 +32,7 @@ def prefill_in_chunks(
     *,
     implementation: Implementation = Implementation.XLA,
 ) -> Walk[tuple[KVCache, Float[Array, "B V"]]]:
-    """Generator: prefill prompts in chunks that attend to selected tokens (OmniKV); return `KVCache` and last logits.
+    """Generator: prefill in chunks whose sparse layers attend to selected tokens (OmniKV); return cache, last logits.
 
     Yields each chunk's share of the layers. Each chunk selects `prefill_ratio` tokens per token of its own, and all its
     queries have equal weight (OmniKV, appendix D.10).
@@ -82,7 +82,7 @@ def _make_empty_cache(
     *,
     chunk: int,
 ) -> KVCache:
-    """Return an empty `KVCache`; pools fit prompts and headroom, or a sliding window and one chunk."""
+    """Return an empty `KVCache` for chunks; pools fit padded prompts and headroom, or a sliding window and a chunk."""
     config, axes = flat.config, flat.axes
     heads, dim, batch = config.kv_heads, config.head_dim, len(lengths)
     # On a mesh, kv heads of one device.

@@ -177,7 +177,7 @@ def _score_and_select_entries(
     below: Array | None,
     due: Array | None,
 ) -> Walk[tuple[list[Array], list[bool], EntryOverflowCounts, Array | None]]:
-    """Generator: score and select a layer group's entries; return keep masks, scored flags, overflow counts, `below`.
+    """Generator: score, select a layer group's entries; return keep masks, scored flags, counts, nested policy's mask.
 
     Layers without scores, such as sliding-window layers, keep their candidates and compete with no other layer. A
     nested policy selects from the positions `below` that the layer below kept, and returns those for the layer above.
@@ -225,7 +225,7 @@ def merge_evicted_entries(
     merge: Merger,
     axes: ShardingMesh | None = None,
 ) -> UnpackedEntries:
-    """Return one layer's entries with evicted ones merged into those of mask `kept`, and updated merging thresholds.
+    """Return a layer's entries, those evicted in `due` sequences merged into those of mask `kept`, and new thresholds.
 
     Sequences that are not `due`, by default none, are unchanged. Raise TypeError if the merger's results do not have
     the entries' shapes and dtypes.
@@ -266,7 +266,7 @@ def _run_merger(
     merge: Merger,
     axes: ShardingMesh | None,
 ) -> Merged:
-    """Compiled: run a merger on one layer's entries; return its checked `Merged`: all keys, values, thresholds."""
+    """Compiled: run a merger on a layer's `due` sequences; return its checked `Merged`: keys, values, thresholds."""
     k, v, tau = rows.k, rows.v, rows.tau
     inside = jnp.broadcast_to(rows.inside, kept.shape)
     mass = jnp.zeros(kept.shape, jnp.float32) if rows.mass is None else rows.mass

@@ -34,7 +34,7 @@ def run_decode_step(
     *,
     spec: DecodeSpec,
 ) -> tuple[Float[Array, "B V"], CacheArrays]:
-    """Run N new tokens per sequence through all layers, evict if N is 1; return last logits `[B, V]` and `CacheArrays`.
+    """Run N new tokens per sequence, evict if N is 1 and the policy evicts; return last logits `[B, V]`, `CacheArrays`.
 
     Tokens are right-padded: `count` of them are valid, and 0 leaves a sequence's cache unchanged. The cache needs N
     free places behind every segment.

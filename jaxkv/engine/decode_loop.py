@@ -64,7 +64,7 @@ class DecodeLoop:
         self._fit = count_steps_until_full(self._cache)
 
     def _run_sampling_steps(self, steps: int) -> tuple[Array, Array]:
-        """Sample up to `steps` tokens per sequence; return a device array of ids, and the number of steps that ran."""
+        """Sample up to `steps` tokens, update cache and state; return device arrays: ids, number of steps that ran."""
         arrays, self._sampling_state, sampled, ran = self._decode(
             self._flat, self._cache.arrays, self._sampling_state, steps, loader=self._loader
         )
@@ -87,7 +87,7 @@ class DecodeLoop:
         return copy_to_host(self._sampling_state.done)[: self._batch]
 
     def sample_tokens(self, steps: int) -> Int[np.ndarray, "B n"]:
-        """Sample up to `steps` token ids per sequence, `[B, n]` on the host, with -1 after a sequence's end.
+        """Make headroom if none is left; sample up to `steps` ids per sequence; return them `[B, n]`, -1 after an end.
 
         n is less than `steps` if the free places are used up or all sequences end. Raise ValueError for a sampler that
         returns an id outside the vocabulary.

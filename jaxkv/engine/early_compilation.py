@@ -61,7 +61,7 @@ class LoopCompilation:
 def start_loop_compilation(
     session: Session, needed: PrefillPlan, *, new: int, sampling: Sampler, ends: int
 ) -> LoopCompilation | None:
-    """Start to compile the token loop of a planned prefill; return None if shapes are unknown or the loop is known.
+    """Start to compile a planned prefill's token loop; return None on a mesh, for unknown shapes, or if started before.
 
     The plan says all shapes on one device, unless scores set the sizes of pools or entries are offloaded.
     """

@@ -108,7 +108,7 @@ def _find_lowest_rank_fused(
 
 
 class _EvictionWrites(NamedTuple):
-    """Entries to write in an eviction: newest entries in place of evicted ones in segments `over`, and merged entries.
+    """Writes of an eviction: newest entries for evicted ones' places in segments `over`, merged entries, thresholds.
 
     `newest` and `merged` have the keys "k" and "v". Merged entries come with their indices; an index of P or more
     writes nothing.
@@ -283,7 +283,7 @@ def _evict_by_kernel(
     ongoing: DecodingCompressionConfig,
     backend: AttentionBackend,
 ) -> tuple[EntryPool, Segments]:
-    """`evict_entries` by one backend kernel; it needs no ordering barrier, as the pool is an output of attention."""
+    """`evict_entries` without merging, in one backend kernel; no ordering barrier, as attention outputs the pool."""
     k, v, pos, score, dropped = backend.evict_lowest_entries(
         pool.k,
         pool.v,

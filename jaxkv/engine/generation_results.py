@@ -93,7 +93,7 @@ class Stats:
 
     @property
     def slack_bytes(self) -> int:
-        """Bytes within `cache_bytes` that hold no entry: headroom, padding, positions, scores, tables."""
+        """Bytes within `cache_bytes` that hold no entry, such as headroom, padding, positions, scores and tables."""
         return self.cache_bytes - self.kept_bytes
 
     @property

@@ -34,7 +34,7 @@ def compute_headroom(
     slides: bool = True,
     least: int = 1,
 ) -> Int[np.ndarray, " L"]:
-    """Return the bucketed headroom `[L]` that each layer's segments need for `new` tokens; less with eviction.
+    """Return bucketed headroom `[L]` for `new` tokens, at most max(2,048, `grown`); less with eviction or windows.
 
     One place if each new entry evicts one; the places until the next recompression; or one per new token, up to the
     larger of `MOST_AHEAD` and the entries `grown`. `left` are the entries that a layer's segments may gain before their
@@ -104,7 +104,7 @@ def compute_prefill_headroom(
 
 
 def count_steps_until_full(cache: KVCache) -> int:
-    """Return how many tokens each sequence can sample before entries must be moved or recompressed: one number.
+    """Return how many tokens all sequences can sample before entries must be copied to larger pools or recompressed.
 
     The largest int32 if decoding needs a single spare place only.
     """
@@ -145,7 +145,7 @@ def prepare_cache_for_decoding(
 
 
 def make_headroom(flat: SplitDecoder, cache: KVCache, new: int, *, key: PRNGKeyArray) -> KVCache:
-    """Return the cache with headroom for at least one of `new` tokens: unchanged, recompressed, or in larger pools.
+    """Return a cache with headroom for one new token or more: unchanged, recompressed, or repacked (old pools deleted).
 
     Larger pools replace the old ones, which are deleted. Pools of sliding-window layers lose the entries outside their
     windows.
@@ -178,7 +178,7 @@ def make_headroom(flat: SplitDecoder, cache: KVCache, new: int, *, key: PRNGKeyA
 
 
 def fork_cache(cache: KVCache, batch: int, longest: int, new: int) -> KVCache:
-    """Return a copy of a cache for `batch` sequences (one is repeated), with headroom for prompts of `longest` tokens.
+    """Copy a cache for `batch` sequences (one is repeated), with headroom for `longest` more tokens; or MemoryError.
 
     Policies that only append also get headroom for `new` tokens. The given cache holds `batch` sequences, or one to
     repeat. Raise MemoryError if the copy does not fit.
@@ -225,7 +225,7 @@ def fork_cache(cache: KVCache, batch: int, longest: int, new: int) -> KVCache:
 
 
 def _estimate_copy_bytes(cache: KVCache, batch: int, headroom: int) -> int:
-    """Return the bytes of a cache's copy for `batch` sequences with `headroom` more places per segment.
+    """Return a device's bytes for a cache's copy: `batch` sequences, `headroom` more per segment, loaded host entries.
 
     Includes entries loaded from the host. On a mesh, bytes per device; on a CPU's virtual devices, of all together.
     """

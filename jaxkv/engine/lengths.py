@@ -117,7 +117,7 @@ def compute_entry_counts(
     *,
     strict: bool = True,
 ) -> EntryCounts:
-    """Return a policy's `EntryCounts` for prompts of given lengths, computed on the host.
+    """Return a policy's `EntryCounts` for prompt lengths, on the host; with `strict`, ValueError for small budgets.
 
     A layer with a window in `sliding_windows` keeps its window's entries. Budgets are divided among the other layers.
     With `strict`, a budget below the number of always-kept entries raises ValueError, unless the policy clamps budgets.

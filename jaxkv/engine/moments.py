@@ -15,7 +15,7 @@ from jaxkv.policies.scorer import BlockAttention, FutureQuerySettings, QueryMome
 
 
 class _QueryStatistics(NamedTuple):
-    """Float32 statistics of queries: count `[B]`, mean `[B, K, G, D]`, summed outer products about the mean."""
+    """Float32 query statistics: count `[B]`, mean `[B, K, G, D]`; summed outer products about the mean, or None."""
 
     number: Float[Array, " B"]
     mean: Float[Array, "B K G D"]

@@ -20,7 +20,7 @@ def find_most_similar_entry(
     *,
     walk: SegmentReadMode,
 ) -> tuple[Float[Array, "B K"], Int[Array, "B K"]]:
-    """Return `[B, K]` per segment: the largest cosine of an entry to the vector `of`, and its pool row (-1 for none).
+    """Return two `[B, K]` per segment: largest cosine of an entry, not row `but`, to vector `of`; its pool row or -1.
 
     `rows` are the pool's keys or values at positions `pos`. The row `but`, the given entry itself, is excluded; ties go
     to the first position.

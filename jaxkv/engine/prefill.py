@@ -86,7 +86,7 @@ def run_layer(
 def iterate_layer_outputs(
     flat: SplitDecoder, tokens: Int[Array, "B S"], length: Int[Array, " B"], *, needs: Needs
 ) -> Iterator[LayerOut]:
-    """Generator: run right-padded prompts through the model without compression; yield each layer's `LayerOut`.
+    """Generator: run padded prompts without compression; yield each layer's `LayerOut`; ValueError for logit softcaps.
 
     A layer's hidden states are donated to the next layer. `needs` applies to layers without a sliding window.
     """
@@ -258,7 +258,7 @@ class PrefillLayerSource(PromptEntrySource):
         return out
 
     def get_layer_candidates(self, index: int) -> Candidates:
-        """Run a layer unless it has run, copy offloaded entries to the host; return `Candidates`; hold keys, values."""
+        """Run a layer if not yet run; return `Candidates`; store entries (offloaded: on host), queries, mean key."""
         parts, length = self.parts, self.length
         out = self.ran.pop(index) if index in self.ran else self._run_next_layer(index)
         k = out.extras.get("unrotated", out.k) if parts.rolling else out.k

@@ -229,7 +229,7 @@ class PrefillBytes:
 
     @property
     def _table_bytes(self) -> int:
-        """Bytes of the segment tables and the policy's state in the cache, query buffers included."""
+        """Bytes of the cache's segment tables, mean keys and policy state, query buffers included."""
         ongoing, layers = self.parts.decoding_compression, self.config.layers
         segments = layers * self.config.kv_heads
         numbers = 1 + 3 * segments + segments * self.config.head_dim * uses_hadamard(self.parts)
@@ -291,7 +291,7 @@ class PrefillBytes:
 
     @cached_property
     def _statistic_bytes(self) -> int:
-        """Bytes that a layer's program returns for scoring: last queries, sums, norms, moments, hidden states."""
+        """Bytes that a layer's program returns for scoring, such as last queries, attention sums, unrotated keys."""
         needs, config = self.parts.needs, self.config
         size = config.head_dim * self.item * needs.unrotated + 4 * needs.norms
         size += 4 * config.group_size * (needs.sums + (needs.blocks is not None))
@@ -302,7 +302,7 @@ class PrefillBytes:
         return self.batch * config.heads * window + self._compute_array_bytes(size) + hidden
 
     def _compute_temporary_bytes(self, top: bool) -> int:
-        """Return the temporary bytes of a layer's program: the maximum of attention, scoring blocks and the MLP."""
+        """Return a layer program's temporary bytes: maximum of attention, scoring, MLP; on CPUs q, k, v + scoring."""
         config, needs, backend = (
             self.config,
             self.parts.needs,

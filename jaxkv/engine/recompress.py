@@ -165,7 +165,7 @@ class CachedLayerConfig:
 
     @classmethod
     def from_parts(cls, parts: Parts, **given: Any) -> "CachedLayerConfig":
-        """Return the config with a policy's scorer, head budgets and layout; `given` sets the other fields."""
+        """Return the config of a policy's parts: decoding phase, scorer, head budgets, layout; `given` sets the rest."""
         return cls(
             ongoing=parts.decoding_compression,
             scorer=parts.scorer,
@@ -397,7 +397,7 @@ def _undo_transform(rows: UnpackedEntries, layer: CachedLayer) -> UnpackedEntrie
 def _gather_entries_to_pack(
     leaves: Leaves, layer: CachedLayer, *, graphs: DecoderGraphs, static: CachedLayerConfig
 ) -> UnpackedEntries:
-    """Compiled: return a cached layer's `UnpackedEntries` by `gather_entries_to_pack`, with the model's value norms."""
+    """Compiled: run `gather_entries_to_pack` with the model's function for value norms; return `UnpackedEntries`."""
     block = graphs.rebuild_block(leaves)
     return gather_entries_to_pack(
         layer, static, block.logits_shaping, partial(compute_value_norms, block)
@@ -408,7 +408,7 @@ def _gather_entries_to_pack(
 def _gather_candidates(
     leaves: Leaves, layer: CachedLayer, *, graphs: DecoderGraphs, static: CachedLayerConfig
 ) -> Candidates:
-    """Compiled: return a cached layer's `Candidates` by `gather_candidates`, with the model's value norms."""
+    """Compiled: run `gather_candidates` with the model's function for value norms; return a layer's `Candidates`."""
     block = graphs.rebuild_block(leaves)
     return gather_candidates(
         layer, static, block.logits_shaping, partial(compute_value_norms, block)

@@ -54,7 +54,7 @@ class PaddedPrompts(NamedTuple):
 def encode_second_pass_texts(
     asked: PromptReplay | None, text: ChatTokenizer | None, config: ModelConfig
 ) -> SecondPassTexts | None:
-    """Return a second pass's texts as token ids, None without a pass; ValueError for texts without a tokenizer."""
+    """Return a second pass's texts as token ids, None without a pass; ValueError for invalid ids or no tokenizer."""
     if asked is None:
         return None
     closing = asked.closing
@@ -84,7 +84,7 @@ def encode_second_pass_texts(
 
 
 def count_second_pass_tokens(asked: PromptReplay, texts: SecondPassTexts, padded_len: int) -> int:
-    """Return the number N of tokens per prompt that a second pass runs for each chunk: texts, chunk and padding."""
+    """Return the tokens N per prompt and chunk of a second pass: texts, previous chunk's end, chunk, padding."""
     before = max(len(texts.first), len(texts.following) + min(asked.tail, padded_len)) + len(
         texts.closing
     )

@@ -155,7 +155,7 @@ class BatchSampling:
         return jnp.where(warm, sampled, best)
 
     def mask_logits(self, logits: Float[Array, "B V"]) -> Float[Array, "B V"]:
-        """Return logits `[B, V]`, before the temperature, with ids that top-k, top-p or min-p excludes at -inf."""
+        """Return logits `[B, V]`, not divided by the temperature, -inf for ids that top-k, top-p or min-p excludes."""
         used = (
             (self.top_k > 0, _apply_top_k),
             (self.top_p < 1, _apply_top_p),

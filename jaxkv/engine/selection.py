@@ -34,7 +34,7 @@ from jaxkv.sharding.sharded_program import sharded_jit
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidates:
-    """One layer's candidate entries in order of position: scores, positions, masks of valid and always-kept entries.
+    """One layer's candidate entries in order of position: scores, positions, masks; optional norms, claim, first ranks.
 
     Attributes:
         scores: scores of entries; None keeps all entries.
@@ -117,7 +117,7 @@ def _slice_window(
 
 
 class EntrySelection(NamedTuple):
-    """Masks of the entries to keep, one per layer, and counts of entries moved between devices and of entries cut."""
+    """Masks of entries to keep, one per layer; counts of entries moved to other devices or evicted over a threshold."""
 
     masks: tuple[Bool[Array, "B K S"], ...]
     tally: EntryOverflowCounts
@@ -156,7 +156,7 @@ def select_entries(
     axes: ShardingMesh | None = None,
     index: int = 0,
 ) -> EntrySelection:
-    """Select by score which entries of several layers to keep; return one mask `[B, K, S]` per layer, and counts.
+    """Select by score which entries of several layers to keep; return `EntrySelection`: masks `[B, K, S]` and counts.
 
     Ties go to the lowest head, then to the lowest layer, then to the lowest position.
 
@@ -191,7 +191,7 @@ def _choose(
     heads: HeadBudgets,
     axes: ShardingMesh | None,
 ) -> EntrySelection:
-    """Compiled `select_entries`: return one mask per layer, and counts of entries moved to other devices and cut."""
+    """Compiled `select_entries` for layers with scores: return `EntrySelection`, a mask per layer and two counts."""
     budgets, layer = remove_score_threshold(heads), _join_layers(layers)
     local = layer.inside
     # Heads that compete need the scores of all devices.
@@ -326,7 +326,7 @@ def _count_entries_per_head(
     *,
     uneven: bool = False,
 ) -> tuple[Int[Array, " B"], Int[Array, " B"]]:
-    """Return two counts `[B]` per head: entries to select on average (`rows` less always-kept ones), always-kept ones.
+    """Return two counts `[B]` per head: entries to select (`rows` less always-kept, at most their mean), always-kept.
 
     The first count is at most the heads' average number of entries; with `uneven`, their maximum.
     """

@@ -46,7 +46,7 @@ class PausedSequence:
 def create_sequences(
     cache: KVCache, new: int, sampling: Sampler, ends: Int[np.ndarray, " n"], key: PRNGKeyArray
 ) -> SequenceArrays:
-    """Return `SequenceArrays` from a cache; all sequences get the same sampler, key, end ids and limit of `new` tokens.
+    """Return `SequenceArrays` of a cache with logits; all get one `Sampling`, key, end ids and limit of `new` tokens.
 
     Args:
         cache: cache with logits.

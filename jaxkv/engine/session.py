@@ -275,7 +275,7 @@ class Session:
         chunk: int | None = None,
         donate: bool = False,
     ) -> KVCache:
-        """Run one prompt per sequence on top of a cache; return a cache with the prompts' entries and new logits.
+        """Run one prompt per sequence on top of a cache (copied unless `donate`); return it with entries and logits.
 
         Args:
             cache: from the same model and policy; a single sequence serves any number of prompts.
@@ -412,7 +412,7 @@ class Session:
         eos: Iterable[int] = (),
         key: PRNGKeyArray | int | None = None,
     ) -> DecodeLoop:
-        """Return a `DecodeLoop` on a cache, whose buffers are donated; the loop samples tokens in blocks of steps.
+        """Return a `DecodeLoop` on a cache with logits (donated), recompressed if due; random samplers need a key.
 
         Args:
             cache: with logits; its buffers are donated.
@@ -491,7 +491,7 @@ class Session:
     def tokenize_prompts(
         self, ids: Prompt | EncodedPrompts, cache: KVCache | None = None
     ) -> EncodedPrompts:
-        """Return `EncodedPrompts`: text prompts tokenized to continue the cache's text; encoded ones unchanged."""
+        """Return `EncodedPrompts` of texts that continue the cache's text, or of token ids; encoded ones unchanged."""
         if isinstance(ids, EncodedPrompts):
             return ids
         turn = ConversationState.START if cache is None else cache.turn

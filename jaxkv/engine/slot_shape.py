@@ -78,7 +78,7 @@ def uses_window_eviction(parts: Parts) -> bool:
 def compute_slot_shape(
     parts: Parts, config: ModelConfig, *, prompt: int, question: int, new: int, kv_shards: int = 1
 ) -> SlotShape:
-    """Return the `SlotShape` whose pools hold any prompt up to `prompt` tokens, with question and new tokens.
+    """Return the `SlotShape` for prompts up to `prompt` tokens, question, answer; ValueError for unsupported policies.
 
     Args:
         parts: parts of the policy.

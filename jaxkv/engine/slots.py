@@ -377,7 +377,7 @@ class Slots:
         return np.concatenate(parts, axis=1)
 
     def _run_token_loop(self, steps: int, idle: int) -> Int[np.ndarray, "B n"]:
-        """Recompress slots that are due, run the compiled loop once; return ids `i32[B, n]`, -1 where none was sampled.
+        """Recompress or evict in slots that are due, run the compiled loop once; return ids `i32[B, n]`, -1 for none.
 
         The call ends before `steps` tokens if a sequence must be recompressed or must evict entries outside its
         windows.
@@ -421,7 +421,7 @@ class Slots:
     def compile_programs(
         self, tick: Callable[[str], object] = lambda what: None, *, lengths: bool = True
     ) -> None:
-        """Allocate all slots; compile the programs of all padded lengths or of one, by running dummy prompts."""
+        """Allocate all slots; compile the decode loop and all padded lengths' programs, or one's, on dummy prompts."""
         tick("prefill")
         cache = None
         while cache is None:
@@ -446,7 +446,7 @@ class Slots:
         memory.release_freed_memory()
 
     def compile_padded_length(self, question: bool, size: int) -> Walk[KVCache | None]:
-        """Generator: compile the programs of one padded length, with yields in between; return a dummy cache or None.
+        """Generator: compile one padded length's programs, with yields between; return a dummy cache, None if rejected.
 
         Slots are unchanged, so another thread may use them. Return a dummy cache, or None if the policy rejects the
         length.

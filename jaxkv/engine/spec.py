@@ -56,7 +56,7 @@ def create_selection_state(
 
 
 def get_gate_weights(flat: SplitDecoder, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
-    """Return one layer's gate weights on the model's devices, cached for the two most recently used gates.
+    """Return a layer's gate weights on the model's devices, cached for two gates; abstract arrays during recording.
 
     Return abstract arrays if `abstract`, and while programs are recorded.
     """

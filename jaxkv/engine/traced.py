@@ -37,7 +37,7 @@ def trace_prefill(
     implementation: Implementation,
     sharding: Any = None,
 ) -> TracedPrefill:
-    """Trace the prefill that a `PrefillPlan` describes, on abstract arrays; run and compile nothing.
+    """Trace the prefill of a `PrefillPlan` on abstract arrays; run and compile nothing; return `TracedPrefill`.
 
     `sharding` is that of arrays without a mesh, None for the default device.
     """

@@ -68,7 +68,7 @@ class BenchmarkTask(QuestionTask):
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
-        """Make the samples of the benchmark's selected parts: the first `count` rows of each file (0: all)."""
+        """Make the list of samples for a model: the first `count` rows (0: all) of each selected part of the benchmark."""
         # Files are checked first, because tokenizing may take hours.
         rows = {
             name: self._read_rows(name)
@@ -96,7 +96,7 @@ class BenchmarkTask(QuestionTask):
         return {"question": row["input"], "input": row["input"]}
 
     def score(self, sample: TaskSample, prediction: str) -> float:
-        """Return the score in [0, 1] of a prediction by its part's official metric: the highest over its answers."""
+        """Score a prediction in [0, 1] by its part's official metric, some on the first line; best over answers."""
         part = load_benchmark_table(self.benchmark)[sample.group]
         measure = getattr(metrics, part["metric"])
         if part.get("choice"):
@@ -160,7 +160,7 @@ class BenchmarkTask(QuestionTask):
 def _truncate_prompt(
     params: LanguageModel, before: str, after: str, *, new_tokens: int, longest: int, raw: bool
 ) -> tuple[str, str, int]:
-    """Return context text, question text and token count of a prompt; of one above `longest` tokens, cut the middle.
+    """Return context, question and token count of a prompt; cut the middle above `longest` tokens (0: model's limit).
 
     `longest` is the maximum of prompt tokens, 0 for the positions that `new_tokens` leave. Raises ValueError if no
     prompt fits.

@@ -133,7 +133,7 @@ def append_question(
     *,
     spec: BucketSpec,
 ) -> ProgramResult:
-    """Append `count` of N tokens per sequence to a donated cache (exported program); return it and next logits."""
+    """Append `count` tokens per sequence to a donated cache (exported program); return it and logits, old if none."""
     flat = spec.flat.replace_arrays(ends, blocks)
     after, whole = run_new_tokens(
         flat, CacheArrays(pools=pools, tables=cache), tokens, count, spec=spec.decoding

@@ -207,7 +207,7 @@ def _collect_samplers(given: Any) -> dict[str, Sampler]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _ExportJob:
-    """Validated arguments of `export`: model, policy, and the padded lengths, batches and platforms of the programs."""
+    """Validated arguments of `export`: model, policy, padded lengths, batches, limits, platforms, samplers, backend."""
 
     params: LanguageModel
     policy: Policy

@@ -22,7 +22,7 @@ _told = False
 
 
 def enable_compilation_cache(path: str | os.PathLike[str] | None = None) -> Path:
-    """Enable JAX's compile cache on disk for the process; return its folder.
+    """Enable JAX's disk cache for all programs of the process, in `path` or jaxkv's cache folder; return the folder.
 
     Every JAX program that the process compiles after the call is stored. The command line calls this; library users may
     call it.
@@ -90,7 +90,7 @@ _EVENTS = (
 
 
 class StageClock:
-    """Context manager that sums the wall-clock seconds spent inside, and JAX's compile seconds in this thread.
+    """Context manager that sums wall-clock seconds inside, and JAX's compile seconds and programs in this thread.
 
     A device runs while the host compiles, so the difference of the two is not a meaningful time.
 

@@ -167,7 +167,7 @@ class ModelConfig:
 
     @property
     def has_llama_blocks(self) -> bool:
-        """True if blocks are Llama's, for fused steps: sequential, RMS norms before, dense SwiGLU, residual scale 1."""
+        """True if blocks suit fused steps: sequential, plain RMS norm first, SwiGLU, no residual scale or q/k gains."""
         plain = (
             self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
         )
@@ -219,7 +219,7 @@ class ModelConfig:
         )
 
     def limit_positions(self, max_positions: int) -> ModelConfig:
-        """Return a copy for at most `max_positions` tokens; LongRoPE then selects its short or long list by that limit.
+        """Return a copy for `max_positions` tokens, at most this config's; LongRoPE selects its list by this limit.
 
         Args:
             max_positions: tokens of the longest sequence, including new ones; at most this config's.
@@ -241,7 +241,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, config: Config) -> ModelConfig:
-        """Build a `ModelConfig` from a parsed Hugging Face `config.json`; ValueError for unsupported keys or values.
+        """Build a `ModelConfig` from a parsed `config.json`, of an image model's text part; ValueError if unsupported.
 
         A missing key has the default of the family's config class in transformers.
 

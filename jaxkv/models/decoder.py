@@ -106,7 +106,7 @@ class DecoderBlock(nnx.Module):
         return LogitShaping(softcap=self.spec.softcap, sink_logits=self.sink_logits)
 
     def compute_rotated_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B K G N D"]:
-        """Return queries `[B, K, G, N, D]` after RoPE by the tables `by`, in the dtype of the normed hidden states."""
+        """Project normed hidden states to queries `[B, K, G, N, D]`, with RoPE by the tables `by`, in their dtype."""
         return apply_rope(self.compute_unrotated_queries(normed), by, normed.dtype)
 
     def compute_unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
@@ -127,7 +127,7 @@ class DecoderBlock(nnx.Module):
     def _normalise_with_gain(
         self, x: Float[Array, "B N *h"], gain: Float[Array, " *h"], letter: str
     ) -> Float[Array, "B N *h"]:
-        """Normalise queries or keys, per head (LayerNorm) or over all heads (RMS), by a weight per head and channel."""
+        """Normalise queries or keys per head (LayerNorm) or over all (RMS), times a weight per head and channel."""
         if not self.config.qk_layer_norm:
             return self._normalise_over_heads(x, gain, letter)
         wide = x.astype(jnp.float32)
@@ -163,7 +163,7 @@ class DecoderBlock(nnx.Module):
     def compute_qkv_partial_sums(
         self, normed: Float[Array, "M 1 E"]
     ) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
-        """Return one token's unrotated Q `[n, M, K, G, D]` and KV `[n, M, 2, K, D]`, n partial sums (1 if normed)."""
+        """Return unrotated Q `[n, M, K, G, D]`, KV `[n, M, 2, K, D]` of M tokens, n parts to sum (1 if normed)."""
         attention = self.attention
         # The barrier keeps XLA from merging both products into one and copying its halves.
         q = apply_linear_split_k(attention, "q", normed[:, 0])
@@ -203,7 +203,7 @@ class DecoderBlock(nnx.Module):
     def _apply_parallel_mlp(
         self, x: Hidden, merged: Float[Array, "B N H"], how: dict[str, bool]
     ) -> Hidden:
-        """Return hidden states of a parallel block: input plus attention's output projection plus MLP of the input."""
+        """Return a parallel block's output: input + residual scale * (attention projection + MLP of normed input)."""
         normed = (self.attention_norm if self.mlp_norm is None else self.mlp_norm)(x)
         both = apply_linear(
             self.attention, "out", merged, bias=False, wide=True
@@ -255,7 +255,7 @@ class Decoder(nnx.Module):
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of embedding, norms, activations and cache; linear weights may instead be int8 or int4 codes."""
+        """Dtype of embedding, norms and activations, and of linear weights unless these are int8 or int4 codes."""
         return self.embedding[...].dtype
 
     @property
@@ -277,7 +277,7 @@ class EmbeddingAndHead(nnx.Module):
         self.config = decoder.config
 
     def embed_tokens(self, tokens: Int[Array, "B N"], *, in_blocks: bool = False) -> Hidden:
-        """Return embeddings `[B, N, E]` of token ids, times the config's scale; ids outside the vocabulary are clipped.
+        """Return scaled embeddings `[B, N, E]` of token ids; ids outside the vocabulary are clipped, on a mesh zeros.
 
         On a mesh with `in_blocks`, devices sum the embeddings of one block of tokens at a time. libtpu of JAX 0.12
         needs two more copies of what is summed, 2.1 GB for 4 prompts of 32,768 tokens of Llama 3 8B.
@@ -308,7 +308,7 @@ class EmbeddingAndHead(nnx.Module):
         return sum_over_devices(jnp.where(mine[..., None], found, jnp.zeros_like(found)), self.axes)
 
     def compute_logits(self, x: Float[Array, "B E"]) -> Float[Array, "B V"]:
-        """Apply final norm and output matrix to `[B, E]`; return scaled float32 logits `[B, V]`, a shard on a mesh."""
+        """Apply the final norm; return scaled, soft-capped float32 logits `[B, V]`, on a mesh a shard of V."""
         return self.project_to_logits(self.norm(x))
 
     def project_to_logits(self, normed: Float[Array, "B E"]) -> Float[Array, "B V"]:

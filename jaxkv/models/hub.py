@@ -135,7 +135,7 @@ def _read_falcon_fields(config: Config, heads: int, kv_heads: int) -> dict[str, 
 
 
 def _read_layer_fields(config: Config, layers: int, longest: int) -> dict[str, Any]:
-    """Return `ModelConfig`'s `rope` for equal layers without window, scale, softcap; else `kinds`, specs by period."""
+    """Return `ModelConfig`'s `rope` for equal layers without window, scale, softcap; else `kinds`, one spec period."""
     kind = config["model_type"]
     local, whole_prompt = (read_rope(each, config, longest) for each in read_rope_keys(config))
     widths, sliding = _read_sliding_windows(config, layers, longest)
@@ -170,7 +170,7 @@ def _find_rotated_layers(given: Any, layers: int) -> list[bool]:
 def _read_sliding_windows(
     config: Config, layers: int, longest: int
 ) -> tuple[list[int | None], list[bool]]:
-    """Return each layer's sliding window in tokens (None: full attention), and a mask of layers of the sliding type.
+    """Return each layer's window in tokens (None: full, or as long as all positions), and a mask of the sliding type.
 
     A sliding window of at least the model's positions counts as none. ValueError for unknown types.
     """
@@ -207,7 +207,7 @@ def _read_sliding_windows(
 
 
 def _find_shortest_period(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """Return the shortest prefix of layer specs whose repetition yields the specs of all layers."""
+    """Return the shortest prefix of layer specs that, repeated and cut off at their number, gives all of them."""
     count = len(specs)
     period = next(
         n for n in range(1, count + 1) if all(specs[at] == specs[at % n] for at in range(count))

@@ -27,7 +27,7 @@ def make_empty_parameter(*shape: int, dtype: jnp.dtype) -> nnx.Param:
 
 
 def add_linear_weight(module: nnx.Module, name: str, *shape: int, dtype: jnp.dtype) -> None:
-    """Add an uninitialised linear weight `name` to a module: floats, or int8 or 4-bit codes with their scales.
+    """Add an empty linear weight `name` to a module: floats, int8 codes and scale, or 4-bit codes, scales and minima.
 
     Codes have a `name_scale` (8 bits), or `name_scales` and `name_leasts` (4 bits); the others are None.
     """
@@ -68,7 +68,7 @@ def apply_linear(
     wide: bool = False,
     over: ShardingMesh | None = None,
 ) -> Float[Array, "..."]:
-    """Apply a module's linear map `name`, with its bias if any, to x; in x's dtype, or float32 if `wide`."""
+    """Apply a module's linear map `name` and its bias; sum over `over`'s devices; in x's dtype, float32 if `wide`."""
     added = getattr(module, f"{name}_bias", None) if bias else None
     return multiply_by_weight(
         x, get_stored_weight(module, name), get_parameter_array(added), wide=wide, over=over
@@ -95,7 +95,7 @@ def multiply_by_weight(
     wide: bool = False,
     over: ShardingMesh | None = None,
 ) -> Float[Array, "..."]:
-    """Multiply x by a weight `[*out, E]` in float32, and add an optional bias; in x's dtype, or float32 if `wide`.
+    """Multiply x by a weight with float32 sums, over devices of `over`, too; add a bias; x's dtype, float32 if `wide`.
 
     `weight` may have several output axes. Output is in x's dtype, or float32 if `wide`. `over` sums it over the devices
     of a mesh that shard E.
@@ -173,7 +173,7 @@ def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
 def _multiply_by_codes(
     x: Float[Array, "n E"], weight: StoredWeight, *, split: bool
 ) -> Float[Array, "parts n O"]:
-    """Multiply x by codes, on NVIDIA GPUs in a kernel, else by XLA; float32 `[parts, n, O]`, one unless `split`."""
+    """Multiply x by a quantised weight, on CUDA in a kernel; float32 `[parts, n, O]` to be summed, one unless `split`."""
     # Imported late because models in floats need no kernels.
     import pallas_kernels
 

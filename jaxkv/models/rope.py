@@ -21,7 +21,7 @@ from jaxkv.models.values import (
 
 
 def compute_rope_frequencies(rope: Rope, head_dim: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return RoPE frequencies in radians per position, float64 `[D/2]`, and factors `[D/2]` of cosine and sine.
+    """Return RoPE's float64 `[D/2]` frequencies in radians per position, 0 if unrotated, and cosine and sine factors.
 
     The factors are 1 except for YaRN and LongRoPE.
 
@@ -123,7 +123,7 @@ def compute_rope_tables(positions: Int[Array, "B N"], rope: Rope, head_dim: int)
 def apply_rope(
     x: Float[Array, "B *heads N D"], by: RopeTables, dtype: jnp.dtype | None = None
 ) -> Float[Array, "B *heads N D"]:
-    """Apply RoPE to queries or keys: rotate channel pairs (i, i + D/2) by their position's angle, in float32."""
+    """Rotate channel pairs (i, i + D/2) of queries or keys by RoPE in float32; return x's dtype, or `dtype`."""
     heads = tuple(range(1, x.ndim - 2))
     cos, sin = jnp.expand_dims(by.cos, heads), jnp.expand_dims(by.sin, heads)
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)

@@ -27,7 +27,7 @@ class StoredWeight(NamedTuple):
 
     @property
     def supports_quantised_kernel(self) -> bool:
-        """True if the weight is codes that `multiply_codes` supports: rows of 16 n bytes, fewer than 2**31 in all."""
+        """True if the weight is codes that `multiply_codes` supports: rows of 16 n bytes, in all below 2**31 bytes."""
         coded = self.scale is not None or self.scales is not None
         return coded and self.codes.shape[-1] % GROUP_BYTES == 0 and self.codes.size < 2**31
 
@@ -37,7 +37,7 @@ class StoredWeight(NamedTuple):
         return self.codes.shape[:-1]
 
     def get_weight_matrix(self, dtype: jnp.dtype) -> Float[Array, "*out E"]:
-        """Return the matrix that multiplies inputs: floats, 8-bit codes without scale, or dequantised 4-bit codes."""
+        """Return the matrix to multiply by: floats as stored; as `dtype`, 8-bit codes unscaled, 4-bit dequantised."""
         if self.scales is None or self.leasts is None:
             # Codes up to 127 are exact in 16 bits: a GPU converts them while it multiplies.
             return self.codes if self.scale is None else self.codes.astype(dtype)

@@ -47,7 +47,7 @@ _SIZES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CatalogModel:
-    """A model of the packaged catalogue: `name`, hub id, aliases, parameter count, `config.json` as a dict (`raw`)."""
+    """A model of the packaged catalogue: `name`, hub id, aliases, URL, parameter count, `config.json` dict (`raw`)."""
 
     name: str
     hub_id: str
@@ -98,7 +98,7 @@ def catalog() -> dict[str, CatalogModel]:
 
 
 def model_named(given: str | os.PathLike[str]) -> KnownModel:
-    """Return the `KnownModel` of a catalogue name, folder, `.gguf` file or hub id; ValueError if there is none.
+    """Return the `KnownModel` of a catalogue or packaged name, folder, `.gguf` or hub id; ValueError if there is none.
 
     Only configs are downloaded from the hub. Errors name the nearest known names. Unsupported configs are rejected as
     well.
@@ -129,7 +129,7 @@ def model_named(given: str | os.PathLike[str]) -> KnownModel:
 
 
 def apply_rope_scaling(known: KnownModel, given: str | None) -> KnownModel:
-    """Return a `KnownModel` with positions extended by a RoPE scaling, such as `yarn:4`; None changes nothing."""
+    """Extend a `KnownModel` with plain RoPE by YaRN: `yarn:4` gives four times the positions; None changes nothing."""
     if given is None:
         return known
     config, (kind, _, times) = known.config, given.partition(":")

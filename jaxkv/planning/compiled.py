@@ -97,7 +97,7 @@ class CompiledPlan:
 
 
 def require_compiler_plugin(gpu: Device) -> str:
-    """Return jaxlib's version if XLA's compiler for a device is installed; else ImportError with the pip command."""
+    """Return jaxlib's version if XLA's compiler for a device (GPU: of this version) is installed; else ImportError."""
     jaxlib = importlib.metadata.version("jaxlib")
     if gpu.platform == "tpu":
         if importlib.util.find_spec("libtpu") is None:

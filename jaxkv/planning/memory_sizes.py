@@ -178,7 +178,7 @@ def compute_weight_bytes(
     *,
     itemsize: int | None = None,
 ) -> int:
-    """Return the bytes of the parameters on one device of a mesh; `weights` is the quantisation of linear maps.
+    """Return one device's parameter bytes on a mesh, of `itemsize` only if given; `weights` quantises linear maps.
 
     With `itemsize`, count only parameters with so many bytes per element.
     """

@@ -238,7 +238,7 @@ def find_largest_context(setting: Workload) -> int:
 
 
 def _find_remedies(setting: Workload) -> Iterator[Remedy]:
-    """Yield a `Remedy` for each kind of change that makes a workload fit: smaller budget, quantised weights, more GPUs.
+    """Yield a `Remedy` per kind of change that lets a workload fit: less budget, SnapKV, quantised weights, more GPUs.
 
     For policies that keep all entries, the budget is SnapKV's.
     """

@@ -98,7 +98,7 @@ class Workload:
 
     @functools.cached_property
     def mesh(self) -> AbstractMesh:
-        """`AbstractMesh` of all devices: axes "data" (prompts), "kv" (kv heads) and "rep" (heads of one kv head)."""
+        """`AbstractMesh` of all devices: axes "data" (prompts), "kv" (kv heads), "rep" (query heads of one kv head)."""
         return make_abstract_mesh(self.data, self.gpus_per_group, self.config)
 
     @property

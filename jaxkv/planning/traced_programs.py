@@ -75,7 +75,7 @@ class TraceInputs:
 
     @property
     def dtype(self) -> jnp.dtype:
-        """Dtype of parameters, activations and cache."""
+        """Dtype of embedding, activations and cache, also of linear weights unless these are quantised."""
         return jnp.dtype(self.flat.ends[0].dtype)
 
     @property

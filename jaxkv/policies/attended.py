@@ -231,7 +231,7 @@ class ObservationWindowAttention(WindowScorer):
         seen: ScorerInputs,
         over_queries: Callable[[Float[Array, "G w S"], Int[Array, " w"]], Float[Array, "G S"]],
     ) -> Scores:
-        """Return window attention `[B, K, S]` reduced by `over_queries`, then over heads; pooled if `PoolOrder.FIRST`.
+        """Return window attention `[B, K, S]`: pooled if `PoolOrder.FIRST`, reduced by `over_queries`, then over heads.
 
         Args:
             seen: the layer.

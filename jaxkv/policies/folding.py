@@ -236,7 +236,7 @@ class Merge(Merger):
         key: PRNGKeyArray,
         axes: ShardingMesh | None = None,
     ) -> Merged:
-        """Merge a layer's evicted entries into their nearest kept ones where cosines reach thresholds; return `Merged`.
+        """Merge a layer's evicted entries into nearest kept ones where cosines reach updated `tau`; return `Merged`.
 
         Entries are compared in blocks: memory is O(S).
         """

@@ -44,7 +44,7 @@ class Gate(FileArrays):
 
     @classmethod
     def create_from_weights(cls: type[Kind], weights: tuple[Any, ...]) -> Kind:
-        """Create a gate from a tuple of layers' weights, dataclasses of numpy arrays; ValueError if shapes differ."""
+        """Create a gate from layers' weights, dataclasses of numpy arrays; ValueError if layers differ in shape."""
         shapes = [[each.shape for each in jax.tree.leaves(layer)] for layer in weights]
         for layer, each in enumerate(shapes):
             require(
@@ -62,7 +62,7 @@ class Gate(FileArrays):
     @classmethod
     @abc.abstractmethod
     def read_layer_weights(cls, found: NamedTensors) -> Any:
-        """Return one layer's weights, a dataclass of numpy arrays, from its `NamedTensors`; subclasses implement it."""
+        """Return one layer's weights, a dataclass of arrays popped from its `NamedTensors`; subclasses implement it."""
 
     @classmethod
     @abc.abstractmethod

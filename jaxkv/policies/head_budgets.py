@@ -44,7 +44,7 @@ class SelectionOrder(enum.Enum):
 
 
 class ScoredEntries(NamedTuple):
-    """NamedTuple input of `choose_entries`: one layer's scores, candidates, entries to choose, norms and layer index.
+    """NamedTuple input of `choose_entries`: scores, candidates, counts to choose and always kept, norms, layer index.
 
     Attributes:
         scores: `f32[B, K, S]`; higher scores are kept.
@@ -158,7 +158,7 @@ class SharedHeads(HeadBudgets):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _CompetingHeads(HeadBudgets):
-    """Base of head budgets whose heads compete: `alpha` is guaranteed to a head, `capacity` limits a device's heads."""
+    """Base of head budgets whose heads compete: share `alpha` is guaranteed to each, `capacity` limits a device's."""
 
     alpha: float = 0.2
     capacity: float = 1.5
@@ -270,7 +270,7 @@ class ProtectedHeads(_CompetingHeads):
     def count_guaranteed_entries(
         self, base: Int[Array, " B"], always_kept: Int[Array, " B"]
     ) -> Int[Array, " B"]:
-        """Return the number `[B]` of entries guaranteed to each head: its share `alpha`, less always-kept entries.
+        """Return entries guaranteed to each head `[B]`: the share `alpha` of all, at least 1, less always-kept ones.
 
         The number is max(1, alpha * (base + always_kept)) - always_kept, clipped to [0, base].
 
@@ -460,7 +460,7 @@ def get_competing_budgets(heads: HeadBudgets) -> AdaptiveHeads | ProtectedHeads 
 
 
 def get_device_capacity(heads: HeadBudgets) -> float:
-    """Return the most entries of a device as a multiple of its even share: 1 for uniform heads, 1000 if unlimited."""
+    """Return a device's most entries in even shares: 1 for uniform heads, competing ones' `capacity`, else 1000."""
     if unwrap_head_budgets(heads).is_uniform:
         return 1.0
     own = get_competing_budgets(heads)
@@ -486,7 +486,7 @@ def limit_entries_per_device(
     most: Int[Array, " B"],
     devices: int,
 ) -> tuple[Bool[Array, "B K S"], Int[Array, " B"]]:
-    """Return the mask changed so that each device's heads keep at most `most` entries, and the number `[B]` moved.
+    """Return the mask with at most `most` entries per device, and how many `[B]` other devices' heads keep instead.
 
     Heads of a device above `most` give up their weakest entries, ranked together, but none goes below `floor`. The
     best candidates of other devices replace them, so that the sum is unchanged.

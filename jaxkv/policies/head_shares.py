@@ -85,7 +85,7 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         )
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "ImportanceBudgets":
-        """Return a copy with only the scores of layers without a sliding window; ValueError if all of these are 0."""
+        """Return a copy with scores of layers without a sliding window only; ValueError if all are 0 or L differs."""
         self.require_model_sizes(layers=len(sliding_windows))
         assert not isinstance(self.scores, str)
         scores = tuple(
@@ -103,7 +103,7 @@ class ImportanceBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         )
 
     def choose_entries(self, rows: ScoredEntries) -> Bool[Array, "B K S"]:
-        """Return the mask `[B, K, S]` of each head's best candidates, as many as its share of the layer's entries."""
+        """Return the mask `[B, K, S]` of each head's best candidates: its share of layer entries, or all it has."""
         shares, heads = self.compute_head_shares(), rows.scores.shape[1]
         self.require_model_sizes(heads=heads)
         each = (

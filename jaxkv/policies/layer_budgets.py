@@ -58,7 +58,7 @@ class LayerBudgetInputs(NamedTuple):
         return self.budget - self.always_kept
 
     def divide_by_shares(self, shares: Reals) -> Table:
-        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget divided by `shares`."""
+        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by `shares`."""
         total = self.layers * self.mean_entries_to_choose
         wanted = shares * total.astype(self.array_module.float64)
         return self.always_kept + round_to_sum(wanted, total, self.length - self.always_kept)
@@ -74,7 +74,7 @@ class LayerBudgets:
 
     @property
     def has_exact_sum(self) -> bool:
-        """True if entries per kv head sum to L times the budget; False for published code whose sum may differ."""
+        """True, the default, if entries per kv head sum to L times the budget; False if the sum may differ."""
         return True
 
     @property

@@ -14,7 +14,7 @@ UNSET = -math.inf
 
 
 class Merged(NamedTuple):
-    """Result of `Merger.merge_evicted_entries`: a layer's keys and values after merging, and thresholds or None.
+    """Result of `Merger.merge_evicted_entries`: a layer's keys and values after merging; merge thresholds or None.
 
     Attributes:
         k: `[B, K, S, D]` keys, those of kept entries changed.
@@ -40,7 +40,7 @@ class EntryPerSegment(NamedTuple):
 
 
 class Joined(NamedTuple):
-    """Result of `merge_entry_while_decoding`: mask of kept entries that change, their new keys and values, thresholds.
+    """Result of `merge_entry_while_decoding`: mask of kept entries that change, new keys and values, merge thresholds.
 
     Attributes:
         joins: `bool[N, K]` where the kept entry changes.
@@ -79,7 +79,7 @@ class Merger:
 
     @property
     def depends_on_other_heads(self) -> bool:
-        """True if a kv head's result depends on other heads or on the head's index.
+        """True if a kv head's result depends on other heads or on the head's index; False by default.
 
         Both methods then receive `axes=`: the mesh axes over which the heads are sharded, None if one device has them
         all. The functions of jaxkv.sharding.collectives help: `gathered(x, "K", 1, axes)` all-gathers all heads'

@@ -21,7 +21,7 @@ def resolve_policy_for_model(
     dtype: Any,
     field: str = "policy",
 ) -> Policy:
-    """Return a policy adapted to a model (filter layers, bytes as entries), from an instance, name, class or None.
+    """Return the policy, also by name or class, adapted to a model: filter layers, bytes as entries; or ValueError.
 
     Args:
         given: the policy.
@@ -43,7 +43,7 @@ def resolve_policy_for_model(
 
 
 def _convert_byte_budget(policy: Policy, config: ModelConfig, dtype: Any) -> Policy:
-    """Return the policy, a budget in bytes converted to entries per kv head and layer; ValueError for too few bytes."""
+    """Return the policy, a budget in bytes rounded down to entries per kv head and layer; ValueError if below 1."""
     parts = policy.composed
     budget = parts.budget
     if not isinstance(budget, ByteBudget):

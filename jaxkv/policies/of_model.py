@@ -170,6 +170,6 @@ class NamedTensors:
         return array
 
     def require_none_left(self) -> None:
-        """Raise ValueError that names a stored tensor which `pop_tensor` has not read."""
+        """Raise ValueError, which names one, if stored tensors are left that `pop_tensor` has not read."""
         if self.stored:
             raise ValueError(f"tensor {self.beginning}{min(self.stored)} belongs to no such gate")

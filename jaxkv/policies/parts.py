@@ -103,7 +103,7 @@ class Parts:
         self._require_compatible_phases()
 
     def _require_compatible_phases(self) -> None:
-        """Raise ValueError for phases that exclude one another."""
+        """Raise ValueError if selection, phase after the prompt, reads and store exclude one another."""
         appends = isinstance(self.after, Append)
         name, given = (
             ("every", self.recompression_interval)
@@ -122,7 +122,7 @@ class Parts:
 
     @classmethod
     def create_from_fields(cls, *, scorer: Scorer | None, **parts: Any) -> "Parts":
-        """Return `Parts` from named fields of `Parts` and `Select`; without a scorer every entry is kept.
+        """Return `Parts` from fields of `Parts` and `Select`; scorer None keeps every entry, and a budget is an error.
 
         Args:
             scorer: scorer of entries; None keeps every entry.
@@ -151,7 +151,7 @@ class Parts:
 
     @property
     def compresses_prompts(self) -> bool:
-        """True if a scorer chooses which entries of a prompt to keep; False if all are kept."""
+        """True if the policy has a scorer that chooses which entries of a prompt to keep; False if it keeps all."""
         return isinstance(self.select, Select)
 
     @property
@@ -227,7 +227,7 @@ class Parts:
     def mask_layers_without_eviction(
         self, sliding_windows: SlidingWindows
     ) -> Bool[np.ndarray, " L"]:
-        """Return the mask `[L]` of layers that keep all new entries: the policy's own and sliding-window layers."""
+        """Return the mask `[L]` of layers whose new entries the policy never evicts; includes sliding-window layers."""
         mask = np.asarray([width is not None for width in sliding_windows])
         mask[~mask] = self.restrict_to_full_attention(
             sliding_windows
@@ -236,7 +236,7 @@ class Parts:
 
     @property
     def cache_layout(self) -> SegmentLayout:
-        """`SegmentLayout` of the cache: SHARED if layer budgets depend on scores, else EQUAL, or RAGGED if uneven."""
+        """`SegmentLayout` of the cache: SHARED for layer budgets by scores, else EQUAL (uniform heads) or RAGGED."""
         if self.layers.depends_on_scores:
             return SegmentLayout.SHARED
         return SegmentLayout.EQUAL if self.heads.is_uniform else SegmentLayout.RAGGED
@@ -248,7 +248,7 @@ class Parts:
 
     @property
     def bounds_layers_early(self) -> bool:
-        """True if prefill can discard entries beyond `bound_lower_layers` early: each head keeps its own best ones."""
+        """True if prefill can discard entries beyond `bound_lower_layers`: weighted layers, each head's own best."""
         shares = (
             isinstance(self.layers, WeightedLayers)
             and type(self.layers).compute_layer_entries is WeightedLayers.compute_layer_entries
@@ -289,7 +289,7 @@ class Parts:
         return self.store.compute_entry_bytes(dim, itemsize) + 4 + (4 if self.stores_scores else 0)
 
     def kernels_read_as_stored(self, dim: int) -> bool:
-        """Return True if kernels read entries of head dim `dim` as stored; False if each step decodes them first."""
+        """Return True if kernels read entries as stored, not decoded: dense, or fit `dim`, `Append` and `ReadAll()`."""
         appends = not self.decoding_compression.compresses and self.read == ReadAll()
         return self.store.kernels == DenseStore.kernels or (
             appends and self.store.supports_kernels(set(self.store.kernels), dim)
@@ -361,7 +361,7 @@ class Parts:
         *,
         strict: bool = True,
     ) -> Int[np.ndarray, " B"]:
-        """Return the average entries per kv head `[B]` to keep of each prompt, at least its always-kept entries.
+        """Return average entries per kv head `[B]` of prompts, at least always-kept ones; `strict`: ValueError if less.
 
         `strict` rejects budgets below the always-kept entries, except shares under `clamp`; the error names the prompt.
         """
@@ -397,7 +397,7 @@ class Parts:
         weights: Any = None,
         budget: Counts | None = None,
     ) -> Table:
-        """Return the number `[L, B]` of recent entries to keep: layer budgets' own, or `recent`; at least the window.
+        """Return how many recent entries `[L, B]` to keep: layer budgets' own, or share `recent`; at least the window.
 
         The share is of the entries that are not always kept. The result is at most what other always-kept entries
         leave of `rows`. `weights` are the layers' weights, and `budget` the average entries per kv head, where budgets

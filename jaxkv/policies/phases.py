@@ -74,7 +74,7 @@ class Select:
         self._check_entry_count()
 
     def _check_entry_count(self) -> None:
-        """Raise ValueError for fields that exclude one another: budget, layers, heads, threshold, nested or merger."""
+        """Raise ValueError for fields that exclude one another, and for a budget below sinks + window."""
         budget, layers, heads = self.budget, self.layers, self.heads
         remedy = "give entries per head or a ratio; FullKV keeps every entry"
         if layers.sets_entry_count:
@@ -134,7 +134,7 @@ class Evict:
         check_eviction_rank("rank", self.rank)
 
     def require_fits_selection(self, select: Select) -> None:
-        """Raise ValueError if a selection's threshold, shared positions or merger exclude single evictions."""
+        """Raise ValueError if a selection's score threshold, shared positions or merger exclude single evictions."""
         remedy = "single evictions compare entries with one another, not with a threshold: give every=64, for example"
         threshold = get_score_threshold(select.heads)
         require(threshold is None, "threshold", threshold, remedy)

@@ -102,7 +102,7 @@ class Policy:
         """Validate and normalise fields at construction, before the parts are built; a hook, empty here."""
 
     def create_part(self, kind: type[Part], **others: Any) -> Part:
-        """Create a part of class `kind` from this policy's fields of the same names; store validated values in both.
+        """Create a `kind` from `others` and this policy's fields of the same names; store validated values in both.
 
         Args:
             kind: the part's class, a dataclass.
@@ -119,7 +119,7 @@ class Policy:
         return made
 
     def build_policy_parts(self) -> Parts:
-        """Return the policy's `Parts`, stored as `composed`; TypeError unless a subclass overrides it.
+        """Return the policy's `Parts`, which construction stores in `composed`; TypeError unless overridden.
 
         Returns:
             The parts.
@@ -137,7 +137,7 @@ class Policy:
         rolling: bool = False,
         **parts: Any,
     ) -> Parts:
-        """Return `Parts` of the arguments and this policy's shared fields: budget, spans, `every`, merger and store.
+        """Return `Parts` of the arguments and of the shared fields, such as budget, spans, `every`, merger and store.
 
         Args:
             scorer: scorer of entries; None keeps every entry.
@@ -199,7 +199,7 @@ class BudgetMethod(Policy):
 
     @property
     def always_kept_entries(self) -> Keep:
-        """`Keep` of the first `sinks` and last `window` tokens, 0 without such a field; no protected spans."""
+        """`Keep` of the first `sinks` and last `window` tokens, 0 without such a field; no spans, no share `recent`."""
         return self.create_part(Keep, protect=(), recent=0.0)
 
     def create_scorer(self) -> Scorer:
@@ -207,7 +207,7 @@ class BudgetMethod(Policy):
         return self.create_part(self.scored_by)
 
     def compose_with_scorer(self, **parts: Any) -> Parts:
-        """Return `Parts` with this policy's scorer and always-kept entries, and with the other fields `parts`."""
+        """Return `Parts` of this policy's scorer, always-kept entries and shared fields, overridden by `parts`."""
         usual: dict[str, Any] = {"scorer": self.create_scorer(), "keep": self.always_kept_entries}
         return self.compose(**(usual | parts))
 
@@ -239,6 +239,6 @@ class CustomPolicy(Policy):
     nested: bool = False
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts` of this policy's fields: scorer, always-kept entries, layer and head budgets, eviction."""
+        """Return `Parts` of this policy's fields: the shared ones, and its own, such as scorer, `keep` and `evict`."""
         names = ("scorer", "keep", "layers", "heads", "evict", "rolling", "nested")
         return self.compose(**{name: getattr(self, name) for name in names})

@@ -24,24 +24,24 @@ class Rank:
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Set `runs_in_kernels` to False for a subclass that overrides a method without declaring it."""
+        """Set `runs_in_kernels` to False for subclasses that override a method without declaring `runs_in_kernels`."""
         super().__init_subclass__(**options)
         if has_overridden_methods(cls, "runs_in_kernels"):
             cls.runs_in_kernels = False  # type: ignore[assignment,method-assign]
 
     @property
     def runs_in_kernels(self) -> bool:
-        """True if GPU and TPU kernels can run `rank_entries`: elementwise jax.numpy of its two arguments only."""
+        """True if GPU and TPU kernels can run `rank_entries`, elementwise jax.numpy of two arguments; default False."""
         return False
 
     @property
     def stores_scores(self) -> bool:
-        """True if the cache stores a score for each entry; if False, `rank_entries` receives zeros."""
+        """True, the default, if the cache stores a score for each entry; if False, `rank_entries` receives zeros."""
         return True
 
     @property
     def decay(self) -> float | None:
-        """Factor in [0, 1] on scores at each new token, before attention is added; None if no attention is added.
+        """Factor in [0, 1] on scores at each new token, before attention is added; None (default) if none is added.
 
         With None, entries keep their first scores.
         """
@@ -78,7 +78,7 @@ class Rank:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ByAttention(Rank):
-    """Rank by received attention, decayed or averaged over queries: the entry with the least attention is evicted.
+    """Rank by received attention, summed with a decay, divided by age if `mean`: the entry with the least is evicted.
 
     Attributes:
         decay: factor on older attention at each new token: 1 sums all attention (H2O), 0 uses the newest alone (TOVA).

@@ -265,7 +265,7 @@ class ReadAll(AttentionReads):
 
 
 def parse_token_budget(given: Any, least: int) -> EntryBudget | ShareBudget:
-    """Return `EntryBudget` or `ShareBudget` of tokens to attend to, 1024 for None; ValueError below `least` tokens."""
+    """Return `EntryBudget` or `ShareBudget` of tokens to attend to, 1024 for None; ValueError for bytes or too few."""
     budget = parse_budget(1024 if given is None else given)
     fits = (
         isinstance(budget, ShareBudget) or isinstance(budget, EntryBudget) and budget.value >= least
@@ -357,7 +357,7 @@ class FilteredReads(AttentionReads):
         return self.offload or self.prefill_chunk_tokens > 0
 
     def require_fits_model(self, config: ModelConfig) -> None:
-        """Raise ValueError for filter layers with sliding windows, filters that no layer uses, and too low a `mem`.
+        """Raise ValueError if filter layers are None or not full-attention, no layer uses their choice, `mem` is low.
 
         Args:
             config: the model's shape.

@@ -78,7 +78,7 @@ def resolve_policy(
 
 
 def takes_budget(cls: type[Policy]) -> bool:
-    """Return True if a policy class accepts a budget of entries kept or attended to; FullKV and DuoAttention do not."""
+    """Return True if a policy class accepts a budget of entries kept or attended to; FullKV, for one, does not."""
     if cls().composed.budget is not None:
         return True
     try:

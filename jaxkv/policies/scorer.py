@@ -59,7 +59,7 @@ class FutureQuerySettings:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptReplay:
-    """Config of KVzip's second pass over the prompt, on its full cache: chunks, texts before them, weighting.
+    """Config of KVzip's second pass over the prompt, on its full cache: chunk, sink and tail sizes, texts, weighting.
 
     The model repeats the prompt chunk by chunk. Only the attention that entries receive is kept of this pass.
 
@@ -103,7 +103,7 @@ class PromptReplay:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QueryMoments:
-    """Pytree of float32 mean and covariance of each query head's queries, rotated to positions after the text.
+    """Pytree of float32 mean and, if requested, covariance of each query head's queries, rotated to after the text.
 
     Attributes:
         mean: `f32[B, K, G, D]`.
@@ -178,7 +178,7 @@ class Needs:
 
     @property
     def uses_query_heads(self) -> bool:
-        """True if a needed input depends on query heads, which several devices of a mesh may share."""
+        """True if queries, sums, moments, replay or blocks are requested: inputs from a group's query heads."""
         return bool(self.queries or self.sums or self.moments or self.replay or self.blocks)
 
 
@@ -393,7 +393,7 @@ class Scorer:
 
 
 def check_scorer(label: str, scorer: Any) -> None:
-    """Raise TypeError or ValueError unless `scorer` is a hashable `Scorer` that overrides `score_entries`."""
+    """Raise TypeError or ValueError unless `scorer` is a hashable `Scorer` with valid needs, group, `score_entries`."""
     require_instance(
         label, scorer, Scorer, "give an instance of a subclass of jaxkv.policies.Scorer"
     )

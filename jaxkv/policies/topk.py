@@ -6,7 +6,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt
 
 
 def encode_sort_keys(scores: Float[Array, "..."]) -> UInt[Array, "..."]:
-    """Return uint32 sort keys in the order of float32 scores, all above 0; -0.0 counts as 0.0, NaN as -inf."""
+    """Return uint32 sort keys, all above 0, in the order of float32 scores; -0.0 counts as 0.0, NaN as -inf."""
     ordered = jnp.where(scores == 0, 0.0, jnp.where(jnp.isnan(scores), -jnp.inf, scores))
     bits = lax.bitcast_convert_type(ordered.astype(jnp.float32), jnp.uint32)
     sign = jnp.uint32(1 << 31)

@@ -48,7 +48,7 @@ class KVzapGate(Gate):
 
     @classmethod
     def read_layer_weights(cls, found: NamedTensors) -> KVzapWeights:
-        """Return one layer's `KVzapWeights`, of one linear map or two, read from its named tensors."""
+        """Return one layer's `KVzapWeights`, of one linear map or two, popped from its named tensors."""
         if "weight" in found.stored:
             weight = found.pop_tensor("weight", None, None)
             return KVzapWeights(weight=weight, bias=found.pop_tensor("bias", len(weight)))
@@ -97,7 +97,7 @@ class KVzapGate(Gate):
 @partial(jax.tree_util.register_dataclass, data_fields=_NAMES, meta_fields=[])
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FastKVzipWeights:
-    """Weights of one layer of Fast KVzip's gate, per kv head: W query maps, a key map, N base keys; and two norms."""
+    """Weights of a layer of Fast KVzip's gate: per kv head W query maps, a key map, N base keys, biases; two norms."""
 
     q: Shaped[Array | np.ndarray, "K W C E"]
     q_bias: Shaped[Array | np.ndarray, "K W C"]
@@ -120,7 +120,7 @@ class FastKVzipGate(Gate):
 
     @classmethod
     def read_layer_weights(cls, found: NamedTensors) -> FastKVzipWeights:
-        """Return one layer's `FastKVzipWeights` from its named tensors, with query and key maps split by kv head."""
+        """Return one layer's `FastKVzipWeights`, popped from its named tensors; query and key maps split by kv head."""
         base = found.pop_tensor("k_base", None, 1, None, None)[:, 0]
         heads, _, width = base.shape
         bias = found.pop_tensor("b", heads, 1, None)[:, 0]

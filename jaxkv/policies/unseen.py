@@ -93,7 +93,7 @@ class FutureAttention(Scorer):
         return Needs(queries=self.remembered, moments=moments)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return scores `[B, K, S]`: expected attention, mean over query heads; with `value_norms`, times L2 norms."""
+        """Return scores `[B, K, S]`: (expected attention, mean of query heads, + `epsilon`) * value norm by default."""
         counts = seen.mask_entries_between(first=self.sinks)[:, :, None]
         logits = jnp.where(counts, _compute_expected_logits(seen.k, seen.moments), -jnp.inf)
         most = jnp.maximum(logits.max(axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)
@@ -110,7 +110,7 @@ class FutureAttention(Scorer):
 def _compute_expected_logits(
     k: Float[Array, "B K S D"], moments: QueryMoments
 ) -> Float[Array, "B K G S"]:
-    """Return the log `[B, K, G, S]` of each key's expected exp(logit), for normal queries of these moments."""
+    """Return keys' log expected exp(logit) `[B, K, G, S]` for normal queries; for the mean one if no covariance."""
     (batch, heads, padded_len, dim), group = k.shape, moments.mean.shape[2]
     size = min(_BLOCK, padded_len)
     padded = jnp.pad(k, ((0, 0), (0, 0), (0, -padded_len % size), (0, 0)))

@@ -117,7 +117,7 @@ class VarianceLayers(LayerBudgets):
         return variance.mean(axis=-1)
 
     def bound_layer_entries(self, budget: Counts, length: Counts) -> Counts:
-        """Return an upper bound `[N]` of a layer's entries: length, or e * budget + 2 (HEADNORM, no dense layers)."""
+        """Return an upper bound `[N]` of layer entries: length; at most ceil(e * budget) + 1 (HEADNORM, none dense)."""
         length = np.asarray(length, np.int64)
         if self.statistic is not VarianceWeighting.HEADNORM or self.dense_layers:
             return length

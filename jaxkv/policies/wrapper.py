@@ -98,7 +98,7 @@ class PolicyWrapper(_DerivedPolicy):
     def resolve_adaptive_heads(
         self, given: AdaptiveHeads | ProtectedHeads | None
     ) -> AdaptiveHeads | ProtectedHeads:
-        """Return `given`, or by default `AdaptiveHeads` of this policy's fields `alpha` and `capacity`.
+        """Return `given`, or for None `AdaptiveHeads` of own `alpha` and `capacity`; ValueError if both set either.
 
         ValueError if both set a share or a capacity.
         """
@@ -183,7 +183,7 @@ def _require_compressing_base(base: Policy) -> None:
 
 
 def replace_policy_budget(policy: Policy, budget: Budget) -> Policy:
-    """Return a copy of the policy, or of its base, with this budget of kept entries; unchanged without a budget."""
+    """Return a copy of the policy with this budget of kept entries, set in the base that has it; unchanged if none."""
     if policy.composed.budget is None:
         return policy
     if isinstance(policy, SparseReadPolicy) and policy.base_policy is not None:

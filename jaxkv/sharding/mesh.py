@@ -140,7 +140,7 @@ def copy_to_host(value: Any) -> np.ndarray:
 def place_host_array(
     value: Any, logical_axes: str, axes: ShardingMesh | None, dtype: Any = None
 ) -> Array:
-    """Return a host array placed on the mesh `axes` by its logical axes, or on the default device if `axes` is None."""
+    """Return a host array on the mesh `axes` by logical axes (None: default device), cast to `dtype` if given."""
     if axes is None or isinstance(value, jax.core.Tracer):
         return jnp.asarray(value, dtype)
     array = np.asarray(value, dtype)

@@ -26,7 +26,7 @@ def parse_mesh_sizes(given: str, name: str) -> tuple[int, int]:
 def make_mesh_from_text(
     given: str | None, platform: str | None = None, *, name: str = "--mesh"
 ) -> jax.sharding.Mesh | None:
-    """Make a JAX mesh (axes data, model) from text such as 1x8; None for None; ValueError if devices are too few.
+    """Make a JAX mesh (data, model) from text such as 1x8, creating CPU devices if JAX is uninitialised; None for None.
 
     On a CPU, the devices of the mesh are created if JAX is not yet initialised. `platform`, such as "cpu", selects the
     devices; by default JAX's default platform. Errors call the argument `name`.

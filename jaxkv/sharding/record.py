@@ -110,7 +110,7 @@ class ProgramRecorder:
 def record_program_calls(
     walk: Callable[..., Any], *args: Any, resident: Any = (), sharding: Any = None
 ) -> tuple[list[RecordedCall], Any]:
-    """Trace a function that calls programs; return a list of `RecordedCall` in order, and its abstract results.
+    """Trace a function that calls programs; return its `RecordedCall` list with other live bytes, and abstract results.
 
     `args` are its abstract arrays; its results are live to its end. `resident` are abstract arrays that are always
     live; the function must pass these very objects. `sharding` is that of arrays without a mesh, None for the default

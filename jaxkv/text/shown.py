@@ -24,7 +24,7 @@ class KeptPassage(NamedTuple):
 
 
 def join_equally_kept_tokens(pieces: Sequence[str], counts: Iterable[int]) -> list[KeptPassage]:
-    """Return a list of `KeptPassage`: neighbouring tokens that equally many kv heads keep, with joined texts.
+    """Join neighbours that equally many kv heads keep to a list of `KeptPassage`; tokens of one character have a mean.
 
     A token without text is a part of the next token's character.
     """

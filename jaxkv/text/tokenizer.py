@@ -431,7 +431,7 @@ def _wrap_tokenizer_errors(
     remedy: str = "copy or download it again",
     name: str = "tokenizer",
 ) -> Iterator[None]:
-    """Context manager that turns any error inside, also a Rust panic, into a ValueError about the argument `name`."""
+    """Context manager: turn errors, also Rust panics, not interrupts or MemoryError, into ValueErrors about `name`."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, MemoryError):

@@ -209,7 +209,7 @@ class _LayerInputs:
 def _tabulate_entry_counts(
     parts: Parts, sliding_windows: SlidingWindows, padded_len: int, headroom: int
 ) -> tuple[tuple[int, ...], EntryCounts]:
-    """Return pool capacities in entries per kv head, and `EntryCounts` of each prompt length from 0 to `padded_len`."""
+    """Return pool capacities in entries per kv head, one per pool, and `EntryCounts` of lengths 0 to `padded_len`."""
     lengths, layers = np.arange(1, padded_len + 1), sliding_windows.count(None)
     # Entries within a sliding window are kept by every policy.
     kept = compute_entry_counts(
@@ -289,7 +289,7 @@ class _ArrayLayerSource(PromptEntrySource):
         )
 
     def get_layer_candidates(self, index: int) -> Candidates:
-        """Return `Candidates` of layer `index`, with scores unless all entries or a sliding window's are kept."""
+        """Validate a layer's arrays; return `Candidates`, unscored if all or a window's are kept; store its entries."""
         parts, given, like = self.parts, self.given[index - self.first], self.like
         k, v = validate_keys_values(given.k, given.v)
         require(
@@ -423,7 +423,7 @@ def _compress_layer_inputs(
 
 
 def _validate_policy(given: Policy | type[Policy] | str) -> Policy:
-    """Return the policy as an instance; ValueError if `compress` lacks what it needs, such as hidden states."""
+    """Return the policy as an instance; ValueError if `compress` cannot run it: byte budgets, rolling positions."""
     policy = resolve_policy(given)
     name, parts = type(policy).__name__, policy.composed
     for unsupported, remedy in (

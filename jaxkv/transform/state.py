@@ -246,7 +246,7 @@ class CompressedKV:
 
     @settled
     def attend(self, q: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Array:
-        """Return causal attention output `[B, H, N, D]` of the last N appended tokens' queries over a layer's entries.
+        """Return causal attention output of the last N appended tokens; ValueError if the policy evicts or selects.
 
         Reverse-mode gradients are supported, except if layers share a pool or a kv head has 48 query heads or more. In
         these cases a loop over segments runs as many steps as the longest segment needs.
@@ -355,7 +355,7 @@ class CompressedKV:
     def _record_appended_tokens(
         self, layer: int, pool: EntryPool, taken: Int[Array, " B"], written: Int[Array, " B"]
     ) -> "CompressedKV":
-        """Return the state with a layer's new pool, `taken` more entries, `written` seen, the difference left out."""
+        """Return the state with a new pool, `taken` more entries, `written` more seen, the rest in `left_out`."""
         tables = self.tables[layer]
         length, seen = tables.length + taken[:, None], tables.seen + written
         after = self._replace_layer_fields(layer, pool, length=length, seen=seen)

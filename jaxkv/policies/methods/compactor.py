@@ -48,7 +48,7 @@ class BlockAttentionLeverageScorer(Scorer):
         return self.blending > 0
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return scores `[B, K, S]`: Z-score of block attention * value norm, plus `blending` * Z-score of leverage."""
+        """Return scores `[B, K, S]`: Z-score of pooled block attention * value norm + `blending` * leverage Z-score."""
         counts = seen.mask_entries_between(self.blocks.first, self.blocks.last)
         received, v = (
             average_over_devices(seen.blocks.mean(axis=2), "G", seen.group_axes),
@@ -106,7 +106,7 @@ def _compute_z_scores(
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compactor(BudgetMethod):
-    """Keep entries by attention from their own block of the prompt, plus leverage of their keys.
+    """Keep entries by attention from their own block of the prompt times value norm, plus leverage of their keys.
 
     Attention within blocks of the prompt is not causal.
 
@@ -140,7 +140,7 @@ class Compactor(BudgetMethod):
         )
 
     def create_scorer(self) -> BlockAttentionLeverageScorer:
-        """Return a `BlockAttentionLeverageScorer`; default `blending`: the evicted share, 0.35 for a fixed budget."""
+        """Return a `BlockAttentionLeverageScorer`; default `blending`: the evicted share, 0.35 for entries or bytes."""
         keep = self.always_kept_entries
         blocks = BlockAttention(
             size=self.block, first=keep.sinks, last=keep.window, zeros=self.published

@@ -87,7 +87,7 @@ class RetrievalHeadBudgets(ModelSpecificValue, LayerBudgets, HeadBudgets):
         return -(-(full * of.length + (heads - full) * few) // heads)
 
     def compute_average_entries(self, length: Counts, always_kept: Counts) -> Counts:
-        """Return entries per kv head `[N]` of each prompt, averaged over all layers and heads, rounded up."""
+        """Return entries per kv head `[N]` of each prompt: mean of the layers' rounded-up means, itself rounded up."""
         layers = len(self.pattern)
         rows = self.compute_layer_entries(LayerBudgetInputs(length, length, always_kept, layers))
         return -(-rows.sum(axis=0) // layers)

@@ -13,7 +13,7 @@ from jaxkv.policies.registry import register
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HeadKV(ObservationWindowPolicy):
-    """Keep entries by SnapKV's scores, with layer and head budgets by each head's measured importance, `scores`.
+    """Keep entries by SnapKV's scores, with layer and head budgets by heads' measured importance, `scores`, if given.
 
     All layers and heads share one budget.
 

@@ -67,7 +67,7 @@ class HeavyHitterPolicy(_AttentionEvictionPolicy):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2O(HeavyHitterPolicy):
-    """Keep heavy hitters by cumulative attention, and the most recent tokens.
+    """Keep heavy hitters by cumulative attention, and the most recent tokens; each new token evicts an entry.
 
     Heavy hitters and recent tokens are 1:1. Each new token evicts an entry.
 
@@ -82,7 +82,7 @@ class H2O(HeavyHitterPolicy):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoCo(HeavyHitterPolicy):
-    """Keep entries by attention received per query that could see them, and the most recent tokens.
+    """Keep entries by attention per query that could see them, and the most recent tokens; each new token evicts one.
 
     As H2O, but received attention is divided by the number of queries that saw the entry.
 

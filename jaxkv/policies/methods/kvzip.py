@@ -39,7 +39,7 @@ class ReplayAttentionScorer(Scorer):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzip(BudgetMethod):
-    """Keep the entries most attended to when the model repeats the prompt.
+    """Keep entries most attended to when the model repeats the prompt; by default all layers' kv heads compete.
 
     The question need not be known. A second pass runs over the prompt in chunks, each after an instruction to repeat
     it, on top of the full cache. Prefill takes two to four times as long, and the memory of the full cache. The second

@@ -58,7 +58,7 @@ class AttentionRedundancyScorer(WindowScorer):
         validate_field(self, "threshold", validate_float, "give a cosine between 0 and 1", high=1.0)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return scores `[B, K, S]`: weighted attention minus weighted key redundancy before the window; 0 in it."""
+        """Return scores `[B, K, S]`: weighted pooled attention - weighted key redundancy before the window; 0 in it."""
         (batch, heads), column = seen.k.shape[:2], seen.entry_positions
         before = seen.mask_entries_between(last=self.window)
         # The softmax needs the largest logits of all query heads, also if devices share them.
