@@ -170,7 +170,7 @@ def generate(
     implementation: Implementation | str = Implementation.AUTO,
     progress: bool | None = None,
 ) -> Generation | Stream:
-    """Generate answers to one or more prompts over a compressed cache; return a `Generation` or a `Stream`.
+    """Generate answers to prompts over a compressed cache, given or prefilled; return a `Generation`, or a `Stream`.
 
     Args:
         params: model from `jaxkv.load`.
@@ -333,7 +333,7 @@ def run_generation(call: GenerateCall) -> Generator[list[str], None, Generation]
 
 
 def _prefill_or_extend(call: GenerateCall, *, ends: int) -> tuple[KVCache, dict[str, Any]]:
-    """Prefill prompts, or append them to the given cache; return the cache and a dict of size fields for `Stats`."""
+    """Prefill prompts while the decode loop compiles, or extend the given cache; return cache and sizes for `Stats`."""
     session, encoded, given, new = call.session, call.encoded, call.cache, call.max_new_tokens
     if given is not None:
         # Sizes are read before the cache is extended.

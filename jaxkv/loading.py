@@ -174,7 +174,7 @@ class LanguageModel(nnx.Module):
 
     @property
     def flat_decoder(self) -> SplitDecoder:
-        """Decoder as a `SplitDecoder` for jitted code: arrays and static graphs; cached until a parameter changes."""
+        """Decoder as a `SplitDecoder`, cached until a parameter changes; if one is on a mesh, all are sharded on it."""
         if self._flat is None or not self._flat.is_split_of(self.decoder):
             leaves = (each.get_raw_value() for _, each in named_parameters(self.decoder))
             axes = next(filter(None, map(ShardingMesh.get_array_mesh, leaves)), None)
@@ -277,7 +277,7 @@ def validate_dtype(given: Any) -> np.dtype:
 
 
 def load_parameters(decoder: Decoder, checkpoint: Checkpoint, mesh: Mesh | None = None) -> None:
-    """Set a decoder's parameters from the tensors of a checkpoint, one by one, on the device or sharded over a mesh.
+    """Set a decoder's parameters from a checkpoint, on device or mesh; ValueError for missing, extra, non-finite ones.
 
     With `mesh` (from `make_model_mesh`) each device gets its shard; without, the default device gets all parameters.
 

@@ -57,7 +57,7 @@ class Segment(NamedTuple):
 
 
 def segments(cache: KVCache) -> Iterator[Segment]:
-    """Yield every `Segment` of a cache, layer by layer.
+    """Yield every `Segment` of a cache by layer, sequence and kv head; Hadamard-transformed entries are restored.
 
     Args:
         cache: the cache.
@@ -88,7 +88,7 @@ def segments(cache: KVCache) -> Iterator[Segment]:
 def tiny_model(
     config: ModelConfig | None = None, *, seed: int = 0, dtype: str = "float32"
 ) -> LanguageModel:
-    """Return a small `LanguageModel` with random weights and without a tokenizer; prompts are token ids.
+    """Return a `LanguageModel` of a config, by default tiny, with random weights and no tokenizer; prompts are ids.
 
     Args:
         config: the model's config; by default three layers of two kv heads with three query heads each.
@@ -270,7 +270,7 @@ def _check_always_kept_entries(case: _PolicyTestCase) -> None:
 
 
 def _check_planned_sizes(case: _PolicyTestCase) -> None:
-    """Assert that each layer, or all together, keep the planned number of entries, and the cache has planned bytes."""
+    """Assert that each layer, or all, keep as many entries as planned (at most, by threshold), in planned bytes."""
     kept, needed = case.prompt_cache.kept.sum(axis=2), case.prefill_plan
     if needed.rows is not None:
         wanted = case.model.config.kv_heads * needed.rows

@@ -118,7 +118,7 @@ def _collect_regression_data(
 def _fit_layer_gate(
     products: Float[np.ndarray, "n n"], size: int, penalty: float
 ) -> tuple[KVzapWeights, float]:
-    """Solve one layer's ridge regression; return its `KVzapWeights` and the explained share of the scores' variance.
+    """Solve one layer's ridge regression from sums of products; return `KVzapWeights` and the explained variance share.
 
     `products` are sums over tokens of all products of hidden states, a 1 (`size` numbers with it) and scores. The share
     is the mean over heads, 1 for constant scores.

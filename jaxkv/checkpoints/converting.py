@@ -40,7 +40,7 @@ def convert(
     dtype: str | None = None,
     progress: bool = True,
 ) -> Path:
-    """Write a checkpoint of any supported format as an Orbax folder that `jaxkv.load` reads; return its path.
+    """Write a checkpoint of any format as an Orbax folder that `jaxkv.load` reads, in `dtype` if set; return its path.
 
     One tensor is in memory at a time. The folder gets its name when it is complete; files of an interrupted conversion
     are removed.

@@ -81,7 +81,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _open_checkpoint_folder(folder: Path) -> Checkpoint:
-    """Open a folder that has a `config.json` and safetensors or Orbax weights; return a `Checkpoint`."""
+    """Open a folder of config and safetensors or Orbax as a `Checkpoint`; add eos ids of `generation_config.json`."""
     converted = orbax_files.open_converted_folder(folder)
     if not (folder / "config.json").is_file():
         ggufs = sorted(each.name for each in folder.glob("*.gguf"))

@@ -114,7 +114,7 @@ class GenerateCommand(SamplingOptions):
             _print_stats(result)
 
     def _build_prompt(self) -> str:
-        """Join the text of --prompt-file, --prompt and --question by blank lines; ValueError without the first two."""
+        """Join --prompt-file's text, --prompt and --question by blank lines; ValueError if the first two are empty."""
         file = "" if self.prompt_file is None else read_text(self.prompt_file, "--prompt-file")
         remedy = "no prompt: use --prompt TEXT or --prompt-file FILE; a question alone is a prompt"
         require(bool(file.strip() or self.prompt), "prompt", None, remedy)

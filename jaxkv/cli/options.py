@@ -275,7 +275,7 @@ def _find_nested_dataclasses(cls: type, prefix: str) -> dict[str, Any]:
 def add_dataclass_options(
     parser: argparse.ArgumentParser, cls: type, prefix: str = "", leave: Iterable[str] = ()
 ) -> None:
-    """Add an option to a parser for each field of a dataclass, except fields in `leave`; fields of dataclasses too.
+    """Add an option to a parser per field of a dataclass and of its nested dataclasses, except fields in `leave`.
 
     An option whose name is taken gets the prefix `prefix`, such as --task-batch.
     """

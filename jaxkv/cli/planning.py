@@ -117,7 +117,7 @@ class PlanCommand:
             out.write_bytes(picture.plot_peak_memory(plans, out.image_format))
 
     def _parse_compared_policies(self) -> list[Policy]:
-        """Build the policies of --compare, each with the shared options it accepts; ValueError if none accepts one."""
+        """Build --compare's policies with the shared options each accepts; ValueError if none does, or for --policy."""
         remedy = "conflicts with --compare: add it there, or leave it out"
         require(self.policy.name == "full", "--policy", self.policy.name, remedy)
         entries = parse_policy_list(self.compare, "--compare")

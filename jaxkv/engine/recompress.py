@@ -165,7 +165,7 @@ class CachedLayerConfig:
 
     @classmethod
     def from_parts(cls, parts: Parts, **given: Any) -> "CachedLayerConfig":
-        """Return the config of a policy's parts: decoding phase, scorer, head budgets, layout; `given` sets the rest."""
+        """Return the config with the fields that a policy's parts set; `given` sets all other fields."""
         return cls(
             ongoing=parts.decoding_compression,
             scorer=parts.scorer,

@@ -20,7 +20,7 @@ def report(
     samples: int = 200,
     out: str | os.PathLike[str] | None = None,
 ) -> Path:
-    """Write an evaluation as one HTML page and return its path: tables, plots, settings, samples, kept tokens.
+    """Write the evaluation in folders as one HTML page: tables, plots, settings, samples, kept tokens; return its path.
 
     For an incomplete evaluation, the page shows the results so far and names the missing ones. The page loads nothing
     from other servers, and shows all sampled text as text, never as markup.

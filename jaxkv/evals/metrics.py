@@ -203,7 +203,7 @@ def paragraph(prediction: str, answer: str) -> float:
 
 
 def line_of_code(prediction: str, answer: str) -> float:
-    """Similarity (difflib) in [0, 1] of the answer and the prediction's first line without a backtick, "#" or "//".
+    """Ratio (difflib), to two decimals, of the answer and the prediction's first line without a backtick, "#" or "//".
 
     This is fuzzywuzzy's ratio without python-Levenshtein, which LongBench does not require: difflib's ratio, rounded to
     hundredths. RapidFuzz computes another ratio, by edit distance.

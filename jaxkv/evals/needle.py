@@ -90,7 +90,7 @@ class Needle(SyntheticTask):
         self.require_at_least(1, "new_tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
-        """Make the list of needle-in-a-haystack samples, `count` per prompt length and needle depth."""
+        """Make the list of needle samples for a model: `count` per prompt length, in its tokens, and needle depth."""
         lengths = self.resolve_prompt_lengths(params)
         wording, count, made = self.make_wording(), make_token_counter(params), list[TaskSample]()
         for length in lengths:
@@ -102,7 +102,7 @@ class Needle(SyntheticTask):
         return made
 
     def score(self, sample: TaskSample, prediction: str) -> float:
-        """Share of the answer's words in the prediction's first line; small wording: 1 if the number occurs, else 0."""
+        """Share of the answer's distinct words in a prediction's first line; small wording: 1 if its number occurs."""
         if self.wording == "small":
             return string_match_all(prediction, sample.answers)
         wanted, line = set(sample.answers[0].lower().split()), prediction.strip().partition("\n")[0]

@@ -57,7 +57,7 @@ class TextLossTask(EvaluationTask):
         self.require_at_least(1, "prefix", "tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
-        """Make one sample per text, longest first; ValueError if texts, or the model's positions, are too short."""
+        """Make one sample per text, longest (as cut) first; ValueError if texts, or the positions, are too short."""
         texts, most = read_texts(self.data, self.count), params.config.max_positions
         need, text = self.tokens + min(self.prefix, self.tokens), params.tokenizer
         lengths = {title: len(text.encode(each, bos=True)) for title, each in texts.items()}
@@ -131,7 +131,7 @@ def measure_text_losses(
     *,
     seed: int = 0,
 ) -> TextLosses:
-    """Feed ids `after` prefixes one by one over their caches; return `TextLosses`: losses in nats, entries, bytes."""
+    """Prefill and compress prefixes, feed ids `after` one by one; return `TextLosses`: nats, entries, bytes by text."""
     session = Session(params, policy, key=seed)
     cache = session.prefill([list(each) for each in prefixes], new=after.shape[1])
     before = cache.kept.mean(axis=(0, 2))
@@ -145,7 +145,7 @@ def measure_text_losses(
 def teacher_force_tokens(
     session: Session, cache: KVCache, after: Sequence[Sequence[int]], *, donate: bool = True
 ) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"], KVCache]:
-    """Feed given ids one by one over a cache; return losses `[B, T]` in nats, a mask of greedy tokens, and the cache.
+    """Feed given ids but the last, one by one, over a cache; return losses `[B, T]` in nats, greedy-token mask, cache.
 
     After the end of a sequence, its loss is 0 and its mask True. A cache of one sequence is shared by all.
     """

@@ -68,7 +68,7 @@ class BenchmarkTask(QuestionTask):
         require(self.longest == 0 or self.longest >= _LEAST, "longest", self.longest, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
-        """Make the list of samples for a model: the first `count` rows (0: all) of each selected part of the benchmark."""
+        """Make the list of samples for a model: the first `count` rows (0: all) of each selected benchmark part."""
         # Files are checked first, because tokenizing may take hours.
         rows = {
             name: self._read_rows(name)

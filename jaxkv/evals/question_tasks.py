@@ -54,7 +54,7 @@ class QuestionTask(EvaluationTask):
 def encode_sample(
     text: ChatTokenizer, sample: TaskSample, *, raw: bool = False
 ) -> tuple[list[int], list[int]]:
-    """Encode a sample's context and question as two lists of token ids, which together are the prompt.
+    """Encode a sample's context, and its question with prefix, as two id lists, the prompt; templated unless `raw`.
 
     Args:
         text: the model's tokenizer.

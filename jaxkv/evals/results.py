@@ -31,7 +31,7 @@ _OWN = ("shard", "model", "devices")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluationSettings:
-    """Settings on which an evaluation's results depend: task, model, batch, seed; first line of `results.jsonl`.
+    """Settings that decide an evaluation's results, from task and model to versions; first line of `results.jsonl`.
 
     Attributes:
         task: name of the task.
@@ -162,7 +162,7 @@ def append_lines(folder: Path, lines: bytes) -> None:
 
 
 def resume_or_create_results(folder: Path, run: EvaluationSettings) -> list[SampleRecord]:
-    """Return a locked folder's list of `SampleRecord`; if new, write `run`, return []; ValueError for other settings.
+    """Cut off a partial last line; return a folder's `SampleRecord`s, or write `run` if new; ValueError if it differs.
 
     An incomplete last line, of a killed run, is removed.
     """
@@ -225,7 +225,7 @@ def _read_results(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicySummary:
-    """Mean score, its 95% interval, and mean tokens, entries and bytes of one policy over the samples of one group.
+    """Mean score, its 95% interval, and mean tokens, entries and bytes of one policy over one group, or all groups.
 
     Attributes:
         policy: name of the row, such as "adakv@128".

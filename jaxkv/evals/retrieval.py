@@ -73,7 +73,7 @@ class TwoStage(QuestionTask):
         require(fits, "sizes", self.sizes, "too small: use dictionaries of at least 3 entries")
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
-        """Make one sample per question: the dictionary is its context, the sum to work out its question."""
+        """Make `count` samples, the same for every model: a dictionary as context, a sum to work out as question."""
         rng, made = np.random.default_rng(self.seed), []
         asked = "Answer the corresponding color based on the addition result."
         if self.reason:
@@ -135,7 +135,7 @@ class VisibleAttentionTask(EvaluationTask):
     def run(
         self, params: LanguageModel, policy: Policy, samples: Sequence[TaskSample], how: How
     ) -> list[SampleOutcome]:
-        """Return a `SampleOutcome` each: full attention's share on the policy's visible entries, mean and by token."""
+        """Sample answers with full attention; return `SampleOutcome`s of its share on entries that the policy sees."""
         prompts = [
             sum(encode_sample(params.tokenizer, sample, raw=how.raw), []) for sample in samples
         ]

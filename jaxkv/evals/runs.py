@@ -55,7 +55,7 @@ def evaluate(
     mesh: Mesh | None = None,
     progress: bool | None = None,
 ) -> Evaluation:
-    """Run every policy over every sample of a task; append a line for each to `results.jsonl`; return an `Evaluation`.
+    """Run policies on a task's samples that folder `out` lacks; write results, table and plots; return an `Evaluation`.
 
     The same call resumes an interrupted run after its last complete batch, and ends with the same bytes. With further
     policies, it runs only these.
@@ -186,7 +186,7 @@ def _run_batches(
 def _run_batch(
     job: _EvaluationJob, policy: Policy, batch: Sequence[TaskSample]
 ) -> list[SampleOutcome]:
-    """Run a batch, sample by sample with own seeds if the policy uses random numbers; return a `SampleOutcome` each."""
+    """Run a batch, filled up with copies, or each sample alone if the policy uses random numbers; return outcomes."""
     # Programs are compiled for a batch size: the last batch is filled up with copies of its last sample.
     more = min(job.run.batch, job.run.samples) - len(batch)
     parts = (
@@ -211,7 +211,7 @@ def _seed_for_sample(job: _EvaluationJob, policy: Policy, sample: TaskSample) ->
 
 
 def _make_record(job: _EvaluationJob, name: str, at: int, outcome: SampleOutcome) -> SampleRecord:
-    """Make the `SampleRecord` of an outcome; ValueError for a score that is not finite, or a share not in [0, 1]."""
+    """Make an outcome's `SampleRecord`, sample 0's with kept tokens; ValueError for NaN, inf, shares not in [0, 1]."""
     score, sample, policy = float(outcome.score), job.samples[at], job.policies[name]
     fits = math.isfinite(score)
     if job.run.unit == "%":

@@ -13,7 +13,7 @@ from jaxkv.policies.policy import Policy
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TaskSample:
-    """One sample of a task: its prompt is `context + question`, and the answer starts with `prefix`.
+    """One sample of a task: a prompt of `context`, `question` and the answer's first words `prefix`, and right answers.
 
     Attributes:
         id: unique id within the task; the same for the same settings.
@@ -151,7 +151,7 @@ _Task = TypeVar("_Task", bound=type[EvaluationTask])
 
 
 def task(name: str) -> Callable[[_Task], _Task]:
-    """Class decorator that registers a task under a name, for `evaluate` and the command line.
+    """Return a class decorator that registers a task under a name, replacing an earlier one, for `evaluate` and CLI.
 
     Args:
         name: one word.

@@ -71,7 +71,7 @@ def parse_json_lines(
 
 
 def read_json_lines(path: Path, keys: Sequence[str], count: int = 0) -> list[dict[str, Any]]:
-    """Read a file of JSON lines as dicts, as `parse_json_lines` does; FileNotFoundError if missing."""
+    """Read the first `count` rows (0: all) of a JSON lines file as dicts; ValueError for bad JSON or missing `keys`."""
     _require_file(path, "data")
     with path.open("rb") as file:
         return parse_json_lines(file, str(path), keys, count)

@@ -53,7 +53,7 @@ def count_keeping_heads(
 def select_prompt_ends(
     ids: Sequence[int], counts: Sequence[int], text: ChatTokenizer
 ) -> list[list[Any]]:
-    """Return a list of [token texts, counts]: one pair for the whole prompt, or one per end if above 1,000 tokens."""
+    """Return [token texts, counts] pairs: one of the prompt or, above 1,000 tokens, one of 500 tokens per end."""
     ends = [slice(None)]
     if len(ids) > 2 * _EITHER_END:
         ends = [slice(_EITHER_END), slice(-_EITHER_END, None)]

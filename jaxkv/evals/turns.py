@@ -64,7 +64,7 @@ class ConversationTask(EvaluationTask):
         self.require_at_least(1, "count", "words", "new_tokens")
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
-        """Make one sample per conversation, with the texts of the user's turns joined in `context`."""
+        """Make `count` samples, the same for every model: a conversation each, user's turns joined in `context`."""
         passages = [text.split() for text in read_texts(None).values()]
         return [self._make_conversation(number, passages) for number in range(self.count)]
 

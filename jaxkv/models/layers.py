@@ -173,7 +173,7 @@ def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
 def _multiply_by_codes(
     x: Float[Array, "n E"], weight: StoredWeight, *, split: bool
 ) -> Float[Array, "parts n O"]:
-    """Multiply x by a quantised weight, on CUDA in a kernel; float32 `[parts, n, O]` to be summed, one unless `split`."""
+    """Multiply x by a quantised weight, on CUDA in a kernel; return float32 partial sums `[parts, n, O]`."""
     # Imported late because models in floats need no kernels.
     import pallas_kernels
 

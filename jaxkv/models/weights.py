@@ -157,7 +157,7 @@ def quantise_to_int8(
 def _read_shard(
     parts: Tensors, shape: tuple[int, ...], dtype: np.dtype, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """Read shard `index` of a parameter from its checkpoint tensors, as a NumPy array of `dtype`."""
+    """Read shard `index` of a parameter from its checkpoint tensors as NumPy `dtype`, channels in the model's order."""
     ranges = [range(*each.indices(size)) for each, size in zip(index, shape, strict=True)]
     buffer = np.empty([len(each) for each in ranges], dtype)
     for source, tensor in parts:

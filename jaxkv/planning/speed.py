@@ -79,7 +79,7 @@ class Speed:
 
 
 def explain_missing_rate(setting: Workload) -> str:
-    """Return the reason why no rate was measured for a workload, as text; empty if rates were measured."""
+    """Return as text why a workload's speed cannot be estimated from measured rates; empty if it can be."""
     parts, config = setting.policy.composed, setting.config
     reading = parts.build_read_config(config.sliding_windows, round_up_to_bucket(setting.context))
     several = setting.prompts_per_group > 1 or config.experts is not None

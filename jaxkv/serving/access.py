@@ -58,7 +58,7 @@ class AccessMiddleware:
             _log_request(scope, record)
 
     def _check_admission(self, scope: Scope, *, works: bool) -> None:
-        """Raise `HttpError` before the body is read: 401 without the right API key, 503 for new work while draining."""
+        """Raise `HttpError`: 401 on /v1/ and /metrics without the API key, 503 for new work while draining."""
         key, path = self._service.limits.api_key, scope["path"]
         if key is not None and (path.startswith("/v1/") or path == "/metrics"):
             given = Headers(scope=scope).get("authorization", "")

@@ -60,7 +60,7 @@ class ResumableBatchOutput:
         self._answers[line.id] = data
 
     def write_output_file(self) -> int:
-        """Write all answers to the output file in request order, remove the partial file; return how many lines failed.
+        """Write answers in request order, remove the partial file; return how many failed; ValueError if incomplete.
 
         Returns:
             Number of lines without status 200.
@@ -98,7 +98,7 @@ class ResumableBatchOutput:
                 )
 
     def _collect_file_answers(self, path: Path, wanted: set[str]) -> int:
-        """Collect a file's answers of status 200; return how many bytes precede its first invalid line."""
+        """Collect `wanted` answers of status 200; return bytes before the first bad line; ValueError for other data."""
         end = total = ours = 0
         with open(path, "rb") as lines:
             for data in lines:

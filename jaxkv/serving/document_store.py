@@ -127,7 +127,7 @@ class DocumentCacheStore:
             return self._known[name]
 
     def add_document(self, cache: KVCache, ids: Sequence[int]) -> Document:
-        """Add a document under a new id, from its cache (without headroom) and its token ids; return its `Document`.
+        """Store a cache, headroom removed, as a new document, also on disk in a user's folder; return its `Document`.
 
         Other documents may be moved to disk.
         """

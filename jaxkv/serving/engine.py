@@ -90,7 +90,7 @@ class Engine:
         precompile: bool = True,
         start: bool = True,
     ):
-        """Validate the arguments and allocate the slots; with `start`, compile programs and start the engine's thread.
+        """Validate the arguments; with `start`, allocate the slots, compile programs and start the engine's threads.
 
         Args:
             params: from `jaxkv.load`.
@@ -177,7 +177,7 @@ class Engine:
     def start(
         self, tick: Callable[[str], object] = lambda what: None, name: str = "engine"
     ) -> None:
-        """Compile programs (`tick` gets a text before each) and start the threads, if created with `start=False`."""
+        """Allocate slots, compile programs (`tick` gets a text for each), start threads; only after `start=False`."""
         COMPUTING.add(self._scheduler)
         self._slots.compile_programs(
             lambda part: tick(f"compiling {part} of {name}"), lengths=self._precompile
@@ -201,7 +201,7 @@ class Engine:
         offline: bool = False,
         document: Document | None = None,
     ) -> Request:
-        """Queue one prompt, or a question on a document, from any thread; return its `Request` without waiting.
+        """Queue a prompt, or a question on a document, once per given key; return the first `Request` without waiting.
 
         Args:
             prompt: text, chat messages or token ids; a question if `document` is given.

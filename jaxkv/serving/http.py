@@ -54,14 +54,14 @@ class HttpApplication(AccessMiddleware):
         super().__init__(inner, self.service)
 
     async def _make_error_response(self, request: HttpRequest, error: Exception) -> Response:
-        """Convert an error of a route to an HTTP response in OpenAI's form."""
+        """Convert a route's error to an HTTP response in OpenAI's form; record where an internal one was raised."""
         return self.service.convert_and_record_error(
             error, request.state.record
         ).make_json_response()
 
 
 def _make_model_object(service: ServerState, name: str) -> dict[str, Any]:
-    """Return OpenAI's object of a model, with its policy and the maximum tokens of a prompt and an answer.
+    """Return OpenAI's object of a model, with policy, budget, and maximum tokens of a prompt, a question and an answer.
 
     `own_budget` says whether requests and documents may have a smaller budget of their own. `full_cache` says whether
     every entry is kept and read.

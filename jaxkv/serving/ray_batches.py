@@ -37,7 +37,7 @@ def answer_on_ray_cluster(
 ) -> Iterator[
     Callable[[Iterable[ParsedBatchLine]], Iterator[tuple[ParsedBatchLine, dict[str, Any]]]]
 ]:
-    """Context manager of a Ray cluster that yields a function from lines to (line, output object) pairs.
+    """Context manager that joins or starts a Ray cluster; yields a function from lines to (line, output object) pairs.
 
     Ray restarts an actor that ends, and answers its lines again.
 
@@ -84,7 +84,7 @@ def answer_on_ray_cluster(
 
 
 def _count_cluster_workers(gpus: int) -> int:
-    """Return the number of workers: the cluster's GPUs divided by `gpus` of a worker, or its machines if that is 0."""
+    """Return the number of workers: cluster GPUs // `gpus` per worker, ValueError if 0; machines if `gpus` is 0."""
     if not gpus:
         return sum(node["Alive"] for node in ray.nodes())
     there = int(ray.cluster_resources()["GPU"])

@@ -72,7 +72,7 @@ class Scheduler:
         return next((each for each in lengths if each in self.slots.uncompiled), None)
 
     def run_scheduler_step(self) -> bool:
-        """Compute a layer of a prefill, or a block of tokens, or both; return False if nothing was to be done."""
+        """End expired requests, fill slots, then compute a prefill layer, tokens or both; return False if neither."""
         self._end_cancelled_or_expired()
         self._fill_free_slots()
         self._start_next_prefill()
@@ -183,7 +183,7 @@ class Scheduler:
             work.prefill_seconds += time.monotonic() - begun
 
     def _finish_prefill(self, work: PrefillWork, cache: KVCache) -> None:
-        """Prepare a prefilled request for a slot, and sample its first token if none is free; or add a document."""
+        """Queue a prefilled request for a slot, its first token sampled now if none is free; or store a document."""
         if not isinstance(work, RequestWork):
             if mark_future_running(work.future):
                 try:

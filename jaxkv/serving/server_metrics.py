@@ -66,7 +66,7 @@ class ServerMetrics:
         self._mean[model] += 0.1 * (stats.seconds - self._mean[model])
 
     def estimate_retry_seconds(self, model: str) -> int:
-        """Estimate seconds, 1 to 60, until a model's queue has a place: mean seconds of an answer / number of slots."""
+        """Estimate seconds, 1 to 60, until a model's queue has a place: mean answer seconds / slots, rounded up."""
         return max(1, min(60, math.ceil(self._mean[model] / self._models[model].stats.slots)))
 
     def format_metrics(self) -> bytes:

@@ -62,7 +62,7 @@ class PrefillWork:
         return self.future.cancelled() or late
 
     def prefill_layers(self, slots: Slots, documents: DocumentCacheStore) -> Walk[KVCache]:
-        """Generator: prefill a prompt, or extend a document by a question; yield layers done, return the `KVCache`."""
+        """Generator: prefill a prompt, or append a question to a document; yield layers just run; return `KVCache`."""
         if self.document is None:
             return (
                 yield from slots.iterate_prefill(self.encoded, key=self.key, policy=self.policy)

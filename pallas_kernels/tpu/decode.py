@@ -206,7 +206,7 @@ def _call_decode_kernel(q, new, k, v, tables, softcap, interpret):
 # and multiplied); to append tiles of new entries [2 sequences, keys and values, K, TILE, D], and a semaphore for the
 # reads and one for the writes of both sequences.
 def _decode_kernel(*refs, appends, coded, chunk, softcap):
-    """Attend to a segment and its new entry in the kernel; prefetch later blocks, and write new entries to the pools."""
+    """Attend to a segment and its new entry in the kernel; prefetch later blocks, write new entries to the pools."""
     start, length, *refs = refs
     counts, before, last, *refs = refs if appends else (None, None, None, *refs)
     q_ref, *refs = refs

@@ -118,7 +118,7 @@ class FrequentWordsRecipe(PromptRecipe):
         return _LEAST_CODED
 
     def make_prompt(self, size: int, rng: Generator, index: int = 0) -> RulerPrompt:
-        """Make a `RulerPrompt` that asks for the three most frequent of at most `size` coded words, dots aside."""
+        """Make a `RulerPrompt`: at most `size` coded words, and a question for the three most frequent but dots."""
         return self.render_prompt(self.sample_coded_text(size, rng))
 
     def sample_coded_text(self, size: int, rng: Generator) -> CodedText:

@@ -76,7 +76,7 @@ class DocumentQuestionRecipe(PromptRecipe):
     def sample_document_indices(
         self, asked: DocumentQuestion, size: int, rng: Generator
     ) -> tuple[int, ...]:
-        """Sample `size` document indices in random order, the question's own among them; repeats if too few exist."""
+        """Sample `size` shuffled document indices: the question's, its article's, then others; repeats if too few."""
         have, more = len(self.data.documents), size - len(asked.context)
         if size >= have:
             chosen = [each % have for each in range(size)]

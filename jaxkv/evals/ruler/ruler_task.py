@@ -142,7 +142,7 @@ class Ruler(SyntheticTask):
         require(read, "data", self.data, remedy)
 
     def samples(self, params: LanguageModel) -> Sequence[TaskSample]:
-        """Make the list of samples, `count` per selected RULER task and prompt length."""
+        """Make the list of samples for a model: `count` per selected RULER task and prompt length, in its tokens."""
         lengths = self.resolve_prompt_lengths(params)
         wording, count, made = self.make_wording(), make_token_counter(params), list[TaskSample]()
         for name in self.tasks:
@@ -164,7 +164,7 @@ class Ruler(SyntheticTask):
 
 
 def make_token_counter(params: LanguageModel) -> Counter:
-    """Return a function that counts the tokens of a `RulerPrompt`, with the chat template."""
+    """Return a function that counts a `RulerPrompt`'s tokens with the model's tokenizer and chat template."""
 
     def count(prompt: RulerPrompt) -> int:
         return sum(
