@@ -16,7 +16,7 @@ from jaxkv.engine.plan import PrefillPlan
 from jaxkv.engine.sampling import Sampler, convert_sampler_to_pytree
 from jaxkv.engine.session import Session
 from jaxkv.engine.traced import trace_prefill, trace_token_loop
-from jaxkv.machine.compilation import BACKEND_COMPILE
+from jaxkv.machine.compilation import StageClock
 
 
 class LoopCompilation:
@@ -27,15 +27,15 @@ class LoopCompilation:
     ):
         """Start to trace and compile the loop for `new` tokens and `ends` end ids."""
         self._session, self._needed, self._sampling = session, needed, sampling
-        self._new, self._ends = new, ends
-        self._thread = threading.Thread(target=self._compile, name="jaxkv-compile", daemon=True)
+        self._new, self._ends, self._clock = new, ends, StageClock()
+        self._thread = threading.Thread(target=self._compile, name="jaxkv-compile")
         self._thread.start()
 
     def _compile(self) -> None:
         """Trace the prefill and the loop on abstract arrays, and compile the loop; the thread's target."""
         session = self._session
         flat, chosen = session.params.flat_decoder, session.implementations
-        with use_package_jax_settings(), contextlib.suppress(Exception):
+        with use_package_jax_settings(), self._clock, contextlib.suppress(Exception):
             # The first call of the loop raises what fails here, in the caller's thread.
             planned = trace_prefill(
                 flat, session.policy, self._needed, implementation=chosen.prefill
@@ -51,11 +51,11 @@ class LoopCompilation:
             traced.lower().compile()
 
     def wait(self) -> None:
-        """Wait until the loop is compiled; count the wait as compilation while decoding."""
+        """Wait until the loop is compiled; count its programs, and the wait as compile seconds, in the decode clock."""
         begun, clock = time.perf_counter(), self._session.clocks.decode
         with clock:
             self._thread.join()
-            clock.add_compile_event(BACKEND_COMPILE, time.perf_counter() - begun)
+            clock.add_waiting(time.perf_counter() - begun, self._clock.programs)
 
 
 def start_loop_compilation(

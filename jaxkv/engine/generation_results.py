@@ -27,8 +27,8 @@ class Stats:
             includes compilation.
         decode_seconds: wall-clock seconds from the first logits to the last token, without the time that a stream's
             consumer spends between tokens. A first call includes compilation.
-        compile_seconds: seconds of tracing and compiling on the host, during which the device may run; 0 if all shapes
-            were compiled before.
+        compile_seconds: seconds of tracing and compiling that the call waited for, while the device may run; 0 if all
+            shapes were compiled before.
         compiled_programs: number of programs compiled or loaded from a compile cache on disk.
         full_bytes: bytes of all entries (keys and values) of the prompts, uncompressed.
         kept_bytes: bytes of the entries kept on the device after prefill, as stored. Like full_bytes, without headroom,

@@ -81,9 +81,9 @@ def _identify_processor() -> str:
 
 
 # JAX's events of compilation; tracing and lowering may be nested.
-BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
+_BACKEND = "/jax/core/compile/backend_compile_duration"
 _EVENTS = (
-    BACKEND_COMPILE,
+    _BACKEND,
     "/jax/core/compile/jaxpr_trace_duration",
     "/jax/core/compile/jaxpr_to_mlir_module_duration",
 )
@@ -124,12 +124,18 @@ class StageClock:
         """Add one of JAX's compile events, which lasted `duration` seconds and ends now; nested ones count once."""
         end = time.perf_counter()
         begin = end - duration
-        self.programs += event == BACKEND_COMPILE
+        self.programs += event == _BACKEND
         # Events nested inside this one were recorded before it.
         while self._spans and self._spans[-1][0] >= begin:
             self._spans.pop()
         inside = self._spans[-1][1] if self._spans else self._started
         self._spans.append((max(begin, inside), end))
+
+    def add_waiting(self, seconds: float, programs: int) -> None:
+        """Add the last `seconds`, spent waiting for another thread that compiled this many programs."""
+        end = time.perf_counter()
+        self._spans.append((end - seconds, end))
+        self.programs += programs
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
