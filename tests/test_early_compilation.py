@@ -18,7 +18,7 @@ BY_PLAN = {
     "pyramidkv": jaxkv.PyramidKV(budget=BUDGET, window=4),
     "adakv": jaxkv.AdaKV(base=jaxkv.SnapKV(budget=BUDGET, window=4)),
     "h2o": jaxkv.H2O(budget=BUDGET),
-    "quest": jaxkv.Quest(budget=64),
+    "quest": jaxkv.Quest(budget=64, dense_layers=1),
     "int8": jaxkv.SnapKV(budget=BUDGET, window=4, store="int8"),
     "every": jaxkv.SnapKV(budget=BUDGET, window=4, every=5),
     "streaming": jaxkv.StreamingLLM(budget=BUDGET, sinks=2),
