@@ -82,8 +82,8 @@ class Merger:
         """True if a kv head's result depends on other heads or on the head's index; False by default.
 
         Both methods then receive `axes=`: the mesh axes over which the heads are sharded, None if one device has them
-        all. The functions of jaxkv.sharding.collectives help: `gathered(x, "K", 1, axes)` all-gathers all heads'
-        numbers, `slice_own_shard` selects the device's. All-gather statistics rather than keys and values.
+        all. The functions of jaxkv.sharding.collectives help: `all_gather_shards(x, "K", 1, axes)` all-gathers all
+        heads' numbers, `slice_own_shard` selects the device's. All-gather statistics rather than keys and values.
         """
         return False
 

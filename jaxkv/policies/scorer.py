@@ -308,8 +308,8 @@ class Scorer:
 
     On a mesh, `score_entries` runs on every device, for the device's heads: a scorer that treats each head alone needs
     no change. A scorer that compares heads, or uses random numbers, finds the mesh axes in `seen.axes`. The functions
-    of jaxkv.sharding.collectives help: `gathered(x, "K", 1, seen.axes)` all-gathers the numbers of all kv heads,
-    `slice_own_shard` selects the device's.
+    of jaxkv.sharding.collectives help: `all_gather_shards(x, "K", 1, seen.axes)` all-gathers the numbers of all kv
+    heads, `slice_own_shard` selects the device's.
     """
 
     @property
