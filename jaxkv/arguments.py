@@ -39,7 +39,7 @@ def validate_model(params: Any, mesh: Any = None) -> LanguageModel:
 
 
 def validate_cache(cache: Any) -> KVCache | None:
-    """Return a `KVCache`, numpy arrays moved to devices, None for None; TypeError for others, ValueError if donated.
+    """Return a `KVCache` or None, numpy moved to devices; TypeError for others, ValueError if donated or misplaced.
 
     Raises TypeError unless the value is a `KVCache` or None.
     """
@@ -206,7 +206,7 @@ def require_prompts_fit(
     new: int,
     cache: KVCache | None,
 ) -> None:
-    """Raise ValueError if prompts and `new` tokens (rolling: entries) exceed the positions, or batches mismatch."""
+    """Raise ValueError if cache, prompts and `new` tokens (rolling: entries) exceed positions, or batches mismatch."""
     seen, limit = np.zeros(1, np.int32), config.max_positions
     if cache is not None:
         remedy = f"the cache holds {cache.batch} sequences: give as many prompts, or a cache of 1"

@@ -108,7 +108,7 @@ def make_splash_attention(
     window: int | None,
     interpret: bool,
 ) -> Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array | None]]:
-    """Return a function of a prompt's scaled Q, K, V that returns causal attention and log-sum-exp, None unless `lse`.
+    """Return a function of a prompt's (scaled queries, keys, values) to its causal attention, lse (None unless `lse`).
 
     Args:
         heads: number of query heads.

@@ -60,7 +60,7 @@ class PoolRowAccess:
     def write_entry(
         self, at: Any, parts: Parts, writes: jax.Array
     ) -> tuple[Parts, jax.Array | None]:
-        """Write a key or value to pool row `at` if `writes`; return its parts as stored, float32, and None for a scale.
+        """Write a key or value to pool row `at` if `writes`; return its parts as stored, in float32, and None as scale.
 
         The scale, a factor of the codes, is None for unencoded entries.
         """
@@ -102,7 +102,7 @@ class Int8PoolRowAccess(PoolRowAccess):
     def write_entry(
         self, at: Any, parts: Parts, writes: jax.Array
     ) -> tuple[Parts, jax.Array | None]:
-        """Encode a key or value in int8 and write it to row `at` if `writes`; return its codes, float32, and scale."""
+        """Write a key's or value's int8 codes and scale to row `at` if `writes`; return both, in float32."""
         rounded = [each.astype(self.dtype).astype(jnp.float32) for each in parts]
         largest = (jnp.where(self.exists, jnp.abs(each), 0.0).max() for each in rounded)
         scale = compute_scale(reduce(jnp.maximum, largest))

@@ -92,7 +92,7 @@ def build_work_table(
 
 
 def _choose_chunk_rows(length, *, programs, block):
-    """Return the rows per chunk of each layer, `[L]`: the candidate with the least estimated time of all programs."""
+    """Return rows per chunk of each layer, `[L]`: the candidate estimated to let the last program finish soonest."""
     segments = length.shape[1]
     total = length.sum(axis=1, keepdims=True, dtype=jnp.int32)
     # Smaller sizes might overflow the table: each segment adds less than one chunk to the full ones.

@@ -144,7 +144,7 @@ def append_and_attend(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """Rotate and append one token per sequence, and attend; return output, keys, values, positions, and given scores.
+    """Rotate and append one token per sequence, and attend; return output, keys, values, positions, and any new scores.
 
     Entries are written in place if the pool is donated. A finished sequence attends to its entries without the token.
 

@@ -154,7 +154,7 @@ def multiply_codes(
 
 
 def _choose_split_k(tiles, pieces, at_once):
-    """Return the number of split-K parts, a power of two up to 8, that gives every multiprocessor enough programs."""
+    """Return the number of split-K parts, a power of two up to 8: doubled while programs are few and pieces divide."""
     parts = 1
     while (
         parts < _MOST_PARTS

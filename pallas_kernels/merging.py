@@ -40,7 +40,7 @@ def combine_chunk_outputs(
     how: DecodeKernelOptions,
     sequences: int | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Combine the attention outputs of each segment's chunks, by log-sum-exp; return outputs and log-sum-exps.
+    """Combine the outputs of a segment's chunks, and any sink logits, by log-sum-exp; return outputs and log-sum-exps.
 
     Blocks of a program (s, r): part [W*R, D] and lse [W*R], complete; the layer, a scalar; first and count of all
     layers' segments [L, B*K], complete, and the sink logits [K*R]; out: out [R, D] and lse [R] of segment s, of which

@@ -19,7 +19,7 @@ def add_norm(
     dtype: jnp.dtype | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Add a product's split-K parts to the residual stream; return the sum and its RMS norm (arXiv:1910.07467).
+    """Add a product's split-K parts to the residual stream; return the sum, and the sum RMS-normalised and scaled.
 
     Args:
         x: `[..., E]` float.

@@ -165,7 +165,7 @@ def sum_attention_per_key(
     softcap: float | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """Sum the attention each key receives from queries of known log-sum-exp; mean over the group, or per query head.
+    """Sum the causal attention that keys receive from queries of known lse; mean over a group unless `per_query_head`.
 
     With all queries of a prompt this is H2O's score; for a few queries `sum_window_attention` is faster.
 

@@ -32,7 +32,7 @@ from pallas_kernels.values import VALUES, ValueReader
 
 
 class NewTokenInputs(NamedTuple):
-    """Inputs of a new token per sequence: unrotated keys, values, cosines, sines, position, write flag, pool positions.
+    """New token per sequence: unrotated keys, values in split-K parts; cos, sin, position, write flag, pool positions.
 
     Attributes:
         kv: `[n, M, 2, K, D]` split-K parts of keys and values.
@@ -313,7 +313,7 @@ _OF_CHUNK = ("segment", "row", "rows", "last")
 
 
 def make_table_operands(chunks: WorkTable, layer: int) -> dict[str, Operand]:
-    """Return kernel operands by name for a work table's columns and the layer's index."""
+    """Return kernel operands by name: a work table's segment, row, rows, last of chunks, and the layer's index."""
     return {name: make_whole_operand(getattr(chunks, name)) for name in _OF_CHUNK} | {
         "layer": make_layer_operand(layer)
     }
@@ -426,7 +426,7 @@ class _NewTokenEntry:
         return reduce(jnp.add, each)
 
     def write_to_pool(self, refs, row, writes, keys, values):
-        """Write key, value, position to pool row `row` if `writes`; return their parts, and value scale or None."""
+        """Write the token to pool row `row` if `writes`; return float32 key and value parts, int8 values' scale or None."""
         at, writes = (self.sequence, row), self.joins & writes
         key, (value, of_value) = (
             keys.write_new_key(at, self.key, writes),

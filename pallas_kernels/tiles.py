@@ -130,7 +130,7 @@ def _choose_int4_tiles(dim: int, itemsize: int | float) -> DecodeTiles:
 
 
 def _is_before_hopper() -> bool:
-    """True if the first local device's compute capability is 8.x (Ampere, Ada)."""
+    """True if the compute capability of JAX's first device is 8.x (Ampere, Ada)."""
     return str(getattr(jax.devices()[0], "compute_capability", "9")).startswith("8")
 
 
@@ -151,7 +151,7 @@ def count_concurrent_programs(*, dim: int, itemsize: int | float, interpret: boo
 
 
 def count_multiprocessors() -> int:
-    """Return the number of multiprocessors of the first local device; 132, an H100's, if it reports none."""
+    """Return the number of multiprocessors of JAX's first device; 132, an H100's, if it reports none."""
     return getattr(jax.devices()[0], "core_count", None) or _CORES
 
 
@@ -193,6 +193,6 @@ def get_shared_memory_bytes() -> int:
 
 
 def device_kind() -> str:
-    """Return the kind, such as "NVIDIA H100", of the device compiled for: the abstract mesh's or first local one."""
+    """Return the kind, such as "NVIDIA H100", of the device compiled for: the abstract mesh's, else JAX's first one."""
     device = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     return jax.devices()[0].device_kind if device is None else device.device_kind

@@ -28,6 +28,7 @@ from jaxkv.policies import PolicyWrapper
 from jaxkv.policies.wrapper import replace_policy_budget
 from jaxkv.serving.compiling import COMPUTING
 from jaxkv.serving.document_store import DocumentCacheStore
+from jaxkv.serving.requests import mark_future_running
 from jaxkv.serving.scheduler import Scheduler
 from jaxkv.serving.work import RequestWork
 from jaxkv.text.prompts import encode_prompts
@@ -523,6 +524,15 @@ def test_an_error_of_the_engine_ends_all_requests_with_its_message(monkeypatch):
     with pytest.raises(RuntimeError, match="the device is gone"):
         engine.submit(DOC)
     engine.close()
+
+
+def test_what_has_ended_is_not_begun_again():
+    ended, cancelled, waiting = (concurrent.futures.Future() for _ in range(3))
+    ended.set_result(1)
+    cancelled.cancel()
+    assert mark_future_running(waiting)
+    for future in (ended, cancelled, cancelled):
+        assert not mark_future_running(future)
 
 
 @pytest.mark.parametrize("drain", [True, False])

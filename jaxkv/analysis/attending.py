@@ -282,7 +282,7 @@ def _compute_token_weights(
 def _measure_layer_overlap(
     weights: Float[np.ndarray, "L w S"], positions: Int[np.ndarray, " w"], share: float
 ) -> np.ndarray:
-    """Return one text's map `[L, L]`: at [l, m], the share of m's attention on l's top tokens if m >= l, else 0."""
+    """Return a text's map `[L, L]`, query mean: at [l, m], share of m's attention on l's top tokens, 0 if m < l."""
     layers = len(weights)
     out = np.zeros((layers, layers))
     for row, at in enumerate(positions):

@@ -336,7 +336,7 @@ def _measure_output_change(
     *,
     graphs: DecoderGraphs,
 ) -> tuple[Float[Array, "B n w"], Float[Array, "B n w"]]:
-    """Return the L1 change `[B, n, w]` of one layer's attention output under n masks of kept entries, and its bound."""
+    """Return L1 changes `[B, n, w]` of a layer's attention output under n masks of kept prompt entries, and bounds."""
     block, (_, heads, group, _, dim) = graphs.rebuild_block(leaves), q.shape
     weight = get_float_weight(block.attention, "out").reshape(-1, heads, group, dim)
     since = jnp.arange(k.shape[2], dtype=jnp.int32) >= prompt[:, None]

@@ -31,7 +31,7 @@ class DeviceTraits(NamedTuple):
 
     @property
     def is_nvidia_gpu(self) -> bool:
-        """True if the platform is an NVIDIA GPU."""
+        """True if the platform name is `gpu` or `cuda`, both of which are taken for an NVIDIA GPU."""
         return self.platform in ("gpu", "cuda")
 
 
@@ -205,7 +205,7 @@ class AttentionBackend(abc.ABC):
         *,
         shaping: LogitShaping = PLAIN,
     ) -> tuple[Float[Array, "B K R D"], Float[Array, "B K R"]]:
-        """Compute attention of R queries per kv head over its segment of a pool; return output and log-sum-exp.
+        """Compute attention of R queries per kv head to the entries in `reach` of its segment; return output, lse.
 
         Args:
             q: rotated queries; R combines the group and, for several tokens, their number.

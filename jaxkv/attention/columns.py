@@ -90,7 +90,7 @@ def sum_attention_in_block(
     *,
     zeros: bool = False,
 ) -> Float[Array, "B K G T"]:
-    """Return the attention `f32[B, K, G, T]` that each key of a block receives from its T queries; no causal mask.
+    """Return the attention `f32[B, K, G, T]` that a block's keys receive from its T queries, masked only by `inside`.
 
     Only queries and keys `inside` count. With `zeros`, as in kvpress, logits are not divided, and all other keys are in
     the softmax with logits of 0.
@@ -162,7 +162,7 @@ def reduce_window_attention(
 def compute_group_max_logits(
     q: Float[Array, "B K G w D"], k: Float[Array, "B K S D"]
 ) -> Float[Array, "B K w S"]:
-    """Return the largest logit `f32[B, K, w, S]` of each query and key over a kv head's query heads; no causal mask.
+    """Return the largest scaled logit `f32[B, K, w, S]` of each query and key over a kv head's query heads; not causal.
 
     Memory holds all logits of one kv head at a time.
     """

@@ -53,7 +53,7 @@ def score_positions_by_row(
     candidates: Int[Array, " B"],
     axes: ShardingMesh | None,
 ) -> Float[Array, "B n"]:
-    """Return scores `f32[B, n]` of positions 0 to n - 1: attention, maximum over heads, weighted sum over queries.
+    """Return scores `f32[B, n]` where segment row p is position p: attention, maximum over heads, weighted query sum.
 
     Row p of each head's segment holds position p. Positions from `candidates` on score 0. On a mesh the maximum is over
     all devices' heads.

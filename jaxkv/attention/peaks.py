@@ -18,7 +18,7 @@ def max_attention_per_key(
     *,
     softcap: float | None,
 ) -> Float[Array, "B K m"]:
-    """Return the largest attention `f32[B, K, m]` to each of m entries, over N queries and G heads, times `weights`.
+    """Return the largest attention times `weights`, `f32[B, K, m]`, to each of m entries over N queries and G heads.
 
     The softmax covers these entries and the queries' own tokens, whose log-sum-exp is `own_lse`. Memory holds the
     logits of all queries of one head at a time.

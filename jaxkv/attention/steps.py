@@ -49,7 +49,7 @@ class GatheredEntries(NamedTuple):
 
 
 class UnrotatedProjections(NamedTuple):
-    """Named tuple of new tokens' unrotated queries, keys, values, in n parts to be summed, and RoPE cosines and sines.
+    """Named tuple of a new token per sequence: unrotated queries, keys, values in n parts to be summed, RoPE cos, sin.
 
     Attributes:
         q: queries; M is B, or more with padding sequences.

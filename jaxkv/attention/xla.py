@@ -386,7 +386,7 @@ def gather_row_blocks(
 
 
 def choose_segment_block_size(pool: Shaped[Array, "B P D"], heads: int) -> int:
-    """Return entries per block for reading segments: 128, or 64 or 32 to fit a cache, or all of a smaller pool."""
+    """Return pool rows per block of segments: 128, or 64 or 32 to fit a CPU core's cache; all of a pool below 128."""
     row_bytes = pool.shape[0] * heads * pool.shape[2] * pool.dtype.itemsize
     block = WALK_BLOCK
     while block > WALK_BLOCK // 4 and block * row_bytes > _WINDOW_BYTES:

@@ -107,7 +107,7 @@ def _sum_present_arrays(one: Array | None, other: Array | None) -> Array | None:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CacheArrays:
-    """Pytree of all device arrays of a KV cache: pools of entries, and tables of segments, tokens, policy state."""
+    """Pytree of a KV cache's pools and `SegmentTables` (segments, tokens seen, policy state); no logits or tally."""
 
     pools: tuple[EntryPool, ...]
     tables: SegmentTables

@@ -153,7 +153,7 @@ class KVCache:
 
     @property
     def state(self) -> PolicyState | None:
-        """Policy state (`PolicyState` arrays); None for policies that only compress the prompt."""
+        """Policy state (`PolicyState`); None if nothing is evicted, recompressed or selected after the prompt."""
         return self.tables.state
 
     def replace_arrays(
@@ -170,7 +170,7 @@ class KVCache:
         return dataclasses.replace(cache, host_store=host_store)
 
     def cast_for_devices(self) -> "KVCache":
-        """Return a copy of the cache with entries in its devices' dtype: float32 on a CPU, else the model's."""
+        """Return a copy with entries, also offloaded ones, in its devices' dtype: float32 on CPU, else the model's."""
         platform = jax.default_backend() if self.axes is None else self.axes.platform
         return self.cast_to_dtype(choose_cache_dtype(self.dtype, platform))
 
@@ -278,17 +278,17 @@ class KVCache:
 
     @property
     def kept(self) -> np.ndarray:
-        """Number of entries in each segment on the device, numpy `i32[L, B, K]`."""
+        """Number of entries in each segment on the device, numpy `i32[L, B, K]`, without padding sequences."""
         return copy_to_host(self.length)[:, : self.batch]
 
     @property
     def kv_shards(self) -> int:
-        """Number of devices that the kv heads, and so each pool, are sharded over; 1 without a mesh."""
+        """Number of shards of the kv heads, and so of each pool, over a mesh's devices; 1 without a mesh."""
         return 1 if self.axes is None else self.axes.count_axis_shards("K")
 
     @property
     def segment_first_rows(self) -> np.ndarray:
-        """First row of each segment counted from the first row of the complete pool, numpy `i32[L, B, K]`."""
+        """First row of each segment in the complete pool, numpy `i32[L, B, K]`, without padding sequences."""
         start, rows = copy_to_host(self.start), [pool.row_count for pool in self.pools]
         return self.layout.convert_shard_to_pool_rows(start, rows, self.kv_shards)[:, : self.batch]
 
@@ -301,13 +301,13 @@ class KVCache:
             yield layer, sequence, head, self.layout.get_pool_index(layer), rows
 
     def counts(self) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
-        """Return an array per sequence over its tokens seen: how many kv heads of `compressed_layers` keep each."""
+        """Return, per sequence, an array: how many kv heads of `compressed_layers` keep or offload each token seen."""
         return [
             held[self.compressed_layers].sum(axis=(0, 1)) for held in self._iterate_kept_masks()
         ]
 
     def positions(self, layer: int, head: int) -> list[Int[np.ndarray, "_"]]:  # noqa: F821
-        """Return, per sequence, an array of the ascending positions of tokens that one kv head of one layer keeps.
+        """Return, per sequence, an array of ascending positions of the tokens that one kv head keeps or offloads.
 
         Args:
             layer: index of the layer.
@@ -341,14 +341,14 @@ class KVCache:
 
     @property
     def compressed_layers(self) -> list[int]:
-        """Indices of the layers that the policy compresses: those without a sliding window, or all if each has one."""
+        """Indices of layers without a sliding window, the only ones compressed; of all layers if each has one."""
         sliding_windows = self.config.sliding_windows
         return [at for at, width in enumerate(sliding_windows) if width is None] or [
             *range(len(sliding_windows))
         ]
 
     def _iterate_kept_masks(self) -> Iterator[Bool[np.ndarray, "L K _"]]:
-        """Yield a mask `bool[L, K, n]` for each sequence: True where a kv head keeps that token, of the n seen."""
+        """Yield each sequence's mask `bool[L, K, n]`: True where a kv head keeps or offloads that token, of n seen."""
         return (
             self.mask_kept_tokens(at, seen)
             for at, seen in enumerate(copy_to_host(self.seen)[: self.batch].tolist())
@@ -403,7 +403,7 @@ def repack_through_host(
     rows: Sequence[int] | None = None,
     put: Callable[[np.ndarray, str], Array] | None = None,
 ) -> KVCache:
-    """Copy a cache through host memory to another mesh (None: one device); segments are packed into new pools.
+    """Copy a cache through host memory to another mesh (None: one device), packed without headroom by default.
 
     `rows` is P of each pool, or of each device's shard of it; by default the smallest that fits. `put` places an array
     with the given logical axes; by default on the mesh.

@@ -156,7 +156,7 @@ def repack_cache(
 
 
 def drop_outside_sliding_windows(cache: KVCache, rows: tuple[int, ...]) -> KVCache:
-    """Return a cache whose sliding-window layers hold only their windows' entries, in new pools; delete the old pools.
+    """Return the cache with sliding-window layers' entries cut to their windows in new pools; delete their old pools.
 
     `rows` has one size per layer (on a mesh, of a device's shard). Old pools are deleted; layers without a sliding
     window are unchanged.

@@ -81,7 +81,7 @@ class Store(abc.ABC):
         """Dtype of the keys and values that `decode_entries` returns: the model's, or float32 on a CPU."""
 
     def cast_to_dtype(self, dtype: jnp.dtype) -> "Store":
-        """Return a copy of the store whose `decode_entries` returns keys and values in another dtype.
+        """Return a store that decodes to another dtype; by default entries are decoded, cast and encoded anew.
 
         Args:
             dtype: the new dtype of `decode_entries`.
@@ -102,7 +102,7 @@ class Store(abc.ABC):
 
     @property
     def kernel_inputs(self) -> tuple[Any, Any]:
-        """Keys and values as kernels read them: arrays, or tuples of codes, scales, and minima if any."""
+        """Keys and values as kernels read them: decoded arrays by default, or tuples of codes, scales, minima."""
         return self.decode_entries()
 
     def store_kernel_outputs(self, k: Any, v: Any) -> "Store":

@@ -98,7 +98,7 @@ def read_gguf_header(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]
 
 
 class _GgufHeaderCursor:
-    """Reader of a memory-mapped GGUF header that advances position `at`; `_CorruptFileError` beyond its end."""
+    """Reader of a memory-mapped GGUF header that advances position `at`; `_CorruptFileError` past end or 256 MiB."""
 
     def __init__(self, data: np.ndarray, path: Path):
         self.path = path
@@ -108,7 +108,7 @@ class _GgufHeaderCursor:
         self._end = min(len(data), _MOST_BYTES)
 
     def read_bytes(self, size: int) -> memoryview:
-        """Return the next `size` bytes as a memoryview and advance; `_CorruptFileError` beyond the end."""
+        """Return the next `size` bytes as a memoryview and advance; `_CorruptFileError` past file end or 256 MiB."""
         if self.at + size > self._end:
             raise _CorruptFileError(
                 f"{size:,} bytes from byte {self.at:,} on reach beyond the metadata"

@@ -205,7 +205,7 @@ def _locate_file_outputs(spans: list[slice], paired: bool) -> tuple[slice, list[
 
 
 def _separate_gates_and_ups(part: np.ndarray, spans: list[slice], paired: bool) -> np.ndarray:
-    """Split interleaved outputs [X, outputs, ...] into gates and ups [X, 2, F, ...] if `paired`, cut to the part."""
+    """Split interleaved outputs into gates and ups [X, 2, F, ...], cut to the part, if `paired`; else unchanged."""
     if not paired:
         return part
     return part.reshape(len(part), -1, 2, *part.shape[2:]).swapaxes(1, 2)[:, spans[1]]

@@ -137,7 +137,7 @@ def read_rope_keys(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _check_keys(config: Config) -> None:
-    """Raise ValueError for a config key that its family does not support, or a value of it, or quantised weights."""
+    """Raise ValueError for keys or values unsupported by the family, or quantised weights (gpt-oss: except MXFP4)."""
     kind = config["model_type"]
     family = FAMILIES[kind]
     told = f"{_EVERY['optional']} {family.optional} {family.ignored}".split()

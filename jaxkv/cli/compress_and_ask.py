@@ -83,7 +83,7 @@ class AskCommand(SamplingOptions):
     json: bool = False
 
     def run_command(self) -> None:
-        """Load a saved cache, answer all questions about its document as one batch, and print text or JSON."""
+        """Load a saved cache, answer questions about it as one batch; print text or JSON, and figures to stderr."""
         questions = list(self.questions)
         # First, because a large model takes minutes to load.
         cache = load_cache(self.folder)

@@ -74,7 +74,7 @@ class GenerateCommand(SamplingOptions):
     policy: PolicyArguments
 
     def run_command(self) -> None:
-        """Answer the prompt: print text or JSON, write the JSON of --output, then print figures to stderr.
+        """Answer the prompt: print text or JSON, write --output's JSON; without --json, print figures to stderr.
 
         Invalid options are rejected before the model is downloaded and loaded. The file is written even if stdout
         fails.

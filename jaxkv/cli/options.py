@@ -213,7 +213,7 @@ class FieldOption:
 
 
 def format_option(flag: str, words: Any) -> str:
-    """Format a flag and argparse's words as on the command line: --budget=64; a switch as --merge or --no-merge."""
+    """Format a flag and argparse's words, shortened, as on the command line: --budget=64; a switch as --no-merge."""
     if isinstance(words, bool):
         return flag if words else f"--no-{flag[2:]}"
     return f"{flag}={shorten_text(words if isinstance(words, str) else ' '.join(words))}"

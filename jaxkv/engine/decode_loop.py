@@ -150,7 +150,7 @@ class DecodeLoop:
         )
 
     def finish_sampling(self) -> KVCache:
-        """Return the loop's `KVCache` with sampled tokens' entries and the next token's logits, None after a rollback.
+        """Return the loop's `KVCache` with new entries; `logits` are the next token's, None if some were rolled back.
 
         Its `logits` are None if tokens were taken back, because their successors are unknown.
         """

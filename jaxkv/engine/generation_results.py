@@ -110,7 +110,7 @@ class Stats:
 # Arrays have no single truth value, so results are equal only to themselves.
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Completion:
-    """Answer to one prompt of a `generate` call: text, token ids, finish reason.
+    """Answer to one prompt of a `generate` call: text, token ids, finish reason, stop string.
 
     Attributes:
         text: the answer; None without a tokenizer.

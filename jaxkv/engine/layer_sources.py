@@ -99,7 +99,7 @@ class PromptEntrySource(LayerEntrySource):
         sliding_windows: SlidingWindows,
         axes: ShardingMesh | None = None,
     ):
-        """Prepare masks of prompts of `padded_len` tokens for layers with `heads` kv heads (on a mesh, per device)."""
+        """Prepare masks of `padded_len`-token prompts for layers of `heads` kv heads (in `shard_map`, a device's)."""
         self.parts, self.lengths, self.numbers = parts, lengths, numbers
         self.indices, self.sliding_windows, self.axes = indices, sliding_windows, axes
         self.kept_entries, self.recents = numbers.rows, numbers.recent
@@ -162,7 +162,7 @@ class PromptEntrySource(LayerEntrySource):
         return super().count_entries_to_keep(group, layer_weights)
 
     def stack_layer_budget_weights(self, layer_weights: list[Array | None]) -> Any:
-        """Stack layers' budget weights to `[n, B]`, on the host unless traced; raise ValueError for NaN scores."""
+        """Stack layers' budget weights to `[n, B]`: traced, or on the host with a ValueError for NaN scores."""
         known = [each for each in layer_weights if each is not None]
         if is_traced(known[0]):
             return jnp.stack(known)

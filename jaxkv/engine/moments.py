@@ -30,7 +30,7 @@ def compute_prompt_query_moments(
     *,
     size: int,
 ) -> QueryMoments:
-    """Return the `QueryMoments` of a prompt's queries per head: mean, optional covariance, rotated to later positions.
+    """Return `QueryMoments` per head of prompts' queries past `skip`: mean, any covariance, rotated to later positions.
 
     Queries are projected from `x`, the hidden states before the block, `size` tokens of each prompt at a time. `size`
     is a divisor of S.
@@ -66,7 +66,7 @@ def sum_attention_in_blocks(
     table: RopeTables,
     needs: BlockAttention,
 ) -> Float[Array, "B K G S"]:
-    """Compute the attention `f32[B, K, G, S]` that each key receives from the queries of its own block of tokens."""
+    """Return the attention `f32[B, K, G, S]` that keys receive from their block's queries; 0 before `needs.first`."""
     padded_len = x.shape[1]
     size = needs.compute_block_size(padded_len)
 

@@ -83,7 +83,7 @@ class PrefillPlan:
         return f"PrefillPlan({len(self.budget)} prompts of padded length {self.padded_len}; {rows}; {size})"
 
     def repeat_last_prompt(self, count: int) -> "PrefillPlan":
-        """Return the plan with `count` more copies of its last prompt in its numbers and rows; bytes are unchanged."""
+        """Return the plan with `count` more copies of its last prompt in its entry counts (`numbers`, `rows`) only."""
         index = np.append(np.arange(len(self.budget)), np.full(count, -1))
         numbers, rows = jax.tree.map(lambda each: each[..., index], (self.numbers, self.rows))
         return dataclasses.replace(self, numbers=numbers, rows=rows)

@@ -258,7 +258,7 @@ class PrefillLayerSource(PromptEntrySource):
         return out
 
     def get_layer_candidates(self, index: int) -> Candidates:
-        """Run a layer if not yet run; return `Candidates`; store entries (offloaded: on host), queries, mean key."""
+        """Run a layer unless it ran; return `Candidates`; hold entries (offloaded: on host), any queries, mean key."""
         parts, length = self.parts, self.length
         out = self.ran.pop(index) if index in self.ran else self._run_next_layer(index)
         k = out.extras.get("unrotated", out.k) if parts.rolling else out.k

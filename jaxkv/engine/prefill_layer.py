@@ -232,7 +232,7 @@ def _run_block_in_batch(
     last: bool,
     backend: AttentionBackend,
 ) -> tuple[Array, tuple[Array, ...], Array | None]:
-    """Run one block on all sequences at once, for GPUs; results are those of `_run_block_by_sequence`.
+    """Run one block by batch (GPUs, TPUs); return hidden states (`x` if `last`), keys, values, attention sums or None.
 
     Attention is a single call; matrix products run in long blocks.
     """

@@ -280,7 +280,7 @@ class _CachedLayerSource(LayerEntrySource):
         return rows if self.parts.merge is None else rows.cast_to_dtype(jnp.dtype(self.cache.dtype))
 
     def _build_static_arguments(self, index: int) -> dict[str, Any]:
-        """Return the static keyword arguments `graphs` and `static` of the compiled programs for layer `index`."""
+        """Return layer `index`'s static arguments as a dict: `graphs` and `static`, a `CachedLayerConfig`."""
         graphs = self.flat.get_layer_graphs(index)
         static = CachedLayerConfig.from_parts(
             self.parts, padded_len=self.padded_len, spec=graphs.spec, axes=self.axes
@@ -397,7 +397,7 @@ def _undo_transform(rows: UnpackedEntries, layer: CachedLayer) -> UnpackedEntrie
 def _gather_entries_to_pack(
     leaves: Leaves, layer: CachedLayer, *, graphs: DecoderGraphs, static: CachedLayerConfig
 ) -> UnpackedEntries:
-    """Compiled: run `gather_entries_to_pack` with the model's function for value norms; return `UnpackedEntries`."""
+    """Compiled: return a cached layer's `UnpackedEntries`, by `gather_entries_to_pack` with the model's value norms."""
     block = graphs.rebuild_block(leaves)
     return gather_entries_to_pack(
         layer, static, block.logits_shaping, partial(compute_value_norms, block)

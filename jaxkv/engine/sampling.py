@@ -72,7 +72,7 @@ GREEDY = Sampling(temperature=0.0)
 
 
 def is_greedy(sampling: Sampler) -> bool:
-    """Return True if the sampler is a `Sampling` of temperature 0, which needs no random key."""
+    """Return True for a `Sampling` of temperature 0 without a `__call__` of its own, which needs no random key."""
     return is_builtin_sampling(sampling) and sampling.temperature == 0
 
 

@@ -95,7 +95,7 @@ def apply_sliding_window(
     cut: bool,
     axes: ShardingMesh | None,
 ) -> tuple[UnpackedEntries, Candidates]:
-    """Return entries, and `Candidates` masked to the last `window` tokens; with `cut`, both sliced to these instead."""
+    """Return entries, and `Candidates` masked to the last `window` tokens (None: all); or, if `cut`, both sliced."""
     if not (window and cut):
         return rows, keep_last_entries(layer, window)
     return _slice_window(rows, layer, window=min(window, rows.k.shape[2]), axes=axes)

@@ -41,7 +41,7 @@ PARTS = 2
 
 
 class Slots:
-    """A running batch of sequences that join and leave its slots independently; nothing compiles after construction.
+    """A running batch of sequences that join and leave its slots independently, by programs compiled beforehand.
 
     The pools of a slot fit any prompt of up to `max_prompt` tokens and its new tokens. Prompts are prefilled directly
     into pools of that shape, so inserting a sequence is a copy. Sampled tokens depend neither on other sequences nor on
@@ -226,7 +226,7 @@ class Slots:
         key: PRNGKeyArray | int | None = None,
         donate: bool = False,
     ) -> KVCache:
-        """Append a question to each sequence of a cache, recompress those over their limit, and return the new cache.
+        """Append a question to each sequence of a cache (a copy unless `donate`); recompress if due; return the cache.
 
         Args:
             cache: from `prefill` of these slots.
@@ -421,7 +421,7 @@ class Slots:
     def compile_programs(
         self, tick: Callable[[str], object] = lambda what: None, *, lengths: bool = True
     ) -> None:
-        """Allocate all slots; compile the decode loop and all padded lengths' programs, or one's, on dummy prompts."""
+        """Allocate slots; compile the decode loop and all padded lengths (one unless `lengths`) on dummy prompts."""
         tick("prefill")
         cache = None
         while cache is None:
@@ -488,7 +488,7 @@ class Slots:
         return place_host_array(of_each, "B", self._axes)
 
     def _recompress_slot(self, slot: int) -> None:
-        """Recompress the sequence in a slot, in place."""
+        """Recompress the sequence in a slot, in place, if it exceeds its limit by `every` entries."""
         self._replace_slot_cache(slot, partial(self._recompress_cache, key=self._keys[slot]))
 
     def _evict_outside_windows(self, slot: int) -> None:

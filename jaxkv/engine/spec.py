@@ -56,7 +56,7 @@ def create_selection_state(
 
 
 def get_gate_weights(flat: SplitDecoder, gate: Gate, layer: int, *, abstract: bool = False) -> Any:
-    """Return a layer's gate weights on the model's devices, cached for two gates; abstract arrays during recording.
+    """Return a layer's gate weights on the model's devices, cached for two gates; abstract if asked or while recording.
 
     Return abstract arrays if `abstract`, and while programs are recorded.
     """
@@ -128,7 +128,7 @@ class DecodeSpec(DecodeAttentionConfig):
         return leaves[: -tree.num_leaves], jax.tree.unflatten(tree, leaves[-tree.num_leaves :])
 
     def uses_fused_step(self, tokens: int) -> bool:
-        """Return True if a step of this many tokens (only 1) runs the backend's fused attention and add-and-norm."""
+        """Return True if a step is fused: one token, Llama-like blocks, a store that kernels support, no offloading."""
         fused = self.config.has_llama_blocks and self.fused
         return fused and tokens == 1 and not self.reading.offloaded
 

@@ -61,7 +61,7 @@ class SamplingState:
     ends: Int[Array, "B n"]
 
     def advance_step(self, logits: Float[Array, "B V"], done: Bool[Array, " B"]) -> "SamplingState":
-        """Return the state after a step: new logits and `done` mask, `left` less one; ended sequences keep old logits.
+        """Return the state after a step: `done`, `left` less one unless ended before, new logits unless ended now.
 
         A token that ends a sequence adds no entry: the logits remain those of the last entry.
         """

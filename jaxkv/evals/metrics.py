@@ -182,7 +182,7 @@ def rouge_l_of_lines(prediction: str, answer: str) -> float:
 
 
 def one_class(prediction: str, answer: str, classes: Sequence[str]) -> float:
-    """Return 1 / n if the answer is among n class names in the prediction, else 0; parts of the answer do not count."""
+    """Return 1 / n if the answer is among a prediction's n class names, else 0; n omits most parts of the answer."""
     named = [each for each in classes if each in prediction]
     # As in the official code: removal during iteration skips the element after each removed one.
     for each in named:
@@ -203,7 +203,7 @@ def paragraph(prediction: str, answer: str) -> float:
 
 
 def line_of_code(prediction: str, answer: str) -> float:
-    """Ratio (difflib), to two decimals, of the answer and the prediction's first line without a backtick, "#" or "//".
+    """Difflib ratio, to two decimals, of the answer and the prediction's first line that has no backtick, "#" or "//".
 
     This is fuzzywuzzy's ratio without python-Levenshtein, which LongBench does not require: difflib's ratio, rounded to
     hundredths. RapidFuzz computes another ratio, by edit distance.
@@ -214,7 +214,7 @@ def line_of_code(prediction: str, answer: str) -> float:
 
 
 def first_number(prediction: str, answer: str) -> float:
-    """Return 1.0 if the first run of digits in the prediction equals the answer, else 0.0."""
+    """Return 1.0 if the first run of digits in the prediction equals the answer as text, else 0.0."""
     found = re.search(r"[0-9]+", prediction)
     return float(answer == (found.group() if found else ""))
 
@@ -293,7 +293,7 @@ def chosen_letter(prediction: str, answers: Sequence[str]) -> float:
 
 
 def _find_text_after_prefix(said: str, prefixes: Sequence[str]) -> str | None:
-    """Return the text behind the first listed prefix found, without its next character (NUL if empty); else None."""
+    """Return the text after the first listed prefix found, one character skipped (NUL if empty); None if none is."""
     at = next((said.find(each) + len(each) for each in prefixes if each in said), None)
     return None if at is None else said[at + 1 :] or "\0"
 

@@ -102,7 +102,7 @@ class Needle(SyntheticTask):
         return made
 
     def score(self, sample: TaskSample, prediction: str) -> float:
-        """Share of the answer's distinct words in a prediction's first line; small wording: 1 if its number occurs."""
+        """Share of distinct answer words in a prediction's first line; small wording: 1 if number occurs anywhere."""
         if self.wording == "small":
             return string_match_all(prediction, sample.answers)
         wanted, line = set(sample.answers[0].lower().split()), prediction.strip().partition("\n")[0]

@@ -115,7 +115,7 @@ class TextLossTask(EvaluationTask):
 
 
 class TextLosses(NamedTuple):
-    """Result of `measure_text_losses` by text: losses in nats; mean entries per kv head before, after; bytes after."""
+    """Result of `measure_text_losses` by text: losses in nats; entries per kv head after prefill, at the end; bytes."""
 
     losses: Float[np.ndarray, "B T"]
     before: Float[np.ndarray, " B"]
@@ -145,7 +145,7 @@ def measure_text_losses(
 def teacher_force_tokens(
     session: Session, cache: KVCache, after: Sequence[Sequence[int]], *, donate: bool = True
 ) -> tuple[Float[np.ndarray, "B T"], Bool[np.ndarray, "B T"], KVCache]:
-    """Feed given ids but the last, one by one, over a cache; return losses `[B, T]` in nats, greedy-token mask, cache.
+    """Feed ids but the last, one by one, over a cache (donated); return losses `[B, T]` in nats, greedy mask, cache.
 
     After the end of a sequence, its loss is 0 and its mask True. A cache of one sequence is shared by all.
     """

@@ -49,7 +49,7 @@ def _get_score_factor(evaluation: Evaluation) -> int:
 
 
 def _plot_scores(evaluation: Evaluation, *, by_bytes: bool = False) -> Any:
-    """Plot mean scores over budgets, or over MB of kept entries, with a line per policy; return the figure.
+    """Plot mean scores and 95% intervals over budgets or MB of kept entries, a line per policy; return the figure.
 
     A policy without a budget is a horizontal line. A budget given as a share is plotted at the kept entries.
     """
@@ -144,7 +144,7 @@ def _plot_depth_maps(evaluation: Evaluation) -> Any:
 
 
 def _plot_curve(evaluation: Evaluation, *, name: str) -> Any:
-    """Return a figure of the mean over samples of `SampleRecord.figures[name]`, per policy; losses: running mean."""
+    """Return a figure of `figures[name]`, mean over samples up to the shortest, per policy; losses: running mean."""
     lines = {}
     for policy in evaluation.policy_names:
         figures = [record.figures for record in evaluation.select_records(policy)]

@@ -228,7 +228,7 @@ class InfiniteBench(BenchmarkTask):
     repo, file = "xinrongzhang2022/InfiniteBench", "{name}.jsonl"
 
     def extract_template_fields(self, name: str, row: Mapping[str, Any]) -> dict[str, str]:
-        """Return a row's texts by placeholder of the prompt template: question, options, function call, prefix."""
+        """Return a row's texts by placeholder: question, options if any, code_run's function, math_find's prefix."""
         fields = super().extract_template_fields(name, row)
         options = zip(metrics.LETTERS, row.get("options") or (), strict=False)
         fields |= {f"OPTION_{letter}": str(each) for letter, each in options}
@@ -241,7 +241,7 @@ class InfiniteBench(BenchmarkTask):
         return fields
 
     def extract_answers(self, name: str, row: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return a row's right answers as texts: numbers as JSON, a choice as its text and letter."""
+        """Return a row's answers as texts: numbers as JSON, choices as text and letter; some parts: the first only."""
         right, part = row["answer"], load_benchmark_table(self.benchmark)[name]
         several = right if isinstance(right, list) else [right]
         if part.get("choice") and len(several) != 2:

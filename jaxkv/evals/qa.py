@@ -122,7 +122,7 @@ def _read_documents(data: str, count: int) -> list[tuple[str, str, list[_ParsedQ
 
 
 def _parse_question(given: Mapping[str, Any], where: str) -> _ParsedQuestion:
-    """Convert a question of the file to a `_ParsedQuestion`; any choices are appended to its text by letter."""
+    """Convert a question to a `_ParsedQuestion`; choices are added to its text, a letter becomes the choice meant."""
     (text,) = _parse_texts(given.get("question"), "question", where)
     (group,) = _parse_texts(given["group"], "group", where)
     answers = _parse_texts(given.get("answers", given.get("answer")), "answers", where)

@@ -162,7 +162,7 @@ def append_lines(folder: Path, lines: bytes) -> None:
 
 
 def resume_or_create_results(folder: Path, run: EvaluationSettings) -> list[SampleRecord]:
-    """Cut off a partial last line; return a folder's `SampleRecord`s, or write `run` if new; ValueError if it differs.
+    """Return a folder's `SampleRecord`s, cutting a partial last line; if new, write `run`; ValueError if `run` differs.
 
     An incomplete last line, of a killed run, is removed.
     """
@@ -432,7 +432,7 @@ class Evaluation:
         )
 
     def cell(self, policy: str, group: str | None = None, **tags: Any) -> PolicySummary:
-        """Return one policy's `PolicySummary`, of all groups or by group, tags: mean score, interval, entries, bytes.
+        """Return one policy's `PolicySummary`, of all groups, of one, or of tags: mean score, interval, entries, bytes.
 
         Args:
             policy: name of a row.
@@ -485,7 +485,7 @@ class Evaluation:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dict: settings as "run", and as "cells" summaries of each policy by group and over all groups."""
+        """Return a dict: "run", settings by name; "cells", list of summary dicts, per policy by group and over all."""
         cells = [
             dataclasses.asdict(self.cell(policy, group))
             for policy in self.policy_names
@@ -494,7 +494,7 @@ class Evaluation:
         return {"run": vars(self.run), "cells": cells}
 
     def build_tables(self) -> dict[str, list[list[str]]]:
-        """Return tables (rows of texts, headings first) by title: scores and costs, scores by group and by length."""
+        """Return tables (rows of texts, headings first) by title: scores and costs; if several, by group, by length."""
         head = [
             "policy",
             self.score_label,

@@ -235,7 +235,7 @@ def measure_visible_attention(
 def _record_cache_masks(
     session: Session, prompt: Sequence[int], answer: Sequence[int], padded_len: int
 ) -> Bool[np.ndarray, "n L K S"]:
-    """Prefill a prompt, feed its answer; return masks `[n, L, K, S]` of cached entries at each of n answer tokens."""
+    """Prefill a prompt, feed its answer; return masks `[n, L, K, S]` of entries that each of n answer tokens sees."""
     masks = []
     cache = session.prefill(list(prompt), new=len(answer))
     for step, token in enumerate(answer):

@@ -202,7 +202,7 @@ def _run_batch(
 
 
 def _seed_for_sample(job: _EvaluationJob, policy: Policy, sample: TaskSample) -> int:
-    """Return a sample's seed: a hash of the run's and its id if the policy uses random numbers, else the run's."""
+    """Return the run's seed, or a hash of the seed and the sample's id if the policy uses random numbers."""
     return (
         derive_seed(job.how.seed, sample.id)
         if policy.build_policy_parts().uses_random_key

@@ -16,7 +16,7 @@ _EITHER_END = 500
 def count_keeping_heads(
     params: LanguageModel, policy: Policy, ids: Sequence[int], *, seed: int = 0
 ) -> dict[str, Any]:
-    """Prefill a prompt; return its `SampleRecord.held`, a dict: token texts, kv heads that keep each, share, flags.
+    """Prefill a prompt; return its `SampleRecord.held` dict: sizes, flags; if compressed, texts, heads by token, share.
 
     Args:
         params: the model.

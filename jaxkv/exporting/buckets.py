@@ -204,7 +204,7 @@ def require_exportable(policy: Policy, sliding_windows: SlidingWindows, padded_l
 def require_enough_positions(
     parts: Parts, known: BudgetTable, limits: TokenLimits, positions: int
 ) -> None:
-    """Raise ValueError if a cache can outgrow the model's positions, for policies whose positions count its entries."""
+    """Raise ValueError if a cache with rolling positions, which count entries, can outgrow the model's positions."""
     of = known.allowed[known.allowed <= positions]
     if not parts.rolling or not of.size:
         return

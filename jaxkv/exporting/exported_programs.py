@@ -133,7 +133,7 @@ def append_question(
     *,
     spec: BucketSpec,
 ) -> ProgramResult:
-    """Append `count` tokens per sequence to a donated cache (exported program); return it and logits, old if none."""
+    """Append `count` tokens a sequence to a donated cache (exported program); return it and logits, old for count 0."""
     flat = spec.flat.replace_arrays(ends, blocks)
     after, whole = run_new_tokens(
         flat, CacheArrays(pools=pools, tables=cache), tokens, count, spec=spec.decoding

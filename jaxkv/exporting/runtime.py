@@ -369,7 +369,7 @@ class Model:
         return new, seed, f"sample.{sampling}", as_32
 
     def read(self, prompt, cache=None, seed=0, new=0, close=False):
-        """Prefill prompts, or append to a copy of `cache`, recompress if due; return it. `close` ends user turns."""
+        """Prefill prompts or extend a copy of `cache`; recompress if due; return a cache. `close` ends user turns."""
         _, seed, _, _ = self.asked(1, seed)
         cache is None or self.known(cache)
         ids, turns = self.encode(prompts(prompt)[0], cache.turns if cache else ("start",), close)

@@ -90,7 +90,7 @@ _EVENTS = (
 
 
 class StageClock:
-    """Context manager that sums wall-clock seconds inside, and JAX's compile seconds and programs in this thread.
+    """Context manager that sums wall-clock seconds, and this thread's compile seconds (waits included) and programs.
 
     A device runs while the host compiles, so the difference of the two is not a meaningful time.
 
@@ -121,7 +121,7 @@ class StageClock:
         self._spans = []
 
     def add_compile_event(self, event: str, duration: float) -> None:
-        """Add one of JAX's compile events, which lasted `duration` seconds and ends now; nested ones count once."""
+        """Add a compile event of JAX, `duration` seconds until now; nested time counts once, each program once."""
         end = time.perf_counter()
         begin = end - duration
         self.programs += event == _BACKEND
@@ -132,7 +132,7 @@ class StageClock:
         self._spans.append((max(begin, inside), end))
 
     def add_waiting(self, seconds: float, programs: int) -> None:
-        """Add the last `seconds`, spent waiting for another thread that compiled this many programs."""
+        """Count the last `seconds`, a wait for a thread that compiles, as compile seconds; add its `programs`."""
         end = time.perf_counter()
         self._spans.append((end - seconds, end))
         self.programs += programs
@@ -152,7 +152,7 @@ class StageClocks:
 
     @property
     def compile_seconds(self) -> float:
-        """Seconds of tracing, lowering and compiling (or reading the compile cache), of prefill and decode together."""
+        """Seconds of tracing, lowering, compiling (or reading the cache, or waiting), prefill and decode together."""
         return self.prefill.compile_seconds + self.decode.compile_seconds
 
     @property

@@ -32,7 +32,7 @@ _COMPARED = 2**24
 
 
 def is_first_process() -> bool:
-    """Return True in the process of index 0, the only one that shows progress bars and warnings."""
+    """Return True in the process of index 0, which alone shows progress bars and writes shared files."""
     return jax.process_index() == 0
 
 

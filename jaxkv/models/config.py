@@ -167,7 +167,7 @@ class ModelConfig:
 
     @property
     def has_llama_blocks(self) -> bool:
-        """True if blocks suit fused steps: sequential, plain RMS norm first, SwiGLU, no residual scale or q/k gains."""
+        """True if blocks suit fused steps: serial, plain RMS norm first, dense SwiGLU; no residual scale, q/k gains."""
         plain = (
             self.gated and not self.tanh_gelu and self.experts is None and self.residual_scale == 1
         )

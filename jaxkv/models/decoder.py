@@ -106,11 +106,11 @@ class DecoderBlock(nnx.Module):
         return LogitShaping(softcap=self.spec.softcap, sink_logits=self.sink_logits)
 
     def compute_rotated_queries(self, normed: Hidden, by: RopeTables) -> Float[Array, "B K G N D"]:
-        """Project normed hidden states to queries `[B, K, G, N, D]`, with RoPE by the tables `by`, in their dtype."""
+        """Return queries `[B, K, G, N, D]` of normed hidden states, in their dtype, rotated by the RoPE tables `by`."""
         return apply_rope(self.compute_unrotated_queries(normed), by, normed.dtype)
 
     def compute_unrotated_queries(self, normed: Hidden) -> Float[Array, "B K G N D"]:
-        """Return queries `[B, K, G, N, D]` before RoPE, normalised and scaled; float32 if there is no query norm."""
+        """Return queries `[B, K, G, N, D]` before RoPE, with query norm and scale, if any; float32 without norm."""
         norm, gain = self.attention.q_norm, self.attention.q_gain
         # Queries without a norm are float32 until RoPE, which computes in float32, so that they are rounded only once.
         q = apply_linear(self.attention, "q", normed, wide=norm is None and gain is None)
@@ -163,7 +163,7 @@ class DecoderBlock(nnx.Module):
     def compute_qkv_partial_sums(
         self, normed: Float[Array, "M 1 E"]
     ) -> tuple[Float[Array, "n M K G D"], Float[Array, "n M two K D"]]:
-        """Return unrotated Q `[n, M, K, G, D]`, KV `[n, M, 2, K, D]` of M tokens, n parts to sum (1 if normed)."""
+        """Return scaled Q `[n, M, K, G, D]` and KV `[n, M, 2, K, D]` before RoPE, n parts to sum (1 if normed)."""
         attention = self.attention
         # The barrier keeps XLA from merging both products into one and copying its halves.
         q = apply_linear_split_k(attention, "q", normed[:, 0])

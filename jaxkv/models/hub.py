@@ -92,7 +92,7 @@ def _read_experts(config: Config) -> ExpertsConfig | None:
 
 
 def _read_scales(config: Config) -> dict[str, Any]:
-    """Return `ModelConfig` fields by name: scales of embeddings, block outputs and logits, and the logits' softcap."""
+    """Return `ModelConfig` fields by name: given scales of embeddings, branches, logits; always the logits' softcap."""
     found: dict[str, Any] = {}
     if config["model_type"].startswith("gemma"):
         found["embedding_scale"] = math.sqrt(config["hidden_size"])

@@ -68,7 +68,7 @@ def apply_linear(
     wide: bool = False,
     over: ShardingMesh | None = None,
 ) -> Float[Array, "..."]:
-    """Apply a module's linear map `name` and its bias; sum over `over`'s devices; in x's dtype, float32 if `wide`."""
+    """Apply a module's linear map `name`, summed over `over`'s devices, plus its bias; x's dtype, float32 if `wide`."""
     added = getattr(module, f"{name}_bias", None) if bias else None
     return multiply_by_weight(
         x, get_stored_weight(module, name), get_parameter_array(added), wide=wide, over=over
@@ -138,7 +138,7 @@ def _multiply_by_xla(x: Float[Array, "n E"], weight: StoredWeight) -> Float[Arra
 def _multiply_split_k_by_xla(
     x: Float[Array, "n E"], weight: StoredWeight
 ) -> Float[Array, "parts n O"]:
-    """Multiply vectors by a weight with XLA; return float32 partial sums over parts of E, one for many vectors."""
+    """Multiply vectors by a weight with XLA; return float32 sums over parts of E, one for many vectors or outputs."""
     (count, width), (x, weight) = x.shape, _delay_dequantisation(x, weight)
     matrix = weight.get_weight_matrix(x.dtype).reshape(-1, width)
     parts = 1
@@ -173,7 +173,7 @@ def uses_quantised_kernel(x: Float[Array, "n E"], weight: StoredWeight) -> bool:
 def _multiply_by_codes(
     x: Float[Array, "n E"], weight: StoredWeight, *, split: bool
 ) -> Float[Array, "parts n O"]:
-    """Multiply x by a quantised weight, on CUDA in a kernel; return float32 partial sums `[parts, n, O]`."""
+    """Multiply by a quantised weight, on CUDA in a kernel; return float32 `[parts, n, O]` to sum, 1 unless `split`."""
     # Imported late because models in floats need no kernels.
     import pallas_kernels
 

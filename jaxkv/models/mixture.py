@@ -125,7 +125,7 @@ def apply_experts_by_token(
     *,
     limit: float | None = None,
 ) -> Tokens:
-    """Compute mixture outputs, float32 `[T, E]`, by gathering the weights of every token's experts; for few tokens.
+    """Compute mixture outputs without down's biases, float32 `[T, E]`, gathering experts' weights; for few tokens.
 
     `bias` is the bias of gates and ups, `limit` as in `ExpertsConfig`.
     """
@@ -157,7 +157,7 @@ def apply_experts_in_blocks(
     *,
     limit: float | None = None,
 ) -> Tokens:
-    """Compute mixture outputs, float32 `[T, E]`, in blocks of tokens of one expert each, after a sort by expert.
+    """Compute mixture outputs without down's biases, float32 `[T, E]`, in blocks of one expert's tokens, after a sort.
 
     `bias` is the bias of gates and ups, `limit` as in `ExpertsConfig`.
     """

@@ -47,7 +47,7 @@ class TensorSource:
         return sizes if self.within is None else (self.within[1], *sizes[1:])
 
     def locate_shard_in_tensor(self, part: list[range]) -> list[list[tuple[int, int]]]:
-        """Return (first, end) index spans of a parameter's shard in the checkpoint tensor, one list per tensor axis.
+        """Return (first, end) index spans in the checkpoint tensor, a list per axis, of `part` of its parameter slice.
 
         `part` has one range for each of the parameter's axes after those in `at`.
         """
@@ -163,7 +163,7 @@ def _add_channel_order(source: TensorSource, base: str, config: ModelConfig) -> 
 
 
 def _make_tensor_source(name: str, shape: Shape, at: Shape = ()) -> TensorSource:
-    """Return a `TensorSource` for a tensor with all of a parameter, or of its slice `at`, output axes flattened."""
+    """Return the `TensorSource` of a tensor that fills a parameter, or its slice `at`, output axes flattened."""
     vector = name.endswith(".bias") or len(shape) == 1
     return TensorSource(name=name, axes=(shape,) if vector else (shape[:-1], shape[-1:]), at=at)
 

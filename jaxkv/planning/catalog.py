@@ -129,7 +129,7 @@ def model_named(given: str | os.PathLike[str]) -> KnownModel:
 
 
 def apply_rope_scaling(known: KnownModel, given: str | None) -> KnownModel:
-    """Extend a `KnownModel` with plain RoPE by YaRN: `yarn:4` gives four times the positions; None changes nothing."""
+    """Return a `KnownModel` with plain RoPE extended by YaRN (`yarn:4`: 4 times the positions); unchanged for None."""
     if given is None:
         return known
     config, (kind, _, times) = known.config, given.partition(":")

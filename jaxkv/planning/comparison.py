@@ -19,7 +19,7 @@ _HEAD += ["tokens/s", "requests/h", "requests/h, largest batch"]
 
 
 def compared(plans: Sequence[Plan]) -> str:
-    """Return a text table of plans, a line per policy: sizes, fit, largest batch and context, speed; notes below it."""
+    """Return a text table of plans, a line per policy: sizes, fit, limits, speed; notes and XLA's figures below."""
     first, served = plans[0].setting, any(plan.served is not None for plan in plans)
     compiled, rows = list[str](), [[*_HEAD, *(["slots", "served/h"] if served else [])]]
     for plan in plans:

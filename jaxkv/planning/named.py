@@ -30,7 +30,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def parse_accelerators(given: str) -> tuple[Accelerator, int]:
-    """Parse a kind and number such as `h100x8` or `8 h100`; return the device kind and the number, by default 1."""
+    """Parse a kind and number such as `h100x8` or `8 h100`; return the `Accelerator` and the number, by default 1."""
     if not isinstance(given, str):
         raise TypeError(f"gpus={given!r}: not a text: use a kind and a number, such as 'h100x8'")
     known = _index_by_spelling()

@@ -31,7 +31,7 @@ def peaks(setting: Workload) -> list[tuple[int, int]]:
 
 
 def plot_peak_memory(plans: Sequence[Plan], kind: str) -> bytes:
-    """Plot peak memory over context length, one line per plan; return the picture's bytes in format `kind`."""
+    """Plot peak memory over context, a line per plan, and a device's memory; return image bytes in format `kind`."""
     first = plans[0].setting
     figure = make_figure(7.5, 4.5)
     axes = figure.subplots()

@@ -148,7 +148,7 @@ def resolve_model(given: Any) -> KnownModel:
 
 
 def _count_groups(mesh: Any, count: int) -> int:
-    """Return the number of data-parallel groups of a mesh such as `2x4`; ValueError unless it has `count` devices."""
+    """Return the data-parallel groups of a mesh (text `2x4` or a pair), 1 for None; ValueError unless of `count`."""
     if mesh is None:
         return 1
     text = "x".join(map(str, mesh)) if isinstance(mesh, (tuple, list)) else str(mesh)

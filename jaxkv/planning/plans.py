@@ -73,7 +73,7 @@ class ServingPlan:
     pause: float | None = None
 
     def __str__(self) -> str:
-        """One line of text: number and size of slots, requests per hour, longest pause."""
+        """One line of text: number and size of slots; if they are estimated, requests per hour and longest pause."""
         text = f"served: {self.slots:,} slots of {format_gigabytes(self.slot_bytes)} fit"
         if self.requests is not None and self.pause is not None:
             text += f", {format_number(self.requests)} requests per hour; longest pause {format_number(self.pause)} s"
@@ -141,7 +141,7 @@ class Plan:
         return self.sizes.peak_device_bytes <= self.setting.gpu.memory
 
     def __str__(self) -> str:
-        """Report in several lines, as `jaxkv plan` prints it: memory, whether it fits, limits, remedies, speed."""
+        """Return a report as `jaxkv plan` prints it: memory, fit, limits, remedies, speed, slots, notes, compiler."""
         setting, sizes = self.setting, self.sizes
         memory, word = format_gigabytes(setting.gpu.memory), setting.gpu.word
         rows = f"{sizes.kept:,.0f} of {setting.context:,} entries per kv head"
@@ -214,7 +214,7 @@ class Plan:
         return lines
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the plan as a dict of JSON values: workload, bytes, whether it fits, remedies, speeds, notes."""
+        """Return a dict of JSON values: workload, bytes, fit, remedies, speeds, notes; if set, `served`, `compiled`."""
         setting, sizes = self.setting, self.sizes
         asked = ("model", "gpus", "batch", "context", "new", "questions", "dtype")
         found: dict[str, Any] = {

@@ -73,7 +73,7 @@ class Speed:
         return f"prefill {self.prefill:,.1f} s, {step}, {format_number(self.requests)} requests per hour"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return a dict of JSON values: the fields, tokens per second, seconds per request, requests per hour."""
+        """Return a dict of the fields, `tokens_per_second`, `requests_per_hour`, and `request_seconds` of a batch."""
         found = {"tokens_per_second": self.tokens_per_second, "request_seconds": self.batch_seconds}
         return dataclasses.asdict(self) | found | {"requests_per_hour": self.requests}
 
@@ -187,7 +187,7 @@ def count_entries_read(setting: Workload) -> tuple[np.ndarray, tuple[int, ...]]:
 
 
 def _compute_weight_reads(setting: Workload, held: int) -> tuple[int, int]:
-    """Return the bytes of the `held` parameters that a decode step reads, and those that each token is multiplied by.
+    """Return, of `held` bytes of parameters, those that a decode step reads, and those that multiply each token.
 
     With experts these are fewer: tokens are assumed to choose different experts until all are chosen.
     """

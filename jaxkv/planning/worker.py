@@ -45,7 +45,7 @@ def describe_devices(setting: Workload) -> Any:
 
 @contextlib.contextmanager
 def prepare_trace_inputs(setting: Workload) -> Iterator[TraceInputs]:
-    """Context manager that gives the `TraceInputs` of a workload on its GPUs or TPUs, present or not."""
+    """Context manager that yields a workload's `TraceInputs`, devices present or not, under their abstract mesh."""
     devices = describe_devices(setting)
     axes = sharding = None
     if setting.gpus > 1:
@@ -93,7 +93,7 @@ def compile_traced_program(
 
 
 def compile_workload(setting: Workload) -> dict[str, Any]:
-    """Compile a workload's programs; return a dict: `decode`, `prefill`, `weights`, or failed `program` and `error`."""
+    """Compile a workload's programs; return a dict of `CompiledProgram`s and weight bytes, or a failed one's error."""
     name, platform = f"such {setting.gpu.word}s", setting.gpu.platform
     try:
         with prepare_trace_inputs(setting) as work:

@@ -196,7 +196,7 @@ class WindowScorer(Scorer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ObservationWindowAttention(WindowScorer):
-    """SnapKV's scorer: attention of the last `window` queries, mean over queries, mean or max over heads, then pooled.
+    """SnapKV's scorer: attention of the last `window` queries, mean over queries, mean or max over heads, pooled.
 
     Attributes:
         window: number of the prompt's last queries, the observation window.
@@ -217,7 +217,7 @@ class ObservationWindowAttention(WindowScorer):
         validate_field(self, "order", validate_enum, PoolOrder)
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return window attention `[B, K, S]`: mean over queries, mean or max over heads; `PoolOrder.FIRST` pools."""
+        """Return window attention `[B, K, S]`: query mean, then mean or max of heads; pooled only if order is FIRST."""
         if (self.order, self.group) == (PoolOrder.LAST, GroupReduce.MEAN):
             window_mean, of = (
                 get_attention_backend(seen.implementation).average_window_attention,

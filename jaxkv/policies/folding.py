@@ -140,7 +140,7 @@ class Merge(Merger):
         similarity: Float[Array, "B K N"],
         dropped: Bool[Array, "B K N"],
     ) -> Float[Array, "B K"]:
-        """Return running thresholds `[B, K]`: beta * mean cosine of evicted entries + (1 - beta) * `tau` (D2O, eq. 10).
+        """Return running thresholds `[B, K]`: beta * evicted entries' mean cosine + (1 - beta) * `tau`; first the mean.
 
         Args:
             tau: thresholds so far; -inf before the first eviction.
@@ -167,7 +167,7 @@ class Merge(Merger):
         similarity: Float[Array, "B K N"],
         dropped: Bool[Array, "B K N"],
     ) -> Bool[Array, "B K N"]:
-        """Return the mask `[B, K, N]` of evicted entries to merge: their cosine reaches `tau` or, if set, `threshold`.
+        """Return the mask `[B, K, N]` of evicted entries whose deciding cosine reaches `tau` (or `threshold` if set).
 
         Args:
             tau: thresholds, updated by these evicted entries.
@@ -236,7 +236,7 @@ class Merge(Merger):
         key: PRNGKeyArray,
         axes: ShardingMesh | None = None,
     ) -> Merged:
-        """Merge a layer's evicted entries into nearest kept ones where cosines reach updated `tau`; return `Merged`.
+        """Merge a layer's evicted entries into nearest kept ones if cosines reach the threshold; return `Merged`.
 
         Entries are compared in blocks: memory is O(S).
         """

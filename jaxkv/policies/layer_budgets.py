@@ -58,7 +58,7 @@ class LayerBudgetInputs(NamedTuple):
         return self.budget - self.always_kept
 
     def divide_by_shares(self, shares: Reals) -> Table:
-        """Return entries per kv head `[L, N]`: always-kept ones, and the rest of the budget split by `shares`."""
+        """Return entries per kv head `[L, N]`: always-kept ones, and the rest split by `shares`, at most the length."""
         total = self.layers * self.mean_entries_to_choose
         wanted = shares * total.astype(self.array_module.float64)
         return self.always_kept + round_to_sum(wanted, total, self.length - self.always_kept)
@@ -170,7 +170,7 @@ class LayerBudgets:
 
 
 def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
-    """Round reals to integers `[L, N]` in [0, most] of sum `total` over layers, after shifting all by one constant.
+    """Shift each prompt's reals by a constant, clip them to [0, most], and round to integers `[L, N]` of sum `total`.
 
     `total` is between 0 and L * most; ties of remainders go to the lowest layer.
     """
@@ -450,7 +450,7 @@ class OfficialLayers(_PublishedPyramid):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVPressLayers(_PublishedPyramid):
-    """kvpress' pyramid schedule, rounded half to even; uniform if a layer would get fewer entries than the window.
+    """kvpress' pyramid schedule, rounded half to even; uniform for short prompts, or if layers get less than a window.
 
     Attributes:
         beta: as in `LinearLayers`.

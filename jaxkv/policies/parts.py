@@ -122,7 +122,7 @@ class Parts:
 
     @classmethod
     def create_from_fields(cls, *, scorer: Scorer | None, **parts: Any) -> "Parts":
-        """Return `Parts` from fields of `Parts` and `Select`; scorer None keeps every entry, and a budget is an error.
+        """Return `Parts` from fields of `Parts` and `Select`; scorer None keeps all entries, rejects budget, merger.
 
         Args:
             scorer: scorer of entries; None keeps every entry.
@@ -213,7 +213,7 @@ class Parts:
         self.restrict_to_full_attention(sliding_windows)
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "Parts":
-        """Return the `Parts` for the layers without a sliding window: tables by layer have only these layers.
+        """Return `Parts` whose layer tables hold only layers without a sliding window; itself if all or none have one.
 
         `sliding_windows` are `ModelConfig.sliding_windows`; without any, the parts are unchanged. ValueError if a
         table names sliding-window layers, or nothing but these.
@@ -243,7 +243,7 @@ class Parts:
 
     @property
     def uses_layer_weights(self) -> bool:
-        """True if layer budgets depend on weights computed from each layer's attention, not on lengths alone."""
+        """True if layer budgets depend on weights from each layer's scores or attention, not on lengths alone."""
         return self.layers.depends_on_scores and not self.layers.uses_joint_budget
 
     @property
@@ -361,7 +361,7 @@ class Parts:
         *,
         strict: bool = True,
     ) -> Int[np.ndarray, " B"]:
-        """Return average entries per kv head `[B]` of prompts, at least always-kept ones; `strict`: ValueError if less.
+        """Return mean entries per kv head `[B]`, at least always-kept ones; `strict`: ValueError if less, not clamped.
 
         `strict` rejects budgets below the always-kept entries, except shares under `clamp`; the error names the prompt.
         """

@@ -378,7 +378,7 @@ class FilteredReads(AttentionReads):
             mine._compute_chosen_share(layers)
 
     def restrict_to_full_attention(self, sliding_windows: SlidingWindows) -> "FilteredReads":
-        """Return a copy whose filter layers are counted among the layers that attend to the whole prompt."""
+        """Return a copy with filter layers counted among full-attention layers; itself without sliding windows."""
         if not any(sliding_windows):
             return self
         index = list_full_attention_layers(sliding_windows)

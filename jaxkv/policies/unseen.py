@@ -245,7 +245,7 @@ class UniformRandomScores(Scorer):
     uses_random_key = True
 
     def score_entries(self, seen: ScorerInputs) -> Scores:
-        """Return scores `[B, K, S]` sampled uniformly from [0, 1) by the call's random key."""
+        """Return scores `[B, K, S]` sampled uniformly from [0, 1) by the call's key, the same for every sequence."""
         batch, heads, padded_len = seen.k.shape[:3]
         key = jax.random.fold_in(seen.key, seen.layer)
         keys = jax.vmap(lambda position: jax.random.fold_in(key, position))(
@@ -261,7 +261,7 @@ class UniformRandomScores(Scorer):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GateRank(Rank):
-    """Rank by the scores that a trained gate gives to new entries; attention does not change these scores.
+    """Rank by the first scores of a trained gate, for prompt and new entries alike; attention does not change them.
 
     Attributes:
         gate: the model's gate.

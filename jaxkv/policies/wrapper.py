@@ -47,7 +47,7 @@ class _DerivedPolicy(Policy):
         return None if self.base is None else resolve_policy(self.base, field="base")
 
     def fill_model_fields(self, layers: int, found: tuple[int, ...] | None) -> Policy:
-        """Return the policy with its base's model-dependent fields filled in, such as filter layers."""
+        """Return the policy, its base's model-dependent fields, such as filter layers, filled in; itself if none."""
         its = (
             None if self.base_policy is None else self.base_policy.fill_model_fields(layers, found)
         )
@@ -98,7 +98,7 @@ class PolicyWrapper(_DerivedPolicy):
     def resolve_adaptive_heads(
         self, given: AdaptiveHeads | ProtectedHeads | None
     ) -> AdaptiveHeads | ProtectedHeads:
-        """Return `given`, or for None `AdaptiveHeads` of own `alpha` and `capacity`; ValueError if both set either.
+        """Return `given`, or for None `AdaptiveHeads` of own `alpha`, `capacity`; ValueError if own ones conflict.
 
         ValueError if both set a share or a capacity.
         """

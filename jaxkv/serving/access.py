@@ -25,7 +25,7 @@ class AccessMiddleware:
         self._app, self._service = app, service
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Admit, answer, count and log one HTTP request; pass scopes other than HTTP to the application unchanged."""
+        """Admit, answer with an `x-request-id`, count and log an HTTP request; pass other scopes on unchanged."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

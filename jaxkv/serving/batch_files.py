@@ -50,7 +50,7 @@ class ResumableBatchOutput:
                 yield line
 
     def append_answer(self, line: ParsedBatchLine, answer: dict[str, Any]) -> None:
-        """Append a line's answer, an output object of OpenAI, to the partial file as one line of JSON."""
+        """Append a line's answer as one JSON line to the partial file, at first cut after its last valid line."""
         if self._file is None:
             self._file = open(self.partial, "ab")
             self._file.truncate(self._end)

@@ -69,7 +69,7 @@ def _remove_folder(folder: Path, process: int) -> None:
 
 
 class DocumentCacheStore:
-    """Compressed caches of an engine's documents: at most `most_bytes` on the device, the least recently used on disk.
+    """Compressed caches of an engine's documents: up to `most_bytes`, or one, on the device; least recent on disk.
 
     In a user's folder, every document is written when it is added. All engines of the same model, policy and slots
     find it there, including those that run now.
@@ -155,7 +155,7 @@ class DocumentCacheStore:
         return made
 
     def get_document_cache(self, name: str) -> KVCache:
-        """Return a copy of a document's cache in the shape of a slot, read from disk if it is not on the device.
+        """Return a copy of a document's cache in a slot's shape; keep the cache, from disk if needed, on the device.
 
         Raises ValueError if the id is unknown.
         """
@@ -190,7 +190,7 @@ class DocumentCacheStore:
             self._remove()
 
     def _keep_on_device(self, name: str, cache: KVCache) -> None:
-        """Put a cache on the device as most recently used; move least recently used ones to disk above `most_bytes`."""
+        """Put a cache on the device as most recently used; above `most_bytes`, move least recent others to disk."""
         with self._lock:
             if name in self._known:
                 self._held[name] = cache

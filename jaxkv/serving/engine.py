@@ -403,7 +403,7 @@ class Engine:
         )
 
     def close(self, *, drain: bool = True) -> None:
-        """Close the engine: answer its requests, or cancel them if not `drain`; reject new ones. May be called again.
+        """Close the engine: reject new requests, answer others or, if not `drain`, cancel them; drop cached documents.
 
         Args:
             drain: True to answer all requests first, False to cancel them.

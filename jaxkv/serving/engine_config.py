@@ -13,7 +13,7 @@ from jaxkv.sharding.mesh_argument import make_mesh_from_text, parse_mesh_sizes
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """Model, dtype, weights, mesh and other arguments of an `Engine`, which can be sent to another process.
+    """Model name, dtype, weights, mesh as text and other arguments of an `Engine`, to be sent to another process.
 
     Attributes:
         model: name or folder of the model, as in `jaxkv.load`.
@@ -31,11 +31,11 @@ class EngineConfig:
 
     @property
     def device_count(self) -> int:
-        """Number of devices that the engine runs on: the product of the mesh's sizes, 1 without a mesh."""
+        """Number of devices that the engine runs on: product of the sizes in `mesh`, text such as 1x8; 1 for None."""
         return 1 if self.mesh is None else math.prod(parse_mesh_sizes(self.mesh, "mesh"))
 
     def create_engine(self) -> Engine:
-        """Load the model, create its started `Engine` and return it; ValueError for a model without a tokenizer."""
+        """Enable the compile cache, load the model, return its started `Engine`; ValueError without a tokenizer."""
         mesh = make_mesh_from_text(self.mesh, name="mesh")
         enable_compilation_cache()
         params = load(self.model, dtype=self.dtype, weights=self.weights)

@@ -18,7 +18,7 @@ _MOST = 10_000
 
 
 class ModelSettings(BaseModel):
-    """Ray Serve settings of the model: `model`, `dtype`, `weights` and `mesh`, as in `EngineConfig`."""
+    """Ray Serve settings of the model, as texts or None: `model`, `dtype`, `weights`, `mesh`, as in `EngineConfig`."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -74,7 +74,7 @@ class Replica:
 
 
 def app(settings: RayServeSettings) -> Any:
-    """Build the Ray Serve application, replicas with an engine each, from the `args` of its configuration."""
+    """Build the Ray Serve application of its settings: an engine per replica; documents of several need a folder."""
     options = settings.model_dump(include=set(EngineSettings.model_fields))
     options["policy"] = resolve_policy(settings.policy, options=settings.policy_options)
     # Without a shared folder, a replica knows only its own documents.

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from jaxkv.engine.generation_results import Completion
@@ -29,7 +29,10 @@ async def await_future(future: Future[T]) -> T:
 
 def mark_future_running(future: Future[Any]) -> bool:
     """Mark a future as running and return True; return False if it was cancelled or has ended."""
-    with contextlib.suppress(InvalidStateError):
+    if future.done() and not future.cancelled():
+        return False
+    # Python 3.11 raises RuntimeError for a future that has been told of its cancellation before.
+    with contextlib.suppress(RuntimeError):
         return future.set_running_or_notify_cancel()
     return False
 

@@ -108,7 +108,7 @@ class Scheduler:
         yield from list(self._running.values())
 
     def _end_cancelled_or_expired(self) -> None:
-        """End requests that were cancelled or have passed their deadline; free their slots."""
+        """End cancelled or expired requests and documents; free their slots; close a prefill that none needs."""
         gone = [work for work in self._iterate_requests() if work.is_cancelled_or_expired]
         if not gone:
             return
@@ -142,7 +142,7 @@ class Scheduler:
                 self._running[slot], work.ready = self._ready.popleft(), None
 
     def _start_next_prefill(self) -> None:
-        """Start the next prefill in order of arrival, unless one is in progress or enough prefilled requests wait.
+        """Start the first waiting prefill of compiled length, unless one is in progress or enough prefilled ones wait.
 
         Requests whose programs are not compiled yet are skipped. Further answers to the same prompt share the cache,
         which is copied into the slot of each.

@@ -59,7 +59,7 @@ def compute_memory_share(left: int, *, promised: int, device: jax.Device) -> flo
 def count_fitting_slots(
     session: Session, *, max_prompt: int, max_new_tokens: int, max_question: int, share: float = 1.0
 ) -> int:
-    """Return how many slots, up to 64 on a CPU, else 1024, fit next to a prefill into 0.9 `share` of free memory.
+    """Return how many slots, on CPUs up to 64, else 1024, with prefills now and ahead fit 0.9 `share` of free memory.
 
     The number is at most 64 on a CPU, else 1024, and on a mesh a multiple of its groups. Raises MemoryError, with the
     bytes, if not even one slot per group fits.

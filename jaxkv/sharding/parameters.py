@@ -37,7 +37,7 @@ def get_parameter_spec(path: str, mesh: Mesh | AbstractMesh | None = None) -> P:
 def compute_shard_shape(
     path: str, shape: tuple[int, ...], mesh: Mesh | AbstractMesh
 ) -> tuple[int, ...]:
-    """Return the shape of a parameter's shard on one device; ValueError if it splits a group of a 4-bit weight."""
+    """Return the shape of a parameter's shard on a device; ValueError if 4-bit weights' groups do not divide evenly."""
     spec = get_parameter_spec(path)
     if path.endswith(_OF_GROUPS) and len(spec) == len(shape) and spec[-1] is not None:
         split = math.prod(
@@ -82,7 +82,7 @@ def make_abstract_mesh(data: int, model: int, config: ModelConfig) -> AbstractMe
 
 
 def compute_kv_rep_sizes(config: ModelConfig, model: int) -> tuple[int, int]:
-    """Return mesh sizes (kv, rep) of `model` devices: kv shards kv heads, rep query heads; ValueError if none fit."""
+    """Return mesh sizes (kv, rep) of `model` devices: kv shards kv heads, rep query heads; ValueError if uneven."""
     fits = [n for n in range(1, config.heads + 1) if _supports_model_devices(config, n)]
     sizes = f"kv_heads={config.kv_heads}, heads={config.heads}, the MLP's width of {config.hidden}"
     remedy = f"it does not divide {sizes} and vocab={config.vocab}: give one of {fits}"

@@ -47,7 +47,7 @@ def reshard(cache: KVCache, mesh: Mesh | None) -> KVCache:
 
 
 def move_cache_to_mesh(cache: KVCache, axes: ShardingMesh | None) -> KVCache:
-    """Return a copy of a cache on mesh `axes` (None: default device), in its devices' dtype; itself if it is there."""
+    """Return a cache's copy on mesh `axes` (None: default device), in its devices' dtype; the cache itself if there."""
     if axes == cache.axes:
         return cache
     moved = repack_through_host(
@@ -63,7 +63,7 @@ def move_cache_to_mesh(cache: KVCache, axes: ShardingMesh | None) -> KVCache:
 
 
 def _compute_pool_rows(cache: KVCache, kv_shards: int) -> list[int]:
-    """Return rows per device of each pool, a list: same per head if EQUAL, else by `capacity`, or for the fullest."""
+    """List each pool's rows per device: unchanged for a head if EQUAL, else by `capacity` or the fullest device."""
     layout, capacity = cache.layout, get_device_capacity(cache.policy.composed.heads)
     kept = cache.kept.astype(np.int64)
     layers, _, heads = kept.shape

@@ -32,7 +32,7 @@ class SpecialTokenShield:
         self._special = {index: token for index, token in sorted(decoder.items()) if token.special}
 
     def shield_special_tokens(self, value: Any) -> Any:
-        """Return texts, also in dicts and lists; special tokens become private-use characters, noncharacters U+FFFD."""
+        """Return texts, also in dicts and lists, special tokens as private-use characters, U+FDD0-U+FDEF as U+FFFD."""
         if isinstance(value, Mapping):
             return {key: self.shield_special_tokens(each) for key, each in value.items()}
         if isinstance(value, (list, tuple)):

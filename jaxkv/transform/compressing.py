@@ -209,7 +209,7 @@ class _LayerInputs:
 def _tabulate_entry_counts(
     parts: Parts, sliding_windows: SlidingWindows, padded_len: int, headroom: int
 ) -> tuple[tuple[int, ...], EntryCounts]:
-    """Return pool capacities in entries per kv head, one per pool, and `EntryCounts` of lengths 0 to `padded_len`."""
+    """Return pools' capacities in entries per kv head, headroom included, and `EntryCounts` of lengths 0 to S."""
     lengths, layers = np.arange(1, padded_len + 1), sliding_windows.count(None)
     # Entries within a sliding window are kept by every policy.
     kept = compute_entry_counts(
@@ -289,7 +289,7 @@ class _ArrayLayerSource(PromptEntrySource):
         )
 
     def get_layer_candidates(self, index: int) -> Candidates:
-        """Validate a layer's arrays; return `Candidates`, unscored if all or a window's are kept; store its entries."""
+        """Return a layer's validated `Candidates`, unscored if all or a window's are kept; store entries, queries."""
         parts, given, like = self.parts, self.given[index - self.first], self.like
         k, v = validate_keys_values(given.k, given.v)
         require(
@@ -423,7 +423,7 @@ def _compress_layer_inputs(
 
 
 def _validate_policy(given: Policy | type[Policy] | str) -> Policy:
-    """Return the policy as an instance; ValueError if `compress` cannot run it: byte budgets, rolling positions."""
+    """Return the policy as an instance; ValueError if `compress` cannot run its budget, reads, store or inputs."""
     policy = resolve_policy(given)
     name, parts = type(policy).__name__, policy.composed
     for unsupported, remedy in (
@@ -456,7 +456,7 @@ def _validate_policy(given: Policy | type[Policy] | str) -> Policy:
 
 
 def _validate_layer_queries(given: Any, k: Array, parts: Parts) -> Float[Array, "B K G w D"]:
-    """Return a layer's queries as `[B, K, G, w, D]`; ValueError if missing or of fewer tokens than needed."""
+    """Return a layer's queries as `[B, K, G, w, D]`; ValueError if missing, unfit for keys, or of too few tokens."""
     padded_len, name, window = k.shape[2], type(parts.scorer).__name__, parts.needs.queries
     need = (
         "all S queries"

@@ -221,7 +221,7 @@ class CompressedKV:
     def append(
         self, k: ArrayLike, v: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0
     ) -> "CompressedKV":
-        """Append new tokens' keys and values to a layer; return the state. ValueError if the policy evicts or selects.
+        """Append new keys and values to a layer; return the state. ValueError if the policy does more than append.
 
         Args:
             k: `[B, K, N, D]` keys after RoPE at their own positions, from `seen` on.
@@ -246,7 +246,7 @@ class CompressedKV:
 
     @settled
     def attend(self, q: ArrayLike, *, count: ArrayLike | None = None, layer: int = 0) -> Array:
-        """Return causal attention output of the last N appended tokens; ValueError if the policy evicts or selects.
+        """Return causal attention output of the last N appended tokens; ValueError if the policy does more than append.
 
         Reverse-mode gradients are supported, except if layers share a pool or a kv head has 48 query heads or more. In
         these cases a loop over segments runs as many steps as the longest segment needs.
@@ -401,7 +401,7 @@ class CompressedKV:
         )
 
     def _recompress_if_due(self, layer: int, every: int) -> "CompressedKV":
-        """Return the state, a layer recompressed in sequences with `every` entries over the limit in a kv head."""
+        """Return the state, a layer recompressed in sequences with at least `every` entries over a kv head's limit."""
         tables = self.tables[layer]
         due = (tables.length - tables.limit).max(axis=(0, 2)) >= every
         again = partial(CompressedKV._recompress_due_sequences, layer=layer)

@@ -57,7 +57,7 @@ def lay_out_scales(leaf: jax.Array) -> jax.Array:
 
 
 def append_entry_scales(pool: Any, new: Any, end: jax.Array) -> tuple[Pair, jax.Array]:
-    """Write new entries' scales to pool row `end`; return pool codes and scales, and entries dequantised and as codes.
+    """Write new entries' scales to row `end`; return (codes as given, new scales), entries dequantised and as codes.
 
     Of an entry, line 0 is dequantised, as later steps read it, and line 1 has its codes.
     """

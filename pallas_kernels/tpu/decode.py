@@ -30,7 +30,7 @@ _MASKED = -1e30
 
 
 def supports_pool(pool_rows: int, dtype: jax.typing.DTypeLike) -> bool:
-    """True if the TPU kernel supports pools of `pool_rows` rows (a multiple of 8) in bfloat16, float32 or int8."""
+    """True if the TPU kernel supports a pool: a multiple of 8 rows (int8: at most 2**19) in bfloat16, float32, int8."""
     if jnp.dtype(dtype) == jnp.dtype(jnp.int8):
         return codes.supports_int8_pool(pool_rows)
     known = jnp.dtype(dtype) in (jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32))

@@ -51,7 +51,7 @@ class BlockInputs:
 
 
 class BlockOutputs(NamedTuple):
-    """Result of consecutive layers: hidden states, pools, query buffers, one number of each head's attention output.
+    """Result of consecutive layers: hidden states, pools, query buffers, a number per head that orders later writes.
 
     Later writes can depend on these numbers, `out`.
     """
@@ -118,7 +118,7 @@ def _project_tokens(
     layer: BlockInputs,
     step: StepState,
 ) -> TokenProjections:
-    """Return the step's `TokenProjections`: queries, stored keys and values, and a gate's initial scores."""
+    """Return the step's `TokenProjections` in the pool's dtype, Hadamard-transformed if centred; any new scores."""
     own, by = normed[: len(step.new.count)], layer.by.new
     if step.work is None:
         token = project_new_tokens(block, spec, own, by)

@@ -70,7 +70,7 @@ class QuestCacheLayer(FullAttentionCacheLayer):
     def select_pages(
         self, q: Float[Array, "B K G D"], budget: Int[Array, " B"]
     ) -> SelectedPageEntries:
-        """Select per kv head the full pages of largest q.k bound for one new token; return `SelectedPageEntries`.
+        """Select per kv head a token's full pages of largest q.k bound within `budget`; return `SelectedPageEntries`.
 
         Tang et al., Quest, algorithm 1. A page's bound is the maximum over its kv head's query heads; ties go to the
         lowest page.

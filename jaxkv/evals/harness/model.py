@@ -187,7 +187,7 @@ class JaxKVLM(TemplateLM):
         disable_tqdm: bool = False,
         **options: Any,
     ) -> list[tuple[float, bool]]:
-        """Return (log-probability of the continuation, True if greedy decoding yields it) per request of token ids."""
+        """List (continuation's log-probability, True if greedy decoding yields it); long contexts lose their start."""
         pairs = []
         for (_, text), context, continuation in requests:
             require(

@@ -70,7 +70,7 @@ class SyntheticTask(QuestionTask):
         require(mine, "haystack", self.haystack, remedy)
 
     def resolve_prompt_lengths(self, params: LanguageModel) -> tuple[int, ...]:
-        """Return the given lengths, ValueError above the positions; else `usual` ones within them, or the positions."""
+        """Return `lengths`, ValueError above the positions; if None, those of `usual` that fit, else the positions."""
         most = params.config.max_positions
         if self.lengths is None:
             return tuple(each for each in self.usual if each <= most) or (most,)
@@ -182,7 +182,7 @@ def make_token_counter(params: LanguageModel) -> Counter:
 def convert_prompt_to_sample(
     name: str, group: str, prompt: RulerPrompt, new_tokens: int, **tags: Any
 ) -> TaskSample:
-    """Convert a `RulerPrompt` to a `TaskSample` with this id and group; the prompt's depth is added to the tags."""
+    """Convert a `RulerPrompt` to a `TaskSample` with this id and group; tags without a depth get the prompt's."""
     if prompt.depth is not None:
         tags.setdefault("depth", round(prompt.depth, 4))
     return TaskSample(

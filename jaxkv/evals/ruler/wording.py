@@ -77,7 +77,7 @@ class RulerWording:
         ).split()
 
     def get_essay_passage(self, size: int, start: int = 0) -> str:
-        """Return `size` words of the essays' text, as one text, from word `start` on; it repeats at its end."""
+        """Return as one text `size` words of the essays' text from word `start` on, starting over after the last."""
         at = start % len(self._essay_words)
         times = -(-(at + size) // len(self._essay_words))
         return " ".join((self._essay_words * times)[at : at + size])
@@ -127,7 +127,7 @@ class RulerWording:
         return str(int(rng.integers(10000, 99999)))
 
     def make_essay_sentences(self, rng: Generator, size: int) -> list[str]:
-        """Return the sentences of the first `size` words of the essays' text, as a list."""
+        """List the sentences of the essays' first `size` words, the last one perhaps cut off; `rng` has no effect."""
         return split_sentences(self.get_essay_passage(size))
 
 

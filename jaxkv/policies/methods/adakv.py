@@ -37,5 +37,5 @@ class AdaKV(PolicyWrapper):
     usual = "snapkv"
 
     def replace_base_parts(self, base: Parts) -> Parts:
-        """Return the base's `Parts` with `heads` (`AdaptiveHeads` if None); ValueError if it has own head budgets."""
+        """Return the base's `Parts` with `heads` (`AdaptiveHeads` if None); ValueError if base heads aren't uniform."""
         return self.replace_head_budgets(base, self.resolve_adaptive_heads(self.heads))

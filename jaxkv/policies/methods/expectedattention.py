@@ -11,7 +11,7 @@ from jaxkv.policies.unseen import FutureAttention
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExpectedAttention(BudgetMethod):
-    """Keep entries by the attention expected from queries after the prompt, times the value's norm.
+    """Keep entries by the attention expected from queries after the prompt, by default times the value's norm.
 
     Expectations follow from the prompt's query statistics.
 

@@ -60,14 +60,14 @@ class HeavyHitterPolicy(_AttentionEvictionPolicy):
         super()._check_fields()
 
     def build_policy_parts(self) -> Parts:
-        """Return `Parts`: scores by cumulative attention; recent tokens get the share `recent` of the budget."""
+        """Return `Parts`: scores by cumulative attention; recent tokens get share `recent` of the budget less sinks."""
         return self.compose_eviction_parts(recent=self.recent)
 
 
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class H2O(HeavyHitterPolicy):
-    """Keep heavy hitters by cumulative attention, and the most recent tokens; each new token evicts an entry.
+    """Keep heavy hitters by cumulative attention, and the most recent tokens; by default each new token evicts one.
 
     Heavy hitters and recent tokens are 1:1. Each new token evicts an entry.
 
@@ -82,7 +82,7 @@ class H2O(HeavyHitterPolicy):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RoCo(HeavyHitterPolicy):
-    """Keep entries by attention per query that could see them, and the most recent tokens; each new token evicts one.
+    """Keep entries by attention per query that could see them, and recent tokens; by default each new token evicts one.
 
     As H2O, but received attention is divided by the number of queries that saw the entry.
 
@@ -101,7 +101,7 @@ class RoCo(HeavyHitterPolicy):
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TOVA(_AttentionEvictionPolicy):
-    """Keep the entries that the newest token attends to most; each new token evicts the least attended one.
+    """Keep the entries that the newest token attends to most; by default each new token evicts the least attended one.
 
     All heads keep the same positions. Each new token evicts an entry.
 

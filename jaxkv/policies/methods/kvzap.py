@@ -14,7 +14,7 @@ from jaxkv.policies.unseen import GateScores
 @register
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KVzap(BudgetMethod):
-    """Keep entries by a gate trained to predict KVzip+'s scores from hidden states, above `threshold` if given.
+    """Keep entries by a gate trained to predict KVzip+'s scores from hidden states, from `threshold` up if given.
 
     Scores estimate the need for an entry when the model repeats the prompt: the question need not be known. The
     published policy keeps all entries whose score reaches a `threshold`, the same for all layers and heads. Memory is
