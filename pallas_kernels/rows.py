@@ -426,7 +426,7 @@ class _NewTokenEntry:
         return reduce(jnp.add, each)
 
     def write_to_pool(self, refs, row, writes, keys, values):
-        """Write the token to pool row `row` if `writes`; return float32 key and value parts, int8 values' scale or None."""
+        """Write the token to pool row `row` if `writes`; return float32 keys and values, int8 values' scale or None."""
         at, writes = (self.sequence, row), self.joins & writes
         key, (value, of_value) = (
             keys.write_new_key(at, self.key, writes),
