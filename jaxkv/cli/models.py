@@ -22,7 +22,7 @@ Bits = Annotated[str, ArgumentSpec("BITS")]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelOption:
-    """Base class of commands with the option --model: the model's name, and how it is loaded.
+    """Base class of commands with the option --model, a model's name or file, and `load_model`, which loads it.
 
     Attributes:
         model: a name from `jaxkv models`, a Hugging Face folder, a .gguf file or a hub id.
@@ -31,7 +31,7 @@ class ModelOption:
     model: Name = "smollm2-135m-instruct"
 
     def load_model(self, **options: Any) -> LanguageModel:
-        """Enable the disk cache of programs; return the `LanguageModel`, loaded with options of `jaxkv.load`."""
+        """Enable the disk cache of programs; return the `LanguageModel` of --model, by `jaxkv.load` with `options`."""
         enable_compilation_cache()
         return load(self.model, **options)
 

@@ -252,7 +252,7 @@ def add_merging_thresholds(
 def _make_initial_thresholds(
     k: Float[Array, "B K S D"], *, count: int, axes: ShardingMesh | None
 ) -> Float[Array, "B K n"]:
-    """Compiled: return `count` merging thresholds per kv head, `f32[B, K, n]`, at their value before any eviction."""
+    """Compiled: return one layer's merging thresholds `f32[B, K, count]`, at their value before any eviction."""
     return jnp.full((*k.shape[:2], count), UNSET, jnp.float32)
 
 

@@ -96,7 +96,7 @@ def _find_lowest_rank(
 def _find_lowest_rank_fused(
     free: Array, every: Array, pos: Array, row: Array
 ) -> tuple[Array, Array, Array]:
-    """`_find_lowest_rank` in a single reduction: one GPU kernel instead of three, but scalar code on a CPU."""
+    """`_find_lowest_rank` (rank, position, row) in one reduction: one GPU kernel, not three; scalar code on a CPU."""
 
     def better(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
         lower = (one[0] < other[0]) | ((one[0] == other[0]) & (one[1] > other[1]))

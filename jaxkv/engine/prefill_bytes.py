@@ -118,7 +118,7 @@ class PrefillBytes:
         return total
 
     def _compute_activation_bytes(self) -> int:
-        """Return the peak bytes of prefill's arrays beyond the final cache, over its top two layers."""
+        """Return prefill's peak bytes beyond the final cache, over the last two layers, any second pass, the end."""
         config, parts, rows, layers = (
             self.config,
             self.parts,

@@ -172,7 +172,7 @@ def create_decode_spec(
     extended: bool = False,
     implementation: Implementation = Implementation.XLA,
 ) -> DecodeSpec:
-    """Return the `DecodeSpec` of programs for a policy's parts and prompts of bucket `padded_len`.
+    """Return the `DecodeSpec`, static config of decode programs, for a model, a policy's parts, bucket `padded_len`.
 
     With `extended`, segments may hold more entries than the policy keeps of prompts (`KVCache.extended`).
     """

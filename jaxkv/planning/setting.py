@@ -78,7 +78,8 @@ class Workload:
         limit = self.config.max_positions
         if self.context + self.new <= limit or self.policy.composed.rolling:
             return None
-        return f"the model has {limit:,} positions: only {limit - self.context:,} of {self.new:,} new tokens have one"
+        beyond = min(self.new, self.context + self.new - limit)
+        return f"the model has {limit:,} positions: {beyond:,} of {self.new:,} new tokens have none"
 
     @property
     def prefill_implementation(self) -> Implementation:

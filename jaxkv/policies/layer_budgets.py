@@ -188,7 +188,7 @@ def round_to_sum(values: Reals, total: Counts, most: Counts) -> Table:
 
 
 def round_by_largest_remainder(real: Reals, total: Counts, most: Counts) -> Table:
-    """Round reals by largest remainder to integers `[L, N]` of sum `total` over layers, at most `most` each.
+    """Round reals `[L, N]`, of sum `total` over layers and at most `most`, to such integers by largest remainder.
 
     Ties of remainders go to the lowest layer.
     """

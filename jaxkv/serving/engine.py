@@ -494,6 +494,6 @@ def _close_all_engines() -> None:
 
 
 def remove_temporary_files() -> None:
-    """Remove the temporary folders of open engines' documents, in a process that ends without closing them."""
+    """Remove open engines' temporary document folders; call it before ending a process that does not close them."""
     for engine in list(_OPEN):
         engine.documents.close_document_store()

@@ -51,7 +51,7 @@ def compute_deadline(given: Any) -> float | None:
 
 
 def apply_request_budget(given: Any, policy: Policy, document: Document | None) -> Policy | None:
-    """Return the policy with a request's budget, None for None; ValueError if unsupported, too high or on documents."""
+    """Return `policy` with a request's budget `given`, None without one; ValueError if not supported or too high."""
     if given is None:
         return None
     require(document is None, "budget", given, "the document is compressed already: leave it out")

@@ -355,7 +355,7 @@ class CompressedKV:
     def _record_appended_tokens(
         self, layer: int, pool: EntryPool, taken: Int[Array, " B"], written: Int[Array, " B"]
     ) -> "CompressedKV":
-        """Return the state with a new pool, `taken` more entries, `written` more seen, the rest in `left_out`."""
+        """Return a state with a new pool in `layer`: length + `taken`, seen + `written`, left_out + the difference."""
         tables = self.tables[layer]
         length, seen = tables.length + taken[:, None], tables.seen + written
         after = self._replace_layer_fields(layer, pool, length=length, seen=seen)

@@ -29,7 +29,7 @@ def make_cache_layer(
     index: int = 0,
     rotated: Callable[[Array], Array] | None = None,
 ) -> FullAttentionCacheLayer:
-    """Return the view of a layer's entries for its attention: a `FullAttentionCacheLayer` or an object of a subclass.
+    """Return an object to append tokens to a layer and attend: a `FullAttentionCacheLayer`, or a subclass of it.
 
     Args:
         terms: static config.

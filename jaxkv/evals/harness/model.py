@@ -55,7 +55,7 @@ class JaxKVLM(TemplateLM):
         device: str | None = None,
         **options: Any,
     ):
-        """Take a model or load a named one; reject one without a tokenizer, unknown policies and bad batch sizes.
+        """Wrap a model, or load one by name, for the harness; reject a model without a tokenizer.
 
         Args:
             model: a model, or a name or path for `jaxkv.load`.
