@@ -48,7 +48,7 @@ def bpe():
 def pieces():
     """As Llama 2's: pieces with a space in front, bytes, and special tokens that are pieces as well."""
     specials = {"bos_token": "<s>", "eos_token": "</s>"}
-    return ChatTokenizer(sentencepiece().build(), specials=specials, template=TEMPLATE)
+    return ChatTokenizer(sentencepiece().build_tokenizer(), specials=specials, template=TEMPLATE)
 
 
 def unigram(scheme="first"):
